@@ -10,6 +10,7 @@ send a file and where the next page is: that may be another host, which is nobod
 """
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -17,12 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from ipaddress import ip_address
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
 import httpcore
 import httpx
 from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils import parse_ratelimit_headers
 from huggingface_hub.utils._http import default_client_factory
 
 from ..recipes.errors import KeepMTPError, RecipeError
@@ -134,6 +137,36 @@ def _installed() -> None:
     install()
 
 
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what threads send to the Hub or read from it; Python would wait: a shard takes minutes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # a program that uses keepmtp has its own way to stop a thread
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        PATIENCE.stop(lambda: end(number, frame))
+        end(number, frame)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        usual = before[signal.Signals(number)]
+        if callable(usual):
+            usual(number, frame)
+        raise SystemExit(128 + number)
+
+    PATIENCE.stopped.clear()  # a program may ask the Hub again, after it has stopped an upload
+    PATIENCE.is_watched = True
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:  # what is stopped stays so: a thread that has not noticed yet would send its shard again
+        PATIENCE.is_watched = False
+        for number, usual in before.items():
+            signal.signal(number, usual)
+
+
 def refuse_endpoint(endpoint: str) -> None:
     """Refuse to send a token over a line that others can read.
 
@@ -195,6 +228,15 @@ def _after(response: httpx.Response) -> None:
             raise HubError(constants.ENDPOINT, rule, got=got, cure="Check HF_ENDPOINT and the network's login page")
     if response.status_code in BUSY:
         _wait(response)
+
+
+def seconds_to_wait(response: httpx.Response) -> int | None:
+    """How long the Hub asks to wait; None where it does not say."""
+    limit = parse_ratelimit_headers(response.headers)
+    if limit and not limit.remaining:
+        return limit.reset_in_seconds
+    after = response.headers.get("Retry-After", "").strip()
+    return int(after) if after.isdigit() else None
 
 
 def _wait(response: httpx.Response) -> None:

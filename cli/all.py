@@ -141,7 +141,7 @@ def everything(
         _refuse_evaluation(made, k, tuple(context.args), runs_code=run_model_code)
         refuse_no_room((made.source,), vllm, out=report_folder(out), extra=context.args)
         if base_model is None:
-            refuse_unknown(made.source, recipe.source, recipe.revision)
+            refuse_unknown(made.source)
     err = Console(stderr=True)
     for name, words in stations.items():
         if (name == "quantize" and is_made) or (name == "serve-check" and words and _is_served(out, k or 1)):

@@ -23,8 +23,7 @@ def card(
         str | None,
         typer.Option(
             "--base-model",
-            help="ORG/NAME on the Hub that it was made from, or `none`; default: what was read from the Hub, or the "
-            "recipe's release if the source has the same bytes.",
+            help="ORG/NAME on the Hub that it was made from, or `none`; default: what was read from the Hub.",
         ),
     ] = None,
     license_id: Annotated[
@@ -48,8 +47,8 @@ def card(
     Every number comes from the result files in NAME.report. A report that differs from them makes no card. The card
     says what was not measured, and what the gates say. It is made whether they pass or not; exit status 0.
 
-    A base model is named only if it was read from the Hub, or if the local source has its bytes. Otherwise the card
-    says that --base-model is the author's word.
+    A base model is named only if it was read from the Hub. Otherwise the card says that --base-model is the author's
+    word.
 
     Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`
     """

@@ -151,11 +151,11 @@ def check(
 
 def _with_values(checked: "Checked", level: "Level", source: str | None, err: Console) -> "Checked":
     """Also with what the value check finds; a checkpoint that the static check cannot read is left as it is."""
+    from ..checkpoints.hub_client import stopped_by_signals
     from ..recipes.extras import require_extra
 
     require_extra("check --values", "quantize")
     from ..validate.check.values import Watch, with_values
-    from ..validate.publish.hub import stopped_by_signals
     from .progress import bytes_bar
 
     def say(fetch: "Fetch") -> None:

@@ -16,16 +16,15 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from ..recipes.errors import GateError, RecipeError, printable, size_in_words
-from . import findings, tables
+from ..recipes.errors import RecipeError, printable, size_in_words
+from . import tables
 from .options import JsonOption, chosen_gpus
 from .progress import bytes_bar
 from .tables import escape
 
 if TYPE_CHECKING:
-    from ..validate.facts.dry_load import GPU
-    from ..validate.publish.hub import Hub, Remote
-    from ..validate.publish.upload import Comparison, Sent
+    from ..validate.publish.hub import Remote
+    from ..validate.publish.upload import Comparison, Published
     from ..validate.publish.upload_set import Parcel
 
 err = Console(stderr=True)
@@ -67,10 +66,11 @@ def publish(
     """
     from huggingface_hub import constants, get_token
 
+    from ..checkpoints.hub_client import stopped_by_signals
     from ..recipes.extras import require_extra
     from ..validate.publish import upload as publishing
-    from ..validate.publish.hub import Hub, stopped_by_signals
-    from ..validate.publish.upload_set import prepare, ready_report, take
+    from ..validate.publish.hub import Hub
+    from ..validate.publish.upload_set import prepare, ready_report
 
     publishing.check_name(repo)
     _say(f"folder      {printable(os.path.realpath(path))}\nrepository  {constants.ENDPOINT}/{repo}")
@@ -99,114 +99,62 @@ def publish(
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
-        _ask(parcel, repo, before, public=public, yes=yes)
-        # An hour for a terabyte, so a token that is wrong is known before.
-        parcel = take(parcel, watch=bytes_bar(err, "hashing"))
-        _publish(parcel, hub, repo, before, public=public, update=update, gpu=chosen, as_json=as_json)
-
-
-def _publish(
-    parcel: "Parcel",
-    hub: "Hub",
-    repo: str,
-    before: "Remote | None",
-    *,
-    public: bool,
-    update: bool,
-    gpu: "GPU | None",
-    as_json: bool,
-) -> None:
-    from ..checkpoints.hub_client import HubError
-    from ..validate.publish import upload as publishing
-
-    was_public = before is not None and not before.is_private
-    watch = bytes_bar(err, "sending")
-    sent = publishing.send(parcel, hub, repo, update=update, may_be_public=was_public, watch=watch)
-    there = publishing.must_be_there(hub, repo, revision=sent.commit)
-    try:
-        publishing.verify(parcel, there, others=sent.others)
-        how = _load(parcel, there, gpu)
-        publishing.refuse_other_head(hub, there)
-    except (GateError, HubError) as error:
-        state = "stays private" if there.is_private else "is public, as it was"
-        raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
-    if public and there.is_private:
-        publishing.make_public(hub, there)
-    done = _done(parcel, sent, there, how, is_private=there.is_private and not public)
+        is_public = before is not None and not before.is_private
+        _ask(parcel, repo, is_public=is_public, public=public, yes=yes)
+        done = publishing.publish(parcel, hub, repo, public=public, update=update, may_be_public=is_public, gpu=chosen)
     if as_json:
-        tables.print_json(done, indent=None)
+        tables.print_json(_json_of(parcel, repo, done), indent=None)
     else:
-        Console().print(_told(done), highlight=False, soft_wrap=True)
+        Console().print(_told(parcel, repo, done), highlight=False, soft_wrap=True)
 
 
-def _load(parcel: "Parcel", there: "Remote", gpu: "GPU | None") -> str:
-    """Check the repository by range requests; returns in words what was tried.
-
-    Raises:
-        GateError: it has an error there.
-    """
-    from ..validate.publish.read_back import load_remote
-
-    with err.status("") as status:
-        checked, how = load_remote(there, parcel, gpu=gpu, watch=lambda doing: status.update(escape(doing)))
-    if not checked.data.ok:
-        findings.show(err, checked.data)
-        worst = checked.data.findings[0]
-        raise GateError(
-            f"{there.repo} at {there.commit}",
-            "must pass the check there as it did here",
-            got=f"{worst.where}: {worst.says}",
-            cure="Look at what the Hub holds",
-        )
-    return how
-
-
-def _done(parcel: "Parcel", sent: "Sent", there: "Remote", how: str, *, is_private: bool) -> dict[str, Any]:
+def _json_of(parcel: "Parcel", repo: str, done: "Published") -> dict[str, Any]:
     from huggingface_hub import constants
 
     return {
-        "repo": there.repo,
-        "url": f"{constants.ENDPOINT}/{there.repo}",
-        "commit": sent.commit,
-        "private": is_private,
+        "repo": repo,
+        "url": f"{constants.ENDPOINT}/{repo}",
+        "commit": done.commit,
+        "private": done.is_private,
         "files": _files(parcel),
-        "uploaded_bytes": sent.num_bytes,
-        "kept_files": list(sent.kept),
-        "other_files": list(sent.others),
+        "uploaded_bytes": done.num_bytes,
+        "kept_files": done.kept,
+        "other_files": list(done.others),
         "verified": True,
-        "loaded": how,
+        "loaded": done.how,
     }
 
 
-def _told(done: dict[str, Any]) -> str:
-    count, kept = len(done["files"]), len(done["kept_files"])
+def _told(parcel: "Parcel", repo: str, done: "Published") -> str:
+    from huggingface_hub import constants
+
+    count, kept = len(parcel.files), len(done.kept)
+    kind = "private" if done.is_private else "public"
+    sent = f"all {count} files were there already"
+    if count > kept:
+        sent = f"sent {_counted(count - kept)}, {size_in_words(done.num_bytes)}; were there already: {kept}"
     lines = [
-        f"[green]published[/] {done['url']} ({'private' if done['private'] else 'public'}), commit {done['commit']}",
-        f"sent {_counted(count - kept)}, {size_in_words(done['uploaded_bytes'])}; were there already: {kept}"
-        if count > kept
-        else f"all {count} files were there already",
-        f"checked there: sizes and hashes of {count} files; {done['loaded']}",
+        f"[green]published[/] {constants.ENDPOINT}/{repo} ({kind}), commit {done.commit}",
+        sent,
+        f"checked there: sizes and hashes of {count} files; {done.how}",
     ]
-    if done["other_files"]:
-        lines.append(f"not ours and left alone: {escape(printable(', '.join(done['other_files'])))}")
+    if done.others:
+        lines.append(f"not ours and left alone: {escape(printable(', '.join(done.others)))}")
     return "\n".join(lines)
 
 
-def _ask(parcel: "Parcel", repo: str, before: "Remote | None", *, public: bool, yes: bool) -> None:
+def _ask(parcel: "Parcel", repo: str, *, is_public: bool, public: bool, yes: bool) -> None:
     """Confirm that everybody may read it.
 
     Raises:
         RecipeError: nobody to ask, or the answer is no.
     """
-    is_public = before is not None and not before.is_private
     _say(f"to send     {_counted(len(parcel.files))}, {size_in_words(parcel.num_bytes)}")
     if not public and not is_public:
         return
-    what = (
-        f"{repo} is public, so what is sent can be read before it is checked"
-        if is_public
-        else f"{repo} would be public"
-    )
+    what = f"{repo} would be public"
+    if is_public:
+        what = f"{repo} is public, so what is sent can be read on a branch before it is checked"
     _refuse_unasked(what, yes=yes)
     if not yes and not typer.confirm(f"{what}. Go on?", err=True):
         raise RecipeError(repo, "going public must be confirmed", got="no", cure="Nothing was sent")

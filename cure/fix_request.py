@@ -8,8 +8,9 @@ check says before and after, and that no weight was read.
 
 from collections.abc import Callable
 
+from ..checkpoints.hub_client import stopped_by_signals
 from ..recipes.errors import RecipeError
-from ..validate.publish.hub import Hub, stopped_by_signals
+from ..validate.publish.hub import Hub
 from .fix import Outcome
 
 _MESSAGE = "Fix what vLLM cannot load, or loads as something else"

@@ -14,7 +14,6 @@ from broken import GOOD
 from checkpoint_files import write
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
-from keepmtp.checkpoints.record import Record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli import init, serve
 from keepmtp.cure.fix import proposed
@@ -29,7 +28,6 @@ from keepmtp.validate.measure.answers import read_samples
 from keepmtp.validate.measure.harness import has_template
 from keepmtp.validate.measure.prompts import read_prompts
 from keepmtp.validate.measure.texts import held_out
-from keepmtp.validate.report import base_model
 from keepmtp.validate.report.best_k import BestK
 from keepmtp.validate.report.card_metadata import read_front_matter
 from keepmtp.validate.report.provenance import recipe_text
@@ -41,14 +39,12 @@ READERS: dict[str, Callable[[Path], object]] = {
     "report.json": read_json,
     "recipe.yaml": lambda path: recipe_text(path.parent),
     "answers.jsonl": read_samples,
-    "base_model.json": lambda path: base_model._kept(RECORD, path.parent),
     "bench.jsonl": prompts.read,
     "serve.jsonl": read_prompts,
     "serve.txt": read_prompts,
     "held_out.jsonl": lambda path: held_out(path, None),
     "held_out.txt": lambda path: held_out(path, None),
 }
-RECORD = Record.model_validate(measured.recorded())
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -44,7 +44,7 @@ STEPS: Mapping[str, tuple[str, int]] = {
     "commit": (f"POST {_OURS}/commit/", 0),
     "look at the commit": (f"GET {_OURS}/revision/{_SHA}", 0),
     "list the commit": (f"GET {_OURS}/tree/{_SHA}", 0),
-    "look at it to load": (f"GET {_OURS}/revision/main", 0),
+    "look at it to load": (f"GET {_OURS}/revision/{_SHA}", 1),
     "read config.json": (f"GET /{REPO}/resolve/.*/config.json", 0),
     "read a header": (f"GET /{REPO}/resolve/.*/{SHARD}", 0),
     "go public": (f"PUT {_OURS}/settings", 0),

@@ -1,8 +1,7 @@
 """A Hub on loopback: repositories of models can be made, written to and read, datasets read, with faults on request.
 
 It speaks what huggingface_hub 1.33 and `datasets` ask with HF_HUB_DISABLE_XET=1: LFS in one piece or in parts, commits,
-settings, trees, byte ranges. Xet's own protocol, which huggingface_hub prefers where hf_xet is installed, is not spoken
-here.
+branches, settings, trees, byte ranges. With Xet it gives hf_xet a folder of this machine to store chunks in.
 """
 
 import base64
@@ -19,7 +18,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 TOKEN = "hf_loopbackSecretThatNobodyMayPrint"
 READ_ONLY = "hf_loopbackTokenForReading"
@@ -73,21 +72,28 @@ class Blob:
 
 
 class Repo:
-    """Commits, newest last."""
+    """Commits in the order of their making, and the newest of each branch."""
 
     def __init__(self, *, private: bool) -> None:
         self.private = private
         self.commits: list[dict[str, Blob]] = []
+        self.branches: dict[str, str] = {}
 
     @property
     def head(self) -> str:
-        return self.name(len(self.commits) - 1)
+        return self.branches["main"]
 
-    def name(self, number: int) -> str:
-        return f"{number + 1:040x}"
+    def name(self, revision: str) -> str:
+        """The commit that a revision means; "" if there is none."""
+        return self.branches.get(revision) or (revision if re.fullmatch("[0-9a-f]{40}", revision) else "")
 
     def at(self, revision: str) -> dict[str, Blob]:
-        return self.commits[-1 if revision == "main" else int(revision, 16) - 1]
+        return self.commits[int(self.name(revision), 16) - 1]
+
+    def add(self, files: dict[str, Blob], branch: str = "main") -> str:
+        self.commits.append(files)
+        self.branches[branch] = f"{len(self.commits):040x}"
+        return self.branches[branch]
 
 
 class Hub:
@@ -100,6 +106,7 @@ class Hub:
         faults: taken in order.
         requests: "METHOD /path" of each, and the range where one was asked for.
         put: body bytes that arrived for each large file, by SHA-256.
+        sent_by_xet: files that may come by Xet, by SHA-256; their chunks go to a folder here and not through the Hub.
         leads_elsewhere: a large file is asked for at another address, which the Hub answers with.
         closed: namespaces where nobody may open a pull request.
         pulls: the files of each pull request, None for one that it removes, and its words under "".
@@ -113,6 +120,7 @@ class Hub:
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         self.put: Counter[str] = Counter()
+        self.sent_by_xet: dict[str, Path] = {}
         self.endpoint = ""
         self.leads_elsewhere = False
         self.closed: list[str] = []
@@ -137,17 +145,13 @@ class Hub:
         found = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
         oids = {file: hashlib.sha1(file.encode()).hexdigest() for file in found}
         blobs = {file: Blob(oid=oids[file], size=path.stat().st_size, path=path) for file, path in found.items()}
-        repo.commits.append(blobs)
-        return repo.head
+        return repo.add(blobs)
 
     def commit(self, name: str, files: Mapping[str, bytes]) -> str:
         """Somebody's commit of small files."""
         repo = self.repos[name]
-        repo.commits.append(
-            dict(repo.commits[-1] if repo.commits else {})
-            | {path: self.store(content) for path, content in files.items()}
-        )
-        return repo.head
+        before = repo.at("main") if repo.commits else {}
+        return repo.add(before | {path: self.store(content) for path, content in files.items()})
 
     def store(self, content: bytes, *, large: bool = False) -> Blob:
         """Keep bytes under their hash."""
@@ -163,6 +167,10 @@ class Hub:
         blob = self.repos[name].at("main")[path]
         return (self.folder / (blob.sha256 or blob.oid)).read_bytes()
 
+    def by_sha256(self, sha256: str) -> Path:
+        """The bytes of a large file; those of one that came by Xet are known from the file that was sent."""
+        return self.sent_by_xet.get(sha256, self.folder / sha256)
+
     def spoil(self, name: str) -> None:
         """The next upload of one file is stored with other bytes than were sent, as the Hub then says itself."""
         self._spoilt = name
@@ -172,7 +180,7 @@ class Hub:
     def stored(self, path: str, blob: Blob) -> Blob:
         if path != self._spoilt:
             return blob
-        content = (self.folder / blob.sha256).read_bytes()
+        content = self.by_sha256(blob.sha256).read_bytes()
         return self.store(content[:-1] + bytes([content[-1] ^ 1]), large=True)
 
 
@@ -240,7 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return fault
         return None
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     def _body(self, fault: Fault | None) -> bytes:
         left = int(self.headers.get("Content-Length", 0))
@@ -276,7 +284,9 @@ class _Handler(BaseHTTPRequestHandler):
                     repo = self.hub.repos.get(told["repo"])
                     if repo is None or (repo.private and not token):
                         return self._say(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-                    is_write = answer in (_Handler._preupload, _Handler._batch, _Handler._commit, _Handler._settings)
+                    if "revision" in told and not repo.name(told["revision"] or "main"):
+                        return self._say(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+                    is_write = answer in _WRITES
                     owner, is_pull = told["repo"].split("/")[0], "create_pr=1" in self.query
                     may_write = owner not in self.hub.closed if is_pull else owner in self.hub.writers
                     if is_write and (token != TOKEN or not may_write):
@@ -308,13 +318,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._say(200, {"errors": [], "warnings": []})
 
     def _info(self, _: bytes, *, repo: str, revision: str | None) -> None:
-        found, at = self.hub.repos[repo], revision or "main"
-        files = [{"rfilename": path} for path in found.at(at)]
+        found = self.hub.repos[repo]
+        commit = found.name(revision or "main")
+        files = [{"rfilename": path} for path in found.at(commit)]
         self._say(
             200,
             {
                 "id": repo,
-                "sha": found.head if at == "main" else at,
+                "sha": commit,
                 "siblings": files,
                 "private": found.private,
                 "tags": [],
@@ -330,15 +341,32 @@ class _Handler(BaseHTTPRequestHandler):
         if "recursive=true" not in self.query.lower():
             folders = {start + path.removeprefix(start).partition("/")[0] for path in files} - files.keys()
             files = {path: blob for path, blob in files.items() if "/" not in path.removeprefix(start)}
-        self._say(
-            200,
-            [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)]
-            + [
-                {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
-                | ({"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {})
-                for path, blob in files.items()
-            ],
-        )
+        listed = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)]
+        self._say(200, listed + [_entry(path, blob) for path, blob in files.items()])
+
+    def _paths_info(self, body: bytes, *, repo: str, revision: str) -> None:
+        there = self.hub.repos[repo].at(revision)
+        self._say(200, [_entry(path, there[path]) for path in parse_qs(body.decode())["paths"] if path in there])
+
+    def _xet_token(self, _: bytes, *, repo: str, revision: str) -> None:
+        """Where hf_xet 1.8 stores chunks: a folder of this machine, which it writes to itself."""
+        where = {"casUrl": f"local://{self.hub.folder / 'xet'}", "accessToken": "xet", "exp": 1 << 32}
+        headers = {
+            "X-Xet-Cas-Url": where["casUrl"],
+            "X-Xet-Access-Token": "xet",
+            "X-Xet-Token-Expiration": f"{1 << 32}",
+        }
+        self._say(200, where, headers)
+
+    def _branch(self, body: bytes, *, repo: str, branch: str) -> None:
+        branches = self.hub.repos[repo].branches
+        if self.command == "DELETE":
+            del branches[branch]
+        elif branch in branches:
+            return self._say(409, {"error": "Reference already exists"})
+        else:
+            branches[branch] = json.loads(body)["startingPoint"]
+        self._say(200, {})
 
     def _preupload(self, body: bytes, *, repo: str, revision: str) -> None:
         there = self.hub.repos[repo].at(revision)
@@ -412,14 +440,15 @@ class _Handler(BaseHTTPRequestHandler):
             told = entry["value"]
             match entry["key"]:
                 case "header":
-                    if told.get("parentCommit", found.head) != found.head:
+                    head = found.name(revision)
+                    if told.get("parentCommit", head) != head:
                         return self._say(412, {"error": "A commit has happened since. Please refresh and try again."})
                 case "file":
                     files[told["path"]] = self.hub.store(base64.b64decode(told["content"]))
                 case "deletedFile":
                     del files[told["path"]]
                 case "lfsFile":
-                    content = (self.hub.folder / told["oid"]).read_bytes()
+                    content = self.hub.by_sha256(told["oid"]).read_bytes()
                     files[told["path"]] = self.hub.stored(told["path"], self.hub.store(content, large=True))
                 case other:
                     return self._say(400, {"error": f"{other} is never sent by keepmtp"})
@@ -431,8 +460,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.pulls.append({path: data and base64.b64decode(data) for path, data in sent.items()} | {"": words})
             there = {"pullRequestUrl": f"{url}/discussions/{len(self.hub.pulls)}"}
             return self._say(200, {"success": True, "commitOid": "e" * 40, "commitUrl": f"{url}/commit/e", **there})
-        found.commits.append(files)
-        self._say(200, {"success": True, "commitOid": found.head, "commitUrl": url})
+        self._say(200, {"success": True, "commitOid": found.add(files, revision), "commitUrl": url})
 
     def _settings(self, body: bytes, *, repo: str) -> None:
         self.hub.repos[repo].private = json.loads(body)["visibility"] == "private"
@@ -444,8 +472,7 @@ class _Handler(BaseHTTPRequestHandler):
         if blob is None:
             return self._say(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
         wanted = self.headers.get("Range")
-        commit = found.head if revision == "main" else revision
-        headers = {"ETag": f'"{blob.sha256 or blob.oid}"', "X-Repo-Commit": commit}
+        headers = {"ETag": f'"{blob.sha256 or blob.oid}"', "X-Repo-Commit": found.name(revision)}
         first, end = 0, blob.size - 1
         if wanted:
             start, _, last = wanted.removeprefix("bytes=").partition("-")
@@ -495,6 +522,13 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(DRIP_SECONDS)
 
 
+def _entry(path: str, blob: Blob) -> dict[str, Any]:
+    """A file of a listing."""
+    listed: dict[str, Any] = {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
+    return listed | ({"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {})
+
+
+_WRITES = (_Handler._preupload, _Handler._batch, _Handler._commit, _Handler._settings, _Handler._branch)
 _REPO, _AT = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
 _ROUTES = (
     ("GET", r"/api/whoami-v2", _Handler._whoami),
@@ -505,6 +539,9 @@ _ROUTES = (
     ("POST", rf"/api/models/{_REPO}/preupload/{_AT}", _Handler._preupload),
     ("POST", rf"/api/models/{_REPO}/commit/{_AT}", _Handler._commit),
     ("PUT", rf"/api/models/{_REPO}/settings", _Handler._settings),
+    ("GET", rf"/api/models/{_REPO}/xet-write-token/{_AT}", _Handler._xet_token),
+    ("POST", rf"/api/models/{_REPO}/paths-info/{_AT}", _Handler._paths_info),
+    ("POST DELETE", rf"/api/models/{_REPO}/branch/(?P<branch>[^/]+)", _Handler._branch),
     ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler._batch),
     ("PUT", r"/lfs/(?P<oid>\w{64})(/(?P<part>\d+))?", _Handler._put),
     ("POST", r"/lfs/(?P<oid>\w{64})/complete", _Handler._complete),

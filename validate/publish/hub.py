@@ -4,31 +4,28 @@ In: a token, from huggingface_hub.get_token, and a repository's name. Out: value
 repeats the token, the sentence has `<token>` instead.
 
 Easy to get wrong: huggingface_hub 1.33 tries again where it uploads bytes (`http_backoff`), but not in whoami-v2,
-repos/create, listings, settings, nor in the commit. So each call is tried again here. That is safe, because a commit
+repos/create, listings, settings, nor in each commit. So each call is tried again here. That is safe, because a commit
 holds only what is missing. And it takes an answer as it comes: a field that is not there is a KeyError, and a commit
 may be the number 7.
 """
 
 import logging
 import re
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 from httpx import HTTPError, TransportError
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import parse_ratelimit_headers
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...checkpoints import hub_client
-from ...checkpoints.hub_client import LONGEST_WAIT_SECONDS, PATIENCE, QUESTION_LIMITS, HubError
-from ...recipes.errors import KeepMTPError
+from ...checkpoints.hub_client import BUSY, LONGEST_WAIT_SECONDS, PATIENCE, QUESTION_LIMITS, HubError, seconds_to_wait
+from ...recipes.errors import KeepMTPError, first_fault
 
 WAITS_SECONDS = (2, 10, 30)
 """Between attempts, where the Hub does not say how long."""
@@ -36,22 +33,31 @@ WAITS_SECONDS = (2, 10, 30)
 AGAIN = f"{hub_client.AGAIN}: what has arrived is not sent twice"
 
 T = TypeVar("T")
-Say = Callable[[str], None]
-_PASSING = (408, 429, 500, 502, 503, 504)
 _TOKENS = "https://huggingface.co/settings/tokens"
 _NEW_TOKEN = f"Make one with write access at {_TOKENS} and set HF_TOKEN, or run `hf auth login`"
 # What huggingface_hub raises where an answer has another form than it expects.
 _OTHER_FORM = (KeyError, TypeError, AttributeError, IndexError)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remote:
+class Blob(BaseModel):
+    """A file of a commit; the Hub has the SHA-256 of a large one, and of a small one git's hash alone."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    size: int
+    git_hash: str
+    sha256: str | None
+
+
+class Remote(BaseModel):
     """A repository at one commit; `files` are by path."""
 
+    model_config = ConfigDict(frozen=True, strict=True)
+
     repo: str
-    commit: str
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
     is_private: bool
-    files: Mapping[str, RepoFile]
+    files: Mapping[str, Blob]
 
 
 class Hub:
@@ -62,17 +68,12 @@ class Hub:
         watch: called with words about what it waits for.
     """
 
-    def __init__(self, token: str, *, watch: Say) -> None:
+    def __init__(self, token: str, *, watch: Callable[[str], None]) -> None:
         hub_client.refuse_endpoint(constants.ENDPOINT)
         hub_client.install()
-        self._token, self._watch = token, watch
+        self._token, self.watch = token, watch
         self._api = HfApi(token=token)
         self._user = ""
-
-    @property
-    def user(self) -> str:
-        """Whose token it is, once `sign_in` has asked."""
-        return self._user
 
     def sign_in(self) -> None:
         """Ask whose token it is.
@@ -80,19 +81,11 @@ class Hub:
         Raises:
             HubError: it is not valid, or a token that may only read.
         """
-
-        def ask() -> tuple[str, object]:
-            told = self._api.whoami()
-            return _is(told.get("name"), str), told.get("auth", {}).get("accessToken", {}).get("role")
-
-        self._user, role = self._ask("the Hub", ask)
-        if role == "read":
-            raise HubError(
-                "the Hub",
-                "the token must be allowed to write",
-                got=f"{self._user}'s token for reading",
-                cure=_NEW_TOKEN,
-            )
+        answer = self._ask("the Hub", self._api.whoami)
+        self._user = answer["name"]
+        if answer.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            got = f"{self._user}'s token for reading"
+            raise HubError("the Hub", "the token must be allowed to write", got=got, cure=_NEW_TOKEN)
 
     def look(self, repo: str, *, revision: str | None = None) -> Remote | None:
         """What a repository holds, at `revision` or now; None if there is none that this token may see.
@@ -106,18 +99,18 @@ class Hub:
                 info = self._api.model_info(repo, revision=revision)
             except GatedRepoError:
                 raise
-            except RepositoryNotFoundError:
+            except (RepositoryNotFoundError, RevisionNotFoundError):
                 return None
-            self._refuse_other_name(repo, _is(info.id, str))
-            commit = _commit(info.sha)
-            tree = self._api.list_repo_tree(repo, recursive=True, revision=commit)
-            files = [_file(entry) for entry in tree if _is(entry.path, str) and isinstance(entry, RepoFile)]
-            return Remote(
-                repo=repo,
-                commit=commit,
-                is_private=_is(info.private, bool),
-                files={file.path: file for file in files},
-            )
+            if info.id.lower() != repo.lower():
+                got, cure = f"{repo}, which is {info.id}", "Name the repository as it is called now"
+                raise HubError("--repo", "must be the repository's own name", got=got, cure=cure)
+            blobs = {}
+            for file in self._api.list_repo_tree(repo, recursive=True, revision=info.sha):
+                if isinstance(file, RepoFile):
+                    sha256 = file.lfs.sha256 if file.lfs else None
+                    blobs[file.path] = {"size": file.size, "git_hash": file.blob_id, "sha256": sha256}
+            found = {"repo": repo, "commit": info.sha, "is_private": info.private, "files": blobs}
+            return Remote.model_validate(found)
 
         return self._ask(repo, ask)
 
@@ -125,18 +118,30 @@ class Hub:
         """Make a private repository, if there is none of this name."""
         self._ask(repo, lambda: self._api.create_repo(repo, private=True, exist_ok=True))
 
-    def upload(self, repo: str, files: Callable[[], Sequence[CommitOperationAdd]], *, parent: str, message: str) -> str:
-        """Send files on top of the commit `parent`; returns the commit that holds them.
+    def create_branch(self, repo: str, branch: str, *, commit: str) -> None:
+        """Make a branch at a commit, if there is none of this name."""
+        self._ask(repo, lambda: self._api.create_branch(repo, branch=branch, revision=commit, exist_ok=True))
 
-        Args:
-            files: called for each attempt, since huggingface_hub notes in them how far it came.
+    def upload(self, repo: str, folder: Path, *, branch: str, parent: str, message: str) -> str:
+        """Send a folder's files on top of the commit `parent`; returns the commit that holds them.
+
+        With hf_xet, huggingface_hub sends by Xet: what the Hub has of a file already is not sent again.
         """
 
-        def ask() -> str:
-            done = self._api.create_commit(repo, list(files()), commit_message=message, parent_commit=parent)
-            return _commit(done.oid)
+        def send() -> str:
+            done = self._api.upload_folder(
+                repo_id=repo, folder_path=folder, revision=branch, parent_commit=parent, commit_message=message
+            )
+            return done.oid
 
-        return self._ask(repo, ask, is_long=True)
+        return self._ask(repo, send, is_long=True)
+
+    def merge(self, repo: str, names: Sequence[str], *, branch: str, commit: str, parent: str, message: str) -> None:
+        """Let the main branch have the files of a branch's commit, in one commit on top of `parent`."""
+        copies = [CommitOperationCopy(name, name, src_revision=commit) for name in names]
+        create = self._api.create_commit
+        self._ask(repo, lambda: create(repo, copies, commit_message=message, parent_commit=parent))
+        self._ask(repo, lambda: self._api.delete_branch(repo, branch=branch))
 
     def request(
         self, repo: str, files: Mapping[str, bytes | None], *, parent: str, message: str, description: str
@@ -153,7 +158,7 @@ class Hub:
             for path, data in sorted(files.items())
         ]
 
-        def ask() -> str:
+        def send() -> str:
             done = self._api.create_commit(
                 repo,
                 operations,
@@ -162,9 +167,9 @@ class Hub:
                 parent_commit=parent,
                 create_pr=True,
             )
-            return _is(done.pr_url, str)
+            return str(done.pr_url)
 
-        return self._ask(repo, ask, waits=(None,))
+        return self._ask(repo, send, waits=(None,))
 
     def set_visibility(self, repo: str, *, is_private: bool) -> None:
         """Let everybody read it, or nobody but its owners."""
@@ -213,25 +218,21 @@ class Hub:
                 pause = _pause(error, wait)
                 if pause is None:
                     raise self._refusal(repo, error) from error
-                self._watch(f"{repo}: {self._words(error)}; trying again in {pause} s")
+                self.watch(f"{repo}: {self._words(error)}; trying again in {pause} s")
             finally:
                 PATIENCE.until = None
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
-    def _refuse_other_name(self, repo: str, now: str) -> None:
-        if now.lower() != repo.lower():
-            cure = "Name the repository as it is called now"
-            raise HubError("--repo", "must be the repository's own name", got=f"{repo}, which is {now}", cure=cure)
-
     def _refusal(self, repo: str, error: Exception) -> HubError:
+        owner = repo.partition("/")[0]
         match _status(error):
             case 401:
                 rule, cure = "the Hub must know the token", _NEW_TOKEN
             case 403:
                 whose = f"{self._user}'s token" if self._user else "the token"
-                rule = f"{whose} must be allowed to write to {repo.partition('/')[0]}"
-                cure = f"Take one that is ({_TOKENS}), ask an owner of {repo.partition('/')[0]}, or another --repo"
+                rule = f"{whose} must be allowed to write to {owner}"
+                cure = f"Take one that is ({_TOKENS}), ask an owner of {owner}, or another --repo"
             case 412:
                 rule, cure = "nobody else may write to it meanwhile", AGAIN
             case 400 | 402 | 404 | 409 | 413 | 422:
@@ -242,13 +243,14 @@ class Hub:
                 rule, cure = "the Hub must answer", AGAIN
         return HubError(repo, rule, got=self._words(error), cure=cure)
 
-    def _words(self, error: BaseException) -> str:
-        status, told = _status(error), _root(error)
-        said = getattr(told, "server_message", None) or str(told)
-        if isinstance(told, KeyError):
-            said = f"no {said}"
-        lines = [line.strip() for line in str(said).strip().splitlines() if line.strip()]
-        line = lines[0].rstrip(".") if lines else type(told).__name__
+    def _words(self, error: Exception) -> str:
+        status, root = _status(error), _root(error)
+        said = str(getattr(root, "server_message", None) or root).strip()
+        if isinstance(root, KeyError):
+            said = f"no {root}"
+        if isinstance(root, ValidationError):
+            said = first_fault(root)
+        line = next(iter(said.splitlines()), type(root).__name__).strip().rstrip(".")
         return self._clean(f"{status}: {line}" if status and str(status) not in line else line)
 
     def _clean(self, text: str) -> str:
@@ -258,21 +260,20 @@ class Hub:
 
 def _pause(error: Exception, wait: int | None) -> int | None:
     """Seconds until another attempt; None if there should be none."""
-    status, told = _status(error), _root(error)
-    is_passing = status in _PASSING if status else isinstance(told, (TransportError, RuntimeError))
-    if wait is None or not is_passing:
+    root = _root(error)
+    if wait is None or not isinstance(root, (HfHubHTTPError, TransportError, RuntimeError)):
         return None
-    if isinstance(told, HfHubHTTPError):
-        limit = parse_ratelimit_headers(told.response.headers)
-        after = told.response.headers.get("Retry-After", "")
-        said = limit.reset_in_seconds if limit and not limit.remaining else int(after) if after.isdigit() else None
+    if isinstance(root, HfHubHTTPError):
+        if root.response.status_code not in BUSY:
+            return None
+        said = seconds_to_wait(root.response)
         wait = wait if said is None else said
     return wait if wait <= LONGEST_WAIT_SECONDS else None
 
 
-def _status(error: BaseException) -> int:
-    told = _root(error)
-    return told.response.status_code if isinstance(told, HfHubHTTPError) else 0
+def _status(error: Exception) -> int:
+    root = _root(error)
+    return root.response.status_code if isinstance(root, HfHubHTTPError) else 0
 
 
 def _root(error: BaseException) -> BaseException:
@@ -281,60 +282,3 @@ def _root(error: BaseException) -> BaseException:
     while seen is not None and not isinstance(seen, (HfHubHTTPError, TransportError, KeepMTPError)):
         seen = seen.__cause__
     return seen or error
-
-
-def _is(value: Any, kind: type[T]) -> T:
-    """The value, if it is of this type."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{str(value)[:80]!r} in place of a {kind.__name__}")
-    return value
-
-
-def _commit(value: object) -> str:
-    """A commit's name: 40 hexadecimal digits."""
-    if not re.fullmatch("[0-9a-f]{40}", _is(value, str)):
-        raise ValueError(f"{str(value)[:80]!r} in place of a commit")
-    return str(value)
-
-
-def _file(entry: RepoFile) -> RepoFile:
-    """A file of a listing, if its size and hashes are what they must be."""
-    texts, numbers = [entry.blob_id], [entry.size]
-    if entry.lfs is not None:
-        texts.append(entry.lfs.sha256)
-        numbers.append(entry.lfs.size)
-    for text in texts:
-        _is(text, str)
-    for number in numbers:
-        _is(number, int)
-    return entry
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what threads send to the Hub or read from it; Python would wait: a shard takes minutes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # a program that uses keepmtp has its own way to stop a thread
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        PATIENCE.stop(lambda: end(number, frame))
-        end(number, frame)
-
-    def end(number: int, frame: FrameType | None) -> None:
-        usual = before[signal.Signals(number)]
-        if callable(usual):
-            usual(number, frame)
-        raise SystemExit(128 + number)
-
-    PATIENCE.stopped.clear()  # a program may ask the Hub again, after it has stopped an upload
-    PATIENCE.is_watched = True
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:  # what is stopped stays so: a thread that has not noticed yet would send its shard again
-        PATIENCE.is_watched = False
-        for number, usual in before.items():
-            signal.signal(number, usual)

@@ -1,33 +1,41 @@
-"""Sends a checkpoint and its card to the Hub, and compares what arrived.
+"""Sends a checkpoint and its card to the Hub, compares what arrived, checks it there, and only then lets it be seen.
 
 In: a `Parcel` (upload_set.py) and a repository's name. Out: the commit that holds exactly these files, by their hashes.
 
 Easy to get wrong: a repository that exists may be somebody else's. A file that differs is replaced only on request,
-nothing is deleted, and a run that continues after a cut must recognize its own files.
+nothing is deleted, and a run that continues after a cut must recognize its own files. A repository that everybody reads
+gets a branch, and its main branch the branch's files once they are checked.
 """
 
+import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoints.files import held
-from ...checkpoints.hub_client import PATIENCE, HubError
+from ...checkpoints.hub_client import HubError
 from ...checkpoints.hub_names import page_of
-from ...checkpoints.identity import ReadingBar, listed
-from ...recipes.errors import GateError, RecipeError
-from .hub import AGAIN, Hub, Remote
-from .taken import Taken
-from .upload_set import LocalFile, Parcel, total_bytes
+from ...checkpoints.identity import listed
+from ...checkpoints.json_file import read_bytes_of
+from ...checkpoints.scratch import ScratchFolder
+from ...recipes.errors import GateError, RecipeError, VLLMError
+from ..check.check import Checked, examine
+from ..dryload.check_on import check_on
+from ..facts.dry_load import GPU, GPUS
+from ..facts.vllm_env import find_vllm
+from .hub import AGAIN, WAITS_SECONDS, Blob, Hub, Remote
+from .upload_set import LocalFile, Parcel
 
 FileState = Literal["new", "same", "differs"]
 # The Hub writes this file into every new repository, and after that by itself.
 HUBS_OWN = (".gitattributes",)
 _NAME = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?", re.ASCII)
+_GPU: GPU = "sm100"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +51,22 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """A commit that holds the parcel; `num_bytes` are of the files that it lacked before."""
+class Published:
+    """What a repository holds now; `num_bytes` are of the files that it lacked before.
+
+    Attributes:
+        commit: that was compared and checked.
+        kept: files that were there already.
+        others: files there that are not of the parcel.
+        how: in words, how the repository was checked.
+    """
 
     commit: str
+    is_private: bool
     num_bytes: int
-    kept: tuple[str, ...]
+    kept: list[str]
     others: tuple[str, ...]
+    how: str
 
 
 def check_name(repo: str) -> None:
@@ -59,37 +76,25 @@ def check_name(repo: str) -> None:
         RecipeError: not ORG/NAME, characters that the Hub does not take, or the name of a folder here.
     """
     parts = repo.split("/")
-    if (
-        len(parts) != 2
-        or not all(_NAME.fullmatch(part) and len(part) <= 96 for part in parts)
-        or ".." in repo
-        or "--" in repo
-        or parts[1].endswith(".git")
-    ):
-        raise RecipeError(
-            "--repo",
-            "must be ORG/NAME with letters, digits, and single - _ . between them",
-            got=repr(repo),
-            cure=f"Name it {page[0]}" if (page := page_of(repo)) else "Name it as on the Hub",
-        )
+    are_names = all(_NAME.fullmatch(part) and len(part) <= 96 for part in parts)
+    if len(parts) != 2 or not are_names or ".." in repo or "--" in repo or repo.endswith(".git"):
+        rule = "must be ORG/NAME with letters, digits, and single - _ . between them"
+        page = page_of(repo)
+        cure = f"Name it {page[0]}" if page else "Name it as on the Hub"
+        raise RecipeError("--repo", rule, got=repr(repo), cure=cure)
     if Path(repo).is_dir():
-        raise RecipeError(
-            "--repo",
-            "must not be a folder here, which would be checked in its place",
-            got=repo,
-            cure="Run this from another folder",
-        )
+        rule = "must not be a folder here, which would be checked in its place"
+        raise RecipeError("--repo", rule, got=repo, cure="Run this from another folder")
 
 
 def compare(parcel: Parcel, remote: Remote | None) -> Comparison:
     """Compare a parcel with what the repository holds (None: there is no repository)."""
-    there = {} if remote is None else remote.files
-    states: dict[str, FileState] = {
-        name: "new" if name not in there else "same" if _is_same(parcel, name, there[name]) else "differs"
-        for name in parcel.files
-    }
-    others = tuple(sorted(name for name in there if name not in parcel.files and name not in HUBS_OWN))
-    return Comparison(states=states, others=others)
+    there = remote.files if remote else {}
+    states: dict[str, FileState] = dict.fromkeys(parcel.files, "new")
+    for name in parcel.files.keys() & there.keys():
+        states[name] = "differs" if _difference(parcel.files[name], there[name]) else "same"
+    others = sorted(there.keys() - parcel.files.keys() - {*HUBS_OWN})
+    return Comparison(states=states, others=tuple(others))
 
 
 def refuse_overwriting(repo: str, found: Comparison) -> None:
@@ -104,102 +109,120 @@ def refuse_overwriting(repo: str, found: Comparison) -> None:
         raise RecipeError(repo, "must be empty or hold this checkpoint", got=listed(strange), cure=cure)
 
 
-def send(
-    parcel: Parcel, hub: Hub, repo: str, *, update: bool, may_be_public: bool, watch: ReadingBar | None = None
-) -> Sent:
-    """Send the parcel; files that the repository has already are not sent again.
+def publish(
+    parcel: Parcel,
+    hub: Hub,
+    repo: str,
+    *,
+    public: bool = False,
+    update: bool = False,
+    may_be_public: bool = False,
+    gpu: GPU | None = None,
+) -> Published:
+    """Send the parcel, compare and check it there, and then make it public or let the main branch have it.
+
+    Files that the repository has already are not sent again.
 
     Args:
-        parcel: from `take`.
+        parcel: from `prepare`.
         hub: signed in.
         repo: if there is none, it is made, and private.
+        public: let everybody read it in the end.
         update: replace files that differ.
         may_be_public: the repository was a public one before.
-        watch: a progress bar for the bytes of the shards.
+        gpu: the GPU to pretend for the dry load there; the report's first by default.
 
     Raises:
         RecipeError: it holds something else, or everybody may read it.
-        CheckpointError: a shard changes while it is sent.
-        HubError: the Hub refuses, or does not answer.
+        GateError: what it holds is not what was sent, or has an error there.
+        HubError: the Hub refuses, or does not answer, or somebody else writes to it.
     """
     if hub.look(repo) is None:
         hub.create(repo)
-    remote = must_be_there(hub, repo)
-    if not remote.is_private and not may_be_public:
+    before = _must_be_there(hub, repo)
+    if not before.is_private and not may_be_public:
         raise RecipeError(repo, "must be private until it is checked", got="a public one", cure="Make it private")
-    found = compare(parcel, remote)
+    found = compare(parcel, before)
     if not update:
         refuse_overwriting(repo, found)
-    missing = [parcel.taken[name] for name in parcel.files if found.states[name] != "same"]
-    commit = remote.commit
+    missing = [name for name, state in found.states.items() if state != "same"]
+    message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
+    branch, commit = "main", before.commit
     if missing:
+        if not before.is_private:
+            branch = f"keepmtp-{parcel.identity.sha256[:12]}-{commit[:12]}"
+            hub.create_branch(repo, branch, commit=commit)
+            commit = _must_be_there(hub, repo, branch).commit
         with held(parcel.folder, "only one run may publish a checkpoint"):
-            commit = _upload(parcel, hub, remote, missing, watch)
-    num_bytes = total_bytes(taken.local for taken in missing)
-    return Sent(commit=commit, num_bytes=num_bytes, kept=tuple(found.named("same")), others=found.others)
+            commit = _upload(parcel, missing, hub, repo, branch=branch, parent=commit, message=message)
+    there = _must_be_there(hub, repo, commit)
+    try:
+        verify(parcel, there, others=found.others)
+        how = check_there(parcel, there, gpu=gpu, watch=hub.watch)
+        if branch == "main":
+            _refuse_other_head(hub, there, AGAIN)
+        else:
+            hub.merge(repo, missing, branch=branch, commit=commit, parent=before.commit, message=message)
+            there = _must_be_there(hub, repo)
+            verify(parcel, there, others=found.others)
+    except (GateError, HubError) as error:
+        state = "stays private" if before.is_private else "is public, as it was"
+        raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
+    if public and there.is_private:
+        _make_public(hub, there)
+    return Published(
+        commit=there.commit,
+        is_private=there.is_private and not public,
+        num_bytes=sum(parcel.files[name].num_bytes for name in missing),
+        kept=found.named("same"),
+        others=found.others,
+        how=how,
+    )
 
 
-def must_be_there(hub: Hub, repo: str, *, revision: str | None = None) -> Remote:
-    """A repository, which was made or written to just now.
+def _upload(
+    parcel: Parcel, names: Sequence[str], hub: Hub, repo: str, *, branch: str, parent: str, message: str
+) -> str:
+    """One folder with exactly these files: links to those of the checkpoint, and the card's own."""
+    with ScratchFolder("keepmtp-publish-") as folder:
+        for name in names:
+            path, local = Path(folder, name), parcel.files[name]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if local.content is None:
+                path.symlink_to(local.path.resolve())
+            else:
+                path.write_bytes(local.content)
+        return hub.upload(repo, Path(folder), branch=branch, parent=parent, message=message)
 
-    Raises:
-        HubError: the Hub says that there is none.
-    """
-    if (remote := hub.look(repo, revision=revision)) is None:
+
+def _must_be_there(hub: Hub, repo: str, revision: str | None = None) -> Remote:
+    """A repository, which was made or written to just now."""
+    remote = hub.look(repo, revision=revision)
+    if remote is None:
         raise HubError(repo, "must be there, as the Hub has said", got="none", cure="Look at its page on the Hub")
     return remote
 
 
-def refuse_other_head(hub: Hub, sent: Remote) -> Remote:
-    """The repository as it is now, if its newest commit is the one that was checked.
-
-    Raises:
-        HubError: somebody else has written to it.
-    """
-    now = must_be_there(hub, sent.repo)
-    if now.commit != sent.commit:
-        raise _other_head(sent, now, "Look at what was written, and run the same command again")
+def _refuse_other_head(hub: Hub, checked: Remote, cure: str) -> Remote:
+    """The repository as it is now, if its newest commit is the one that was checked."""
+    now = _must_be_there(hub, checked.repo)
+    if now.commit != checked.commit:
+        got = f"commit {now.commit} after {checked.commit}"
+        raise HubError(checked.repo, "nobody else may write to it meanwhile", got=got, cure=cure)
     return now
 
 
-def make_public(hub: Hub, sent: Remote) -> None:
-    """Let everybody read a repository that was checked.
-
-    Raises:
-        HubError: it is another one by then, and private again; or the Hub leaves it private.
-    """
-    hub.set_visibility(sent.repo, is_private=False)
-    now = must_be_there(hub, sent.repo)
-    if now.commit != sent.commit:
-        hub.set_visibility(sent.repo, is_private=True)
-        raise _other_head(sent, now, "It is private again. Look at what was written, and run the same command again")
+def _make_public(hub: Hub, checked: Remote) -> None:
+    """Let everybody read a repository; private again, if it is another one by then."""
+    hub.set_visibility(checked.repo, is_private=False)
+    cure = "Look at what was written, and run the same command again"
+    try:
+        now = _refuse_other_head(hub, checked, f"It is private again. {cure}")
+    except HubError:
+        hub.set_visibility(checked.repo, is_private=True)
+        raise
     if now.is_private:
-        raise HubError(sent.repo, "must be public, as the Hub has said", got="a private one", cure=AGAIN)
-
-
-def _other_head(sent: Remote, now: Remote, cure: str) -> HubError:
-    got = f"commit {now.commit} after {sent.commit}"
-    return HubError(sent.repo, "nobody else may write to it meanwhile", got=got, cure=cure)
-
-
-def _upload(parcel: Parcel, hub: Hub, remote: Remote, missing: Sequence[Taken], watch: ReadingBar | None) -> str:
-    """One commit with the missing files; returns its name."""
-    furthest = {taken.local.name: 0 for taken in missing}
-    shards = total_bytes(taken.local for taken in missing if taken.content is None)
-    message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
-    with nullcontext(lambda _: None) if watch is None else watch(shards) as advance:
-
-        def reached(name: str, at: int) -> None:  # what is sent again does not count twice
-            if at > furthest[name]:
-                advance(at - furthest[name])
-                furthest[name], PATIENCE.silences = at, 0
-
-        return hub.upload(
-            remote.repo,
-            lambda: [taken.operation(reached) for taken in missing],
-            parent=remote.commit,
-            message=message,
-        )
+        raise HubError(checked.repo, "must be public, as the Hub has said", got="a private one", cure=AGAIN)
 
 
 def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> None:
@@ -214,31 +237,69 @@ def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> Non
         GateError: names the files that are missing, differ, or should not be there.
     """
     found = compare(parcel, remote)
-    wrong = [
-        f"{name} is {'not there' if state == 'new' else _difference(parcel.files[name], remote.files[name])}"
-        for name, state in found.states.items()
-        if state != "same"
-    ]
+    wrong = [f"{name} is not there" for name in found.named("new")]
+    wrong += [f"{name} is {_difference(parcel.files[name], remote.files[name])}" for name in found.named("differs")]
     wrong += [f"{name} is there, which was not sent" for name in found.others if name not in others]
     if wrong:
-        where = f"{remote.repo} at {remote.commit}"
-        raise GateError(
-            where,
-            "must hold the bytes that were sent",
-            got=listed(wrong),
-            cure="Run the same command with --update to send them again",
-        )
+        where, cure = f"{remote.repo} at {remote.commit}", "Run the same command with --update to send them again"
+        raise GateError(where, "must hold the bytes that were sent", got=listed(wrong), cure=cure)
 
 
-def _is_same(parcel: Parcel, name: str, there: RepoFile) -> bool:
-    """The Hub has the SHA-256 of a large file, and git's hash of a small one. For the latter the local file is read."""
-    local = parcel.files[name]
-    if there.lfs is not None:
-        return (there.lfs.size, there.lfs.sha256) == (local.num_bytes, local.sha256)
-    return there.size == local.num_bytes and there.blob_id == parcel.git_hash(name)
-
-
-def _difference(local: LocalFile, there: RepoFile) -> str:
+def _difference(local: LocalFile, there: Blob) -> str:
+    """How a file there differs from what was measured; "" if it does not."""
     if there.size != local.num_bytes:
         return f"{there.size} bytes there and {local.num_bytes} here"
-    return f"of another {'SHA-256' if there.lfs else 'git hash'} there than here"
+    if there.sha256 is not None:
+        return "" if there.sha256 == local.sha256 else "of another SHA-256 there than here"
+    content = local.content
+    if content is None:
+        content = read_bytes_of(local.path, local.path)
+    # Git's hash says only that the Hub has what is here now, and the report only what was here then.
+    is_measured = hashlib.sha256(content).hexdigest() == local.sha256
+    return "" if is_measured and git_hash(content) == there.git_hash else "of another git hash there than here"
+
+
+def check_there(
+    parcel: Parcel, remote: Remote, *, gpu: GPU | None = None, watch: Callable[[str], None] = lambda doing: None
+) -> str:
+    """Check a commit by range requests, with vLLM's own loaders if there is a vLLM here; in words, what was tried.
+
+    Args:
+        parcel: what is there; its first dry load is repeated unless `gpu` is given.
+        remote: the commit.
+        gpu: the GPU to pretend.
+        watch: called with words about what is being done.
+
+    Raises:
+        HubError: it cannot be read now.
+        GateError: it has an error there.
+    """
+    first = next(iter(parcel.report.dry), None)
+    tp, k = (first.tp, first.k) if first and gpu is None else (1, 1)
+    wanted = gpu or (first.gpu if first else _GPU)
+    chosen: GPU = next(known for known in GPUS if known == wanted)
+    page = f"huggingface.co/{remote.repo}/tree/{remote.commit}"
+    try:
+        vllm = find_vllm()
+    except VLLMError:
+        vllm = None
+
+    def load() -> Checked:
+        if vllm is None:
+            return examine(page)
+        (checked,) = check_on([page], vllm=vllm, gpus=[chosen], tps=[tp], num_drafts=k, progress=watch)
+        return checked
+
+    checked = load()
+    if checked.refusal is not None:  # a cut, or a Hub that is busy, says nothing about the checkpoint: both pass
+        time.sleep(WAITS_SECONDS[0])
+        checked = load()
+    if checked.refusal is not None:
+        raise HubError(remote.repo, "must be readable there", got=str(checked.refusal).rstrip("."), cure=AGAIN)
+    if not checked.data.ok:
+        worst = checked.data.findings[0]
+        where, rule = f"{remote.repo} at {remote.commit}", "must pass the check there as it did here"
+        raise GateError(where, rule, got=f"{worst.where}: {worst.says}", cure=f"Look: `keepmtp check {remote.repo}`")
+    if vllm is None:
+        return "static check, no dry load: no vLLM here (see `keepmtp doctor`)"
+    return f"dry load on {chosen} at TP {tp} with vLLM {vllm.version}"

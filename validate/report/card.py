@@ -32,7 +32,7 @@ from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from . import html as report_html
 from . import report as reports
-from .base_model import NO_BASE_MODEL, NONE, BaseModel, base_model_of, find_base_model, refuse_no_id
+from .base_model import NO_BASE_MODEL, NONE, BaseModel, base_model_of, refuse_no_id, unknown
 from .card_metadata import (
     BENCHMARKS,
     HUB_ID,
@@ -83,7 +83,7 @@ def build(
     Args:
         checkpoint: its evidence is in NAME.report.
         source: what it was made from, where that is here: its own card gives license, language and task.
-        base_model: Hub id, or `none`; default what was read from the Hub, or is equal to a release byte for byte.
+        base_model: Hub id, or `none`; default what was read from the Hub.
         license_id: the license's name on the Hub; default the source's.
         out: folder; default `card_folder`.
         watch: a progress bar, where the checkpoint's bytes have to be read again.
@@ -101,9 +101,10 @@ def build(
     for place in (folder, *_around(folder)):
         _refuse_strange(place)
     told, opened = _verified(checkpoint, watch)
-    record, evidence = read_record(checkpoint / RECORD, cure=_OF_OTHERS), report_folder(checkpoint)
-    base = base_model_of(record, evidence, base_model)
-    base = base or find_base_model(checkpoint, record, evidence, source, watch=watch)
+    record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
+    base = base_model_of(record, base_model)
+    if base is None:
+        raise unknown(checkpoint, f"the local folder {record.source.name}")
     theirs = read_front_matter(source) if source else {}
     inherited = {key: theirs.get(key) for key in INHERITED}
     where = source / README if source else "keepmtp card"
@@ -174,7 +175,7 @@ def _stated(checkpoint: Path, folder: Path) -> tuple[CardFacts, Metadata]:
     record, front = read_record(checkpoint / RECORD, cure=_OF_OTHERS), read_front_matter(folder)
     named = str(front.get("base_model") or NONE)
     refuse_no_id(named)
-    base = base_model_of(record, report_folder(checkpoint), None if named == NONE else named)
+    base = base_model_of(record, None if named == NONE else named)
     if base is None or base.name != ("" if named == NONE else named):
         base = NO_BASE_MODEL
     metadata = metadata_of(opened, front, {}, base_model=base.name, where=folder / README)

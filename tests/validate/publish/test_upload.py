@@ -1,5 +1,6 @@
 """`keepmtp publish` against a Hub on loopback: what it refuses, what it sends, what it survives."""
 
+import hashlib
 import io
 import json
 import math
@@ -25,7 +26,7 @@ from keepmtp.cli import main
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.hub import Hub as Client
-from keepmtp.validate.publish.upload_set import LocalFile, prepare, take
+from keepmtp.validate.publish.upload_set import LocalFile, prepare
 from keepmtp.validate.report import card
 from written_values import poke
 
@@ -182,18 +183,18 @@ def test_other_bytes_than_were_measured_are_refused_by_name(publish_here, hub, f
     assert fault != "no card" or "hashing" not in ended.err, "known before every byte is read"
 
 
-def test_every_byte_is_read_again_before_one_is_sent(publish_here, hub, folder):
-    """A flipped bit under the old time of change: known once the Hub has taken the token, and before it gets a file."""
+def test_a_flipped_bit_under_the_old_time_of_change_is_never_public(publish_here, hub, folder):
+    """Its hash is remembered here; the Hub computes its own."""
     shard = folder / SHARD
     was = shard.stat()
     os.utime(shard, (0, 0))
-    identify(folder, cache=Path(f"{folder}.report"))  # an old file, whose hash is remembered
+    identify(folder, cache=Path(f"{folder}.report"))
     flip(shard)
     os.utime(shard, (0, 0))
     assert shard.stat().st_size == was.st_size
-    ended = publish_here()
-    assert ended.code == 2 and f"{SHARD} is another" in ended.err, ended
-    assert hub.requests and not hub.repos
+    ended = publish_here("--public", "--yes")
+    assert ended.code == 1 and f"got {SHARD} is of another SHA-256 there than here" in ended.err, ended
+    assert "It stays private." in ended.err and hub.repos[REPO].private
 
 
 @pytest.mark.parametrize(
@@ -417,19 +418,51 @@ def test_a_repository_that_would_not_load_stays_private(publish_here, hub):
     assert "left-over.safetensors" in ended.err and hub.repos[REPO].private
 
 
-def test_hidden_files_of_the_card_are_sent_and_no_other(hub, hub_at, folder):
-    """The Hub reads scores from .eval_results; upload_folder must follow the links and take dot files."""
+def test_hidden_files_of_the_card_are_sent_and_no_other(hub, hub_at, folder, monkeypatch):
+    """The Hub reads scores from .eval_results."""
     hub_at(hub.endpoint)
-    told = prepare(folder)
-    scores = folder.parent / "gsm8k.yaml"
-    scores.write_text("- value: 1")
-    name = ".eval_results/gsm8k.yaml"
-    local = LocalFile(name=name, path=scores, num_bytes=10, sha256=file_sha256(scores))
-    client = Client(TOKEN, watch=print)
+    for name, value in {"HF_TOKEN": TOKEN, **NO_VLLM}.items():
+        monkeypatch.setenv(name, value)
+    parcel = prepare(folder)
+    name, scores = ".eval_results/gsm8k.yaml", b"- value: 1"
+    sha256 = hashlib.sha256(scores).hexdigest()
+    files = {**parcel.files, name: LocalFile(path=folder / name, num_bytes=10, sha256=sha256, content=scores)}
     (folder / "left-behind.txt").write_text("not of the report")
-    sent = publishing.send(take(replace(told, files={name: local})), client, REPO, update=False, may_be_public=False)
-    assert set(hub.repos[REPO].at(sent.commit)) == {".gitattributes", name}
-    assert hub.read(REPO, name) == b"- value: 1"
+    publishing.publish(replace(parcel, files=files), Client(TOKEN, watch=print), REPO)
+    assert set(hub.repos[REPO].at("main")) == {".gitattributes", *files}
+    assert hub.read(REPO, name) == scores
+
+
+def test_what_everybody_reads_gets_only_what_was_checked(publish_here, hub, folder):
+    """Files are sent to a branch; the main branch has them in one commit, after the last look."""
+    repo = hub.add(REPO, private=False)
+    hub.spoil(SHARD)
+    ended = publish_here("--yes")
+    assert ended.code == 1 and f"{SHARD} is of another SHA-256" in ended.err and "It is public, as it was." in ended.err
+    assert repo.head == FIRST_COMMIT and len(repo.branches) == 2
+    hub.spoil("")
+    hub.faults = [Fault("POST .*/commit/main", before=lambda: hub.commit(REPO, {"strange.txt": b"by somebody else"}))]
+    ended = publish_here("--yes", "--update")
+    assert ended.code == 2 and "nobody else may write to it meanwhile; got 412" in ended.err, ended
+    assert set(repo.at("main")) == {".gitattributes", "strange.txt"}
+    assert publish_here("--yes", "--update").code == 0
+    sent = {name: file.num_bytes for name, file in prepare(folder, repo=REPO).files.items()}
+    there = {name: blob.size for name, blob in repo.at("main").items() if name in sent}
+    assert sent == there and hub.read(REPO, SHARD) == (folder / SHARD).read_bytes()
+    assert {branch for branch in repo.branches if repo.name(branch) == repo.head} == {"main"}
+
+
+@pytest.mark.full
+def test_xet_sends_the_same_bytes(hub, folder):
+    """hf_xet's own client, which stores chunks in a folder: no large file goes through the Hub's LFS."""
+    hub.sent_by_xet = {file_sha256(path): path for path in folder.glob("*.safetensors")}
+    hub.sent_by_xet |= {file_sha256(path): path for path in card.card_folder(folder).glob("*.png")}
+    ended = publish(hub, folder, "--json", "--public", "--yes", HF_HUB_DISABLE_XET="0")
+    assert ended.code == 0 and json.loads(ended.out)["private"] is False, ended
+    assert any("/xet-write-token/" in line for line in hub.requests) and not put(hub, folder / SHARD)
+    stored = sum(path.stat().st_size for path in (hub.folder / "xet").rglob("*") if path.is_file())
+    assert stored > (folder / SHARD).stat().st_size
+    whole(hub, folder)
 
 
 # --- Faults of the network --------------------------------------------------------------------------------------------
