@@ -1,17 +1,22 @@
-"""What is asked of the Hub for a checkpoint: a repository's files, a small file, and headers by range requests.
+"""What is asked of the Hub for a checkpoint: a repository's files, files, and bytes by range requests.
 
 In: a repository, a commit and a file's name. Out: the answer, or a refusal in one sentence. The header of a file on the
-Hub is judged as that of a local file.
+Hub is judged as that of a local file. Deadlines and the token's rules are those of `hub_client.py`. huggingface_hub
+1.33 reads no range into memory that is there, and compares no header with its file's size.
 
-Easy to get wrong: a server may ignore the range and send the whole file. So no more is read than was asked for.
+Easy to get wrong: the Hub answers for each large file with another address, which is good for an hour or so. It is
+kept, so that a thousand ranges are not two thousand requests, and asked for anew when it has expired. A server may
+ignore the range and send the whole file. So no more is read than was asked for.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from httpx import HTTPError
-from huggingface_hub import HfApi, hf_hub_url
+from httpx import HTTPError, TransportError
+from huggingface_hub import HfApi, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -23,11 +28,20 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ..recipes.errors import KeepMTPError, NoCheckpointError
-from .hub_client import HubError, install_once
+from .hub_client import BUSY, PATIENCE, HubError, install_once
 from .safetensors_file import LENGTH_BYTES, FileHeader, header_length, parse_header
 
 _FIRST_BYTES = 100_000  # of a shard; most headers are shorter, and then one request is enough
 _TIMEOUT_SECONDS = 10
+AT_A_TIME = 16
+"""Ranges that are asked for at the same time."""
+GAP_BYTES = 1 << 20
+"""Between two tensors that are asked for together: what 20 MB/s bring in the 50 ms that a request is on its way."""
+_TRIES = 5
+_FIRST_WAIT_SECONDS = 0.25
+_EXPIRED = (401, 403, 404, 410)
+# The Hub's address of a file -> the one that it answers with.
+_leads_to: dict[str, str] = {}
 
 
 @contextmanager
@@ -82,6 +96,30 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
     return info.sha or revision, names
 
 
+def fetch(repo: str, name: str, *, commit: str) -> Path | None:
+    """A file in the Hub's cache, downloaded if it is not there yet; None if the repository has none of this name.
+
+    Raises:
+        NoCheckpointError: the Hub does not send it.
+    """
+    with hub_errors(repo, commit):
+        try:
+            return Path(HfApi().hf_hub_download(repo, name, revision=commit))
+        except EntryNotFoundError:
+            return None
+
+
+def fetch_all(repo: str, patterns: Sequence[str], *, commit: str, to: Path | None, bars: type[Any] | None) -> Path:
+    """A folder with a repository's files that fit the patterns: `to`, or in the Hub's cache.
+
+    Raises:
+        NoCheckpointError: the Hub does not send them.
+    """
+    with hub_errors(repo, commit):
+        wanted = list(patterns)
+        return Path(snapshot_download(repo, revision=commit, local_dir=to, allow_patterns=wanted, tqdm_class=bars))
+
+
 def read_remote_header(repo: str, file: str, *, commit: str) -> FileHeader:
     """The header of one file, checked against the size that the Hub gives.
 
@@ -89,29 +127,89 @@ def read_remote_header(repo: str, file: str, *, commit: str) -> FileHeader:
         CheckpointError: as `safetensors_file.read_header`.
         NoCheckpointError: the Hub does not send it.
     """
-    where = f"{repo}/{file}"
+    where, start = f"{repo}/{file}", bytearray(_FIRST_BYTES)
+    size = read_range(repo, file, commit=commit, start=0, into=memoryview(start), may_end=True)
+    end = LENGTH_BYTES + header_length(bytes(start[: min(LENGTH_BYTES, size)]), size, where)
+    if end > len(start):
+        rest = bytearray(end - len(start))
+        read_range(repo, file, commit=commit, start=len(start), into=memoryview(rest))
+        start += rest
+    return parse_header(bytes(start[LENGTH_BYTES:end]), file=file, num_bytes=size, where=where)
+
+
+def read_range(
+    repo: str,
+    file: str,
+    *,
+    commit: str,
+    start: int,
+    into: memoryview,
+    may_end: bool = False,
+    arrived: Callable[[int], None] = lambda _bytes: None,
+) -> int:
+    """Fill `into` with a file's bytes from `start` on; returns the size of the whole file.
+
+    Args:
+        repo: ORG/NAME.
+        file: its path in the repository.
+        commit: the repository's.
+        start: counted from the file's first byte.
+        into: as long as what is wanted.
+        may_end: the file may end before `into` does.
+        arrived: called with the number of bytes, whenever that many more are there.
+
+    Raises:
+        NoCheckpointError: the Hub does not have it, sends something else, or brings nothing in five answers in a row.
+    """
+    failures, size, where = 0, -1, f"{repo}/{file}"
     with hub_errors(repo, commit):
         url = hf_hub_url(repo, file, revision=commit)
-        first, size = _start_of(url, _FIRST_BYTES, where)
-        end = LENGTH_BYTES + header_length(first[:LENGTH_BYTES], size, where)
-        if end > len(first):
-            first, size = _start_of(url, end, where)
-    return parse_header(first[LENGTH_BYTES:end], file=file, num_bytes=size, where=where)
+        while into and not (may_end and start == size):
+            before, failure = len(into), None
+            try:
+                for size, part in _parts(url, start, len(into), where):
+                    part = part[: len(into)]
+                    into[: len(part)] = part
+                    into, start = into[len(part) :], start + len(part)
+                    arrived(len(part))
+                    if not into:
+                        return size
+            except (TransportError, HfHubHTTPError) as error:
+                if isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY:
+                    raise
+                failure = error
+            failures = failures + 1 if len(into) == before else 0
+            if failures >= _TRIES and failure is not None:
+                raise failure
+            if failures >= _TRIES:
+                raise _no_part(where, f"nothing in {failures} answers")
+            if failures:  # not where bytes have arrived since the last request
+                PATIENCE.stopped.wait(_FIRST_WAIT_SECONDS * 2**failures)
+            PATIENCE.refuse_stopped()
+    return size
 
 
-def _start_of(url: str, num_bytes: int, where: str) -> tuple[bytes, int]:
-    """The first `num_bytes` of a file, or all if it is shorter, and the size of the whole file."""
-    headers = {**build_hf_headers(), "Range": f"bytes=0-{num_bytes - 1}", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_SECONDS) as response:
+def _parts(url: str, start: int, length: int, where: str) -> Iterator[tuple[int, bytes]]:
+    """The file's size and what one request brings; nothing if the address that the Hub gave before has expired."""
+    headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
+    known = _leads_to.get(url)
+    with get_session().stream("GET", known or url, headers=headers) as response:
+        if known and response.status_code in _EXPIRED:
+            _leads_to.pop(url, None)
+            return
         hf_raise_for_status(response)
-        said = response.headers.get("Content-Range") or f"/{response.headers.get('Content-Length', '')}"
-        size = re.search(r"/([0-9]{1,18})$", said)
-        found = bytearray()
-        for part in response.iter_bytes() if size else ():
-            found += part
-            if len(found) >= num_bytes:
-                break
-    if size is None or len(found) < min(num_bytes, int(size[1])):
-        got = f"{len(found)} of {num_bytes} bytes" if size else "no size"
-        raise NoCheckpointError(where, "the Hub must send a part of the file", got=got, cure="Run it again")
-    return bytes(found[: min(num_bytes, int(size[1]))]), int(size[1])
+        said = response.headers.get("Content-Range", "")
+        size = re.fullmatch(rf"bytes {start}-[0-9]+/([0-9]{{1,18}})", said)
+        if response.status_code == 200 and start == 0:  # it sends the whole file
+            size = re.fullmatch("([0-9]{1,18})", response.headers.get("Content-Length", ""))
+        elif response.status_code != 206:
+            size = None
+        if size is None:
+            raise _no_part(where, said or f"status {response.status_code} without a range")
+        _leads_to[url] = str(response.url)
+        for part in response.iter_raw():
+            yield int(size[1]), part
+
+
+def _no_part(where: str, got: str) -> NoCheckpointError:
+    return NoCheckpointError(where, "the Hub must send a part of the file", got=got, cure="Run it again")

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -61,23 +60,18 @@ class Identity(BaseModel):
     files: Mapping[str, FileFact]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """A file as it was found; `path` on this machine."""
-
-    path: Path
-    num_bytes: int
-    mtime_ns: int
-
-
-class _Known(BaseModel):
-    """A hash in the cache, and the file's state when it was read."""
+class _Seen(BaseModel):
+    """A file as it was found; `sha256` once it was read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_bytes: int
     mtime_ns: int
-    sha256: str
+    sha256: str = ""
+
+    def is_as(self, before: "_Seen | None") -> bool:
+        """Whether it has the size and the time of change that it had before."""
+        return before is not None and (self.num_bytes, self.mtime_ns) == (before.num_bytes, before.mtime_ns)
 
 
 class _Cache(BaseModel):
@@ -86,17 +80,10 @@ class _Cache(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int
-    files: Mapping[str, _Known]
+    files: Mapping[str, _Seen]
 
 
-def identify(
-    folder: Path,
-    *,
-    cache: Path | None = None,
-    fresh: bool = False,
-    threads: int | None = None,
-    watch: ReadingBar | None = None,
-) -> Identity:
+def identify(folder: Path, *, cache: Path | None = None, watch: ReadingBar | None = None) -> Identity:
     """The bytes of one checkpoint.
 
     Every regular file counts, and a link counts as the file it points to. Hidden files and folders and `*.partial` do
@@ -105,8 +92,6 @@ def identify(
     Args:
         folder: with config.json.
         cache: evidence folder whose `.hashes.json` keeps hashes; it is made if there is none. None: nothing is kept.
-        fresh: read every byte again, and keep the new hashes.
-        threads: files read at the same time; default one for each core.
         watch: a progress bar; opened only if there is something to read.
 
     Raises:
@@ -115,25 +100,13 @@ def identify(
     settled = time.time_ns() - _SETTLED_NS
     files = dict(sorted(_files(folder)))
     known = {} if cache is None else _read_cache(cache / CACHE)
-    seen = {} if fresh else known
-    hashes: dict[str, str] = {}
-    for name, file in files.items():
-        entry = seen.get(_key(file))
-        if entry and _is_same(entry, file):
-            hashes[name] = entry.sha256
-    unread = {name: file for name, file in files.items() if name not in hashes}
+    unread = {path: file for path, file in files.items() if not file.is_as(known.get(path))}
     if unread:
-        hashes |= _read_all(unread, threads or os.cpu_count() or 1, watch)
+        known |= _read_all(unread, watch)
         if cache is not None:
-            kept = dict(known)
-            for name, file in unread.items():
-                kept.pop(_key(file), None)
-                if file.mtime_ns < settled:
-                    entry = _Known(num_bytes=file.num_bytes, mtime_ns=file.mtime_ns, sha256=hashes[name])
-                    kept[_key(file)] = entry
+            kept = {path: file for path, file in known.items() if path not in unread or file.mtime_ns < settled}
             _write_cache(cache / CACHE, kept)
-    facts = {name: FileFact(num_bytes=file.num_bytes, sha256=hashes[name]) for name, file in files.items()}
-    return identity_of(facts)
+    return _identity(folder, {path: known[path] for path in files})
 
 
 def remembered(folder: Path, *, cache: Path) -> Identity | None:
@@ -142,12 +115,20 @@ def remembered(folder: Path, *, cache: Path) -> Identity | None:
     Raises:
         CheckpointError: as `identify`.
     """
-    known, facts = _read_cache(cache / CACHE), {}
-    for name, file in _files(folder):
-        entry = known.get(_key(file))
-        if entry is None or not _is_same(entry, file):
-            return None
-        facts[name] = FileFact(num_bytes=file.num_bytes, sha256=entry.sha256)
+    known, files = _read_cache(cache / CACHE), dict(_files(folder))
+    if not all(file.is_as(known.get(path)) for path, file in files.items()):
+        return None
+    return _identity(folder, {path: known[path] for path in files})
+
+
+def _identity(folder: Path, files: Mapping[str, _Seen]) -> Identity:
+    whole = Path(os.path.abspath(folder))
+    facts = {}
+    for path, file in files.items():
+        name = Path(path).relative_to(whole).as_posix()
+        if "\n" in name:
+            raise CheckpointError(repr(name), "a file's name must be one line", got="a line break", cure="Rename it")
+        facts[name] = FileFact(num_bytes=file.num_bytes, sha256=file.sha256)
     return identity_of(facts)
 
 
@@ -202,8 +183,8 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _files(folder: Path) -> Iterator[tuple[str, _File]]:
-    """Regular files by their path in the checkpoint, hidden ones left out."""
+def _files(folder: Path) -> Iterator[tuple[str, _Seen]]:
+    """Regular files by absolute path, hidden ones left out."""
     cure = "Name the folder of a checkpoint"
     if not (folder / "config.json").is_file():
         raise CheckpointError(folder, "must hold a checkpoint", got="no config.json", cure=cure)
@@ -211,18 +192,15 @@ def _files(folder: Path) -> Iterator[tuple[str, _File]]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
             if (path := Path(root, name)).is_symlink():
-                raise CheckpointError(
-                    path,
-                    "must be a file or a folder of its own",
-                    got="a link to a folder",
-                    cure="Replace the link by what it leads to",
-                )
+                rule, cure = "must be a file or a folder of its own", "Replace the link by what it leads to"
+                raise CheckpointError(path, rule, got="a link to a folder", cure=cure)
         for name in names:
             if not name.startswith(".") and not name.endswith(".partial"):
-                yield _file(folder, Path(root, name))
+                path = Path(root, name)
+                yield os.path.abspath(path), _seen(path)
 
 
-def _file(folder: Path, path: Path) -> tuple[str, _File]:
+def _seen(path: Path) -> _Seen:
     refuse_name(path)
     try:
         state = path.stat()
@@ -231,10 +209,7 @@ def _file(folder: Path, path: Path) -> tuple[str, _File]:
     if not stat.S_ISREG(state.st_mode):
         raise CheckpointError(path, "must be a regular file", got="something else", cure="Move it away")
     _refuse_large(path, state.st_size)
-    name = path.relative_to(folder).as_posix()
-    if "\n" in name:
-        raise CheckpointError(repr(name), "a file's name must be one line", got="a line break", cure="Rename it")
-    return name, _File(path=path, num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+    return _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
 
 
 def _refuse_large(path: Path, num_bytes: int) -> None:
@@ -248,34 +223,26 @@ def _raise(error: OSError) -> None:
     raise CheckpointError(error.filename, "must be readable", got=error.strerror, cure="Check its permissions")
 
 
-def _key(file: _File) -> str:
-    return os.path.abspath(file.path)
-
-
-def _is_same(entry: _Known, file: _File) -> bool:
-    return (entry.num_bytes, entry.mtime_ns) == (file.num_bytes, file.mtime_ns)
-
-
-def _read_all(files: Mapping[str, _File], threads: int, watch: ReadingBar | None) -> dict[str, str]:
-    """Hash by name. The largest files come first, so that no thread has a large one left at the end."""
-    names = sorted(files, key=lambda name: -files[name].num_bytes)
-    total = sum(file.num_bytes for file in files.values())
+def _read_all(files: Mapping[str, _Seen], watch: ReadingBar | None) -> dict[str, _Seen]:
+    """The files with their hashes. The largest come first, so that no thread has a large one left at the end."""
+    paths = sorted(files, key=lambda path: -files[path].num_bytes)
+    bar = watch(sum(file.num_bytes for file in files.values())) if watch else nullcontext(_ignore)
     stop = threading.Event()
-    with nullcontext(_ignore) if watch is None else watch(total) as advance, ThreadPoolExecutor(threads) as pool:
+    with bar as advance, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         try:
-            sums = list(pool.map(lambda name: _read(files[name], advance, stop), names))
+            read = list(pool.map(lambda path: _read(path, files[path], advance, stop), paths))
         finally:  # an error or Ctrl-C does not wait for terabytes
             stop.set()
             pool.shutdown(cancel_futures=True)
-    return dict(zip(names, sums, strict=True))
+    return dict(zip(paths, read, strict=True))
 
 
-def _read(file: _File, advance: Callable[[int], None], stop: threading.Event) -> str:
+def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threading.Event) -> _Seen:
     # Not hashlib.file_digest: a shard of 5 GB would be one step of the bar. Updates release the GIL likewise.
     digest, block = hashlib.sha256(), bytearray(_BLOCK_BYTES)
     view, done = memoryview(block), 0
     try:
-        with open(file.path, "rb", buffering=0) as raw:
+        with open(path, "rb", buffering=0) as raw:
             # Stop at the size that was found: a file that grows as fast as it is read would never end.
             while (count := raw.readinto(block)) and done <= file.num_bytes and not stop.is_set():
                 digest.update(view[:count])
@@ -283,32 +250,27 @@ def _read(file: _File, advance: Callable[[int], None], stop: threading.Event) ->
                 done += count
             state = os.fstat(raw.fileno())
     except OSError as error:
-        got = error.strerror or repr(error)
-        raise CheckpointError(file.path, "must be readable", got=got, cure="Check it") from error
+        raise CheckpointError(path, "must be readable", got=error.strerror or repr(error), cure="Check it") from error
     if (state.st_size, state.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
-        raise CheckpointError(
-            file.path,
-            "must not change while it is read",
-            got="another size or time",
-            cure="Wait until it is written, and run this again",
-        )
-    return digest.hexdigest()
+        rule, cure = "must not change while it is read", "Wait until it is written, and run this again"
+        raise CheckpointError(path, rule, got="another size or time", cure=cure)
+    return file.model_copy(update={"sha256": digest.hexdigest()})
 
 
 def _ignore(_: int) -> None:
     pass
 
 
-def _read_cache(path: Path) -> Mapping[str, _Known]:
+def _read_cache(path: Path) -> dict[str, _Seen]:
     """The kept hashes; a cache that cannot be read has none, and is written again."""
     try:
         with open_regular(path, path) as file:
             cache = _Cache.model_validate_json(file.read())
     except (CheckpointError, OSError, ValidationError):
         return {}
-    return cache.files if cache.version == 1 else {}
+    return dict(cache.files) if cache.version == 1 else {}
 
 
-def _write_cache(path: Path, files: Mapping[str, _Known]) -> None:
+def _write_cache(path: Path, files: Mapping[str, _Seen]) -> None:
     cache = {"version": 1, "files": {key: entry.model_dump() for key, entry in sorted(files.items())}}
     write_whole(path, json.dumps(cache, indent=2) + "\n")

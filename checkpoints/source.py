@@ -106,37 +106,27 @@ def download(source: Source, *, to: Path | None = None, bars: type[Any] | None =
     """
     if source.mtp_source is not None:
         own, other = download(replace(source, mtp_source=None), to=to, bars=bars), source.mtp_source
-        held = _with_files(other, source.mtp_files, bars)
+        held = other
+        if other.folder is None:
+            folder = _fetched(other, source.mtp_files, None, bars)
+            held = replace(other, folder=folder, states=states_of(folder, source.mtp_files))
         if own.folder == source.folder and held is other:
             return source
         stamps = {f"{MTP_FILES}{name}": held.states[name] for name in source.mtp_files}
         return replace(source, folder=own.folder, states={**own.states, **stamps}, mtp_source=held)
     if source.folder is not None:
         return source
-    from huggingface_hub import snapshot_download
-
-    from .hub import hub_errors
-
-    wanted = ["*.safetensors", *REWRITTEN, *map(escape, (*source.companions, *source.code))]
-    with hub_errors(source.where, source.revision):
-        folder = snapshot_download(
-            source.where, revision=source.revision, local_dir=to, allow_patterns=wanted, tqdm_class=bars
-        )
-    return replace(_open_folder(Path(folder), source.where), revision=source.revision)
+    folder = _fetched(source, (*source.companions, *source.code), to, bars, more=("*.safetensors", *REWRITTEN))
+    return replace(_open_folder(folder, source.where), revision=source.revision)
 
 
-def _with_files(source: Source, files: tuple[str, ...], bars: type[Any] | None) -> Source:
-    """The same source with these files on this machine, and no others."""
-    if source.folder is not None:
-        return source
-    from huggingface_hub import snapshot_download
+def _fetched(
+    source: Source, names: tuple[str, ...], to: Path | None, bars: type[Any] | None, more: tuple[str, ...] = ()
+) -> Path:
+    """A folder with these files of a repository, and with those that fit the patterns `more`."""
+    from .hub import fetch_all
 
-    from .hub import hub_errors
-
-    with hub_errors(source.where, source.revision):
-        wanted = [*map(escape, files)]
-        found = snapshot_download(source.where, revision=source.revision, allow_patterns=wanted, tqdm_class=bars)
-    return replace(source, folder=Path(found), states=states_of(Path(found), files))
+    return fetch_all(source.where, [*more, *map(escape, names)], commit=source.revision, to=to, bars=bars)
 
 
 def small_file(source: Source, name: str) -> Path | None:
@@ -144,16 +134,9 @@ def small_file(source: Source, name: str) -> Path | None:
     if source.folder is not None:
         path = source.folder / name
         return path if path.is_file() else None
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import EntryNotFoundError
+    from .hub import fetch
 
-    from .hub import hub_errors
-
-    with hub_errors(source.where, source.revision):
-        try:
-            return Path(HfApi().hf_hub_download(source.where, name, revision=source.revision))
-        except EntryNotFoundError:
-            return None
+    return fetch(source.where, name, commit=source.revision)
 
 
 def small_bytes(source: Source, name: str) -> bytes | None:
@@ -180,16 +163,16 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
     """Fill `into` with one tensor's bytes from `offset` on, and with those that follow it where `into` is longer.
 
     Raises:
-        CheckpointError: the file ends early; see `hub_ranges.read_range` for a repository, which is read by ranges.
+        CheckpointError: the file ends early; see `hub.read_range` for a repository, which is read by ranges.
     """
     if source.mtp_source is not None and entry.file.startswith(MTP_FILES):
         theirs = replace(entry, file=entry.file.removeprefix(MTP_FILES))
         return read(source.mtp_source, theirs, into, offset=offset)
     if source.folder is None:
-        from .hub_ranges import read_range
+        from .hub import read_range
 
-        start = entry.start + offset
-        return read_range(source.where, entry.file, commit=source.revision, start=start, into=into)
+        read_range(source.where, entry.file, commit=source.revision, start=entry.start + offset, into=into)
+        return
     with open(source.folder / entry.file, "rb", buffering=0) as file:
         fill(into, file, entry, where=f"{source.where}/{entry.file}", offset=offset)
 
@@ -211,15 +194,16 @@ def _open_folder(folder: Path, where: str) -> Source:
 
 
 def _open_hub(repo: str, revision: str) -> Source:
-    from huggingface_hub import HfApi
-
-    from .hub import files_of, hub_errors, read_remote_header
+    from .hub import fetch, files_of, read_remote_header
 
     commit, files = files_of(repo, revision)
 
     def small(name: str) -> Path:
-        with hub_errors(repo, revision):
-            return Path(HfApi().hf_hub_download(repo, name, revision=commit))
+        path = fetch(repo, name, commit=commit)
+        if path is None:
+            rule = "the Hub must have the files that it lists"
+            raise NoCheckpointError(f"{repo}/{name}", rule, got="none", cure="Run it again")
+        return path
 
     if "config.json" not in files:
         raise _no_config(repo, files)

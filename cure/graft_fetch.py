@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 
 from ..checkpoints.files import within, write_at
-from ..checkpoints.hub_ranges import AT_A_TIME, GAP_BYTES, read_range
+from ..checkpoints.hub import AT_A_TIME, GAP_BYTES, read_range
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
 from ..checkpoints.unchanged import states_of

@@ -109,7 +109,8 @@ def test_a_mangled_small_file(hub, folder, file, body):
     ],
     ids=lambda fault: f"{fault.status} {fault.body!r} {dict(fault.headers)}"[:60],
 )
-def test_a_header_that_does_not_arrive(hub, fault):
+def test_a_header_that_does_not_arrive(hub, fault, monkeypatch):
+    monkeypatch.setattr("keepmtp.checkpoints.hub._FIRST_WAIT_SECONDS", 0.01)
     fault = Fault(**{name: getattr(fault, name) for name in ("to", "status", "times", "headers", "body")})
     assert refusal(hub, fault).startswith("org/model")
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 from hub import Fault, Hub, serving
-from keepmtp.checkpoints import hub_ranges
+from keepmtp.checkpoints.hub import read_range
 from keepmtp.checkpoints.hub_client import PATIENCE
-from keepmtp.checkpoints.hub_ranges import read_range
 from keepmtp.recipes.errors import NoCheckpointError
 
 FILE = "model.safetensors"
@@ -17,7 +16,7 @@ START, LENGTH = 1_001, 200_000
 
 @pytest.fixture
 def hub(hub_at, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub_ranges, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("keepmtp.checkpoints.hub._FIRST_WAIT_SECONDS", 0.01)
     folder = tmp_path / "made"
     folder.mkdir()
     (folder / FILE).write_bytes(CONTENT)

@@ -12,7 +12,6 @@ from checkpoint_files import Checkpoint, write
 from good import llmcompressor, ours, released
 from hub import Fault, Hub, serving
 from keepmtp import pipeline
-from keepmtp.checkpoints import hub_ranges
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.cure import graft_fetch
@@ -158,7 +157,7 @@ def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
 
 @pytest.fixture
 def hub(hub_at, lost, tmp_path, monkeypatch) -> Hub:
-    monkeypatch.setattr(hub_ranges, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("keepmtp.checkpoints.hub._FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(graft_fetch, "_MOST_BYTES", 300_000)
     monkeypatch.setattr(graft_fetch, "GAP_BYTES", 1_000)
     with serving(tmp_path / "hub") as hub:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.dequantize import dequantize
-from ...checkpoints.hub_ranges import AT_A_TIME
+from ...checkpoints.hub import AT_A_TIME
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source
 from ...checkpoints.stored import Form, StoredWeight

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ...checkpoints.hub_ranges import AT_A_TIME, GAP_BYTES
+from ...checkpoints.hub import AT_A_TIME, GAP_BYTES
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source, read
 from ...checkpoints.stored import FLOATS, KV_SCALE_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES

@@ -16,7 +16,6 @@ from checkpoint_files import write
 from good import ours
 from hub import TOKEN, Fault, Hub, serving
 from keepmtp import api
-from keepmtp.checkpoints import hub_ranges
 from keepmtp.cli import main
 from keepmtp.validate.check.values import Fetch, Watch, check_values
 from written_values import fill, opened, poke
@@ -27,7 +26,7 @@ DOWN = "model.layers.2.mlp.experts.1.down_proj"
 
 @pytest.fixture
 def hub(hub_at, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub_ranges, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("keepmtp.checkpoints.hub._FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with serving(tmp_path / "hub") as hub:
         hub.leads_elsewhere = True
