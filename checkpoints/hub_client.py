@@ -228,6 +228,9 @@ def _after(response: httpx.Response) -> None:
             raise HubError(constants.ENDPOINT, rule, got=got, cure="Check HF_ENDPOINT and the network's login page")
     if response.status_code in BUSY:
         _wait(response)
+    elif response.request.method == "PUT" and PATIENCE.until is None:  # another part of an upload has arrived
+        response.read()
+        PATIENCE.silences = 0
 
 
 def seconds_to_wait(response: httpx.Response) -> int | None:

@@ -64,6 +64,8 @@ def publish(
 
     Example: `keepmtp publish /data/GLM-4.7-NVFP4A16 --repo my-org/GLM-4.7-NVFP4A16-MTP --dry-run`
     """
+    if err.is_terminal:  # nothing else draws a bar while files are sent
+        os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
     from huggingface_hub import constants, get_token
 
     from ..checkpoints.hub_client import stopped_by_signals
