@@ -71,7 +71,7 @@ class Diagnosis:
     cpu: str
     cpu_features: tuple[str, ...]
     token: str
-    abilities: tuple[Ability, ...]
+    abilities: list[Ability]
     broken: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -138,141 +138,88 @@ def _abilities(
     vllm: vllm_env.VLLM | None,
     gpus: tuple[vllm_env.GPU, ...],
     token: str,
-) -> tuple[Ability, ...]:
+) -> list[Ability]:
+    """A row for everything that keepmtp does."""
     from ..validate.facts.dry_load import GPUS
 
-    return (
-        Ability(
-            what="plan, static check",
-            can=True,
-            why="headers and config.json are enough",
-            command="keepmtp check CHECKPOINT",
+    check, quantize, serve = "keepmtp check CHECKPOINT", "keepmtp quantize MODEL", "keepmtp serve-check CHECKPOINT"
+    no_gpu = "" if gpus and not packages["torch"].endswith("+cpu") else "needs a GPU and torch built for CUDA"
+    no_classes = "" if vllm else "needs vLLM's own classes, in an environment of their own"
+    no_server, natively, copied = _serving(vllm, gpus)
+    get_server = "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs" if vllm else vllm_env.command_for_vllm()
+    packing, page = (_needs(lacking["quantize"]), _GET_QUANTIZE), _needs(lacking["report"])
+    drawn, server = "jinja2 and matplotlib are here", (no_server, get_server)
+    rows = [_ability("plan, static check", "headers and config.json are enough", check)]
+    for gpu in GPUS:
+        why = f"vLLM {vllm.version} on meta tensors, no GPU needed" if vllm else ""
+        without = (no_classes, vllm_env.command_for_vllm())
+        rows.append(_ability(f"dry load on a pretended {gpu}", why, f"{check} --gpu {gpu}", without))
+    return [
+        *rows,
+        _ability("real server, natively", natively, serve, server),
+        _ability(
+            "real server, on a BF16 copy", copied, serve, (packing[0], get_server if no_server else packing[1]), server
         ),
-        *(_dry_load(gpu, vllm) for gpu in GPUS),
-        *_servers(vllm, gpus, lacking["quantize"]),
-        _page("HTML report", lacking["report"], "keepmtp check CHECKPOINT --html FOLDER", _GET_REPORT),
-        *_packing(lacking["quantize"], packages["torch"], gpus),
-        _needing(
-            lacking["calibrate"],
-            what="calibrated recipes, mtp: auto",
-            why="llm-compressor, transformers and datasets are here",
-            command="keepmtp quantize MODEL",
-            get=install_command("calibrate"),
+        _ability("HTML report", drawn, f"{check} --html FOLDER", (page, _GET_REPORT)),
+        _ability("packing weights, without data", f"torch {packages['torch']}, on the CPU", quantize, packing),
+        _ability(
+            "packing weights on a GPU",
+            "one shard a GPU at a time",
+            quantize,
+            (no_gpu or (packing[0] and "needs a GPU and torch built for CUDA"), ""),
         ),
-        _needing(
-            lacking["modelopt"],
-            what="calibration with backend: modelopt",
-            why=f"nvidia-modelopt {packages['nvidia-modelopt']} is here",
-            command="keepmtp quantize MODEL",
-            get=install_command("modelopt"),
+        _ability(
+            "calibrated recipes, mtp: auto",
+            "llm-compressor, transformers and datasets are here",
+            quantize,
+            (_needs(lacking["calibrate"]), install_command("calibrate")),
         ),
-        _scoring(lacking["evaluate"], packages["lm-eval"], vllm, gpus),
-        _page("model card", lacking["report"], "keepmtp card CHECKPOINT", _GET_EVALUATE),
-        _publishing(sorted({*lacking["report"], *lacking["quantize"]}), token),
-    )
+        _ability(
+            "calibration with backend: modelopt",
+            f"nvidia-modelopt {packages['nvidia-modelopt']} is here",
+            quantize,
+            (_needs(lacking["modelopt"]), install_command("modelopt")),
+        ),
+        _ability(
+            "GSM8K, with method=mtp",
+            f"lm-eval {packages['lm-eval']} asks vLLM's server",
+            "keepmtp eval CHECKPOINT",
+            (_needs(lacking["evaluate"]), _GET_EVALUATE),
+            (no_server and "needs a real server", get_server),
+        ),
+        _ability("model card", drawn, "keepmtp card CHECKPOINT", (page, _GET_EVALUATE)),
+        _ability(
+            "publishing to the Hub",
+            f"a token from {token}, not tried",
+            "keepmtp publish CHECKPOINT --repo ORG/NAME",
+            (_needs(sorted({*lacking["report"], *lacking["quantize"]})), _GET_EVALUATE),
+            ("" if token else "needs a token with write access", "hf auth login"),
+        ),
+    ]
 
 
-def _needing(lacking: list[str], *, what: str, why: str, command: str, get: str) -> Ability:
-    """What needs packages only: `why` and `command` where they are here, else what is missing, and how to get it."""
-    if lacking:
-        return Ability(what=what, can=False, why=f"needs {' and '.join(lacking)}", command=get)
+def _ability(what: str, why: str, command: str, *without: tuple[str, str]) -> Ability:
+    """What can be done here, unless something is not here: why it cannot, and the command that changes this."""
+    for lack, cure in without:
+        if lack:
+            return Ability(what=what, can=False, why=lack, command=cure)
     return Ability(what=what, can=True, why=why, command=command)
 
 
-def _page(what: str, lacking: list[str], command: str, get: str) -> Ability:
-    return _needing(lacking, what=what, why="jinja2 and matplotlib are here", command=command, get=get)
+def _needs(packages: list[str]) -> str:
+    return f"needs {' and '.join(packages)}" if packages else ""
 
 
-def _dry_load(gpu: str, vllm: vllm_env.VLLM | None) -> Ability:
-    what = f"dry load on a pretended {gpu}"
+def _serving(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> tuple[str, str, str]:
+    """Why nothing can be served here; else how a checkpoint's own bytes are, and why a BF16 copy would be."""
     if vllm is None:
-        why = "needs vLLM's own classes, in an environment of their own"
-        return Ability(what=what, can=False, why=why, command=vllm_env.command_for_vllm())
-    why = f"vLLM {vllm.version} on meta tensors, no GPU needed"
-    return Ability(what=what, can=True, why=why, command=f"keepmtp check CHECKPOINT --gpu {gpu}")
-
-
-def _can_serve(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> bool:
-    return vllm is not None and (vllm.build == "cpu" or bool(gpus))
-
-
-def _get_server(vllm: vllm_env.VLLM | None) -> str:
-    return vllm_env.command_for_vllm() if vllm is None else "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
-
-
-def _servers(
-    vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...], no_packing: list[str]
-) -> tuple[Ability, Ability]:
-    """A server of the checkpoint's own bytes, and one of a BF16 copy, which keepmtp has to pack."""
-    natively, copied = _serving(vllm, gpus)
-    can_serve = _can_serve(vllm, gpus)
-    serve = "keepmtp serve-check CHECKPOINT"
-    copy_command = _GET_QUANTIZE if can_serve else _get_server(vllm)
-    return (
-        Ability(
-            what="real server, natively",
-            can=can_serve,
-            why=natively,
-            command=serve if can_serve else _get_server(vllm),
-        ),
-        Ability(
-            what="real server, on a BF16 copy",
-            can=can_serve and not no_packing,
-            why=f"needs {' and '.join(no_packing)}" if no_packing else copied,
-            command=serve if can_serve and not no_packing else copy_command,
-        ),
-    )
-
-
-def _packing(lacking: list[str], torch: str, gpus: tuple[vllm_env.GPU, ...]) -> tuple[Ability, Ability]:
-    on_gpu = not lacking and bool(gpus) and not torch.endswith("+cpu")
-    return (
-        _needing(
-            lacking,
-            what="packing weights, without data",
-            why=f"torch {torch}, on the CPU",
-            command="keepmtp quantize MODEL",
-            get=_GET_QUANTIZE,
-        ),
-        Ability(
-            what="packing weights on a GPU",
-            can=on_gpu,
-            why="one shard a GPU at a time" if on_gpu else "needs a GPU and torch built for CUDA",
-            command="keepmtp quantize MODEL" if on_gpu else "",
-        ),
-    )
-
-
-def _scoring(lacking: list[str], lm_eval: str, vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> Ability:
-    what = "GSM8K, with method=mtp"
-    if not lacking and not _can_serve(vllm, gpus):
-        return Ability(what=what, can=False, why="needs a real server", command=_get_server(vllm))
-    why = f"lm-eval {lm_eval} asks vLLM's server"
-    return _needing(lacking, what=what, why=why, command="keepmtp eval CHECKPOINT", get=_GET_EVALUATE)
-
-
-def _publishing(lacking: list[str], token: str) -> Ability:
-    what = "publishing to the Hub"
-    if not lacking and not token:
-        return Ability(what=what, can=False, why="needs a token with write access", command="hf auth login")
-    why = f"a token from {token}, not tried"
-    command = "keepmtp publish CHECKPOINT --repo ORG/NAME"
-    return _needing(lacking, what=what, why=why, command=command, get=_GET_EVALUATE)
-
-
-def _serving(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> tuple[str, str]:
-    """Why a checkpoint can be served with its own bytes, and why on a BF16 copy."""
-    if vllm is None:
-        return "needs vLLM", "needs vLLM"
+        return "needs vLLM", "", ""
     if vllm.build == "cpu":
-        return (
-            "vLLM's CPU kernels: BF16, W4A16, FP8_DYNAMIC and INT8 linears, NVFP4 linears by emulation",
-            "for what has no CPU kernel: quantized routed experts, FP8 in blocks, MXFP4",
-        )
+        natively = "vLLM's CPU kernels: BF16, W4A16, FP8_DYNAMIC and INT8 linears, NVFP4 linears by emulation"
+        return "", natively, "for what has no CPU kernel: quantized routed experts, FP8 in blocks, MXFP4"
     if not gpus:
-        why = "this vLLM is built for CUDA, and no GPU is here"
-        return why, why
-    return f"on {', '.join(gpu.name for gpu in gpus)}", "where the GPU has no kernel for a scheme"
+        return "this vLLM is built for CUDA, and no GPU is here", "", ""
+    return "", f"on {', '.join(gpu.name for gpu in gpus)}", "where the GPU has no kernel for a scheme"
 
 
 def _where_token() -> str:

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from ..validate.facts.step import Step as AskedStep
     from ..validate.measure.bench import BenchStep
 
+    Step = CalibrationStep | AskedStep | BenchStep
+
 # The word for one step in each part of calibration.
 _STEP_WORDS = {"backbone": "layer", "mtp": "policy", "tuning": "training step"}
 _LINE_SECONDS = 30.0
@@ -60,15 +62,24 @@ def run_progress(console: Console, *, as_json: bool) -> AbstractContextManager[R
 
 def bytes_bar(console: Console, label: str) -> BytesBar:
     """Rate and time left, for packing and for hashing: a bar on a terminal, else lines. Any thread may call it."""
-    return _bytes_bar(console, label) if console.is_terminal else _bytes_lines(console, label)
 
-
-def _bytes_bar(console: Console, label: str) -> BytesBar:
     @contextmanager
     def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
-        with _bytes_progress(console) as progress:
-            task = progress.add_task(label, total=total_bytes)
-            yield lambda done: progress.advance(task, done)
+        if console.is_terminal:
+            with _bytes_progress(console) as progress:
+                task = progress.add_task(label, total=total_bytes)
+                yield lambda num_bytes: progress.advance(task, num_bytes)
+            return
+        paced, lock, done = Paced(first_after=_LINE_SECONDS), Lock(), 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            with lock:
+                done += num_bytes
+                if paced.is_due(done, total_bytes):
+                    say(console, f"{label}  {paced.in_words(done, total_bytes)}")
+
+        yield advance
 
     return bar
 
@@ -82,23 +93,6 @@ def _bytes_progress(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
     )
-
-
-def _bytes_lines(console: Console, label: str) -> BytesBar:
-    @contextmanager
-    def lines(total_bytes: int) -> Iterator[Callable[[int], None]]:
-        paced, lock, done = Paced(first_after=_LINE_SECONDS), Lock(), 0
-
-        def advance(num_bytes: int) -> None:
-            nonlocal done
-            with lock:
-                done += num_bytes
-                if paced.is_due(done, total_bytes):
-                    say(console, f"{label}  {paced.in_words(done, total_bytes)}")
-
-        yield advance
-
-    return lines
 
 
 class Paced:
@@ -168,39 +162,59 @@ def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> 
             bar.stop()
 
 
-def asking(console: Console, *, as_json: bool) -> "AbstractContextManager[Callable[[AskedStep], None]]":
+class _Parts:
+    """The parts of a long run: on a terminal a bar for each, with words after it; else a line now and then."""
+
+    def __init__(self, console: Console, *, as_json: bool = False) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}")
+        self._bars, self._tasks = Progress(*columns, console=console), dict[str, TaskID]()
+        self._console, self._as_json, self._paced = console, as_json, Paced()
+
+    def show(self, part: str, done: int, total: int, words: str, step: "Step") -> None:
+        if self._console.is_terminal and not self._as_json:
+            self._bars.start()
+            if part not in self._tasks:
+                self._tasks[part] = self._bars.add_task(part, total=total, words="")
+            self._bars.update(self._tasks[part], completed=done, total=total, words=escape(words))
+        elif not self._paced.is_due(done, total, part):
+            return
+        elif self._as_json:
+            _json_line(step)
+        else:
+            say(self._console, f"{part}  {words}")
+
+    def close(self) -> None:
+        if self._tasks:
+            self._bars.stop()
+
+
+@contextmanager
+def asking(console: Console, *, as_json: bool) -> "Iterator[Callable[[AskedStep], None]]":
     """The progress of an evaluation or of closeness: a bar a checkpoint, or lines."""
-    return _asking_bars(console) if console.is_terminal and not as_json else _asking_lines(console, as_json=as_json)
+
+    def show(step: "AskedStep") -> None:
+        words = f"{step.unit} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s{_eta(step)}"
+        parts.show(f"{step.role} {step.task}".rstrip(), step.done, step.total, step.doing or words, step)
+
+    with closing(_Parts(console, as_json=as_json)) as parts:
+        yield show
 
 
 @contextmanager
 def measuring(console: Console, *, as_json: bool) -> "Iterator[Callable[[BenchStep], None]]":
     """The progress of a speed matrix: a bar for each checkpoint, or lines."""
-    paced, tasks = Paced(), dict[str, TaskID]()
-    bars = _labelled_bars(console)
 
     def show(step: "BenchStep") -> None:
         total = step.there + step.left
-        eta = "" if step.eta_seconds is None else f"  ETA {timedelta(seconds=round(step.eta_seconds))}"
-        words = f"{step.there:,} of {total:,} repetitions{eta}  {step.doing}"
-        if console.is_terminal and not as_json:
-            bars.start()
-            if step.role not in tasks:
-                tasks[step.role] = bars.add_task(step.role, total=total, words="")
-            bars.update(tasks[step.role], completed=step.there, words=escape(words))
-            return
-        if not paced.is_due(step.there, total, step.role):
-            return
-        if as_json:
-            _json_line(step)
-        else:
-            say(console, f"{step.role}  {words}")
+        words = f"{step.there:,} of {total:,} repetitions{_eta(step)}  {step.doing}"
+        parts.show(step.role, step.there, total, words, step)
 
-    try:
+    with closing(_Parts(console, as_json=as_json)) as parts:
         yield show
-    finally:
-        if tasks:
-            bars.stop()
+
+
+def _eta(step: "AskedStep | BenchStep") -> str:
+    return "" if step.eta_seconds is None else f"  ETA {timedelta(seconds=round(step.eta_seconds))}"
 
 
 def in_words(step: "CalibrationStep") -> str:
@@ -211,79 +225,21 @@ def in_words(step: "CalibrationStep") -> str:
     )
 
 
-def _json_line(step: "CalibrationStep | AskedStep | BenchStep") -> None:
+def _json_line(step: "Step") -> None:
     sys.stderr.write(json.dumps(asdict(step)) + "\n")
     sys.stderr.flush()
 
 
-def _labelled_bars(console: Console) -> Progress:
-    """Bars with words of their own after each."""
-    return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"), console=console)
-
-
 @contextmanager
 def _bars(console: Console) -> Iterator[RunProgress]:
-    bars, tasks, paced = _labelled_bars(console), dict[str, TaskID](), Paced()
-
-    def show(step: "CalibrationStep") -> None:
-        if not console.is_terminal:
-            if paced.is_due(step.done, step.total, step.step):
-                say(console, f"{step.step}  {in_words(step)}")
-            return
-        bars.start()
-        if step.step not in tasks:
-            tasks[step.step] = bars.add_task(step.step, total=step.total, words="")
-        bars.update(tasks[step.step], completed=step.done, total=step.total, words=in_words(step))
-
-    def stop() -> None:
-        if tasks:
-            bars.stop()
-
     def packing(total_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
-        stop()
+        parts.close()
         return bytes_bar(console, "packing")(total_bytes)
 
-    try:
-        values = bytes_bar(console, "reading values")
-        download = partial(downloaded, console=console)
-        yield RunProgress(calibration=show, packing=packing, values=values, download=download)
-    finally:
-        stop()
-
-
-@contextmanager
-def _asking_bars(console: Console) -> "Iterator[Callable[[AskedStep], None]]":
-    tasks = dict[str, TaskID]()
-    with _labelled_bars(console) as bars:
-
-        def show(step: "AskedStep") -> None:
-            whose = _whose(step)
-            if whose not in tasks:
-                tasks[whose] = bars.add_task(whose, total=step.total, words="")
-            bars.update(tasks[whose], completed=step.done, words=escape(step.doing or _asked_in_words(step)))
-
-        yield show
-
-
-@contextmanager
-def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[AskedStep], None]]":
-    paced = Paced()
-
-    def show(step: "AskedStep") -> None:
-        if not paced.is_due(step.done, step.total, _whose(step)):
-            return
-        if as_json:
-            _json_line(step)
-        else:
-            say(console, f"{_whose(step)}  {step.doing or _asked_in_words(step)}")
-
-    yield show
-
-
-def _whose(step: "AskedStep") -> str:
-    return f"{step.role} {step.task}".rstrip()
-
-
-def _asked_in_words(step: "AskedStep") -> str:
-    left = "" if step.eta_seconds is None else f"  ETA {timedelta(seconds=round(step.eta_seconds))}"
-    return f"{step.unit} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s{left}"
+    with closing(_Parts(console)) as parts:
+        yield RunProgress(
+            calibration=lambda step: parts.show(step.step, step.done, step.total, in_words(step), step),
+            packing=packing,
+            values=bytes_bar(console, "reading values"),
+            download=partial(downloaded, console=console),
+        )
