@@ -143,7 +143,8 @@ def _abilities(
     from ..validate.facts.dry_load import GPUS
 
     check, quantize, serve = "keepmtp check CHECKPOINT", "keepmtp quantize MODEL", "keepmtp serve-check CHECKPOINT"
-    no_gpu = "" if gpus and not packages["torch"].endswith("+cpu") else "needs a GPU and torch built for CUDA"
+    has_cuda = bool(gpus) and not lacking["quantize"] and not packages["torch"].endswith("+cpu")
+    no_cuda = "" if has_cuda else "needs a GPU and torch built for CUDA"
     no_classes = "" if vllm else "needs vLLM's own classes, in an environment of their own"
     no_server, natively, copied = _serving(vllm, gpus)
     get_server = "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs" if vllm else vllm_env.command_for_vllm()
@@ -166,7 +167,7 @@ def _abilities(
             "packing weights on a GPU",
             "one shard a GPU at a time",
             quantize,
-            (no_gpu or (packing[0] and "needs a GPU and torch built for CUDA"), ""),
+            (no_cuda, ""),
         ),
         _ability(
             "calibrated recipes, mtp: auto",
