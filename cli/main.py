@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -29,12 +29,12 @@ from .. import __version__
 from . import exits
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Verb:
     """Where a verb is, and what `keepmtp --help` says of it.
 
     Attributes:
-        module, function: the file in this folder, and the function in it.
+        module, function: the file in this folder, and the function in it where it has another name.
         help: the first line of the function's docstring.
         is_hidden: not shown in the help.
         words: how the usage names the words that the function parses itself.
@@ -43,159 +43,150 @@ class Verb:
     """
 
     module: str
-    function: str
     help: str
+    function: str = ""
     is_hidden: bool = False
     words: str = ""
     how_to_go_on: str = "The same command starts again"
     lone: tuple[str, tuple[str, ...]] | None = None
 
+    def load(self) -> Callable[..., None]:
+        """The function."""
+        return getattr(import_module(f".{self.module}", __package__), self.function or self.module)
+
 
 _FOR_VLLM = "[-- VLLM_OPTIONS]"
 
-VERBS: Mapping[str, Verb] = MappingProxyType(
-    {
+# The groups of `keepmtp --help`, in the order of work.
+_GROUPS: Mapping[str, Mapping[str, Verb]] = {
+    "Make": {
         "ls": Verb(
-            module="ls",
-            function="ls",
+            "ls",
+            "List the models that have recipes, with their variants; or one model, the schemes, the families.",
             words="[WHAT]",
-            help="List the models that have recipes, with their variants; or one model, the schemes, the families.",
-        ),
-        "plan": Verb(
-            module="plan",
-            function="plan",
-            help="Show what would become of every tensor, from headers alone: no weight is read, nothing is written.",
-        ),
-        "quantize": Verb(
-            module="quantize",
-            function="quantize",
-            how_to_go_on="The same command goes on where this one stopped",
-            help="Quantize a checkpoint and keep its MTP block, as the model's recipe says.",
         ),
         "init": Verb(
-            module="init",
-            function="init",
-            help="Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a model's own.",
+            "init",
+            "Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a model's own.",
         ),
         "pin": Verb(
-            module="pin",
-            function="pin",
-            help="Write into a recipe the commits that its model and its datasets have now, so that every run reads "
-            "the same.",
+            "pin",
+            "Write into a recipe the commits that its model and its datasets have now, so that every "
+            "run reads the same.",
+        ),
+        "plan": Verb(
+            "plan",
+            "Show what would become of every tensor, from headers alone: no weight is read, nothing is written.",
+        ),
+        "quantize": Verb(
+            "quantize",
+            "Quantize a checkpoint and keep its MTP block, as the model's recipe says.",
+            how_to_go_on="The same command goes on where this one stopped",
         ),
         "extra": Verb(
-            module="quantize",
+            "quantize",
+            "Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, calibrate or modelopt.",
             function="extra",
             is_hidden=True,
-            help="Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, "
-            "calibrate or modelopt.",
         ),
         "where": Verb(
-            module="where",
-            function="where",
+            "where",
+            "Print the folder that `keepmtp quantize` with the same words has written; the make targets ask this.",
             is_hidden=True,
-            help="Print the folder that `keepmtp quantize` with the same words has written; the make targets ask this.",
-        ),
-        "check": Verb(
-            module="check",
-            function="check",
-            lone=("--values", ("scales", "scalars", "all")),
-            help="Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?",
-        ),
-        "explain": Verb(
-            module="explain",
-            function="explain",
-            help="Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log says of a "
-            "failure.",
-        ),
-        "fix": Verb(
-            module="fix",
-            function="fix",
-            help="Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new folder.",
-        ),
-        "graft": Verb(
-            module="graft",
-            function="graft",
-            how_to_go_on="The same command goes on: what was fetched and packed is not done again",
-            help="Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is broken.",
-        ),
-        "convert": Verb(
-            module="convert",
-            function="convert",
-            help="Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.",
-        ),
-        "serve": Verb(
-            module="serve",
-            function="serve",
-            words=_FOR_VLLM,
-            help="Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched until it is "
-            "stopped.",
-        ),
-        "serve-check": Verb(
-            module="serve_check",
-            function="serve_check",
-            words=_FOR_VLLM,
-            help="Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.",
-        ),
-        "eval": Verb(
-            module="eval",
-            function="evaluate",
-            how_to_go_on="The same command asks only the questions that have no answer yet",
-            words=_FOR_VLLM,
-            help="Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp, under one "
-            "protocol each.",
-        ),
-        "bench": Verb(
-            module="bench",
-            function="bench",
-            how_to_go_on="The same command measures only what is missing",
-            words=_FOR_VLLM,
-            help="Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load; recommend a k.",
-        ),
-        "closeness": Verb(
-            module="closeness",
-            function="closeness",
-            how_to_go_on="The same command asks only the windows that are missing",
-            words=_FOR_VLLM,
-            help="Compare what a served checkpoint and its served source predict on held-out text: divergence and "
-            "flips.",
-        ),
-        "gate": Verb(
-            module="gate",
-            function="gate",
-            help="Judge a checkpoint by its recipe's gates, from what was measured.",
-        ),
-        "card": Verb(
-            module="card",
-            function="card",
-            help="Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp publish`.",
-        ),
-        "publish": Verb(
-            module="publish",
-            function="publish",
-            how_to_go_on="The same command goes on: what was sent is not sent again",
-            help="Upload a checkpoint and its card to the Hub, private by default, and check what arrived.",
         ),
         "all": Verb(
-            module="all",
+            "all",
+            "Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.",
             function="everything",
             words=_FOR_VLLM,
             how_to_go_on="The same command goes on: what was finished is not done again",
-            help="Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.",
         ),
-        "report": Verb(
-            module="report",
-            function="page",
-            help="Make the HTML page of a report.json again: one file without scripts or requests, to send or "
-            "to print.",
+    },
+    "Judge": {
+        "check": Verb(
+            "check",
+            "Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?",
+            lone=("--values", ("scales", "scalars", "all")),
+        ),
+        "explain": Verb(
+            "explain",
+            "Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log says of a failure.",
+        ),
+        "gate": Verb(
+            "gate",
+            "Judge a checkpoint by its recipe's gates, from what was measured.",
         ),
         "doctor": Verb(
-            module="doctor",
-            function="doctor",
-            help="Say what was found on this machine, what can be checked here, and what would enable the rest.",
+            "doctor",
+            "Say what was found on this machine, what can be checked here, and what would enable the rest.",
         ),
-    }
-)
+    },
+    "Mend": {
+        "fix": Verb(
+            "fix",
+            "Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new folder.",
+        ),
+        "graft": Verb(
+            "graft",
+            "Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is broken.",
+            how_to_go_on="The same command goes on: what was fetched and packed is not done again",
+        ),
+        "convert": Verb(
+            "convert",
+            "Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.",
+        ),
+    },
+    "Measure": {
+        "serve": Verb(
+            "serve",
+            "Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched "
+            "until it is stopped.",
+            words=_FOR_VLLM,
+        ),
+        "serve-check": Verb(
+            "serve_check",
+            "Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.",
+            words=_FOR_VLLM,
+        ),
+        "eval": Verb(
+            "eval",
+            "Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp, "
+            "under one protocol each.",
+            function="evaluate",
+            words=_FOR_VLLM,
+            how_to_go_on="The same command asks only the questions that have no answer yet",
+        ),
+        "bench": Verb(
+            "bench",
+            "Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load; recommend a k.",
+            words=_FOR_VLLM,
+            how_to_go_on="The same command measures only what is missing",
+        ),
+        "closeness": Verb(
+            "closeness",
+            "Compare what a served checkpoint and its served source predict on held-out text: divergence and flips.",
+            words=_FOR_VLLM,
+            how_to_go_on="The same command asks only the windows that are missing",
+        ),
+    },
+    "Ship": {
+        "report": Verb(
+            "report",
+            "Make the HTML page of a report.json again: one file without scripts or requests, to send or to print.",
+            function="page",
+        ),
+        "card": Verb(
+            "card",
+            "Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp publish`.",
+        ),
+        "publish": Verb(
+            "publish",
+            "Upload a checkpoint and its card to the Hub, private by default, and check what arrived.",
+            how_to_go_on="The same command goes on: what was sent is not sent again",
+        ),
+    },
+}
+VERBS: Mapping[str, Verb] = MappingProxyType({name: verb for group in _GROUPS.values() for name, verb in group.items()})
 
 
 _QUOTED = re.compile(r"`[^`]+`|\S-\S")
@@ -243,6 +234,12 @@ class _Verbs(TyperGroup):
     def get_help_option(self, ctx: Any) -> Any:
         """--help, with the default False."""
         return _with_default_false(super().get_help_option(ctx))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The verbs by group."""
+        for title, group in _GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, verb.help) for name, verb in group.items() if not verb.is_hidden])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words before the verb."""
@@ -307,8 +304,7 @@ def _load(name: str) -> Any:
     verb = VERBS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
     settings = {"allow_extra_args": bool(verb.words)}
-    called = getattr(import_module(f".{verb.module}", __package__), verb.function)
-    alone.command(name, cls=_Command, hidden=verb.is_hidden, context_settings=settings)(called)
+    alone.command(name, cls=_Command, hidden=verb.is_hidden, context_settings=settings)(verb.load())
     command: Any = typer.main.get_command(alone)
     for shown in (command, *command.params):
         shown.help = _whole(shown.help)

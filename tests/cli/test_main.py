@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -286,7 +285,7 @@ def test_help_teaches():
 def test_help_keeps_what_is_in_backticks_whole(verb, monkeypatch):
     """At 80 columns: an example is pasted into a terminal."""
     monkeypatch.setenv("COLUMNS", "80")
-    function = getattr(import_module(f"keepmtp.cli.{main.VERBS[verb].module}"), main.VERBS[verb].function)
+    function = main.VERBS[verb].load()
     command = main._load(verb)
     shown = command.get_help(typer.Context(command))
     texts = [function.__doc__, *(option.help.translate(main._BROKEN) for option in command.params if option.help)]

@@ -7,7 +7,6 @@ import inspect
 import json
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 from keepmtp.cli.main import VERBS
@@ -88,8 +87,7 @@ def test_the_help_of_a_verb_loads_no_station(verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_table_says_what_the_docstrings_say(verb):
-    called = getattr(import_module(f"keepmtp.cli.{VERBS[verb].module}"), VERBS[verb].function)
-    first, _, _ = str(inspect.getdoc(called)).partition("\n\n")
+    first, _, _ = str(inspect.getdoc(VERBS[verb].load())).partition("\n\n")
     assert VERBS[verb].help == " ".join(first.split())
 
 
