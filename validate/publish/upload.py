@@ -8,7 +8,6 @@ gets a branch, and its main branch the branch's files once they are checked.
 """
 
 import hashlib
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoints.files import held
 from ...checkpoints.hub_client import HubError
-from ...checkpoints.hub_names import page_of
+from ...checkpoints.hub_names import is_repo_id, page_of
 from ...checkpoints.identity import listed
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.scratch import ScratchFolder
@@ -34,7 +33,6 @@ from .upload_set import LocalFile, Parcel
 FileState = Literal["new", "same", "differs"]
 # The Hub writes this file into every new repository, and after that by itself.
 HUBS_OWN = (".gitattributes",)
-_NAME = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?", re.ASCII)
 _GPU: GPU = "sm100"
 
 
@@ -75,9 +73,7 @@ def check_name(repo: str) -> None:
     Raises:
         RecipeError: not ORG/NAME, characters that the Hub does not take, or the name of a folder here.
     """
-    parts = repo.split("/")
-    are_names = all(_NAME.fullmatch(part) and len(part) <= 96 for part in parts)
-    if len(parts) != 2 or not are_names or ".." in repo or "--" in repo or repo.endswith(".git"):
+    if not is_repo_id(repo) or not repo.isascii():
         rule = "must be ORG/NAME with letters, digits, and single - _ . between them"
         page = page_of(repo)
         cure = f"Name it {page[0]}" if page else "Name it as on the Hub"
