@@ -8,6 +8,7 @@ becomes public only after its bytes and its loading were checked there. For one 
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,7 @@ from .tables import escape
 
 if TYPE_CHECKING:
     from ..validate.publish.hub import Remote
-    from ..validate.publish.upload import Comparison, Published
+    from ..validate.publish.upload import FileState, Published
     from ..validate.publish.upload_set import Parcel
 
 err = Console(stderr=True)
@@ -91,7 +92,7 @@ def publish(
         _show(parcel, repo, None, "nothing was asked: no token", as_json=as_json)
         return
     hub = Hub(token, watch=_say)
-    with hub.discreet(), stopped_by_signals():
+    with stopped_by_signals():
         hub.sign_in()
         before = hub.look(repo)
         _say(f"on the Hub  {_in_words(before)}")
@@ -121,7 +122,7 @@ def _json_of(parcel: "Parcel", repo: str, done: "Published") -> dict[str, Any]:
         "files": _files(parcel),
         "uploaded_bytes": done.num_bytes,
         "kept_files": done.kept,
-        "other_files": list(done.others),
+        "other_files": done.others,
         "verified": True,
         "loaded": done.how,
     }
@@ -169,7 +170,7 @@ def _refuse_unasked(what: str, *, yes: bool) -> None:
         )
 
 
-def _show(parcel: "Parcel", repo: str, found: "Comparison | None", there: str, *, as_json: bool) -> None:
+def _show(parcel: "Parcel", repo: str, found: "Mapping[str, FileState] | None", there: str, *, as_json: bool) -> None:
     """The allow-list, and what the Hub holds of it where it was asked."""
     if as_json:
         told = {
@@ -177,32 +178,35 @@ def _show(parcel: "Parcel", repo: str, found: "Comparison | None", there: str, *
             "there": there,
             "files": _files(parcel, found),
             "bytes": parcel.num_bytes,
-            "other_files": list(found.others) if found else [],
+            "other_files": _others(found),
         }
         tables.print_json(told, indent=None)
         return
     Console().print(_table(parcel, repo, found, there))
 
 
-def _table(parcel: "Parcel", repo: str, found: "Comparison | None", there: str) -> RenderableType:
+def _table(parcel: "Parcel", repo: str, found: "Mapping[str, FileState] | None", there: str) -> RenderableType:
     rows = Table(title=f"would be sent to {repo}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("file", overflow="fold")
     rows.add_column("size", justify="right", no_wrap=True)
     rows.add_column("on the Hub", no_wrap=True)
     for name, local in parcel.files.items():
-        rows.add_row(
-            escape(printable(name)), size_in_words(local.num_bytes), found.states[name] if found else "not asked"
-        )
+        rows.add_row(escape(printable(name)), size_in_words(local.num_bytes), found[name] if found else "not asked")
     lines = [f"{len(parcel.files)} files, {size_in_words(parcel.num_bytes)}. On the Hub: {there}."]
-    if found and found.others:
-        lines.append(f"There and not of this checkpoint: {escape(printable(', '.join(found.others)))}.")
+    others = ", ".join(_others(found))
+    if others:
+        lines.append(f"There and not of this checkpoint: {escape(printable(others))}.")
     return Group(rows, *lines)
 
 
-def _files(parcel: "Parcel", found: "Comparison | None" = None) -> list[dict[str, Any]]:
+def _others(found: "Mapping[str, FileState] | None") -> list[str]:
+    return [name for name, state in (found or {}).items() if state == "other"]
+
+
+def _files(parcel: "Parcel", found: "Mapping[str, FileState] | None" = None) -> list[dict[str, Any]]:
     return [
         {"name": name, "bytes": local.num_bytes, "sha256": local.sha256}
-        | ({"on_the_hub": found.states[name]} if found else {})
+        | ({"on_the_hub": found[name]} if found else {})
         for name, local in parcel.files.items()
     ]
 

@@ -42,7 +42,7 @@ def request(outcome: Outcome, token: str, *, watch: Callable[[str], None]) -> st
         HubError: the token is not valid or may not, the Hub does not answer, or the repository has moved on.
     """
     hub = Hub(token, watch=watch)
-    with hub.discreet(), stopped_by_signals():
+    with stopped_by_signals():
         hub.sign_in()
         return hub.request(
             outcome.source.where,

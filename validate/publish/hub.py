@@ -9,11 +9,9 @@ holds only what is missing. And it takes an answer as it comes: a field that is 
 may be the number 7.
 """
 
-import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -21,6 +19,7 @@ from httpx import HTTPError, TransportError
 from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import logging as hf_logging
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...checkpoints import hub_client
@@ -71,6 +70,7 @@ class Hub:
     def __init__(self, token: str, *, watch: Callable[[str], None]) -> None:
         hub_client.refuse_endpoint(constants.ENDPOINT)
         hub_client.install()
+        hf_logging.set_verbosity_error()  # its warnings quote the server's, which may hold the token
         self._token, self.watch = token, watch
         self._api = HfApi(token=token)
         self._user = ""
@@ -174,22 +174,6 @@ class Hub:
     def set_visibility(self, repo: str, *, is_private: bool) -> None:
         """Let everybody read it, or nobody but its owners."""
         self._ask(repo, lambda: self._api.update_repo_settings(repo, private=is_private))
-
-    @contextmanager
-    def discreet(self) -> Iterator[None]:
-        """Remove the token from huggingface_hub's own log, which quotes the server's warnings."""
-        handlers = logging.getLogger("huggingface_hub").handlers
-        for handler in handlers:
-            handler.addFilter(self._cleaned)
-        try:
-            yield
-        finally:
-            for handler in handlers:
-                handler.removeFilter(self._cleaned)
-
-    def _cleaned(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = self._clean(record.getMessage()), ()
-        return True
 
     def _ask(
         self,

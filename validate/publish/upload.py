@@ -30,22 +30,11 @@ from ..facts.vllm_env import find_vllm
 from .hub import AGAIN, WAITS_SECONDS, Blob, Hub, Remote
 from .upload_set import LocalFile, Parcel
 
-FileState = Literal["new", "same", "differs"]
+FileState = Literal["new", "same", "differs", "other"]
+"""Of a file of the parcel, or of another one that the repository holds, which stays."""
 # The Hub writes this file into every new repository, and after that by itself.
 HUBS_OWN = (".gitattributes",)
 _GPU: GPU = "sm100"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """A parcel compared with a repository; `others` are files there that are not of the parcel, and stay."""
-
-    states: Mapping[str, FileState]
-    others: tuple[str, ...]
-
-    def named(self, state: FileState) -> list[str]:
-        """The parcel's files in that state."""
-        return [name for name, found in self.states.items() if found == state]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +52,7 @@ class Published:
     is_private: bool
     num_bytes: int
     kept: list[str]
-    others: tuple[str, ...]
+    others: list[str]
     how: str
 
 
@@ -83,23 +72,31 @@ def check_name(repo: str) -> None:
         raise RecipeError("--repo", rule, got=repo, cure="Run this from another folder")
 
 
-def compare(parcel: Parcel, remote: Remote | None) -> Comparison:
-    """Compare a parcel with what the repository holds (None: there is no repository)."""
+def compare(parcel: Parcel, remote: Remote | None) -> dict[str, FileState]:
+    """Compare a parcel with what the repository holds (None: there is no repository), by the files of both."""
     there = remote.files if remote else {}
     states: dict[str, FileState] = dict.fromkeys(parcel.files, "new")
-    for name in parcel.files.keys() & there.keys():
-        states[name] = "differs" if _difference(parcel.files[name], there[name]) else "same"
-    others = sorted(there.keys() - parcel.files.keys() - {*HUBS_OWN})
-    return Comparison(states=states, others=tuple(others))
+    for name in sorted(there.keys() - {*HUBS_OWN}):
+        local = parcel.files.get(name)
+        if local is None:
+            states[name] = "other"
+        else:
+            states[name] = "differs" if _difference(local, there[name]) else "same"
+    return states
 
 
-def refuse_overwriting(repo: str, found: Comparison) -> None:
+def named(found: Mapping[str, FileState], *states: FileState) -> list[str]:
+    """The files in one of these states."""
+    return [name for name, state in found.items() if state in states]
+
+
+def refuse_overwriting(repo: str, found: Mapping[str, FileState]) -> None:
     """Refuse a repository with files that are not ours.
 
     Raises:
         RecipeError: the repository holds other files, or other bytes under our names.
     """
-    strange = [f"another {name}" for name in found.named("differs")] + list(found.others)
+    strange = [f"another {name}" for name in named(found, "differs")] + named(found, "other")
     if strange:
         cure = "Take another --repo, or add --update: its history keeps what is replaced, and nothing is deleted"
         raise RecipeError(repo, "must be empty or hold this checkpoint", got=listed(strange), cure=cure)
@@ -141,7 +138,7 @@ def publish(
     found = compare(parcel, before)
     if not update:
         refuse_overwriting(repo, found)
-    missing = [name for name, state in found.states.items() if state != "same"]
+    missing, others = named(found, "new", "differs"), named(found, "other")
     message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
     branch, commit = "main", before.commit
     if missing:
@@ -153,14 +150,14 @@ def publish(
             commit = _upload(parcel, missing, hub, repo, branch=branch, parent=commit, message=message)
     there = _must_be_there(hub, repo, commit)
     try:
-        verify(parcel, there, others=found.others)
+        verify(parcel, there, others=others)
         how = check_there(parcel, there, gpu=gpu, watch=hub.watch)
         if branch == "main":
             _refuse_other_head(hub, there, AGAIN)
         else:
             hub.merge(repo, missing, branch=branch, commit=commit, parent=before.commit, message=message)
             there = _must_be_there(hub, repo)
-            verify(parcel, there, others=found.others)
+            verify(parcel, there, others=others)
     except (GateError, HubError) as error:
         state = "stays private" if before.is_private else "is public, as it was"
         raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
@@ -170,8 +167,8 @@ def publish(
         commit=there.commit,
         is_private=there.is_private and not public,
         num_bytes=sum(parcel.files[name].num_bytes for name in missing),
-        kept=found.named("same"),
-        others=found.others,
+        kept=named(found, "same"),
+        others=others,
         how=how,
     )
 
@@ -233,9 +230,9 @@ def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> Non
         GateError: names the files that are missing, differ, or should not be there.
     """
     found = compare(parcel, remote)
-    wrong = [f"{name} is not there" for name in found.named("new")]
-    wrong += [f"{name} is {_difference(parcel.files[name], remote.files[name])}" for name in found.named("differs")]
-    wrong += [f"{name} is there, which was not sent" for name in found.others if name not in others]
+    wrong = [f"{name} is not there" for name in named(found, "new")]
+    wrong += [f"{name} is {_difference(parcel.files[name], remote.files[name])}" for name in named(found, "differs")]
+    wrong += [f"{name} is there, which was not sent" for name in named(found, "other") if name not in others]
     if wrong:
         where, cure = f"{remote.repo} at {remote.commit}", "Run the same command with --update to send them again"
         raise GateError(where, "must hold the bytes that were sent", got=listed(wrong), cure=cure)
