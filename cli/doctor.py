@@ -231,10 +231,6 @@ def _where_token() -> str:
     return named or ("`hf auth login`" if get_token() else "")
 
 
-def _use(package: str) -> str:
-    return next(what for extra, what in EXTRAS.items() if package in {needed.name for needed in requirements(extra)})
-
-
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -245,8 +241,10 @@ def _version(package: str) -> str:
 def _show(found: Diagnosis, out: Console) -> None:
     """What was found, and what can be done with it: a row on a line, so that paths and commands stay whole."""
     supported = f"supported: {vllm_env.SUPPORTED}.*, tested: {', '.join(vllm_env.TESTED)}"
-    rows = {"keepmtp": found.keepmtp, "Python": found.python}
-    rows |= {name: number or f"not installed: {_use(name)}" for name, number in found.packages.items()}
+    rows, uses = {"keepmtp": found.keepmtp, "Python": found.python}, dict[str, str]()
+    for extra in reversed(EXTRAS):
+        uses |= {needed.name: EXTRAS[extra] for needed in requirements(extra)}
+    rows |= {name: number or f"not installed: {uses[name]}" for name, number in found.packages.items()}
     if found.vllm:
         rows |= {"vLLM": f"{found.vllm.version}, {found.vllm.build.upper()} build ({supported})"}
         rows |= {"  Python": str(found.vllm.python)}

@@ -8,6 +8,7 @@ folder is never written to.
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,11 +136,7 @@ def _open_request(outcome: "Outcome", *, yes: bool) -> str:
         raise RecipeError("--pr", rule, got=got, cure="Add --yes")
     if not yes and not typer.confirm(f"Open a pull request in {printable(where)}?", err=True):
         raise RecipeError("--pr", "a pull request must be confirmed", got="no", cure="Nothing was sent")
-    return request(outcome, token, watch=_watch)
-
-
-def _watch(says: str) -> None:
-    sys.stderr.write(f"{printable(says)}\n")
+    return request(outcome, token, watch=partial(tables.say, Console(stderr=True)))
 
 
 def _judged(outcome: "Outcome", out: Path, gpus: Any, *, any_vllm: bool, doing: Any) -> "Judged":

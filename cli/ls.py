@@ -42,14 +42,22 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
 
     Example: `keepmtp ls glm-4.7`
     """
-    what = _one_word(context.args)
+    if len(context.args) > 1:
+        raise RecipeError("ls", "shows one model or listing", got=" ".join(context.args), cure="Run it for each")
+    what = "".join(context.args)
     recipes = listed()
     chosen = [recipe for recipe in recipes if what in (recipe.model, recipe.name)]
     if what and not chosen and what not in COLUMNS:
-        raise _unknown(what, recipes)
+        rule = f"must be one of {', '.join(COLUMNS)}, or a model's name"
+        names = [*COLUMNS, *dict.fromkeys(recipe.model for recipe in recipes)]
+        raise RecipeError("ls", rule, got=repr(what), cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`"))
     if as_json:
-        names = ["models"] if chosen else [what] if what else list(COLUMNS)
-        _print_json({name: rows(name, chosen or recipes) for name in names})
+        from .tables import print_json
+
+        names = [what] if what else list(COLUMNS)
+        if chosen:
+            names = ["models"]
+        print_json({name: rows(name, chosen or recipes) for name in names})
     elif what in COLUMNS:
         _print_table(what, rows(what, recipes))
     else:
@@ -148,8 +156,8 @@ def _families() -> list[dict[str, Any]]:
                 "family": names + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
                 "plan": "yes",
                 "check": "yes",
-                "backbone": _yes_or_no(support.backbone),
-                "mtp": _yes_or_no(support.mtp),
+                "backbone": "no" if support.backbone else "yes",
+                "mtp": "no" if support.mtp else "yes",
                 "proof": support.proof if not support.mtp else "-",
                 "why_not_backbone": support.backbone,
                 "why_not_mtp": support.mtp,
@@ -159,18 +167,8 @@ def _families() -> list[dict[str, Any]]:
     return found
 
 
-def _yes_or_no(why_not: str) -> str:
-    return "no" if why_not else "yes"
-
-
 def _batches(are_needed: bool) -> str:
     return "needed" if are_needed else "-"
-
-
-def _print_json(value: object) -> None:
-    from .tables import print_json
-
-    print_json(value)
 
 
 def _print_table(listing: str, found: Iterable[dict[str, Any]]) -> None:
@@ -188,18 +186,6 @@ def _print_table(listing: str, found: Iterable[dict[str, Any]]) -> None:
     Console().print(table)
     if listing in _MORE:
         Console().print(_MORE[listing], highlight=False, soft_wrap=True)
-
-
-def _one_word(words: Sequence[str]) -> str:
-    if len(words) > 1:
-        raise RecipeError("ls", "shows one model or listing", got=" ".join(words), cure="Run it for each")
-    return words[0] if words else ""
-
-
-def _unknown(what: str, recipes: Iterable[Listed]) -> RecipeError:
-    names = [*COLUMNS, *dict.fromkeys(recipe.model for recipe in recipes)]
-    rule = f"must be one of {', '.join(COLUMNS)}, or a model's name"
-    return RecipeError("ls", rule, got=repr(what), cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`"))
 
 
 def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:
