@@ -21,6 +21,7 @@ import faults
 import hub as loopback
 import pytest
 from hub import TOKEN, Fault
+from keepmtp.checkpoints import hub as ranges
 from keepmtp.cli import main
 from keepmtp.validate.publish import upload_set
 from keepmtp.validate.publish.upload_set import Parcel, prepare
@@ -104,6 +105,7 @@ def publish(parcel: Parcel) -> None:
     """The real command, with pauses of no length; it hangs where it would wait longer than it may."""
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds if seconds > 700 else min(seconds, 0.02))
+    ranges._FIRST_WAIT_SECONDS = 0.001
     upload_set.prepare = lambda *_, **__: parcel
     sys.argv = ["keepmtp", "publish", str(parcel.folder), "--repo", faults.REPO, "--public", "--yes", "--json"]
     main.main()
