@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..validate.facts.step import Step as AskedStep
     from ..validate.measure.bench import BenchStep
 
-    Step = CalibrationStep | AskedStep | BenchStep
+    AnyStep = CalibrationStep | AskedStep | BenchStep
 
 # The word for one step in each part of calibration.
 _STEP_WORDS = {"backbone": "layer", "mtp": "policy", "tuning": "training step"}
@@ -170,7 +170,7 @@ class _Parts:
         self._bars, self._tasks = Progress(*columns, console=console), dict[str, TaskID]()
         self._console, self._as_json, self._paced = console, as_json, Paced()
 
-    def show(self, part: str, done: int, total: int, words: str, step: "Step") -> None:
+    def show(self, part: str, done: int, total: int, words: str, step: "AnyStep") -> None:
         if self._console.is_terminal and not self._as_json:
             self._bars.start()
             if part not in self._tasks:
@@ -225,7 +225,7 @@ def in_words(step: "CalibrationStep") -> str:
     )
 
 
-def _json_line(step: "Step") -> None:
+def _json_line(step: "AnyStep") -> None:
     sys.stderr.write(json.dumps(asdict(step)) + "\n")
     sys.stderr.flush()
 
