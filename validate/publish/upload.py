@@ -156,11 +156,12 @@ def publish(
             _refuse_other_head(hub, there, AGAIN)
         else:
             hub.merge(repo, missing, branch=branch, commit=commit, parent=before.commit, message=message)
-            there = _must_be_there(hub, repo)
-            verify(parcel, there, others=others)
     except (GateError, HubError) as error:
         state = "stays private" if before.is_private else "is public, as it was"
         raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
+    if branch != "main":
+        there = _must_be_there(hub, repo)
+        verify(parcel, there, others=others)
     if public and there.is_private:
         _make_public(hub, there)
     return Published(
