@@ -256,6 +256,7 @@ def test_without_a_server_nothing_is_published(publish_here, hub, folder):
         "org/-a",
         "org/a.git",
         "https://huggingface.co/org/x",
+        "org/\u00e9",
         "org/" + "a" * 97,
     ],
 )
