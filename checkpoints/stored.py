@@ -64,7 +64,10 @@ T = TypeVar("T")
 
 def weight_of(parts: Mapping[str, T]) -> T:
     """The weight among a module's parts, by leaf; a parameter without a module is its own."""
-    return next((parts[leaf] for leaf in ("weight_packed", "weight") if leaf in parts), next(iter(parts.values())))
+    for leaf in ("weight_packed", "weight"):
+        if leaf in parts:
+            return parts[leaf]
+    return next(iter(parts.values()))
 
 
 def scale_of(parts: Mapping[str, T]) -> T:

@@ -1,11 +1,14 @@
 """Dequantized values compared with the release's, module by module: is each weight the one it was made from?
 
-In: a checkpoint and its release, and the pairs of weights to compare. Out: the error of each weight, and objections.
-A large weight is read and compared by bands of rows; a band with the release's own bytes is not computed with.
+In: the `RuntimeView` of a checkpoint and of its release. Out: pairs of stored weights by name, all or a sample of
+layers and experts; the error of each weight, and objections. A large weight is read and compared by bands of
+rows; a band with the release's own bytes is not computed with.
 
 Easy to get wrong: a rounding error is expected, and each scheme has its own size of it. A transform that moves scale
 between neighbours (AWQ, SmoothQuant) changes columns on purpose; a weight is compared after the best factor a column
-then, and only what is left counts.
+then, and only what is left counts. And a release may hold all experts in one tensor [experts, projections x N, K], and
+its quantization a tensor an expert and projection, or the reverse: a slice of such a tensor is described as if it were
+a tensor of its own, with the name of the whole in messages.
 """
 
 import itertools
@@ -13,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,11 +26,11 @@ from ...checkpoints.dequantize import dequantize
 from ...checkpoints.hub import AT_A_TIME
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source
-from ...checkpoints.stored import Form, StoredWeight
+from ...checkpoints.stored import NOT_COMPUTED, Form, StoredWeight
 from ...checkpoints.values import read_bytes, read_tensor, typed
+from ...recipes.family import HFName
 from ...recipes.family_view import Place
 from ..facts.findings import Objection, objection
-from .pairing import Pair
 from .reading import BytesRead, is_remote
 from .runtime_view import RuntimeView
 
@@ -52,6 +56,21 @@ _FACTOR, _ALIKE = 0.2, 0.5
 _BAND, _WHOLE = 4 * 2**20, 64 * 2**20
 # Rows whose zero points may share a word: of 4 bits and of 8.
 _SHARED = (8, 4)
+# What is compared of a release that is not compared whole: enough to tell what was done to each kind of module.
+_SAMPLED_LAYERS, _SAMPLED_EXPERTS = 3, 2
+
+
+class Pair(NamedTuple):
+    """One weight of the checkpoint, and the release's of the same name."""
+
+    weight: StoredWeight
+    theirs: StoredWeight
+    place: Place
+
+    @property
+    def entries(self) -> tuple[list[Entry], list[Entry]]:
+        """The tensors that are read of the checkpoint, and of the release."""
+        return list(self.weight.parts.values()), list(self.theirs.parts.values())
 
 
 class WeightError(NamedTuple):
@@ -66,6 +85,32 @@ class WeightError(NamedTuple):
     place: Place
     error: float
     bound: float
+
+
+def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pair]:
+    """Weights that both have by name, in a form that can be read.
+
+    Not whole: of the MTP block, and of the backbone's first, last and some layers between, with some experts each.
+    """
+    own, theirs = dict(_matrices(runtime)), dict(_matrices(release))
+    layers = _some_of(runtime.view.num_layers, _SAMPLED_LAYERS)
+    indices = [_expert(module, place) or 0 for module, (_, place) in own.items()]
+    experts = _some_of(max(indices, default=0) + 1, _SAMPLED_EXPERTS)
+    found = []
+    for module, (weight, place) in own.items():
+        other, _ = theirs.get(module, (None, None))
+        if other is None or not can_be_read(weight) or not can_be_read(other):
+            continue
+        is_near = place.part == "mtp" or place.layer in layers
+        is_sampled = is_near and place.role not in ("embedding", "head") and _expert(module, place) in (None, *experts)
+        if whole or is_sampled:
+            found.append(Pair(weight, other, place))
+    return found
+
+
+def can_be_read(weight: StoredWeight) -> bool:
+    """Groups in another order are not what `dequantize` knows."""
+    return weight.form not in NOT_COMPUTED and "weight_g_idx" not in weight.parts
 
 
 def compared(
@@ -292,3 +337,48 @@ def _rows_of(source: Source, entry: Entry, weight: StoredWeight, band: _Band) ->
 def _values(weight: StoredWeight, parts: Parts, num_rows: int) -> Tensor:
     shape = (num_rows, *weight.shape[1:])
     return dequantize(weight.form, parts, shape=shape, block=weight.block).float()
+
+
+def _expert(module: HFName, place: Place) -> int | None:
+    """The index of an expert, also of one in a stack."""
+    if not place.row.stacked:
+        return place.expert
+    return int(module.rpartition(".")[0].rpartition(".")[2])
+
+
+def _matrices(runtime: RuntimeView) -> Iterator[tuple[HFName, tuple[StoredWeight, Place]]]:
+    """Every weight [N, K] of the language model, by the name that it has where experts are not stacked."""
+    for module, weight in runtime.weights.items():
+        place = runtime.placed.get(module)
+        if place is None or place.role == "vision":
+            continue
+        if place.row.stacked and weight.form == "plain" and len(weight.shape) == 3:
+            yield from _unstacked(weight.weight, place)
+        elif len(weight.shape) == 2:
+            yield module, (weight, place)
+    for entry in runtime.others:
+        place = runtime.placed.get(entry.name)
+        if place is not None and place.row.stacked and len(entry.shape) == 3:
+            yield from _unstacked(entry, place)
+
+
+def _unstacked(entry: Entry, place: Place) -> Iterator[tuple[HFName, tuple[StoredWeight, Place]]]:
+    """The experts and projections of a tensor [experts, projections x N, K], as weights of their own."""
+    num_experts, num_rows, num_columns = entry.shape
+    shape = (num_rows // len(place.row.stacked), num_columns)
+    num_bytes = entry.num_bytes // max(1, num_experts * len(place.row.stacked))
+    stem, start = place.module.removesuffix(place.row.path), entry.start
+    if math.prod(shape) * num_experts * len(place.row.stacked) != math.prod(entry.shape):
+        return
+    for expert in range(num_experts):
+        for path in place.row.unstacked:
+            module = HFName(stem + path.replace("{e}", str(expert)))
+            part = replace(entry, shape=shape, start=start, num_bytes=num_bytes)
+            yield module, (StoredWeight(module=module, form="plain", parts={"weight": part}, shape=shape), place)
+            start += num_bytes
+
+
+def _some_of(count: int, number: int) -> frozenset[int]:
+    """Some of `count` indices: the first, the last, and those evenly between."""
+    steps = max(1, number - 1)
+    return frozenset(round((count - 1) * step / steps) for step in range(number)) if count else frozenset()

@@ -19,7 +19,7 @@ from ...recipes.families import find_view
 from ..facts.dry_load import LoadAccount
 from ..facts.findings import CheckpointFacts, Finding, Objection, Runtime, errors_first, grouped, objection
 from ..facts.results import CheckData
-from . import rules_config, rules_dialect, rules_forms, rules_kv, rules_mtp, rules_rows, rules_source, rules_table
+from . import rules_config, rules_dialect, rules_forms, rules_kv, rules_mtp, rules_source, rules_table
 from .dialects.choose import quantization_of
 from .dialects.methods import Unloadable, unloadable
 from .dialects.patterns import time_limit
@@ -33,7 +33,6 @@ RULES: tuple[Rule, ...] = (
     *rules_mtp.RULES,
     *rules_dialect.RULES,
     *rules_forms.RULES,
-    *rules_rows.RULES,
     *rules_kv.RULES,
     *rules_table.RULES,
     *rules_config.RULES,

@@ -4,7 +4,8 @@ In: a `RuntimeView`. Out: objections. Each rule names its sources by their numbe
 
 Easy to get wrong: whether vLLM raises. A packed weight has a parameter name of its own, so vLLM raises on a plain
 weight in its place. An FP8 weight has the name `weight`, as a plain one has. So vLLM casts a plain weight in silence,
-and never writes its scale.
+and never writes its scale. And headers cannot tell whether somebody has put the rows of a plain `qkv_proj` in order.
+vLLM's target reads such a matrix as [q; k; v]; its draft cuts it by rank, which is right for one rank only.
 """
 
 import re
@@ -17,10 +18,11 @@ from ...recipes.family_view import FamilyView
 from ..facts.findings import Objection, objection
 from .dialects.compressed_tensors import CompressedTensors
 from .layouts import Problem, layout_problem, leaves_built, name_of_leaf
-from .rules_rows import is_put_in_order
 from .runtime_view import Member, Module, RuntimeView
 from .vllm_module import VLLMModule
 from .words import cover_cure, decided, ignore_cure, packed_in_plain, plain_in_packed, resolution_cure, unknown_name
+
+_IN_THREE = "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` writes them from the release"
 
 
 def fused_modules_are_uniform(runtime: RuntimeView) -> Iterator[Objection]:
@@ -151,12 +153,28 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
 
 _TITLES = {"nvfp4_modelopt": "NVFP4"}
 
+
+def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objection]:
+    """q, k and v in one tensor, as in MiMo-V2.5, load right in the release's own FP8 only: vllm #42803, #57508."""
+    for module in runtime.modules:
+        for member in module.members:
+            if member.place.row.interleaved and not is_put_in_order(module, member):
+                yield _unordered(module, member)
+
+
+def is_put_in_order(module: Module, member: Member) -> bool:
+    """Whether vLLM computes the order of the rows: FP8 with `weight_scale_inv`, built as that form."""
+    has_leaves = {"weight", "weight_scale_inv"} == set(member.weight.parts) == module.resolution.built.leaves
+    return bool(member.place.row.interleaved) and has_leaves and member.weight.weight.dtype in FP8
+
+
 RULES = (
     fused_modules_are_uniform,
     stored_form_is_what_is_built,
     fused_shards_are_complete,
     glue_is_plain,
     draft_head_is_excluded,
+    interleaved_rows_are_put_in_order,
 )
 
 
@@ -298,3 +316,22 @@ def _draft_heads(runtime: RuntimeView) -> Iterator[tuple[VLLMName, HFName]]:
             yield VLLMName(name), HFName(view.mtp_stem(index) + head.path)
     elif view.layout.draft_head:
         yield VLLMName(view.layout.draft_head), HFName(view.layout.head.removesuffix(".weight"))
+
+
+def _unordered(module: Module, member: Member) -> Objection:
+    weight = member.weight.parts.get("weight")
+    is_lost = weight is not None and weight.dtype == "F8_E4M3"
+    return objection(
+        rule="rows",
+        severity="error" if is_lost else "warning",
+        where=member.weight.weight.name,
+        says=(
+            "holds q, k and v in FP8, which vLLM 0.32 loads only with a weight_scale_inv that its parameter has too: "
+            "without one it waits for it, and never loads the weight"
+            if is_lost
+            else "holds q, k and v in one tensor: vLLM 0.32's target reads it as [q; k; v], and its draft cuts it by "
+            "rank (vllm #42803). The release's rows are in another order"
+        ),
+        cure=_IN_THREE,
+        cause=f"{module.part} {is_lost}",
+    )

@@ -19,9 +19,8 @@ from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
 from ...recipes.family import HFName
 from ..facts.findings import Finding, Objection, errors_first, grouped
-from .against import bands_of, compared
+from .against import Pair, bands_of, compared, pairs
 from .check import Checked
-from .pairing import Pair, pairs
 from .reading import Level, chosen, gap_of, is_remote, joined, num_requests, summaries
 from .rules_values import (
     block_scales_vary,

@@ -20,8 +20,16 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check import against
-from keepmtp.validate.check.against import BOUND, bands_of, compared, difference, relative_error
-from keepmtp.validate.check.pairing import Pair, can_be_read, pairs
+from keepmtp.validate.check.against import (
+    BOUND,
+    Pair,
+    bands_of,
+    can_be_read,
+    compared,
+    difference,
+    pairs,
+    relative_error,
+)
 from keepmtp.validate.check.values import check_values
 from safetensors.torch import save_file
 from written_values import fill, opened, poke
