@@ -230,16 +230,16 @@ class Backbone:
 
     def coverage(self) -> dict[HFName, int]:
         """Module on disk -> tokens its calibration saw; experts: tokens the router sent them."""
-        return {name: tokens for metadata in self._metadata() for name, tokens in metadata["coverage"].items()}
+        return {name: tokens for of_layer in self._said("coverage") for name, tokens in of_layer.items()}
 
     def few_tokens(self) -> list[HFName]:
         """Modules of experts on disk whose statistics are of fewer tokens than they have input channels."""
-        return [name for metadata in self._metadata() for name in metadata["few_tokens"]]
+        return [name for of_layer in self._said("few_tokens") for name in of_layer]
 
-    def _metadata(self) -> Iterator[Mapping[str, Any]]:
+    def _said(self, key: str) -> Iterator[Any]:
         """Of all layers, in their order."""
         for path in sorted((self.folder / "statistics").glob("layer-*.safetensors")):
-            yield {key: json.loads(value) for key, value in read_metadata(path).items() if key != "fingerprint"}
+            yield json.loads(read_metadata(path)[key])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
