@@ -36,8 +36,7 @@ from keepmtp.quantize.calibrate.layers.forwards import serving
 from keepmtp.quantize.calibrate.model.binding import Binding
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton
 from keepmtp.quantize.calibrate.model.states import States
-from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
-from keepmtp.quantize.calibrate.mtp.held_out import acceptance
+from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance, acceptance
 from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.quantize.calibrate.mtp.target import Target, target
 from keepmtp.quantize.plan.plan import Plan, make_plan
@@ -139,9 +138,9 @@ class Judge:
 
     def _reading(self, run: Backbone, source: Source) -> Reading:
         plan = run.skeleton.plan
-        found = target(run, "source", reference=(self._pass, "source"))
+        found = target(run, "source", reference=None if run is self._pass else self.release.target)
         block = _block(plan, run.skeleton, Served.of(source))
-        accepted = acceptance(run, "source", [block], found, written=self._data.held_out_written)
+        accepted = acceptance(found, [block])
         sizes = {part: sum(e.num_bytes for e in _entries(plan, source, part)) for part in ("backbone", "mtp")}
         return Reading(target=found, acceptance=accepted, backbone_bytes=sizes["backbone"], mtp_bytes=sizes["mtp"])
 

@@ -174,12 +174,12 @@ def _release(model: str) -> Path:
 
 def counts(reading: Reading) -> dict[str, Any]:
     """A reading as sums by sequence: JSON values only; `choices` are compared once all rows are there."""
-    rows = reading.target.rows.values()
+    target = reading.target
     return {
-        "slots": [len(row.choices) for row in rows],
-        "log_likelihood": [row.log_likelihood for row in rows],
-        "divergence": [row.divergence or 0.0 for row in rows],
-        "choices": torch.stack([row.choices for row in rows]).tolist(),
+        "slots": [len(choices) for choices in target.choices],
+        "log_likelihood": target.log_likelihoods.tolist(),
+        "divergence": target.divergences.tolist(),
+        "choices": target.choices.tolist(),
         "accepted": reading.acceptance.counts.tolist(),
         "num_slots": reading.acceptance.num_slots,
         "bytes": [reading.backbone_bytes, reading.mtp_bytes],

@@ -4,7 +4,7 @@ In: counts by sequence of every row, from `quality.py`. Out: docs/quality.json w
 made of them. The page's words stand outside of the markers and are written by hand.
 
 A sequence is the sample. Every interval is the jackknife's over the held-out sequences at 95 %, two-sided, and paired:
-a ratio is of two checkpoints on the same sequences, so that what is hard for both cancels out (source: `accepted.py`).
+a ratio is of two checkpoints on the same sequences, so that what is hard for both cancels out (`acceptance.py`).
 
 Easy to get wrong: an interval says how another text of this kind would come out, not how another model would. And of
 forty rows, two differ from their base by chance.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from keepmtp.quantize.calibrate.mtp.accepted import student_t, unseen
+from keepmtp.quantize.calibrate.mtp.acceptance import student_t, unseen
 from quality_rows import rows_of
 from torch import Tensor
 

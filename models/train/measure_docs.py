@@ -6,7 +6,7 @@ In: a checkpoint folder. Out: JSON with the target's perplexity and, for 1 to 3 
 drafts that a server accepts at each position, with the interval of the first. Both run in BF16.
 
 The easy thing to get wrong is where a draft counts: only where the text is the target's own choice, as
-`keepmtp.quantize.calibrate.mtp.held_out` says, whose counts these are. Slots of one text go right or wrong together,
+`keepmtp.quantize.calibrate.mtp.acceptance` says, whose counts these are. Slots of one text go right or wrong together,
 so the interval is that of the mean over sequences, not over slots.
 """
 
@@ -20,8 +20,7 @@ import python_docs
 import torch
 import torch.nn.functional as F
 from drafting import draft_hidden
-from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
-from keepmtp.quantize.calibrate.mtp.held_out import server_counts
+from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance, server_counts
 from measure import NUM_STEPS, load_target, load_tensors
 from tiny_docs import mtp_from_disk
 from torch import Tensor

@@ -16,7 +16,6 @@ import torch
 
 from ...checkpoints.files import held
 from ...recipes.errors import RecipeError
-from ...recipes.schema import TUNED
 from ..plan.found_recipe import found_text
 from ..plan.own_code import refuse_untrusted_code
 from ..plan.plan import Plan
@@ -27,9 +26,8 @@ from .data.batch_size import with_batch_size
 from .data.claim import fingerprint, refuse_shrunk_dataset
 from .data.data import CalibrationData, calibration_data
 from .layers.backbone import Backbone, calibrate_backbone
-from .mtp.mtp_pass import MtpPass, mtp_pass, refuse_mtp, refuse_too_little_text
+from .mtp.mtp_pass import MtpPass, mtp_pass, refuse_held_out, refuse_mtp
 from .mtp.own_text import with_own_text
-from .mtp.tuned_choice import refuse_too_few_sequences
 from .search.search_pass import search
 
 
@@ -73,7 +71,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
     # Read once for all: the other ranks need neither the dataset nor its host.
     data = ranks.of_first(lambda: _data(plan, folder, ranks.device))
     if plan.recipe.measures_mtp:
-        _refuse_held_out(plan, data)
+        refuse_held_out(plan, data)
     folder.mkdir(parents=True, exist_ok=True)
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():
@@ -83,7 +81,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
             found = search(settled, data, folder / "search", ranks=ranks, progress=progress)
             settled = found.plan
         backbone = calibrate_backbone(settled, data, folder, device=ranks.device, ranks=ranks, progress=progress)
-        mtp = mtp_pass(settled, backbone, written=data.held_out_written, progress=progress)
+        mtp = mtp_pass(settled, backbone, progress=progress)
         ranks.wait()
         salt = fingerprint(settled, data, ranks.size)
         statistics = Statistics.open(folder / "statistics", fingerprint=salt)
@@ -116,23 +114,6 @@ def _data(plan: Plan, folder: Path, device: torch.device) -> CalibrationData:
     except RecipeError as error:
         raise refuse_shrunk_dataset(error, folder) from error
     return with_own_text(plan, data, folder, device=device) if plan.calibration.held_out_by == "model" else data
-
-
-def _refuse_held_out(plan: Plan, data: CalibrationData) -> None:
-    """Refuse held-out text that can say nothing of a candidate of `mtp: auto`, or of a tuned block."""
-    written = data.held_out_written
-    if written is not None and not written.any():
-        raise RecipeError(
-            plan.recipe.name,
-            f"mtp: {plan.recipe.mtp} needs held-out text that a model writes",
-            got="none in the dataset's rows",
-            cure="Name one with assistant turns, or give calibration.prompt_column",
-        )
-    if plan.recipe.mtp == TUNED:
-        refuse_too_few_sequences(plan, len(data.held_out_ids))
-        return
-    num_slots = data.held_out_ids.numel() if written is None else int(written.sum())
-    refuse_too_little_text(plan, num_sequences=len(data.held_out_ids), num_slots=num_slots)
 
 
 def _coverage(backbone: Backbone) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Finished backbone passes over tiny checkpoints, and text that these models wrote, for tests of what comes behind."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,11 @@ from pathlib import Path
 import torch
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_before_measuring
-from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
+from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance
+from keepmtp.quantize.calibrate.mtp.mtp_policy import PolicyResults
+from keepmtp.quantize.calibrate.mtp.target import target
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.find import find_recipe
@@ -65,10 +69,42 @@ def as_calibrated(plan: Plan) -> Plan:
     return replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration}))
 
 
-def finished(plan: Plan, folder: Path, *, held_out: Tensor | None = None, samples: int = 16) -> Backbone:
+def finished(
+    plan: Plan, folder: Path, *, held_out: Tensor | None = None, written: Tensor | None = None, samples: int = 16
+) -> Backbone:
     """A backbone pass by the plan's recipe over few samples, with other held-out text if there is any."""
     calibration = plan.recipe.calibration.model_copy(update={"samples": samples})
     data = calibration_data(calibration, plan.source)
     if held_out is not None:
-        data = CalibrationData(ids=data.ids, held_out_ids=held_out, provenance=data.provenance)
+        data = replace(data, held_out_ids=held_out, held_out_written=written)
     return calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE)
+
+
+def answered(plan: Plan, folder: Path, *, count: int, samples: int = 16) -> Backbone:
+    """A pass whose held-out text is what the plan's source answers to `count` questions."""
+    asked = prompts(count)
+    held_out, written = laid_out(plan.source.folder, asked, greedy_answers(plan.source.folder, asked))
+    return finished(plan, folder, held_out=held_out, written=written, samples=samples)
+
+
+def fresh(backbone: Backbone, folder: Path) -> Backbone:
+    """The same finished pass in a folder of its own, without anything that an MTP pass left."""
+    shutil.copytree(backbone.folder, folder, ignore=shutil.ignore_patterns("mtp", "mtp-*"))
+    return replace(backbone, folder=folder)
+
+
+def reading(backbone: Backbone, written: Tensor | None) -> Backbone:
+    """The same pass with other tokens of its held-out text counted as the model's."""
+    return replace(backbone, data=replace(backbone.data, held_out_written=written))
+
+
+def even(rate: float, *, slots: int, rows: int = 16) -> Acceptance:
+    """So many slots in so many sequences, the same share accepted in each."""
+    counts = torch.tensor([slots / rows, rate * slots / rows], dtype=torch.float64)
+    return Acceptance(num_slots=slots, counts=counts.expand(rows, 2)[:, :, None, None].clone())
+
+
+def results_of(plan: Plan, backbone: Backbone) -> PolicyResults:
+    """The results of policies over a pass."""
+    source = target(backbone, "source")
+    return PolicyResults(plan=plan, source=source, served=target(backbone, "served", reference=source))

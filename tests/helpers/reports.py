@@ -201,7 +201,7 @@ def broken() -> FullReport:
 
 
 def accepted(*rates: float) -> dict[str, Any]:
-    """A figure as `quantize/calibrate/mtp/held_out.py` gives it: `rates` are of the drafts that reach a position."""
+    """A figure as `quantize/calibrate/mtp/acceptance.py` gives it: `rates` are of the drafts that reach a position."""
     shares = [round(math.prod(rates[: step + 1]), 5) for step in range(len(rates))]
     ks = range(1, len(rates) + 1)
     return {

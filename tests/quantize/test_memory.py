@@ -11,7 +11,7 @@ import pytest
 import torch
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.mtp.held_out import NothingCounts
+from keepmtp.quantize.calibrate.mtp.acceptance import NothingCounts
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
 from keepmtp.quantize.calibrate.mtp.mtp_policy import PolicyResults
 from keepmtp.quantize.calibrate.mtp.target import target
@@ -76,11 +76,9 @@ def test_training_takes_what_is_said(policy, length, tmp_path):
     plan = plan_over(ROOT / "models" / recipe.model, recipe.model_copy(update={"mtp": "tuned", "mtp_tuned": settings}))
     said = next(station for station in stations(plan) if station.name.startswith("training"))
     backbone = calibrate_backbone(plan, random_data(plan), tmp_path, device=ALONE.device, ranks=ALONE)
-    results = PolicyResults(
-        plan=plan, backbone=backbone, source=target(backbone, "source"), served=target(backbone, "served"), written=None
-    )
+    results = PolicyResults(plan=plan, source=target(backbone, "source"), served=target(backbone, "served"))
     with LiveBytes() as training_bytes, suppress(NothingCounts):  # of random text no slot need count
-        results.tuned(plan)
+        results.measured(plan)
     assert LEAST < (said.device_bytes - said.device["embedding"]) / training_bytes.peak < MOST, said
 
 

@@ -20,7 +20,7 @@ from asked import asked_values
 from decorated_model import CONFIGURATION
 from drafts import changed, filled, lively, plan_over, weights_of
 from keepmtp.quantize.calibrate.model.skeleton import on_meta
-from keepmtp.quantize.calibrate.mtp.draft_steps import draft_steps
+from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, draft_steps
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.families import families
 from safetensors.torch import load_file
@@ -254,8 +254,12 @@ def test_a_wrong_table_parts_them(drafted, base, name, field):
 @pytest.mark.parametrize("name", named(UNTRAINED))
 def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
     """The twin of the positions: each step at the one before it."""
-    arange = torch.arange
-    monkeypatch.setattr("keepmtp.quantize.calibrate.mtp.draft_steps._positions", lambda ids, step: arange(ids.shape[1]))
+    forward = MtpBlock.forward
+
+    def unmoved(self: MtpBlock, embeds: Tensor, hidden: Tensor, positions: Tensor, *args: object) -> object:
+        return forward(self, embeds, hidden, torch.arange(len(positions)), *args)
+
+    monkeypatch.setattr(MtpBlock, "forward", unmoved)
     apart = parted(drafted[name])[1]
     assert apart > LEEWAY * base[name][1][1]
 

@@ -1,7 +1,7 @@
 """The backbone pass: batches in, statistics and rewritten weights out, a file a decoder layer.
 
 In: a plan over a local source, and the batches. Out: a folder with what calibration found (`statistics.py` reads it),
-and the hidden states after the last layer, which the MTP pass and the figures of `held_out.py` read.
+and the hidden states after the last layer, which the MTP pass and the figures of `acceptance.py` read.
 
 Each decoder layer is a small model of its own: its weights come from the source, its inputs from the files that the
 layer before it wrote, llm-compressor's modifiers run on it in one basic pass, and its outputs become the next layer's

@@ -150,7 +150,7 @@ class CandidateFact(Fact):
     Attributes:
         policy: as in a recipe.
         bytes: of the block's tensors on disk; 0 where it was refused.
-        kept: part of the released model's acceptance, see `held_out.Acceptance.kept_of`.
+        kept: part of the released model's acceptance, see `acceptance.Acceptance.kept_of`.
         kept_at_least: that share's lower limit, at the confidence of the recipe's gates; None where nobody asked.
         needed_slots: about how many slots of held-out text would show that it keeps enough; None where these do, or
             where the estimate is below.

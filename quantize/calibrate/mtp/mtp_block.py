@@ -1,20 +1,29 @@
-"""An MTP layer as a module of its own, built from the family's table: embedding and hidden state in, draft out.
+"""An MTP layer as a module of its own, built from the family's table, and its draft steps over whole sequences.
 
 In: a family's view of a config.json. Out: an `MtpBlock` on the meta device, around transformers' own decoder layer, to
-be bound, filled and calibrated like a small model. `draft_steps.py` runs it over whole sequences.
+be bound, filled and calibrated like a small model. `draft_steps` runs filled blocks as vLLM does token by token. Slot i
+of draft step k predicts token i + k + 1:
+
+    step 1, slot i: token i+1, hidden state of the target at i,     position i
+    step k, slot i: token i+k, hidden state of step k-1 at slot i,  position i+k-1
 
 Easy to get wrong: a family's block may be built with another entry of config.json than the backbone's layers: its own
-kind of attention, its own number of heads, norms kept in float32.
+kind of attention, its own number of heads, norms kept in float32. And what step k attends to: vLLM's cache has step 1's
+keys for each token that the target has confirmed; later steps append their own only. So slot i of step k sees step 1 at
+slots <= i, and of the later steps slot i alone. A causal pass over the states of step 2 is what vLLM never runs.
 
-Source: the draft classes of vLLM 0.32.0 that the family files name.
+Source: the draft classes of vLLM 0.32.0 that the family files name, v1/spec_decode/llm_base_proposer.py (`propose`),
+and v1/spec_decode/step3p5.py for blocks that take one step each.
 """
 
 import importlib
+from collections.abc import Sequence
 from functools import cached_property
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -26,13 +35,16 @@ from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
 from ..model.binding import Binding, Names, bind
 from ..model.experts import linear_experts
-from .draft_steps import step_mask
-from .kept_choice import KeptChoice, keeps_choice
 
 # Keys of config.json that say nothing about the computation of a layer, or say it of other classes.
 _NOT_THE_LAYER = frozenset({"quantization_config", "architectures", "auto_map", "model_type"})
 # Attention of these kinds looks back `sliding_window` tokens.
 _SLIDING = frozenset({"sliding_attention"})
+# Attention of these kinds caches what its indexer chooses keys by.
+_INDEXED = frozenset({"deepseek_sparse_attention", "minimax_m3_sparse", "qwen_sparse_attention"})
+# The key of config.json by which later draft steps read the keys that step 1 chose. A server's `speculative_config` may
+# say otherwise, which nobody knows here.
+_KEEPS_CHOICE = "index_share_for_mtp_iteration"
 
 
 class MtpBlock(PreTrainedModel):
@@ -64,11 +76,17 @@ class MtpBlock(PreTrainedModel):
             self.embedding_projection = nn.Linear(hidden_size, hidden_size, bias=False)
             self.hidden_projection = nn.Linear(hidden_size, hidden_size, bias=False)
         self.layers = nn.ModuleList(self._layer(classes, part) for part in range(len(draft.layers)))
-        self.collapse = self._collapse(classes) if draft.collapse else None
+        self.collapse = None
+        if draft.collapse:
+            kind = getattr(classes, draft.collapse[0])
+            # Of the hyper-connections' own class, the one after the last layer gives nothing back.
+            self.collapse = kind(config, use_combine=False) if "Residual" in kind.__name__ else kind(config)
         self.final_norm = self._norm(classes, hidden_size) if draft.final_norm else None
         self.head = nn.Linear(hidden_size, config.vocab_size, bias=False) if draft.head else None
         self.rotary: nn.Module | None = None
-        self._kept = KeptChoice(self) if draft.can_keep_choice and keeps_choice(view.text_config) else None
+        self._kept = None
+        if draft.can_keep_choice and view.text_config.get(_KEEPS_CHOICE, False):
+            self._kept = KeptChoice(self)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -105,8 +123,9 @@ class MtpBlock(PreTrainedModel):
 
         Returns: what the head multiplies [B, T, H], and the next step's `hidden`.
         """
-        length = inputs_embeds.shape[1]
-        positions_T = torch.arange(length, device=inputs_embeds.device) if position_ids is None else position_ids
+        positions_T = position_ids
+        if positions_T is None:
+            positions_T = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
         if mask is None:
             mask = step_mask([positions_T], self.window)
         if self._kept is not None:
@@ -215,12 +234,6 @@ class MtpBlock(PreTrainedModel):
                 module.layer_idx = part
         return PlainResidual(layer) if self.draft.plain_residual else layer
 
-    def _collapse(self, classes: ModuleType) -> nn.Module:
-        assert self.draft.collapse is not None
-        kind = getattr(classes, self.draft.collapse[0])
-        # Of the hyper-connections' own class, the one after the last layer gives nothing back.
-        return kind(self.config, use_combine=False) if "Residual" in kind.__name__ else kind(self.config)
-
     def _join(self, tokens_BTH: Tensor, hidden: Tensor) -> Tensor:
         if not self.draft.streams:
             states_BTH = self.hidden_norm(hidden)
@@ -229,11 +242,10 @@ class MtpBlock(PreTrainedModel):
             pair = (states_BTH, tokens_BTH) if self.draft.hidden_first else (tokens_BTH, states_BTH)
             return self.projection(torch.cat(pair, dim=-1))
         shape_BTCH = (*tokens_BTH.shape[:2], -1, tokens_BTH.shape[2])
-        states_BTCH = (
-            self.hidden_norm(hidden.flatten(2)).view(shape_BTCH)
-            if self.draft.joint_norm
-            else self.hidden_norm(hidden.view(shape_BTCH))
-        )
+        if self.draft.joint_norm:
+            states_BTCH = self.hidden_norm(hidden.flatten(2)).view(shape_BTCH)
+        else:
+            states_BTCH = self.hidden_norm(hidden.view(shape_BTCH))
         joined_BTCH = self.hidden_projection(states_BTCH) + self.embedding_projection(tokens_BTH).unsqueeze(-2)
         return joined_BTCH.view(hidden.shape)
 
@@ -263,6 +275,93 @@ class PlainResidual(nn.Module):
     def forward(self, states: Tensor, **kwargs: Any) -> Tensor:
         states = states + self.self_attn(self.input_layernorm(states), **kwargs)[0]
         return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class KeptChoice:
+    """State: what each indexer of a block chose in step 1, which its later draft steps read again.
+
+    Such a step does not see its own key: step 1 chose among the tokens that the target has confirmed, and nobody
+    chooses afterwards.
+
+    Source: vLLM 0.32.0 v1/spec_decode/llm_base_proposer.py and v1/worker/gpu/spec_decode/mtp/speculator.py
+    (`index_share_for_mtp_iteration`), models/deepseek_v32/nvidia/mtp.py (`set_skip_topk`, `compact_topk_indices`).
+    """
+
+    def __init__(self, block: nn.Module):
+        """Put hooks on the indexers under `block`."""
+        self._chosen: dict[nn.Module, Tensor] = {}
+        self._is_first, self._num_keys = True, 0
+        for module in block.modules():
+            indexer = getattr(module, "indexer", None)
+            if isinstance(indexer, nn.Module):
+                indexer.register_forward_hook(self._repeat)
+
+    def begin(self, mask_TS: Tensor) -> None:
+        """A step begins; in step 1 there are as many keys as slots."""
+        num_slots, self._num_keys = mask_TS.shape
+        self._is_first = num_slots == self._num_keys
+
+    def _repeat(self, indexer: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        if self._is_first:
+            self._chosen[indexer] = output
+            return output
+        chosen = self._chosen[indexer]
+        if not chosen.is_floating_point():  # places of keys; those of step 1 are the first
+            return chosen
+        added = self._num_keys - chosen.shape[-1]  # a mask to be added to that of attention
+        return F.pad(chosen, (0, added), value=torch.finfo(chosen.dtype).min)
+
+
+# --- draft steps ------------------------------------------------------------------------------------------------------
+
+
+def draft_steps(
+    blocks: Sequence[MtpBlock], embedding: nn.Module, *, ids: Tensor, hidden: Tensor, num_steps: int
+) -> list[Tensor]:
+    """Head inputs of draft steps 1..num_steps, each [B, T, H]; the last k slots of step k have no real target.
+
+    Args:
+        blocks: one block that takes every step, or one block a step, as Step-3.5 has them.
+        embedding: the target's token embedding.
+        ids: [B, T] int64; every step reads the true tokens, as a server does after drafts that were accepted.
+        hidden: the target's hidden states, see `MtpBlock.forward`.
+        num_steps: at most as many as there are blocks, if there are several.
+    """
+    assert len(blocks) == 1 or num_steps <= len(blocks)
+    places_T = torch.arange(ids.shape[1], device=ids.device)
+    cache, positions, outputs = None, [], []
+    for step in range(1, num_steps + 1):
+        block = blocks[min(step, len(blocks)) - 1]
+        if cache is None or len(blocks) > 1:
+            # It holds every key, and the mask decides what a slot may see: the kind of cache for a sliding window would
+            # forget keys that step 1 left. Indexers want one of their own.
+            cache = DynamicCache(config=block.config) if block.kind in _INDEXED else DynamicCache()
+            positions = []
+        positions.append(places_T + step - 1)
+        tokens = F.pad(ids[:, step:], (0, step))
+        mask = step_mask(positions, block.window)
+        output, hidden = block(embedding(tokens), hidden, positions[-1], mask, cache)
+        outputs.append(output)
+    return outputs
+
+
+def step_mask(positions: Sequence[Tensor], window: int | None) -> Tensor:
+    """[T, steps * T] bool: where slots of the last step may attend; the cache holds the steps one after another.
+
+    Args:
+        positions: [T] of each step.
+        window: how many tokens back a slot sees, itself counted.
+    """
+    length, device = len(positions[-1]), positions[-1].device
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=device)
+    mask = torch.cat([causal, *[itself] * (len(positions) - 1)], dim=1)
+    if window is not None:
+        mask &= positions[-1][:, None] - torch.cat(list(positions))[None] < window
+    return mask
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
 
 
 def draft_of(view: FamilyView) -> Draft:
@@ -301,7 +400,8 @@ def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
             config.num_attention_heads = config.num_sliding_attention_heads
     # Calibration computes under eager attention, like the backbone's.
     config._attn_implementation = "eager"
-    classes = _classes(config, draft)
+    where = CONFIG_MAPPING[draft.model_type].__module__
+    classes = importlib.import_module(where.replace("configuration_", "modeling_"))
     with torch.device("meta"):
         block = MtpBlock(view, draft, index, config, classes).eval()
     before = {name: vars(module) for name, module in block.named_modules()}
@@ -327,12 +427,6 @@ def bind_block(block: MtpBlock, plan: Plan) -> Binding:
     """
     tensors = [tensor for tensor in plan.tensors if block.owns(tensor)]
     return bind(block, tensors, lambda tensor: block.path_of(tensor.name), str(plan.source.where))
-
-
-def _classes(config: PreTrainedConfig, draft: Draft) -> ModuleType:
-    """The module with transformers' classes for `draft.classes`."""
-    where = CONFIG_MAPPING[draft.model_type].__module__
-    return importlib.import_module(where.replace("configuration_", "modeling_"))
 
 
 def _keep_float32(block: MtpBlock, classes: ModuleType) -> None:

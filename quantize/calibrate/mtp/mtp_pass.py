@@ -1,38 +1,40 @@
-"""The MTP pass: the block calibrated on the backbone's last hidden states, measured, and under `mtp: auto` chosen.
+"""The MTP pass: the block calibrated on the backbone's last hidden states, measured, and where asked for chosen.
 
 In: a plan and its finished backbone pass. Out: an `MtpPass`: the plan with the MTP policy decided, the statistics of
 its block next to those of the backbone, and what every policy that was tried would have cost and kept.
 
 Easy to get wrong: acceptance is lost in two places, by rounding the backbone and by rounding the block. Both are
-measured apart, and a policy is judged by both together, against the released model.
+measured apart, and a policy is judged by both together, against the released model. A trained block is compared with
+something else: not with the release, which a block rounded to fewer bits rarely reaches, but with what would be written
+otherwise, the same schemes without training, on held-out text that neither has seen.
 """
 
 import json
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import Any
 
 from ....checkpoints.files import complete, partial_path
 from ....recipes.errors import CheckpointError, GateError, RecipeError
 from ....recipes.family import HFName
 from ....recipes.schema import TUNED, MtpAuto, candidates_for
 from ...plan.plan import Plan, make_plan
-from ...run.progress import CalibrationStep, ProgressCallback, progress_since
+from ...run.progress import ProgressCallback, progress_since
 from ...run.statistics import read_metadata
+from ..data.data import CalibrationData
 from ..layers.backbone import Backbone, fitting
-from .accepted import FEWEST_SEQUENCES, Acceptance, Kept, fewest_slots
+from .acceptance import FEWEST_SEQUENCES, Acceptance, Kept, NothingCounts, fewest_slots
 from .facts import DIGITS, CandidateFact, MeasuredFact, Side, TunedFact
-from .held_out import NothingCounts
 from .mtp_block import bind_block, build_block
 from .mtp_policy import PolicyResults, block_schemes, is_served_changed, num_blocks
-from .target import Target, agreement, target
-from .tuned_choice import refuse_untrainable, tuned_choice
+from .target import Target, target
+
+_REPORTS = 50  # of a training: a log has a line for each
+_SHOWN = 10  # parts of the steps: the losses of the first and of the last are averaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,29 +72,12 @@ class MtpPass:
         }
 
 
-def refuse_mtp(plan: Plan) -> None:
-    """Refuse an MTP block that has to be run and cannot: known from the headers, before hours of work.
-
-    Raises:
-        RecipeError: the block has to be calibrated or chosen, and it cannot be run here, or there is none.
-        CheckpointError: likewise, and its tensors are not those of its class.
-    """
-    refusal = cannot_run(plan)
-    if refusal is not None and (plan.recipe.measures_mtp or _depends_on_batches(plan)):
-        raise refusal
-    if plan.recipe.mtp == TUNED:
-        refuse_untrainable(plan)
-
-
-def mtp_pass(
-    plan: Plan, backbone: Backbone, *, written: Tensor | None = None, progress: ProgressCallback | None = None
-) -> MtpPass:
+def mtp_pass(plan: Plan, backbone: Backbone, *, progress: ProgressCallback | None = None) -> MtpPass:
     """Calibrate, measure, and choose for `mtp: auto`; train and choose for `mtp: tuned`.
 
     Args:
         plan: what `backbone` was calibrated for; its recipe may still say auto.
         backbone: the finished pass.
-        written: see `acceptance`.
         progress: called after each policy.
 
     Raises:
@@ -104,253 +89,58 @@ def mtp_pass(
     refuse_mtp(plan)
     with fitting(plan, "the head and a sequence", backbone.skeleton.device):
         source = target(backbone, "source")
-        served = target(backbone, "served", reference=(backbone, "source"))
-    same = agreement(source, served)
-    refusal = cannot_run(plan)
-    if refusal is not None:
+        served = target(backbone, "served", reference=source)
+    rows = [_row(source, "source"), _row(served, "source")]
+    if refusal := cannot_run(plan):
         _publish(backbone, ())
-        without = _combinations(source, served, None, None)
-        return MtpPass(plan=plan, combinations=without, agreement=same, coverage={}, unmeasured=str(refusal))
-    results = PolicyResults(plan=plan, backbone=backbone, source=source, served=served, written=written)
+        return MtpPass(
+            plan=plan, combinations=tuple(rows), agreement=served.agreement, coverage={}, unmeasured=str(refusal)
+        )
+    results = PolicyResults(plan=plan, source=source, served=served)
     tried, tuned, final, unmeasured = (), None, plan, ""
     try:
         if plan.recipe.mtp == TUNED:
-            tuned, final = tuned_choice(results, progress)
-        else:
-            tried, final = _chosen(results, progress)
-        combinations = _combinations(source, served, results.released(), results.unquantized(), *_last(results, final))
+            tuned, final = tune(results, progress)
+        elif plan.recipe.mtp_auto:
+            tried, final = choose(results, plan.recipe.mtp_auto, progress)
+        own = results.measured(final)
+        rows = [_row(source, "source", results.released()), _row(served, "source", results.unquantized())]
     except NothingCounts as error:
         if plan.recipe.measures_mtp:
             raise
         # No reason to lose hours of work: by then the block is calibrated, and only a figure is missing.
-        unmeasured = str(error)
-        combinations = _combinations(source, served, *[None] * (3 if is_served_changed(plan) else 2))
-    files = results.statistics(final) if _depends_on_batches(final) else ()
+        own, unmeasured = None, str(error)
+    if is_served_changed(final):
+        rows.append(_row(served, "tuned" if tuned and tuned.chosen else "quantized", own))
+    files = [file for file in results.statistics(final) if _depends_on_batches(final) and file.is_file()]
     _publish(backbone, files)
+    coverage: dict[HFName, int] = {}
+    for file in files:
+        coverage |= json.loads(read_metadata(file)["coverage"])
     if tuned is not None:  # the recipe stays what it is, and `tuned` says what became of it
-        combinations = (*combinations[:2], *(_as_tuned(row, tuned) for row in combinations[2:]))
         final = replace(final, recipe=plan.recipe)
     return MtpPass(
         plan=final,
-        combinations=combinations,
-        agreement=same,
-        coverage=_coverage(files),
+        combinations=tuple(rows),
+        agreement=served.agreement,
+        coverage=coverage,
         unmeasured=unmeasured,
         candidates=tried,
         tuned=tuned,
     )
 
 
-def _last(results: PolicyResults, final: Plan) -> tuple[Acceptance, ...]:
-    """The acceptance of the block that is written, where it is another than the release's."""
-    if any(tensor.tuned for tensor in final.tensors):
-        return (results.tuned(final),)
-    return (results.measured(final),) if is_served_changed(final) else ()
-
-
-def _as_tuned(row: MeasuredFact, tuned: TunedFact) -> MeasuredFact:
-    return row.model_copy(update={"mtp": "tuned"}) if tuned.chosen else row
-
-
-def _combinations(source: Target, served: Target, *acceptances: Acceptance | None) -> tuple[MeasuredFact, ...]:
-    """Released, with the block as released, and with the quantized block if there is a third acceptance."""
-    sides: Sequence[tuple[Literal["source", "quantized"], Side, Target]] = (
-        ("source", "source", source),
-        ("quantized", "source", served),
-        ("quantized", "quantized", served),
-    )
-    return tuple(
-        MeasuredFact(
-            backbone=backbone,
-            mtp=mtp,
-            perplexity=round(target.perplexity, 6),
-            divergence=None if target is source else round(target.divergence, 6),
-            flips=None if target is source else round(1 - agreement(source, target), DIGITS),
-            acceptance=found.fact() if found else None,
-        )
-        for (backbone, mtp, target), found in zip(sides, acceptances, strict=False)
-    )
-
-
-def _coverage(files: Sequence[Path]) -> dict[HFName, int]:
-    found: dict[HFName, int] = {}
-    for file in files:
-        found |= json.loads(read_metadata(file)["coverage"])
-    return found
-
-
-# --- candidates -----------------------------------------------------------------------------------------------------
-
-
-def _chosen(results: PolicyResults, progress: ProgressCallback | None) -> tuple[tuple[CandidateFact, ...], Plan]:
-    """The candidates of `mtp: auto` and the plan of the one to be written; the recipe's own plan without auto."""
-    auto = results.plan.recipe.mtp_auto
-    if auto is None:
-        results.measured(results.plan)
-        return (), results.plan
-    tried, chosen = choose(results, auto, progress)
-    if chosen is None:
-        raise _nothing_is_enough(results, auto, tried)
-    return tried, chosen
-
-
-def choose(
-    results: PolicyResults, auto: MtpAuto, progress: ProgressCallback | None
-) -> tuple[tuple[CandidateFact, ...], Plan | None]:
-    """Every policy measured, and the plan of the cheapest that is shown to keep enough; None if there is none.
-
-    Where too few slots show it of any candidate, the block stays as released, if that is a candidate and the estimate
-    does not speak against it: what is not known costs bytes, never drafts.
-    """
-    plan, confidence = results.plan, results.plan.recipe.gates.confidence
-    policies = candidates_for(auto.candidates, _groups(plan))
-    tried: list[CandidateFact] = []
-    plans: dict[int, Plan] = {}
-    kept: dict[int, Kept] = {}  # all digits, unlike the record's
-    started = time.monotonic()
-    for number, policy in enumerate(policies):
-        try:
-            plans[number] = make_plan(
-                plan.recipe.resolved(policy),
-                plan.source,
-                shard_bytes=plan.shard_bytes,
-                trust_remote_code=plan.trust_remote_code,
-            )
-        except RecipeError as error:
-            tried.append(CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None))
-            continue
-        found = results.measured(plans[number])
-        kept[number] = found.limits_of(results.released(), confidence)
-        tried.append(
-            CandidateFact(
-                policy=policy,
-                bytes=_num_bytes(plans[number]),
-                kept=round(kept[number].value, DIGITS),
-                kept_at_least=round(kept[number].low, DIGITS),
-                needed_slots=kept[number].needed_slots(auto.min_acceptance),
-                acceptance=found.fact(),
-            )
-        )
-        if progress:
-            progress(_step(results.backbone, len(tried), len(policies), started))
-    enough = [number for number in plans if kept[number].is_shown(auto.min_acceptance)]
-    if not enough:
-        as_released = [number for number in plans if not block_schemes(plans[number])]
-        enough = [number for number in as_released if kept[number].value >= auto.min_acceptance]
-    if not enough:
-        return tuple(tried), None
-    # Of two that cost the same, the one that keeps more.
-    best = min(enough, key=lambda number: (tried[number].bytes, -kept[number].value))
-    tried[best] = tried[best].model_copy(update={"chosen": True})
-    return tuple(tried), plans[best]
-
-
-def refuse_too_little_text(plan: Plan, *, num_sequences: int, num_slots: int) -> None:
-    """Refuse held-out text on which `mtp: auto` could show nothing, were no draft lost: before hours of work.
-
-    Args:
-        plan: whose recipe says auto, for its block or for all of it.
-        num_sequences: of held-out text.
-        num_slots: tokens of it that may count.
-
-    Raises:
-        RecipeError: it says how many are needed.
-    """
-    auto = plan.recipe.mtp_auto or plan.recipe.backbone_auto
-    assert auto is not None
-    if auto.min_acceptance is None:
-        return
-    needed = fewest_slots(auto.min_acceptance, plan.recipe.gates.confidence)
-    if num_sequences < FEWEST_SEQUENCES or num_slots < needed:
-        raise RecipeError(
-            plan.recipe.name,
-            f"mtp: auto needs {FEWEST_SEQUENCES} held-out sequences, and {needed:,} tokens of them that a model writes",
-            got=f"{num_sequences} sequences, {num_slots:,} tokens",
-            cure="Raise calibration.held_out",
-        )
-
-
-def _nothing_is_enough(results: PolicyResults, auto: MtpAuto, tried: Sequence[CandidateFact]) -> GateError:
-    """The refusal where no candidate keeps enough: it names the best one, and where acceptance is lost."""
-    recipe = results.plan.recipe
-    sure = f"{recipe.gates.confidence:.0%} confidence"
-    rule = f"a candidate of mtp: auto must keep {auto.min_acceptance:.1%} of acceptance, at {sure}"
-    measured = [each for each in tried if each.acceptance]
-    if not measured:
-        return GateError(
-            recipe.name,
-            rule,
-            got=f"no candidate that fits the model: {tried[0].refused.removesuffix('.')}",
-            cure="Give others in mtp_auto.candidates",
-        )
-    best = max(measured, key=lambda each: each.kept)
-    alone = results.unquantized().kept_of(results.released())
-    if alone < auto.min_acceptance:
-        cure = (
-            f"The quantized backbone keeps {alone:.1%} with the block as released: quantize less of it, or lower "
-            "mtp_auto.min_acceptance"
-        )
-    elif best.needed_slots:
-        cure = f"{_more_text(results, best.needed_slots)}, or add bf16 to mtp_auto.candidates"
-    else:
-        cure = "Add a gentler one to mtp_auto.candidates (bf16), or lower mtp_auto.min_acceptance"
-    got = f"{best.kept:.1%} at best, at least {best.kept_at_least:.1%}, by {best.title}"
-    return GateError(recipe.name, rule, got=got, cure=cure)
-
-
-def _more_text(results: PolicyResults, needed: int) -> str:
-    calibration, num_slots = results.plan.recipe.calibration, results.released().num_slots
-    assert calibration is not None
-    sequences = math.ceil(calibration.held_out * needed / num_slots)
-    return f"About {needed:,} slots would tell, here are {num_slots:,}: raise calibration.held_out to {sequences:,}"
-
-
-def _groups(plan: Plan) -> set[str]:
-    """Module groups of the block that a recipe decides about."""
-    own = [tensor for tensor in plan.tensors if tensor.part == "mtp" and not _is_kept(plan, tensor.name)]
-    return {tensor.role for tensor in own}
-
-
-def _is_kept(plan: Plan, name: HFName) -> bool:
-    place = plan.view.place(name)
-    return place is None or bool(place.row.why_kept) or place.leaf not in ("weight", "")
-
-
-def _num_bytes(plan: Plan) -> int:
-    return sum(output.num_bytes for tensor in plan.tensors if tensor.part == "mtp" for output in tensor.outputs)
-
-
-def _depends_on_batches(plan: Plan) -> bool:
-    return any(tensor.calibrated or tensor.tuned for tensor in plan.tensors if tensor.part == "mtp")
-
-
-def cannot_run(plan: Plan) -> RecipeError | CheckpointError | None:
-    """Why the MTP block cannot be run; None if it can."""
-    count = num_blocks(plan)
-    if not count:
-        return RecipeError(
-            plan.recipe.name,
-            "an MTP block must be there to be calibrated or measured",
-            got="none in the source",
-            cure="Set mtp: source",
-        )
-    try:
-        for index in range(count):
-            bind_block(build_block(plan.view, index), plan)
-    except (RecipeError, CheckpointError) as error:
-        return error
-    return None
-
-
-def _step(backbone: Backbone, done: int, total: int, started: float) -> CalibrationStep:
-    return progress_since(
-        started,
-        "mtp",
-        done=done,
-        total=total,
-        num_here=done,
-        tokens=backbone.data.ids.numel() + backbone.data.held_out_ids.numel(),
-        device=backbone.skeleton.device,
+def _row(backbone: Target, mtp: Side, found: Acceptance | None = None) -> MeasuredFact:
+    """A backbone with a block; without the block's acceptance where it was not measured."""
+    of_reference = {}
+    if backbone.reference is not None:
+        of_reference = {"divergence": round(backbone.divergence, 6), "flips": round(1 - backbone.agreement, DIGITS)}
+    return MeasuredFact(
+        backbone="source" if backbone.reference is None else "quantized",
+        mtp=mtp,
+        perplexity=round(backbone.perplexity, 6),
+        acceptance=found and found.fact(),
+        **of_reference,
     )
 
 
@@ -361,8 +151,247 @@ def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
         folder.mkdir(exist_ok=True)
         for path in folder.glob("mtp-*"):
             path.unlink()
-        for index, file in enumerate(file for file in files if file.is_file()):
+        for index, file in enumerate(files):
             copy = folder / f"mtp-{index:05d}.safetensors"
             shutil.copyfile(file, partial_path(copy))
             complete(copy)
     backbone.ranks.wait()
+
+
+# --- mtp: auto --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A policy that fits the model: its plan, what it keeps in all digits, and the same for the record."""
+
+    plan: Plan
+    kept: Kept
+    fact: CandidateFact
+
+
+def choose(
+    results: PolicyResults, auto: MtpAuto, progress: ProgressCallback | None
+) -> tuple[tuple[CandidateFact, ...], Plan]:
+    """Every policy measured, and the plan of the cheapest that is shown to keep enough.
+
+    Where too few slots show it of any candidate, the block stays as released, if that is a candidate and the estimate
+    does not speak against it: what is not known costs bytes, never drafts.
+
+    Raises:
+        GateError: there is none; names the best one, and where acceptance is lost.
+    """
+    recipe, least = results.plan.recipe, auto.min_acceptance
+    policies = candidates_for(auto.candidates, _groups(results.plan))
+    facts: list[CandidateFact] = []
+    measured: list[_Candidate] = []
+    data = results.backbone.data
+    report = _reporter(results, progress, "mtp", len(policies), data.ids.numel() + data.held_out_ids.numel())
+    for policy in policies:
+        try:
+            plan = with_policy(results.plan, policy)
+        except RecipeError as error:
+            facts.append(CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None))
+            continue
+        found = results.measured(plan)
+        kept = found.kept_of(results.released(), recipe.gates.confidence)
+        fact = CandidateFact(
+            policy=policy,
+            bytes=sum(out.num_bytes for tensor in plan.tensors if tensor.part == "mtp" for out in tensor.outputs),
+            kept=round(kept.value, DIGITS),
+            kept_at_least=round(kept.low, DIGITS),
+            needed_slots=kept.needed_slots(least),
+            acceptance=found.fact(),
+        )
+        facts.append(fact)
+        measured.append(_Candidate(plan=plan, kept=kept, fact=fact))
+        report(0, len(facts))
+    enough = [each for each in measured if each.kept.low >= least]
+    if not enough:
+        enough = [each for each in measured if not block_schemes(each.plan) and each.kept.value >= least]
+    if not enough:
+        raise _nothing_is_enough(results, auto, facts, measured)
+    # Of two that cost the same, the one that keeps more.
+    best = min(enough, key=lambda each: (each.fact.bytes, -each.kept.value))
+    chosen = best.fact.model_copy(update={"chosen": True})
+    return tuple(chosen if fact is best.fact else fact for fact in facts), best.plan
+
+
+def _nothing_is_enough(
+    results: PolicyResults, auto: MtpAuto, facts: Sequence[CandidateFact], measured: Sequence[_Candidate]
+) -> GateError:
+    recipe, confidence, least = results.plan.recipe, results.plan.recipe.gates.confidence, auto.min_acceptance
+    rule = f"a candidate of mtp: auto must keep {least:.1%} of acceptance, at {confidence:.0%} confidence"
+    if not measured:
+        got = f"no candidate that fits the model: {facts[0].refused.removesuffix('.')}"
+        return GateError(recipe.name, rule, got=got, cure="Give others in mtp_auto.candidates")
+    best = max((each.fact for each in measured), key=lambda fact: fact.kept)
+    alone = results.unquantized().kept_of(results.released(), confidence).value
+    if alone < least:
+        cure = (
+            f"The quantized backbone keeps {alone:.1%} with the block as released: quantize less of it, or lower "
+            "mtp_auto.min_acceptance"
+        )
+    elif best.needed_slots:
+        assert recipe.calibration is not None
+        num_slots = results.released().num_slots
+        sequences = math.ceil(recipe.calibration.held_out * best.needed_slots / num_slots)
+        cure = (
+            f"About {best.needed_slots:,} slots would tell, here are {num_slots:,}: raise calibration.held_out to "
+            f"{sequences:,}, or add bf16 to mtp_auto.candidates"
+        )
+    else:
+        cure = "Add a gentler one to mtp_auto.candidates (bf16), or lower mtp_auto.min_acceptance"
+    got = f"{best.kept:.1%} at best, at least {best.kept_at_least:.1%}, by {best.title}"
+    return GateError(recipe.name, rule, got=got, cure=cure)
+
+
+def _groups(plan: Plan) -> set[str]:
+    """Module groups of the block that a recipe decides about."""
+    found = set[str]()
+    for tensor in plan.tensors:
+        place = plan.view.place(tensor.name) if tensor.part == "mtp" else None
+        if place is not None and not place.row.why_kept and place.leaf in ("weight", ""):
+            found.add(tensor.role)
+    return found
+
+
+# --- mtp: tuned -------------------------------------------------------------------------------------------------------
+
+
+def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[TunedFact, Plan]:
+    """Train the block, or take what an earlier run has trained, and choose: it is written only if it is shown to draft
+    better than the same block untrained.
+
+    Raises:
+        RecipeError: the loss is not finite.
+    """
+    plan, confidence, settings = results.plan, results.plan.recipe.gates.confidence, results.plan.recipe.mtp_tuned
+    assert settings is not None
+    untuned = with_policy(plan, plan.recipe.mtp_policy)
+    before = results.measured(untuned)
+    num_tokens = settings.batch_size * results.backbone.data.ids.shape[1]
+    after = results.measured(plan, _reporter(results, progress, "tuning", settings.steps, num_tokens))
+    gain, of_released = (after.kept_of(other, confidence) for other in (before, results.unquantized()))
+    losses = json.loads(read_metadata(results.statistics(plan)[0])["losses"])
+    count = max(1, len(losses) // _SHOWN)
+    fact = TunedFact(
+        policy=settings.mtp,
+        **settings.model_dump(include={"steps", "batch_size", "learning_rate", "seed", "loss", "draft_steps"}),
+        first_loss=round(sum(losses[:count]) / count, DIGITS),
+        last_loss=round(sum(losses[-count:]) / count, DIGITS),
+        before=before.fact(),
+        after=after.fact(),
+        gain=round(gain.value, DIGITS),
+        gain_at_least=round(gain.low, DIGITS),
+        of_released=round(of_released.value, DIGITS),
+        of_released_at_least=round(of_released.low, DIGITS),
+        confidence=confidence,
+        chosen=gain.low > 1,
+    )
+    return fact, plan if fact.chosen else untuned
+
+
+def with_policy(plan: Plan, policy: str | dict[str, str]) -> Plan:
+    """The plan of the same recipe with this policy for the block.
+
+    Raises:
+        RecipeError: the policy does not fit the model.
+    """
+    recipe = plan.recipe.resolved(policy)
+    return make_plan(recipe, plan.source, shard_bytes=plan.shard_bytes, trust_remote_code=plan.trust_remote_code)
+
+
+def _reporter(
+    results: PolicyResults, progress: ProgressCallback | None, name: str, total: int, num_tokens: int
+) -> Callable[[int, int], None]:
+    """What is called after each step, with the steps done before this process, and with all."""
+    started = time.monotonic()
+
+    def report(first: int, done: int) -> None:
+        if progress and (done == total or not done % -(-total // _REPORTS)):
+            device = results.backbone.skeleton.device
+            step = progress_since(
+                started, name, done=done, total=total, num_here=done - first, tokens=num_tokens, device=device
+            )
+            progress(step)
+
+    return report
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refuse_mtp(plan: Plan) -> None:
+    """Refuse an MTP block that has to be run and cannot: known from the headers, before hours of work.
+
+    Raises:
+        RecipeError: the block has to be calibrated, trained or chosen, and it cannot be here, or there is none.
+        CheckpointError: likewise, and its tensors are not those of its class.
+    """
+    refusal = cannot_run(plan)
+    if refusal is not None and (plan.recipe.measures_mtp or _depends_on_batches(plan)):
+        raise refusal
+    if plan.recipe.mtp != TUNED:
+        return
+    if (count := num_blocks(plan)) > 1:
+        rule, got = "mtp: tuned must be for a model with one MTP block", f"{count} blocks"
+        raise RecipeError(plan.recipe.name, rule, got=got, cure="Give `mtp` a scheme, or auto")
+    if not any(tensor.tuned for tensor in plan.tensors):
+        rule = "mtp_tuned must leave something of the block to train"
+        raise RecipeError(plan.recipe.name, rule, got="no tensor", cure="Shorten mtp_tuned.frozen")
+
+
+def cannot_run(plan: Plan) -> RecipeError | CheckpointError | None:
+    """Why the MTP block cannot be run; None if it can."""
+    count = num_blocks(plan)
+    if not count:
+        rule = "an MTP block must be there to be calibrated or measured"
+        return RecipeError(plan.recipe.name, rule, got="none in the source", cure="Set mtp: source")
+    try:
+        for index in range(count):
+            bind_block(build_block(plan.view, index), plan)
+    except (RecipeError, CheckpointError) as error:
+        return error
+    return None
+
+
+def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
+    """Refuse held-out text that could show nothing of a candidate or of a trained block, were no draft lost: before
+    hours of work.
+
+    Args:
+        plan: its recipe says auto or tuned for its block, or auto for all of it.
+        data: of the run.
+
+    Raises:
+        RecipeError: it says how much is needed.
+    """
+    recipe, written, num_sequences = plan.recipe, data.held_out_written, len(data.held_out_ids)
+    if written is not None and not written.any():
+        raise RecipeError(
+            recipe.name,
+            f"mtp: {recipe.mtp} needs held-out text that a model writes",
+            got="none in the dataset's rows",
+            cure="Name one with assistant turns, or give calibration.prompt_column",
+        )
+    if recipe.mtp == TUNED:
+        if num_sequences < FEWEST_SEQUENCES:
+            rule = f"mtp: tuned needs {FEWEST_SEQUENCES} held-out sequences to compare blocks on"
+            raise RecipeError(recipe.name, rule, got=num_sequences, cure="Raise calibration.held_out")
+        return
+    auto = recipe.mtp_auto or recipe.backbone_auto
+    assert auto is not None
+    if auto.min_acceptance is None:
+        return
+    num_slots = data.held_out_ids.numel() if written is None else int(written.sum())
+    needed = fewest_slots(auto.min_acceptance, recipe.gates.confidence)
+    if num_sequences < FEWEST_SEQUENCES or num_slots < needed:
+        text = f"{FEWEST_SEQUENCES} held-out sequences, and {needed:,} tokens of them that a model writes"
+        rule = f"mtp: auto needs {text}"
+        got = f"{num_sequences} sequences, {num_slots:,} tokens"
+        raise RecipeError(recipe.name, rule, got=got, cure="Raise calibration.held_out")
+
+
+def _depends_on_batches(plan: Plan) -> bool:
+    return any(tensor.calibrated or tensor.tuned for tensor in plan.tensors if tensor.part == "mtp")

@@ -1,7 +1,8 @@
-"""The MTP block under one policy: filled, calibrated, its acceptance measured.
+"""The MTP block under one policy: filled, calibrated or trained, its acceptance measured.
 
-In: a finished backbone pass, and a plan for each policy. Out: `PolicyResults`: the acceptance of the released model, of
-the quantized backbone with the block as released, and of both quantized, and the files with the block's statistics.
+In: a finished backbone pass as two targets (`target.py`), and a plan for each policy. Out: `PolicyResults`: the
+acceptance of the released model, of the quantized backbone with the block as released, and of both quantized, and the
+files with what is written of the block.
 
 The block is a small model of its own. Its inputs are the hidden states of the calibration batches as a server computes
 them, which the backbone pass wrote after its last layer, and the embeddings of the next tokens. So a policy needs no
@@ -30,10 +31,9 @@ from ..layers.served import InMemory, serve_weights
 from ..layers.work import LayerWork
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import Stream
-from .accepted import Acceptance
-from .held_out import acceptance, block_input
+from .acceptance import Acceptance, acceptance
 from .mtp_block import MtpBlock, bind_block, build_block
-from .target import Target
+from .target import Target, block_input
 from .tuning import Training, masters_of, train
 
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
@@ -46,46 +46,55 @@ class PolicyResults:
     """Results of policies, measured when they are first asked for.
 
     Each is kept in a file of the pass's folder, so that a killed run repeats one policy at most.
+
+    Attributes:
+        plan: the run's.
+        source: the backbone as released.
+        served: the quantized one.
     """
 
     plan: Plan
-    backbone: Backbone
     source: Target
     served: Target
-    written: Tensor | None
 
-    def released(self) -> Acceptance:
-        """Of the released model."""
-        return self.kept("released", lambda: self._acceptance("source", self._filled(self.plan)))
-
-    def unquantized(self) -> Acceptance:
-        """Of the quantized backbone with the block as released."""
-        return self.kept("unquantized", lambda: self._acceptance("served", self._filled(self.plan)))
-
-    def measured(self, plan: Plan) -> Acceptance:
-        """Of the quantized backbone with the block as `plan` has it."""
-        if not is_served_changed(plan):
-            return self.unquantized()
-        return self.kept(_key(plan), lambda: self._acceptance("served", self._calibrated(plan)))
-
-    def tuned(self, plan: Plan, progress: Callable[[int, int], None] | None = None) -> Acceptance:
-        """Of the quantized backbone with the block trained as `plan` has it; a killed run goes on with the training."""
-        (file,) = self.statistics(plan)
-        found = self.kept(_key(plan), lambda: self._acceptance("served", [self._trained(plan, file, progress)]))
-        if self.backbone.ranks.is_first:
-            _unfinished(file).unlink(missing_ok=True)
-        return found
-
-    def statistics(self, plan: Plan) -> tuple[Path, ...]:
-        """The statistics of a policy that was measured: a file for each block."""
-        return tuple(self.folder / f"{_key(plan)}-{index:05d}.safetensors" for index in range(num_blocks(plan)))
+    @property
+    def backbone(self) -> Backbone:
+        """The finished pass."""
+        return self.served.backbone
 
     @property
     def folder(self) -> Path:
         """Where results are kept."""
         return self.backbone.folder / "mtp"
 
-    def kept(self, key: str, measure: Callable[[], Acceptance]) -> Acceptance:
+    def released(self) -> Acceptance:
+        """Of the released model."""
+        return self._kept("released", lambda: self._acceptance(self.source, self._filled(self.plan)))
+
+    def unquantized(self) -> Acceptance:
+        """Of the quantized backbone with the block as released."""
+        return self._kept("unquantized", lambda: self._acceptance(self.served, self._filled(self.plan)))
+
+    def measured(self, plan: Plan, progress: Callable[[int, int], None] | None = None) -> Acceptance:
+        """Of the quantized backbone with the block as `plan` has it; a killed run goes on with a training.
+
+        Args:
+            plan: of one policy.
+            progress: see `tuning.train`.
+        """
+        if not is_served_changed(plan):
+            return self.unquantized()
+        found = self._kept(_key(plan), lambda: self._acceptance(self.served, self._made(plan, progress)))
+        if self.backbone.ranks.is_first:
+            for file in self.statistics(plan):
+                _unfinished(file).unlink(missing_ok=True)
+        return found
+
+    def statistics(self, plan: Plan) -> tuple[Path, ...]:
+        """The statistics of a policy that was measured: a file for each block."""
+        return tuple(self.folder / f"{_key(plan)}-{index:05d}.safetensors" for index in range(num_blocks(plan)))
+
+    def _kept(self, key: str, measure: Callable[[], Acceptance]) -> Acceptance:
         """A result from the pass's folder, or one that is measured now and written there for the next run."""
         path, ranks = self.folder / f"{key}.json", self.backbone.ranks
         # One rank looks for all: each for itself, one could find what another has not seen yet, and wait for its sums.
@@ -99,29 +108,36 @@ class PolicyResults:
             write_whole(path, json.dumps(found.as_json()))
         return found
 
-    def _acceptance(self, stream: Stream, blocks: Sequence[MtpBlock]) -> Acceptance:
-        own = blocks_that_draft(self.plan, blocks)
-        target = self.source if stream == "source" else self.served
-        return acceptance(self.backbone, stream, own, target, written=self.written)
+    def _acceptance(self, target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
+        return acceptance(target, blocks_that_draft(self.plan, blocks))
 
     def _filled(self, plan: Plan) -> list[MtpBlock]:
         """The blocks with the released weights."""
         return filled_blocks(plan, self.backbone.skeleton)
 
-    def _calibrated(self, plan: Plan) -> list[MtpBlock]:
-        """The blocks rounded as `plan` says, once their statistics are on disk."""
+    def _made(self, plan: Plan, progress: Callable[[int, int], None] | None) -> list[MtpBlock]:
+        """The blocks rounded or trained as `plan` says, once everything that is written of them is on disk."""
         blocks = self._filled(plan)
         for index, (block, file) in enumerate(zip(blocks, self.statistics(plan), strict=True)):
-            work = LayerWork.of(plan, bind_block(block, plan))
-            found = self._found(plan, blocks[: index + 1], work)
-            if found is None:
+            binding = bind_block(block, plan)
+            work, masters = LayerWork.of(plan, binding), masters_of(block, binding)
+            found = self._calibrated(plan, blocks[: index + 1], work)
+            if found is None and not masters:
                 continue
+            found = found or Calibrated(tensors={}, coverage=())
+            tensors, losses = work.on_disk(found.tensors), []
+            serve_weights(block, plan, work, InMemory(tensors))
+            if masters:
+                training = Training(
+                    plan=plan, backbone=self.backbone, block=block, binding=binding, scales=tensors, masters=masters
+                )
+                losses = train(training, _unfinished(file), progress)
+                tensors = tensors | training.serve()
             if self.backbone.ranks.is_first:
-                self.backbone.record(file, found, work)
-            serve_weights(block, plan, work, InMemory(work.on_disk(found.tensors)))
+                self.backbone.record(file, found, work, tensors=tensors, losses=losses)
         return blocks
 
-    def _found(self, plan: Plan, blocks: Sequence[MtpBlock], work: LayerWork) -> Calibrated | None:
+    def _calibrated(self, plan: Plan, blocks: Sequence[MtpBlock], work: LayerWork) -> Calibrated | None:
         """What calibration finds in the last of `blocks`; None where it has no scheme."""
         if not work.schemes and not work.caches:
             return None
@@ -130,31 +146,6 @@ class PolicyResults:
         needs_batches = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
         stream: Stream = "mtp" if needs_batches else "served"
         return calibrate(blocks[-1], BlockInputs(backbone=self.backbone, blocks=blocks, stream=stream), work)
-
-    def _trained(self, plan: Plan, file: Path, progress: Callable[[int, int], None] | None) -> MtpBlock:
-        """The block trained and served as `plan` says, once everything that is written of it is on disk."""
-        settings, (block,) = plan.recipe.mtp_tuned, self._filled(plan)
-        assert settings is not None
-        binding = bind_block(block, plan)
-        masters = masters_of(block, binding)
-        work = LayerWork.of(plan, binding)
-        found = self._found(plan, [block], work) or Calibrated(tensors={}, coverage=())
-        scales = work.on_disk(found.tensors)
-        serve_weights(block, plan, work, InMemory(scales))
-        training = Training(
-            plan=plan,
-            settings=settings,
-            backbone=self.backbone,
-            block=block,
-            binding=binding,
-            given=InMemory(scales),
-            masters=masters,
-        )
-        losses = train(training, _unfinished(file), progress)
-        tensors = scales | training.serve()
-        if self.backbone.ranks.is_first:
-            self.backbone.record(file, found, work, tensors=tensors, losses=losses)
-        return block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +174,7 @@ class BlockInputs:
         embedding, ids = skeleton.model.get_input_embeddings(), batch.ids.to(skeleton.device)
         # The last slots have no next token.
         length = ids.shape[1] - len(self.blocks)
-        hidden, arguments = block_input(self.backbone, self.blocks[0], batch)[:, :length], {}
+        hidden, arguments = block_input(skeleton, self.blocks[0], batch)[:, :length], {}
         for step, block in enumerate(self.blocks, start=1):
             arguments = {
                 "inputs_embeds": embedding(ids[:, step : step + length]),
@@ -219,8 +210,9 @@ def block_schemes(plan: Plan) -> dict[HFName, str]:
 
 
 def is_served_changed(plan: Plan) -> bool:
-    """Whether a server computes the block otherwise than the release does: with rounded weights, or an FP8 cache."""
-    return bool(block_schemes(plan) or _block_caches(plan))
+    """Whether a server computes the block otherwise than the release does: trained, rounded, or with an FP8 cache."""
+    is_tuned = any(tensor.tuned for tensor in plan.tensors)
+    return is_tuned or bool(block_schemes(plan) or _block_caches(plan))
 
 
 def _block_caches(plan: Plan) -> list[HFName]:

@@ -31,7 +31,7 @@ from ...run.statistics import read_metadata, write_statistics
 from ..data.data import CalibrationData, ids_sha256
 from ..layers.forwards import plain
 from ..model.skeleton import Skeleton
-from .held_out import end_ids
+from .acceptance import end_ids
 
 MOST_NEW_TOKENS = 512
 """A model writes no more than these in a sequence: token by token, without a server."""
@@ -87,41 +87,41 @@ def _fits(plan: Plan, device: torch.device) -> bool:
 def _written_by(plan: Plan, data: CalibrationData, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """[held_out, S] token ids, and which of them the model wrote; None for a class that cannot write."""
     ids, written = data.held_out_ids.clone(), torch.zeros_like(data.held_out_ids, dtype=torch.bool)
-    skeleton, prompts = Skeleton(plan, device=device), list(_prompts(data))
+    skeleton, ends = Skeleton(plan, device=device), end_ids(plan)
     if not skeleton.model.can_generate():  # a checkpoint's own class may be without
         return None
+    prompts = [_prompt(data, row) for row in range(len(ids))]
     with skeleton.whole() as model, plain(model):
         for start in range(0, len(prompts), _AT_A_TIME):
             batch = prompts[start : start + _AT_A_TIME]
-            for (row, prompt), answer in zip(batch, _answers(model, batch, ids.shape[1], end_ids(plan)), strict=True):
-                span = slice(len(prompt), len(prompt) + len(answer))
-                ids[row, span], written[row, span] = answer, True
+            for place, answer in enumerate(_answers(model, batch, ids.shape[1], ends)):
+                span = slice(len(batch[place]), len(batch[place]) + len(answer))
+                ids[start + place, span], written[start + place, span] = answer, True
     return ids, written
 
 
-def _prompts(data: CalibrationData) -> Iterator[tuple[int, Tensor]]:
-    """The rows and their prompts: one token at least, and room for one at least."""
+def _prompt(data: CalibrationData, row: int) -> Tensor:
+    """One token at least, and room for one at least."""
     length = data.held_out_ids.shape[1]
-    for row, ids in enumerate(data.held_out_ids):
-        first = length // 4
-        if data.held_out_written is not None and data.held_out_written[row].any():
-            first = int(data.held_out_written[row].int().argmax())
-        yield row, ids[: min(max(first, 1), length - 1)]
+    first = length // 4
+    if data.held_out_written is not None and data.held_out_written[row].any():
+        first = int(data.held_out_written[row].int().argmax())
+    return data.held_out_ids[row, : min(max(first, 1), length - 1)]
 
 
-def _answers(model: Any, prompts: Sequence[tuple[int, Tensor]], length: int, ends: frozenset[int]) -> Iterator[Tensor]:
+def _answers(model: Any, prompts: Sequence[Tensor], length: int, ends: frozenset[int]) -> Iterator[Tensor]:
     """What the model writes at temperature 0 after each prompt, its end included; prompts are padded on the left."""
-    width, pad = max(len(prompt) for _, prompt in prompts), min(ends, default=0)
-    ids = torch.full((len(prompts), width), pad)
+    lengths, pad = [len(prompt) for prompt in prompts], min(ends, default=0)
+    ids = torch.full((len(prompts), max(lengths)), pad)
     mask = torch.zeros_like(ids)
-    for place, (_, prompt) in enumerate(prompts):
-        ids[place, width - len(prompt) :], mask[place, width - len(prompt) :] = prompt, 1
-    room = min(MOST_NEW_TOKENS, length - min(len(prompt) for _, prompt in prompts))
+    for place, prompt in enumerate(prompts):
+        ids[place, -len(prompt) :], mask[place, -len(prompt) :] = prompt, 1
+    room = min(MOST_NEW_TOKENS, length - min(lengths))
     settings: Mapping[str, Any] = {"eos_token_id": sorted(ends), "pad_token_id": pad} if ends else {}
     config = GenerationConfig(max_new_tokens=room, do_sample=False, use_cache=True, **settings)
     device = model.get_input_embeddings().weight.device
     found = model.generate(ids.to(device), attention_mask=mask.to(device), generation_config=config).cpu()
-    for (_, prompt), whole in zip(prompts, found, strict=True):
-        answer = whole[width : width + min(MOST_NEW_TOKENS, length - len(prompt))]
+    for prompt, answer in zip(prompts, found[:, max(lengths) :], strict=True):
+        answer = answer[: min(MOST_NEW_TOKENS, length - len(prompt))]
         is_end = torch.isin(answer, torch.tensor(sorted(ends), dtype=answer.dtype))
         yield answer[: int(is_end.int().argmax()) + 1] if is_end.any() else answer

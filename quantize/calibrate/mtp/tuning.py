@@ -3,10 +3,10 @@
 In: a block with the released weights, its binding, static input scales, and a finished backbone pass with the `mtp`
 stream: the calibration text as a server computes it. Out: the same block trained, as it will be served.
 
-Each step runs the block over some sequences as vLLM drafts (`draft_steps.py`), up to three tokens ahead. The loss
-compares each draft with the target's own distribution where it chooses that token (`draft_loss.py`). Weights are kept
-in F32. The forward computes with what they become in the file: rounded to BF16, or packed and decompressed; inputs of
-packed layers are rounded as served. A gradient passes both roundings as if they were not there (Bengio et al.,
+Each step runs the block over some sequences as vLLM drafts (`mtp_block.draft_steps`), up to three tokens ahead. The
+loss compares each draft with the target's own distribution where it chooses that token (`draft_loss.py`). Weights are
+kept in F32. The forward computes with what they become in the file: rounded to BF16, or packed and decompressed; inputs
+of packed layers are rounded as served. A gradient passes both roundings as if they were not there (Bengio et al.,
 "Estimating or Propagating Gradients Through Stochastic Neurons", 2013). Further draft steps weigh less, as in FastMTP
 (Cai et al., 2025).
 
@@ -18,10 +18,10 @@ process, as with GPTQ's sums.
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -33,7 +33,6 @@ from ....recipes.family import HFName
 from ....recipes.schema import MtpTuned
 from ...pack.weights import separate
 from ...plan.plan import Plan
-from ...plan.tensor_plan import TensorPlan
 from ...run.statistics import read_metadata, write_statistics
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
@@ -41,10 +40,8 @@ from ..layers.served import InMemory, serve_tuned
 from ..model.binding import Binding, Piece
 from ..model.skeleton import Batch
 from .draft_loss import draft_loss
-from .draft_steps import draft_steps
-from .held_out import block_input
-from .mtp_block import MtpBlock
-from .target import decoder_output
+from .mtp_block import MtpBlock, draft_steps
+from .target import block_input, head_input
 
 BETAS = (0.9, 0.95)
 """Of AdamW; no weight decays, since the released weights are where training begins."""
@@ -59,21 +56,25 @@ class Training:
 
     Attributes:
         plan: with the tensors that are tuned.
-        settings: the recipe's.
         backbone: a finished pass with the `mtp` stream.
         block: filled, calibrated and served; its tuned weights are still those of `masters`.
         binding: of the block.
-        given: static input scales, by their names on disk.
+        scales: static input scales, by their names on disk.
         masters: parameter of the block -> its weight in F32.
     """
 
     plan: Plan
-    settings: MtpTuned
     backbone: Backbone
     block: MtpBlock
     binding: Binding
-    given: InMemory
+    scales: Mapping[HFName, Tensor]
     masters: Mapping[str, Tensor]
+
+    @property
+    def settings(self) -> MtpTuned:
+        """The recipe's."""
+        assert self.plan.recipe.mtp_tuned is not None
+        return self.plan.recipe.mtp_tuned
 
     def serve(self) -> dict[HFName, Tensor]:
         """Give the block the weights that a server will have, and return them as they are written."""
@@ -81,7 +82,7 @@ class Training:
             for name, master in self.masters.items():
                 self.block.get_parameter(name).data.copy_(master)
             packed: dict[HFName, Tensor] = {}
-            for module in serve_tuned(self.block, self.plan, self.binding, self.given):
+            for module in serve_tuned(self.block, self.plan, self.binding, InMemory(self.scales)):
                 packed |= {HFName(f"{module.module}.{leaf}"): value for leaf, value in module.tensors.items()}
             return packed | _plain(self.block, self.binding)
 
@@ -184,23 +185,20 @@ def _backward(training: Training, row: int) -> Tensor:
     ids = backbone.data.ids[row : row + 1]
     batch = Batch(ids=ids, state=backbone.states.read(len(skeleton), "mtp", row, row + 1, skeleton.device), first=row)
     with torch.no_grad():
-        hidden = block_input(backbone, block, batch)
-        wanted_SH = decoder_output(skeleton, batch)[0]
-    outputs = draft_steps(
-        [block],
-        skeleton.model.get_input_embeddings(),
-        ids=ids.to(skeleton.device),
-        hidden=hidden,
-        num_steps=settings.draft_steps,
-    )
-    target_head: Any = skeleton.model.get_output_embeddings()
+        hidden = block_input(skeleton, block, batch)
+        wanted_SH = head_input(skeleton, batch)[0]
+    embedding, target_head = skeleton.model.get_input_embeddings(), skeleton.model.get_output_embeddings()
+    device_ids = ids.to(skeleton.device)
+    outputs = draft_steps([block], embedding, ids=device_ids, hidden=hidden, num_steps=settings.draft_steps)
+    # Further steps weigh less; the weights of all are 1 in sum.
+    weights = [settings.decay**turn for turn in range(settings.draft_steps)]
     total, gradients = torch.zeros((), device=skeleton.device), []
-    for step, output in enumerate(outputs, start=1):
+    for step, (output, weight) in enumerate(zip(outputs, weights, strict=True), start=1):
         # Slot i of step k drafts what the target chooses at slot i + k.
         num_slots = ids.shape[1] - step
         heads = block.head or target_head, target_head
         found = draft_loss(output[0, :num_slots], wanted_SH[step:], heads, settings.loss)
-        scale = _weight(step, settings) / (settings.batch_size * num_slots)
+        scale = weight / sum(weights) / (settings.batch_size * num_slots)
         gradient = torch.zeros_like(output)
         gradient[0, :num_slots] = found.gradient * scale
         total += found.total * scale
@@ -209,47 +207,31 @@ def _backward(training: Training, row: int) -> Tensor:
     return total
 
 
-def _weight(step: int, settings: MtpTuned) -> float:
-    """Of a draft step; those of all are 1 in sum."""
-    weights = [settings.decay**turn for turn in range(settings.draft_steps)]
-    return weights[step - 1] / sum(weights)
-
-
 # --- tensors and files ------------------------------------------------------------------------------------------------
 
 
 def _plain(block: MtpBlock, binding: Binding) -> dict[HFName, Tensor]:
     """The tuned tensors that are written in floating point, by their names on disk; on the block's device."""
-    parts: dict[HFName, list[tuple[Piece, Tensor]]] = {}
+    parts: dict[HFName, list[tuple[Piece, Tensor]]] = defaultdict(list)
     for name, pieces in binding.items():
-        if pieces[0].tensor.tuned and pieces[0].tensor.fate != "quantize":
-            weight = block.get_parameter(name).data
-            for piece, value in zip(pieces, weight.split([_num_rows(piece) for piece in pieces]), strict=True):
-                parts.setdefault(piece.tensor.name, []).append((piece, value))
+        tensor = pieces[0].tensor
+        if tensor.tuned and tensor.fate != "quantize":
+            rows = tensor.shape[1] // len(tensor.stacked) if tensor.stacked else 0
+            sizes = [rows or piece.tensor.shape[0] for piece in pieces]
+            for piece, value in zip(pieces, block.get_parameter(name).data.split(sizes), strict=True):
+                parts[piece.tensor.name].append((piece, value))
     found: dict[HFName, Tensor] = {}
     for pieces in parts.values():
-        tensor = pieces[0][0].tensor
-        values = _whole(tensor, pieces)
+        tensor, values = pieces[0][0].tensor, [pieces[0][1]]
+        if tensor.slices:  # interleaved rows
+            values = separate(values[0], tensor.slices)
+        elif tensor.stacked:  # experts
+            in_order = sorted(pieces, key=lambda each: (each[0].expert or 0, each[0].part))
+            whole = torch.cat([value for _, value in in_order])
+            values = [whole.unflatten(0, (tensor.shape[0], -1))]
         for output, value in zip(tensor.outputs, values, strict=True):
-            found[output.name] = value.to(TORCH_DTYPES[output.dtype])
+            found[output.name] = value.to(TORCH_DTYPES[output.dtype], copy=True)
     return found
-
-
-def _num_rows(piece: Piece) -> int:
-    """Of a piece in its parameter."""
-    shape = piece.tensor.shape
-    return shape[0] if piece.expert is None else shape[1] // len(piece.tensor.stacked)
-
-
-def _whole(tensor: TensorPlan, pieces: Sequence[tuple[Piece, Tensor]]) -> Sequence[Tensor]:
-    """A tensor of the plan from its pieces: experts are stacked again, and interleaved rows sorted."""
-    if tensor.slices:
-        return separate(pieces[0][1], tensor.slices)
-    if not tensor.stacked:
-        return [pieces[0][1].clone()]
-    values = [value for _, value in sorted(pieces, key=lambda each: (each[0].expert or 0, each[0].part))]
-    count = len(tensor.stacked)
-    return [torch.stack([torch.cat(values[start : start + count]) for start in range(0, len(values), count)])]
 
 
 def _save(training: Training, optimizer: torch.optim.Optimizer, losses: Sequence[float], path: Path) -> None:

@@ -10,7 +10,7 @@ calibration text: a scale of the final run may be a little larger.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ....recipes.family import HFName
 from ....recipes.schemes import SCHEMES
 from ...plan.plan import Plan
 from ..layers.activations import Rounding, rounding_of
-from ..layers.served import served_rows
+from ..layers.served import InMemory, served_rows
 from ..layers.work import schemes_in
 from ..model.binding import Binding
 
@@ -33,48 +33,21 @@ LargestInputs = Mapping[str, float]
 """Linear layer of a layer or block, by its path there -> the largest magnitude of its input."""
 
 
-@dataclass(frozen=True, slots=True)
-class InputScales:
+def input_scales(binding: Binding, largest: LargestInputs) -> InMemory:
     """The static input scales of a layer, by their names in the finished checkpoint."""
-
-    largest: Mapping[HFName, float]
-
-    @classmethod
-    def of(cls, binding: Binding, largest: LargestInputs) -> "InputScales":
-        """Those of the modules that the layer's linear layers are on disk."""
-        found = {}
-        for name, pieces in binding.items():
-            module = name.rpartition(".")[0]
-            if module in largest:
-                found |= {piece.module: largest[module] for piece in pieces}
-        return cls(found)
-
-    def __contains__(self, name: object) -> bool:
-        module, _, leaf = str(name).rpartition(".")
-        return leaf in ("input_scale", "input_global_scale") and HFName(module) in self.largest
-
-    def read(self, name: HFName) -> Tensor:
-        """One scale, [1]."""
-        module, _, leaf = name.rpartition(".")
-        return static_scale(leaf, self.largest[HFName(module)])
+    found = {}
+    for name, pieces in binding.items():
+        module = name.rpartition(".")[0]
+        if module in largest:
+            for leaf in ("input_scale", "input_global_scale"):
+                found |= {HFName(f"{piece.module}.{leaf}"): static_scale(leaf, largest[module]) for piece in pieces}
+    return InMemory(found)
 
 
 def static_scale(leaf: str, largest: float) -> Tensor:
     """The scale for inputs up to `largest`, [1]: a divisor for NVFP4, a multiplier for FP8."""
     amax = torch.tensor([largest or 1.0], dtype=torch.float32)
     return _E4M3_MAX * _E2M1_MAX / amax if leaf == "input_global_scale" else (amax / _E4M3_MAX).bfloat16()
-
-
-def merged(largest: LargestInputs, binding: Binding) -> dict[str, float]:
-    """The same for experts as for one another: all first projections of a layer, and all second ones."""
-    groups: dict[tuple[str, bool], float] = {}
-    keys = {}
-    for name, pieces in binding.items():
-        module = name.rpartition(".")[0]
-        if module in largest and pieces[0].tensor.role == "experts":
-            keys[module] = (pieces[0].tensor.part, module.endswith("down_proj"))
-            groups[keys[module]] = max(groups.get(keys[module], 0.0), largest[module])
-    return {module: groups[keys[module]] if module in keys else value for module, value in largest.items()}
 
 
 def rebound(binding: Binding, plan: Plan) -> Binding:
@@ -88,9 +61,10 @@ def rebound(binding: Binding, plan: Plan) -> Binding:
 
 def rounding_for(scheme: str, largest: float) -> Rounding:
     """How a server rounds the input of a linear layer with this scheme."""
-    (leaf,) = (spec.suffix for spec in SCHEMES[scheme].extra) if SCHEMES[scheme].extra else ("",)
-    holder = SimpleNamespace(quantization_scheme=_for_ct(scheme))
-    return rounding_of(holder, float(static_scale(leaf, largest)) if leaf else 0.0)
+    scale = 0.0
+    for spec in SCHEMES[scheme].extra:
+        scale = float(static_scale(spec.suffix, largest))
+    return rounding_of(SimpleNamespace(quantization_scheme=_for_ct(scheme)), scale)
 
 
 class LastServed:
@@ -114,18 +88,22 @@ class LastServed:
 
 @contextmanager
 def as_candidate(
-    model: Any, plan: Plan, binding: Binding, path: str, largest: LargestInputs, last: LastServed
+    model: Any, plan: Plan | None, binding: Binding, path: str, largest: LargestInputs, last: LastServed
 ) -> Iterator[None]:
     """A layer with the served weights of a plan and rounded inputs; afterwards with its weights as they were.
 
     Args:
         model: with the released weights.
-        plan: of `Choices`.
-        binding: of the layer or block, for this plan.
+        plan: of `Choices`; None for the release, which stays as it is.
+        binding: of the layer or block, for any plan.
         path: its path in the model, with a dot; "" for the model itself.
         largest: of its inputs.
         last: of the same layer or block.
     """
+    if plan is None:
+        yield
+        return
+    binding = rebound(binding, plan)
     schemes = schemes_in(binding, path)
     same = last.take(schemes)
     before = {name: model.get_submodule(name).weight.data for name in schemes}
@@ -139,7 +117,7 @@ def as_candidate(
                 scale = static_scale(spec.suffix, largest[name.removeprefix(path)])
                 setattr(module, spec.suffix, torch.nn.Parameter(scale.to(module.weight.device), requires_grad=False))
         others = {name: own for name, own in binding.items() if f"{path}{name.rpartition('.')[0]}" not in same}
-        for served in served_rows(model, plan, others, path, InputScales.of(binding, largest)):
+        for served in served_rows(model, plan, others, path, input_scales(binding, largest)):
             model.get_submodule(f"{path}{served.module}").weight.data[served.rows].copy_(served.values)
         last.keep(model, schemes)
         yield

@@ -19,14 +19,13 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ....checkpoints.files import write_whole
 from ....recipes.errors import GateError, RecipeError
-from ....recipes.schema import Recipe
 from ...plan.choices import Assignment, Choices, choices_of, refuse_budget, rows_looked_at
 from ...plan.found_recipe import found_plan, found_text
 from ...plan.plan import Plan
@@ -38,9 +37,9 @@ from ..data.data import CalibrationData
 from ..model.skeleton import Skeleton
 from ..mtp.facts import DIGITS, SearchFact, TriedPlanFact
 from ..mtp.mtp_pass import cannot_run
-from .knapsack import Packing, best_packing
-from .measured_plans import MeasuredPlan, PlanMeasuring
-from .sensitivity import SearchRun, Sensitivities, Sweeps
+from .knapsack import best_packing
+from .measured_plans import measure_plans
+from .sensitivity import SearchRun, Sensitivities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,20 +77,17 @@ def search(
     choices = choices_of(plan.recipe, plan.source, trust_remote_code=plan.trust_remote_code)
     refuse_budget(choices)
     _claim(plan, data, folder, ranks)
-    kept = folder / f"found-{_key(plan.recipe)}.json"
+    key = asked(plan.recipe)[:16]
+    kept, plans = folder / f"found-{key}.json", folder / f"plans-{key}"
     found = ranks.of_first(lambda: json.loads(kept.read_text()) if kept.is_file() else None)
     if found is None:
-        found = _Search(choices, data, folder, ranks, progress).found()
+        found = _found(search_run(choices, data, folder, ranks, progress), plans)
         if ranks.is_first:
             write_whole(kept, json.dumps(found, indent=1))
-            shutil.rmtree(folder / f"plans-{_key(plan.recipe)}", ignore_errors=True)
+            shutil.rmtree(plans, ignore_errors=True)
         ranks.wait()
     made = found_plan(choices, found["assignment"], shard_bytes=plan.shard_bytes)
     return Found(plan=made, text=found_text(made.recipe), fact=SearchFact.model_validate(found["fact"]))
-
-
-def _key(recipe: Recipe) -> str:
-    return asked(recipe)[:16]
 
 
 def _claim(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> None:
@@ -108,168 +104,127 @@ def _claim(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> Non
     ranks.wait()
 
 
-class _Search:
-    """State: one search, and how far it is."""
+def search_run(
+    choices: Choices, data: CalibrationData, folder: Path, ranks: Ranks, progress: ProgressCallback | None = None
+) -> SearchRun:
+    """A search that reports its progress."""
+    skeleton = Skeleton(choices.base, device=ranks.device)
+    tokens = data.ids[: rows_looked_at(choices.recipe)].numel()
+    done, started = 0, time.monotonic()
 
-    def __init__(
-        self,
-        choices: Choices,
-        data: CalibrationData,
-        folder: Path,
-        ranks: Ranks,
-        progress: ProgressCallback | None,
-    ):
-        self.choices, self.data, self.folder, self.ranks, self.progress = choices, data, folder, ranks, progress
-        self.run = SearchRun(
-            choices=choices,
-            skeleton=Skeleton(choices.base, device=ranks.device),
-            ranks=ranks,
-            has_block=cannot_run(choices.base) is None,
-            step=self._step,
-        )
-        assert choices.recipe.backbone_auto is not None
-        self.auto = choices.recipe.backbone_auto
-        self.done, self.started = 0, time.monotonic()
-
-    def found(self) -> dict[str, Any]:
-        """The assignment and the fact, as JSON values."""
-        sensitivities = self._sweeps().sensitivities()
-        packing = self._packed(sensitivities, {})
-        tried = self._tried(sensitivities, packing)
-        place = self.folder / f"plans-{_key(self.choices.recipe)}"
-        measuring = PlanMeasuring(self.run, self._held_out(), place, sensitivities.largest)
-        released, measured = measuring.measure([self.choices.plan(each) for each in tried.values()])
-        facts = [
-            self._fact(title, each, sensitivities, released, own)
-            for (title, each), own in zip(tried.items(), measured, strict=True)
-        ]
-        best = self._best(facts)
-        facts[best] = facts[best].model_copy(update={"chosen": True})
-        fact = SearchFact(
-            budget=self.choices.recipe.budget or "",
-            candidates=self.auto.candidates,
-            asked=asked(self.choices.recipe),
-            units=len(self.choices.units),
-            tokens=sensitivities.num_tokens,
-            gap=round(packing.gap, DIGITS),
-            plans=tuple(facts),
-        )
-        return {"assignment": [*tried.values()][best], "fact": fact.model_dump(mode="json")}
-
-    def _sweeps(self) -> Sweeps:
-        return Sweeps(self.run, self.data.ids[: rows_looked_at(self.choices.recipe)], self.folder)
-
-    def _held_out(self) -> CalibrationData:
-        """The held-out text on which plans are compared: all of it where acceptance must be shown, else not more of it
-        than there is text for the sensitivities, for every plan takes a pass.
-        """
-        rows = len(self.data.held_out_ids) if self.auto.min_acceptance else rows_looked_at(self.choices.recipe)
-        written = self.data.held_out_written
-        return replace(
-            self.data,
-            held_out_ids=self.data.held_out_ids[:rows],
-            held_out_written=None if written is None else written[:rows],
-        )
-
-    def _step(self) -> None:
-        self.done += 1
-        if self.progress and self.ranks.is_first:
-            self.progress(
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if progress and ranks.is_first:
+            total = 3 * len(skeleton) + 1
+            progress(
                 progress_since(
-                    self.started,
-                    "search",
-                    done=self.done,
-                    total=3 * len(self.run.skeleton) + 1,
-                    num_here=self.done,
-                    tokens=self.data.ids[: rows_looked_at(self.choices.recipe)].numel(),
-                    device=self.ranks.device,
+                    started, "search", done=done, total=total, num_here=done, tokens=tokens, device=ranks.device
                 )
             )
 
-    # --- plans --------------------------------------------------------------------------------------------------------
+    return SearchRun(
+        choices=choices,
+        data=data,
+        place=folder,
+        skeleton=skeleton,
+        ranks=ranks,
+        has_block=cannot_run(choices.base) is None,
+        step=step,
+    )
 
-    def _packed(self, sensitivities: Sensitivities, fixed: Mapping[str, str]) -> Packing:
-        """The best choice by sensitivities, with these words for some units."""
-        units = [
-            [
-                (self.choices.cost(option), sensitivities.loss(unit.name, option.word))
-                for option in unit.options
-                if fixed.get(unit.name, option.word) == option.word
-            ]
-            for unit in self.choices.units
-        ]
-        return best_packing(units, self.choices.room)
 
-    def _assignment(self, packing: Packing, fixed: Mapping[str, str]) -> dict[str, str]:
-        return {
-            unit.name: fixed.get(unit.name) or unit.options[number].word
-            for unit, number in zip(self.choices.units, packing.chosen, strict=True)
-        }
+def _found(run: SearchRun, folder: Path) -> dict[str, Any]:
+    """The assignment and the fact, as JSON values."""
+    choices, recipe, auto = run.choices, run.recipe, run.auto
+    sensitivities = run.sensitivities()
+    tried, gap = plans_to_try(run, sensitivities)
+    # All of the held-out text where acceptance must be shown; else not more of it than there is text for the
+    # sensitivities, for every plan takes a pass.
+    data, rows = run.data, rows_looked_at(recipe)
+    if not auto.min_acceptance:
+        written = None if data.held_out_written is None else data.held_out_written[:rows]
+        data = replace(data, held_out_ids=data.held_out_ids[:rows], held_out_written=written)
+    plans = [choices.plan(each) for each in tried.values()]
+    released, *measured = measure_plans(run, plans, data, folder, sensitivities.largest)
+    facts = []
+    for (title, assignment), own in zip(tried.items(), measured, strict=True):
+        kept: dict[str, Any] = {}
+        if own.drafts is not None and released.drafts is not None:
+            found = own.drafts.kept_of(released.drafts, recipe.gates.confidence)
+            kept = {"kept": round(found.value, DIGITS), "kept_at_least": round(found.low, DIGITS)}
+        facts.append(
+            TriedPlanFact(
+                title=title,
+                bytes=choices.num_bytes(assignment),
+                bits=round(choices.bits(assignment), 4),
+                predicted=round(sensitivities.predicted(assignment), 7),
+                divergence=round(max(0.0, own.target.divergence), 7),
+                **kept,
+            )
+        )
+    best = _best(run, facts)
+    fact = SearchFact(
+        budget=recipe.budget or "",
+        candidates=auto.candidates,
+        asked=asked(recipe),
+        units=len(choices.units),
+        tokens=sensitivities.num_tokens,
+        gap=round(gap, DIGITS),
+        plans=tuple(each.model_copy(update={"chosen": each is best}) for each in facts),
+    )
+    return {"assignment": tried[best.title], "fact": fact.model_dump(mode="json")}
 
-    def _tried(self, sensitivities: Sensitivities, packing: Packing) -> dict[str, dict[str, str]]:
-        """Title -> plan; each plan once, and only those that fit."""
-        found = {"found": self._assignment(packing, {})}
-        uniform = [self.choices.uniform(word) for word in self.auto.candidates]
-        fitting = [each for each in uniform if self.choices.fits(each)]
-        if fitting:
-            best = min(fitting, key=lambda each: self._predicted(sensitivities, each))
-            words = zip(self.auto.candidates, uniform, strict=True)
-            found[f"{next(word for word, each in words if each == best)} for all"] = best
-        for title, extreme in (("largest block", self.choices.largest), ("smallest block", self.choices.smallest)):
-            fixed = {unit.name: extreme[unit.name] for unit in self.choices.units if unit.part == "mtp"}
-            cheapest = {**self.choices.smallest, **fixed}
-            if fixed and self.choices.fits(cheapest):
-                found[title] = self._assignment(self._packed(sensitivities, fixed), fixed)
-        seen: list[Assignment] = []
-        for title, each in [*found.items()]:
-            if each in seen:
-                del found[title]
-            seen.append(each)
-        return found
 
-    def _predicted(self, sensitivities: Sensitivities, assignment: Assignment) -> float:
-        return math.fsum(sensitivities.loss(unit, word) for unit, word in assignment.items())
+def plans_to_try(run: SearchRun, sensitivities: Sensitivities) -> tuple[dict[str, Assignment], float]:
+    """Title -> plan, each plan once, and only those that fit; and how far the first may be from the best."""
+    choices = run.choices
+    assignment, gap = packed(choices, sensitivities, {})
+    tried: list[tuple[str, Assignment]] = [("found", assignment)]
+    uniform = [(f"{word} for all", choices.uniform(word)) for word in run.auto.candidates]
+    uniform = [(title, each) for title, each in uniform if choices.fits(each)]
+    if uniform:
+        tried.append(min(uniform, key=lambda each: sensitivities.predicted(each[1])))
+    for title, extreme in (("largest block", choices.largest), ("smallest block", choices.smallest)):
+        fixed = {unit.name: extreme[unit.name] for unit in choices.units if unit.part == "mtp"}
+        if fixed and choices.fits({**choices.smallest, **fixed}):
+            tried.append((title, packed(choices, sensitivities, fixed)[0]))
+    found: dict[str, Assignment] = {}
+    for title, each in tried:
+        if each not in found.values():
+            found[title] = each
+    return found, gap
 
-    # --- what was measured --------------------------------------------------------------------------------------------
 
-    def _fact(
-        self,
-        title: str,
-        assignment: Assignment,
-        sensitivities: Sensitivities,
-        released: MeasuredPlan,
-        measured: MeasuredPlan,
-    ) -> TriedPlanFact:
-        kept = None
-        if measured.drafts is not None and released.drafts is not None:
-            kept = measured.drafts.limits_of(released.drafts, self.choices.recipe.gates.confidence)
-        return TriedPlanFact(
-            title=title,
-            bytes=self.choices.num_bytes(assignment),
-            bits=round(self.choices.bits(assignment), 4),
-            predicted=round(self._predicted(sensitivities, assignment), 7),
-            divergence=round(max(0.0, measured.target.divergence), 7),
-            kept=None if kept is None else round(kept.value, DIGITS),
-            kept_at_least=None if kept is None else round(kept.low, DIGITS),
+def packed(choices: Choices, sensitivities: Sensitivities, fixed: Mapping[str, str]) -> tuple[dict[str, str], float]:
+    """The best words by sensitivities, with these for some units; and the part of the loss that others could save."""
+    units = []
+    for unit in choices.units:
+        options = [option for option in unit.options if fixed.get(unit.name, option.word) == option.word]
+        units.append([(choices.cost(option), sensitivities.loss(unit.name, option.word)) for option in options])
+    packing = best_packing(units, choices.room)
+    words = {}
+    for unit, number in zip(choices.units, packing.chosen, strict=True):
+        words[unit.name] = fixed.get(unit.name) or unit.options[number].word
+    return words, packing.gap
+
+
+def _best(run: SearchRun, facts: Sequence[TriedPlanFact]) -> TriedPlanFact:
+    """The plan to be taken, of those that keep enough: the one that loses the fewest nats."""
+    auto, least, confidence = run.auto, run.auto.min_acceptance, run.recipe.gates.confidence
+    enough = [each for each in facts if least is None or (each.kept_at_least or 0.0) >= least]
+    if not enough:
+        best = max(facts, key=lambda each: each.kept_at_least or 0.0)
+        raise GateError(
+            run.recipe.name,
+            f"a plan under the budget must keep {least:.1%} of acceptance, at {confidence:.0%} confidence",
+            got=f"{best.kept or 0.0:.1%} at best, at least {best.kept_at_least or 0.0:.1%}, by {best.title}",
+            cure="Raise budget, draft_weight or calibration.held_out, or lower backbone_auto.min_acceptance",
         )
 
-    def _best(self, facts: list[TriedPlanFact]) -> int:
-        """The number of the plan to be taken."""
-        least = self.auto.min_acceptance
-        enough = [n for n, each in enumerate(facts) if least is None or (each.kept_at_least or 0.0) >= least]
-        if not enough:
-            best = max(facts, key=lambda each: each.kept_at_least or 0.0)
-            sure = f"{self.choices.recipe.gates.confidence:.0%} confidence"
-            raise GateError(
-                self.choices.recipe.name,
-                f"a plan under the budget must keep {least:.1%} of acceptance, at {sure}",
-                got=f"{best.kept or 0.0:.1%} at best, at least {best.kept_at_least or 0.0:.1%}, by {best.title}",
-                cure="Raise budget, draft_weight or calibration.held_out, or lower backbone_auto.min_acceptance",
-            )
-        # Text that cannot tell two plans apart leaves it to the sensitivities.
-        return min(enough, key=lambda number: (self._score(facts[number]), facts[number].predicted))
-
-    def _score(self, fact: TriedPlanFact) -> float:
-        """Nats that are lost."""
+    def score(fact: TriedPlanFact) -> tuple[float, float]:
         lost = 0.0 if fact.kept is None else -math.log(min(1.0, max(fact.kept, 1e-9)))
-        return fact.divergence + self.auto.draft_weight * lost
+        # Text that cannot tell two plans apart leaves it to the sensitivities.
+        return fact.divergence + auto.draft_weight * lost, fact.predicted
+
+    return min(enough, key=score)

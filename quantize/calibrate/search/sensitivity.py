@@ -20,6 +20,7 @@ say what would improve the model, not what would change it.
 import json
 import math
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,14 +35,15 @@ from torch import Tensor, nn
 
 from ....checkpoints.files import write_whole
 from ....recipes.errors import CheckpointError
-from ...plan.choices import SWEEP_TOKENS, Choices
+from ....recipes.schema import BackboneAuto, Recipe
+from ...plan.choices import SWEEP_TOKENS, Assignment, Choices, rows_looked_at
 from ...run.ranks import Ranks
+from ..data.data import CalibrationData
 from ..layers.ahead import ReadAhead
 from ..model.binding import Binding
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import LayerState, States
-from ..mtp.draft_steps import draft_steps
-from ..mtp.mtp_block import MtpBlock, bind_block
+from ..mtp.mtp_block import MtpBlock, bind_block, draft_steps
 from ..mtp.mtp_policy import blocks_that_draft, filled_blocks
 from .unit_errors import UnitErrors, largest_inputs, unit_errors, watching
 
@@ -66,74 +68,83 @@ class Sensitivities:
         """Nats a token."""
         return self.losses.get(unit, {}).get(word, 0.0)
 
+    def predicted(self, assignment: Assignment) -> float:
+        """Nats a token of all units with these words."""
+        return math.fsum(self.loss(unit, word) for unit, word in assignment.items())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRun:
-    """What every part of a search works with.
+    """One search over a model, and its two sweeps.
 
     Attributes:
         choices: of the search.
-        skeleton: of its base plan, whose layers have the released weights.
+        data: of the run.
+        place: a folder for what is kept between layers.
+        skeleton: of the base plan of `choices`, whose layers have the released weights.
         ranks: who shares the text.
         has_block: whether there is an MTP block that can be run.
         step: called after each layer of each sweep.
     """
 
     choices: Choices
+    data: CalibrationData
+    place: Path
     skeleton: Skeleton
     ranks: Ranks
     has_block: bool
     step: Callable[[], None]
 
+    @property
+    def recipe(self) -> Recipe:
+        """That asked for the search."""
+        return self.choices.recipe
 
-@dataclass(frozen=True, slots=True)
-class Sweeps:
-    """The two sweeps over a model.
+    @property
+    def auto(self) -> BackboneAuto:
+        """What it asked for."""
+        assert self.recipe.backbone_auto is not None
+        return self.recipe.backbone_auto
 
-    Attributes:
-        run: of the search.
-        ids: [R, S] int64, the text.
-        place: a folder for what is kept between layers.
-    """
-
-    run: SearchRun
-    ids: Tensor
-    place: Path
+    @property
+    def ids(self) -> Tensor:
+        """[R, S] int64, the text of the sweeps."""
+        return self.data.ids[: rows_looked_at(self.recipe)]
 
     def sensitivities(self) -> Sensitivities:
         """Both sweeps, as far as an earlier run has not done them."""
-        if self.run.ranks.is_first:
+        if self.ranks.is_first:
             self.place.mkdir(parents=True, exist_ok=True)
-        self.run.ranks.wait()
-        last = len(self.run.skeleton)
-        with ReadAhead(self.run.choices.base, self.run.ranks) as ahead:
+        self.ranks.wait()
+        last = len(self.skeleton)
+        with ReadAhead(self.choices.base, self.ranks) as ahead:
             for index in range(last):
                 if not self._is_kept("states", index + 1) and not self._is_kept("gradients", index + 1):
                     self._forward(index, ahead)
-                self.run.step()
+                self.step()
             if not self._is_kept("gradients", last):
                 self._top()
-            self.run.step()
+            self.step()
             for index in reversed(range(last)):
                 if not self._figures(index).is_file():
                     self._backward(index, ahead)
-                self.run.step()
+                self.step()
         return self._read()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def _forward(self, index: int, ahead: ReadAhead) -> None:
         with (
-            self.run.skeleton.layer(index, ahead.take()) as layer,
+            self.skeleton.layer(index, ahead.take()) as layer,
             self._writing("states", index + 1) as put,
             torch.no_grad(),
-            _released(self.run.skeleton.model),
+            _released(self.skeleton.model),
             _returning(layer) as returned,
         ):
-            ahead.start(self.run.skeleton.tensors_of(index + 1))
+            ahead.start(self.skeleton.tensors_of(index + 1))
             for first, arguments, _ in self._batches(index):
-                self.run.skeleton.model(**arguments, use_cache=False)
-                state = returned()
+                self.skeleton.model(**arguments, use_cache=False)
+                state = returned.pop()
                 self._refuse_not_finite(index, layer, state)
                 put(first, state)
 
@@ -141,28 +152,29 @@ class Sweeps:
         """Names the weight that is not finite, or the layer, where what a layer returns is not."""
         if all(bool(value.isfinite().all()) for value in state if value is not None and value.is_floating_point()):
             return
-        broken = [name for name, value in layer.named_parameters() if not value.isfinite().all()]
-        pieces = self.run.skeleton.bind_layer(index)[broken[0]] if broken else ()
-        where = pieces[0].tensor.name if pieces else f"{self.run.skeleton.layer_path}.{index}"
-        cure = "Check the download against the release" if broken else "Choose the schemes yourself"
+        where, cure = f"{self.skeleton.layer_path}.{index}", "Choose the schemes yourself"
+        for name, value in layer.named_parameters():
+            if not value.isfinite().all():
+                where = self.skeleton.bind_layer(index)[name][0].tensor.name
+                cure = "Check the download against the release"
+                break
         rule = "a released model must compute finite values"
-        raise CheckpointError(f"{self.run.choices.base.source.where}: {where}", rule, got="NaN or infinity", cure=cure)
+        raise CheckpointError(f"{self.choices.base.source.where}: {where}", rule, got="NaN or infinity", cure=cure)
 
     # --- top ----------------------------------------------------------------------------------------------------------
 
     def _top(self) -> None:
         """The gradient at the states after the last layer, and the sums of the block's units."""
-        skeleton, last = self.run.skeleton, len(self.run.skeleton)
-        base = self.run.choices.base
-        blocks = blocks_that_draft(base, filled_blocks(base, skeleton)) if self.run.has_block else []
+        skeleton, base = self.skeleton, self.choices.base
+        last, blocks, seen = len(skeleton), [], []
+        if self.has_block:
+            blocks = blocks_that_draft(base, filled_blocks(base, skeleton))
         with ExitStack() as stack:
             stack.enter_context(skeleton.head())
             skeleton.model.requires_grad_(False)
-            seen = []
             for block in blocks:
                 stack.enter_context(_released(block))
-                names = {name: name for name in _linears(bind_block(block, base), self.run.choices)}
-                seen.append(stack.enter_context(watching(block, names)))
+                seen.append(stack.enter_context(watching(block, self._linears(bind_block(block, base)))))
             put = stack.enter_context(self._writing("gradients", last))
             stack.enter_context(_released(skeleton.model))
             for first, arguments, leaves in self._batches(last, row_by_row=True, gradients=True):
@@ -170,24 +182,22 @@ class Sweeps:
                 put(first, _gradients(leaves))
             for number, (block, own) in enumerate(zip(blocks, seen, strict=True)):
                 binding = bind_block(block, base)
-                largest = largest_inputs(own, binding, self.run.ranks)
-                self._keep(-1 - number, unit_errors(self.run.choices, block, binding, "", own, largest), largest)
+                largest = largest_inputs(own, binding, self.ranks)
+                self._keep(-1 - number, unit_errors(self.choices, block, binding, "", own, largest), largest)
 
     def _drawn(self, row: int, arguments: dict[str, Tensor], leaves: LayerState, blocks: Sequence[MtpBlock]) -> None:
         """Sends the gradient of drawn tokens' log likelihood back from one sequence's predictions and drafts."""
-        model, device = self.run.skeleton.model, self.run.skeleton.device
-        assert self.run.choices.recipe.calibration is not None and self.run.choices.recipe.backbone_auto is not None
-        seed = self.run.choices.recipe.calibration.seed + row
-        generator = torch.Generator(device).manual_seed(seed)
+        model, ids = self.skeleton.model, arguments["input_ids"]
+        assert self.recipe.calibration is not None
+        generator = torch.Generator(self.skeleton.device).manual_seed(self.recipe.calibration.seed + row)
         likelihood = _drawn_likelihood(model(**arguments, use_cache=False).logits[0], generator)
-        weight = self.run.choices.recipe.backbone_auto.draft_weight
+        weight = self.auto.draft_weight
         if blocks and weight:
             hidden = leaves[0]
             if blocks[0].draft.reads_normed:
                 hidden = model.get_decoder()(**arguments, use_cache=False).last_hidden_state
             assert hidden is not None
             embedding, target_head = model.get_input_embeddings(), model.get_output_embeddings()
-            ids = arguments["input_ids"]
             outputs = draft_steps(blocks, embedding, ids=ids, hidden=hidden, num_steps=len(blocks))
             for step, (block, output) in enumerate(zip(blocks, outputs, strict=True), start=1):
                 head: Any = block.head or target_head
@@ -197,46 +207,57 @@ class Sweeps:
         if not likelihood.requires_grad:
             rule = "a model must be differentiable for backbone: auto"
             cure = "Choose the schemes yourself: its own code computes without gradients"
-            raise CheckpointError(self.run.choices.base.source.where, rule, got="no gradient", cure=cure)
+            raise CheckpointError(self.choices.base.source.where, rule, got="no gradient", cure=cure)
         likelihood.backward()
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def _backward(self, index: int, ahead: ReadAhead) -> None:
-        skeleton, path = self.run.skeleton, f"{self.run.skeleton.layer_path}.{index}."
+        skeleton, model, path = self.skeleton, self.skeleton.model, f"{self.skeleton.layer_path}.{index}."
         binding = skeleton.bind_layer(index)
-        names = {f"{path}{name}": name for name in _linears(binding, self.run.choices)}
         with ExitStack() as stack:
             layer = stack.enter_context(skeleton.layer(index, ahead.take()))
-            skeleton.model.requires_grad_(False)
+            model.requires_grad_(False)
             if index:
                 ahead.start(skeleton.tensors_of(index - 1))
-            seen = stack.enter_context(watching(skeleton.model, names))
-            with (
-                self._writing("gradients", index) as put,
-                _released(skeleton.model),
-                _returning(layer) as returned,
-                _embedding_as_leaf(skeleton.model, is_needed=not index),
-            ):
+            seen = stack.enter_context(watching(model, self._linears(binding, path)))
+            with ExitStack() as sweep:
+                put = sweep.enter_context(self._writing("gradients", index))
+                sweep.enter_context(_released(model))
+                returned = sweep.enter_context(_returning(layer))
+                if not index:  # gradients begin at the embedding, whose weights have none
+                    embedding = model.get_input_embeddings()
+                    handle = embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+                    sweep.callback(handle.remove)
                 after = self._states("gradients", index + 1)
                 for first, arguments, leaves in self._batches(index, gradients=True):
-                    skeleton.model(**arguments, use_cache=False)
-                    last = first + len(arguments["input_ids"])
-                    above = after.read(1, "calibration", first, last, skeleton.device)
-                    pairs = [
-                        (own, gradient)
-                        for own, gradient in zip(returned(), above, strict=True)
-                        if own is not None and gradient is not None and own.requires_grad
-                    ]
-                    torch.autograd.backward([own for own, _ in pairs], [gradient for _, gradient in pairs])
-                    put(first, _gradients(leaves) if index else (torch.zeros(len(arguments["input_ids"]), 1),))
-            largest = largest_inputs(seen, binding, self.run.ranks)
-            errors = unit_errors(self.run.choices, skeleton.model, binding, path, seen, largest)
+                    model(**arguments, use_cache=False)
+                    num_rows = len(arguments["input_ids"])
+                    above = after.read(1, "calibration", first, first + num_rows, skeleton.device)
+                    outputs, gradients = [], []
+                    for output, gradient in zip(returned.pop(), above, strict=True):
+                        if output is not None and gradient is not None and output.requires_grad:
+                            outputs.append(output)
+                            gradients.append(gradient)
+                    torch.autograd.backward(outputs, gradients)
+                    put(first, _gradients(leaves) if index else (torch.zeros(num_rows, 1),))
+            largest = largest_inputs(seen, binding, self.ranks)
+            errors = unit_errors(self.choices, model, binding, path, seen, largest)
         self._keep(index, errors, largest)
-        if self.run.ranks.is_first:
+        if self.ranks.is_first:
             for kind in ("states", "gradients"):
                 shutil.rmtree(self._folder(kind, index + 1), ignore_errors=True)
-        self.run.ranks.wait()
+        self.ranks.wait()
+
+    def _linears(self, binding: Binding, path: str = "") -> dict[str, str]:
+        """Linear layers of a layer or block that a search decides about: path in the model -> path there."""
+        searched = {tensor.name for unit in self.choices.units for tensor in unit.options[0].tensors}
+        found = {}
+        for name, pieces in binding.items():
+            if pieces[0].tensor.name in searched:
+                module = name.rpartition(".")[0]
+                found[f"{path}{module}"] = module
+        return found
 
     # --- files --------------------------------------------------------------------------------------------------------
 
@@ -244,7 +265,7 @@ class Sweeps:
         return self.place / kind / f"{index:05d}"
 
     def _states(self, kind: SweepKind, index: int) -> States:
-        return States(self._folder(kind, index), self.run.ranks)
+        return States(self._folder(kind, index), self.ranks)
 
     def _is_kept(self, kind: SweepKind, index: int) -> bool:
         """Whether an earlier run has left it, or has gone on beyond it."""
@@ -256,10 +277,10 @@ class Sweeps:
     def _writing(self, kind: SweepKind, index: int) -> Iterator[Callable[[int, LayerState], None]]:
         """What is put is whole at the end, in a folder of its own: `States` removes what is before in the same one."""
         place = self._folder(kind, index)
-        if self.run.ranks.is_first:
+        if self.ranks.is_first:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
-        self.run.ranks.wait()
+        self.ranks.wait()
         with self._states(kind, index).writing(1) as outputs:
             yield lambda first, state: outputs.put("calibration", first, state)
 
@@ -267,18 +288,22 @@ class Sweeps:
         self, index: int, *, row_by_row: bool = False, gradients: bool = False
     ) -> Iterator[tuple[int, dict[str, Tensor], LayerState]]:
         """This rank's batches: the first row, the model's arguments, and the states that layer `index` reads."""
+        ids = self.ids
         # No more in a batch than leaves some for every rank.
-        most = min(SWEEP_TOKENS // self.ids.shape[1], math.ceil(len(self.ids) / self.run.ranks.size))
-        size = 1 if row_by_row else max(1, most)
-        share, states = self.run.ranks.share(len(self.ids), size), self._states("states", index)
+        size = max(1, min(SWEEP_TOKENS // ids.shape[1], math.ceil(len(ids) / self.ranks.size)))
+        if row_by_row:
+            size = 1
+        share, states = self.ranks.share(len(ids), size), self._states("states", index)
         for first in range(share.start, share.stop, size):
             last = min(first + size, share.stop)
             state: LayerState | None = None
             if index:
-                found = states.read(1, "calibration", first, last, self.run.skeleton.device)
-                state = tuple(_leaf(value) if gradients else value for value in found)
-            batch = Batch(ids=self.ids[first:last], state=state, first=first)
-            for arguments in self.run.skeleton.feed(index, [batch]):
+                state = states.read(1, "calibration", first, last, self.skeleton.device)
+                for value in state:
+                    if gradients and value is not None and value.is_floating_point():
+                        value.requires_grad_()
+            batch = Batch(ids=ids[first:last], state=state, first=first)
+            for arguments in self.skeleton.feed(index, [batch]):
                 yield first, arguments, state or ()
 
     def _figures(self, index: int) -> Path:
@@ -289,19 +314,19 @@ class Sweeps:
         """The sums of all ranks, on disk."""
         keys = [(unit, word) for unit, by_word in errors.items() for word in by_word]
         sums = torch.tensor([errors[unit][word] for unit, word in keys], dtype=torch.float64)
-        total = self.run.ranks.sum(sums).tolist()
-        if self.run.ranks.is_first:
+        total = self.ranks.sum(sums).tolist()
+        if self.ranks.is_first:
             found: UnitErrors = {unit: {} for unit in errors}
             for (unit, word), value in zip(keys, total, strict=True):
                 if not math.isfinite(value):
-                    where = f"{self.run.choices.base.source.where}: {unit}"
+                    where = f"{self.choices.base.source.where}: {unit}"
                     cure = "Look for weights or activations that are not finite, or choose the schemes yourself"
                     raise CheckpointError(where, f"the error that {word} makes must be a number", got=value, cure=cure)
                 found[unit][word] = value
             path = self._figures(index)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps({"errors": found, "largest": largest}))
-        self.run.ranks.wait()
+        self.ranks.wait()
 
     def _read(self) -> Sensitivities:
         """The sums as nats a token: half of them."""
@@ -319,18 +344,15 @@ class Sweeps:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _leaf(value: Tensor | None) -> Tensor | None:
-    if value is None or not value.is_floating_point():
-        return value
-    return value.detach().requires_grad_()
-
-
 def _gradients(leaves: LayerState) -> LayerState:
     """Of each state, zero where nothing depends on it."""
-    return tuple(
-        None if leaf is None or not leaf.requires_grad else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        for leaf in leaves
-    )
+    found = []
+    for leaf in leaves:
+        gradient = None if leaf is None else leaf.grad
+        if gradient is None and leaf is not None and leaf.requires_grad:
+            gradient = torch.zeros_like(leaf)
+        found.append(gradient)
+    return tuple(found)
 
 
 def _drawn_likelihood(logits_SV: Tensor, generator: torch.Generator) -> Tensor:
@@ -338,12 +360,6 @@ def _drawn_likelihood(logits_SV: Tensor, generator: torch.Generator) -> Tensor:
     wide = logits_SV.float()
     drawn_S = torch.multinomial(wide.detach().softmax(dim=-1), 1, generator=generator)[:, 0]
     return -F.cross_entropy(wide, drawn_S, reduction="sum")
-
-
-def _linears(binding: Binding, choices: Choices) -> list[str]:
-    """Linear layers of a layer or block that a search decides about, by their paths there."""
-    searched = {tensor.name for unit in choices.units for tensor in unit.options[0].tensors}
-    return [name.rpartition(".")[0] for name, pieces in binding.items() if pieces[0].tensor.name in searched]
 
 
 @contextmanager
@@ -356,29 +372,15 @@ def _released(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _returning(layer: Any) -> Iterator[Callable[[], LayerState]]:
-    """A function that gives what the layer returned last."""
-    returned: list[Any] = []
-    handle = layer.register_forward_hook(lambda _module, _args, output: returned.append(output))
+def _returning(layer: nn.Module) -> Iterator[deque[LayerState]]:
+    """What the layer has returned last, to be popped."""
+    returned = deque[LayerState](maxlen=1)
 
-    def last() -> LayerState:
-        output = returned.pop()
-        return output if isinstance(output, tuple) else (output,)
+    def look(_module: nn.Module, _args: Any, output: Any) -> None:
+        returned.append(output if isinstance(output, tuple) else (output,))
 
+    handle = layer.register_forward_hook(look)
     try:
-        yield last
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _embedding_as_leaf(model: Any, *, is_needed: bool) -> Iterator[None]:
-    """Gradients begin at the embedding, whose weights have none."""
-    if not is_needed:
-        yield
-        return
-    handle = model.get_input_embeddings().register_forward_hook(lambda _m, _a, output: output.requires_grad_())
-    try:
-        yield
+        yield returned
     finally:
         handle.remove()

@@ -16,7 +16,6 @@ signs are kept within a token. James Martens, "New Insights and Perspectives on 
 sampled and on observed tokens.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from ...plan.choices import Choices
 from ...run.ranks import Ranks
 from ..layers.served import served_rows
 from ..model.binding import Binding
-from .candidate import InputScales, LargestInputs, merged, rebound, rounding_for
+from .candidate import LargestInputs, input_scales, rebound, rounding_for
 
 _TOKENS_AT_ONCE = 4_096
 
@@ -91,12 +90,19 @@ def watching(model: Any, names: Mapping[str, str]) -> Iterator[dict[str, Seen]]:
 
 
 def largest_inputs(seen: Mapping[str, Seen], binding: Binding, ranks: Ranks) -> dict[str, float]:
-    """Over all ranks, the same for experts as for one another."""
-    own = torch.tensor([max(each.largest, default=0.0) for each in seen.values()], dtype=torch.float64)
+    """Over all ranks; one value for all first projections of a layer's experts, and one for all second ones."""
+    own = [max(each.largest, default=0.0) for each in seen.values()]
     values = torch.zeros(ranks.size, len(own), dtype=torch.float64)
-    values[ranks.rank] = own
-    everywhere = ranks.sum(values).amax(dim=0).tolist()
-    return merged(dict(zip(seen, everywhere, strict=True)), binding)
+    values[ranks.rank] = torch.tensor(own, dtype=torch.float64)
+    found = dict(zip(seen, ranks.sum(values).amax(dim=0).tolist(), strict=True))
+    groups: dict[bool, list[str]] = {False: [], True: []}
+    for name, pieces in binding.items():
+        module = name.rpartition(".")[0]
+        if module in found and pieces[0].tensor.role == "experts":
+            groups[module.endswith("down_proj")].append(module)
+    for modules in groups.values():
+        found |= dict.fromkeys(modules, max((found[module] for module in modules), default=0.0))
+    return found
 
 
 def unit_errors(
@@ -113,28 +119,28 @@ def unit_errors(
         largest: likewise.
     """
     unit_of = {tensor.name: unit for unit in choices.units for tensor in unit.options[0].tensors}
-    units = {unit_of[p.tensor.name].name for pieces in binding.values() for p in pieces if p.tensor.name in unit_of}
-    found: UnitErrors = {name: defaultdict(float) for name in sorted(units)}
+    names = {piece.tensor.name for pieces in binding.values() for piece in pieces}
+    found: UnitErrors = {unit_of[name].name: {} for name in sorted(names & unit_of.keys())}
     projected: Projected = {}
     assert choices.recipe.backbone_auto is not None
     for word in choices.recipe.backbone_auto.candidates:
         plan = choices.plan(choices.uniform(word))
         own = rebound(binding, plan)
-        for served in served_rows(model, plan, own, path, InputScales.of(own, largest)):
-            unit = unit_of.get(served.tensor.name)
+        for served in served_rows(model, plan, own, path, input_scales(own, largest)):
+            unit, rows = unit_of.get(served.tensor.name), served.rows
             if unit is None or unit.option(word).word != word:
                 continue
-            weight = model.get_submodule(f"{path}{served.module}").weight.data[served.rows]
-            rounding = rounding_for(served.tensor.scheme, largest[served.module])
+            weight, inputs = model.get_submodule(f"{path}{served.module}").weight.data[rows], seen[served.module]
             through = None
             if SCHEMES[served.tensor.scheme].inputs is not None:
-                key = served.module, served.rows.start
+                key = served.module, rows.start
                 if key not in projected:
-                    projected[key] = _projected(seen[served.module], served.rows, weight)
+                    projected[key] = _projected(inputs, rows, weight)
                 through = projected[key]
-            sums = _sum_of_squares(seen[served.module], served.rows, weight, served.values, rounding, through)
-            found[unit.name][word] += sums
-    return {name: dict(by_word) for name, by_word in found.items()}
+            rounding = rounding_for(served.tensor.scheme, largest[served.module])
+            error = _sum_of_squares(inputs, rows, weight, served.values, rounding, through)
+            found[unit.name][word] = found[unit.name].get(word, 0.0) + error
+    return found
 
 
 def _projected(seen: Seen, rows: slice, weight: Tensor) -> list[Tensor]:

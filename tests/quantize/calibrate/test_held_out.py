@@ -10,13 +10,12 @@ import torch
 from drafts import changed
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
 from keepmtp.quantize.calibrate.model.states import States
-from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
-from keepmtp.quantize.calibrate.mtp.held_out import acceptance, end_ids, server_counts
+from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance, acceptance, end_ids, server_counts
 from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
-from keepmtp.quantize.calibrate.mtp.target import agreement, computed, divergence, sequences, target
+from keepmtp.quantize.calibrate.mtp.target import computed, divergence, sequences, target
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import RecipeError
-from passes import END, ROOT, finished, greedy_answers, laid_out, plan_over, prompts
+from passes import END, ROOT, answered, plan_over, reading
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,12 +23,10 @@ MODELS = ("tiny-glm4-moe", "tiny-qwen3_5")
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def shipped(request, tmp_path_factory) -> tuple[str, Backbone, Tensor]:
-    """A model's name, its pass with its own answers as held-out text, and which tokens are answers."""
-    folder, asked = ROOT / "models" / request.param, prompts(16)
-    held_out, written = laid_out(folder, asked, greedy_answers(folder, asked))
-    plan = plan_over(folder, f"{request.param}.nvfp4")
-    return request.param, finished(plan, tmp_path_factory.mktemp("pass"), held_out=held_out), written
+def shipped(request, tmp_path_factory) -> tuple[str, Backbone]:
+    """A model's name, and its pass with its own answers as held-out text."""
+    plan = plan_over(ROOT / "models" / request.param, f"{request.param}.nvfp4")
+    return request.param, answered(plan, tmp_path_factory.mktemp("pass"), count=16)
 
 
 def block_of(backbone: Backbone, **draft) -> MtpBlock:
@@ -40,16 +37,16 @@ def block_of(backbone: Backbone, **draft) -> MtpBlock:
     return block.requires_grad_(False)
 
 
-def of_source(backbone: Backbone, block: MtpBlock, written: Tensor | None) -> Acceptance:
-    return acceptance(backbone, "source", [block], target(backbone, "source"), written=written)
+def of_source(backbone: Backbone, block: MtpBlock) -> Acceptance:
+    return acceptance(target(backbone, "source"), [block])
 
 
 @pytest.mark.few(1)
 def test_the_shipped_blocks_draft_as_their_training_said(shipped):
     """models/train/measure.py: another block, another loop over the slots, other problems. It counts every slot of an
     answer up to its end; so does a server that drafts one token, but for the slots it skips."""
-    name, backbone, written = shipped
-    found = of_source(backbone, block_of(backbone), written)
+    name, backbone = shipped
+    found = of_source(backbone, block_of(backbone))
     trained = json.loads((ROOT / "models" / name / "training.json").read_text())["measured"]["accepted"]
     assert found.by_position(1)[0] == pytest.approx(trained[0], abs=0.01)
     assert found.num_slots > 400
@@ -60,46 +57,45 @@ def test_the_shipped_blocks_draft_as_their_training_said(shipped):
 
 def test_a_broken_block_is_seen(shipped):
     """The twins: token and hidden state swapped, and a projection of noise. Both load without a word."""
-    _name, backbone, written = shipped
-    swapped = of_source(backbone, block_of(backbone, hidden_first=True), written)
+    _name, backbone = shipped
+    swapped = of_source(backbone, block_of(backbone, hidden_first=True))
     noise = block_of(backbone)
     torch.nn.init.normal_(noise.projection.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     assert swapped.by_position(1)[0] < 0.5
-    assert of_source(backbone, noise, written).by_position(1)[0] < 0.5
+    assert of_source(backbone, noise).by_position(1)[0] < 0.5
 
 
 def test_prompts_are_not_drafted(shipped):
     """Counted as if the model had written them, they pull the figure down: nobody foresees a problem's numbers."""
-    _name, backbone, written = shipped
+    _name, backbone = shipped
     block = block_of(backbone)
-    assert of_source(backbone, block, None).by_position(1)[0] < of_source(backbone, block, written).by_position(1)[0]
+    everything = of_source(reading(backbone, None), block).by_position(1)[0]
+    assert everything < of_source(backbone, block).by_position(1)[0]
     with pytest.raises(RecipeError, match="the held-out text must resemble what the model writes; got not one token"):
-        of_source(backbone, block, torch.zeros_like(written))
+        of_source(reading(backbone, torch.zeros_like(backbone.data.held_out_written)), block)
 
 
 def test_perplexity_and_choices_are_those_of_transformers_own_model(shipped):
     """The whole model at once, in float32: layer by layer in BF16, logits are off by their rounding."""
-    name, backbone, _ = shipped
+    name, backbone = shipped
     model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / name, dtype=torch.float32).eval()
     ids = backbone.data.held_out_ids
     with torch.no_grad():
         logits = model(ids).logits
     likelihood = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     found = target(backbone, "source")
-    assert found.num_tokens == ids[:, 1:].numel()
     assert found.perplexity == pytest.approx(likelihood.exp().item(), rel=0.02)
-    choices = torch.stack([found.choices[row] for row in range(len(ids))])
-    assert (choices == logits.argmax(dim=-1)).float().mean() > 0.97
-    assert agreement(found, found) == 1.0
-    served = target(backbone, "served")
-    assert 0.5 < agreement(found, served) < 1.0, "NVFP4 changes some choices"
+    assert (found.choices == logits.argmax(dim=-1)).float().mean() > 0.97
+    assert found.agreement == 1.0
+    served = target(backbone, "served", reference=found)
+    assert 0.5 < served.agreement < 1.0, "NVFP4 changes some choices"
     assert served.perplexity != found.perplexity
 
 
 def test_divergence_is_that_of_all_predictions_from_the_released_models(shipped):
     """In float64 over all logits at once, which the pass never holds; and a release does not diverge from itself."""
-    _name, backbone, _ = shipped
-    own = target(backbone, "served", reference=(backbone, "source"))
+    _name, backbone = shipped
+    own = target(backbone, "served", reference=target(backbone, "source"))
     with torch.no_grad(), backbone.skeleton.head():
         sides = [
             torch.cat([computed(backbone.skeleton, backbone.skeleton.model, each).logits for _, each in rows])
@@ -107,7 +103,7 @@ def test_divergence_is_that_of_all_predictions_from_the_released_models(shipped)
         ]
     wanted, found = (side.double().log_softmax(dim=-1) for side in sides)
     by_row = (wanted.exp() * (wanted - found)).sum(dim=(1, 2)).tolist()
-    assert [row.divergence for row in own.rows.values()] == pytest.approx(by_row, rel=1e-4)
+    assert own.divergences.tolist() == pytest.approx(by_row, rel=1e-4)
     assert own.divergence == pytest.approx(sum(by_row) / wanted[..., 0].numel(), rel=1e-4)
     assert own.divergence > 0
     assert divergence(sides[0][0], sides[0][0]) == 0
@@ -116,20 +112,20 @@ def test_divergence_is_that_of_all_predictions_from_the_released_models(shipped)
 
 def test_a_target_is_computed_once(shipped, tmp_path):
     """A resumed run finds it in the folder; the states it was computed from may be gone."""
-    _name, backbone, _ = shipped
+    _name, backbone = shipped
     copy = Path(shutil.copytree(backbone.folder, tmp_path / "copy"))
     first = target(backbone, "source")
     moved = replace(backbone, folder=copy, states=States(copy / "states", backbone.ranks))
     again = target(moved, "source")
     assert again.perplexity == first.perplexity and (copy / "figures").is_dir()
     shutil.rmtree(copy / "states")
-    assert all(torch.equal(target(moved, "source").choices[row], choices) for row, choices in first.choices.items())
+    assert torch.equal(target(moved, "source").choices, first.choices)
     assert end_ids(backbone.skeleton.plan) == {END}
 
 
 def test_figures_are_by_rows_so_that_any_number_of_processes_reads_them(shipped, tmp_path, monkeypatch):
     """Two of three ranks have left theirs; another process adds the rest, and sums the same numbers."""
-    _name, backbone, _ = shipped
+    _name, backbone = shipped
     monkeypatch.setattr(Ranks, "wait", lambda _self: None)
     moved = replace(backbone, folder=Path(shutil.copytree(backbone.folder, tmp_path / "copy")))
     shutil.rmtree(moved.folder / "figures", ignore_errors=True)

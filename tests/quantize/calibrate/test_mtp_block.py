@@ -17,8 +17,7 @@ from drafts import changed, filled, lively, plan_over, weights_of
 from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.experts import linear_experts
-from keepmtp.quantize.calibrate.mtp.draft_steps import draft_steps, step_mask, step_targets
-from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
+from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block, draft_steps, step_mask
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.families import families, find_view
 from releases import MODELS, source_layout, write_checkpoint
@@ -170,7 +169,6 @@ def test_the_block_drafts_as_it_was_trained(model, monkeypatch):
         ours = draft_steps([block], embedding, ids=IDS, hidden=hidden, num_steps=3)
     for step, pair in enumerate(zip(ours, theirs, strict=True), start=1):
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4, msg=lambda text, step=step: f"step {step}: {text}")
-    assert torch.equal(step_targets(IDS, 2), drafting.step_targets(IDS, 2))
 
 
 # --- Against transformers' own model around the decoder layer ---------------------------------------------------------

@@ -1,28 +1,25 @@
 """The MTP pass over shipped models: what it leaves for the writer, what it measures, and how `mtp: auto` chooses."""
 
 import re
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers import backbone as calibrate
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
-from keepmtp.quantize.calibrate.mtp import held_out as evaluate
 from keepmtp.quantize.calibrate.mtp import mtp_pass as mtp
 from keepmtp.quantize.calibrate.mtp import mtp_policy as policy
-from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
-from keepmtp.quantize.calibrate.mtp.draft_steps import draft_steps
 from keepmtp.quantize.calibrate.mtp.facts import AcceptanceFact
-from keepmtp.quantize.calibrate.mtp.mtp_block import bind_block, build_block
-from keepmtp.quantize.calibrate.mtp.mtp_pass import MtpPass, mtp_pass, refuse_mtp, refuse_too_little_text
+from keepmtp.quantize.calibrate.mtp.mtp_block import bind_block, build_block, draft_steps
+from keepmtp.quantize.calibrate.mtp.mtp_pass import MtpPass, mtp_pass, refuse_held_out, refuse_mtp
+from keepmtp.quantize.calibrate.mtp.target import block_input
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import MtpAuto
-from passes import ROOT, finished, greedy_answers, laid_out, plan_over, prompts
+from passes import ROOT, answered, even, fresh, plan_over, reading, results_of
 from torch import Tensor
 
 GLM, QWEN = (ROOT / "models" / name for name in ("tiny-glm4-moe", "tiny-qwen3_5"))
@@ -30,29 +27,21 @@ MODELS = {"glm": (GLM, "tiny-glm4-moe.nvfp4"), "qwen": (QWEN, "tiny-qwen3_5.nvfp
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def made(request, tmp_path_factory) -> tuple[Plan, Backbone, Tensor]:
+def made(request, tmp_path_factory) -> tuple[Plan, Backbone]:
     """A backbone pass, which no test may repeat, with the model's own answers as held-out text."""
     return _made(request.param, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def glm(tmp_path_factory) -> tuple[Plan, Backbone, Tensor]:
+def glm(tmp_path_factory) -> tuple[Plan, Backbone]:
     return _made("glm", tmp_path_factory)
 
 
-def _made(model: str, tmp_path_factory) -> tuple[Plan, Backbone, Tensor]:
+def _made(model: str, tmp_path_factory) -> tuple[Plan, Backbone]:
     folder, recipe = MODELS[model]
-    asked = prompts(12)
-    held_out, written = laid_out(folder, asked, greedy_answers(folder, asked))
     plan = plan_over(folder, recipe)
     # A pass for a block of NVFP4 serves every other policy, too.
-    return plan, finished(with_mtp(plan, "NVFP4"), tmp_path_factory.mktemp(model), held_out=held_out), written
-
-
-def fresh(backbone: Backbone, folder: Path) -> Backbone:
-    """The same finished pass in a folder of its own, without anything that an MTP pass left."""
-    shutil.copytree(backbone.folder, folder, ignore=shutil.ignore_patterns("mtp", "mtp-*"))
-    return replace(backbone, folder=folder)
+    return plan, answered(with_mtp(plan, "NVFP4"), tmp_path_factory.mktemp(model), count=12)
 
 
 def with_mtp(plan: Plan, policy) -> Plan:
@@ -76,10 +65,10 @@ def files(backbone: Backbone) -> list[str]:
 
 @pytest.mark.few(1)
 def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
-    plan, backbone, written = made
+    plan, backbone = made
     backbone = fresh(backbone, tmp_path / "pass")
     plan = with_mtp(plan, "NVFP4")
-    found = mtp_pass(plan, backbone, written=written)
+    found = mtp_pass(plan, backbone)
     stamp = (backbone.folder / "fingerprint").read_text()
     statistics = Statistics.open(backbone.folder / "statistics", fingerprint=stamp)
     refuse_statistics(found.plan, statistics)
@@ -103,7 +92,7 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
 
 def test_a_run_without_its_statistics_is_refused(made, tmp_path):
     """The twin: the same plan, and the MTP pass left out."""
-    plan, backbone, _ = made
+    plan, backbone = made
     folder = fresh(backbone, tmp_path / "pass").folder
     with pytest.raises(CheckpointError, match=r"calibration must give .*input_global_scale"):
         refuse_statistics(with_mtp(plan, "NVFP4"), Statistics.open(folder / "statistics"))
@@ -111,21 +100,21 @@ def test_a_run_without_its_statistics_is_refused(made, tmp_path):
 
 @pytest.mark.full
 def test_another_policy_takes_the_place_of_the_first_ones_statistics(glm, tmp_path):
-    plan, backbone, written = glm
+    plan, backbone = glm
     backbone = fresh(backbone, tmp_path / "pass")
-    mtp_pass(with_mtp(plan, "NVFP4"), backbone, written=written)
+    mtp_pass(with_mtp(plan, "NVFP4"), backbone)
     assert "mtp-00000.safetensors" in files(backbone)
-    found = mtp_pass(with_mtp(plan, "bf16"), backbone, written=written)
+    found = mtp_pass(with_mtp(plan, "bf16"), backbone)
     assert "mtp-00000.safetensors" not in files(backbone) and len(found.combinations) == 2
     refuse_statistics(found.plan, Statistics.open(backbone.folder / "statistics"))
 
 
 def test_auto_takes_the_cheapest_that_keeps_enough(made, tmp_path):
-    plan, backbone, written = made
+    plan, backbone = made
     backbone = fresh(backbone, tmp_path / "pass")
     group = "experts" if "glm" in plan.recipe.model else "dense_mlp"
     candidates = ("bf16", "FP8_DYNAMIC", {group: "NVFP4"}, {"attention": "FP8_DYNAMIC", group: "NVFP4"}, "NVFP4")
-    found = mtp_pass(auto(plan, *candidates, least=0.9), backbone, written=written)
+    found = mtp_pass(auto(plan, *candidates, least=0.9), backbone)
     tried = found.candidates
     assert [each.policy for each in tried] == list(candidates)
     refused = [each for each in tried if each.refused]
@@ -143,48 +132,43 @@ def test_auto_takes_the_cheapest_that_keeps_enough(made, tmp_path):
     )
     # What was chosen is what a recipe that names it gets.
     alone = fresh(backbone, tmp_path / "alone")
-    named = mtp_pass(with_mtp(plan, chosen.policy), alone, written=written)
+    named = mtp_pass(with_mtp(plan, chosen.policy), alone)
     assert named.combinations == found.combinations and named.candidates == ()
     for name in files(alone):
         assert (alone.folder / "statistics" / name).read_bytes() == (backbone.folder / "statistics" / name).read_bytes()
 
 
-def even(rate: float, *, slots: int, rows: int = 16) -> Acceptance:
-    """So many slots in so many sequences, the same share accepted in each."""
-    counts = torch.tensor([slots / rows, rate * slots / rows], dtype=torch.float64)
-    return Acceptance(num_slots=slots, counts=counts.expand(rows, 2)[:, :, None, None].clone())
-
-
 @pytest.mark.parametrize(("least", "chosen"), [(0.89, "W4A16"), (0.96, "FP8_DYNAMIC"), (0.99, "bf16"), (0.999, None)])
 def test_the_budget_decides(glm, tmp_path, monkeypatch, least, chosen):
     """Figures put in by hand, since the shipped blocks lose nothing: in the order in which they are measured."""
-    plan, backbone, _ = glm
+    plan, backbone = glm
     rates = iter((0.8, 0.72, 0.77, 0.798))
     monkeypatch.setattr(
         policy,
         "acceptance",
         lambda *_, **__: even(next(rates), slots=100_000),
     )
-    monkeypatch.setattr(policy.PolicyResults, "_calibrated", lambda *_: [])
+    monkeypatch.setattr(policy.PolicyResults, "_made", lambda *_: [])
     monkeypatch.setattr(policy.PolicyResults, "statistics", lambda *_: ())
-    run = policy.PolicyResults(
-        plan=plan, backbone=fresh(backbone, tmp_path / "pass"), source=None, served=None, written=None
-    )
+    run = results_of(plan, fresh(backbone, tmp_path / "pass"))
     run.released()
     asked = auto(plan, "W4A16", "FP8_DYNAMIC", "bf16", least=least)
+    if chosen is None:
+        with pytest.raises(GateError, match=r"must keep 99\.9% of acceptance.*got 99\.8% at best"):
+            mtp.choose(replace(run, plan=asked), asked.recipe.mtp_auto, None)
+        return
     tried, best = mtp.choose(replace(run, plan=asked), asked.recipe.mtp_auto, None)
     assert [each.kept for each in tried] == pytest.approx([0.9, 0.9625, 0.9975])
-    assert [each.policy for each in tried if each.chosen] == ([chosen] if chosen else [])
-    assert (best and best.recipe.mtp) == chosen
+    assert [each.policy for each in tried if each.chosen] == [chosen] and best.recipe.mtp == chosen
 
 
 def test_an_impossible_budget_is_refused_by_name(glm, tmp_path):
     """The twin: nothing is chosen in silence."""
-    plan, backbone, written = glm
+    plan, backbone = glm
     backbone = fresh(backbone, tmp_path / "pass")
     impossible = auto(plan, "bf16", "NVFP4", least=0.99999)
     with pytest.raises(GateError) as caught:
-        mtp_pass(impossible, backbone, written=written)
+        mtp_pass(impossible, backbone)
     said = str(caught.value)
     assert said.startswith(
         f"{plan.recipe.name}: a candidate of mtp: auto must keep 100.0% of acceptance, at 95% confidence; got "
@@ -194,44 +178,46 @@ def test_an_impossible_budget_is_refused_by_name(glm, tmp_path):
     assert not [name for name in files(backbone) if name.startswith("mtp-")]
     misfit = auto(plan, {"experts": "NVFP4"})
     with pytest.raises(GateError, match=r"no candidate that fits the model: .*must say what happens to \w+;"):
-        mtp_pass(misfit, backbone, written=written)
+        mtp_pass(misfit, backbone)
 
 
 def test_too_few_slots_keep_the_block_as_released(glm, tmp_path, monkeypatch):
     """99 % on 200 slots may be 96 %: rounding is taken where it is shown to be good, and else left."""
-    plan, backbone, _ = glm
+    plan, backbone = glm
     monkeypatch.setattr(policy, "acceptance", lambda *_, **__: even(0.8, slots=80))
-    monkeypatch.setattr(policy.PolicyResults, "_calibrated", lambda *_: [])
+    monkeypatch.setattr(policy.PolicyResults, "_made", lambda *_: [])
     monkeypatch.setattr(policy.PolicyResults, "statistics", lambda *_: ())
-    for candidates, chosen in ((("W4A16", "bf16"), "bf16"), (("W4A16",), None)):
-        asked = auto(plan, *candidates)
-        name = "-".join(candidates)
-        run = policy.PolicyResults(
-            plan=asked, backbone=fresh(backbone, tmp_path / name), source=None, served=None, written=None
-        )
-        tried, best = mtp.choose(run, asked.recipe.mtp_auto, None)
-        assert (best and best.recipe.mtp) == chosen
-        assert all(each.kept == 1.0 and each.kept_at_least < 0.97 and each.needed_slots == 99 for each in tried)
+    asked = auto(plan, "W4A16", "bf16")
+    run = results_of(asked, fresh(backbone, tmp_path / "pass"))
+    tried, best = mtp.choose(run, asked.recipe.mtp_auto, None)
+    assert best.recipe.mtp == "bf16"
+    assert all(each.kept == 1.0 and each.kept_at_least < 0.97 and each.needed_slots == 99 for each in tried)
     with pytest.raises(
         GateError, match=r"About 99 slots would tell, here are 80: raise calibration.held_out to \d+, or add bf16"
     ):
-        mtp_pass(asked, run.backbone)
+        mtp_pass(auto(plan, "W4A16"), run.backbone)
 
 
 def test_text_that_can_show_nothing_is_refused_at_once(glm):
-    plan, _, _ = glm
+    plan, backbone = glm
     for num_sequences, num_slots in ((16, 98), (3, 10_000)):
         with pytest.raises(
             RecipeError, match=r"needs 4 held-out sequences, and 99 tokens of them.*Raise calibration.held_out"
         ):
-            refuse_too_little_text(auto(plan, "bf16"), num_sequences=num_sequences, num_slots=num_slots)
-    refuse_too_little_text(auto(plan, "bf16"), num_sequences=4, num_slots=99)
+            refuse_held_out(auto(plan, "bf16"), text(backbone, num_sequences, num_slots))
+    refuse_held_out(auto(plan, "bf16"), text(backbone, 4, 99))
+
+
+def text(backbone: Backbone, num_sequences: int, num_slots: int) -> CalibrationData:
+    written = torch.zeros(num_sequences, 4000, dtype=torch.bool)
+    written.view(-1)[:num_slots] = True
+    return replace(backbone.data, held_out_ids=written.long(), held_out_written=written)
 
 
 def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypatch):
-    plan, backbone, written = glm
+    plan, backbone = glm
     asked = auto(plan, "FP8_DYNAMIC", "W4A16", "NVFP4", least=0.5)
-    whole = mtp_pass(asked, fresh(backbone, tmp_path / "whole"), written=written)
+    whole = mtp_pass(asked, fresh(backbone, tmp_path / "whole"))
     cut = fresh(backbone, tmp_path / "cut")
     calls = []
 
@@ -248,15 +234,15 @@ def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(policy, "calibrate", killed_at(2))
         with pytest.raises(KeyboardInterrupt):
-            mtp_pass(asked, cut, written=written)
+            mtp_pass(asked, cut)
     assert not [name for name in files(cut) if name.startswith("mtp-")], "nothing is published before the end"
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(policy, "calibrate", killed_at(0))
         patch.setattr(calibrate, "_calibrate_layer", lambda *_: pytest.fail("a second backbone pass"))
-        resumed = mtp_pass(asked, cut, written=written)
+        resumed = mtp_pass(asked, cut)
         assert len(calls) == 2, "the first candidate was done"
-        again = mtp_pass(asked, cut, written=written)
+        again = mtp_pass(asked, cut)
         assert len(calls) == 2, "all were done"
     assert resumed.candidates == whole.candidates == again.candidates
     for name in files(cut):
@@ -273,32 +259,37 @@ def without_draft(plan: Plan) -> Plan:
 
 
 def test_a_block_that_cannot_be_run_is_refused_or_left_unmeasured(glm, tmp_path):
-    plan, backbone, written = glm
+    plan, backbone = glm
     for mtp_word in ("NVFP4", "auto"):
         needing = without_draft(auto(plan, "bf16") if mtp_word == "auto" else with_mtp(plan, mtp_word))
         with pytest.raises(RecipeError, match="keepmtp must be able to run an MTP block"):
             refuse_mtp(needing)
     kept = without_draft(with_mtp(plan, "FP8_DYNAMIC"))
     refuse_mtp(kept)
-    found: MtpPass = mtp_pass(kept, fresh(backbone, tmp_path / "pass"), written=written)
+    found: MtpPass = mtp_pass(kept, fresh(backbone, tmp_path / "pass"))
     assert "transformers has no class for it" in found.unmeasured and found.plan is kept
     assert [row.acceptance for row in found.combinations] == [None, None] and found.combinations[1].perplexity > 1
     refuse_mtp(with_mtp(plan, "NVFP4"))
 
 
+def nobody(backbone: Backbone) -> Tensor:
+    """No token of the held-out text is the model's."""
+    return torch.zeros_like(backbone.data.held_out_ids, dtype=torch.bool)
+
+
 def test_text_that_says_nothing_costs_a_figure_not_the_run(glm, tmp_path):
     """As with a dataset that no model wrote: hours of backbone pass are behind it by then."""
-    plan, backbone, written = glm
-    backbone, nobody = fresh(backbone, tmp_path / "pass"), torch.zeros_like(written)
+    plan, backbone = glm
+    backbone, known = fresh(backbone, tmp_path / "pass"), fresh(backbone, tmp_path / "known")
     plan = with_mtp(plan, "NVFP4")
-    found = mtp_pass(plan, backbone, written=nobody)
+    found = mtp_pass(plan, reading(backbone, nobody(backbone)))
     says = f"{plan.recipe.name}: the held-out text must resemble what the model writes; got not one token"
     assert found.unmeasured.startswith(says)
     assert [row.mtp for row in found.combinations] == ["source", "source", "quantized"]
     assert not any(row.acceptance for row in found.combinations)
     assert found.plan is plan and found.coverage and found.combinations[1].perplexity > 1
     refuse_statistics(found.plan, Statistics.open(backbone.folder / "statistics"))
-    known = mtp_pass(plan, fresh(backbone, tmp_path / "known"), written=written)
+    known = mtp_pass(plan, known)
     for name in files(backbone):
         statistics = tmp_path / "known" / "statistics" / name
         assert statistics.read_bytes() == (backbone.folder / "statistics" / name).read_bytes()
@@ -306,9 +297,9 @@ def test_text_that_says_nothing_costs_a_figure_not_the_run(glm, tmp_path):
 
 
 def test_auto_cannot_choose_by_text_that_says_nothing(glm, tmp_path):
-    plan, backbone, written = glm
+    plan, backbone = glm
     with pytest.raises(RecipeError, match="the held-out text must resemble what the model writes"):
-        mtp_pass(auto(plan, "bf16"), fresh(backbone, tmp_path / "pass"), written=torch.zeros_like(written))
+        mtp_pass(auto(plan, "bf16"), reading(fresh(backbone, tmp_path / "pass"), nobody(backbone)))
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -316,7 +307,7 @@ def test_auto_cannot_choose_by_text_that_says_nothing(glm, tmp_path):
 
 def test_inputs_are_those_of_a_draft(made):
     """Each block sees in calibration what it sees when it drafts, up to the last slots, which have no next token."""
-    _, backbone, _ = made
+    _, backbone = made
     skeleton = backbone.skeleton
     blocks = []
     for _ in range(2):
@@ -325,7 +316,7 @@ def test_inputs_are_those_of_a_draft(made):
         blocks.append(block)
     batch = next(iter(backbone.batches("mtp")))
     with torch.no_grad():
-        hidden = evaluate.block_input(backbone, blocks[0], batch)
+        hidden = block_input(skeleton, blocks[0], batch)
         steps = draft_steps(blocks, skeleton.model.get_input_embeddings(), ids=batch.ids, hidden=hidden, num_steps=2)
         for count, expected in enumerate(steps, start=1):
             inputs = policy.BlockInputs(backbone=backbone, blocks=blocks[:count])
@@ -340,11 +331,11 @@ def test_inputs_are_those_of_a_draft(made):
 @pytest.mark.full
 def test_the_shipped_recipe_chooses(glm, tmp_path):
     """`tiny-glm4-moe.nvfp4-mtp-auto`: its seven candidates over a pass of its sibling, which has the same backbone."""
-    plan, backbone, written = glm
+    plan, backbone = glm
     recipe = find_recipe("tiny-glm4-moe.nvfp4-mtp-auto")[0]
     assert recipe.backbone == plan.recipe.backbone and recipe.calibration == plan.recipe.calibration
     shipped = replace(plan, recipe=recipe)
-    found = mtp_pass(shipped, fresh(backbone, tmp_path / "pass"), written=written)
+    found = mtp_pass(shipped, fresh(backbone, tmp_path / "pass"))
     assert len(found.candidates) == 7 and not any(each.refused for each in found.candidates)
     (chosen,) = (each for each in found.candidates if each.chosen)
     assert chosen.bytes < found.candidates[0].bytes * 0.75 and chosen.kept >= 0.97

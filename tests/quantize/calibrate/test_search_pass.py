@@ -12,8 +12,9 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.search import search_pass
-from keepmtp.quantize.calibrate.search.measured_plans import PlanMeasuring
-from keepmtp.quantize.calibrate.search.search_pass import _Search, search
+from keepmtp.quantize.calibrate.search.measured_plans import measure_plans
+from keepmtp.quantize.calibrate.search.search_pass import packed, search, search_run
+from keepmtp.quantize.calibrate.search.sensitivity import SearchRun, Sensitivities
 from keepmtp.quantize.plan.choices import choices_of
 from keepmtp.quantize.plan.found_recipe import found_plan, found_recipe, found_text
 from keepmtp.quantize.plan.plan import Plan, make_plan
@@ -40,12 +41,12 @@ def plan_and_data(recipe: Recipe) -> tuple[Plan, CalibrationData]:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory) -> tuple[_Search, object]:
+def swept(tmp_path_factory) -> tuple[SearchRun, Sensitivities]:
     """A search whose sensitivities are known."""
     plan, data = plan_and_data(searched("5.5 bits"))
     choices = choices_of(plan.recipe, plan.source)
-    own = _Search(choices, data, tmp_path_factory.mktemp("search"), ALONE, None)
-    return own, own._sweeps().sensitivities()
+    own = search_run(choices, data, tmp_path_factory.mktemp("search"), ALONE)
+    return own, own.sensitivities()
 
 
 @pytest.mark.full
@@ -59,9 +60,7 @@ def test_sensitivities_predict_what_one_unit_does_to_held_out_text(swept, tmp_pa
     choices = own.choices
     backbone = [unit for unit in choices.units if unit.part == "backbone"]
     plans = [choices.plan({**choices.uniform("bf16"), unit.name: "NVFP4"}) for unit in backbone]
-    run = replace(own.run, has_block=False, step=lambda: None)
-    measuring = PlanMeasuring(run, own.data, tmp_path, found.largest)
-    _, measured = measuring.measure(plans)
+    _, *measured = measure_plans(replace(own, has_block=False), plans, own.data, tmp_path, found.largest)
     predicted = [found.loss(unit.name, "NVFP4") for unit in backbone]
     diverged = [each.target.divergence for each in measured]
     assert spearmanr(predicted, diverged).statistic > 0.8
@@ -75,12 +74,12 @@ def test_sensitivities_predict_what_one_unit_does_to_held_out_text(swept, tmp_pa
 def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept):
     own, found = swept
     choices = own.choices
-    assignment = own._assignment(own._packed(found, {}), {})
+    assignment, _ = packed(choices, found, {})
     assert choices.fits(assignment)
     plan = found_plan(choices, assignment, shard_bytes=10**9)
     text = found_text(plan.recipe)
     assert "auto" not in text and "budget" not in text.replace("found for", "")
-    path = Path(own.folder) / "recipe.yaml"
+    path = own.place / "recipe.yaml"
     path.write_text(text)
     again = make_plan(read_recipe(path), plan.source)
     assert [(t.name, t.fate, t.scheme) for t in again.tensors] == [(t.name, t.fate, t.scheme) for t in plan.tensors]
@@ -118,7 +117,7 @@ def test_overrides_are_few_where_layers_agree():
 @pytest.mark.parametrize("stop", ["_forward", "_top", "_backward"])
 def test_a_killed_search_goes_on_to_the_same_sums(stop, swept, tmp_path, monkeypatch):
     own, found = swept
-    sweeps = replace(own._sweeps(), place=tmp_path)
+    sweeps = replace(own, place=tmp_path)
     calls = []
     once = getattr(type(sweeps), stop)
 
@@ -132,7 +131,7 @@ def test_a_killed_search_goes_on_to_the_same_sums(stop, swept, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         sweeps.sensitivities()
     monkeypatch.setattr(type(sweeps), stop, once)
-    assert replace(own._sweeps(), place=tmp_path).sensitivities() == found
+    assert replace(own, place=tmp_path).sensitivities() == found
 
 
 @pytest.mark.full
@@ -167,7 +166,7 @@ def test_the_whole_line(tmp_path, monkeypatch):
 
 
 def _another_budget(folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr("keepmtp.quantize.calibrate.search.sensitivity.Sweeps._forward", None)
+    monkeypatch.setattr("keepmtp.quantize.calibrate.search.sensitivity.SearchRun._forward", None)
     plan, data = plan_and_data(searched("16 bits", variant="small"))
     found = search(plan, data, folder, ranks=ALONE)
     # Everything fits: nothing is rounded, and nothing is left for batches.
@@ -181,7 +180,7 @@ def _another_budget(folder: Path, monkeypatch) -> None:
 def test_acceptance_that_no_plan_keeps_is_refused(swept, tmp_path):
     own, _ = swept
     folder = tmp_path / "search"
-    shutil.copytree(own.folder, folder)
+    shutil.copytree(own.place, folder)
     plan, data = plan_and_data(searched("5.5 bits", auto={"min_acceptance": 0.9999}))
     with pytest.raises(GateError, match=r"must keep 100\.0% of acceptance.*, by (found|NVFP4 for all)"):
         search(plan, data, folder, ranks=ALONE)

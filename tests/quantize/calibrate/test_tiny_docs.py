@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
-from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
-from keepmtp.quantize.calibrate.mtp.held_out import acceptance
+from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance, acceptance
 from keepmtp.quantize.calibrate.mtp.mtp_block import bind_block, build_block
 from keepmtp.quantize.calibrate.mtp.target import target
 from passes import ROOT, finished, plan_over
@@ -40,7 +39,7 @@ def accepted(backbone) -> Acceptance:
     plan = backbone.skeleton.plan
     block = build_block(plan.view)
     backbone.skeleton.fill(block, bind_block(block, plan))
-    return acceptance(backbone, "source", [block.requires_grad_(False)], target(backbone, "source"))
+    return acceptance(target(backbone, "source"), [block.requires_grad_(False)])
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 import math
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,18 +10,15 @@ from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.cli.calibration_tables import will_do_json
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
 from keepmtp.quantize.calibrate.mtp import mtp_policy, tuning
-from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
-from keepmtp.quantize.calibrate.mtp.mtp_pass import MtpPass, mtp_pass, refuse_mtp
-from keepmtp.quantize.calibrate.mtp.tuned_choice import refuse_too_few_sequences
+from keepmtp.quantize.calibrate.mtp.mtp_pass import MtpPass, mtp_pass, refuse_held_out, refuse_mtp
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import MtpTuned, Recipe
-from passes import ROOT, finished, greedy_answers, laid_out, plan_over, prompts
+from passes import ROOT, answered, even, fresh, plan_over, results_of
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 QWEN, GLM = ("tiny-qwen3_5", "tiny-glm4-moe")
 TUNED = {
@@ -48,25 +44,20 @@ def with_settings(plan: Plan, **changes: object) -> Plan:
     )
 
 
-def fresh(backbone: Backbone, folder: Path) -> Backbone:
-    shutil.copytree(backbone.folder, folder, ignore=shutil.ignore_patterns("mtp", "mtp-*"))
-    return replace(backbone, folder=folder)
-
-
 @pytest.fixture(scope="module")
-def weak(tmp_path_factory) -> tuple[Plan, Backbone, Tensor]:
+def weak(tmp_path_factory) -> tuple[Plan, Backbone]:
     """A model whose MTP block drafts badly: noise in the matrix that joins embedding and hidden state."""
     return _made(QWEN, tmp_path_factory, noisy="mtp.fc.weight")
 
 
 @pytest.fixture(scope="module")
-def glm(tmp_path_factory) -> tuple[Plan, Backbone, Tensor]:
+def glm(tmp_path_factory) -> tuple[Plan, Backbone]:
     """Experts and a router, and a block as released, which has nothing to gain."""
     return _made(GLM, tmp_path_factory)
 
 
-def _made(model: str, tmp_path_factory, noisy: str = "") -> tuple[Plan, Backbone, Tensor]:
-    folder, asked = tmp_path_factory.mktemp(model) / "source", prompts(8)
+def _made(model: str, tmp_path_factory, noisy: str = "") -> tuple[Plan, Backbone]:
+    folder = tmp_path_factory.mktemp(model) / "source"
     shutil.copytree(ROOT / "models" / model, folder)
     if noisy:
         (file,) = folder.glob("*.safetensors")
@@ -74,21 +65,20 @@ def _made(model: str, tmp_path_factory, noisy: str = "") -> tuple[Plan, Backbone
         noise = torch.randn(weights[noisy].shape, generator=torch.Generator().manual_seed(0))
         weights[noisy] += (3.0 * weights[noisy].float().std() * noise).bfloat16()
         save_file(weights, file, metadata={"format": "pt"})
-    held_out, written = laid_out(folder, asked, greedy_answers(folder, asked))
     plan = plan_over(folder, recipe(model))
-    return plan, finished(plan, folder.parent / "pass", held_out=held_out, samples=8), written
+    return plan, answered(plan, folder.parent / "pass", count=8, samples=8)
 
 
 @pytest.fixture(scope="module")
 def trained(weak, tmp_path_factory) -> tuple[Backbone, MtpPass]:
-    plan, backbone, written = weak
+    plan, backbone = weak
     backbone = fresh(backbone, tmp_path_factory.mktemp("trained") / "pass")
-    return backbone, mtp_pass(plan, backbone, written=written)
+    return backbone, mtp_pass(plan, backbone)
 
 
 @pytest.mark.full
 def test_a_weak_block_is_trained_and_written(weak, trained, tmp_path):
-    plan, _, _ = weak
+    plan, _ = weak
     backbone, found = trained
     tuned = found.tuned
     assert tuned is not None and tuned.chosen and tuned.gain_at_least > 1.2 and tuned.last_loss < tuned.first_loss
@@ -124,18 +114,16 @@ def test_a_tuned_tensor_that_is_missing_is_refused(weak, trained, tmp_path):
 
 def test_what_is_measured_is_what_is_written(weak, tmp_path, monkeypatch):
     """The block's weights while its acceptance is measured, and those that the statistics decompress to."""
-    plan, backbone, written = weak
+    plan, backbone = weak
     backbone, seen = fresh(backbone, tmp_path / "pass"), {}
 
-    def spy(self, stream, blocks):
+    def spy(_target, blocks):
         seen.update({name: value.detach().clone() for name, value in blocks[0].named_parameters()})
-        return original(self, stream, blocks)
+        return even(0.9, slots=100)
 
-    original = mtp_policy.PolicyResults._acceptance
-    monkeypatch.setattr(mtp_policy.PolicyResults, "_acceptance", spy)
-    results = mtp_policy.PolicyResults(plan=plan, backbone=backbone, source=None, served=None, written=written)
-    monkeypatch.setattr(mtp_policy, "acceptance", lambda *_, **__: even(0.9, slots=100))
-    results.tuned(with_settings(plan, steps=1))
+    monkeypatch.setattr(mtp_policy, "acceptance", spy)
+    results = results_of(plan, backbone)
+    results.measured(with_settings(plan, steps=1))
     (file,) = results.statistics(with_settings(plan, steps=1))
     kept = load_file(file)
     for module in ("self_attn.q_proj", "mlp.down_proj"):
@@ -146,16 +134,11 @@ def test_what_is_measured_is_what_is_written(weak, tmp_path, monkeypatch):
     assert torch.equal(kept["mtp.fc.weight"], seen["projection.weight"])
 
 
-def even(rate: float, *, slots: int, rows: int = 16) -> Acceptance:
-    counts = torch.tensor([slots / rows, rate * slots / rows], dtype=torch.float64)
-    return Acceptance(num_slots=slots, counts=counts.expand(rows, 2)[:, :, None, None].clone())
-
-
 def test_a_block_that_got_worse_stays_untrained(glm, tmp_path):
-    plan, backbone, written = glm
+    plan, backbone = glm
     backbone = fresh(backbone, tmp_path / "pass")
     wild = with_settings(plan, learning_rate=0.9, steps=2, draft_steps=1, frozen=["experts"])
-    found = mtp_pass(wild, backbone, written=written)
+    found = mtp_pass(wild, backbone)
     assert found.tuned is not None and not found.tuned.chosen and found.tuned.gain < 0.9
     assert found.plan.recipe == wild.recipe and not any(tensor.tuned for tensor in found.plan.tensors)
     assert [row.mtp for row in found.combinations] == ["source", "source", "quantized"]
@@ -167,12 +150,12 @@ def test_a_block_that_got_worse_stays_untrained(glm, tmp_path):
 
 
 def test_experts_and_router_are_trained_too(glm, tmp_path, monkeypatch):
-    plan, backbone, written = glm
+    plan, backbone = glm
     monkeypatch.setattr(mtp_policy, "acceptance", lambda *_, **__: even(0.9, slots=100))
     backbone = fresh(backbone, tmp_path / "pass")
     small = with_settings(plan, mtp="bf16", steps=1, batch_size=1, draft_steps=1)
-    results = mtp_policy.PolicyResults(plan=small, backbone=backbone, source=None, served=None, written=written)
-    results.tuned(small)
+    results = results_of(small, backbone)
+    results.measured(small)
     kept = load_file(results.statistics(small)[0])
     released = {
         name: value for file in plan.source.folder.glob("*.safetensors") for name, value in load_file(file).items()
@@ -193,7 +176,7 @@ def test_experts_and_router_are_trained_too(glm, tmp_path, monkeypatch):
 
 
 def test_a_killed_training_goes_on_to_the_same_bytes(weak, trained, tmp_path, monkeypatch):
-    plan, backbone, written = weak
+    plan, backbone = weak
     cut, steps = fresh(backbone, tmp_path / "cut"), []
     original = tuning._step
 
@@ -206,22 +189,22 @@ def test_a_killed_training_goes_on_to_the_same_bytes(weak, trained, tmp_path, mo
     monkeypatch.setattr(tuning, "_SAVE_SECONDS", 0.0)
     monkeypatch.setattr(tuning, "_step", killed)
     with pytest.raises(KeyboardInterrupt):
-        mtp_pass(plan, cut, written=written)
-    found = mtp_pass(plan, cut, written=written)
+        mtp_pass(plan, cut)
+    found = mtp_pass(plan, cut)
     assert steps == [0, 1, 2, 3, 4, 4, 5, 6, 7], "no step is done twice"
     whole, tuned = trained
     name = "mtp-00000.safetensors"
     assert (cut.folder / "statistics" / name).read_bytes() == (whole.folder / "statistics" / name).read_bytes()
     assert found.tuned == tuned.tuned and not [*(cut.folder / "mtp").glob("*.training")]
-    assert mtp_pass(plan, cut, written=written).tuned == found.tuned and len(steps) == 9, "all was done"
+    assert mtp_pass(plan, cut).tuned == found.tuned and len(steps) == 9, "all was done"
 
 
 def test_a_loss_that_is_not_finite_is_one_sentence(weak, tmp_path, monkeypatch):
-    plan, backbone, written = weak
+    plan, backbone = weak
     backbone, original = fresh(backbone, tmp_path / "pass"), tuning._backward
     monkeypatch.setattr(tuning, "_backward", lambda *args: original(*args) * math.nan)
     with pytest.raises(RecipeError, match=r"loss of mtp: tuned.*must be finite; got nan and .* at step 1 of 8\. Lower"):
-        mtp_pass(plan, backbone, written=written)
+        mtp_pass(plan, backbone)
     assert not [*(backbone.folder / "statistics").glob("mtp-*")]
 
 
@@ -235,29 +218,29 @@ def test_each_sequence_is_drawn_once_before_one_is_drawn_again():
 
 
 def test_what_cannot_be_trained_is_refused_from_the_headers(glm):
-    plan, _, _ = glm
+    plan, backbone = glm
     groups = [tensor.role for tensor in plan.tensors if tensor.tuned]
     everything = plan.recipe.mtp_tuned.model_copy(update={"frozen": tuple(set(groups))})
     empty = make_plan(plan.recipe.model_copy(update={"mtp_tuned": everything}), plan.source)
     with pytest.raises(RecipeError, match=r"must leave something of the block to train; got no tensor\. Shorten"):
         refuse_mtp(empty)
     with pytest.raises(RecipeError, match=r"needs 4 held-out sequences to compare blocks on; got 3\. Raise"):
-        refuse_too_few_sequences(plan, 3)
+        refuse_held_out(plan, replace(backbone.data, held_out_ids=torch.zeros(3, 8), held_out_written=None))
 
 
 def test_a_tuned_block_with_an_fp8_cache(weak, tmp_path):
     """Keys and values are rounded while it is trained, too; its scales are those of the released block."""
-    plan, backbone, written = weak
+    plan, backbone = weak
     with_cache = make_plan(plan.recipe.model_copy(update={"kv_cache": "FP8"}), plan.source)
     backbone = fresh(backbone, tmp_path / "pass")
-    found = mtp_pass(with_cache, backbone, written=written)
+    found = mtp_pass(with_cache, backbone)
     assert found.tuned is not None and found.tuned.chosen and found.tuned.gain > 1.2
     file = load_file(backbone.folder / "statistics" / "mtp-00000.safetensors")
     assert [name for name in file if name.endswith(("k_scale", "v_scale"))]
 
 
 def test_the_plan_says_what_training_gives(glm):
-    plan, _, _ = glm
+    plan, _ = glm
     said = will_do_json(plan)
     assert said is not None
     rows = {row["modules"]: row["from_batches"] for row in said["groups"] if row["part"] == "mtp"}
