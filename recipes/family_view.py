@@ -7,7 +7,7 @@ Easy to get wrong: an MTP layer has one index on disk and may have another numbe
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from .errors import CheckpointError
 from .family import INDEX, Family, HFName, Layout, Part, Role, Row, Stem, VLLMName
 
 _EXPERT = re.compile(rf"(?<=experts\.)({INDEX})(?=\.)")
+_UNKNOWN = "outside of the family's table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,17 @@ class Place:
     @property
     def role(self) -> Role:
         return self.row.role
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the family's table has a row for it."""
+        return self.row.why_kept != _UNKNOWN
+
+
+def unknown_place(module: HFName) -> Place:
+    """The place of a module that the family's table does not know: no server calls it otherwise than the disk does."""
+    row = Row(path=module, role="state", why_kept=_UNKNOWN)
+    return _outside_layers(row, "backbone", leaf="", runtime=module)
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,16 @@ class FamilyView:
         return self.family.mtp_count_keys[0]
 
     def place(self, name: HFName) -> Place | None:
-        """What the tensor `name` is, or None if the table has no row for it."""
+        """What the tensor `name` is, or None if the table has no row for it. It is looked up once, and kept."""
+        if name not in self._places:
+            self._places[name] = self._looked_up(name)
+        return self._places[name]
+
+    @cached_property
+    def _places(self) -> dict[HFName, Place | None]:
+        return {}
+
+    def _looked_up(self, name: HFName) -> Place | None:
         if found := self._top.get(name) or self._top.get(name.rpartition(".")[0]):
             row, part = found
             return _outside_layers(row, part, leaf=name[len(row.path) + 1 :], runtime=row.runtime or row.path)
@@ -188,7 +209,7 @@ class FamilyView:
         names += [row.path for row in self.layout.mtp_top if row.role in ("glue", "norm")] if layers else []
         return [HFName(name) for name in names]
 
-    def mtp_layers_of(self, names: Iterator[HFName] | Mapping[HFName, Any]) -> set[int]:
+    def mtp_layers_of(self, names: Iterable[HFName]) -> set[int]:
         """The MTP layers (counted from 0) that have at least one of `names`."""
         first = self.num_layers if self.layout.mtp is None else 0
         places = (self.place(name) for name in names)

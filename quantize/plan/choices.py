@@ -233,9 +233,9 @@ def _searched(recipe: Recipe, base: Plan) -> dict[HFName, TensorPlan]:
     groups = {group for group, word in recipe.backbone.items() if word == AUTO}
     with matching_limit():
         for tensor in base.tensors:
-            place = base.view.place(tensor.name)
+            place = tensor.place
             is_auto = recipe.mtp == AUTO if tensor.part == "mtp" else tensor.role in groups
-            if place is None or place.row.why_kept or not is_auto or len(tensor.shape) < 2 or not tensor.outputs:
+            if place.row.why_kept or not is_auto or len(tensor.shape) < 2 or not tensor.outputs:
                 continue
             if tensor.fate in ("keep", "dequantize") and patterns.override(place.module) is None and not tensor.slices:
                 found[tensor.name] = tensor

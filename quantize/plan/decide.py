@@ -9,14 +9,14 @@ quantized and knows the names of its scales; elsewhere the weight becomes BF16.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...checkpoints.source import Entry, Source
-from ...checkpoints.stored import NOT_COMPUTED, OTHER_LEAVES, Form, StoredWeight
+from ...checkpoints.stored import NOT_COMPUTED, OTHER_LEAVES, StoredWeight
 from ...recipes.errors import CheckpointError, RecipeError
-from ...recipes.family import HFName, VLLMName
-from ...recipes.family_view import FamilyView, Place
+from ...recipes.family import HFName
+from ...recipes.family_view import FamilyView, Place, unknown_place
 from ...recipes.match_clock import SIMPLER, MatchClock
 from ...recipes.schema import TUNED, Recipe
 from ...recipes.schemes import SCHEMES, Scheme
@@ -86,7 +86,7 @@ def decide_weight(weight: StoredWeight, given: Given) -> TensorPlan:
     """
     name = HFName(f"{weight.module}.weight")
     if given.patterns.keeps(name):
-        return _kept_unknown(name, tuple(weight.parts.values()), weight.shape)
+        return _kept(name, tuple(weight.parts.values()), weight.shape, given)
     place = _place(name, given)
     if place.leaf != "weight":  # a parameter whose own name ends in .weight
         return decide_other(weight.weight, given)
@@ -102,7 +102,7 @@ def decide_weight(weight: StoredWeight, given: Given) -> TensorPlan:
     if weight.form == "plain":
         return _tensor(weight, place, "keep", "", reason, (same_output(weight.weight),))
     if word == "source" and _can_stay_quantized(weight, place, given.view):
-        outputs = renamed_outputs(weight, SCHEMES[weight.scheme])
+        outputs = renamed_outputs(weight, weight.scheme)
         return _tensor(weight, place, "keep", weight.scheme, "as in the source, scales renamed", outputs)
     if word == "source" and not place.row.why_kept:
         raise RecipeError(
@@ -111,7 +111,7 @@ def decide_weight(weight: StoredWeight, given: Given) -> TensorPlan:
             got=f"{weight.form} in {name}",
             cure="Use bf16 or a scheme",
         )
-    return _tensor(weight, place, "dequantize", "", reason, (Output(name=name, dtype="BF16", shape=weight.shape),))
+    return _tensor(weight, place, "dequantize", "", reason, (Output(name, "BF16", weight.shape),))
 
 
 def _refuse_missing_scale(weight: StoredWeight, place: Place, source: Source) -> None:
@@ -133,9 +133,10 @@ def decide_other(entry: Entry, given: Given) -> TensorPlan:
         CheckpointError: the family does not know the tensor, or it is a scale without its weight.
     """
     if given.patterns.keeps(entry.name):
-        return _kept_unknown(entry.name, (entry,), entry.shape)
+        return _kept(entry.name, (entry,), entry.shape, given)
     if _RECOMPUTED.search(entry.name):
-        return _unplaced(entry.name, (entry,), "drop", "every model class computes it", entry.shape)
+        place = unknown_place(entry.name)
+        return _placed(place, entry.name, (entry.name,), "drop", "every model class computes it", entry.shape, ())
     place = _place(entry.name, given)
     if place.row.stacked and place.leaf == "":  # a 3-D expert parameter is a weight whose name has no `.weight`
         weight = StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
@@ -161,7 +162,7 @@ def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[Ten
                 continue
             place = view.place(name)
             assert place is not None, f"alias {name} has no row in family {view.family.model_type}"
-            output = Output(name=name, dtype=origin.dtype, shape=origin.shape)
+            output = Output(name, origin.dtype, origin.shape)
             plans.append(_placed(place, name, (origin.name,), "add", alias.reason, origin.shape, (output,)))
     return plans
 
@@ -226,12 +227,12 @@ def _to_scheme(
 ) -> TensorPlan:
     is_tuned = place.part == "mtp" and given.recipe.mtp == TUNED
     if _same_bytes(weight, scheme) and not is_tuned:
-        outputs = renamed_outputs(weight, scheme)
+        outputs = renamed_outputs(weight, scheme.name)
         return _tensor(weight, place, "keep", scheme.name, f"the source stores {scheme.name} already", outputs)
     where = _group(place, given.recipe)
     _refuse_shape(where, name, weight, place, scheme)
     _refuse_width(where, name, weight, place, scheme, given.view)
-    return _tensor(weight, place, "quantize", scheme.name, reason, packed_outputs(place, scheme, weight.shape))
+    return _tensor(weight, place, "quantize", scheme.name, reason, packed_outputs(place, scheme.name, weight.shape))
 
 
 def _separated(weight: StoredWeight, name: HFName, place: Place, reason: str, given: Given) -> TensorPlan:
@@ -264,7 +265,7 @@ def _can_stay_quantized(weight: StoredWeight, place: Place, view: FamilyView) ->
     known = view.family.loader.mtp_leaves
     if place.part == "backbone" or not known:
         return True
-    outputs = renamed_outputs(weight, SCHEMES[weight.scheme])
+    outputs = renamed_outputs(weight, weight.scheme)
     return all(output.name.rpartition(".")[2] in known for output in outputs)
 
 
@@ -333,20 +334,19 @@ def _tensor(
     weight: StoredWeight, place: Place, fate: Fate, scheme: str, reason: str, outputs: tuple[Output, ...]
 ) -> TensorPlan:
     """A weight with its scales."""
-    name = HFName(f"{place.module}.weight")
     is_shared = fate == "quantize" and SCHEMES[scheme].has_tensor_scale and bool(place.shares)
-    return _placed(
-        place,
-        name,
-        weight.names(),
-        fate,
-        reason,
-        weight.shape,
-        outputs,
+    name = HFName(f"{place.module}.weight")
+    return TensorPlan(
+        name=name,
+        inputs=weight.names(),
+        fate=fate,
         scheme=scheme,
+        reason=reason,
         form=weight.form,
+        shape=weight.shape,
+        outputs=outputs,
         unit=place.shares if is_shared else name,
-        stacked=place.row.stacked,
+        place=place,
         block=weight.block,
     )
 
@@ -359,55 +359,11 @@ def _placed(
     reason: str,
     shape: tuple[int, ...],
     outputs: tuple[Output, ...],
-    *,
-    scheme: str = "",
-    form: Form = "plain",
-    unit: str = "",
-    stacked: tuple[str, ...] = (),
-    block: tuple[int, int] | None = None,
 ) -> TensorPlan:
-    """A tensor that the family's table knows."""
+    """A tensor that is no matrix, or a copy of one."""
     return TensorPlan(
         name=name,
         inputs=inputs,
-        fate=fate,
-        scheme=scheme,
-        reason=reason,
-        form=form,
-        shape=shape,
-        outputs=outputs,
-        unit=unit or name,
-        role=place.role,
-        part=place.part,
-        layer=place.layer,
-        module=place.module,
-        runtime=place.runtime,
-        stacked=stacked,
-        block=block,
-    )
-
-
-def _kept_unknown(name: HFName, entries: tuple[Entry, ...], shape: tuple[int, ...]) -> TensorPlan:
-    """A tensor that the recipe's `keep` names."""
-    outputs = tuple(same_output(entry) for entry in entries)
-    module = HFName(name.rpartition(".")[0] or name)
-    return _unplaced(name, entries, "keep", "recipe: keep", shape, outputs=outputs, module=module)
-
-
-def _unplaced(
-    name: HFName,
-    entries: Iterable[Entry],
-    fate: Fate,
-    reason: str,
-    shape: tuple[int, ...],
-    *,
-    outputs: tuple[Output, ...] = (),
-    module: HFName | None = None,
-) -> TensorPlan:
-    """A tensor that no family table needs to know."""
-    return TensorPlan(
-        name=name,
-        inputs=tuple(entry.name for entry in entries),
         fate=fate,
         scheme="",
         reason=reason,
@@ -415,9 +371,12 @@ def _unplaced(
         shape=shape,
         outputs=outputs,
         unit=name,
-        role="state",
-        part="backbone",
-        layer=None,
-        module=module or name,
-        runtime=VLLMName(module or name),
+        place=place,
     )
+
+
+def _kept(name: HFName, entries: tuple[Entry, ...], shape: tuple[int, ...], given: Given) -> TensorPlan:
+    """A tensor that the recipe's `keep` names, which the family's table mostly does not know."""
+    place = given.view.place(name) or unknown_place(HFName(name.rpartition(".")[0] or name))
+    inputs = tuple(entry.name for entry in entries)
+    return _placed(place, name, inputs, "keep", "recipe: keep", shape, tuple(map(same_output, entries)))

@@ -86,13 +86,9 @@ def _scale(projection: TensorPlan, name: HFName) -> TensorPlan:
         reason=_REASON,
         form="plain",
         shape=(1,),
-        outputs=(Output(name=name, dtype="BF16", shape=(1,)),),
+        outputs=(Output(name, "BF16", (1,)),),
         unit=f"{module}.kv_cache",
-        role="attention",
-        part=projection.part,
-        layer=projection.layer,
-        module=module,
-        runtime=projection.runtime,
+        place=replace(projection.place, module=module),
         calibrated="cache",
     )
 

@@ -9,7 +9,7 @@ class has no slot for scales must stay plain, and an MTP block promised by confi
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -22,7 +22,7 @@ from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_family
 from ...recipes.family import Family, HFName, Part, VLLMName
 from ...recipes.family_view import FamilyView
-from ...recipes.schema import AUTO, TUNED, Calibration, MtpTuned, Recipe
+from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import RESCALING, REWRITES, SCHEMES, SEARCHES, num_bytes
 from .decide import Given, Patterns, added_aliases, decide_other, decide_weight, matching_limit
 from .kv_cache import with_cache_scales
@@ -183,7 +183,8 @@ def make_plan(
     entries = with_separate_mtp(source, view)
     weights, others = stored_weights(entries.values())
     _refuse_lost_layers(view, source)
-    refuse_missing_mtp(view, source, entries)
+    names = [*(HFName(f"{module}.weight") for module in weights), *(entry.name for entry in others)]
+    refuse_missing_mtp(view, source, names)
     given = Given(recipe=recipe, source=source, view=view, patterns=Patterns(recipe))
     with matching_limit():
         tensors = [decide_weight(weight, given) for weight in weights.values()]
@@ -194,7 +195,7 @@ def make_plan(
     refuse_disagreeing_fusions(recipe, tensors)
     if recipe.format == "modelopt":
         refuse_wordless(recipe, tensors)
-    tensors = _with_calibration(recipe, [_searched(tensor, recipe) for tensor in tensors])
+    tensors = _with_calibration(recipe, tensors)
     if recipe.kv_cache is not None:
         tensors = with_cache_scales(recipe, view, tensors)
     tensors.sort(key=plan_order)
@@ -223,17 +224,14 @@ def refuse_calibration(plan: Plan) -> None:
         RecipeError: names the module and what to override it with.
     """
     for tensor in plan.tensors:
-        if tensor.fate == "quantize" and SCHEMES[tensor.scheme].needs_calibration and _is_absorbed(tensor):
+        is_absorbed = tensor.module.endswith(".kv_b_proj")
+        if is_absorbed and tensor.fate == "quantize" and SCHEMES[tensor.scheme].needs_calibration:
             raise RecipeError(
                 f"{plan.recipe.name}: {tensor.part} {tensor.role}",
                 "vLLM reads kv_b_proj through an identity matrix, which static input scales distort",
                 got=f"{tensor.scheme} for {tensor.name}",
                 cure="Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16",
             )
-
-
-def _is_absorbed(tensor: TensorPlan) -> bool:
-    return tensor.module.endswith(".kv_b_proj")
 
 
 # --- recipe and model must fit ----------------------------------------------------------------------------------------
@@ -270,11 +268,11 @@ def _refuse_lost_layers(view: FamilyView, source: Source) -> None:
             )
 
 
-def refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFName, Entry]) -> None:
-    """config.json and the files must agree on the MTP layers, and every module of the block must be there."""
-    promised, found = view.num_mtp_layers, view.mtp_layers_of(entries)
+def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFName]) -> None:
+    """config.json and the tensors' names must agree on the MTP layers, and every module of the block must be there."""
+    promised, found = view.num_mtp_layers, view.mtp_layers_of(names)
     where = f"{source.where}/config.json"
-    if promised and not any(map(view.is_mtp, entries)):
+    if promised and not any(map(view.is_mtp, names)):
         raise CheckpointError(
             where,
             f"{view.mtp_count_key}={promised} promises MTP layers {view.mtp_stem(0)}*",
@@ -302,7 +300,7 @@ def refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFName
             got=promised,
             cure=_LOST,
         )
-    present = {name.rpartition(".")[0] for name in entries} | set(entries)
+    present = {name.rpartition(".")[0] for name in names} | set(names)
     for module in view.required_mtp_modules(range(promised)):
         if module not in present:
             raise CheckpointError(
@@ -382,11 +380,7 @@ _WORDS_OF = {
 def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorPlan]:
     """The tensors, each with what batches give it."""
     algorithm = recipe.calibration.algorithm if recipe.calibration else "minmax"
-    if recipe.mtp_tuned is not None:
-        backbone = [tensor for tensor in tensors if tensor.part != "mtp"]
-        block = [_marked_tuned(tensor, recipe.mtp_tuned) for tensor in tensors if tensor.part == "mtp"]
-        return _with_calibration(recipe.model_copy(update={"mtp_tuned": None}), backbone) + block
-    marked = [_marked(tensor, algorithm) for tensor in tensors]
+    marked = [_marked(tensor, recipe, algorithm) for tensor in tensors]
     if algorithm not in RESCALING:
         return marked
     rewritten = {(t.part, t.layer) for t in marked if t.calibrated == "weights" and t.layer is not None}
@@ -398,29 +392,32 @@ def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorP
     ]
 
 
-def _searched(tensor: TensorPlan, recipe: Recipe) -> TensorPlan:
-    """With a reason that says how its scales are chosen, where they are searched."""
-    if tensor.fate != "quantize" or recipe.search is None or tensor.scheme not in SEARCHES[recipe.search]:
+def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
+    """A tensor with how its scales are chosen, what batches give it, and whether it is trained.
+
+    Weights of a tuned block are rounded to nearest, whatever the algorithm.
+    """
+    tuned = recipe.mtp_tuned if tensor.part == "mtp" else None
+    reasons, calibrated, is_weighted = [tensor.reason], tensor.calibrated, False
+    if tensor.fate == "quantize":
+        if recipe.search is not None and tensor.scheme in SEARCHES[recipe.search]:
+            reasons.append(f"scales by {recipe.search}")
+            is_weighted = recipe.search == "imatrix"
+        if tensor.scheme in REWRITES[algorithm] and tuned is None:
+            calibrated = "weights"
+            reasons.append(f"{algorithm} on calibration data")
+        elif SCHEMES[tensor.scheme].needs_calibration:
+            calibrated = "scales"
+            reasons.append("input scales from calibration data")
+        elif is_weighted:
+            calibrated = "scales"
+    is_trained = tuned is not None and tensor.role not in (*_NEVER_TRAINED, *tuned.frozen) and _is_weight(tensor)
+    if is_trained:
+        reasons.append("tuned")
+    if len(reasons) == 1:
         return tensor
-    reason = f"{tensor.reason}; scales by {recipe.search}"
-    return replace(tensor, reason=reason, weighted=recipe.search == "imatrix")
-
-
-def _marked(tensor: TensorPlan, algorithm: str) -> TensorPlan:
-    if tensor.fate != "quantize":
-        return tensor
-    if tensor.scheme in REWRITES[algorithm]:
-        return replace(tensor, calibrated="weights", reason=f"{tensor.reason}; {algorithm} on calibration data")
-    if SCHEMES[tensor.scheme].needs_calibration:
-        return replace(tensor, calibrated="scales", reason=f"{tensor.reason}; input scales from calibration data")
-    return replace(tensor, calibrated="scales") if tensor.weighted else tensor
-
-
-def _marked_tuned(tensor: TensorPlan, tuned: MtpTuned) -> TensorPlan:
-    """A tensor of a block that is trained; weights that are not are rounded to nearest, whatever the algorithm."""
-    marked = _marked(tensor, "minmax")
-    is_trained = tensor.role not in (*_NEVER_TRAINED, *tuned.frozen) and _is_weight(tensor)
-    return replace(marked, tuned=True, reason=f"{marked.reason}; tuned") if is_trained else marked
+    reason = "; ".join(reasons)
+    return replace(tensor, reason=reason, calibrated=calibrated, weighted=is_weighted, tuned=is_trained)
 
 
 def _is_weight(tensor: TensorPlan) -> bool:

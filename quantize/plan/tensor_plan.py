@@ -8,24 +8,25 @@ expert and each projection, under the names of single experts.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Literal, NamedTuple
 
 from ...checkpoints.source import Entry
 from ...checkpoints.stored import Form, StoredWeight
 from ...recipes.conventions import Change, cache_scale_in, in_modelopt
 from ...recipes.family import HFName, Part, Role, VLLMName
 from ...recipes.family_view import Place
-from ...recipes.schemes import SCHEMES, Scheme, num_bytes
+from ...recipes.schemes import DTYPE_BITS, SCHEMES
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
 IMPORTANCE = "input_importance"
 FromBatches = Literal["", "scales", "weights", "cache"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """One tensor to be written."""
+class Output(NamedTuple):
+    """One tensor to be written. A tuple, because a plan has some hundred thousand of them."""
 
     name: HFName
     dtype: str
@@ -33,7 +34,7 @@ class Output:
 
     @property
     def num_bytes(self) -> int:
-        return num_bytes(self.dtype, self.shape)
+        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class TensorPlan:
         form: how the source stores it.
         shape: logical shape.
         unit: tensors with the same unit are computed together and are written to one shard.
-        stacked: projections in a 3-D expert tensor, which becomes one tensor an expert where it is quantized.
+        place: what it is on disk and in vLLM.
         block: rows and columns per scale of the stored form, for block forms.
         slices: for a matrix whose rows are interleaved, the rows of each output in one of its slices.
         calibrated: which outputs need batches. "scales": the static input scales, while the weight is packed from the
@@ -80,12 +81,7 @@ class TensorPlan:
     shape: tuple[int, ...]
     outputs: tuple[Output, ...]
     unit: str
-    role: Role
-    part: Part
-    layer: int | None
-    module: HFName
-    runtime: VLLMName
-    stacked: tuple[str, ...] = ()
+    place: Place
     block: tuple[int, int] | None = None
     slices: tuple[int, ...] = ()
     calibrated: FromBatches = ""
@@ -93,6 +89,33 @@ class TensorPlan:
     weighted: bool = False
     may_change: bool = False
     tuned: bool = False
+
+    @property
+    def role(self) -> Role:
+        return self.place.row.role
+
+    @property
+    def part(self) -> Part:
+        return self.place.part
+
+    @property
+    def layer(self) -> int | None:
+        return self.place.layer
+
+    @property
+    def module(self) -> HFName:
+        """Its module's name on disk."""
+        return self.place.module
+
+    @property
+    def runtime(self) -> VLLMName:
+        """What vLLM calls its module, fused with others where vLLM fuses them."""
+        return self.place.runtime
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Projections in a 3-D expert tensor, which becomes one tensor an expert where it is quantized."""
+        return self.place.row.stacked
 
     @property
     def calibrated_outputs(self) -> tuple[Output, ...]:
@@ -108,7 +131,7 @@ class TensorPlan:
         if not self.weighted:
             return ()
         modules = dict.fromkeys(output.name.rpartition(".")[0] for output in self.outputs)
-        return tuple(Output(name=importance_of(HFName(name)), dtype="F32", shape=self.shape[-1:]) for name in modules)
+        return tuple(Output(importance_of(HFName(name)), "F32", self.shape[-1:]) for name in modules)
 
 
 def importance_of(module: HFName) -> HFName:
@@ -120,25 +143,33 @@ def modelopt_outputs(tensor: TensorPlan) -> Iterator[tuple[HFName, Spelled]]:
     """The outputs of a quantized tensor in modelopt's convention, by their names in compressed-tensors'."""
     if tensor.calibrated == "cache":
         name = HFName(cache_scale_in("modelopt", tensor.name))
-        yield tensor.name, Spelled(output=Output(name=name, dtype="F32", shape=()), change="dtype")
+        yield tensor.name, Spelled(output=Output(name, "F32", ()), change="dtype")
         return
     for output in tensor.outputs:
         module, _, leaf = output.name.rpartition(".")
         other = in_modelopt(tensor.scheme, leaf, output.dtype, output.shape, of_experts=tensor.role == "experts")
-        written = Output(name=HFName(f"{module}.{other.leaf}"), dtype=other.dtype, shape=other.shape)
+        written = Output(HFName(f"{module}.{other.leaf}"), other.dtype, other.shape)
         yield output.name, Spelled(output=written, change=other.change)
 
 
 def same_output(entry: Entry) -> Output:
     """The output for a tensor that keeps its bytes and its name."""
-    return Output(name=entry.name, dtype=entry.dtype, shape=entry.shape)
+    return Output(entry.name, entry.dtype, entry.shape)
 
 
-def packed_outputs(place: Place, scheme: Scheme, shape: tuple[int, ...]) -> tuple[Output, ...]:
+def packed_outputs(place: Place, scheme: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
     """The outputs for a weight that is quantized: one set of tensors, or one a projection of each stacked expert."""
-    if not place.row.stacked:
+    stacked = place.row.stacked
+    if not stacked:
         return _outputs_of(place.module, scheme, shape)
-    return tuple(_unstacked_outputs(place, scheme, shape))
+    num_experts, rows, columns = shape
+    stem = place.module.removesuffix(place.row.path)
+    outputs: list[Output] = []
+    for expert in range(num_experts):
+        for path in place.row.unstacked:
+            module = HFName(stem + path.replace("{e}", str(expert)))
+            outputs += _outputs_of(module, scheme, (rows // len(stacked), columns))
+    return tuple(outputs)
 
 
 def separated_outputs(weight: StoredWeight, place: Place, slices: tuple[int, ...]) -> tuple[Output, ...]:
@@ -148,33 +179,26 @@ def separated_outputs(weight: StoredWeight, place: Place, slices: tuple[int, ...
     stem, count = place.module.removesuffix(place.row.path), num_rows // sum(slices)
     dtype = weight.weight.dtype if weight.form == "plain" else "BF16"
     return tuple(
-        Output(name=HFName(f"{stem}{path}.weight"), dtype=dtype, shape=(count * rows, num_columns))
+        Output(HFName(f"{stem}{path}.weight"), dtype, (count * rows, num_columns))
         for path, rows in zip(place.row.interleaved.into, slices, strict=True)
     )
 
 
-def renamed_outputs(weight: StoredWeight, scheme: Scheme) -> tuple[Output, ...]:
+def renamed_outputs(weight: StoredWeight, scheme: str) -> tuple[Output, ...]:
     """The outputs for a weight that keeps its bytes under the scheme's names; float scales keep their precision."""
     scale = weight.parts.get("weight_scale")
     outputs = _outputs_of(weight.module, scheme, weight.shape)
     if scale is None or scale.dtype not in ("F32", "F16"):
         return outputs
-    return tuple(replace(output, dtype=scale.dtype) if output.dtype == "BF16" else output for output in outputs)
+    return tuple(output._replace(dtype=scale.dtype) if output.dtype == "BF16" else output for output in outputs)
 
 
-def _outputs_of(module: HFName, scheme: Scheme, shape: tuple[int, ...]) -> tuple[Output, ...]:
-    return tuple(
-        Output(name=HFName(f"{module}.{spec.suffix}"), dtype=spec.dtype, shape=spec.shape)
-        for spec in scheme.tensors(*shape)
-    )
+def _outputs_of(module: HFName, scheme: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
+    return tuple([Output(HFName(f"{module}.{suffix}"), dtype, size) for suffix, dtype, size in _specs(scheme, *shape)])
 
 
-def _unstacked_outputs(place: Place, scheme: Scheme, shape: tuple[int, ...]) -> Iterator[Output]:
-    """The tensors that a stacked expert parameter [E, projections * N, K] becomes, expert by expert."""
-    num_experts, rows, columns = shape
-    shape_of_one = (rows // len(place.row.stacked), columns)
-    stem = place.module.removesuffix(place.row.path)
-    for expert in range(num_experts):
-        for path in place.row.unstacked:
-            module = HFName(stem + path.replace("{e}", str(expert)))
-            yield from _outputs_of(module, scheme, shape_of_one)
+@cache
+def _specs(scheme: str, num_rows: int, num_columns: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Suffix, dtype and shape of a scheme's tensors. A model has a few shapes, and each of its experts has them."""
+    specs = SCHEMES[scheme].tensors(num_rows, num_columns)
+    return [(spec.suffix, spec.dtype, spec.shape) for spec in specs]

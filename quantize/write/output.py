@@ -333,10 +333,7 @@ def _keeps_fp8_table(plan: Plan) -> bool:
     """Whether the output has a table in FP8, which the quantization config cannot say."""
     if not plan.view.family.fp8_table_key:
         return False
-    places = ((plan.view.place(tensor.name), tensor) for tensor in plan.tensors)
-    return any(
-        place is not None and place.row.table_scale and tensor.outputs[0].dtype == FP8_TABLE for place, tensor in places
-    )
+    return any(tensor.place.row.table_scale and tensor.outputs[0].dtype == FP8_TABLE for tensor in plan.tensors)
 
 
 def fingerprint(plan: Plan, calibration: str = "") -> str:
