@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import releases
 from checkpoint_files import Checkpoint, as_source
 from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import make_plan
-from keepmtp.quantize.write.output import output_config
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check_source
 
@@ -45,7 +45,7 @@ def full_size(folder: Path, num_layers: int) -> Path:
     source = releases.write_checkpoint(folder / f"source-{num_layers}", config, tensors, num_shards=None)
     plan = make_plan(recipe, open_source(source))
     outputs = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
-    return releases.write_checkpoint(folder / f"{num_layers}", output_config(plan), outputs, num_shards=None)
+    return releases.write_checkpoint(folder / f"{num_layers}", files_of(plan)["config.json"], outputs, num_shards=None)
 
 
 def check(*folders: Path) -> tuple[float, float, list[dict]]:

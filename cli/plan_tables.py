@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from ..checkpoints.identity import listed
+from ..quantize.config.written import config_of
 from ..quantize.needs.needs import Needs, lines
 from ..quantize.plan.choices import choices_of
 from ..quantize.plan.own_code import code_left_out
 from ..quantize.plan.plan import Plan
-from ..quantize.write.output import quantization_config, sglang_fit
 from ..quantize.write.refusals import refusals
 from ..recipes.errors import printable
 from ..recipes.runtimes.sglang import VERSION
@@ -36,8 +36,9 @@ def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
         out.print(Text("\n".join([*budget_lines(made), ""])), soft_wrap=True)
     if made.needs_batches:
         out.print(calibration_tables.will_do(made))
-    out.print(tables.config_listing(quantization_config(made)), highlight=False, soft_wrap=True)
-    out.print(Text(f"served by: vLLM 0.32, {printable(sglang_fit(made).line)}\n"), soft_wrap=True)
+    config = config_of(made)
+    out.print(tables.config_listing(config.value), highlight=False, soft_wrap=True)
+    out.print(Text(f"served by: vLLM 0.32, {printable(config.line)}\n"), soft_wrap=True)
     out.print(Text("\n".join([*lines(needs), ""])), soft_wrap=True)
     for refusal in refusals(made):
         out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False, soft_wrap=True)
@@ -81,6 +82,7 @@ def budget_lines(plan: Plan) -> list[str]:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan for machines: totals, rows by module group, the quantization_config, and the calibration."""
+    config = config_of(plan)
     return {
         "recipe": plan.recipe.model_dump(mode="json"),
         "source": {"name": plan.source.where, "revision": plan.source.revision},
@@ -93,8 +95,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "mtp_layers": plan.view.num_mtp_layers,
         "needs_calibration": plan.needs_calibration,
         "groups": tables.plan_rows(plan),
-        "quantization_config": quantization_config(plan),
-        "sglang": {"version": VERSION, "obstacles": list(sglang_fit(plan).obstacles)},
+        "quantization_config": config.value,
+        "sglang": {"version": VERSION, "obstacles": list(config.obstacles)},
         "calibration": calibration_tables.will_do_json(plan),
         **({"search": budget_json(plan)} if plan.recipe.is_searched else {}),
     }

@@ -22,10 +22,7 @@ from ..checkpoints.json_file import object_of
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source, small_bytes
 from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor, typed
-from ..quantize.config.quant_config import compressed_tensors_config, modules_of
-from ..quantize.config.quant_config_modelopt import hf_quant_config, modelopt_config
-from ..quantize.config.sglang_fit_modelopt import fit_modelopt
-from ..quantize.write.output import with_quantization
+from ..quantize.config.written import config_files, quantization_config, with_quantization
 from ..recipes.conventions import (
     CACHE,
     FP8_CACHE,
@@ -275,18 +272,10 @@ def _raw(value: torch.Tensor) -> bytes:
 def _configs(runtime: RuntimeView, matrices: list[StoredMatrix], to: Format) -> dict[str, bytes]:
     """config.json, and for modelopt hf_quant_config.json."""
     source, view = runtime.source, runtime.view
-    if to == "modelopt":
-        made = modelopt_config(view, modules_of(view, matrices))
-        made = fit_modelopt(view, matrices, made).onto(made)
-    else:
-        made = compressed_tensors_config(view, matrices)
-    made["kv_cache_scheme"] = _cache_scheme(runtime)
-    before = small_bytes(source, "config.json")
-    assert before is not None, "an opened checkpoint has a config.json"
-    files = {"config.json": in_form_of(before, with_quantization(source.config, made, view))}
-    if to == "modelopt":
-        files[HF_QUANT_CONFIG] = in_form_of(None, hf_quant_config(made))
-    return files
+    made = quantization_config(view, matrices, format=to, cache=_cache_scheme(runtime)).value
+    before = {"config.json": small_bytes(source, "config.json")}
+    files = config_files(source.config, made, view)
+    return {name: in_form_of(before.get(name), content) for name, content in files.items()}
 
 
 def _first_configs(runtime: RuntimeView, kept: Converted) -> dict[str, bytes]:

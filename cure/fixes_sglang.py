@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
-from ..quantize.config.sglang_fit import added_names, no_draft, sglang_modules, unnamed
-from ..quantize.config.sglang_fit_modelopt import fit_modelopt
-from ..quantize.config.spelled import Spellings, concrete, regexes
+from ..quantize.config.compressed_tensors import ByScheme, added_names
+from ..quantize.config.modelopt import entries_for_sglang as modelopt_entries
+from ..quantize.config.modules import concrete, named_modules, regexes
+from ..quantize.config.sglang import no_draft, unnamed
 from ..recipes.errors import RecipeError
 from ..recipes.runtimes.sglang import VERSION, sglang_model
 from ..validate.check.check import Checked
@@ -67,13 +68,13 @@ def _compressed_tensors(runtime: RuntimeView, raw: Mapping[str, Any]) -> ForSgla
     view, model = runtime.view, sglang_model(runtime.view.config)
     if obstacle := no_draft(view):
         return ForSglang(obstacles=(obstacle,))
-    modules = list(sglang_modules(view, _matrices(runtime, raw)))
+    modules = named_modules(view, _matrices(runtime, raw))
     added, clashes = added_names(view, modules)
-    obstacles = tuple(dict.fromkeys([*clashes, *unnamed(view, model, modules)]))
+    obstacles = tuple(dict.fromkeys([*clashes, *unnamed(view, modules)]))
     return ForSglang(obstacles=obstacles) if obstacles else ForSglang(edits=tuple(_edits(raw, added, model.file)))
 
 
-def _edits(raw: Mapping[str, Any], added: Mapping[str, frozenset[Spellings]], file: str) -> Iterator[SetValue]:
+def _edits(raw: Mapping[str, Any], added: ByScheme, file: str) -> Iterator[SetValue]:
     for key, spelled in sorted(added.items()):
         place = (*_QUANTIZATION, "config_groups", key, "targets") if key else (*_QUANTIZATION, "ignore")
         now = list((raw["config_groups"][key]["targets"] if key else raw.get("ignore")) or ())
@@ -106,10 +107,11 @@ def _matrices(runtime: RuntimeView, raw: Mapping[str, Any]) -> Iterator[StoredMa
 
 
 def _modelopt(runtime: RuntimeView, raw: Mapping[str, Any]) -> ForSglang:
-    fit = fit_modelopt(runtime.view, matrices_in(runtime, "compressed-tensors"), raw)
+    modules = named_modules(runtime.view, matrices_in(runtime, "compressed-tensors"))
+    fit = modelopt_entries(runtime.view, modules, raw)
     if fit.obstacles:
         return ForSglang(obstacles=fit.obstacles)
-    added: dict[str, Any] = {"ignore": list(fit.ignore), "quantized_layers": dict(fit.quantized_layers)}
+    added: dict[str, Any] = {"ignore": list(fit.ignore), "quantized_layers": dict(fit.quantized_layers or {})}
     return ForSglang(edits=tuple(_modelopt_edits(runtime, raw, added)))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
-from ..quantize.config.quant_config import compressed_tensors_config, matrices_of, runtime_modules
+from ..quantize.config.written import config_of, modules_of
 from ..quantize.plan.plan import Plan
 from ..recipes.errors import CheckpointError
 from ..recipes.family import Family
@@ -138,7 +138,7 @@ def _write(raw: dict[str, Any], method: str, plan: Plan, backbone: RuntimeView) 
         return _write_compressed_tensors(raw, plan, backbone)
     if method in NATIVE_FP8:
         key = "ignored_layers" if raw.get("ignored_layers") else "modules_to_not_convert"
-        names = [name for module in runtime_modules(plan) if not module.scheme for name in module.asked]
+        names = [name for module in modules_of(plan) if not module.scheme for name in module.asked]
         packed = _packed_names(plan)
         return _extend(raw, (key,), [name for name in names if name not in packed], why)
     if method in ("gptq", "gptq_marlin", "auto_gptq"):
@@ -162,7 +162,7 @@ def _write_modelopt(raw: dict[str, Any], plan: Plan, starts: list[str], backbone
     holder = raw
     if isinstance(raw.get("quantization"), dict):
         path, holder = ("quantization", "exclude_modules"), raw["quantization"]
-    names = [name for module in runtime_modules(plan) for name in module.asked] + _draft_heads(plan.view)
+    names = [name for module in modules_of(plan) for name in module.asked] + _draft_heads(plan.view)
     said = _said(names, holder.get(path[-1]) or (), backbone)
     left = [start for start in (*starts, *_draft_heads(plan.view)) if not _under(start, names) <= said]
     return _extend(raw, path, [f"{start}*" if start.endswith(".") else start for start in left], why)
@@ -195,8 +195,8 @@ def _extend(raw: dict[str, Any], path: tuple[str, ...], entries: Iterable[str], 
 
 def _write_compressed_tensors(raw: dict[str, Any], plan: Plan, backbone: RuntimeView) -> Reasons:
     """The block's groups and its ignored modules, next to those of the backbone."""
-    made = compressed_tensors_config(plan.view, matrices_of(plan))
-    plain = [name for module in runtime_modules(plan) if not module.scheme for name in module.asked]
+    made = config_of(plan).value
+    plain = [name for module in modules_of(plan) if not module.scheme for name in module.asked]
     said = _said(plain, raw.get("ignore") or (), backbone)
     new = [entry for entry in made["ignore"] if not {name for name in plain if re.match(entry[3:], name)} <= said]
     reasons = _extend(raw, ("ignore",), new, "vLLM builds these modules of the MTP block plain")
@@ -251,7 +251,7 @@ def _names_of_backbone(backbone: RuntimeView) -> Iterator[str]:
 def _packed_names(plan: Plan) -> frozenset[str]:
     """The block's packed modules, in a scheme or as they were released, under every name that vLLM may ask for."""
     kept = {tensor.runtime for tensor in plan.tensors if tensor.fate == "keep" and tensor.form != "plain"}
-    packed = [module for module in runtime_modules(plan) if module.scheme or module.name in kept]
+    packed = [module for module in modules_of(plan) if module.scheme or module.name in kept]
     return frozenset(name for module in packed for name in (module.name, *module.asked))
 
 
@@ -267,7 +267,7 @@ def _starts(plan: Plan, backbone: RuntimeView) -> list[str]:
             found += [view.runtime_stem("mtp", tensor.layer), view.disk_stem("mtp", tensor.layer)]
         elif len(tensor.shape) >= 2:
             found += [tensor.runtime, tensor.module]
-    asked = [name for module in runtime_modules(plan) for name in module.asked]
+    asked = [name for module in modules_of(plan) for name in module.asked]
     starts: list[str] = []
     for start in dict.fromkeys(found):
         is_shared = start.endswith(".") and any(name.startswith(start) for name in others)

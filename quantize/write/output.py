@@ -20,23 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...checkpoints.companions import HF_QUANT_CONFIG, inside
+from ...checkpoints.companions import inside
 from ...checkpoints.files import WORK, complete, final_path, held, is_held, partial_path, within, write_whole
 from ...checkpoints.identity import listed
 from ...checkpoints.record import RECIPE, RECORD, Record, read_record
 from ...checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
 from ...checkpoints.unchanged import refuse_changed, states_of
-from ...recipes.conventions import FP8_CACHE
 from ...recipes.errors import CheckpointError, RecipeError
-from ...recipes.family_view import FamilyView
 from ...recipes.schema import AUTO, Recipe
 from ...recipes.shipped import find_path
-from ..config.quant_config import compressed_tensors_config, matrices_of, runtime_modules
-from ..config.quant_config_modelopt import hf_quant_config, modelopt_config
-from ..config.sglang_fit import SglangFit, fit_sglang
-from ..config.sglang_fit_modelopt import ModeloptFit, fit_modelopt
+from ..config.written import config_of, files_of
 from ..needs.room import calibration_folder, refuse_full_disk
-from ..plan.decide import FP8_TABLE
 from ..plan.plan import Plan
 
 # Calibrated values depend on their versions.
@@ -61,7 +55,7 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
         RecipeError: there is something, it is inside the source, its disk is too small or cannot be written, or its
             unfinished part is another run's.
     """
-    quantization_config(plan)  # `format: modelopt` has no entry for some modules
+    config_of(plan)  # `format: modelopt` has no entry for some modules
     refuse_place(plan.source, out)
     refuse_full_disk(plan, out, with_calibration=calibration is None)
     if plan.source.folder is not None and calibration is not None:
@@ -98,7 +92,7 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[
     Raises:
         CheckpointError: the source was written to since it was opened, or the folder has a file of something else.
     """
-    configs = config_files(plan)
+    configs = files_of(plan)
     for name, content in configs.items():
         write_whole(partial / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
@@ -283,59 +277,6 @@ def _refuse_strays(plan: Plan, partial: Path, configs: Iterable[str]) -> None:
         )
 
 
-def output_config(plan: Plan) -> dict[str, Any]:
-    """The source's config.json with the new quantization_config in place of whatever it had."""
-    config = {**plan.source.config, **plan.view.family.config_changes}
-    if _keeps_fp8_table(plan):
-        config["text_config"] = {**config["text_config"], plan.view.family.fp8_table_key: "float8_e4m3fn"}
-    return with_quantization(config, quantization_config(plan), plan.view)
-
-
-def with_quantization(config: Mapping[str, Any], quantization: Mapping[str, Any], view: FamilyView) -> dict[str, Any]:
-    """A config.json with this quantization config, and without any other in the places where vLLM looks for one."""
-    made = {key: value for key, value in config.items() if key != "compression_config"}
-    is_wanted_twice = view.layout.draft_reads_text_config
-    for name in ("text_config", "llm_config"):
-        inner = made.get(name)
-        if isinstance(inner, dict) and (is_wanted_twice or "quantization_config" in inner):
-            kept = {key: value for key, value in inner.items() if key != "quantization_config"}
-            made[name] = {**kept, "quantization_config": quantization} if is_wanted_twice else kept
-    return {**made, "quantization_config": quantization}
-
-
-def quantization_config(plan: Plan) -> dict[str, Any]:
-    """The value of config.json's `quantization_config`, in the dialect that the recipe's `format` names."""
-    if plan.recipe.format == "modelopt":
-        made = modelopt_config(plan.view, runtime_modules(plan))
-        made = fit_modelopt(plan.view, matrices_of(plan), made).onto(made)
-    else:
-        made = compressed_tensors_config(plan.view, matrices_of(plan))
-    return made if plan.recipe.kv_cache is None else made | {"kv_cache_scheme": dict(FP8_CACHE)}
-
-
-def sglang_fit(plan: Plan) -> SglangFit | ModeloptFit:
-    """What SGLang makes of the config that the plan writes."""
-    if plan.recipe.format == "modelopt":
-        made = modelopt_config(plan.view, runtime_modules(plan))
-        return fit_modelopt(plan.view, matrices_of(plan), made)
-    return fit_sglang(plan.view, matrices_of(plan))
-
-
-def config_files(plan: Plan) -> dict[str, dict[str, Any]]:
-    """config.json, and what modelopt's readers look for next to it."""
-    config = output_config(plan)
-    if plan.recipe.format == "modelopt":
-        return {"config.json": config, HF_QUANT_CONFIG: hf_quant_config(config["quantization_config"])}
-    return {"config.json": config}
-
-
-def _keeps_fp8_table(plan: Plan) -> bool:
-    """Whether the output has a table in FP8, which the quantization config cannot say."""
-    if not plan.view.family.fp8_table_key:
-        return False
-    return any(tensor.place.row.table_scale and tensor.outputs[0].dtype == FP8_TABLE for tensor in plan.tensors)
-
-
 def fingerprint(plan: Plan, calibration: str = "") -> str:
     """SHA-256 over what decides the output's bytes besides the source's: recipe, decisions, headers, versions.
 
@@ -349,7 +290,7 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     digest = hashlib.sha256()
     recipe = plan.recipe.model_dump(mode="json", exclude={"evaluation", "gates"})  # they change no byte of a shard
     versions = [__version__, _versions("torch")]
-    for part in (recipe, output_config(plan), file_sizes(plan.source), plan.companions, versions):
+    for part in (recipe, files_of(plan)["config.json"], file_sizes(plan.source), plan.companions, versions):
         digest.update(json.dumps(part).encode() + b"\0")
     if plan.source.mtp_source is not None:
         digest.update(json.dumps([plan.source.mtp_source.revision, mtp_file_sizes(plan.source)]).encode() + b"\0")

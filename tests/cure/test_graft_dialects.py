@@ -14,7 +14,7 @@ from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cure.graft import Graft, foresee, plan_graft
 from keepmtp.cure.graft_write import carry_out
-from keepmtp.quantize.config.quant_config import runtime_modules
+from keepmtp.quantize.config.written import modules_of
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.runtime_view import RuntimeView
@@ -188,7 +188,7 @@ def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp
             made = graft(place, model, checkpoint)
             new = json.loads(made.files["config.json"])["quantization_config"]
             view = RuntimeView(source=made.quantized, view=made.plan.view)
-            block = [module.name for module in runtime_modules(made.plan) if not module.name.endswith("embed_tokens")]
+            block = [module.name for module in modules_of(made.plan) if not module.name.endswith("embed_tokens")]
             backbone = [m.name for m in view.modules if m.part == "backbone" and m.role not in ("embedding", "head")]
             packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
             questions.append([new, [*block, *backbone], packed])

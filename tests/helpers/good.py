@@ -12,9 +12,8 @@ from typing import Any
 
 import releases
 from checkpoint_files import Checkpoint, as_source, pack
-from keepmtp.quantize.config.quant_config import runtime_modules
+from keepmtp.quantize.config.written import files_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
-from keepmtp.quantize.write.output import config_files
 from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import QUANTIZABLE_ROLES, HFName
@@ -123,7 +122,7 @@ def ours(
 
 def outputs_of(plan: Plan) -> Checkpoint:
     """What keepmtp writes by a plan."""
-    files = deepcopy(config_files(plan))
+    files = deepcopy(files_of(plan))
     config = files.pop("config.json")
     tensors = {str(output.name): (output.dtype, output.shape) for shard in plan.shards for output in shard.outputs}
     return Checkpoint(config=config, tensors=tensors, json_files={**companions(config), **files})
@@ -132,9 +131,7 @@ def outputs_of(plan: Plan) -> Checkpoint:
 def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:
     """The same tensors under a config as llm-compressor writes it: target Linear, and whole names to ignore."""
     checkpoint = ours(model, scheme, mtp)
-    names = [
-        name for module in runtime_modules(planned(model, scheme, mtp)) if not module.scheme for name in module.asked
-    ]
+    names = [name for module in modules_of(planned(model, scheme, mtp)) if not module.scheme for name in module.asked]
     checkpoint.quantization["config_groups"]["group_0"]["targets"] = ["Linear"]
     checkpoint.quantization["ignore"] = [*dict.fromkeys(names), "re:^visual\\."]
     return checkpoint
@@ -247,7 +244,7 @@ def qwen_fp8() -> Checkpoint:
     checkpoint.rename(r"(.*)\.weight_scale", r"\1.weight_scale_inv")
     names = [
         name
-        for module in runtime_modules(planned("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK"))
+        for module in modules_of(planned("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK"))
         if not module.scheme
         for name in module.asked
         if name.startswith(("model.", "mtp.", "lm_head"))

@@ -20,7 +20,8 @@ from typing import Any
 
 from checkpoint_files import Checkpoint
 from good import ours, planned
-from keepmtp.quantize.config.quant_config import RuntimeModule, runtime_modules
+from keepmtp.quantize.config.modules import RuntimeModule
+from keepmtp.quantize.config.written import modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.recipes.renamer import renamer
@@ -50,7 +51,7 @@ def modelopt(model: str, scheme: str = "NVFP4", mtp: str = "bf16", **changes: An
 def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Checkpoint:
     """MIXED_PRECISION: every quantized module by name, everything else plain without being excluded."""
     checkpoint = modelopt(model, scheme, mtp)
-    modules = runtime_modules(planned(model, scheme, mtp))
+    modules = modules_of(planned(model, scheme, mtp))
     checkpoint.config["quantization_config"] = {
         "quant_method": "modelopt",
         "quant_algo": "MIXED_PRECISION",
@@ -120,7 +121,7 @@ def retell(checkpoint: Checkpoint) -> None:
 
 def said(plan: Plan) -> dict[str, Any]:
     """config.json's `quantization_config`, as modelopt 0.37 and later writes it."""
-    modules = runtime_modules(plan)
+    modules = modules_of(plan)
     schemes = {module.scheme for module in modules if module.scheme}
     config: dict[str, Any] = {
         "quant_method": "modelopt",

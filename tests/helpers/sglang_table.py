@@ -11,7 +11,7 @@ from pathlib import Path
 
 import good
 import releases
-from keepmtp.quantize.write.output import sglang_fit
+from keepmtp.quantize.config.written import config_of
 from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.runtimes.sglang import VERSION
@@ -35,7 +35,7 @@ REFUSED = "-"
 def obstacle(model: str, scheme: str, mtp: str, format: Format) -> str:
     """Why an output does not resolve in SGLang; "" where it does, REFUSED where keepmtp makes no such plan."""
     try:
-        return next(iter(sglang_fit(good.planned(model, scheme, mtp, format=format)).obstacles), "")
+        return next(iter(config_of(good.planned(model, scheme, mtp, format=format)).obstacles), "")
     except RecipeError:
         return REFUSED
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import releases
 from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import Plan, TensorPlan, filled, make_plan
-from keepmtp.quantize.write.output import output_config
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
 
@@ -118,7 +118,7 @@ def test_only_the_mtp_block_and_what_is_kept_stay_plain(plan):
 def test_release_and_result_check_green(plan, tmp_path):
     """The static check on the release as it is, and on what the plan will write, headers over holes."""
     tensors = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
-    out = releases.write_checkpoint(tmp_path / "out", output_config(plan), tensors, num_shards=None)
+    out = releases.write_checkpoint(tmp_path / "out", files_of(plan)["config.json"], tensors, num_shards=None)
     for report in (check(plan.source.folder), check(out, source=plan.source)):
         assert not report.findings, report.findings[:3]
         assert report.facts.num_mtp_layers == 1

@@ -5,11 +5,10 @@ import re
 
 import pytest
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.config.quant_config import matrices_of, runtime_modules
-from keepmtp.quantize.config.sglang_fit import fit_sglang
-from keepmtp.quantize.config.spelled import concrete, number_regex
+from keepmtp.quantize.config.compressed_tensors import added_names
+from keepmtp.quantize.config.modules import concrete, named_modules, number_regex
+from keepmtp.quantize.config.written import config_of, matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
-from keepmtp.quantize.write.output import quantization_config
 from keepmtp.recipes.find import find_recipe, shipped_recipes
 from releases import source_layout, write_checkpoint
 
@@ -33,11 +32,12 @@ def hits(entries: list[str], name: str) -> list[str]:
 def test_every_module_is_covered_exactly_once(recipe_name, mtp, tmp_path):
     """Kept modules are ignored and not targeted, quantized ones targeted by their scheme's group alone."""
     plan = tiny_plan(recipe_name, tmp_path, mtp)
-    config = quantization_config(plan)
-    modules = runtime_modules(plan)
+    found = config_of(plan)
+    config, modules = found.value, modules_of(plan)
     assert {module.scheme for module in modules} >= {""}
     asked = [(name, module.scheme) for module in modules for name in (module.name, *module.asked)]
-    for scheme, spellings in fit_sglang(plan.view, matrices_of(plan)).added.items():
+    added, _ = added_names(plan.view, named_modules(plan.view, matrices_of(plan)))
+    for scheme, spellings in () if found.obstacles else added.items():
         asked += [(name, scheme) for spelled in spellings for name in concrete(spelled)]
     targets = {target: group for group in config["config_groups"].values() for target in group["targets"]}
     used: set[str] = set()
@@ -60,7 +60,7 @@ def test_every_module_is_covered_exactly_once(recipe_name, mtp, tmp_path):
 def test_a_neighbouring_layer_is_not_covered(tmp_path):
     """`model.layers.1` must not reach layers 10 to 19, nor the MTP layer the backbone's entries."""
     plan = tiny_plan("glm-4.7", tmp_path)
-    config = quantization_config(plan)
+    config = config_of(plan).value
     last = plan.view.num_layers
     everything = config["ignore"] + [t for g in config["config_groups"].values() for t in g["targets"]]
     assert hits(everything, f"model.layers.{last}.self_attn.qkv_proj")
@@ -71,7 +71,7 @@ def test_a_neighbouring_layer_is_not_covered(tmp_path):
 
 def test_names_that_versions_of_vllm_disagree_about(tmp_path):
     """DeepSeek-V4's experts were probed as gate_proj before vLLM 0.32 and as w1 since; both must resolve alike."""
-    config = quantization_config(tiny_plan("dsv4-flash", tmp_path))
+    config = config_of(tiny_plan("dsv4-flash", tmp_path)).value
     targets = [t for group in config["config_groups"].values() for t in group["targets"]]
     for name in ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"):
         assert hits(targets, f"model.layers.0.ffn.experts.0.{name}"), name
@@ -81,7 +81,7 @@ def test_names_that_versions_of_vllm_disagree_about(tmp_path):
 def test_mimo_is_renumbered(tmp_path):
     """MiMo's block is model.mtp_layers.0 on disk and model.layers.{N} to vLLM; both must be ignored."""
     plan = tiny_plan("mimo-7b", tmp_path, "bf16")
-    ignore = quantization_config(plan)["ignore"]
+    ignore = config_of(plan).value["ignore"]
     assert hits(ignore, f"model.layers.{plan.view.num_layers}.mlp.gate_up_proj")
     assert hits(ignore, "model.mtp_layers.0.mlp.gate_proj")
 

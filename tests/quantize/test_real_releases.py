@@ -8,8 +8,8 @@ from good import released
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source, open_source, read
 from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
-from keepmtp.quantize.write.output import output_config
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check_source
@@ -58,13 +58,13 @@ def test_a_table_in_fp8_is_carried_and_vllm_is_told(tmp_path):
     parts = [tensor for tensor in plan.tensors if tensor.name.startswith(TABLE)]
     assert {tensor.fate for tensor in parts} == {"keep"}
     assert {output.dtype for tensor in parts for output in tensor.outputs} == {"F8_E4M3", "BF16"}
-    assert output_config(plan)["text_config"]["ple_embedding_dtype"] == "float8_e4m3fn"
+    assert files_of(plan)["config.json"]["text_config"]["ple_embedding_dtype"] == "float8_e4m3fn"
     assert check_source(plan.source).findings == ()
 
 
 def test_a_table_in_bf16_changes_no_key(tmp_path):
     plan = plan_of(released("qwen3.8-flash-next"), "qwen3.8-flash-next", tmp_path)
-    assert "ple_embedding_dtype" not in output_config(plan)["text_config"]
+    assert "ple_embedding_dtype" not in files_of(plan)["config.json"]["text_config"]
 
 
 def test_a_table_in_fp8_without_its_scale_is_refused(tmp_path):

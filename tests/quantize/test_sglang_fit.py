@@ -1,14 +1,14 @@
 """What keepmtp writes for SGLang too, judged by SGLang's own functions; and what it says cannot be written."""
 
+import re
+
 import good
 import pytest
 import releases
 import sglang_table
 from checkpoint_files import write
-from keepmtp.quantize.config.quant_config import matrices_of
-from keepmtp.quantize.config.sglang_fit import SglangFit, fit_sglang
+from keepmtp.quantize.config.written import QuantizationConfig, config_of, matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan
-from keepmtp.quantize.write.output import quantization_config, sglang_fit
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.runtimes.sglang import sglang_names
 from keepmtp.recipes.schemes import SCHEMES
@@ -18,13 +18,13 @@ from sglang_wheel import FUSED, FUSED_IN_QWEN35, MISSING, UTILS, group_of
 PAIRS = sglang_table.PAIRS["compressed-tensors"]
 
 
-def fit_of(model: str, scheme: str, mtp: str) -> tuple[Plan, SglangFit] | None:
-    """A plan and its fit; None where keepmtp refuses the plan."""
+def fit_of(model: str, scheme: str, mtp: str) -> tuple[Plan, QuantizationConfig] | None:
+    """A plan and its config; None where keepmtp refuses the plan."""
     try:
         plan = good.planned(model, scheme, mtp)
     except RecipeError:
         return None
-    return plan, fit_sglang(plan.view, matrices_of(plan))
+    return plan, config_of(plan)
 
 
 @pytest.mark.few(12)
@@ -34,12 +34,9 @@ def test_every_name_resolves_to_its_scheme_by_sglangs_functions(model):
     for scheme, mtp in PAIRS:
         if (found := fit_of(model, scheme, mtp)) is None or found[1].obstacles:
             continue
-        plan, _ = found
-        config = quantization_config(plan)
+        plan, config = found[0], found[1].value
         for matrix in matrices_of(plan):
-            place = plan.view.place(matrix.name)
-            assert place
-            for name in sglang_names(plan.view, place):
+            for name in sglang_names(plan.view, matrix.place):
                 for fused in (FUSED_IN_QWEN35 if "qwen3.5" in model else FUSED, {}):
                     group = group_of(config, name, fused)
                     want = SCHEMES[matrix.scheme].config_group() if matrix.scheme else None
@@ -49,7 +46,7 @@ def test_every_name_resolves_to_its_scheme_by_sglangs_functions(model):
 @pytest.mark.skipif(not UTILS.is_file(), reason=MISSING)
 def test_without_the_added_entries_sglang_raises():
     """The twin: the names that vLLM asks for alone."""
-    config = quantization_config(good.planned("glm-4.7", "FP8_DYNAMIC", "bf16"))
+    config = config_of(good.planned("glm-4.7", "FP8_DYNAMIC", "bf16")).value
     alone = config | {"ignore": [entry for entry in config["ignore"] if "decoder" not in entry]}
     name = "model.decoder.self_attn.qkv_proj"
     assert group_of(config, name, FUSED) is None
@@ -93,15 +90,15 @@ def test_the_page_says_which_and_why():
 
 
 def test_modelopts_entries_name_the_draft_and_its_head():
-    config = quantization_config(good.planned("glm-4.7", "FP8", "bf16", format="modelopt"))
+    config = config_of(good.planned("glm-4.7", "FP8", "bf16", format="modelopt")).value
     assert {"model.decoder.*", "model.shared_head.head"} <= set(config["ignore"])
-    one_nvfp4 = quantization_config(good.planned("glm-4.7", "NVFP4", "bf16", format="modelopt"))
+    one_nvfp4 = config_of(good.planned("glm-4.7", "NVFP4", "bf16", format="modelopt")).value
     assert "model.decoder.*" not in one_nvfp4["ignore"]  # SGLang builds that draft plain by itself
 
 
 def test_an_entry_that_would_exclude_the_backbone_in_vllm_is_an_obstacle():
     """MiMo's draft has no prefix in SGLang, and vLLM takes an entry for a substring."""
-    fit = sglang_fit(good.planned("mimo-7b", "NVFP4", "bf16", format="modelopt"))
+    fit = config_of(good.planned("mimo-7b", "NVFP4", "bf16", format="modelopt"))
     assert "would exclude model.layers.0" in fit.line
 
 
@@ -119,4 +116,8 @@ def test_an_obstacle_is_named_with_sglangs_file(model, scheme, mtp, says):
     found = fit_of(model, scheme, mtp)
     assert found
     assert (says in found[1].line and ".py)" in found[1].line) or "(models)" in found[1].line
-    assert not found[1].added
+    plan, config = found[0], found[1].value
+    asked = {name for module in modules_of(plan) for name in (module.name, *module.asked)}
+    others = {name for matrix in matrices_of(plan) for name in sglang_names(plan.view, matrix.place)} - asked
+    entries = config["ignore"] + [target for group in config["config_groups"].values() for target in group["targets"]]
+    assert not [name for name in others if any(re.match(entry[3:], name) for entry in entries)], "an entry for SGLang"

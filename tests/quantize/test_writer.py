@@ -14,9 +14,10 @@ import pytest
 import torch
 from keepmtp.checkpoints.files import partial_path
 from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.quantize.plan.plan import make_plan
-from keepmtp.quantize.write.output import claim, output_config, publish, refuse_output
+from keepmtp.quantize.write.output import claim, publish, refuse_output
 from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
@@ -243,4 +244,4 @@ def test_text_config_loses_its_own_quantization_config(tmp_path):
     config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
     recipe, _ = find_recipe("qwen3.5-397b", scheme="W4A16", mtp="bf16")
     plan = make_plan(recipe, open_source(write_checkpoint(tmp_path, config, tensors)))
-    assert "quantization_config" not in output_config(plan)["text_config"]
+    assert "quantization_config" not in files_of(plan)["config.json"]["text_config"]

@@ -6,8 +6,8 @@ import pytest
 import releases
 from checkpoint_files import Checkpoint, as_source
 from good import companions, released
+from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
-from keepmtp.quantize.write.output import output_config
 from keepmtp.recipes.families import families, find_view
 from keepmtp.recipes.family_wide import COMMON, model_mapping
 from keepmtp.recipes.find import find_recipe
@@ -49,7 +49,7 @@ def test_a_common_variant_fits_every_family(model, variant):
 def test_what_it_writes_has_no_findings(model, variant):
     plan = planned(released(model), variant)
     tensors = {str(output.name): (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
-    config = output_config(plan)
+    config = files_of(plan)["config.json"]
     written = Checkpoint(config=config, tensors=tensors, json_files=companions(config))
     errors = [finding for finding in check_source(as_source(written, NOWHERE)).findings if finding.severity == "error"]
     assert not errors

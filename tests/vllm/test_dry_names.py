@@ -13,7 +13,7 @@ import releases
 from checkpoint_files import write
 from dry_corpus import SEPARATE
 from good import ours, planned
-from keepmtp.quantize.config.quant_config import runtime_modules
+from keepmtp.quantize.config.written import modules_of
 from keepmtp.recipes.families import find_family, find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.family_view import FamilyView
@@ -98,7 +98,7 @@ def is_head(view: FamilyView, name: str) -> bool:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_ignore_list_makes_vllm_choose_what_the_plan_chose(model, mtp, accounts):
     """Of every question: quantized by vLLM exactly where the plan quantizes."""
-    chosen = {str(module.name): module.scheme for module in runtime_modules(planned(model, SCHEME, mtp))}
+    chosen = {str(module.name): module.scheme for module in modules_of(planned(model, SCHEME, mtp))}
     wrong = {}
     for part in ("backbone", "mtp"):
         for question in questions(accounts[model, mtp], part):

@@ -10,8 +10,8 @@ import pytest
 from checkpoint_files import Checkpoint, as_source, lose, write, write_single
 from good import released
 from keepmtp.checkpoints.mtp_source import with_mtp_of
+from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import make_plan
-from keepmtp.quantize.write.output import output_config
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import Checked
 from keepmtp.validate.dryload.check_on import check_on
@@ -42,7 +42,7 @@ def quantized(checkpoint: Checkpoint, recipe: str, folder: Path) -> Checkpoint:
     """What keepmtp writes from it."""
     plan = make_plan(find_recipe(recipe)[0], as_source(checkpoint, folder))
     outputs = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
-    return Checkpoint(config=output_config(plan), tensors=outputs)
+    return Checkpoint(config=files_of(plan)["config.json"], tensors=outputs)
 
 
 def joined_minimax(folder: Path) -> Checkpoint:

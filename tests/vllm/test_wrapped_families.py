@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import Checkpoint, write
 from good import outputs_of, plan_of, released
-from keepmtp.quantize.config.quant_config import runtime_modules
+from keepmtp.quantize.config.written import modules_of
 from keepmtp.validate.dryload.defects import known_defect
 from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.dryload.verdict_findings import objections
@@ -53,7 +53,7 @@ def test_vllm_asks_for_the_tables_names_and_chooses_what_the_plan_chose(name, ac
     account = accounts[name]
     assert account.load.failure is None
     plan = plan_of(*WRAPPED[name](), name, SCHEME, SCHEME)
-    chosen = {str(module.name): module.scheme for module in runtime_modules(plan)}
+    chosen = {str(module.name): module.scheme for module in modules_of(plan)}
     towers = tuple(runtime for _, runtime, _ in plan.view.layout.opaque)
     wrong, unknown = {}, set()
     for role in ("target", "draft"):

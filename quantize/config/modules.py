@@ -1,0 +1,181 @@
+"""The modules that a quantization config names, how each is spelled, and anchored regexes that cover exactly a set.
+
+In: the matrices of a checkpoint, each with its place and its scheme. Out: a `NamedModule` for each, once for all routed
+experts; the runtime modules that they make up; regexes for many of them.
+
+Easy to get wrong: stems of one kind differ by the layer's number alone, so that one regex covers a range of layers; a
+block with another number at run time than on disk has stems of its own.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...recipes.family import HFName, VLLMName
+from ...recipes.family_view import FamilyView, Place, unknown_place
+from ...recipes.runtimes.sglang import table_paths
+
+
+class Matrix(Protocol):
+    """A matrix that a server may ask the quantization config about: a `TensorPlan`, or what `cure/` finds on disk."""
+
+    @property
+    def module(self) -> HFName: ...
+    @property
+    def place(self) -> Place | None: ...
+    @property
+    def scheme(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Spellings:
+    """A module's spellings, split into where its block is and what follows: the unit the regexes are built from."""
+
+    stems: tuple[str, ...]
+    layer: int | None
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModule:
+    """A module on disk, once for all routed experts, with its scheme, "" for plain, and its spellings."""
+
+    place: Place
+    scheme: str
+    spelled: Spellings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeModule:
+    """One module whose quantization vLLM decides by name.
+
+    Attributes:
+        name: the prefix vLLM constructs it with.
+        scheme: what is written for it, "" for plain.
+        members: its modules on disk; () for routed experts.
+        asked: the names under which some version of vLLM, or a reader of names on disk, looks it up.
+    """
+
+    name: VLLMName
+    scheme: str
+    members: tuple[HFName, ...]
+    asked: tuple[str, ...]
+
+
+def named_modules(view: FamilyView, matrices: Iterable[Matrix]) -> list[NamedModule]:
+    """The modules of these matrices, in their order."""
+    found: dict[tuple[str, str, int | None, str], NamedModule] = {}
+    for matrix in matrices:
+        place = matrix.place or unknown_place(matrix.module)
+        key = (place.row.path, place.part, place.layer, matrix.scheme)
+        if key not in found:
+            found[key] = NamedModule(place, matrix.scheme, spell(view, place))
+    return list(found.values())
+
+
+def runtime_modules(modules: Iterable[NamedModule]) -> list[RuntimeModule]:
+    """Every module that vLLM may ask its quantization config about, by its fused runtime name."""
+    fused: dict[VLLMName, list[NamedModule]] = defaultdict(list)
+    for module in modules:
+        fused[module.place.runtime].append(module)
+    return [
+        RuntimeModule(
+            name=name,
+            scheme=parts[-1].scheme,
+            members=tuple(part.place.module for part in parts if part.place.role != "experts"),
+            asked=tuple(dict.fromkeys(asked for part in parts for asked in concrete(part.spelled))),
+        )
+        for name, parts in fused.items()
+    ]
+
+
+def spell(view: FamilyView, place: Place) -> Spellings:
+    """A module's spellings on disk and in vLLM."""
+    if place.layer is None:
+        paths = (place.runtime, place.module, *place.row.aliases)
+        return Spellings(("",), None, tuple(dict.fromkeys(map(re.escape, paths))))
+    paths = tuple(dict.fromkeys(map(path_regex, table_paths(view, place))))
+    stems = (view.runtime_stem(place.part, place.layer), view.disk_stem(place.part, place.layer))
+    block = view.layout.mtp if place.part == "mtp" and view.layout.mtp else view.layout.layers
+    if "{n}" in block.runtime and view.runtime_number(place.layer) != place.layer:
+        return Spellings(tuple(map(re.escape, stems)), None, paths)
+    cut = [without_number(stem, place.layer) for stem in stems]
+    return Spellings(tuple(dict.fromkeys(cut)), place.layer, paths)
+
+
+def without_number(stem: str, layer: int) -> str:
+    """The regex of a block's stem, with `{}` for the layer's number: `regexes` writes a range for all layers there."""
+    return re.escape("{}".join(stem.rsplit(str(layer), 1))).replace(r"\{\}", "{}")
+
+
+def path_regex(path: str) -> str:
+    """The regex of a path, with any number for the index of an expert."""
+    return re.escape(path).replace(r"\{e\}", r"\d+")
+
+
+def concrete(spelled: Spellings) -> Iterator[str]:
+    """The names of a set of spellings; expert 0 is the one vLLM asks about."""
+    for stem in spelled.stems:
+        for path in spelled.paths:
+            pattern = stem.replace("{}", str(spelled.layer)) + path
+            yield re.sub(r"\\(.)", r"\1", pattern.replace(r"\d+", "0"))
+
+
+def regexes(modules: Iterable[Spellings]) -> list[str]:
+    """Anchored regexes that cover exactly `modules`: one for each parent module and set of layers."""
+    layers: dict[tuple[tuple[str, ...], tuple[str, ...]], set[int]] = defaultdict(set)
+    for module in modules:
+        layers[module.stems, module.paths] |= set() if module.layer is None else {module.layer}
+    leaves: dict[tuple[tuple[str, ...], tuple[int, ...], str], set[str]] = defaultdict(set)
+    for (stems, paths), numbers in layers.items():
+        for path in paths:
+            parent, dot, leaf = path.rpartition(r"\.")
+            leaves[stems, tuple(sorted(numbers)), parent + dot].add(leaf)
+    return [
+        f"re:^{_stem_regex(stems, numbers)}{parent}{_any_of(sorted(names))}$"
+        for (stems, numbers, parent), names in sorted(leaves.items())
+    ]
+
+
+def _stem_regex(stems: tuple[str, ...], numbers: tuple[int, ...]) -> str:
+    if not numbers:
+        return _any_of(stems)
+    heads, tails = zip(*(stem.split("{}") for stem in stems), strict=True)
+    assert len(set(tails)) == 1, f"stems {stems} differ behind the layer's number"
+    return _any_of(heads) + number_regex(numbers) + tails[0]
+
+
+def _any_of(choices: Sequence[str]) -> str:
+    return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
+
+
+def number_regex(numbers: Iterable[int]) -> str:
+    """A regex for exactly these numbers in decimal, e.g. 3..61 -> `(?:[3-9]|[1-5]\\d|6[0-1])`."""
+    by_head: dict[str, set[int]] = defaultdict(set)
+    for number in set(numbers):
+        text = str(number)
+        by_head[text[:-1]].add(int(text[-1]))
+    by_digits: dict[str, list[str]] = defaultdict(list)
+    for head, digits in by_head.items():
+        by_digits[digit_regex(digits)].append(head)
+    parts = []
+    for digits, heads in by_digits.items():
+        if "" in heads:
+            parts.append(digits)
+        if longer := [int(head) for head in heads if head]:
+            parts.append(number_regex(longer) + digits)
+    return _any_of(sorted(parts, key=lambda part: (len(part), part)))
+
+
+def digit_regex(digits: Iterable[int]) -> str:
+    """A regex for exactly these digits: one, a range, a set, or any."""
+    ordered = sorted(digits)
+    if len(ordered) == 1:
+        return str(ordered[0])
+    if len(ordered) == 10:
+        return r"\d"
+    if ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"[{ordered[0]}-{ordered[-1]}]"
+    return f"[{''.join(map(str, ordered))}]"
