@@ -26,6 +26,7 @@ from .checkpoints.files import partial_path
 from .checkpoints.mtp_source import has_mtp, with_mtp_of
 from .checkpoints.record import RECIPE, RECORD, read_record
 from .checkpoints.source import Source, download, open_source
+from .checkpoints.uncollected import uncollected
 from .quantize.needs.needs import machine_of, refuse_too_large
 from .quantize.needs.room import calibration_folder
 from .quantize.plan.checkpoint_as_model import ModelWord, model_word, recipe_of_checkpoint
@@ -66,6 +67,7 @@ class FinishedRun:
     was_there: bool = False
 
 
+@uncollected()
 def plan_for(
     model: str,
     *,

@@ -44,6 +44,7 @@ def plan(
     Example: `keepmtp plan glm-4.5-air.nvfp4-fp8 --gpus 8 --gpu-memory H100`
     """
     from .. import api
+    from ..checkpoints.uncollected import uncollected
     from ..quantize.needs import needs
     from ..quantize.plan.checkpoint_as_model import NoSchemeError
     from ..recipes.errors import printable
@@ -58,5 +59,6 @@ def plan(
             raise
         sys.stdout.write(f"{printable(str(unchosen.where))}. {unchosen.way_out} Choose one with --scheme.\n")
         return
-    found = needs.needs_of(made, needs.machine_of(gpus, gpu_memory, here=gpus_here()))
-    plan_tables.show(made, found, as_json=as_json)
+    with uncollected():
+        found = needs.needs_of(made, needs.machine_of(gpus, gpu_memory, here=gpus_here()))
+        plan_tables.show(made, found, as_json=as_json)

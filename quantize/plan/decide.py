@@ -11,6 +11,7 @@ quantized and knows the names of its scales; elsewhere the weight becomes BF16.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ...checkpoints.source import Entry, Source
 from ...checkpoints.stored import NOT_COMPUTED, OTHER_LEAVES, StoredWeight
@@ -226,7 +227,7 @@ def _to_scheme(
     weight: StoredWeight, name: HFName, place: Place, scheme: Scheme, reason: str, given: Given
 ) -> TensorPlan:
     is_tuned = place.part == "mtp" and given.recipe.mtp == TUNED
-    if _same_bytes(weight, scheme) and not is_tuned:
+    if _same_bytes(weight.scheme, scheme.name) and not is_tuned:
         outputs = renamed_outputs(weight, scheme.name)
         return _tensor(weight, place, "keep", scheme.name, f"the source stores {scheme.name} already", outputs)
     where = _group(place, given.recipe)
@@ -249,13 +250,13 @@ def _separated(weight: StoredWeight, name: HFName, place: Place, reason: str, gi
     return replace(_tensor(weight, place, "dequantize", "", reason, outputs), slices=tuple(slices))
 
 
-def _same_bytes(weight: StoredWeight, scheme: Scheme) -> bool:
-    """Whether the source already has the bytes that `scheme` would write; names and dtypes of scales may differ."""
-    if not weight.scheme:
+@cache
+def _same_bytes(stored: str, wanted: str) -> bool:
+    """Whether a weight in one scheme has the bytes that another would write; names and dtypes of scales may differ."""
+    if not stored:
         return False
-    stored = SCHEMES[weight.scheme]
-    suffixes = {spec.suffix for spec in scheme.tensors(128, 128)}
-    return stored.weights == scheme.weights and suffixes <= {spec.suffix for spec in stored.tensors(128, 128)}
+    suffixes = [{spec.suffix for spec in SCHEMES[scheme].tensors(128, 128)} for scheme in (wanted, stored)]
+    return SCHEMES[stored].weights == SCHEMES[wanted].weights and suffixes[0] <= suffixes[1]
 
 
 def _can_stay_quantized(weight: StoredWeight, place: Place, view: FamilyView) -> bool:

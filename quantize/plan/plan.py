@@ -29,6 +29,7 @@ from .kv_cache import with_cache_scales
 from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs
 
 SHARD_BYTES = 5_000_000_000
+_NUMBERS = re.compile(r"(\d+)")
 # Those of the target that a block has a copy of, or that are as large; and what no gradient moves.
 _NEVER_TRAINED = ("embedding", "head", "state", "vision")
 _GET_IT = "Get the MTP block from the original release: most tools drop it"
@@ -464,11 +465,9 @@ def _disk_order(output: Output) -> tuple[int, str]:
     return (-num_bytes(output.dtype, (8,)), output.name)
 
 
-def plan_order(tensor: TensorPlan) -> tuple[bool, int, list[tuple[int, str]]]:
+def plan_order(tensor: TensorPlan) -> tuple[bool, int, list[str | int]]:
     """The backbone before the MTP block; in each, layer by layer, and by name with numbers as numbers."""
     layer = tensor.layer if tensor.layer is not None else -1
-    return (tensor.part == "mtp", layer, _natural(tensor.name))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    natural: list[str | int] = [*_NUMBERS.split(tensor.name)]
+    natural[1::2] = map(int, natural[1::2])  # every second part is a number
+    return (tensor.part == "mtp", layer, natural)
