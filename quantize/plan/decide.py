@@ -10,7 +10,7 @@ quantized and knows the names of its scales; elsewhere the weight becomes BF16.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from ...checkpoints.source import Entry, Source
@@ -247,7 +247,7 @@ def _separated(weight: StoredWeight, name: HFName, place: Place, reason: str, gi
             cure="Take config.json from the original release",
         )
     outputs = separated_outputs(weight, place, tuple(slices))
-    return replace(_tensor(weight, place, "dequantize", "", reason, outputs), slices=tuple(slices))
+    return _tensor(weight, place, "dequantize", "", reason, outputs)._replace(slices=tuple(slices))
 
 
 @cache

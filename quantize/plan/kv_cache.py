@@ -42,7 +42,7 @@ def with_cache_scales(recipe: Recipe, view: FamilyView, tensors: Iterable[Tensor
 
 def _with_cache(view: FamilyView, tensor: TensorPlan) -> TensorPlan:
     module = attention_of(tensor)
-    return replace(tensor, cache=scale_names(view, tensor.part, module)) if module else tensor
+    return tensor._replace(cache=scale_names(view, tensor.part, module)) if module else tensor
 
 
 def _refusal(recipe: Recipe, view: FamilyView, why: str) -> RecipeError:

@@ -8,7 +8,6 @@ checkpoint that it serves. Both must call the same tensors the MTP block.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ...checkpoints.source import Source
@@ -100,4 +99,4 @@ def _with_its_bytes(tensor: TensorPlan, entries: Mapping[Any, Any]) -> TensorPla
     if tensor.fate != "dequantize":
         return tensor
     outputs = tuple(same_output(entries[name]) for name in tensor.inputs)
-    return replace(tensor, fate="keep", reason="as released", outputs=outputs)
+    return tensor._replace(fate="keep", reason="as released", outputs=outputs)

@@ -10,7 +10,7 @@ class has no slot for scales must stay plain, and an MTP block promised by confi
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
@@ -386,7 +386,7 @@ def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorP
         return marked
     rewritten = {(t.part, t.layer) for t in marked if t.calibrated == "weights" and t.layer is not None}
     return [
-        replace(tensor, may_change=True, reason=f"{tensor.reason}; {algorithm} may rescale it")
+        tensor._replace(may_change=True, reason=f"{tensor.reason}; {algorithm} may rescale it")
         if (tensor.part, tensor.layer) in rewritten and _can_be_rescaled(tensor)
         else tensor
         for tensor in marked
@@ -418,7 +418,7 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
     if len(reasons) == 1:
         return tensor
     reason = "; ".join(reasons)
-    return replace(tensor, reason=reason, calibrated=calibrated, weighted=is_weighted, tuned=is_trained)
+    return tensor._replace(reason=reason, calibrated=calibrated, weighted=is_weighted, tuned=is_trained)
 
 
 def _is_weight(tensor: TensorPlan) -> bool:

@@ -45,9 +45,8 @@ class Spelled:
     change: Change
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlan:
-    """What happens to one weight with its scales, or to one other tensor.
+class TensorPlan(NamedTuple):
+    """What happens to one weight with its scales, or to one other tensor. A tuple, as `Output` is.
 
     Attributes:
         name: the weight's or tensor's name on disk, without a packed form's suffix (`....weight`).

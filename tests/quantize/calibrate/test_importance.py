@@ -134,7 +134,7 @@ def test_importance_that_is_no_number_is_named(value, searched, tmp_path):
 
 def test_what_importance_takes_is_counted(searched):
     """On the device and on the disk."""
-    plain = replace(searched, tensors=tuple(replace(tensor, weighted=False) for tensor in searched.tensors))
+    plain = replace(searched, tensors=tuple(tensor._replace(weighted=False) for tensor in searched.tensors))
     made = made_up(searched)
     kept = sum(value.nbytes for name, value in made.items() if name.endswith("input_importance"))
     assert calibration_bytes(searched) - calibration_bytes(plain) == kept > 0

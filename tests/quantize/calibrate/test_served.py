@@ -4,7 +4,6 @@ The reference is compressed-tensors' own decompress, on what the writer wrote.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,7 +172,7 @@ def test_a_weight_rounded_otherwise_is_named(sources, tmp_path, monkeypatch):
     """The twin: DeepSeek-V4's experts rounded to NVFP4 again, where the file keeps their codes."""
 
     def rounded_again(plan: Plan, unit: Sequence[TensorPlan], given: Calibrations, **options):
-        plain = [replace(tensor, form="plain") for tensor in unit]
+        plain = [tensor._replace(form="plain") for tensor in unit]
         return packed_groups(plan, plain, given, **options)
 
     monkeypatch.setattr(served, "packed_groups", rounded_again)
