@@ -19,8 +19,7 @@ from typing import Any
 
 from ..recipes.errors import CheckpointError, NoCheckpointError
 from ..recipes.family import HFName
-from ..recipes.listing import model_files
-from ..recipes.shipped import find_path
+from ..recipes.model_file import find_path, model_files
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
 from .hub_names import is_repo_id, page_of
 from .json_file import read_bytes_of, read_config, read_index, read_object

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_view
-from ..recipes.shipped import find_path
+from ..recipes.model_file import find_path
 from .record import RECORD, read_record
 from .source import Source, open_source, small_file
 

@@ -14,7 +14,7 @@ from ..quantize.calibrate.mtp.facts import CalibrationFact, CandidateFact, Searc
 from ..quantize.plan.plan import Plan, TensorPlan
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.find import calibration_name
-from ..recipes.listing import in_words
+from ..recipes.model_file import in_words
 from ..recipes.schema import AUTO, TextsOfMix, candidates_for
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
 from .tables import escape, plain_table, size_in_words

@@ -7,9 +7,9 @@ Easy to get wrong: this is also where an unreachable dataset is found, before ho
 
 from ..checkpoints.commits import dataset_commit
 from ..quantize.plan.plan import Plan
+from ..recipes.model_file import find_path
 from ..recipes.pinned import moves
 from ..recipes.schema import Texts
-from ..recipes.shipped import find_path
 
 _LOCAL = "local"
 

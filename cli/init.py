@@ -41,7 +41,7 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
     from ..checkpoints.mtp_source import with_mtp_of
     from ..checkpoints.source import open_source
     from ..quantize.plan.checkpoint_as_model import family_mapping, fitting, model_word
-    from ..recipes.family_text import text_of
+    from ..recipes.family_wide import text_of
     from ..recipes.find import named_file
 
     word = model_word(model)

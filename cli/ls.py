@@ -16,7 +16,7 @@ import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.extras import install_command
-from ..recipes.listing import Listed, listed
+from ..recipes.model_file import Listed, listed
 from .options import JsonOption
 
 # Listing -> the columns of its table.

@@ -1,6 +1,8 @@
 """A model file for a checkpoint that has no recipe: the variants that every family has, in the words of its family.
 
-In: a checkpoint's names. Out: the mapping of a model file (`model_file`), as a person would write it.
+In: a checkpoint's names. Out: the mapping of a model file (`model_file`), as a person would write it; and its text,
+with comments for the person who edits it. A value that a person typed, such as a folder's path, may be no plain YAML,
+so each is dumped.
 
 A variant of a shipped recipe of the same family is taken as it is. The variants of `COMMON` that no such recipe has are
 made from the family's first recipe: it says which groups stay plain, and what becomes of the MTP block.
@@ -10,21 +12,47 @@ would quantize nothing, so there it becomes FP8_BLOCK.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from .family import QUANTIZABLE_ROLES, HFName, Part
 from .family_view import FamilyView
 from .find import DEFAULT_CALIBRATION
-from .listing import model_files
-from .model_file import calibrations, flat_recipes
+from .model_file import calibrations, flat_recipes, model_files, summary_of
 from .schemes import SCHEMES
-from .summary import summary_of
-from .yaml_file import load_shipped
+from .yaml_file import load_shipped, on_one_line
 
 _USUAL = "FP8_DYNAMIC"  # of a family without a shipped recipe
 
+_COMMENTS = {
+    "model": "outputs are called <model>.<variant>",
+    "family": "from config.json",
+    "source": "a folder or a Hub id",
+    "revision": "a commit, branch or tag of the Hub; local for a folder",
+    "mtp_source": "where the MTP block is",
+    "groups": "the module groups of the model that a recipe chooses schemes for",
+    "default": "the variant that is meant without --scheme",
+}
+_HEAD = """\
+# A recipe, written by `keepmtp init`. The comments say what each key is.
+#   keepmtp plan {file}                     what would become of every tensor
+#   keepmtp quantize {file}                 the default variant
+#   keepmtp quantize {file} --scheme NAME   another one
+"""
+_VARIANTS = """\
+# One word for each group: a scheme (`keepmtp ls schemes`), bf16, or source for the form that the release has.
+# mtp is the word for the MTP block. auto would take the smallest form that keeps enough acceptance.
+# calibration is null, or the text that the model is run on: a block, or the name of a block that ships with keepmtp.
+variants:
+"""
+_TAIL = """\
+# What may be added, here for all variants or in one of them:
+# keep: ['re:.*\\.unknown_buffer']            # tensors that are copied as they are
+# overrides:                                 # modules that get another word than their group
+#   - {modules: 're:model\\.layers\\.0\\..*', scheme: bf16}
+# gates: {max_drop: 0.02, min_acceptance: 0.97}
+"""
 COMMON: Mapping[str, tuple[str, str]] = {
     "nvfp4a16-fp8": ("NVFP4A16", ""),
     "w4a16-fp8": ("W4A16", ""),
@@ -140,3 +168,22 @@ def _calibration(base: Mapping[str, Any] | None) -> object:
     block = base["calibration"] if base else None
     named = next((name for name, known in calibrations().items() if known == block), None)
     return named or block or DEFAULT_CALIBRATION
+
+
+# --- its text ---------------------------------------------------------------------------------------------------------
+
+
+def text_of(raw: Mapping[str, Any], variants: Sequence[str], *, file: str) -> str:
+    """The text.
+
+    Args:
+        raw: the mapping of a model file.
+        variants: those of its variants that are written.
+        file: the name of the file, for the commands in its head.
+    """
+    keys = [f"{key}: {on_one_line(raw[key])}  # {comment}\n" for key, comment in _COMMENTS.items() if key in raw]
+    lines: list[str] = []
+    for name in variants:
+        lines.append(f"  {name}:\n")
+        lines += [f"    {key}: {on_one_line(value)}\n" for key, value in raw["variants"][name].items()]
+    return f"{_HEAD.format(file=file)}\n{''.join(keys)}\n{_VARIANTS}{''.join(lines)}\n{_TAIL}"

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import RecipeError, did_you_mean, folded
-from .listing import model_files
-from .model_file import calibrations, flat_recipes, flat_text, is_model_file
+from .model_file import calibrations, flat_recipes, flat_text, is_model_file, model_files
 from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, validated
 from .schemes import SCHEMES
 from .yaml_file import load_shipped, read_yaml
@@ -106,11 +105,17 @@ def named_file(model: str) -> tuple[RecipeFile, str]:
     Raises:
         RecipeError: there is none.
     """
-    path, named = (Path(model), None) if is_file_name(model) else _shipped(model)
-    if not path.is_file():
-        raise RecipeError("MODEL", "a recipe file must exist", got=path, cure="See `keepmtp ls models`")
-    file = read_file(path)
-    return file, named or file.default
+    if is_file_name(model):
+        if not Path(model).is_file():
+            raise RecipeError("MODEL", "a recipe file must exist", got=Path(model), cure="See `keepmtp ls models`")
+        file = read_file(Path(model))
+        return file, file.default
+    if found := _lookup(model):
+        return found
+    rule, cure = "must be a model's name, a recipe's full name or a recipe file", "See `keepmtp ls`"
+    if Path(model).is_dir():
+        cure = f"`keepmtp init {shlex.quote(model)} --out NEW.yaml` writes one for a checkpoint"
+    raise RecipeError("MODEL", rule, got=repr(model), cure=did_you_mean(model, _shipped_files(), otherwise=cure))
 
 
 def is_file_name(model: str) -> bool:
@@ -160,7 +165,7 @@ def calibration_name(calibration: Calibration) -> str:
 
 def shipped_recipes() -> list[Recipe]:
     """Every recipe that ships with keepmtp."""
-    return [recipe for path in model_files() for recipe in _recipes_of(path.stem)]
+    return [recipe for model in _shipped_files() for recipe in _recipes_of(model)]
 
 
 def data_free_alternative(recipe: Recipe) -> str:
@@ -209,27 +214,24 @@ def _usual_block(file: RecipeFile) -> Calibration:
 
 
 @cache
-def _recipes_of(model: str) -> tuple[Recipe, ...]:
-    """The shipped recipes of a model, in the order of its file; none for a model that does not ship."""
-    path = _shipped_files().get(model)
-    if path is None:
-        return ()
-    flat = flat_recipes(load_shipped(path), path)
-    return tuple(validated(raw, f"{path}: variants.{variant}") for variant, raw in flat.items())
-
-
-def _shipped_files() -> dict[str, Path]:
+def _shipped_files() -> Mapping[str, Path]:
     return {path.stem: path for path in model_files()}
 
 
-def _shipped(name: str) -> tuple[Path, str | None]:
-    """The file of a model's name, of a recipe's full name or of a Hub id, and the variant if the name says one."""
-    if found := _lookup(name):
-        return found
-    rule, cure = "must be a model's name, a recipe's full name or a recipe file", "See `keepmtp ls`"
-    if Path(name).is_dir():
-        cure = f"`keepmtp init {shlex.quote(name)} --out NEW.yaml` writes one for a checkpoint"
-    raise RecipeError("MODEL", rule, got=repr(name), cure=did_you_mean(name, _shipped_files(), otherwise=cure))
+@cache
+def _shipped_file(model: str) -> RecipeFile:
+    path = _shipped_files()[model]
+    raw = load_shipped(path)
+    return RecipeFile(path=path, default=raw["default"], flat=flat_recipes(raw, path), text=None)
+
+
+@cache
+def _recipes_of(model: str) -> tuple[Recipe, ...]:
+    """The shipped recipes of a model, in the order of its file; none for a model that does not ship."""
+    if model not in _shipped_files():
+        return ()
+    file = _shipped_file(model)
+    return tuple(map(file.recipe, file.flat))
 
 
 def unknown_model(name: str) -> RecipeError:
@@ -244,17 +246,18 @@ def unknown_model(name: str) -> RecipeError:
     )
 
 
-def _lookup(name: str) -> tuple[Path, str | None] | None:
-    files = _shipped_files()
-    if name in files:
-        return files[name], None
-    for model, path in files.items():
+def _lookup(name: str) -> tuple[RecipeFile, str] | None:
+    """The shipped file of a model's name, of a recipe's full name or of a Hub id, and the variant that is meant."""
+    if name in _shipped_files():
+        file = _shipped_file(name)
+        return file, file.default
+    for model in _shipped_files():
         variant = name.removeprefix(f"{model}.")
-        if variant != name and variant in flat_recipes(load_shipped(path), path):
-            return path, variant
-    if "/" in name:  # a Hub id
-        sources = ((path, load_shipped(path)) for path in files.values())
-        return next(
-            ((path, None) for path, raw in sources if raw["source"] == name and raw["revision"] != "local"), None
-        )
+        if variant != name and variant in _shipped_file(model).flat:
+            return _shipped_file(model), variant
+    for model in _shipped_files() if "/" in name else ():
+        file = _shipped_file(model)
+        first = file.flat[file.default]
+        if first["source"] == name and first["revision"] != "local":
+            return file, file.default
     return None

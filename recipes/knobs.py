@@ -26,9 +26,13 @@ def _order_without_a_tensor(written: object) -> object:
     return written
 
 
-class _Knobs(BaseModel):
+class Frozen(BaseModel):
+    """A part of a recipe, which has no other keys than these."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+
+class _Knobs(Frozen):
     def arguments(self) -> dict[str, Any]:
         """What the algorithm's modifier is built with."""
         return self.model_dump()

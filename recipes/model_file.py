@@ -1,4 +1,4 @@
-"""A model file: all recipes of one model, one line for each variant.
+"""A model file: all recipes of one model, one line for each variant. Which of them ship with keepmtp.
 
 In: the YAML mapping of `recipes/models/<model>.yaml`, or of a file of that form. Out: the flat mapping of each variant,
 as `schema.Recipe` reads it, and its text. For example:
@@ -17,9 +17,12 @@ Easy to get wrong: a block in a variant replaces the file's block of the same na
 `rest: auto` leaves the backbone to a search, and `mtp: auto` then its block too: the file's `budget` and
 `backbone_auto` are only for the variants that search.
 `mtp_tuned` is only for those with `mtp: tuned`, and must be there.
+`keepmtp ls` must answer at once, so nothing here loads pydantic: the values are checked by `find.read_file` and
+`schema.validated` before a recipe is used.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,11 @@ BLOCKS = (
 _OF_A_SEARCH = ("budget", "backbone_auto")
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
 _OF_A_VARIANT = ("summary", "mtp", "calibration")
-_AUTO, _TUNED = "auto", "tuned"
-_CALIBRATIONS = Path(__file__).parent / "calibrations.yaml"
+_AUTO, _TUNED, _LOCAL = "auto", "tuned", "local"
+_HERE = Path(__file__).parent
+_MODELS = _HERE / "models"
+_SHIPPED = "models"  # the folder of the small models that keepmtp ships, and the start of their names in recipes
+_HOME = _HERE.parent  # the checkout, or the installed package
 
 
 def _experts_apart(rest: str, experts: str) -> dict[str, str]:
@@ -69,6 +75,24 @@ USUAL_AUTO: Mapping[str, Any] = {
 """What `mtp: auto` tries where a file has no `mtp_auto`; listings read it without pydantic."""
 
 
+def model_files() -> list[Path]:
+    """The model files that ship with keepmtp; the stem is the model's name."""
+    return sorted(_MODELS.glob("*.yaml"))
+
+
+def shipped_path(name: str) -> Path | None:
+    """The folder of a model that ships with keepmtp; None if none has this name."""
+    folder = _HOME / _SHIPPED / name
+    return folder if (folder / "config.json").is_file() and Path(name).name == name else None
+
+
+def find_path(name: str | Path) -> Path | None:
+    """The file or folder in the current folder, else among the shipped models; None if it is in neither."""
+    path = Path(name)
+    places = (path, _HOME / path) if path.parts[:1] == (_SHIPPED,) else (path,)
+    return next((place for place in places if place.exists()), None)
+
+
 def is_model_file(raw: Mapping[str, Any]) -> bool:
     """Whether a YAML mapping is a model file; a flat recipe is not."""
     return "variants" in raw
@@ -77,7 +101,7 @@ def is_model_file(raw: Mapping[str, Any]) -> bool:
 @cache
 def calibrations() -> Mapping[str, Mapping[str, Any]]:
     """The named calibration blocks."""
-    return load_shipped(_CALIBRATIONS)
+    return load_shipped(_HERE / "calibrations.yaml")
 
 
 def flat_recipes(raw: Mapping[str, Any], where: object) -> dict[str, dict[str, Any]]:
@@ -200,6 +224,23 @@ def _unknown(where: str, rule: str, got: object, known: Collection[str]) -> Reci
     return RecipeError(where, rule, got=repr(got), cure=did_you_mean(got, known, otherwise="Name one of them"))
 
 
+def summary_of(backbone: Mapping[str, str], mtp: str | Mapping[str, str], *, is_calibrated: bool) -> str:
+    """The summary of a recipe with these words; groups that have the same word stand together."""
+    block = mtp if isinstance(mtp, str) else _said(mtp)
+    parts = [*filter(None, [_said(backbone)]), f"MTP block {block}"]
+    return ", ".join(parts) + ("" if is_calibrated else "; no calibration")
+
+
+def _said(words: Mapping[str, str]) -> str:
+    groups: dict[str, list[str]] = {}
+    for group, word in words.items():
+        groups.setdefault(word, []).append(group)
+    return ", ".join(f"{word} {'/'.join(names)}" for word, names in groups.items())
+
+
+# --- YAML -------------------------------------------------------------------------------------------------------------
+
+
 class _Inline(dict[str, Any]):
     """A mapping that is written on one line."""
 
@@ -227,3 +268,71 @@ def _mappings_of_lists_inline(value: Any) -> Any:
     if isinstance(value, list):
         return [_Inline(each) if isinstance(each, Mapping) else each for each in value]
     return value
+
+
+# --- listings ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """What a listing says of one recipe. The keys are those of `schema.Recipe`."""
+
+    model: str
+    variant: str
+    is_default: bool
+    summary: str
+    family: str
+    source: str
+    needs_batches: bool
+    knobs: str = ""
+    """How it searches scales, and what it says to its algorithm: `gptq: actorder null, block_size 64`."""
+
+    @property
+    def name(self) -> str:
+        """`<model>.<variant>`, the recipe's full name."""
+        return f"{self.model}.{self.variant}"
+
+
+def listed() -> list[Listed]:
+    """Every shipped recipe that can be run, by model, the default variant first."""
+    flat = [recipe for path in model_files() for recipe in flat_recipes(load_shipped(path), path).values()]
+    rows = [
+        Listed(
+            model=recipe["model"],
+            variant=recipe["variant"],
+            is_default=recipe["default"],
+            summary=recipe["summary"],
+            family=recipe["family"],
+            source=recipe["source"],
+            needs_batches=recipe["calibration"] is not None,
+            knobs=_knobs(recipe),
+        )
+        for recipe in flat
+        if _is_here(recipe)
+    ]
+    return sorted(rows, key=lambda row: (row.model, not row.is_default, row.variant))
+
+
+def _knobs(recipe: Mapping[str, Any]) -> str:
+    """How a recipe searches scales, and the knobs of its algorithm, which are under the algorithm's name."""
+    calibration = recipe["calibration"] or {}
+    said = [f"search: {recipe['search']}"] if recipe.get("search") else []
+    algorithm = calibration.get("algorithm")
+    if calibration.get(algorithm):
+        said.append(f"{algorithm}: {in_words(calibration[algorithm])}")
+    return "; ".join(said)
+
+
+def in_words(knobs: Mapping[str, Any]) -> str:
+    """Knobs as they are in YAML: "actorder null, duo_scaling true"."""
+    words = {None: "null", True: "true", False: "false"}
+    said = {key: words[value] if value is None or isinstance(value, bool) else value for key, value in knobs.items()}
+    return ", ".join(f"{key} {value}" for key, value in said.items())
+
+
+def _is_here(recipe: Mapping[str, Any]) -> bool:
+    """Whether the files that a recipe names are on this machine; what is on the Hub is not asked for."""
+    calibration = recipe["calibration"] or {}
+    if recipe["revision"] == _LOCAL and find_path(recipe["source"]) is None:
+        return False
+    return calibration.get("dataset_revision") != _LOCAL or find_path(calibration["dataset"]) is not None

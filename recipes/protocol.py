@@ -14,8 +14,6 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     SerializerFunctionWrapHandler,
@@ -25,6 +23,7 @@ from pydantic import (
 )
 
 from .errors import RecipeError
+from .knobs import Frozen
 from .tasks import TASKS, TaskName
 
 Api = Literal["completions", "chat"]
@@ -35,11 +34,7 @@ _FILES = (".jsonl", ".json", ".parquet")
 _GREEDY = {"repeats": 1, "temperature": 0.0, "top_p": 1.0}
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Evaluation(_Frozen):
+class Evaluation(Frozen):
     """One protocol, for the source and for the checkpoint.
 
     Attributes:
@@ -143,7 +138,7 @@ def listed(evaluation: Evaluation | tuple[Evaluation, ...]) -> tuple[Evaluation,
     return evaluation if isinstance(evaluation, tuple) else (evaluation,)
 
 
-class Gates(_Frozen):
+class Gates(Frozen):
     """What a checkpoint must keep of its source.
 
     Attributes:

@@ -14,7 +14,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     SerializerFunctionWrapHandler,
@@ -28,11 +27,10 @@ from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError, did_you_mean
 from .family import QUANTIZABLE_ROLES
-from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, GPTQKnobs
-from .model_file import USUAL_AUTO
+from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, Frozen, GPTQKnobs
+from .model_file import USUAL_AUTO, summary_of
 from .protocol import Evaluation, Evaluations, Gates, listed
 from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS
-from .summary import summary_of
 
 KEEP_WORDS = ("source", "bf16")
 """`source`: stored as released. `bf16`: dequantized if the release is quantized, else as released."""
@@ -108,18 +106,14 @@ BackbonePolicy = Annotated[dict[Group, Annotated[str, AfterValidator(_known_poli
 MtpPolicy = Annotated[Annotated[str, AfterValidator(_known_policy), Tag("word")] | _ByGroup, _BY_TYPE]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class MtpSource(_Frozen):
+class MtpSource(Frozen):
     """Where the MTP block of a release without one is: a Hub id or a folder, and its revision ("local" for folders)."""
 
     source: Annotated[str, Field(min_length=1)]
     revision: Annotated[str, Field(min_length=1)]
 
 
-class Override(_Frozen):
+class Override(Frozen):
     """An exception to the group's scheme: modules by name on disk, or by `re:` and a regex of the whole name."""
 
     modules: NameOrRegex
@@ -139,7 +133,7 @@ _BY_MODELOPT = "algorithm: minmax, mse, four-over-six or local-hessian"
 _ASK_MODELOPT = "Set backend: modelopt, or use another algorithm"
 
 
-class Texts(_Frozen):
+class Texts(Frozen):
     """Where texts to calibrate on are from.
 
     Attributes:
@@ -290,7 +284,7 @@ class Calibration(Texts):
         return self
 
 
-class MtpAuto(_Frozen):
+class MtpAuto(Frozen):
     """How `mtp: auto` chooses.
 
     Attributes:
@@ -310,7 +304,7 @@ class MtpAuto(_Frozen):
         return self
 
 
-class BackboneAuto(_Frozen):
+class BackboneAuto(Frozen):
     """What the search of `backbone: auto` may choose, and what counts.
 
     Attributes:
@@ -334,7 +328,7 @@ class BackboneAuto(_Frozen):
         return self
 
 
-class MtpTuned(_Frozen):
+class MtpTuned(Frozen):
     """How `mtp: tuned` trains the block.
 
     Attributes:
@@ -390,7 +384,7 @@ def candidates_for(candidates: Iterable[str | Mapping[str, str]], groups: Collec
     return tuple(found)
 
 
-class Recipe(_Frozen):
+class Recipe(Frozen):
     """What a person decides about one checkpoint.
 
     Attributes:
@@ -526,36 +520,26 @@ class Recipe(_Frozen):
         return [name for name in schemes if name in rewritten | weighted or SCHEMES[name].needs_calibration]
 
     @model_validator(mode="after")
-    def _auto_is_explained(self) -> "Recipe":
+    def _what_is_measured_is_explained(self) -> "Recipe":
+        """A block stands where its word does, and nowhere else."""
         if self.is_searched and self.mtp_auto is not None:
             cure = "Remove it: the units of the block have the candidates of backbone_auto"
             raise RecipeError("", "mtp_auto must be left out where backbone is auto", got="both", cure=cure)
-        if not self.is_searched and (self.mtp == AUTO) != (self.mtp_auto is not None):
-            rule = "must be given where mtp is auto" if self.mtp == AUTO else "must be left out where mtp is not auto"
-            got = "nothing" if self.mtp_auto is None else f"mtp: {self.mtp}"
-            raise RecipeError("", f"mtp_auto {rule}", got=got, cure="It holds min_acceptance and candidates")
-        return self
-
-    @model_validator(mode="after")
-    def _search_is_explained(self) -> "Recipe":
-        parts = {"budget": self.budget, "backbone_auto": self.backbone_auto}
-        for key, part in parts.items():
-            if self.is_searched != (part is not None):
-                rule = f"{key} must be {'given' if self.is_searched else 'left out'} where backbone is auto"
-                rule = rule if self.is_searched else rule.replace("is auto", "is not auto")
-                cure = "Such as `budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`"
-                got = "nothing" if part is None else f"backbone: {', '.join({*self.backbone.values()})}"
-                raise RecipeError("", rule, got=got, cure=cure if self.is_searched else "Remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _tuned_is_explained(self) -> "Recipe":
-        if (self.mtp == TUNED) != (self.mtp_tuned is not None):
-            rule = (
-                "must be given where mtp is tuned" if self.mtp == TUNED else "must be left out where mtp is not tuned"
+        words, example = (
+            f"mtp: {self.mtp}",
+            "Such as `budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`",
+        )
+        if not self.is_searched:
+            is_auto = self.mtp == AUTO
+            _refuse_alone(
+                "mtp_auto", self.mtp_auto, is_auto, "mtp is auto", words, "It holds min_acceptance and candidates"
             )
-            got = "nothing" if self.mtp_tuned is None else f"mtp: {self.mtp}"
-            raise RecipeError("", f"mtp_tuned {rule}", got=got, cure="It holds mtp, steps, learning_rate and loss")
+            example = "Remove it"
+        words_of_backbone = f"backbone: {', '.join({*self.backbone.values()})}"
+        for key, part in {"budget": self.budget, "backbone_auto": self.backbone_auto}.items():
+            _refuse_alone(key, part, self.is_searched, "backbone is auto", words_of_backbone, example)
+        cure = "It holds mtp, steps, learning_rate and loss"
+        _refuse_alone("mtp_tuned", self.mtp_tuned, self.mtp == TUNED, "mtp is tuned", words, cure)
         return self
 
     @model_validator(mode="after")
@@ -592,21 +576,23 @@ class Recipe(_Frozen):
     def _calibration_is_needed_and_given(self) -> "Recipe":
         words = sorted(self.decisions() & SCHEMES.keys())
         if self.calibration is None:
-            if self.measures_mtp:
-                cure = "Name a dataset to measure acceptance on, or choose a policy yourself"
-                raise RecipeError("", f"calibration must be given for mtp: {self.mtp}", got="null", cure=cure)
-            if self.is_searched:
-                cure = "Name a dataset to measure sensitivities on, or choose the words yourself"
-                raise RecipeError("", "calibration must be given for backbone: auto", got="null", cure=cure)
-            if self.kv_cache is not None:
-                cure = "Name a dataset, or remove kv_cache: vLLM then serves an FP8 cache with scales of 1"
-                raise RecipeError("", f"calibration must be given for kv_cache: {self.kv_cache}", got="null", cure=cure)
-            if self.search == "imatrix":
-                cure = "Name a dataset, or use search: mse, which needs none"
-                raise RecipeError("", "calibration must be given for search: imatrix", got="null", cure=cure)
-            if needing := self.calibrated_schemes():
-                cure = f"Name a dataset, or use {SCHEMES[needing[0]].data_free}, which needs none"
-                raise RecipeError("", f"calibration must be given for {needing[0]}", got="null", cure=cure)
+            needing = [*self.calibrated_schemes(), ""][0]
+            data_free = SCHEMES[needing].data_free if needing else ""
+            reasons = (
+                (self.measures_mtp, f"mtp: {self.mtp}", "to measure acceptance on, or choose a policy yourself"),
+                (self.is_searched, "backbone: auto", "to measure sensitivities on, or choose the words yourself"),
+                (
+                    self.kv_cache is not None,
+                    f"kv_cache: {self.kv_cache}",
+                    ", or remove kv_cache: vLLM then serves an FP8 cache with scales of 1",
+                ),
+                (self.search == "imatrix", "search: imatrix", ", or use search: mse, which needs none"),
+                (bool(needing), needing, f", or use {data_free}, which needs none"),
+            )
+            for is_needed, what, way in reasons:
+                if is_needed:
+                    cure = f"Name a dataset{way if way.startswith(',') else f' {way}'}"
+                    raise RecipeError("", f"calibration must be given for {what}", got="null", cure=cure)
             return self
         algorithm = self.calibration.algorithm
         if algorithm != "minmax" and not REWRITES[algorithm] & set(words):
@@ -677,6 +663,16 @@ class Recipe(_Frozen):
     def uses_batches(self) -> bool:
         """Whether a run of this recipe computes with text."""
         return self.measures_mtp or self.is_searched or self.kv_cache is not None or bool(self.calibrated_schemes())
+
+
+def _refuse_alone(key: str, part: object, is_wanted: bool, when: str, words: str, cure: str) -> None:
+    """Refuse a block without the word that it explains, or the word without its block."""
+    if is_wanted == (part is not None):
+        return
+    rule = f"{key} must be given where {when}"
+    if not is_wanted:
+        rule = f"{key} must be left out where {when.replace(' is ', ' is not ')}"
+    raise RecipeError("", rule, got="nothing" if part is None else words, cure=cure)
 
 
 _PARTS: Mapping[str, type[BaseModel]] = {

@@ -50,6 +50,12 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
     return found, text
 
 
+def on_one_line(value: object) -> str:
+    """A value in YAML, on one line. A commit of digits alone gets quotes: it is no number."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
+    return text.removesuffix("...\n").strip()
+
+
 def _load(text: str) -> Any:
     return yaml.load(text, Loader=_LOADER)  # noqa: S506 - a safe loader, in C or in Python
 

@@ -19,9 +19,8 @@ from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ...recipes.family_wide import model_mapping
 from ...recipes.find import RecipeFile, choose, is_recipe_name, unknown_model
-from ...recipes.model_file import flat_recipes
+from ...recipes.model_file import find_path, flat_recipes
 from ...recipes.schema import Recipe
-from ...recipes.shipped import find_path
 from .own_code import refuse_no_draft
 from .plan import make_plan
 

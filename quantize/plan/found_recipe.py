@@ -15,10 +15,9 @@ from typing import Any
 
 from ...recipes.errors import RecipeError
 from ...recipes.family import INDEX, HFName
-from ...recipes.model_file import flat_text
+from ...recipes.model_file import flat_text, summary_of
 from ...recipes.schema import AUTO, Override, Recipe, validated
 from ...recipes.schemes import REWRITES
-from ...recipes.summary import summary_of
 from .choices import Assignment, Choices, ChoiceUnit
 from .plan import Plan, make_plan
 

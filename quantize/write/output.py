@@ -27,8 +27,8 @@ from ...checkpoints.record import RECIPE, RECORD, Record, read_record
 from ...checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
 from ...checkpoints.unchanged import refuse_changed, states_of
 from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.model_file import find_path
 from ...recipes.schema import AUTO, Recipe
-from ...recipes.shipped import find_path
 from ..config.written import config_of, files_of
 from ..needs.room import calibration_folder, refuse_full_disk
 from ..plan.plan import Plan

@@ -13,10 +13,13 @@ Source: SGLang 0.5.23, sglang/srt/configs/model_config.py (_config_draft_model) 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ..family import Part
 from ..family_view import FamilyView, Place
+from ..yaml_file import load_shipped
 
 VERSION = "0.5.23"
 DECODER = "model.decoder."
@@ -31,7 +34,7 @@ class SglangModel:
         file: SGLang's file of the draft, or of the target where it has no draft, under sglang/srt.
         layers: prefix of a decoder layer, `{i}` its index; "" where SGLang has no class for the model.
         draft: prefix of the MTP layer that it builds: `{i}` its index on disk; None where it has no draft class.
-        renames: (path in the family's table, path in SGLang), for the first parts of a path; the first that fits.
+        renames: path in the family's table -> path in SGLang, for the first parts of a path; the first that fits.
         draft_renames: the same for the MTP layer, tried first.
         also: path in the family's table -> further paths in SGLang: of a module that it fuses with more than vLLM does.
         glue: modules of the MTP layer or block that join it to the target -> SGLang's full name. Those that are not
@@ -49,8 +52,8 @@ class SglangModel:
     file: str
     layers: str = "model.layers.{i}."
     draft: str | None = DECODER
-    renames: tuple[tuple[str, str], ...] = ()
-    draft_renames: tuple[tuple[str, str], ...] = ()
+    renames: Mapping[str, str] = field(default_factory=dict)
+    draft_renames: Mapping[str, str] = field(default_factory=dict)
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     glue: Mapping[str, str] = field(default_factory=dict)
     head: str = "lm_head"
@@ -63,151 +66,23 @@ class SglangModel:
     own_config: bool = False
 
 
-_LATENT = (("self_attn.fused_qkv_a_proj", "self_attn.fused_qkv_a_proj_with_mqa"),)
-_FP4 = ("modelopt_fp4",)
-_QWEN = SglangModel(
-    file="models/qwen3_5_mtp.py",
-    draft="mtp.layers.0.",
-    draft_head="lm_head",
-    plain_under=("modelopt_fp4", "modelopt_mixed"),
-)
-_QWEN_VISION = SglangModel(
-    file="models/qwen3_5_mtp.py", layers="model.language_model.layers.{i}.", draft="mtp.layers.0.",
-    draft_head="lm_head", plain_under=("modelopt_fp4", "modelopt_mixed"),
-)  # fmt: skip
-_EXAONE = SglangModel(file="models/exaone_moe_mtp.py", draft="model.layers.0.", draft_head="lm_head")
-_MIMO_V2 = SglangModel(file="models/mimo_v2_nextn.py", draft_head="lm_head")
-_DEEPSEEK = SglangModel(file="models/deepseek_nextn.py", renames=_LATENT, plain_under=_FP4)
-# SGLang asks for three projections, also of experts that have no gate.
-_NO_GATE = {"mixer.experts.{e}.up_proj": ("mixer.experts.{e}.gate_proj",)}
-_NO_CLASS = "it has no class for the model"
-_NO_DRAFT = "it has the target's class and no draft class"
-
-# By the first architecture of config.json.
-MODELS: Mapping[str, SglangModel] = {
-    "BailingMoeV2_5ForCausalLM": SglangModel(
-        file="models/bailing_moe_nextn.py", draft="model.layers.{i}.", plain_under=_FP4, head="",
-        renames=(("self_attn.fused_qkv_a_proj", "attention.fused_qkv_a_proj_with_mqa"),
-                 ("attention.dense", "attention.o_proj"), ("attention.query_key_value", "attention.qkv_proj"),
-                 ("attention.g_proj", "attention.output_gate")),
-        also={"attention.dense": ("attention.out_proj",)}, glue={"eh_proj": "model.layers.{i}.eh_proj"},
-    ),
-    "BailingMoeV3ForCausalLM": SglangModel(
-        file="models/bailing_moe_nextn.py", draft="model.layers.{i}.", plain_under=_FP4, head="",
-        renames=(("self_attn.fused_qkv_a_proj", "attention.fused_qkv_a_proj_with_mqa"),
-                 ("attention.dense", "attention.o_proj"), ("attention.g_proj", "attention.output_gate"),
-                 ("mlp.experts", "experts"), ("mlp.shared_experts", "shared_experts"), ("mlp", "")),
-        also={f"attention.{name}_proj": ("self_attn.fused_qkvbfg_proj", "self_attn.fused_qkvbfg_a_proj")
-              for name in ("q", "k", "v", "f", "f_a", "g_a")},
-        glue={"eh_proj": "model.layers.{i}.eh_proj"}, unasked=("self_attn.b_proj", "attention.output_gate"),
-    ),
-    "DeepseekV3ForCausalLM": _DEEPSEEK,
-    "DeepseekV32ForCausalLM": _DEEPSEEK,
-    "DeepseekV4ForCausalLM": SglangModel(
-        file="models/deepseek_v4_nextn.py",
-        renames=(("attn.fused_wqa_wkv", "self_attn.wqkv_a"), ("attn", "self_attn"),
-                 ("ffn.shared_experts.w1", "mlp.shared_experts.gate_proj"),
-                 ("ffn.shared_experts.w3", "mlp.shared_experts.up_proj"),
-                 ("ffn.shared_experts.w2", "mlp.shared_experts.down_proj"), ("ffn", "mlp")),
-        glue={"e_proj": "model.e_proj", "h_proj": "model.h_proj"}, unasked=("self_attn.wo_a",),
-    ),
-    "Dots3NoteForCausalLM": SglangModel(
-        file="models/dots3_common/nextn.py", layers="thinker.language_model.model.layers.{i}.",
-        draft="model.heads.0.decoder.", head="thinker.language_model.lm_head",
-        renames=(("self_attn.fused_qkv_a_proj", "self_attn.fused_qkv_a_g_proj_with_mqa"),),
-        glue={"eh_proj": "model.heads.0.eh_proj"},
-    ),
-    "Ernie4_5_MoeForCausalLM": SglangModel(
-        file="models/ernie4_eagle.py", draft="model.mtp_block.", draft_head="lm_head"
-    ),
-    "Exaone4_5_ForConditionalGeneration": SglangModel(file="models", layers="", draft=None, no_draft=_NO_CLASS),
-    "ExaoneMoEForCausalLM": _EXAONE,
-    "ExaoneMoeForCausalLM": _EXAONE,
-    "Gemma4AssistantForCausalLM": SglangModel(
-        file="models/gemma4_mtp.py", draft="model.layers.{i}.",
-        also={"self_attn.q_proj": ("self_attn.qkv_proj", "self_attn.k_proj", "self_attn.v_proj")},
-        glue={"pre_projection": "pre_projection", "post_projection": "post_projection"},
-    ),
-    "Glm4MoeForCausalLM": SglangModel(file="models/glm4_moe_nextn.py", plain_under=_FP4),
-    "Glm4MoeLiteForCausalLM": SglangModel(file="models/glm4_moe_lite_nextn.py", renames=_LATENT, plain_under=_FP4),
-    "Glm5NextForConditionalGeneration": SglangModel(
-        file="models/glm5_next_nextn.py", renames=_LATENT, plain_under=_FP4
-    ),
-    "GlmMoeDsaForCausalLM": SglangModel(file="models/glm4_moe.py", renames=_LATENT, plain_under=_FP4),
-    "GlmOcrForConditionalGeneration": SglangModel(
-        file="models/glm_ocr_nextn.py", plain_under=_FP4, also={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
-    ),
-    "HYV3ForCausalLM": SglangModel(
-        file="models/hunyuan_v3_nextn.py", layers=".model.layers.{i}.", head=".lm_head", draft_head="lm_head"
-    ),
-    "HYV4ForCausalLM": SglangModel(
-        file="models/hunyuan_v4_nextn.py", layers=".model.layers.{i}.", draft=".model.decoder.", renames=_LATENT,
-        head=".lm_head", draft_head=".lm_head",
-        unasked=("hc_attn_layer.hc_pre.hc_fn", "hc_mlp_layer.hc_pre.hc_fn"),
-    ),
-    "InklingForConditionalGeneration": SglangModel(
-        file="models/inkling.py", draft="model.", draft_head="lm_head", plain_draft=True,
-        draft_renames=(("transformer_block.mlp.w13_dn", "transformer_block.mlp.gate_up_proj"),
-                       ("transformer_block.mlp.w2_md", "transformer_block.mlp.down_proj")),
-        own_config=True,
-    ),
-    "KimiK3ForConditionalGeneration": SglangModel(
-        file="models/kimi_k3.py", layers="language_model.model.layers.{i}.", draft=None, no_draft=_NO_DRAFT
-    ),
-    "LongcatFlashForCausalLM": SglangModel(
-        file="models/longcat_flash_nextn.py", draft="", draft_head="", glue={"model.mtp.layers.0.eh_proj": "eh_proj"},
-        renames=(*((f"self_attn.{index}.fused_qkv_a_proj", f"self_attn.{index}.fused_qkv_a_proj_with_mqa")
-                   for index in (0, 1)), *_LATENT),
-        draft_renames=(("transformer_layer.mlp", "mlps"), ("mlp", "mlps")),
-    ),
-    "MiMoForCausalLM": SglangModel(file="models/mimo_mtp.py", draft="", draft_head=""),
-    "MiMoV2FlashForCausalLM": _MIMO_V2,
-    "MiMoV2ForCausalLM": _MIMO_V2,
-    "MiniMaxM3SparseForConditionalGeneration": SglangModel(
-        file="models/minimax_m3_vl.py", layers="language_model.model.layers.{i}.", draft=None, no_draft=_NO_DRAFT
-    ),
-    "NemotronHForCausalLM": SglangModel(
-        file="models/nemotron_h_mtp.py", draft="mtp.layers.{i}.", draft_head="lm_head", also=_NO_GATE,
-        glue={"mtp.layers.0.eh_proj": "mtp.layers.0.eh_proj"},
-    ),
-    "NemotronH_Omni_Reasoning_V3": SglangModel(
-        file="models/nemotron_h_mtp.py", layers="language_model.model.layers.{i}.", draft="mtp.layers.{i}.",
-        head="language_model.lm_head", draft_head="lm_head", also=_NO_GATE,
-        glue={"language_model.mtp.layers.0.eh_proj": "mtp.layers.0.eh_proj"},
-    ),
-    "PanguUltraMoEForCausalLM": SglangModel(file="models", layers="", draft=None, no_draft=_NO_CLASS),
-    "Qwen3NextForCausalLM": SglangModel(
-        file="models/qwen3_next_mtp.py", draft="model.layers.0.", plain_in_fp4=("self_attn.qkv_proj",)
-    ),
-    "Qwen3_5ForCausalLM": _QWEN,
-    "Qwen3_5ForConditionalGeneration": _QWEN_VISION,
-    "Qwen3_5MoeForCausalLM": _QWEN,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN_VISION,
-    "Qwen4ExpForConditionalGeneration": SglangModel(
-        file="models/qwen4_exp_mtp.py", layers="model.language_model.layers.{i}.", draft="mtp.layers.0.",
-        plain_under=("modelopt_fp4", "modelopt_mixed"),
-    ),
-    "Step3p5ForCausalLM": SglangModel(
-        file="models/step3p5_mtp.py", draft="model.mtp_block.", draft_head="", plain_draft=True,
-        renames=(("moe.experts", "mlp.experts"), ("moe.gate", "mlp.gate"), ("moe.share_expert", "share_expert"),
-                 ("mtp_block", "")),
-        unasked=("self_attn.g_proj",),
-    ),
-    "Step3p7ForConditionalGeneration": SglangModel(
-        file="models/step3p5_mtp.py", layers="language_model.model.layers.{i}.", draft="model.mtp_block.",
-        draft_head="", plain_draft=True, head="language_model.lm_head",
-        renames=(("moe.experts", "mlp.experts"), ("moe.gate", "mlp.gate"), ("moe.share_expert", "share_expert"),
-                 ("mtp_block", "")),
-        unasked=("self_attn.g_proj",),
-    ),
-}  # fmt: skip
-_UNKNOWN = SglangModel(file="models", layers="", draft=None, no_draft=_NO_CLASS)
+_UNKNOWN = SglangModel(file="models", layers="", draft=None, no_draft="it has no class for the model")
 _EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@cache
+def sglang_models() -> Mapping[str, SglangModel]:
+    """The table, by the first architecture of config.json."""
+    found: dict[str, SglangModel] = {}
+    for architecture, row in load_shipped(Path(__file__).with_suffix(".yaml")).items():
+        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        found[architecture] = SglangModel(**given)
+    return found
 
 
 def sglang_model(config: Mapping[str, Any]) -> SglangModel:
     """The names of the model of this config.json; one without classes where SGLang does not know the architecture."""
-    return MODELS.get((config.get("architectures") or [""])[0], _UNKNOWN)
+    return sglang_models().get((config.get("architectures") or [""])[0], _UNKNOWN)
 
 
 def sglang_stem(view: FamilyView, part: Part, layer: int) -> str | None:
@@ -232,7 +107,8 @@ def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...
         return "", tuple(filter(None, (head,)))
     if name := model.glue.get(place.row.path):
         return "", (name.replace("{i}", str(place.layer)),)
-    if place.layer is None or place.role in ("router", "embedding") or _is_unnamed_glue(view, place):
+    is_plain_glue = place.role == "glue" and place.row in view.family.mtp_block
+    if place.layer is None or place.role in ("router", "embedding") or is_plain_glue:
         return "", ()
     if place.part == "mtp" and model.plain_draft:
         return "", ()
@@ -251,10 +127,8 @@ def sglang_module(view: FamilyView, place: Place) -> str | None:
     stem, paths = sglang_spelling(view, place)
     if not paths or place.role == "experts":
         return container(stem + paths[0].replace("{e}", "0")) if paths else None
-    model = sglang_model(view.config)
     fused = place.runtime.removeprefix(view.runtime_stem(place.part, place.layer or 0))
-    renames = (*(model.draft_renames if place.part == "mtp" else ()), *model.renames)
-    named = _renamed(fused if place.shares else place.row.path, renames)
+    named = _renamed(sglang_model(view.config), place.part, fused if place.shares else place.row.path)
     return stem + (named if named in paths else paths[0])
 
 
@@ -264,14 +138,9 @@ def container(name: str) -> str:
 
 
 def _paths(model: SglangModel, view: FamilyView, place: Place) -> tuple[str, ...]:
-    renames = (*(model.draft_renames if place.part == "mtp" else ()), *model.renames)
-    spelled = [_as_asked(_renamed(path, renames)) for path in table_paths(view, place)]
+    spelled = [_as_asked(_renamed(model, place.part, path)) for path in table_paths(view, place)]
     spelled += model.also.get(place.row.path, ())
     return tuple(path for path in dict.fromkeys(spelled) if path not in model.unasked)
-
-
-def _is_unnamed_glue(view: FamilyView, place: Place) -> bool:
-    return place.role == "glue" and place.row in view.family.mtp_block
 
 
 def table_paths(view: FamilyView, place: Place) -> tuple[str, ...]:
@@ -285,7 +154,11 @@ def table_paths(view: FamilyView, place: Place) -> tuple[str, ...]:
     return tuple(dict.fromkeys((row.path, *([runtime] if row.runtime else []), *row.aliases)))
 
 
-def _renamed(path: str, renames: tuple[tuple[str, str], ...]) -> str:
+def _renamed(model: SglangModel, part: Part, path: str) -> str:
+    """A path of the family's table in SGLang."""
+    renames = [*model.renames.items()]
+    if part == "mtp":
+        renames = [*model.draft_renames.items(), *renames]
     for ours, theirs in renames:
         if path == ours or path.startswith(f"{ours}."):
             return (theirs + path[len(ours) :]).lstrip(".")

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from commands import KEEPMTP, keepmtp, refused
 from keepmtp.cli.ls import COLUMNS, details, rows, screen
-from keepmtp.recipes import listing
+from keepmtp.recipes import model_file
 from keepmtp.recipes.find import find_recipe
-from keepmtp.recipes.listing import listed
-from keepmtp.recipes.model_file import calibrations
+from keepmtp.recipes.model_file import calibrations, listed
 
 MODELS = {row.model for row in listed()}
 
@@ -107,12 +106,12 @@ def test_families_say_what_can_be_calibrated_and_why_not():
 def test_knobs_are_shown_where_a_recipe_has_them(tmp_path, monkeypatch):
     plain = next(each for each in listed() if each.name == "tiny-glm4-moe.w4a16-gptq")
     assert not plain.knobs and "knobs" not in rows("models", [plain])[0]
-    shipped = (Path(listing.__file__).parent / "models" / "tiny-glm4-moe.yaml").read_text()
+    shipped = (Path(model_file.__file__).parent / "models" / "tiny-glm4-moe.yaml").read_text()
     block = dict(calibrations()["problems-32x128-gptq"]) | {"gptq": {"actorder": None, "block_size": 64}}
     changed = shipped.replace("calibration: problems-32x128-gptq", f"calibration: {json.dumps(block)}")
     changed = changed.replace("  nvfp4: {", "  nvfp4: {search: imatrix, ")
     (tmp_path / "tiny-glm4-moe.yaml").write_text(changed)
-    monkeypatch.setattr(listing, "_MODELS", tmp_path)
+    monkeypatch.setattr(model_file, "_MODELS", tmp_path)
     found = next(each for each in listed() if each.name == plain.name)
     assert found.knobs == "gptq: actorder null, block_size 64"
     assert f"  {found.knobs}" in details([found], 80) and rows("models", [found])[0]["knobs"] == found.knobs

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from keepmtp.recipes.find import shipped_recipes
-from keepmtp.recipes.listing import listed, model_files
+from keepmtp.recipes.model_file import listed, model_files
 
 
 def test_every_shipped_recipe_is_listed_as_it_is_read():

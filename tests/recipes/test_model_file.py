@@ -7,8 +7,7 @@ import pytest
 import yaml
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe, read_file, read_recipe, shipped_recipes
-from keepmtp.recipes.listing import model_files
-from keepmtp.recipes.model_file import BLOCKS, calibrations, flat_recipes, flat_text
+from keepmtp.recipes.model_file import BLOCKS, calibrations, flat_recipes, flat_text, model_files
 from keepmtp.recipes.schema import Calibration, Recipe
 
 MINE = {

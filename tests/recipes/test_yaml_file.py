@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe, read_file, read_recipe
-from keepmtp.recipes.listing import model_files
+from keepmtp.recipes.model_file import model_files
 from keepmtp.recipes.yaml_file import load_shipped, read_yaml
 
 LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(

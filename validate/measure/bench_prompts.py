@@ -25,7 +25,7 @@ from typing import Any
 
 from ...checkpoints.json_file import read_lines
 from ...recipes.errors import RecipeError
-from ...recipes.shipped import find_path
+from ...recipes.model_file import find_path
 from ..facts.benched import RequestForm
 from .server import Server
 

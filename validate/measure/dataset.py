@@ -21,8 +21,8 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
 from ...checkpoints.json_file import parsed, read_lines, read_text
 from ...recipes.errors import RecipeError
+from ...recipes.model_file import find_path
 from ...recipes.protocol import Evaluation
-from ...recipes.shipped import find_path
 from ...recipes.tasks import TASKS
 
 _ANSWER = re.compile(r"#### -?\$?[0-9.,]*[0-9]")

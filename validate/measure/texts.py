@@ -17,7 +17,7 @@ from typing import Any
 from ...checkpoints.json_file import read_lines, read_text
 from ...checkpoints.record import Record
 from ...recipes.errors import RecipeError
-from ...recipes.shipped import find_path
+from ...recipes.model_file import find_path
 
 HELD_OUT: Mapping[str, str] = {
     "tiny-docs": "models/docs_held_out.jsonl",

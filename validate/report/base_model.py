@@ -15,7 +15,7 @@ from ...checkpoints.hub_names import is_repo_id
 from ...checkpoints.record import Record
 from ...checkpoints.source import Source, file_sizes, open_source
 from ...recipes.errors import CheckpointError, RecipeError
-from ...recipes.shipped import shipped_path
+from ...recipes.model_file import shipped_path
 
 NONE = "none"
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -22,8 +22,8 @@ from pyarrow import ArrowException
 from ....checkpoints.commits import dataset_commit
 from ....checkpoints.safetensors_file import open_regular
 from ....recipes.errors import RecipeError
+from ....recipes.model_file import find_path
 from ....recipes.schema import Texts
-from ....recipes.shipped import find_path
 from .tokenize import Answered, DataRow
 
 SHUFFLED_ROWS = 10_000
