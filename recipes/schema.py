@@ -525,15 +525,10 @@ class Recipe(Frozen):
         if self.is_searched and self.mtp_auto is not None:
             cure = "Remove it: the units of the block have the candidates of backbone_auto"
             raise RecipeError("", "mtp_auto must be left out where backbone is auto", got="both", cure=cure)
-        words, example = (
-            f"mtp: {self.mtp}",
-            "Such as `budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`",
-        )
+        words, cure = f"mtp: {self.mtp}", "It holds min_acceptance and candidates"
+        example = "Such as `budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`"
         if not self.is_searched:
-            is_auto = self.mtp == AUTO
-            _refuse_alone(
-                "mtp_auto", self.mtp_auto, is_auto, "mtp is auto", words, "It holds min_acceptance and candidates"
-            )
+            _refuse_alone("mtp_auto", self.mtp_auto, self.mtp == AUTO, "mtp is auto", words, cure)
             example = "Remove it"
         words_of_backbone = f"backbone: {', '.join({*self.backbone.values()})}"
         for key, part in {"budget": self.budget, "backbone_auto": self.backbone_auto}.items():
@@ -576,23 +571,22 @@ class Recipe(Frozen):
     def _calibration_is_needed_and_given(self) -> "Recipe":
         words = sorted(self.decisions() & SCHEMES.keys())
         if self.calibration is None:
-            needing = [*self.calibrated_schemes(), ""][0]
-            data_free = SCHEMES[needing].data_free if needing else ""
-            reasons = (
-                (self.measures_mtp, f"mtp: {self.mtp}", "to measure acceptance on, or choose a policy yourself"),
-                (self.is_searched, "backbone: auto", "to measure sensitivities on, or choose the words yourself"),
+            reasons = [
+                (self.measures_mtp, f"mtp: {self.mtp}", " to measure acceptance on, or choose a policy yourself"),
+                (self.is_searched, "backbone: auto", " to measure sensitivities on, or choose the words yourself"),
                 (
                     self.kv_cache is not None,
                     f"kv_cache: {self.kv_cache}",
                     ", or remove kv_cache: vLLM then serves an FP8 cache with scales of 1",
                 ),
                 (self.search == "imatrix", "search: imatrix", ", or use search: mse, which needs none"),
-                (bool(needing), needing, f", or use {data_free}, which needs none"),
-            )
+            ]
+            for scheme in self.calibrated_schemes()[:1]:
+                reasons.append((True, scheme, f", or use {SCHEMES[scheme].data_free}, which needs none"))
             for is_needed, what, way in reasons:
                 if is_needed:
-                    cure = f"Name a dataset{way if way.startswith(',') else f' {way}'}"
-                    raise RecipeError("", f"calibration must be given for {what}", got="null", cure=cure)
+                    rule = f"calibration must be given for {what}"
+                    raise RecipeError("", rule, got="null", cure=f"Name a dataset{way}")
             return self
         algorithm = self.calibration.algorithm
         if algorithm != "minmax" and not REWRITES[algorithm] & set(words):
