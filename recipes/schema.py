@@ -521,7 +521,7 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _what_is_measured_is_explained(self) -> "Recipe":
-        """A block stands where its word does, and nowhere else."""
+        """A block is given where its word is, and nowhere else."""
         if self.is_searched and self.mtp_auto is not None:
             cure = "Remove it: the units of the block have the candidates of backbone_auto"
             raise RecipeError("", "mtp_auto must be left out where backbone is auto", got="both", cure=cure)
