@@ -37,7 +37,7 @@ def machine(monkeypatch):
 
 def test_a_right_program_passes_and_a_wrong_one_does_not(words):
     helper = "import collections\ndef twice(a): return collections.Counter({'é': (a, a)}), frozenset([a]), None\n"
-    asks = "assert twice(a=f(9))[0] == {'é': (3.0, 3.0)}\n"
+    asks = "assert twice(a=f(9)) == ({'é': (3, 3)}, {3}, None)\n"
     assert passes(f"{helper}print('x'){chr(10)}{FINE}", TEST + asks, words)
     assert not passes("def f(a): return a", TEST, words)
 
@@ -48,21 +48,58 @@ def test_what_lm_eval_asks_for():
     assert code_eval.compute([TEST], [["def f(a): retur"]], [1]) == ({"pass@1": 0.0}, None)
 
 
+def test_numbers_of_numpy_are_numbers():
+    program = (
+        "import numpy\ndef f(a): return numpy.int64(a), [numpy.float32(0.5)], numpy.bool_(True), numpy.mean([a])\n"
+    )
+    assert passes(program, "assert f(2) == (2, [0.5], True, 2.0)", ())
+
+
+# Each says that it passed, or ends before it can fail; the word "passed" is in none of its reach.
 FALSE = {
     "ends well": "import os\nos._exit(0)",
     "leaves": "def f(a): raise SystemExit(0)",
+    "ends as a machine without a sandbox did": "import os\ndef f(a): os._exit(3)",
     "is ended": "import os\ndef f(a): os.kill(os.getpid(), 9)",
     "crashes": "import ctypes\ndef f(a): ctypes.string_at(0)",
+    "equals everything": "class Same(int):\n    __eq__ = lambda self, other: True\ndef f(a): return Same(3)",
     "prints": "def f(a): print(2)",
-    "replaces": "import os, sys, builtins\nos._exit = sys.exit = exit = print\nassert 1",
+    "replaces": "import os, sys, builtins\nos._exit = sys.exit = exit = print\nbuiltins.AssertionError = int\nassert 1",
+    "rewrites its parent": "import sys\nframe = sys._getframe(1)\nframe.f_globals['_plain'] = lambda value: True\n"
+    "def f(a): return 3",
+    "floods": "import os\ndef f(a):\n    for at in range(3, 30):\n        try: os.write(at, b'[' * 9999999)\n"
+    "        except OSError: pass",
     "nests": "def f(a):\n    for _ in range(99999): a = [a]\n    return a",
     "half a character": "x = '\ud800'",
 }
 
 
 @pytest.mark.parametrize("program", FALSE.values(), ids=FALSE)
-def test_a_program_that_ends_early_has_not_passed(program):
+def test_no_program_can_say_that_it_passed(program):
     assert not passes(program, TEST, ())
+
+
+def test_the_test_is_nowhere_in_the_programs_process():
+    """Not in frames, objects or, where bubblewrap does not hide it, the memory. The pattern does not match itself."""
+    program = """
+import gc, re, sys
+SOUGHT = "[r]emar[k]"
+def f():
+    frame, texts = sys._getframe(), [each for each in gc.get_objects() if isinstance(each, str | dict)]
+    while frame:
+        texts.append({**frame.f_locals, **frame.f_globals})
+        frame = frame.f_back
+    memory = open("/proc/self/mem", "rb", 0)
+    found = bool(re.search(SOUGHT, ascii(texts)))
+    for line in open("/proc/self/maps"):
+        start, end, rights = re.match("(.*)-(.*?) (.*?) ", line).groups()
+        if rights.startswith("rw"):
+            memory.seek(int(start, 16))
+            found |= bool(re.search(SOUGHT.encode(), memory.read(int(end, 16) - int(start, 16))))
+    return found
+"""
+    assert passes(program, "assert f() is False, 'remark'", ())
+    assert passes(f"{program}{'remark'!r}\n", "assert f() is True", ()), "it would be found"
 
 
 def test_a_program_without_an_end_is_ended(words, monkeypatch):
@@ -161,7 +198,7 @@ def test_nothing_outside_is_in_reach_of_bubblewrap(tmp_path):
 def test_the_page_says_what_is_open_without_bubblewrap():
     page = (ROOT / "docs" / "tasks.md").read_text().partition("## Programs that a model wrote")[2]
     rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines() if line.count("**") == 2}
-    assert set(rows) == {"network", "files", "processes"} and "--network none" in page
+    assert set(rows) == {"network", "files", "processes", "verdict"} and "--network none" in page
 
 
 def test_a_machine_without_a_bubblewrap_that_works(machine, tmp_path):
