@@ -99,7 +99,7 @@ def _checked_against(choices, assignment, recipe) -> None:
 
 def test_overrides_are_few_where_layers_agree():
     """A full-size model: one line for all layers of a kind."""
-    from keepmtp.quantize.plan.plan import found_recipe as written
+    from keepmtp.quantize.plan import found_recipe as written
 
     assert written._numbers([3]) == "3" and written._numbers([0, 1, 2]) == "[0-2]"
     assert written._numbers([1, 3, *range(10, 25)]) == "(?:[13]|1[0-9]|2[0-4])"
