@@ -18,7 +18,7 @@ from keepmtp.recipes.extras import install_command
 ROOT = Path(__file__).parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
-VARIABLES = set(re.findall(r"\b([A-Z][A-Z_0-9]+)\b", MAKEFILE))
+VARIABLES = set(re.findall(r"\b([A-Z][A-Z_0-9]*)\b", MAKEFILE))
 # A wheel has no Makefile. These files know that they are in a checkout, or are called by make alone.
 SPEAK_OF_MAKE = {"cli/where.py", "validate/facts/vllm_env.py"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

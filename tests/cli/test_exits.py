@@ -22,7 +22,8 @@ RUN = "from keepmtp.cli import exits\nexits.run({command}, how_to_go_on='Do it a
 # `keepmtp quantize`, with something else in the place of its plan.
 WAITING = """
 import sys, time
-from keepmtp.cli import main, pipeline
+from keepmtp import pipeline
+from keepmtp.cli import main
 
 def wait(*words, **kept):
     {doing}

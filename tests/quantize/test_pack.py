@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from keepmtp.checkpoints import values as values_module
+from keepmtp.quantize.pack import pack as pack_module
 from keepmtp.quantize.pack.pack import pack
-from keepmtp.quantize.pack.pack import pack as pack_module
 from keepmtp.quantize.pack.pack_shared import store_nibbles
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schemes import SCHEMES

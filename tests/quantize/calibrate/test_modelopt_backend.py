@@ -278,10 +278,16 @@ def test_the_memory_of_its_hessians_is_counted(tmp_path):
     counted = group_hessian_bytes(tensor for tensor in api.plan(str(recipe)).tensors if tensor.layer == 1)
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
-    held = ModeloptBackend(skeleton.model, dict.fromkeys(skeleton.linears(1), "NVFP4A16"), "local-hessian")
-    with held._hooks(), calibrating(skeleton.model):
+    held = ModeloptBackend(
+        skeleton.model, LayerWork(schemes=dict.fromkeys(skeleton.linears(1), "NVFP4A16"), algorithm="local-hessian")
+    )
+
+    def run() -> None:
         for batch in batches:
             skeleton.model(**batch)
+
+    with calibrating(skeleton.model):
+        held.observe(run, batches)
     assert counted == sum(each.hessian_per_block.nbytes for each in held._hessians.values())
 
 

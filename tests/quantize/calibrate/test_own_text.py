@@ -71,6 +71,7 @@ def test_a_class_that_cannot_write_leaves_the_datasets_text(asked, tmp_path, mon
 def test_a_text_without_marked_answers_is_continued(asked):
     """Its first quarter is the prompt."""
     _, _, data = asked
-    rows = list(own_text._prompts(CalibrationData(ids=data.ids, held_out_ids=data.held_out_ids, provenance={})))
-    assert [len(prompt) for _, prompt in rows] == [data.held_out_ids.shape[1] // 4] * 4
-    assert END not in rows[0][1]
+    unmarked = CalibrationData(ids=data.ids, held_out_ids=data.held_out_ids, provenance={})
+    prompts = [own_text._prompt(unmarked, row) for row in range(4)]
+    assert [len(prompt) for prompt in prompts] == [data.held_out_ids.shape[1] // 4] * 4
+    assert END not in prompts[0]
