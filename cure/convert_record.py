@@ -22,7 +22,7 @@ from ..recipes.errors import CheckpointError, first_fault
 from ..recipes.schemes import DTYPE_BITS, num_bytes
 
 CONVERTED = "keepmtp-convert.json"
-WITHOUT_IT = "Remove it: the checkpoint is then converted without it"
+WITHOUT_IT = "Convert a copy of the folder that does not have this file"
 _Config = Literal["config.json", "hf_quant_config.json"]
 _CONFIGS: tuple[_Config, ...] = get_args(_Config)
 
