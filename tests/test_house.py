@@ -61,13 +61,13 @@ TWINS = 7
 
 # The house may only become smaller: whoever lowers a figure writes the new one. A capability frees what it costs.
 SIZES = {
-    "files": 420,
-    "code tokens": 404_000,
-    "private functions with one caller, %": 31.0,
-    "functions over 100 lines": 6,
-    "functions with over 8 parameters": 8,
-    "ternaries in 1,000 tokens": 4.1,
-    "comprehensions in 1,000 tokens": 5.6,
+    "files": 404,
+    "code tokens": 384_500,
+    "private functions with one caller, %": 28.5,
+    "functions over 100 lines": 5,
+    "functions with over 8 parameters": 6,
+    "ternaries in 1,000 tokens": 3.9,
+    "comprehensions in 1,000 tokens": 5.5,
 }
 
 

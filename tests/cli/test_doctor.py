@@ -114,7 +114,7 @@ def test_what_is_missing_is_said_with_its_cure():
     bare = {extra: [needed.name for needed in extras.requirements(extra)] for extra in doctor.EXTRAS}
     found = doctor._abilities(bare, dict.fromkeys(doctor.diagnose().packages, ""), None, (), "HF_TOKEN")
     abilities = {ability.what: ability for ability in found}
-    assert abilities["packing weights, without data"].why == "needs numpy and safetensors and torch"
+    assert abilities["packing weights, without data"].why == "needs numpy and safetensors and scipy and torch"
     assert abilities["HTML report"].command == install_command("report")
     assert abilities["packing weights, without data"].command == install_command("quantize")
     for what in ("GSM8K, with method=mtp", "model card", "publishing to the Hub"):

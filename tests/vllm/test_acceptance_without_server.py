@@ -78,9 +78,8 @@ def served(request, tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
     return {name: (plans[name], line) for name, line in zip(asked, lines, strict=True)}
 
 
-@pytest.mark.parametrize(
-    "case", [case if case.endswith("nvfp4-kv") else pytest.param(case, marks=pytest.mark.full) for case in CASES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_it_is_what_vllm_counts(case, served, tmp_path):
     (k, row), (plan, counted) = CASES[case], served[case]
     answers = [answer if answer[-1] == END else [*answer, END] for answer in counted["token_ids"]]

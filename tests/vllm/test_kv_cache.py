@@ -92,6 +92,7 @@ def test_a_family_without_a_place_is_refused(model, says):
         cached(model, "FP8_BLOCK")
 
 
+@pytest.mark.full
 def test_keys_and_values_have_the_codes_of_vllms_operator(tmp_path: Path):
     """Its operator for CPUs cuts off what GPUs and we round to the nearest: each code is ours, or the one below it.
 

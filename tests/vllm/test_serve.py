@@ -227,7 +227,7 @@ def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
     assert full.results.keys() == {"check.json", "serve.json"} and full.identity == identify(bad)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full  # test_bench.py kills a command with a server, too
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_no_process_is_left(number, tmp_path):
     """Ended in the middle of a start; after SIGKILL nothing of ours runs that could end the server."""

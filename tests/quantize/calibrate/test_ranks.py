@@ -117,6 +117,7 @@ def error_of(folder: Path) -> float:
     return float((served - source).norm() / source.norm())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", ["w4a16-gptq", "w4a16-awq", "w8a8-smoothquant"])
 def test_three_ranks_find_what_one_finds(variant, tmp_path):
     """Four batches, so one rank has two. Ranks add up in another order than one process does, in F32.
