@@ -84,10 +84,9 @@ def quantize(
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     made = api.plan(model, **words, trust_remote_code=trust_remote_code)
     rank, _ = place_in_run()
-    machine = needs.machine_of(here=gpus_here())
     if dry_run:
         if not rank:
-            plan_tables.show(made, needs.needs_of(made, machine), as_json=as_json)
+            plan_tables.show(made, needs.needs_of(made, needs.machine_of(here=gpus_here())), as_json=as_json)
         return
     target = folder or pipeline.default_out(made.recipe)
     refusals.refuse(made, target)
