@@ -27,7 +27,7 @@ from ...recipes.errors import RecipeError, VLLMError
 from ..facts.child import Child
 from ..facts.served import Drafts, counters
 from ..facts.vllm_env import VLLM
-from .room import value_of
+from .room import named_options, value_of
 from .server import read_counters, server_environment
 
 _POLL_SECONDS = 5.0
@@ -101,8 +101,7 @@ def refuse_our_words(extra: Sequence[str]) -> None:
     Raises:
         RecipeError: names the first such word.
     """
-    for word in extra:
-        name = word.partition("=")[0].replace("_", "-")
+    for name in named_options(extra):
         if name in _OURS:
             rule = "keepmtp serve says this to vLLM itself, or needs it"
             raise RecipeError("keepmtp serve", rule, got=name, cure=_OURS[name])

@@ -23,6 +23,7 @@ from ..facts.evaluated import Arm
 from ..facts.served import AsServed, Role
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from .bf16_copy import NO_KERNEL, why_no_kernel, write_copy
+from .room import named_options
 from .server import ServerFailed, Watch
 
 COPY: AsServed = "BF16 copy of the same weights"
@@ -191,7 +192,7 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
         CheckpointError: see `source.small_bytes`.
     """
     own = b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
-    named = any(word.partition("=")[0] in _TEMPLATE_WORDS for word in further)
+    named = not {*named_options(further)}.isdisjoint(_TEMPLATE_WORDS)
     return own or named or bool(_TEMPLATES & set(source.companions))
 
 

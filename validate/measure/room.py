@@ -54,7 +54,7 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         VLLMError: too little memory on the GPUs, or too few of them.
     """
     gpus = _known_gpus(vllm)
-    if not gpus or _named(extra) & {*_ELSEWHERE, *_SPLITS_EXPERTS}:
+    if not gpus or {*named_options(extra)} & {*_ELSEWHERE, *_SPLITS_EXPERTS}:
         return
     ranks = _number(value_of(extra, "--tensor-parallel-size", "-tp"))
     ranks *= _number(value_of(extra, "--pipeline-parallel-size", "-pp"))
@@ -86,7 +86,7 @@ def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> in
     1 where the user's own words say how, where nothing is known of the GPUs, and where no number fits.
     """
     gpus = _known_gpus(vllm)
-    if _named(extra) & {*_SPLITS, *_ELSEWHERE, *_SPLITS_EXPERTS}:
+    if {*named_options(extra)} & {*_SPLITS, *_ELSEWHERE, *_SPLITS_EXPERTS}:
         return 1
     share, needed = float(value_of(extra, "--gpu-memory-utilization") or _SHARE), _gib_of(source)
     for size in (1, *_sizes(source)):
@@ -135,9 +135,9 @@ def _what_fits(source: Source, needed: float, usable: float, num_gpus: int) -> s
     return f"Add -- --tensor-parallel-size {size}{where}"
 
 
-def _named(words: Sequence[str]) -> set[str]:
-    """The options among words."""
-    return {word.partition("=")[0].replace("_", "-") for word in words}
+def named_options(words: Sequence[str]) -> list[str]:
+    """The options among words for `vllm serve`, spelled with hyphens and without their values."""
+    return [word.partition("=")[0].replace("_", "-") for word in words]
 
 
 def _known_gpus(vllm: VLLM) -> Sequence[GPU]:

@@ -31,6 +31,7 @@ from ...recipes.errors import GateError, RecipeError
 from ..facts.child import Child, environment
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
+from .room import named_options
 
 TOP_LOGPROBS = 5
 
@@ -381,13 +382,12 @@ def refuse_words(where: str, extra: Sequence[str]) -> None:
     Raises:
         RecipeError: names the first such word.
     """
-    for word in extra:
-        name = word.partition("=")[0].replace("_", "-")
+    for name in named_options(extra):
         if name in _SECRETS:
             rule = "a result holds the words for vllm serve, so none may be a secret"
             raise RecipeError(where, rule, got=name, cure="Leave it out: a server needs no token here")
         if name in _ADDRESSES:
-            rule = "keepmtp alone talks to its servers, through a socket and a name of its own"
+            rule = "keepmtp alone talks to its servers, through a port and a name of its own"
             raise RecipeError(where, rule, got=name, cure=f"Leave {name} out")
 
 
