@@ -38,29 +38,21 @@ def init(
 
 
 def _text(model: str, out: Path, mtp_source: str | None) -> str:
-    from ..checkpoints.mtp_source import with_mtp_of
-    from ..checkpoints.source import open_source
-    from ..quantize.plan.checkpoint_as_model import family_mapping, fitting, model_word
+    from ..quantize.plan.checkpoint_as_model import family_mapping, fitting, model_word, opened
     from ..recipes.family_wide import text_of
     from ..recipes.find import named_file
 
     word = model_word(model)
     if word.is_recipe:
         if mtp_source is not None:
-            rule, cure = (
-                "belongs to a checkpoint without a block; a model's recipe is copied",
-                "Edit mtp_source in the copy",
-            )
-            raise RecipeError("--mtp-source", rule, got=mtp_source, cure=cure)
+            rule = "belongs to a checkpoint without a block; a model's recipe is copied"
+            raise RecipeError("--mtp-source", rule, got=mtp_source, cure="Edit mtp_source in the copy")
         file, _ = named_file(word.name)
         return file.path.read_text()
-    source = open_source(word.name, revision=word.revision or "main")
-    place = {}
-    if mtp_source is not None:
-        block = open_source(mtp_source)
-        source = with_mtp_of(source, block)
-        place = {"mtp_source": {"source": mtp_source, "revision": block.revision}}
-    raw = family_mapping(source) | place
+    source = opened(word, mtp_source)
+    raw = family_mapping(source)
+    if source.mtp_source is not None:
+        raw["mtp_source"] = {"source": mtp_source, "revision": source.mtp_source.revision}
     variants = list(fitting(source, raw))
     if not variants:
         rule, cure = "a variant of its family must fit", "Copy a recipe of the family and edit it: `keepmtp ls models`"

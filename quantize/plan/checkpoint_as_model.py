@@ -79,15 +79,23 @@ def recipe_of_checkpoint(
         RecipeError: no family, no --scheme, or one that there is not.
         CheckpointError: see `open_source`.
     """
-    source = open_source(word.name, revision=word.revision or "main")
-    if mtp_source is not None:
-        source = with_mtp_of(source, open_source(mtp_source))
+    source = opened(word, mtp_source)
     raw = family_mapping(source)
     if scheme is None:
         _refuse_without_scheme(source, raw)
     raw["default"] = next(fitting(source, raw), raw["default"])
     file = RecipeFile(path=Path(source.where), default=raw["default"], flat=flat_recipes(raw, source.where), text=None)
     return *choose(file, file.default, scheme=scheme, mtp=mtp, calibration=calibration), source
+
+
+def opened(word: ModelWord, mtp_source: str | None) -> Source:
+    """The checkpoint that MODEL names, with the MTP block of another place where one is named.
+
+    Raises:
+        CheckpointError: see `open_source` and `with_mtp_of`.
+    """
+    source = open_source(word.name, revision=word.revision or "main")
+    return source if mtp_source is None else with_mtp_of(source, open_source(mtp_source))
 
 
 def family_mapping(source: Source) -> dict[str, Any]:
