@@ -51,9 +51,9 @@ def _root() -> Path:
 @cache
 def folder(name: str) -> Path:
     """The folder of a name. It is read only: cases change copies."""
-    if name in REAL:
-        return ROOT / "models" / name
     path = _root() / f"{len(list(_root().iterdir()))}"
+    if name in REAL:  # a hard link to the model's own file would change that file for a run that reads it
+        return Path(shutil.copytree(ROOT / "models" / name, path))
     if name in RECIPES:
         return _recipe(path, name)
     if name == MEASURED:
