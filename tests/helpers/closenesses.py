@@ -9,7 +9,6 @@ from keepmtp.validate.facts.closeness import Asked, ClosenessFact, PredictedFact
 from keepmtp.validate.facts.served import Role
 from keepmtp.validate.measure.compared import (
     FILE,
-    FORM,
     ComparedFile,
     ComparedHeader,
     ComparedSitting,
@@ -63,7 +62,7 @@ def compared(
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).unlink(missing_ok=True)
-    found = ComparedFile(folder / FILE, header, FORM)
+    found = ComparedFile(folder / FILE, header)
     for each in windows:
         found.add(each)
     found.add(ComparedSitting(sitting=1, as_served="native", reason="", seconds=12.5, repeated=0.0))

@@ -13,7 +13,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.validate.facts.evaluated import Arm, EvaluationFact
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.served import counters
-from keepmtp.validate.measure.answers import FORM, Answer, Samples, Sitting, finish
+from keepmtp.validate.measure.answers import Answer, Samples, Sitting, finish
 from keepmtp.validate.measure.drafting import drafting
 from keepmtp.validate.report.check_data import record_static
 from releases import source_layout, write_checkpoint
@@ -79,7 +79,7 @@ def asked(evidence: Path, sha256: str, answers: Answers, *, has_plain: bool = Fa
         )
         path = evidence / model.samples
         path.unlink(missing_ok=True)
-        samples = Samples(path, first, FORM)
+        samples = Samples(path, first)
         for number in range(answers.num):
             samples.add(
                 Answer(

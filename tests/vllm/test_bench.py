@@ -19,7 +19,6 @@ import pytest
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.bench_client import benchmarking
 from keepmtp.validate.measure.bench_lines import read_lines
-from keepmtp.validate.measure.bench_prompts import Request
 from keepmtp.validate.measure.server import ServerFailed, serving
 from keepmtp.validate.report.report import verify
 from stub_vllm import stub_vllm
@@ -182,7 +181,7 @@ def test_a_server_that_falls_silent_is_not_waited_for(monkeypatch, tmp_path):
     ):
         impatient = replace(client, silent_seconds=2.0)
         with pytest.raises(ServerFailed, match=r"vllm serve: must come up and answer; got no token for \d s"):
-            impatient.measure([Request(messages=None, text="1 + 1?")], **how)
+            impatient.measure([{"text": "1 + 1?"}], **how)
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.step import Step
 from keepmtp.validate.facts.vllm_env import find_vllm
-from keepmtp.validate.measure import gsm8k
+from keepmtp.validate.measure import gsm8k, harness
 from keepmtp.validate.measure.answers import drafts_of, read_samples
 from keepmtp.validate.measure.harness import COPY, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import questions
@@ -264,7 +264,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
         started.append(settings["max_model_len"])
         return serving(*words, **settings)
 
-    monkeypatch.setattr(gsm8k, "serving", counted)
+    monkeypatch.setattr(harness, "serving", counted)
 
     def kill(step: Step) -> None:
         if not step.doing and step.done >= 50:

@@ -52,13 +52,6 @@ class Asked(Fact):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
 
 
-class Windows(Fact):
-    """The windows of a text, as token ids."""
-
-    asked: Asked
-    windows: tuple[tuple[Count, ...], ...]
-
-
 class SourceSitting(Fact):
     """One server of a model whose predictions were read.
 
@@ -72,12 +65,6 @@ class SourceSitting(Fact):
     reason: str
     seconds: Figure
     repeated: Figure | None = None
-
-
-class SourceSittings(Fact):
-    """All of them, in order."""
-
-    sittings: tuple[SourceSitting, ...]
 
 
 class WorstFact(Fact):

@@ -13,18 +13,19 @@ end by themselves: a model that is made to write on after its end repeats itself
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from ...checkpoints.files import held
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ..facts.benched import BenchCell, Benched, BenchFact, Repetition, RequestForm, words_of
-from ..facts.served import AsServed, Role
+from ..facts.served import Role
 from .bench_client import Client, RequestsFailed, benchmarking
-from .bench_lines import BenchHeader, Lines, MatrixPlace, Measured, open_lines
-from .bench_prompts import Prompts, Request, longest, num_requests, requests, taken
-from .harness import Model, Setup, has_template, most_tokens, refuse_drafts, served
-from .server import ServerFailed, serving
+from .bench_lines import BenchHeader, Lines, MatrixPlace, Measured
+from .bench_prompts import Prompts, Request, num_requests, request, requests, taken
+from .harness import CHAT_TOKENS, TURN_TOKENS, Host, Model, Setup, has_template, most_tokens, refuse_drafts, room_for
+from .line_file import open_lines
+from .server import ServerFailed
 
 WARM_UP_TOKENS = 32
 """Of each answer before a load is measured: kernels are compiled and graphs captured for its number of requests."""
@@ -93,13 +94,16 @@ class BenchPlan:
 
     def num_requests(self, load: Load) -> int:
         """Of one repetition."""
-        return num_requests(load[0], self.requests or None)
+        return num_requests(load[0], self.requests)
 
     def max_model_len(self, source: Source, form: RequestForm) -> int:
         """Tokens of the longest prompt and its answer, at most."""
         items = taken(self.prompts, max(map(self.num_requests, self.loads)), self.seed)
-        room = longest(items, form=form, contexts=self.contexts) + self.output_tokens + 16
-        return min(room, most_tokens(source) or room)
+        sent = [request(item, form) for item in items]
+        prompts = [each["text"] if "text" in each else each["messages"] for each in sent]
+        if longest := max(self.contexts):  # brought to a length, each is one message
+            prompts.append("x" * (longest + CHAT_TOKENS + TURN_TOKENS))
+        return room_for(prompts, source, max_tokens=self.output_tokens)
 
 
 Watch = Callable[[BenchStep], None]
@@ -171,50 +175,46 @@ class _Matrix:
         self.model, self.plan, self.setup, self.watch = model, plan, setup, watch
         self.role: Role = model.whose
         self.form: RequestForm = form_of(model.source, setup.extra)
-        self.max_model_len = plan.max_model_len(model.source, self.form)
-        self.lines = self._opened()
+        self.settings = {
+            "max_num_seqs": max(plan.concurrency),
+            "max_model_len": plan.max_model_len(model.source, self.form),
+        }
+        header = BenchHeader(
+            role=self.role,
+            checkpoint_sha256=model.identity.sha256,
+            form=self.form,
+            prompts_sha256=plan.prompts.sha256,
+            requests=plan.requests,
+            output_tokens=plan.output_tokens,
+            seed=plan.seed,
+            **self.settings,
+            **setup.answered_by,
+        )
+        self.lines: Lines = open_lines(setup.out / f"bench.{self.role}.jsonl", header, setup.say)
         self.failed: dict[tuple[int, Load], str] = {}
         self.asked: dict[Load, list[Request]] = {}
-        self.served: tuple[AsServed, str] = ("native", "")
         self.began, self.known = time.monotonic(), len(self._there())
 
     def benched(self) -> Benched:
         """The whole matrix; servers are started only for what is missing."""
+        served = {"as_served": "native", "reason": ""}
         if self._missing():
-            served(self.model.source, self.role, self.setup, self._serve, self._tell)
-        of_plan = [self.lines.lines[place] for place in self._there()]
-        as_served, reason = (of_plan[-1].as_served, of_plan[-1].reason) if of_plan else self.served
+            with Host(self.model.source, self.role, self.setup, self._tell) as host:
+                while missing := self._missing():
+                    self._sit(host, missing)
+                served = _as_served(host)
+        if there := self._there():
+            last = self.lines.lines[there[-1]]
+            served = {"as_served": last.as_served, "reason": last.reason}
         return Benched(
             role=self.role,
             path=self.model.source.where,
             sha256=self.model.identity.sha256,
-            as_served=as_served,
-            reason=reason,
             form=self.form,
-            max_num_seqs=max(self.plan.concurrency),
-            max_model_len=self.max_model_len,
             cells=tuple(self._cells()),
+            **self.settings,
+            **served,
         )
-
-    def _opened(self) -> Lines:
-        header = BenchHeader(
-            role=self.role,
-            checkpoint_sha256=self.model.identity.sha256,
-            vllm=self.setup.vllm.version,
-            device=self.setup.vllm.device,
-            words=self.setup.extra,
-            form=self.form,
-            prompts_sha256=self.plan.prompts.sha256,
-            requests=self.plan.requests,
-            output_tokens=self.plan.output_tokens,
-            seed=self.plan.seed,
-            max_num_seqs=max(self.plan.concurrency),
-            max_model_len=self.max_model_len,
-        )
-        lines, aside = open_lines(self.setup.out / f"bench.{self.role}.jsonl", header)
-        if aside is not None:
-            self.setup.say(f"Repetitions of another matrix or other bytes are kept in {aside.name}.")
-        return lines
 
     def _there(self) -> list[MatrixPlace]:
         return [place for place in self.plan.places if place in self.lines.lines]
@@ -224,87 +224,60 @@ class _Matrix:
         there = self.lines.lines
         return [place for place in self.plan.places if place not in there and place.cell not in self.failed]
 
-    def _serve(self, folder: Path, as_served: AsServed, reason: str) -> None:
-        """A server after the other, until nothing is missing."""
-        self.served = as_served, f"{reason}; {_SPEED_OF_A_COPY}" if reason else ""
-        while missing := self._missing():
-            k, turn = missing[0].k, missing[0].number // self.plan.repeat
-            mine = [place for place in missing if (place.k, place.number // self.plan.repeat) == (k, turn)]
-            try:
-                self._sit(folder, k, mine)
-            except ServerFailed as failure:
-                left = len(self._missing())
-                cure = f"nothing is lost: the same command measures the {left} repetitions that are left"
-                asked = f"with k={k} for the {self.role}"
-                raise ServerFailed(failure.words, failure.log, asked=asked, cure=cure) from failure
-
-    def _sit(self, folder: Path, k: int, places: list[MatrixPlace]) -> None:
+    def _sit(self, host: Host, missing: Sequence[MatrixPlace]) -> None:
+        """One server, for all that is missing of its k in its round."""
+        k, turn = missing[0].k, missing[0].number // self.plan.repeat
+        places = [place for place in missing if (place.k, place.number // self.plan.repeat) == (k, turn)]
         name = f"bench.{self.role}.k{k}"
-        with (
-            serving(
-                self.setup.vllm,
-                folder,
-                k=k,
-                log=self.setup.log(name),
-                is_tracked=False,
-                max_model_len=self.max_model_len,
-                max_num_seqs=max(self.plan.concurrency),
-                timeout=self.setup.timeout,
-                extra=self.setup.extra,
-                watch=lambda words: self._tell(f"k={k}: {words}"),
-            ) as server,
-            benchmarking(self.setup.vllm, server, self.form, self.setup.log(f"{name}.client")) as client,
-        ):
-            for load in dict.fromkeys(place.load for place in places):
-                self._warm_up(client, k, load)
-            for place in places:
-                if place.cell not in self.failed:
-                    self._measure(client, place)
+        try:
+            with (
+                host.serving(name, k=k, **self.settings) as server,
+                benchmarking(self.setup.vllm, server, self.form, self.setup.log(f"{name}.client")) as client,
+            ):
+                for load in dict.fromkeys(place.load for place in places):
+                    self._repetition(client, MatrixPlace(k, *load, 0), is_warm_up=True)
+                for place in places:
+                    found = self._repetition(client, place) if place.cell not in self.failed else None
+                    if found is not None:
+                        where = {"k": k, "concurrency": place.concurrency, "context": place.context}
+                        self.lines.add(Measured(**where, **_as_served(host), repetition=found))
+                        self._tell(f"k={k}, {words_of(place.load)}: measured")
+        except ServerFailed as failure:
+            cure = f"nothing is lost: the same command measures the {len(self._missing())} repetitions that are left"
+            asked = f"with k={k} for the {self.role}"
+            raise ServerFailed(failure.words, failure.log, asked=asked, cure=cure) from failure
 
-    def _warm_up(self, client: Client, k: int, load: Load) -> None:
-        """As many requests as are in flight, short; they are not counted."""
+    def _repetition(self, client: Client, place: MatrixPlace, *, is_warm_up: bool = False) -> Repetition | None:
+        """None where a request failed: the cell then has no figure, and is not measured again by this run.
+
+        A warm-up has as many requests as are in flight, and short answers.
+        """
+        load, most = place.load, self.plan.output_tokens
         if load not in self.asked:
             items = taken(self.plan.prompts, self.plan.num_requests(load), self.plan.seed)
-            self.asked[load] = requests(items, form=self.form, context=load[1], server=client.server)
-        most, label = min(WARM_UP_TOKENS, self.plan.output_tokens), f"k={k}, {words_of(load)}: warming up"
-        self._repetition(client, MatrixPlace(k, *load, 0), self.asked[load][: load[0]], most, label)
+            self.asked[load] = requests(items, form=self.form, context=place.context, server=client.server)
+        sent = self.asked[load]
+        doing = f"repetition {place.number + 1} of {self.plan.repeat * self.plan.rounds}"
+        if is_warm_up:
+            sent, most, doing = sent[: place.concurrency], min(WARM_UP_TOKENS, most), "warming up"
 
-    def _measure(self, client: Client, place: MatrixPlace) -> None:
-        of = self.plan.repeat * self.plan.rounds
-        label = f"k={place.k}, {words_of(place.load)}, repetition {place.number + 1} of {of}"
-        self._tell(label)
-        found = self._repetition(client, place, self.asked[place.load], self.plan.output_tokens, label)
-        if found is not None:
-            as_served, reason = self.served
-            k, concurrency, context, _ = place
-            line = Measured(
-                k=k, concurrency=concurrency, context=context, as_served=as_served, reason=reason, repetition=found
-            )
-            self.lines.add(line)
-            self._tell(label)
+        def tell(_: str = "") -> None:
+            self._tell(f"k={place.k}, {words_of(load)}: {doing}")
 
-    def _repetition(
-        self, client: Client, place: MatrixPlace, sent: Sequence[Request], most: int, label: str
-    ) -> Repetition | None:
-        """None where a request failed: the cell then has no figure, and is not measured again by this run."""
+        tell()
         try:
             return client.measure(
-                sent,
-                number=place.number,
-                concurrency=place.concurrency,
-                output_tokens=most,
-                watch=lambda _: self._tell(label),
+                sent, number=place.number, concurrency=place.concurrency, output_tokens=most, watch=tell
             )
         except RequestsFailed as failure:
             self.failed[place.cell] = failure.words
             return None
 
-    def _tell(self, words: str) -> None:
+    def _tell(self, doing: str) -> None:
         there = len(self._there())
         new, left = there - self.known, len(self.plan.places) - there
         eta = (time.monotonic() - self.began) / new * left if new else None
-        words = words.removeprefix(f"{self.role}: ")
-        self.watch(BenchStep(role=self.role, doing=words, there=there, left=left, eta_seconds=eta))
+        self.watch(BenchStep(role=self.role, doing=doing, there=there, left=left, eta_seconds=eta))
 
     def _cells(self) -> Iterator[BenchCell]:
         for load in self.plan.loads:
@@ -313,3 +286,8 @@ class _Matrix:
                 places = [MatrixPlace(k, *load, number) for number in range(self.plan.repeat * self.plan.rounds)]
                 done = () if error else tuple(self.lines.lines[place].repetition for place in places)
                 yield BenchCell(k=k, concurrency=load[0], context=load[1], repetitions=done, error=error)
+
+
+def _as_served(host: Host) -> dict[str, Any]:
+    reason = f"{host.reason}; {_SPEED_OF_A_COPY}" if host.reason else ""
+    return {"as_served": host.as_served, "reason": reason}

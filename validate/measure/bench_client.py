@@ -76,7 +76,7 @@ class Client:
         before, began = self.server.drafts(), datetime.now(UTC)
         address, (backend, endpoint) = str(self.server.client.base_url), _ENDPOINTS[self.form]
         asked = {
-            "requests": [request.as_json() for request in requests],
+            "requests": list(requests),
             "output_tokens": output_tokens,
             "asked": {
                 "endpoint_type": backend,
@@ -110,11 +110,10 @@ class Client:
 
     def why_refused(self, requests: Sequence[Request], output_tokens: int) -> str:
         """The server's own words about the longest request; vLLM's benchmark keeps only those of the HTTP status."""
-        longest = max(requests, key=lambda each: len(json.dumps(each.as_json())))
+        longest = max(requests, key=lambda each: len(json.dumps(each)))
+        prompt = longest["text"] if "text" in longest else longest["messages"]
         try:
-            self.server.answer(
-                longest.messages or longest.text, max_tokens=output_tokens, stop=(), seed=0, timeout=_ANSWER_SECONDS
-            )
+            self.server.answer(prompt, max_tokens=output_tokens, stop=(), seed=0, timeout=_ANSWER_SECONDS)
         except ServerFailed as failure:
             return failure.words
         return ""

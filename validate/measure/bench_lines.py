@@ -4,18 +4,17 @@ In and out: `bench.source.jsonl` and `bench.checkpoint.jsonl` in the evidence fo
 `BenchHeader`, each other one a `Measured`.
 
 Easy to get wrong: repetitions of other bytes, other prompts, another vLLM, device or server settings never meet in one
-file. An older file is set aside under the number of its first line, and taken back when the same is asked again. The
-list of k and the list of loads are not in that line: a matrix that grows by a k measures that k alone.
+file. The list of k and the list of loads are not in that line: a matrix that grows by a k measures that k alone.
 """
 
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...checkpoints.fact import Count, Fact, NumDrafts
-from ...checkpoints.kept_lines import KeptHeader
 from ..facts.benched import Repetition, RequestForm
 from ..facts.served import AsServed, Role
 from . import line_file
+from .line_file import KeptHeader
 
 
 class MatrixPlace(NamedTuple):
@@ -37,31 +36,6 @@ class MatrixPlace(NamedTuple):
         return self.k, self.load
 
 
-class BenchHeader(KeptHeader):
-    """What was asked of what, how, by which vLLM and where; equal headers may share a file.
-
-    Attributes:
-        checkpoint_sha256: as `Identity.sha256`.
-        words: further words for `vllm serve`.
-        prompts_sha256: of all prompts.
-        requests: for each load, as the user named it; 0 where it follows from the load.
-    """
-
-    bench: Literal[1] = 1
-    role: Role
-    checkpoint_sha256: str
-    vllm: str
-    device: str
-    words: tuple[str, ...]
-    form: RequestForm
-    prompts_sha256: str
-    requests: Count
-    output_tokens: Count
-    seed: Count
-    max_num_seqs: Count
-    max_model_len: Count
-
-
 class Measured(Fact):
     """One repetition, under which load and k, and whether the checkpoint's own bytes were served."""
 
@@ -78,25 +52,36 @@ class Measured(Fact):
         return MatrixPlace(self.k, self.concurrency, self.context, self.repetition.number)
 
 
+class BenchHeader(KeptHeader):
+    """What was asked of what, how, by which vLLM and where; equal headers may share a file.
+
+    Attributes:
+        checkpoint_sha256: as `Identity.sha256`.
+        words: further words for `vllm serve`.
+        prompts_sha256: of all prompts.
+        requests: for each load, as the user named it; 0 where it follows from the load.
+    """
+
+    line = Measured
+
+    bench: Literal[1] = 1
+    role: Role
+    checkpoint_sha256: str
+    vllm: str
+    device: str
+    words: tuple[str, ...]
+    form: RequestForm
+    prompts_sha256: str
+    requests: Count
+    output_tokens: Count
+    seed: Count
+    max_num_seqs: Count
+    max_model_len: Count
+
+
 Lines = line_file.LineFile[BenchHeader, Measured, Any]
-_FORM: line_file.LineForm[BenchHeader, Measured, Any] = line_file.LineForm(
-    header=BenchHeader,
-    line=Measured,
-    place=lambda measured: measured.place,
-    num=lambda _: None,
-    rule=lambda kind: "must be a repetition" if kind is Measured else "must be a header of repetitions",
-    once="must measure each repetition once",
-    named="k={0.k}, {0.concurrency} at once, context {0.context}, repetition {0.number} again",
-    again="its repetitions are measured again",
-    left="measures what is missing",
-)
-
-
-def open_lines(path: Path, header: BenchHeader) -> tuple[Lines, Path | None]:
-    """See `line_file.open_lines`."""
-    return line_file.open_lines(path, header, _FORM)
 
 
 def read_lines(path: Path) -> Lines:
     """See `line_file.read_lines`."""
-    return line_file.read_lines(path, _FORM)
+    return line_file.read_lines(path, BenchHeader)

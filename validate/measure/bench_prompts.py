@@ -37,8 +37,6 @@ _ROLES = ("system", "developer", "user", "assistant")
 _LEAST_REQUESTS, _REQUESTS_A_SLOT = 16, 4
 # SPEED-Bench's rows on the Hub have these words where a licence keeps the text elsewhere; its prepare.py fetches it.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-# What a chat template adds to a message, and to a conversation (system prompts of releases), in tokens, at most.
-_TURN_TOKENS, _CHAT_TOKENS = 64, 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +66,8 @@ class Prompts:
         return any(item.text is None for item in self.items)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What is sent: messages through the chat template, or a text."""
-
-    messages: tuple[Mapping[str, str], ...] | None
-    text: str
-
-    def as_json(self) -> dict[str, Any]:
-        return {"text": self.text} if self.messages is None else {"messages": list(self.messages)}
+Request = Mapping[str, Any]
+"""What is sent: {"messages": [...]} for the chat template, or {"text": ...}."""
 
 
 def read(path: Path | None) -> Prompts:
@@ -99,42 +90,41 @@ def read(path: Path | None) -> Prompts:
 
 def _item(value: Any, where: str) -> Prompt:
     row = value if isinstance(value, dict) else {}
-    if isinstance(text := row.get("prompt"), str):
-        item = Prompt(messages=(("user", text),), text=text)
-    elif isinstance(question := row.get("question"), str):
-        item = Prompt(messages=(("user", question),), text=f"Question: {question}\nAnswer:")
+    got = json.dumps(value)[:60]
+    if isinstance(row.get("prompt"), str):
+        item = Prompt(messages=(("user", row["prompt"]),), text=row["prompt"])
+    elif isinstance(row.get("question"), str):
+        item = Prompt(messages=(("user", row["question"]),), text=f"Question: {row['question']}\nAnswer:")
     else:
-        item = _conversation(row, where, json.dumps(value)[:60])
+        messages = row.get("messages") or [{"role": "user", "content": turn} for turn in row.get("turns") or ()]
+        asked = _conversation(messages, where, got)
+        item = Prompt(messages=asked, text=asked[0][1] if len(asked) == 1 else None)
     if not item.last.strip() or _PLACEHOLDER in item.last:
-        got = "an empty one" if not item.last.strip() else f"a placeholder: {item.last[:60]}"
-        raise RecipeError(where, "must hold the prompt itself", got=got, cure="Fetch it with the dataset's prepare.py")
+        cure = "Fetch it with the dataset's prepare.py"
+        raise RecipeError(where, "must hold the prompt itself", got=item.last[:60] or "an empty one", cure=cure)
     return item
 
 
-def _conversation(row: Mapping[str, Any], where: str, got: str) -> Prompt:
-    """Up to the first message of the user that no answer follows; `got` is the line's beginning."""
-    turns = row.get("turns")
-    messages = row.get("messages", [{"role": "user", "content": turn} for turn in turns] if turns else None)
+def _conversation(messages: Any, where: str, got: str) -> tuple[tuple[str, str], ...]:
+    """(role, content), up to the first message of the user that no answer follows; `got` is the line's beginning."""
     try:
-        pairs = [(message["role"], message["content"]) for message in messages or ()]
+        pairs = tuple((message["role"], message["content"]) for message in messages)
     except (TypeError, KeyError) as error:
         raise RecipeError(where, 'each message has "role" and "content"', got=got, cure=_CURE) from error
-    if wrong := next((pair for pair in pairs if pair[0] not in _ROLES or not isinstance(pair[1], str)), None):
-        rule = f"each message is a text of {', '.join(_ROLES)}"
-        raise RecipeError(where, rule, got=str(wrong)[:60], cure=_CURE)
+    if any(role not in _ROLES or not isinstance(content, str) for role, content in pairs):
+        raise RecipeError(where, f"each message is a text of {', '.join(_ROLES)}", got=got, cure=_CURE)
     roles = [role for role, _ in pairs]
-    ends = [at for at, role in enumerate(roles) if role == "user" and roles[at + 1 : at + 2] != ["assistant"]]
-    if not ends:
-        raise RecipeError(where, "must hold a prompt of the user", got=got, cure=_CURE)
-    asked = tuple(pairs[: ends[0] + 1])
-    return Prompt(messages=asked, text=asked[0][1] if len(asked) == 1 else None)
+    for at, role in enumerate(roles, 1):
+        if role == "user" and roles[at : at + 1] != ["assistant"]:
+            return pairs[:at]
+    raise RecipeError(where, "must hold a prompt of the user", got=got, cure=_CURE)
 
 
 # --- requests of a load -----------------------------------------------------------------------------------------------
 
 
-def num_requests(concurrency: int, named: int | None) -> int:
-    """How many a load has: what the user named, or four for each that is in flight, and sixteen at least."""
+def num_requests(concurrency: int, named: int) -> int:
+    """How many a load has: what the user named, or for 0 four for each that is in flight, and sixteen at least."""
     return named or max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * concurrency)
 
 
@@ -160,48 +150,31 @@ def requests(items: Sequence[Prompt], *, form: RequestForm, context: int, server
     that is too long, the last `context` tokens are kept. So its own words stay the last, and no text is made up.
     """
     if not context:
-        return [_request(item.messages, item.text or "", form) for item in items]
-    said = [_said(item, form) for item in items]
+        return [request(item, form) for item in items]
+    # Of a conversation, its last message.
+    said = [item.last if form == "chat" or item.text is None else item.text for item in items]
     before = [server.tokens_of(f"{text}\n\n") for text in said]
     made = []
     for at, text in enumerate(said):
         tokens = _brought(server.tokens_of(text), before[at + 1 :] + before[: at + 1], context)
         if tokens is not None:
             text = server.text_of(tokens).lstrip("\ufffd")
-        made.append(_request((("user", text),), text, form))
+        made.append(request(Prompt(messages=(("user", text),), text=text), form))
     return made
+
+
+def request(item: Prompt, form: RequestForm) -> Request:
+    """What is sent for a prompt as it is."""
+    if form == "completions":
+        return {"text": item.text or ""}
+    return {"messages": [{"role": role, "content": content} for role, content in item.messages]}
 
 
 def _brought(own: list[int], before: Sequence[list[int]], context: int) -> list[int] | None:
     """The last tokens of a prompt with others before it; None where it has as many by itself."""
     if len(own) == context:
         return None
-    pieces, number = [own], len(own)
-    for piece in cycle(before):
-        if number >= context:
-            break
-        pieces.append(piece)
-        number += len(piece)
-    return [token for piece in reversed(pieces) for token in piece][-context:]
-
-
-def longest(items: Sequence[Prompt], *, form: RequestForm, contexts: Sequence[int]) -> int:
-    """Tokens of the longest prompt, at most: a token has at least one byte."""
-    if form == "chat":
-        added = _CHAT_TOKENS + _TURN_TOKENS * max(len(item.messages) for item in items)
-        whole = ["".join(content for _, content in item.messages) for item in items]
-    else:
-        added, whole = 0, [_said(item, form) for item in items]
-    as_they_are = max(len(text.encode()) for text in whole)
-    return added + max(context or as_they_are for context in contexts)
-
-
-def _said(item: Prompt, form: RequestForm) -> str:
-    """What is brought to a length: of a conversation, its last message."""
-    return item.last if form == "chat" or item.text is None else item.text
-
-
-def _request(messages: Sequence[tuple[str, str]], text: str, form: RequestForm) -> Request:
-    if form == "completions":
-        return Request(messages=None, text=text)
-    return Request(messages=tuple({"role": role, "content": content} for role, content in messages), text="")
+    tokens, others = own, cycle(before)
+    while len(tokens) < context:
+        tokens = next(others) + tokens
+    return tokens[-context:]

@@ -9,9 +9,8 @@ for a release of 700 GB is most of the time; and a killed run goes on with the w
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -20,13 +19,11 @@ from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ..facts.closeness import Asked, ClosenessFact, PredictedFact, SourceSitting, WorstFact
-from ..facts.served import AsServed
 from ..facts.step import Step
 from .closeness_asking import predictions, text_of, tokens_of
-from .closeness_stored import SourceStore, open_store, take_store_from_sibling
+from .closeness_stored import SourceStore, open_store
 from .compared import (
     FILE,
-    FORM,
     ComparedFile,
     ComparedHeader,
     ComparedSitting,
@@ -36,14 +33,13 @@ from .compared import (
     sum_of,
 )
 from .divergence import Predicted, compare
-from .harness import Model, Setup, asked, served
+from .harness import Asking, Host, Model, Setup
 from .line_file import open_lines
-from .server import Server, serving
+from .server import Server
 from .texts import HeldOut, Text
 
 CONTEXT_TOKENS = 24
 """Tokens before a position that the result quotes."""
-_SITTING = {*SourceSitting.model_fields}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +84,13 @@ def measure(
         top=depth.top,
         vocabulary=vocabulary_of(source.source),
         source_sha256=source.identity.sha256,
-        vllm=setup.vllm.version,
-        device=setup.vllm.device,
-        words=setup.extra,
+        **setup.answered_by,
     )
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may measure into a folder"):
-        store = _of_source(source, text, question, setup, depth, watch)
-        compared = _compared(checkpoint, store, text, setup, depth, watch)
+        run = _Run(store=open_store(setup.out, question, setup.say), text=text, setup=setup, depth=depth, watch=watch)
+        run.ask_source(source)
+        compared = run.compare(checkpoint)
     before, after = perplexities(compared)
     return ClosenessFact(
         text=text.path,
@@ -104,8 +99,8 @@ def measure(
         window=depth.window,
         top=question.top,
         vocabulary=question.vocabulary,
-        source=_predicted(source, store.sittings, before),
-        checkpoint=_predicted(checkpoint, list(compared.sittings.values()), after),
+        source=_predicted(source, run.store.sittings, before),
+        checkpoint=_predicted(checkpoint, [_sitting(each) for each in compared.sittings.values()], after),
         samples=compared.path.name,
         samples_sha256=file_sha256(compared.path),
         environment=setup.environment,
@@ -154,151 +149,104 @@ def cut_windows(
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
-def _of_source(
-    model: Model, text: HeldOut, question: Asked, setup: Setup, depth: Depth, watch: Callable[[Step], None]
-) -> SourceStore:
-    """The source's predictions for every window; it is served only if one is missing."""
-    if sibling := take_store_from_sibling(setup.out, question):
-        setup.say(f"The source was asked the same before: taken from {sibling.name}.")
-    store, aside = open_store(setup.out, question)
-    if aside is not None:
-        setup.say(f"Predictions for another text or other bytes are kept in {aside.name}.")
-    number = len(store.sittings)
-
-    def begin(server: Server) -> Sequence[int]:
-        if store.windows is None:
-            tokenize = partial(tokens_of, server)
-            store.cut(cut_windows(tokenize, text, num_tokens=depth.tokens, window_size=depth.window))
-        return store.missing
-
-    def keep(_: Server, window: int, predicted: Predicted) -> None:
-        store.add(window, predicted)
-
-    if not store.is_finished:
-        sitting = _Sitting(store=store, begin=begin, keep=keep, note=partial(store.sit, number))
-        _serve(model, sitting, setup, depth, watch)
-    return store
-
-
-def _compared(
-    model: Model, store: SourceStore, text: HeldOut, setup: Setup, depth: Depth, watch: Callable[[Step], None]
-) -> ComparedFile:
-    """Every window compared; the checkpoint is served only if one is missing."""
-    windows = store.windows
-    assert windows is not None
-    header = ComparedHeader(
-        asked=store.asked,
-        checkpoint_sha256=model.identity.sha256,
-        windows_sha256=sum_of(windows),
-        num_windows=len(windows),
-        num_texts=len(text.texts),
-    )
-    compared, aside = open_lines(setup.out / FILE, header, FORM)
-    if aside is not None:
-        setup.say(f"Windows of another text or other bytes are kept in {aside.name}.")
-    number = len(compared.sittings) + 1
-
-    def keep(server: Server, window: int, predicted: Predicted) -> None:
-        compared.add(_window(server, window, windows[window], store.read(window), predicted))
-
-    def note(sitting: SourceSitting) -> None:
-        compared.add(ComparedSitting(sitting=number, **dict(sitting)))
-
-    if missing := compared.missing:
-        sitting = _Sitting(store=store, begin=lambda _: missing, keep=keep, note=note)
-        _serve(model, sitting, setup, depth, watch)
-    return compared
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sitting:
-    """What is done with a server.
-
-    Attributes:
-        store: says what is asked; it has the windows once `begin` has returned.
-        begin: gives the windows that are missing.
-        keep: of one window what was predicted.
-        note: how the server was used so far.
-    """
+class _Run:
+    """What both models are asked; `store` has the windows once the source was served."""
 
     store: SourceStore
-    begin: Callable[[Server], Sequence[int]]
-    keep: Callable[[Server, int, Predicted], None]
-    note: Callable[[SourceSitting], None]
+    text: HeldOut
+    setup: Setup
+    depth: Depth
+    watch: Callable[[Step], None]
 
+    def ask_source(self, model: Model) -> None:
+        """The source's predictions for every window; it is served only if one is missing."""
+        store, before = self.store, self.store.sittings
 
-def _serve(model: Model, sitting: _Sitting, setup: Setup, depth: Depth, watch: Callable[[Step], None]) -> None:
-    """Start a server for what is missing, and ask it."""
+        def keep(_: Server, window: int, predicted: Predicted) -> None:
+            store.add(window, predicted)
 
-    def use(folder: Path, as_served: AsServed, reason: str) -> None:
-        with serving(
-            setup.vllm,
-            folder,
-            k=0,
-            log=setup.log(f"closeness.{model.role}"),
-            is_tracked=False,
-            max_model_len=depth.window + 1,
-            max_num_seqs=depth.concurrency,
-            timeout=setup.timeout,
-            extra=("--max-logprobs", str(min(depth.top, vocabulary_of(model.source))), *setup.extra),
-            watch=tell,
-        ) as server:
-            _ask(server, model, sitting, SourceSitting(as_served=as_served, reason=reason, seconds=0), depth, watch)
+        def note(sitting: SourceSitting) -> None:
+            store.write(store.windows, (*before, sitting))
 
-    def tell(words: str) -> None:
-        doing = words.removeprefix(f"{model.role}: ")
-        watch(Step(role=model.role, doing=doing, done=0, total=1, unit="window"))
+        if not store.is_finished:
+            self._ask(model, store, keep, note)
 
-    served(model.source, model.whose, setup, use, tell)
-
-
-def _ask(
-    server: Server,
-    model: Model,
-    sitting: _Sitting,
-    begun: SourceSitting,
-    depth: Depth,
-    watch: Callable[[Step], None],
-) -> None:
-    """Every missing window; then the first of them once more, alone."""
-    missing, question = sitting.begin(server), sitting.store.asked
-    windows = sitting.store.windows
-    assert windows is not None and missing, "a server is started for what is missing"
-    total, done, num_tokens = len(windows), len(windows) - len(missing), 0
-    left = sum(len(windows[number]) for number in missing)
-
-    def ask(number: int) -> Predicted:
-        return predictions(server, windows[number], top=question.top, vocabulary=question.vocabulary)
-
-    sitting.note(begun)
-    start, first = time.monotonic(), None
-    for number, predicted in asked(
-        missing,
-        ask,
-        concurrency=depth.concurrency,
-        name=lambda number: f"window {number + 1} of {total} for the {model.role}",
-        lack="are missing",
-    ):
-        first = first or (number, predicted)
-        sitting.keep(server, number, predicted)
-        seconds = time.monotonic() - start
-        sitting.note(begun.model_copy(update={"seconds": round(seconds, 3)}))
-        done, num_tokens = done + 1, num_tokens + len(windows[number])
-        watch(
-            Step(
-                role=model.role,
-                doing="",
-                done=done,
-                total=total,
-                tokens_per_second=num_tokens / seconds,
-                eta_seconds=(left - num_tokens) * seconds / num_tokens,
-                unit="window",
-            )
+    def compare(self, model: Model) -> ComparedFile:
+        """Every window compared; the checkpoint is served only if one is missing."""
+        store = self.store
+        header = ComparedHeader(
+            asked=store.asked,
+            checkpoint_sha256=model.identity.sha256,
+            windows_sha256=sum_of(store.windows),
+            num_windows=len(store.windows),
+            num_texts=len(self.text.texts),
         )
-    assert first is not None, "something was missing"
-    number, predicted = first
-    repeated = float(compare(predicted, ask(number)).nats.mean())
-    sitting.note(begun.model_copy(update={"seconds": round(time.monotonic() - start, 3), "repeated": repeated}))
+        compared: ComparedFile = open_lines(self.setup.out / FILE, header, self.setup.say)
+        number = len(compared.sittings) + 1
+
+        def keep(server: Server, window: int, predicted: Predicted) -> None:
+            compared.add(_window(server, window, store.windows[window], store.read(window), predicted))
+
+        def note(sitting: SourceSitting) -> None:
+            compared.add(ComparedSitting(sitting=number, **dict(sitting)))
+
+        if compared.missing:
+            self._ask(model, compared, keep, note)
+        return compared
+
+    def _ask(
+        self,
+        model: Model,
+        into: SourceStore | ComparedFile,
+        keep: Callable[[Server, int, Predicted], None],
+        note: Callable[[SourceSitting], None],
+    ) -> None:
+        """Ask a server every window that is missing; then the first of them once more, alone."""
+        step = Step(role=model.role, doing="", done=0, total=1, unit="window")
+        top = min(self.depth.top, vocabulary_of(model.source))
+        with (
+            Host(model.source, model.whose, self.setup, lambda doing: self.watch(replace(step, doing=doing))) as host,
+            host.serving(
+                f"closeness.{model.role}",
+                k=0,
+                max_model_len=self.depth.window + 1,
+                max_num_seqs=self.depth.concurrency,
+                words=("--max-logprobs", str(top)),
+            ) as server,
+        ):
+            if not self.store.windows:
+                tokenize, depth = partial(tokens_of, server), self.depth
+                self.store.write(cut_windows(tokenize, self.text, num_tokens=depth.tokens, window_size=depth.window))
+            windows, missing, question = self.store.windows, into.missing, self.store.asked
+            sitting = SourceSitting(as_served=host.as_served, reason=host.reason, seconds=0)
+            first: dict[int, Predicted] = {}
+
+            def ask(number: int) -> Predicted:
+                return predictions(server, windows[number], top=question.top, vocabulary=question.vocabulary)
+
+            def keep_one(number: int, predicted: Predicted) -> int:
+                if not first:
+                    first[number] = predicted
+                keep(server, number, predicted)
+                return len(windows[number])
+
+            def note_seconds(seconds: float, repeated: float | None = None) -> None:
+                note(sitting.model_copy(update={"seconds": round(seconds, 3), "repeated": repeated}))
+
+            start = time.monotonic()
+            Asking(
+                items=missing,
+                ask=ask,
+                keep=keep_one,
+                note=note_seconds,
+                name=lambda number: f"window {number + 1} of {len(windows)} for the {model.role}",
+                step=replace(step, done=len(windows) - len(missing), total=len(windows)),
+                concurrency=self.depth.concurrency,
+            ).run(self.watch)
+            ((number, predicted),) = first.items()
+            repeated = float(compare(predicted, ask(number)).nats.mean())
+            note_seconds(time.monotonic() - start, repeated)
 
 
 def _window(
@@ -307,17 +255,15 @@ def _window(
     """One window compared, with the text around its worst position."""
     apart = compare(source, checkpoint)
     at = int(apart.nats.argmax())
-    first, other = (int(each) for each in apart.choices[at])
-    context = text_of(server, ids[max(0, at + 1 - CONTEXT_TOKENS) : at + 1])
-    token, mine, theirs = (text_of(server, [each]) for each in (ids[at + 1], first, other))
+    mine, theirs = apart.choices[at].tolist()
     worst = WorstFact(
         window=number,
         at=at + 1,
         nats=float(apart.nats[at]),
-        context=context,
-        token=token,
-        source=mine,
-        checkpoint=theirs,
+        context=text_of(server, ids[max(0, at + 1 - CONTEXT_TOKENS) : at + 1]),
+        token=text_of(server, [ids[at + 1]]),
+        source=text_of(server, [mine]),
+        checkpoint=text_of(server, [theirs]),
     )
     return ComparedWindow(
         window=number,
@@ -334,11 +280,15 @@ def _nll(predicted: Predicted) -> float:
     return max(0.0, -float(predicted.following.astype(np.float64).sum()))
 
 
+def _sitting(line: ComparedSitting) -> SourceSitting:
+    return SourceSitting.model_validate(line.model_dump(exclude={"sitting"}))
+
+
 def _predicted(model: Model, sittings: Sequence[SourceSitting], perplexity: float) -> PredictedFact:
     return PredictedFact(
         role=model.whose,
         path=model.source.where,
         sha256=model.identity.sha256,
         perplexity=perplexity,
-        servers=tuple(SourceSitting.model_validate(each.model_dump(include=_SITTING)) for each in sittings),
+        servers=tuple(sittings),
     )

@@ -9,7 +9,7 @@ without it, which starts faster and leaves more memory.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,17 +20,16 @@ from .texts import Text
 
 WINDOW_SECONDS = 1800.0
 """How long one window may take: a server writes some ten thousand entries a second as JSON."""
-_FIELDS = {"max_tokens": 1, "temperature": 0.0, "seed": 0}
+_MOST_SUM = 1.001
 
 
 def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
     """A text as the server's own tokenizer and chat template make it; tokens stay as they are."""
     if isinstance(text, str):
         return tuple(server.post("/tokenize", {"prompt": text})["tokens"])
-    if text and isinstance(text[0], int):
-        return tuple(each for each in text if isinstance(each, int))
-    asked = {"messages": list(text), "add_generation_prompt": False}
-    return tuple(server.post("/tokenize", asked)["tokens"])
+    if isinstance(text[0], int):
+        return cast(tuple[int, ...], text)
+    return tuple(server.post("/tokenize", {"messages": text, "add_generation_prompt": False})["tokens"])
 
 
 def text_of(server: Server, ids: Sequence[int]) -> str:
@@ -51,27 +50,27 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
         ServerFailed: the server died or refused the request.
         GateError: a reply that is no log-probabilities.
     """
-    asked = {"prompt": list(ids), "prompt_logprobs": min(top, vocabulary), **_FIELDS}
+    asked = {
+        "prompt": list(ids),
+        "prompt_logprobs": min(top, vocabulary),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "seed": 0,
+    }
     reply = server.post("/v1/completions", asked, timeout=WINDOW_SECONDS)
-    rows = reply["choices"][0]["prompt_logprobs"][1:]
+    rows: Sequence[Mapping[str, Mapping[str, Any]]] = reply["choices"][0]["prompt_logprobs"][1:]
     if len(rows) != len(ids) - 1 or not all(str(ids[at]) in row for at, row in enumerate(rows, 1)):
         raise GateError(
             "vllm serve", "must predict every token of a window", got=f"{len(rows)} rows", cure="See its log"
         )
-    found = _predicted(ids, rows, width=min(top + 1, vocabulary), is_whole=top >= vocabulary)
-    if not found.is_of_probabilities:
+    shape = len(rows), min(top + 1, vocabulary)
+    names, logprobs = np.full(shape, NO_TOKEN, dtype=np.int32), np.full(shape, -np.inf, dtype=np.float32)
+    following = np.empty(len(rows), dtype=np.float32)
+    for at, row in enumerate(rows):
+        names[at, : len(row)] = [int(name) for name in row]
+        logprobs[at, : len(row)] = [entry["logprob"] for entry in row.values()]
+        following[at] = row[str(ids[at + 1])]["logprob"]
+    if np.exp(logprobs.astype(np.float64)).sum(axis=1).max() > _MOST_SUM:
         got, cure = "a row whose probabilities sum to more than 1", "Leave out --logprobs-mode"
         raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
-    return found
-
-
-def _predicted(
-    ids: Sequence[int], rows: Sequence[Mapping[str, Mapping[str, Any]]], *, width: int, is_whole: bool
-) -> Predicted:
-    found = np.full((len(rows), width), NO_TOKEN, dtype=np.int32)
-    logprobs = np.full((len(rows), width), -np.inf, dtype=np.float32)
-    for at, row in enumerate(rows):
-        found[at, : len(row)] = [int(name) for name in row]
-        logprobs[at, : len(row)] = [entry["logprob"] for entry in row.values()]
-    following = [rows[at][str(ids[at + 1])]["logprob"] for at in range(len(rows))]
-    return Predicted(ids=found, logprobs=logprobs, following=np.array(following, dtype=np.float32), is_whole=is_whole)
+    return Predicted(ids=names, logprobs=logprobs, following=following, is_whole=top >= vocabulary)

@@ -4,13 +4,12 @@ In and out: `closeness.jsonl` in the evidence folder. JSON lines, three kinds:
 
     {"compared": 1, asked, checkpoint_sha256, windows_sha256, num_windows, num_texts}
     {"window": 0, nats: [...], flips: [...], outside: [...], source_nll, checkpoint_nll, worst: {...}}
-    {as_served, reason, seconds, repeated, "sitting": 1}
+    {"sitting": 1, as_served, reason, seconds, repeated}
 
 `nats` has a value for each position, `flips` the positions where the first choice is another. A server is a sitting;
 its last line counts.
 
-Easy to get wrong: a line is whole or cut off. What a crash leaves of the last one is removed, and its window asked
-again.
+Easy to get wrong: positions of one window are not independent, so every error is taken over windows.
 """
 
 import hashlib
@@ -23,26 +22,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...checkpoints.fact import Count, Fact, Figure
-from ...checkpoints.kept_lines import KeptHeader
-from ..facts.closeness import HISTOGRAM_EDGES, NUM_WORST, Asked, SourceSitting, WorstFact
-from .line_file import LineFile, LineForm, read_lines
+from ..facts.closeness import HISTOGRAM_EDGES, NUM_WORST, Asked, WorstFact
+from .line_file import KeptHeader, LineFile, SittingLine, read_lines
 
 FILE = "closeness.jsonl"
-
-
-class ComparedHeader(KeptHeader):
-    """What was compared; equal headers may share a file.
-
-    Attributes:
-        windows_sha256: of all token ids.
-    """
-
-    compared: Annotated[int, Field(ge=1, le=1)] = 1
-    asked: Asked
-    checkpoint_sha256: str
-    windows_sha256: str
-    num_windows: Annotated[int, Field(gt=0)]
-    num_texts: Count
 
 
 class ComparedWindow(Fact):
@@ -56,32 +39,47 @@ class ComparedWindow(Fact):
     checkpoint_nll: Figure
     worst: WorstFact
 
+    @property
+    def place(self) -> int:
+        """Among the windows."""
+        return self.window
 
-class ComparedSitting(SourceSitting):
-    """One server of the checkpoint."""
 
-    sitting: Annotated[int, Field(gt=0)]
+class ComparedSitting(SittingLine):
+    """One server of the checkpoint; `repeated` as in `SourceSitting`."""
+
+    repeated: Figure | None = None
+
+
+class ComparedHeader(KeptHeader):
+    """What was compared; equal headers may share a file.
+
+    Attributes:
+        windows_sha256: of all token ids.
+    """
+
+    line = ComparedWindow
+    sitting = ComparedSitting
+
+    compared: Annotated[int, Field(ge=1, le=1)] = 1
+    asked: Asked
+    checkpoint_sha256: str
+    windows_sha256: str
+    num_windows: Annotated[int, Field(gt=0)]
+    num_texts: Count
+
+    @property
+    def num(self) -> int:
+        """Of windows."""
+        return self.num_windows
 
 
 ComparedFile = LineFile[ComparedHeader, ComparedWindow, ComparedSitting]
-FORM = LineForm(
-    header=ComparedHeader,
-    line=ComparedWindow,
-    sitting=ComparedSitting,
-    begins='{"window"',
-    place=lambda window: window.window,
-    num=lambda header: header.num_windows,
-    rule=lambda kind: f"must be a line of {FILE} ({kind.__name__})",
-    once="must be one of {} windows, each once",
-    named="window {}",
-    again="the checkpoint is asked again",
-    left="goes on with what is not compared",
-)
 
 
 def read_compared(path: Path) -> ComparedFile:
     """See `line_file.read_lines`."""
-    return read_lines(path, FORM)
+    return read_lines(path, ComparedHeader)
 
 
 def figures(found: ComparedFile) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 _LEAST_REST = 1e-6
 """Probability of the rest, at least: log-probabilities in FP32 over a vocabulary sum to one up to about so much."""
-_MOST_SUM = 1.001
 NO_TOKEN = -1
 
 
@@ -35,11 +34,6 @@ class Predicted:
     logprobs: NDArray[np.float32]
     following: NDArray[np.float32]
     is_whole: bool
-
-    @property
-    def is_of_probabilities(self) -> bool:
-        """Whether a row can be log-probabilities: no sum of probabilities above one."""
-        return bool((np.exp(self.logprobs.astype(np.float64)).sum(axis=1) <= _MOST_SUM).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,34 +56,25 @@ class Apart:
 def compare(source: Predicted, checkpoint: Predicted) -> Apart:
     """Compare two models' predictions on one window of the same tokens."""
     assert len(source.ids) == len(checkpoint.ids), "one window"
-    is_whole = source.is_whole and checkpoint.is_whole
-    rows = [
-        _divergence(source.ids[at], source.logprobs[at], checkpoint.ids[at], checkpoint.logprobs[at], is_whole)
-        for at in range(len(source.ids))
-    ]
-    choices = [(_first(source, at), _first(checkpoint, at)) for at in range(len(source.ids))]
-    return Apart(
-        nats=np.array([nats for nats, _ in rows]),
-        is_flip=np.array([not one & other for one, other in choices], dtype=bool),
-        outside=np.array([outside for _, outside in rows]),
-        choices=np.array([(min(one & other or one), min(one & other or other)) for one, other in choices], np.int32),
-    )
+    nats, outside, choices = [], [], []
+    for at in range(len(source.ids)):
+        apart, left = _divergence(source, checkpoint, at)
+        nats.append(apart)
+        outside.append(left)
+        one, other = _first(source, at), _first(checkpoint, at)
+        choices.append((min(one & other or one), min(one & other or other)))
+    chosen = np.array(choices, np.int32)
+    return Apart(nats=np.array(nats), is_flip=chosen[:, 0] != chosen[:, 1], outside=np.array(outside), choices=chosen)
 
 
-def _divergence(
-    ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    other_ids: NDArray[np.int32],
-    other_logprobs: NDArray[np.float32],
-    is_whole: bool,
-) -> tuple[float, float]:
+def _divergence(source: Predicted, checkpoint: Predicted, at: int) -> tuple[float, float]:
     """(nats, probability outside) of one position."""
-    shared, mine, theirs = np.intersect1d(ids, other_ids, return_indices=True)
+    shared, mine, theirs = np.intersect1d(source.ids[at], checkpoint.ids[at], return_indices=True)
     mine, theirs = mine[shared != NO_TOKEN], theirs[shared != NO_TOKEN]
-    log_p, log_q = logprobs[mine].astype(np.float64), other_logprobs[theirs].astype(np.float64)
+    log_p, log_q = source.logprobs[at][mine].astype(np.float64), checkpoint.logprobs[at][theirs].astype(np.float64)
     p = np.exp(log_p)
     nats = float((p * (log_p - log_q))[p > 0].sum())
-    if is_whole:
+    if source.is_whole and checkpoint.is_whole:
         return max(0.0, nats), 0.0
     rest_p, rest_q = (max(_LEAST_REST, 1 - float(each.sum())) for each in (p, np.exp(log_q)))
     return max(0.0, nats + rest_p * float(np.log(rest_p / rest_q))), rest_p

@@ -8,12 +8,9 @@ in their file's first line; a run goes on with those that have exactly its own, 
 is not served again.
 """
 
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from ...checkpoints.files import held
 from ...checkpoints.identity import file_sha256
@@ -21,27 +18,22 @@ from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ...recipes.protocol import Evaluation
-from ..facts.evaluated import ARM_TITLES, EvaluatedFact, EvaluationFact, TaskFact
+from ..facts.evaluated import ARM_TITLES, Arm, EvaluatedFact, EvaluationFact, PairedFact, TaskFact
 from ..facts.paired import paired
 from ..facts.served import AsServed, Drafts, counters
 from ..facts.step import Step
 from ..facts.vllm_env import VLLM
-from .answers import Answer, Header, Samples, Sitting, correct, drafts_of, finish, open_samples, take_from_sibling
+from .answers import Answer, Header, Samples, Sitting, correct, drafts_of, finish
 from .drafting import drafting
-from .harness import Model, Setup, asked, has_template, most_tokens, refuse_drafts, served
+from .harness import Asking, Host, Model, Prompt, Setup, has_template, refuse_drafts, room_for
+from .line_file import open_lines
 from .lm_eval_task import VERSIONS, Question, Questions, scores
-from .server import Reply, Server, ServerFailed, serving
+from .server import Reply, Server, ServerFailed
 
-COUNTERS_SECONDS = 2.0
-"""How often vLLM's counters are read while questions are asked: what a server that dies has counted since is lost."""
 MOST_STOPS = 4
 """vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has five."""
-# What a chat template adds to a message, and to a conversation (system prompts of releases), in tokens, at most.
-_TURN_TOKENS, _CHAT_TOKENS = 64, 2048
 
 Watch = Callable[[Step], None]
-Together = Sequence[tuple[Questions, Samples]]
-"""Tasks that one server is asked, each with the file of its answers."""
 
 
 def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -> None:
@@ -101,8 +93,9 @@ def evaluate(
     models = [model for model in (source, checkpoint, plain) if model is not None]
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may evaluate into a folder"):
-        answered = [(model, _answered(model, tasks, setup, watch)) for model in models]
-        first, *others = [_task_fact(questions, answered, setup, confidence) for questions in tasks]
+        for model in models:
+            _ask_missing(model, tasks, setup, watch)
+        first, *others = [_task_fact(questions, models, setup, confidence) for questions in tasks]
     return EvaluationFact(**dict(first), tasks=tuple(others))
 
 
@@ -129,56 +122,31 @@ def ask(
     Raises:
         ServerFailed: a request failed, in the server's words, with the number of its question.
     """
-    protocol, total = questions.protocol, len(questions.items)
-    before, start = server.drafts(), time.monotonic()
-    number, num_known = len(samples.sittings) + 1, len(samples.lines)
+    protocol, role, total = questions.protocol, samples.header.role, len(questions.items)
+    before, number = server.drafts(), len(samples.sittings) + 1
+    limit = request_seconds(protocol) if timeout is None else timeout
 
-    def note(now: Drafts) -> None:
-        seconds = round(time.monotonic() - start, 3)
-        new = counters(now.since(before))
-        samples.add(Sitting(sitting=number, as_served=as_served, reason=reason, seconds=seconds, **new))
+    def keep(item: Question, reply: Reply) -> int:
+        said = {"text": reply.text, "finish_reason": reply.finish_reason, "num_tokens": reply.num_tokens}
+        samples.add(Answer(question=item.number, prompt_sha256=item.sha256, **said))
+        return reply.num_tokens
 
-    replies = asked(
-        [questions.items[each] for each in samples.missing],
-        lambda item: _reply(server, item, protocol, request_seconds(protocol) if timeout is None else timeout),
+    def note(seconds: float, counted: Callable[[], Drafts] = server.drafts_now) -> None:
+        with suppress(ServerFailed):  # one that dies fails an answer too, which says more
+            new = counters(counted().since(before))
+            served = {"as_served": as_served, "reason": reason, "seconds": round(seconds, 3)}
+            samples.add(Sitting(sitting=number, **served, **new))
+
+    Asking(
+        items=[questions.items[each] for each in samples.missing],
+        ask=lambda item: _reply(server, item, protocol, limit),
+        keep=keep,
+        note=note,
+        name=lambda item: f"question {item.number + 1} of {total} for the {ARM_TITLES[role]}",
+        step=Step(role=role, doing="", done=len(samples.lines), total=total, task=protocol.task),
         concurrency=protocol.concurrency,
-        name=lambda item: f"question {item.number + 1} of {total} for the {ARM_TITLES[samples.header.role]}",
-        lack="have no answer",
-    )
-    num_tokens, read_at = 0, -math.inf  # at the first answer: none is ever without a sitting
-    try:
-        for item, reply in replies:
-            samples.add(
-                Answer(
-                    question=item.number,
-                    prompt_sha256=item.sha256,
-                    text=reply.text,
-                    finish_reason=reply.finish_reason,
-                    num_tokens=reply.num_tokens,
-                )
-            )
-            num_tokens += reply.num_tokens
-            if time.monotonic() - read_at > COUNTERS_SECONDS:
-                with suppress(ServerFailed):  # one that dies fails an answer too, which says more
-                    note(server.drafts_now())
-                read_at = time.monotonic()
-            done, seconds = len(samples.lines), time.monotonic() - start
-            watch(
-                Step(
-                    role=samples.header.role,
-                    doing="",
-                    done=done,
-                    total=total,
-                    tokens_per_second=num_tokens / seconds,
-                    eta_seconds=(total - done) * seconds / (done - num_known),
-                    task=protocol.task,
-                )
-            )
-    except ServerFailed:
-        with suppress(ServerFailed):  # it may be dead
-            note(server.drafts_now())
-        raise
-    note(server.drafts())
+    ).run(watch)
+    note(samples.sittings[number].seconds, server.drafts)  # the last ones come a moment after the last answer
 
 
 def request_seconds(protocol: Evaluation) -> float:
@@ -189,7 +157,7 @@ def request_seconds(protocol: Evaluation) -> float:
 def _reply(server: Server, item: Question, protocol: Evaluation, timeout: float) -> Reply:
     """One answer, ended at the stop words that the server was not given; its tokens were generated."""
     reply = server.answer(
-        item.prompt if protocol.api == "completions" else item.messages,
+        _prompt(item, protocol),
         max_tokens=item.max_tokens,
         stop=item.stop[:MOST_STOPS],
         seed=protocol.seed + item.run,
@@ -201,121 +169,94 @@ def _reply(server: Server, item: Question, protocol: Evaluation, timeout: float)
     return replace(reply, text=reply.text[: min(places)], finish_reason="stop") if places else reply
 
 
+def _prompt(item: Question, protocol: Evaluation) -> Prompt:
+    return item.prompt if protocol.api == "completions" else item.messages
+
+
 # --- one model --------------------------------------------------------------------------------------------------------
 
 
-def _answered(model: Model, tasks: Sequence[Questions], setup: Setup, watch: Watch) -> dict[str, Samples]:
-    """All answers of one model by task; it is served only if one is missing, and once for all tasks of a kind."""
-    # What is sampled differs by its draws, whether it is drafted or not.
-    fit = [each for each in tasks if model.role != "plain" or not each.protocol.temperature]
-    opened = [(questions, _opened(model, questions, setup)) for questions in fit]
+def _fits(role: Arm, questions: Questions) -> bool:
+    """Whether an arm is asked a task: what is sampled differs by its draws, whether it is drafted or not."""
+    return role != "plain" or not questions.protocol.temperature
+
+
+def _ask_missing(model: Model, tasks: Sequence[Questions], setup: Setup, watch: Watch) -> None:
+    """All answers of one model; it is served only if one is missing, and once for all tasks of one (k, caching)."""
     servers: dict[tuple[int, bool], list[tuple[Questions, Samples]]] = {}
-    for questions, samples in opened:
-        if samples.missing:
-            protocol = questions.protocol
-            key = (0 if model.role == "plain" else protocol.k, protocol.prefix_caching)
-            servers.setdefault(key, []).append((questions, samples))
-    for number, (key, together) in enumerate(servers.items()):
-        name = f"eval.{model.role}.{number + 1}" if number else f"eval.{model.role}"
-        _serve_and_ask(model, key, together, setup.log(name), setup, watch)
-    return {questions.protocol.task: samples for questions, samples in opened}
+    for questions in tasks:
+        samples = _opened(model, questions, setup) if _fits(model.role, questions) else None
+        if samples is not None and samples.missing:
+            k = 0 if model.role == "plain" else questions.protocol.k
+            servers.setdefault((k, questions.protocol.prefix_caching), []).append((questions, samples))
+    if not servers:
+        return
+    missing = [samples for together in servers.values() for _, samples in together]
+    step = Step(
+        role=model.role,
+        doing="",
+        done=sum(len(samples.lines) for samples in missing),
+        total=sum(samples.header.num_questions for samples in missing),
+    )
+    with Host(model.source, model.whose, setup, lambda doing: watch(replace(step, doing=doing))) as host:
+        for number, ((k, prefix_caching), together) in enumerate(servers.items(), 1):
+            protocols = [questions.protocol for questions, _ in together]
+            rooms = [_room(questions, model.source) for questions, _ in together]
+            with host.serving(
+                f"eval.{model.role}.{number}" if number > 1 else f"eval.{model.role}",
+                k=k,
+                max_model_len=max(rooms),
+                max_num_seqs=max(protocol.concurrency for protocol in protocols),
+                words=("--enable-prefix-caching",) if prefix_caching else (),
+            ) as server:
+                for questions, samples in together:
+                    ask(server, questions, samples, as_served=host.as_served, reason=host.reason, watch=watch)
+
+
+def _room(questions: Questions, source: Source) -> int:
+    prompts = [_prompt(item, questions.protocol) for item in questions.items]
+    return room_for(prompts, source, max_tokens=questions.protocol.max_tokens)
 
 
 def _opened(model: Model, questions: Questions, setup: Setup) -> Samples:
     """The file of one model's answers to one task, with what is in it already."""
-    protocol = questions.protocol
     header = Header(
         role=model.role,
-        protocol=protocol,
+        protocol=questions.protocol,
         dataset_sha256=questions.dataset_sha256,
         prompts_sha256=questions.prompts_sha256,
         num_questions=len(questions.items),
         checkpoint_sha256=model.identity.sha256,
-        vllm=setup.vllm.version,
-        device=setup.vllm.device,
-        words=setup.extra,
+        **setup.answered_by,
     )
-    path = setup.out / f"{protocol.task}.{model.role}.jsonl"
-    if sibling := take_from_sibling(path, header):
-        whose = ARM_TITLES[model.role]
-        setup.say(f"The {whose} answered the same questions of {protocol.task} before: taken from {sibling.name}.")
-    samples, aside = open_samples(path, header)
-    if aside is not None:
-        setup.say(f"Answers to another protocol or other bytes are kept in {aside.name}.")
-    return samples
-
-
-def _serve_and_ask(
-    model: Model, key: tuple[int, bool], together: Together, log: Path, setup: Setup, watch: Watch
-) -> None:
-    """One server for tasks of one (k, prefix caching)."""
-    k, prefix_caching = key
-
-    def use(folder: Path, as_served: AsServed, reason: str) -> None:
-        with serving(
-            setup.vllm,
-            folder,
-            k=k,
-            log=log,
-            is_tracked=False,
-            max_model_len=max(_room(questions, model.source) for questions, _ in together),
-            max_num_seqs=max(questions.protocol.concurrency for questions, _ in together),
-            timeout=setup.timeout,
-            extra=(*(["--enable-prefix-caching"] if prefix_caching else []), *setup.extra),
-            watch=tell,
-        ) as server:
-            for questions, samples in together:
-                ask(server, questions, samples, as_served=as_served, reason=reason, watch=watch)
-
-    def tell(words: str) -> None:
-        done = sum(len(samples.lines) for _, samples in together)
-        total = sum(len(questions.items) for questions, _ in together)
-        watch(Step(role=model.role, doing=words.removeprefix(f"{model.role}: "), done=done, total=total))
-
-    served(model.source, model.whose, setup, use, tell)
-
-
-def _room(questions: Questions, source: Source) -> int:
-    """Tokens of the longest prompt and its answer, at most: a token has at least one byte."""
-    if questions.protocol.api == "chat":
-        longest = max(
-            _CHAT_TOKENS + sum(len(turn["content"].encode()) + _TURN_TOKENS for turn in item.messages)
-            for item in questions.items
-        )
-    else:
-        longest = max(len(item.prompt.encode()) for item in questions.items)
-    room = longest + questions.protocol.max_tokens + 16
-    return min(room, most_tokens(source) or room)
+    return open_lines(setup.out / f"{questions.protocol.task}.{model.role}.jsonl", header, setup.say)
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
-def _task_fact(
-    questions: Questions,
-    answered: Sequence[tuple[Model, Mapping[str, Samples]]],
-    setup: Setup,
-    confidence: float,
-) -> TaskFact:
+def _task_fact(questions: Questions, models: Sequence[Model], setup: Setup, confidence: float) -> TaskFact:
     """What one task gave, once all have answered it."""
-    task = questions.protocol.task
-    files = {model.role: samples[task] for model, samples in answered if task in samples}
-    facts = {model.role: _fact(model, samples[task], questions) for model, samples in answered if task in samples}
-    drafted, filters = files["checkpoint"], [score.filter for score in facts["checkpoint"].scores]
-    pairs = []
-    for name in filters if "source" in files else ():
-        before, after = correct(files["source"], name), correct(drafted, name)
-        pairs.append(paired(name, before, after, runs=questions.protocol.repeats, confidence=confidence))
+    asked = [model for model in models if _fits(model.role, questions)]
+    files = {model.role: _opened(model, questions, setup) for model in asked}
+    facts = {model.role: _fact(model, files[model.role], questions) for model in asked}
+    filters = [score.filter for score in facts["checkpoint"].scores]
     return TaskFact(
         protocol=questions.protocol,
         dataset_sha256=questions.dataset_sha256,
         source=facts.get("source"),
         checkpoint=facts["checkpoint"],
-        paired=tuple(pairs),
+        paired=tuple(_pairs(files, filters, questions.protocol.repeats, confidence)) if "source" in files else (),
         plain=facts.get("plain"),
-        drafting=drafting(files["plain"], drafted, filters) if "plain" in files else None,
+        drafting=drafting(files["plain"], files["checkpoint"], filters) if "plain" in files else None,
         environment={**VERSIONS, **setup.environment},
     )
+
+
+def _pairs(files: Mapping[Arm, Samples], filters: Sequence[str], runs: int, confidence: float) -> Iterator[PairedFact]:
+    for name in filters:
+        before, after = correct(files["source"], name), correct(files["checkpoint"], name)
+        yield paired(name, before, after, runs=runs, confidence=confidence)
 
 
 def _fact(model: Model, samples: Samples, questions: Questions) -> EvaluatedFact:

@@ -7,12 +7,14 @@ Easy to get wrong: a request that fails is no answer. The first failure ends the
 and handed on, so that something is asked again only if its answer never came.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from ...checkpoints.identity import Identity
 from ...checkpoints.scratch import ScratchFolder
@@ -21,16 +23,23 @@ from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ..facts.evaluated import Arm
 from ..facts.served import AsServed, Role
+from ..facts.step import Step
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from .bf16_copy import NO_KERNEL, why_no_kernel, write_copy
 from .room import named_options
-from .server import ServerFailed, Watch
+from .server import Server, ServerFailed, Watch, serving
 
 COPY: AsServed = "BF16 copy of the same weights"
 UNTRIED = "only the rounding of its weights was tried: no kernel, no quantized activations, no quantization config"
+NOTE_SECONDS = 2.0
+"""How often it is noted how a server is doing while it is asked: what one that dies has counted since is lost."""
+CHAT_TOKENS, TURN_TOKENS = 2048, 64
+"""What a chat template adds to a conversation (system prompts of releases), and to a message, at most."""
 _TEMPLATES = {"chat_template.jinja", "chat_template.json"}
 _TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
 
+Prompt = str | Sequence[Mapping[str, str]]
+"""A text, or messages for the model's chat template."""
 Item = TypeVar("Item")
 Got = TypeVar("Got")
 
@@ -72,91 +81,174 @@ class Setup:
         """What a result says of it, by name."""
         return {**self.vllm.versions, "words": " ".join(self.extra)}
 
+    @property
+    def answered_by(self) -> dict[str, Any]:
+        """What every file of answers says of it: fields of its header."""
+        return {"vllm": self.vllm.version, "device": self.vllm.device, "words": self.extra}
+
     def log(self, name: str) -> Path:
         """Of a server."""
         return (self.out / "logs" / f"{name}.log").absolute()
 
 
-def served(source: Source, role: Role, setup: Setup, use: Callable[[Path, AsServed, str], Got], watch: Watch) -> Got:
-    """What `use` makes of a checkpoint's own files, or of a BF16 copy where this CPU has no kernel for them.
+class Host:
+    """Serves one checkpoint: its own files, or a BF16 copy where this CPU has no kernel for them. A context manager.
 
-    Args:
-        source: local.
-        role: names the copy's folder.
-        setup: says where the copy goes; it is gone afterwards.
-        use: starts servers; it gets a folder, and as what it serves the checkpoint, and why. It raises a server's
-            failure where vLLM's CPU build may have no kernel, and is then called once more, with the copy.
-        watch: called with a line of progress.
-
-    Raises:
-        ServerFailed: as `use` does.
-        VLLMError: no room for a copy.
-        CheckpointError: a weight cannot be read.
+    Attributes:
+        as_served, reason: what is served now, and why a copy; the copy is gone once the context is left.
     """
-    assert source.folder is not None, "download() first"
-    reason = why_no_kernel(source, setup.vllm)
-    if not reason:
-        try:
-            return use(source.folder.absolute(), "native", "")
-        except ServerFailed as failure:
-            reason = lack_of_kernel(setup.vllm, failure.words)
-            if not reason:
-                raise
-    setup.out.mkdir(parents=True, exist_ok=True)
-    with ScratchFolder(f"keepmtp-{role}-bf16-", setup.out) as folder:
-        watch(f"{role}: writing a BF16 copy")
-        return use(write_copy(source, folder / "copy").absolute(), COPY, f"{reason}; {UNTRIED}")
 
+    def __init__(self, source: Source, role: Role, setup: Setup, tell: Watch = lambda _: None) -> None:
+        assert source.folder is not None, "download() first"
+        self.as_served: AsServed = "native"
+        self.reason = ""
+        self._source, self._role, self._setup, self._tell = source, role, setup, tell
+        self._folder, self._kept = source.folder.absolute(), ExitStack()
 
-def lack_of_kernel(vllm: VLLM, error: str) -> str:
-    """Why a checkpoint that vLLM's CPU build refused is to be served as a copy; "" for any other error or build."""
-    is_lack = vllm.build == "cpu" and any(words in error for words in NO_KERNEL)
-    return f"vLLM's CPU build refused it on this machine: {error}" if is_lack else ""
+    def __enter__(self) -> "Host":
+        """Write the copy, if one is needed.
 
+        Raises:
+            VLLMError: no room for it.
+            CheckpointError: a weight cannot be read.
+        """
+        if reason := why_no_kernel(self._source, self._setup.vllm):
+            self._copy(reason)
+        return self
 
-def asked(
-    items: Sequence[Item],
-    ask: Callable[[Item], Got],
-    *,
-    concurrency: int,
-    name: Callable[[Item], str],
-    lack: str,
-) -> Iterator[tuple[Item, Got]]:
-    """Each item with its answer, as answers come.
+    def __exit__(self, *_: object) -> None:
+        self._kept.close()
 
-    Args:
-        items: in the order in which they are asked.
-        ask: of a server; called by several threads.
-        concurrency: how many are in flight.
-        name: an item in words.
-        lack: what those are that nobody has answered, in words.
+    @contextmanager
+    def serving(
+        self,
+        name: str,
+        *,
+        k: int,
+        max_model_len: int,
+        max_num_seqs: int = 4,
+        words: tuple[str, ...] = (),
+        is_tracked: bool = False,
+    ) -> Iterator[Server]:
+        """A server of what is served now; of the copy, from here on, where vLLM's CPU build turns out to need one.
 
-    Raises:
-        ServerFailed: a request failed, in the server's words, after those in flight have come.
-    """
-    pool, waiting = ThreadPoolExecutor(concurrency), iter(items)
-    flying = {pool.submit(ask, item): item for item in islice(waiting, concurrency)}
-    failed: tuple[Item, ServerFailed] | None = None
-    left = len(items)
-    try:
-        while flying:
-            future = wait(flying, return_when=FIRST_COMPLETED).done.pop()
-            item = flying.pop(future)
+        Args:
+            name: of its log.
+            words: for `vllm serve`, before the user's own.
+            k, max_model_len, max_num_seqs, is_tracked: as in `server.serving`.
+
+        Raises:
+            ServerFailed: as there.
+        """
+
+        def started() -> Server:
+            return stack.enter_context(
+                serving(
+                    self._setup.vllm,
+                    self._folder,
+                    k=k,
+                    log=self._setup.log(name),
+                    is_tracked=is_tracked,
+                    max_model_len=max_model_len,
+                    max_num_seqs=max_num_seqs,
+                    timeout=self._setup.timeout,
+                    extra=(*words, *self._setup.extra),
+                    watch=lambda doing: self._tell(f"k={k}: {doing}"),
+                )
+            )
+
+        with ExitStack() as stack:
             try:
-                got = future.result()
+                server = started()
             except ServerFailed as failure:
-                failed = failed or (item, failure)
-                continue
-            if failed is None:
-                flying |= {pool.submit(ask, following): following for following in islice(waiting, 1)}
-            left -= 1
-            yield item, got
-    finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
-        pool.shutdown(wait=False, cancel_futures=True)
-    if failed is not None:
-        item, failure = failed
-        cure = f"nothing is lost: the same command asks only the {left} that {lack}"
-        raise ServerFailed(failure.words, failure.log, asked=name(item), cure=cure) from failure
+                is_lack = self._setup.vllm.build == "cpu" and any(lack in failure.words for lack in NO_KERNEL)
+                if not is_lack or self.as_served == COPY:
+                    raise
+                self._copy(f"vLLM's CPU build refused it on this machine: {failure.words}")
+                server = started()
+            yield server
+
+    def _copy(self, reason: str) -> None:
+        self._setup.out.mkdir(parents=True, exist_ok=True)
+        folder = self._kept.enter_context(ScratchFolder(f"keepmtp-{self._role}-bf16-", self._setup.out))
+        self._tell("writing a BF16 copy")
+        self._folder = write_copy(self._source, folder / "copy").absolute()
+        self.as_served, self.reason = COPY, f"{reason}; {UNTRIED}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking(Generic[Item, Got]):
+    """What one server is asked, and what becomes of its answers.
+
+    Attributes:
+        items: in the order in which they are asked.
+        ask: an item, of the server; called by several threads.
+        keep: writes an answer down, and returns its number of tokens.
+        note: writes down for how many seconds the server was asked so far: before the first answer, and now and then.
+        name: an item in words.
+        step: of the progress; what was answered before is done already.
+        concurrency: how many are in flight.
+    """
+
+    items: Sequence[Item]
+    ask: Callable[[Item], Got]
+    keep: Callable[[Item, Got], int]
+    note: Callable[[float], None]
+    name: Callable[[Item], str]
+    step: Step
+    concurrency: int
+
+    def run(self, watch: Callable[[Step], None]) -> None:
+        """Ask all, and hand each answer on as it comes.
+
+        Raises:
+            ServerFailed: a request failed, in the server's words, after those in flight have come.
+        """
+        start = noted = time.monotonic()
+        num_tokens = 0
+        self.note(0.0)
+        try:
+            for number, (item, got) in enumerate(self._answers(), 1):
+                num_tokens += self.keep(item, got)
+                now = time.monotonic()
+                if now - noted > NOTE_SECONDS:
+                    self.note(now - start)
+                    noted = time.monotonic()
+                seconds = time.monotonic() - start
+                rates = {
+                    "tokens_per_second": num_tokens / seconds,
+                    "eta_seconds": (len(self.items) - number) * seconds / number,
+                }
+                watch(replace(self.step, done=self.step.done + number, **rates))
+        except ServerFailed:
+            self.note(time.monotonic() - start)
+            raise
+        self.note(time.monotonic() - start)
+
+    def _answers(self) -> Iterator[tuple[Item, Got]]:
+        pool, waiting = ThreadPoolExecutor(self.concurrency), iter(self.items)
+        flying = {pool.submit(self.ask, item): item for item in islice(waiting, self.concurrency)}
+        failed: tuple[Item, ServerFailed] | None = None
+        left = len(self.items)
+        try:
+            while flying:
+                future = wait(flying, return_when=FIRST_COMPLETED).done.pop()
+                item = flying.pop(future)
+                try:
+                    got = future.result()
+                except ServerFailed as failure:
+                    failed = failed or (item, failure)
+                    continue
+                if failed is None:
+                    flying |= {pool.submit(self.ask, following): following for following in islice(waiting, 1)}
+                left -= 1
+                yield item, got
+        finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
+            pool.shutdown(wait=False, cancel_futures=True)
+        if failed is not None:
+            item, failure = failed
+            cure = f"nothing is lost: the same command asks only the {left} that are missing"
+            raise ServerFailed(failure.words, failure.log, asked=self.name(item), cure=cure) from failure
 
 
 def refuse_drafts(source: Source, k: int, *, where: str, without: str, use: str) -> None:
@@ -201,3 +293,15 @@ def most_tokens(source: Source) -> int | None:
     config = source.config.get("text_config") or source.config
     most = config.get("max_position_embeddings")
     return most if isinstance(most, int) else None
+
+
+def room_for(prompts: Iterable[Prompt], source: Source, *, max_tokens: int) -> int:
+    """Tokens of the longest prompt and its answer, at most, as far as the model goes: a token has at least one byte."""
+    longest = max(map(_most_tokens_of, prompts)) + max_tokens + 16
+    return min(longest, most_tokens(source) or longest)
+
+
+def _most_tokens_of(prompt: Prompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return CHAT_TOKENS + sum(len(turn["content"].encode()) + TURN_TOKENS for turn in prompt)

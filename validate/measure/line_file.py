@@ -1,55 +1,64 @@
 """A file of what servers answered, a line each: written as it comes, read back to go on, proof of the figures.
 
-In: a header, which is the first line, and a `LineForm`, which says what the others are. Out: a `LineFile`.
+In: a header, which is the first line and says what kind the others are. Out: a `LineFile`.
 
 Easy to get wrong: lines under another header say nothing under this one. Such a file is set aside under the number of
-its header, and taken back when the same is asked again. And a line that a crash has left without its end is cut off.
+its header, and taken back when the same is asked again. And a killed process may leave a part of a line at the end: it
+is cut off before anything is appended, or two lines would become one that nobody can read.
 """
 
+import hashlib
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from ...checkpoints.fact import Fact
-from ...checkpoints.kept_lines import KeptHeader, append_lines, open_kept, parse_line, read_kept
-from ...recipes.errors import CheckpointError
+from pydantic import Field, ValidationError
+
+from ...checkpoints.fact import Fact, Figure
+from ...checkpoints.files import write_whole
+from ...checkpoints.json_file import read_bytes_of
+from ...recipes.errors import CheckpointError, first_fault
+from ..facts.served import AsServed
+
+_CURE = "Move the file away, and what it held is measured again"
+
+
+class KeptHeader(Fact):
+    """The first line: all that the lines below depend on.
+
+    Attributes:
+        line: what the other lines are; each has a `place`.
+        sitting: what a line about a server is; None where each line names its own.
+    """
+
+    line: ClassVar[type[Fact]]
+    sitting: ClassVar[type[Fact] | None] = None
+
+    @property
+    def num(self) -> int | None:
+        """How many places there are, from 0, where the header says it."""
+        return None
+
+    @property
+    def digits(self) -> str:
+        """Eight hexadecimal digits that tell headers apart."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
+
+
+class SittingLine(Fact):
+    """One server, from 1: how it was served, and seconds of asking so far. Its last line counts."""
+
+    sitting: int = Field(gt=0)
+    as_served: AsServed
+    reason: str
+    seconds: Figure
+
 
 Head = TypeVar("Head", bound=KeptHeader)
 Line = TypeVar("Line", bound=Fact)
 Sat = TypeVar("Sat", bound=Fact)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LineForm(Generic[Head, Line, Sat]):
-    """What the lines of one kind of file are, and what is said of those that cannot be read.
-
-    Attributes:
-        header, line: their types.
-        sitting: of a line about a server; None where each line names its own.
-        begins: how a line that is no sitting begins.
-        place: of a line among those that are asked.
-        num: how many are asked, where the header says it.
-        rule: of a line of some type.
-        once: rule for a place that is there twice, or that nobody asked; `{}` is the number of places.
-        named: a place in words.
-        again: what happens once the file is moved away.
-        left: what the same command does once there is room on the disk.
-        text: a line as JSON.
-    """
-
-    header: type[Head]
-    line: type[Line]
-    sitting: type[Sat] | None = None
-    begins: str = ""
-    place: Callable[[Line], Any]
-    num: Callable[[Head], int | None]
-    rule: Callable[[type[Fact]], str]
-    once: str
-    named: str
-    again: str
-    left: str
-    text: Callable[[Fact], str] = Fact.model_dump_json
 
 
 class LineFile(Generic[Head, Line, Sat]):
@@ -60,15 +69,15 @@ class LineFile(Generic[Head, Line, Sat]):
         sittings: servers by number, the last line of each.
     """
 
-    def __init__(self, path: Path, header: Head, form: LineForm[Head, Line, Sat]) -> None:
-        self.path, self.header, self.form = path, header, form
+    def __init__(self, path: Path, header: Head) -> None:
+        self.path, self.header = path, header
         self.lines: dict[Any, Line] = {}
         self.sittings: dict[int, Sat] = {}
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Places without a line, ascending, where the header says how many there are."""
-        return tuple(place for place in range(self.form.num(self.header) or 0) if place not in self.lines)
+        return tuple(place for place in range(self.header.num or 0) if place not in self.lines)
 
     def add(self, line: Line | Sat) -> None:
         """Append one line; it is on the disk when this returns.
@@ -76,49 +85,129 @@ class LineFile(Generic[Head, Line, Sat]):
         Raises:
             CheckpointError: the disk does not take it. What it took before stays.
         """
-        first, text = (self.form.text(each) + "\n" for each in (self.header, line))
-        append_lines(self.path, first, text, cure=f"Make room: the same command {self.form.left}")
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                if not file.tell():
+                    file.write(_text(self.header))
+                file.write(_text(line))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            got, cure = error.strerror or repr(error), "Make room: the same command goes on with what is missing"
+            raise CheckpointError(self.path, "must be writable", got=got, cure=cure) from error
         self.take(line)
 
     def take(self, line: Any) -> None:
         """Hold a line that is in the file."""
-        if isinstance(line, self.form.line):
-            self.lines[self.form.place(line)] = line
+        if isinstance(line, self.header.line):
+            self.lines[line.place] = line
         else:
             self.sittings[line.sitting] = line
 
+    def put_in_order(self) -> None:
+        """Write the file anew: lines by place, then the servers."""
+        lines = [self.lines[place] for place in sorted(self.lines)]
+        sittings = [self.sittings[number] for number in sorted(self.sittings)]
+        text = "".join(map(_text, (self.header, *lines, *sittings)))
+        if self.path.read_text(encoding="utf-8") != text:
+            write_whole(self.path, text)
 
-def open_lines(
-    path: Path, header: Head, form: LineForm[Head, Line, Sat]
-) -> tuple[LineFile[Head, Line, Sat], Path | None]:
-    """The file to go on with, and where one with another header has been set aside to.
+
+def open_lines(path: Path, header: Head, say: Callable[[str], None] = lambda _: None) -> LineFile[Head, Any, Any]:
+    """The file to go on with; one of another header that is in its place is set aside.
+
+    Without a file of its own, a run takes the finished one of another checkpoint's evidence folder that has the same
+    header: one release is quantized in several ways, and its answers are the same for all of them.
+
+    Args:
+        say: called with a sentence on what was set aside, or taken.
 
     Raises:
         CheckpointError: a file that cannot be read.
     """
-    return open_kept(
-        path, header, read=lambda found: read_lines(found, form), make=lambda: LineFile(path, header, form)
-    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if _cut_to_whole_lines(path):
+        found = read_lines(path, type(header))
+        if found.header == header:
+            return found
+        aside = _aside(path, found.header)
+        os.replace(path, aside)
+        say(f"What was asked otherwise, or of other bytes, is kept in {aside.name}.")
+    kept = _aside(path, header)
+    if kept.is_file():
+        os.replace(kept, path)
+    elif sibling := _of_sibling(path, header):
+        write_whole(path, sibling.read_text(encoding="utf-8"))
+        say(f"The same was asked before: {path.name} is taken from {sibling.parent.name}.")
+    else:
+        return LineFile(path, header)
+    return read_lines(path, type(header))
 
 
-def read_lines(path: Path, form: LineForm[Head, Line, Sat]) -> LineFile[Head, Line, Sat]:
+def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any, Any]:
     """Every line of a file.
 
     Raises:
         CheckpointError: no such file, a line of another form, or a place that is there twice.
     """
-    cure = f"Move the file away, and {form.again}"
-    first, *others = read_kept(path, cure=cure)
-    header = parse_line(form.header, first, f"{path}:1", rule=form.rule(form.header), cure=cure)
-    found, num = LineFile(path, header, form), form.num(header)
+    try:
+        lines = read_bytes_of(path, path, cure=_CURE).decode().split("\n")  # not splitlines, which knows other ends
+    except UnicodeDecodeError as error:
+        raise CheckpointError(path, "must be a file of lines of text", got=str(error), cure=_CURE) from error
+    if lines.pop():
+        raise CheckpointError(path, "must end with a line's end", got="a part of a line", cure=_CURE)
+    first, *others = lines or [""]
+    found = LineFile(path, _parsed(kind, first, f"{path}:1"))
+    num = found.header.num
     for number, text in enumerate(others, 2):
         where = f"{path}:{number}"
-        if form.sitting and not text.startswith(form.begins):
-            found.take(parse_line(form.sitting, text, where, rule=form.rule(form.sitting), cure=cure))
+        # A quotation mark within a text is written with a backslash, so no text looks like this key.
+        if kind.sitting and '"sitting":' in text:
+            found.take(_parsed(kind.sitting, text, where))
             continue
-        line = parse_line(form.line, text, where, rule=form.rule(form.line), cure=cure)
-        place = form.place(line)
-        if place in found.lines or (num is not None and place >= num):
-            raise CheckpointError(where, form.once.format(num), got=form.named.format(place), cure=cure)
+        line: Any = _parsed(kind.line, text, where)
+        if line.place in found.lines or (num is not None and line.place >= num):
+            rule = "must be of a place that was asked for, and is there once"
+            raise CheckpointError(where, rule, got=line.place, cure=_CURE)
         found.take(line)
     return found
+
+
+def _text(line: Fact) -> str:
+    return line.model_dump_json(exclude=set(type(line).model_computed_fields)) + "\n"
+
+
+def _parsed(kind: type[Line], text: str, where: str) -> Line:
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        rule = f"must be a line that keepmtp wrote ({kind.__name__})"
+        raise CheckpointError(where, rule, got=first_fault(error), cure=_CURE) from error
+
+
+def _cut_to_whole_lines(path: Path) -> bool:
+    """Whether there is a whole line; a part of one at the end is cut off."""
+    try:
+        whole = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    end = whole.rfind(b"\n") + 1
+    if end != len(whole):
+        os.truncate(path, end)
+    return end > 0
+
+
+def _aside(path: Path, header: KeptHeader) -> Path:
+    return path.with_name(f"{path.stem}.{header.digits}{path.suffix}")
+
+
+def _of_sibling(path: Path, header: KeptHeader) -> Path | None:
+    """A finished file of the same header in another checkpoint's evidence folder."""
+    if header.num is None or path.parent.suffix != ".report":
+        return None
+    for other in sorted(path.parent.parent.glob(f"*.report/{path.name}")):
+        with suppress(CheckpointError):  # another run may be writing it
+            found = read_lines(other, type(header))
+            if found.header == header and not found.missing:
+                return other
+    return None

@@ -13,14 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...checkpoints.source import Source
 from ...checkpoints.stored import stored_weights
-from ..facts.served import AsServed, Role, Run, ServeCheck, Served, counters, partings
-from .harness import Setup, lack_of_kernel, served
+from ..facts.served import Role, Run, ServeCheck, Served, counters, partings
+from .harness import Host, Setup, room_for
 from .prompts import PROMPTS
-from .server import Server, ServerFailed, Watch, serving
+from .server import Server, ServerFailed, Watch
 
 _WARM_UP_TOKENS = 32
 # Parameters that no tensor writes in a good checkpoint; the first two only in a draft.
@@ -46,11 +45,6 @@ class Check:
     ks: tuple[int, ...]
     prompts: tuple[str, ...] = PROMPTS
     max_tokens: int = 256
-
-    @property
-    def max_model_len(self) -> int:
-        """Room for the longest prompt: a token has at least one byte."""
-        return max(len(prompt.encode()) for prompt in self.prompts) + self.max_tokens + 16
 
 
 def serve_check(
@@ -84,23 +78,17 @@ def serve_check(
 
 def serve(source: Source, role: Role, *, setup: Setup, check: Check, watch: Watch = lambda _: None) -> Served:
     """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for it."""
-
-    def use(folder: Path, as_served: AsServed, reason: str) -> Served:
-        runs = _Runs(folder, role, setup, check, watch).all()
-        failed = next((run for run in runs if not run.loaded), None)
-        if failed and as_served == "native" and lack_of_kernel(setup.vllm, failed.error):
-            raise ServerFailed(failed.error, Path(failed.log))
+    with Host(source, role, setup, lambda doing: watch(f"{role}, {doing}")) as host:
+        runs = _runs(_Served(host=host, role=role, source=source, setup=setup, check=check, watch=watch))
         return Served(
             role=role,
             path=source.where,
-            as_served=as_served,
-            reason=reason,
+            as_served=host.as_served,
+            reason=host.reason,
             dtype=_forms(source),
             num_bytes=sum(entry.num_bytes for entry in source.entries.values()),
             runs=runs,
         )
-
-    return served(source, role, setup, use, watch)
 
 
 def explained(names: Iterable[str], *, is_draft: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -123,67 +111,61 @@ def explained(names: Iterable[str], *, is_draft: bool) -> tuple[tuple[str, ...],
     return tuple(dict.fromkeys(whys)), tuple(faults)
 
 
-class _Runs:
-    """The servers of one folder, one after the other; `is_tracked` until weight tracking has refused one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Served:
+    """One checkpoint's servers."""
 
-    def __init__(self, folder: Path, role: Role, setup: Setup, check: Check, watch: Watch) -> None:
-        self.folder, self.role, self.setup, self.check, self.watch = folder, role, setup, check, watch
-        self.is_tracked = True
+    host: Host
+    role: Role
+    source: Source
+    setup: Setup
+    check: Check
+    watch: Watch
 
-    def all(self) -> tuple[Run, ...]:
-        """Every k in turn; what needs the outputs of k=0 is filled in after it."""
-        runs: list[Run] = []
-        for k in self.check.ks:
-            run = self._run(k)
-            plain = runs[0] if runs and runs[0].k == 0 else None
-            if run.loaded and plain is not None and plain.loaded:
-                assert run.tokens_per_second and plain.tokens_per_second
-                compared = {
-                    "partings": partings(plain.outputs, run.outputs),
-                    "speed_up": run.tokens_per_second / plain.tokens_per_second,
-                }
-                run = run.model_copy(update=compared)
-            runs.append(run)
-            if k == 0 and not run.loaded:
-                break  # with method=mtp it would fail the same way, minutes later
-        return tuple(runs)
 
-    def _run(self, k: int) -> Run:
-        """One k, started a second time where only weight tracking refuses it."""
-        run, names = self._attempt(k, f"{self.role}-k{k}")
-        if not names:
-            return run
-        self.is_tracked = False
-        whys, unwritten = explained(names, is_draft=k > 0)
-        notes = [f"Weight tracking named {why}: harmless; started again without it." for why in whys]
-        if unwritten:
-            notes.append("Started again without weight tracking, to measure what the unwritten weights do.")
-        run, _ = self._attempt(k, f"{self.role}-k{k}-untracked")
-        return run.model_copy(update={"unwritten": unwritten, "notes": tuple(notes)})
+def _runs(served: _Served) -> tuple[Run, ...]:
+    """A server for each k. Weight tracking is on until it has refused one; without k=0 there is nothing to draft for."""
+    runs: list[Run] = []
+    is_tracked = True
+    for k in served.check.ks:
+        as_served = served.host.as_served
+        run, names = _attempt(served, k, is_tracked=is_tracked)
+        if names:
+            is_tracked = False
+            whys, unwritten = explained(names, is_draft=k > 0)
+            notes = [f"Weight tracking named {why}: harmless; started again without it." for why in whys]
+            if unwritten:
+                notes.append("Started again without weight tracking, to measure what the unwritten weights do.")
+            run, _ = _attempt(served, k, is_tracked=False, suffix="-untracked")
+            run = run.model_copy(update={"unwritten": unwritten, "notes": tuple(notes)})
+        if runs and served.host.as_served != as_served:
+            return _runs(served)  # the runs before were not of the copy
+        runs.append(_against_plain(run, runs[0]) if runs else run)
+        if not runs[0].loaded:
+            break  # with method=mtp it would fail the same way, minutes later
+    return tuple(runs)
 
-    def _attempt(self, k: int, name: str) -> tuple[Run, tuple[str, ...]]:
-        """One server. Returns the run, and the names that weight tracking refused it for."""
-        log = self.setup.log(name)
 
-        def tell(words: str) -> None:
-            self.watch(f"{self.role}, k={k}: {words}")
+def _against_plain(run: Run, plain: Run) -> Run:
+    if not run.loaded or not run.tokens_per_second or not plain.tokens_per_second:
+        return run
+    compared = {
+        "partings": partings(plain.outputs, run.outputs),
+        "speed_up": run.tokens_per_second / plain.tokens_per_second,
+    }
+    return run.model_copy(update=compared)
 
-        try:
-            with serving(
-                self.setup.vllm,
-                self.folder,
-                k=k,
-                log=log,
-                is_tracked=self.is_tracked,
-                max_model_len=self.check.max_model_len,
-                timeout=self.setup.timeout,
-                extra=self.setup.extra,
-                watch=tell,
-            ) as server:
-                return _ask(server, k, self.check, tell), ()
-        except ServerFailed as failure:
-            run = Run(k=k, loaded=False, error=failure.words, log=str(log))
-            return run, failure.unwritten if self.is_tracked else ()
+
+def _attempt(served: _Served, k: int, *, is_tracked: bool, suffix: str = "") -> tuple[Run, tuple[str, ...]]:
+    """One server. Returns the run, and the names that weight tracking refused it for."""
+    name, check = f"{served.role}-k{k}{suffix}", served.check
+    room = room_for(check.prompts, served.source, max_tokens=check.max_tokens)
+    try:
+        with served.host.serving(name, k=k, max_model_len=room, is_tracked=is_tracked) as server:
+            return _ask(server, k, check, lambda doing: served.watch(f"{served.role}, k={k}: {doing}")), ()
+    except ServerFailed as failure:
+        run = Run(k=k, loaded=False, error=failure.words, log=str(served.setup.log(name)))
+        return run, failure.unwritten if is_tracked else ()
 
 
 def _ask(server: Server, k: int, check: Check, tell: Watch) -> Run:

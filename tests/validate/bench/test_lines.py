@@ -3,7 +3,8 @@
 import pytest
 from benches import repetition
 from keepmtp.recipes.errors import CheckpointError
-from keepmtp.validate.measure.bench_lines import BenchHeader, Measured, open_lines, read_lines
+from keepmtp.validate.measure.bench_lines import BenchHeader, Measured, read_lines
+from keepmtp.validate.measure.line_file import open_lines
 
 HEADER = BenchHeader(
     role="checkpoint",
@@ -27,25 +28,25 @@ def measured(k: int, number: int = 0) -> Measured:
 
 
 def test_lines_read_back_are_the_same(tmp_path):
-    lines, aside = open_lines(tmp_path / "deep" / "bench.jsonl", HEADER)
+    lines = open_lines(tmp_path / "deep" / "bench.jsonl", HEADER)
     for line in (measured(0), measured(1), measured(1, number=1)):
         lines.add(line)
     again = read_lines(lines.path)
-    assert aside is None and again.header == HEADER and again.lines == lines.lines
+    assert again.header == HEADER and again.lines == lines.lines
     assert list(again.lines) == [(0, 1, 0, 0), (1, 1, 0, 0), (1, 1, 0, 1)]
 
 
 def test_a_file_that_is_none_is_named_by_its_line(tmp_path):
-    lines, _ = open_lines(tmp_path / "bench.jsonl", HEADER)
+    lines = open_lines(tmp_path / "bench.jsonl", HEADER)
     lines.add(measured(0))
     whole = lines.path.read_text()
     for text, says in (
-        (whole + "{}\n", r"bench\.jsonl:3: must be a repetition; got k"),
+        (whole + "{}\n", r"bench\.jsonl:3: must be a line that keepmtp wrote \(Measured\); got k"),
         (
             whole + whole.splitlines(keepends=True)[1],
-            r"bench\.jsonl:3: must measure each repetition once; got k=0, 1 at",
+            r"bench\.jsonl:3: and is there once; got MatrixPlace\(k=0, concurrency=1",
         ),
-        ("{}\n", r"bench\.jsonl:1: must be a header of repetitions"),
+        ("{}\n", r"bench\.jsonl:1: must be a line that keepmtp wrote \(BenchHeader\)"),
     ):
         lines.path.write_text(text)
         with pytest.raises(CheckpointError, match=says):

@@ -72,7 +72,7 @@ def test_other_requests_are_another_matrix(vllm, tmp_path):
     kept = opened(first, setup)
     kept.lines.add(measured(first.places[0], 100.0))
     other = opened(plan(output_tokens=32), setup)
-    assert not other.lines.lines and "are kept in bench.checkpoint." in said[0]
+    assert not other.lines.lines and "is kept in bench.checkpoint." in said[0]
     again = opened(plan(ks=(0, 1, 2, 3)), setup)
     assert again.lines.lines == kept.lines.lines, "a further k is no other matrix"
 

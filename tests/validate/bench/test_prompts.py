@@ -4,7 +4,7 @@ import json
 
 import pytest
 from keepmtp.recipes.errors import KeepMTPError
-from keepmtp.validate.measure.bench_prompts import _brought, longest, num_requests, read, requests, taken
+from keepmtp.validate.measure.bench_prompts import _brought, num_requests, read, requests, taken
 
 USER = {"role": "user", "content": "Why is the sky blue?"}
 # As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.
@@ -66,8 +66,8 @@ def test_forms(row, messages, text, tmp_path):
             {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
             "a prompt of the user",
         ),
-        ({"prompt": "  "}, "the prompt itself; got an empty one"),
-        ({"turns": [PLACEHOLDER]}, r"got a placeholder.*prepare\.py"),
+        ({"prompt": "  "}, "the prompt itself; got "),
+        ({"turns": [PLACEHOLDER]}, r"got FULL BENCHMARK.*prepare\.py"),
     ],
 )
 def test_a_line_of_another_form_is_named(row, says, tmp_path):
@@ -89,7 +89,7 @@ def test_a_file_without_prompts_is_refused(tmp_path):
 def test_a_load_has_enough_requests_in_an_order_of_the_seed(tmp_path):
     prompts = read(None)
     assert len(prompts.items) == 400 and prompts.name == "held_out.jsonl" and not prompts.needs_template
-    assert [num_requests(concurrency, None) for concurrency in (1, 8, 32)] == [16, 32, 128]
+    assert [num_requests(concurrency, 0) for concurrency in (1, 8, 32)] == [16, 32, 128]
     few = read(written(tmp_path, *({"prompt": str(number)} for number in range(5))))
     sent = [item.text for item in taken(few, 12, 0)]
     assert sorted(sent[:5]) == list("01234") and sent[5:10] == sent[:5], "each once before any is asked again"
@@ -100,11 +100,8 @@ def test_messages_go_through_the_template_and_texts_as_they_are(tmp_path):
     (item,) = read(written(tmp_path, {"question": "1 + 1?"})).items
     (chat,) = requests([item], form="chat", context=0, server=None)  # type: ignore[arg-type]
     (text,) = requests([item], form="completions", context=0, server=None)  # type: ignore[arg-type]
-    assert chat.as_json() == {"messages": [{"role": "user", "content": "1 + 1?"}]}
-    assert text.as_json() == {"text": "Question: 1 + 1?\nAnswer:"}
-    assert longest([item], form="completions", contexts=(0,)) == len("Question: 1 + 1?\nAnswer:")
-    assert longest([item], form="completions", contexts=(0, 4096)) == 4096
-    assert longest([item], form="chat", contexts=(0,)) > 2048, "a template may add much"
+    assert chat == {"messages": [{"role": "user", "content": "1 + 1?"}]}
+    assert text == {"text": "Question: 1 + 1?\nAnswer:"}
 
 
 def test_a_prompt_is_brought_to_a_length_and_its_own_words_stay_last():

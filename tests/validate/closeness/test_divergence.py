@@ -76,11 +76,3 @@ def test_a_tie_is_no_flip():
     whole = {"following": np.zeros(1, np.float32), "is_whole": True, "ids": np.array([[0, 1, 2]], np.int32)}
     models = [Predicted(logprobs=each.astype(np.float32), **whole) for each in (tie, one, other)]
     assert [bool(compare(models[0], each).is_flip[0]) for each in models] == [False, False, True]
-
-
-def test_logits_are_no_log_probabilities(models):
-    before, _, text = models
-    good = predicted(before, text, 20)
-    assert good.is_of_probabilities
-    raw = Predicted(ids=good.ids, logprobs=good.logprobs + 8, following=good.following, is_whole=False)
-    assert not raw.is_of_probabilities

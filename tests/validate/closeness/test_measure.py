@@ -18,8 +18,8 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.validate.facts.vllm_env import VLLM
 from keepmtp.validate.measure import closeness as measure
+from keepmtp.validate.measure import harness
 from keepmtp.validate.measure.closeness import Depth, cut_windows
-from keepmtp.validate.measure.closeness_stored import FOLDER
 from keepmtp.validate.measure.compared import FILE, read_compared
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.server import ServerFailed
@@ -81,7 +81,7 @@ def toys(monkeypatch) -> dict[str, Toy]:
     def serving(vllm: VLLM, folder: Path, *, log: Path, **_: Any) -> Iterator[Toy]:
         yield found[log.suffixes[0].removeprefix(".")]
 
-    monkeypatch.setattr(measure, "serving", serving)
+    monkeypatch.setattr(harness, "serving", serving)
     return found
 
 
@@ -150,8 +150,9 @@ def test_what_a_kill_leaves_is_asked_again(toys, tmp_path):
     lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if line.startswith(b'{"window"')]
     (tmp_path / FILE).write_bytes(lines[0] + b"".join(kept[:6]) + kept[6][:100])
-    os.unlink(tmp_path / FOLDER / "00003.safetensors")
-    (tmp_path / FOLDER / "00003.safetensors.partial").write_bytes(b"half")
+    (stored,) = tmp_path.glob("closeness.source.*")
+    os.unlink(stored / "00003.safetensors")
+    (stored / "00003.safetensors.partial").write_bytes(b"half")
     for toy in toys.values():
         toy.asked.clear()
     fact = run(tmp_path)
@@ -162,7 +163,8 @@ def test_what_a_kill_leaves_is_asked_again(toys, tmp_path):
 def test_a_damaged_file_of_the_source_is_named(toys, tmp_path):
     run(tmp_path)
     (tmp_path / FILE).unlink()
-    (tmp_path / FOLDER / "00002.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    (stored,) = tmp_path.glob("closeness.source.*")
+    (stored / "00002.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     with pytest.raises(CheckpointError, match=r"00002\.safetensors: must be what the source predicts"):
         run(tmp_path)
 
@@ -182,7 +184,7 @@ def test_predictions_for_other_text_are_set_aside_and_taken_back(toys, tmp_path)
     first = run(tmp_path)
     said: list[str] = []
     second = run(tmp_path, text=HeldOut(path="u", sha256="8" * 64, texts=("xyz" * 9,), against=""), say=said.append)
-    assert second.tokens != first.tokens and len(said) == 2
+    assert second.tokens != first.tokens and len(said) == 1
     for toy in toys.values():
         toy.asked.clear()
     assert run(tmp_path) == first and not any(toy.asked for toy in toys.values())

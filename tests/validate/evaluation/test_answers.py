@@ -7,18 +7,8 @@ import pytest
 from headers import header
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.measure.answers import (
-    FORM,
-    Answer,
-    Samples,
-    Sitting,
-    correct,
-    drafts_of,
-    finish,
-    open_samples,
-    read_samples,
-    take_from_sibling,
-)
+from keepmtp.validate.measure.answers import Answer, Samples, Sitting, correct, drafts_of, finish, read_samples
+from keepmtp.validate.measure.line_file import open_lines
 
 
 def answer(number: int, text: str = " it is 1\n#### 1") -> Answer:
@@ -44,7 +34,7 @@ def path(tmp_path) -> Path:
 
 
 def begun(path: Path, **changed) -> Samples:
-    samples, _ = open_samples(path, header(**changed))
+    samples: Samples = open_lines(path, header(**changed))
     for line in (answer(2), sitting(1, 5, (4, 1)), answer(0, "\u2028 odd \U0001f600 ends\x85"), sitting(1, 9, (8, 2))):
         samples.add(line)
     return samples
@@ -52,8 +42,8 @@ def begun(path: Path, **changed) -> Samples:
 
 def test_a_file_goes_on(path):
     begun(path)
-    samples, aside = open_samples(path, header())
-    assert aside is None and samples.missing == (1,) and samples.lines[0].text == "\u2028 odd \U0001f600 ends\x85"
+    samples = open_lines(path, header(), lambda words: pytest.fail(words))
+    assert samples.missing == (1,) and samples.lines[0].text == "\u2028 odd \U0001f600 ends\x85"
     samples.add(answer(1))
     samples.add(sitting(2, 1, (1,)))
     assert not samples.missing and list(read_samples(path).lines) == [2, 0, 1]
@@ -65,7 +55,7 @@ def test_a_file_goes_on(path):
 def test_a_full_disk_is_said(tmp_path):
     full = tmp_path / "gsm8k.source.jsonl"
     full.symlink_to("/dev/full")
-    samples = Samples(full, header(), FORM)
+    samples = Samples(full, header())
     with pytest.raises(CheckpointError, match=r"must be writable; got No space left on device\. Make room: the same "):
         samples.add(answer(0))
     assert samples.missing == (0, 1, 2), "an answer counts once it is on the disk"
@@ -100,11 +90,15 @@ def test_finished_it_is_in_order_and_changes_no_more(path):
 )
 def test_answers_to_something_else_are_set_aside_and_taken_back(path, changed):
     begun(path)
-    other, aside = open_samples(path, header(**changed))
-    assert not other.lines and aside is not None and aside.parent == path.parent and not path.exists()
+    said: list[str] = []
+    other = open_lines(path, header(**changed), said.append)
+    aside = path.with_name(f"gsm8k.source.{header().digits}.jsonl")
+    assert not other.lines and not path.exists()
+    assert said == [f"What was asked otherwise, or of other bytes, is kept in {aside.name}."]
     other.add(answer(1))
-    mine, again = open_samples(path, header())
-    assert again is not None and again != aside and not aside.exists(), "taken back"
+    mine = open_lines(path, header(), said.append)
+    again = path.with_name(f"gsm8k.source.{header(**changed).digits}.jsonl")
+    assert again.name in said[1] and again != aside and not aside.exists(), "taken back"
     assert set(mine.lines) == {0, 2} and set(read_samples(again).lines) == {1}
 
 
@@ -115,21 +109,21 @@ def test_a_line_that_a_crash_cut_is_asked_again(path, cut):
     path.write_bytes(whole + whole.splitlines(keepends=True)[1][:cut])
     with pytest.raises(CheckpointError, match="a part of a line"):
         read_samples(path)
-    samples, _ = open_samples(path, header())
+    samples = open_lines(path, header())
     assert samples.missing == (1,) and path.read_bytes() == whole
     path.write_bytes(whole[:cut])
-    assert open_samples(path, header())[0].missing == (0, 1, 2), "not even the first line"
+    assert open_lines(path, header()).missing == (0, 1, 2), "not even the first line"
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (answer(0).model_dump_json(), "must answer one of 3 questions, each once; got question 0"),
-        (answer(3).model_dump_json(), "must answer one of 3 questions, each once; got question 3"),
-        ('{"question": 1}', "must be a line of answers (answer); got prompt_sha256: Field required"),
+        (answer(0).model_dump_json(), "must be of a place that was asked for, and is there once; got 0"),
+        (answer(3).model_dump_json(), "must be of a place that was asked for, and is there once; got 3"),
+        ('{"question": 1}', "must be a line that keepmtp wrote (Answer); got prompt_sha256: Field required"),
         (answer(1).model_dump_json().replace('"stop"', '"abort"'), "finish_reason: Input should be 'stop' or 'length'"),
-        ('{"sitting": 0}', "must be a line of answers (sitting)"),
-        ("text", "must be a line of answers"),
+        ('{"sitting": 0}', "must be a line that keepmtp wrote (Sitting)"),
+        ("text", "must be a line that keepmtp wrote"),
     ],
 )
 def test_a_line_that_is_none_is_named(path, line, says):
@@ -137,9 +131,9 @@ def test_a_line_that_is_none_is_named(path, line, says):
     with open(path, "a") as file:
         file.write(line + "\n")
     with pytest.raises(CheckpointError) as caught:
-        open_samples(path, header())
+        open_lines(path, header())
     assert f"{path}:6: " in str(caught.value) and says in str(caught.value)
-    assert "Move the file away, and its questions are asked again." in str(caught.value)
+    assert "Move the file away, and what it held is measured again." in str(caught.value)
 
 
 def test_a_sibling_has_answered_already(tmp_path):
@@ -147,14 +141,16 @@ def test_a_sibling_has_answered_already(tmp_path):
     made = tmp_path / "one.report" / "gsm8k.source.jsonl"
     path = tmp_path / "two.report" / made.name
     samples = begun(made)
-    assert take_from_sibling(path, header()) is None, "an unfinished one is another run's"
+    assert not open_lines(path, header()).lines, "an unfinished one is another run's"
     samples.add(answer(1))
     others = ({"prompts_sha256": "q"}, {"checkpoint_sha256": "d"}, {"vllm": "0.33.0"}, {"words": ("--seed", "1")})
     for changed in others:
-        assert take_from_sibling(path, header(**changed)) is None, changed
+        assert not open_lines(path, header(**changed)).lines, changed
     (tmp_path / "a.report").mkdir()
     (tmp_path / "a.report" / made.name).write_text("torn")
-    assert not path.exists() and take_from_sibling(path, header()) == made.parent
-    assert path.read_bytes() == made.read_bytes() and not open_samples(path, header())[0].missing
-    assert take_from_sibling(path, header()) is None, "what is there stays"
-    assert take_from_sibling(tmp_path / "elsewhere" / made.name, header()) is None, "not an evidence folder"
+    said: list[str] = []
+    taken = open_lines(path, header(), said.append)
+    assert said == ["The same was asked before: gsm8k.source.jsonl is taken from one.report."]
+    assert path.read_bytes() == made.read_bytes() and not taken.missing
+    open_lines(path, header(), lambda words: pytest.fail(words))  # what is there stays
+    assert not open_lines(tmp_path / "elsewhere" / made.name, header()).lines, "not an evidence folder"

@@ -11,8 +11,9 @@ from answering import FAULTS, OOM, TOO_LONG, answering
 from headers import header
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.step import Step
-from keepmtp.validate.measure.answers import Samples, correct, drafts_of, finish, open_samples, read_samples
+from keepmtp.validate.measure.answers import Samples, correct, drafts_of, finish, read_samples
 from keepmtp.validate.measure.gsm8k import ask, request_seconds
+from keepmtp.validate.measure.line_file import open_lines
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.measure.server import ServerFailed
 from task_rows import TASK_ROWS
@@ -53,7 +54,7 @@ def opened(tmp_path: Path, asked: Questions) -> Samples:
         prompts_sha256=asked.prompts_sha256,
         num_questions=len(asked.items),
     )
-    return open_samples(tmp_path / "gsm8k.checkpoint.jsonl", first)[0]
+    return open_lines(tmp_path / "gsm8k.checkpoint.jsonl", first)
 
 
 def score(asked: Questions, samples: Samples) -> tuple[float, ...]:
@@ -117,7 +118,7 @@ def test_a_fault_ends_the_sitting_and_the_next_asks_only_the_rest(fault, asked, 
     assert WORDS[fault] in message, message
     failed = next(request["question"] for number, request in enumerate(requests, 1) if number == 12)
     assert f"must answer question {QUESTIONS.index(failed) + 1} of {NUM} for the checkpoint; got " in message
-    assert f"the same command asks only the {left} that have no answer." in message and str(tmp_path / "log") in message
+    assert f"the same command asks only the {left} that are missing." in message and str(tmp_path / "log") in message
     assert QUESTIONS.index(failed) in samples.missing, "no answer is not a wrong answer"
     # A server that has closed a connection is given five seconds to say why it died.
     most = NUM - 1 if fault in ("cut", "hang") else 15
@@ -143,7 +144,7 @@ def test_a_server_that_dies_is_quoted_from_its_log(asked, tmp_path):
 
 def test_counters_survive_a_server_that_cannot_be_asked_any_more(asked, tmp_path, monkeypatch):
     """Read while asking; the last ones that were read stand."""
-    monkeypatch.setattr("keepmtp.validate.measure.gsm8k.COUNTERS_SECONDS", 0.0)
+    monkeypatch.setattr("keepmtp.validate.measure.harness.NOTE_SECONDS", 0.0)
     samples = opened(tmp_path, asked)
     with answering(ANSWERS, tmp_path / "log") as (server, requests):
         fault = ServerFailed("gone", tmp_path / "log")

@@ -7,8 +7,9 @@ import pytest
 from headers import header
 from keepmtp.validate.facts.binomial import sign_test
 from keepmtp.validate.facts.evaluated import Arm
-from keepmtp.validate.measure.answers import Answer, Samples, finish, open_samples
+from keepmtp.validate.measure.answers import Answer, Samples, finish
 from keepmtp.validate.measure.drafting import MOST_SHOWN, drafting
+from keepmtp.validate.measure.line_file import open_lines
 
 FILTER = "flexible-extract"
 
@@ -16,7 +17,7 @@ FILTER = "flexible-extract"
 def samples(folder: Path, role: Arm, answers: list[tuple[str, bool]]) -> Samples:
     """A finished file of answers: text, and whether it is right."""
     first = header(role=role, num_questions=len(answers))
-    found, _ = open_samples(folder / f"gsm8k.{role}.jsonl", first)
+    found: Samples = open_lines(folder / f"gsm8k.{role}.jsonl", first)
     for number, (text, _) in enumerate(answers):
         found.add(Answer(question=number, prompt_sha256="p", text=text, finish_reason="stop", num_tokens=1))
     finish(found, {FILTER: [right for _, right in answers]})
