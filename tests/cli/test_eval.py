@@ -82,7 +82,7 @@ def test_no_source(checkpoint):
             ("--dataset", "openai/gsm8k"),
             "--dataset: must be a .jsonl, .json or .parquet file, or left out for the task's own on the Hub; got 'open",
         ),
-        (("--shots", "400"), "must have more rows than evaluation.shots, 400; got 400. Use --shots 399 or fewer"),
+        (("--shots", "400"), "evaluation.shots: gsm8k has 399 examples at most; got 400. Use --shots 399"),
         (("--recipe", "glm-9"), "glm-9"),
         (("--", "--hf-token=hf_abc"), "so none may be a secret; got --hf-token. Leave it out"),
         (("other",), "takes one at a time; got also other"),

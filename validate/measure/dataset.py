@@ -7,10 +7,11 @@ each row is read here first, and one that cannot be used is named.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pyarrow
@@ -25,13 +26,54 @@ from ...recipes.model_file import find_path
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 
-_ANSWER = re.compile(r"#### -?\$?[0-9.,]*[0-9]")
-_WHOLE_ANSWER = re.compile(_ANSWER.pattern + r"\.?\Z")  # lm-eval compares all that follows "#### "
 _UNREADABLE = (DatasetsError, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
 
 Row = Mapping[str, Any]
-Must = Callable[[object], str]
-"""What a value must be, if it is not; else ""."""
+
+
+class Must(NamedTuple):
+    """What a field must be, in words and as a test."""
+
+    words: str
+    is_met: Callable[[Any], object]
+
+
+def _matching(words: str, pattern: str) -> Must:
+    return Must(words, lambda value: isinstance(value, str) and re.search(pattern, value))
+
+
+_TEXT = _matching("be a text", r"\S")
+_NUMBER = Must("be a whole number", lambda value: type(value) is int)
+_TEXT_OR_NUMBER = Must("be a text or a whole number", lambda value: _TEXT.is_met(value) or _NUMBER.is_met(value))
+_TEXTS = Must("be a list of texts", lambda value: isinstance(value, list) and value and all(map(_TEXT.is_met, value)))
+_OBJECTS = Must(
+    "be a list of objects",
+    lambda value: isinstance(value, list) and all(isinstance(each, Mapping) for each in value),
+)
+_NUMBER_LAST = 'end with "#### " and a number'
+_SOLUTION = r"#### -?\$?[0-9.,]*[0-9]"
+# lm-eval compares all that follows "#### ": of a file nothing else may.
+_WHOLE_SOLUTION = _matching(_NUMBER_LAST, _SOLUTION + r"\.?\Z")
+_GSM8K = {"question": _TEXT, "answer": _matching(_NUMBER_LAST, _SOLUTION)}
+_CHOICES = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
+_FORMS: Mapping[str, Mapping[str, Must]] = {
+    "gsm8k": _GSM8K,
+    "gsm8k_platinum": _GSM8K,
+    "mmlu_pro": {
+        "question": _TEXT,
+        "options": _TEXTS,
+        "answer": _matching("be a letter from A to J", r"^[A-J]\Z"),
+        "category": _TEXT,
+        "cot_content": _matching("be a text, or empty", ""),
+    },
+    "ifeval": {"key": _NUMBER, "prompt": _TEXT, "instruction_id_list": _TEXTS, "kwargs": _OBJECTS},
+    "humaneval": {"prompt": _TEXT, "test": _TEXT, "entry_point": _TEXT},
+    "gpqa_diamond": {"Question": _TEXT, **dict.fromkeys(_CHOICES, _TEXT)},
+    "math500": {"problem": _TEXT, "solution": _matching(r"have its answer in \boxed{...}", r"\\boxed[ {]")},
+    "aime24": {"Problem": _TEXT, "Answer": _TEXT_OR_NUMBER},
+    "aime25": {"problem": _TEXT, "answer": _TEXT_OR_NUMBER},
+    "ruler": {"task": _TEXT, "input": _TEXT, "outputs": _TEXTS, "gen_prefix": _TEXT, "max_length": _NUMBER},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +133,20 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
 
 def _unreadable(protocol: Evaluation, error: BaseException) -> RecipeError:
     """A gated dataset has a cure of its own; `datasets` says so in words, the Hub's client by its type."""
-    where, fields = protocol.dataset_name, f"a file with the fields {_listed(protocol.task)} (--dataset)"
     got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300] or type(error).__name__
+    rule, cure = "must be a dataset that can be read", "Correct evaluation.dataset_revision, or"
     causes = (error, error.__cause__, error.__context__)
     if "gated dataset" in str(error) or any(isinstance(cause, GatedRepoError) for cause in causes):
         rule = "must be open to you, and its owner gives access only to those who accept its terms"
-        cure = f"Accept them on the dataset's page on the Hub and set HF_TOKEN, or name {fields}"
-        return RecipeError(where, rule, got=got, cure=cure)
-    cure = f"Correct evaluation.dataset_revision, or, where the Hub is out of reach, name {fields}"
-    return RecipeError(where, "must be a dataset that can be read", got=got, cure=cure)
+        cure = "Accept them on the dataset's page on the Hub and set HF_TOKEN, or"
+    cure = f"{cure} name {_a_file(protocol.task)} (--dataset)"
+    return RecipeError(protocol.dataset_name, rule, got=got, cure=cure)
+
+
+def _a_file(task: str) -> str:
+    *most, last = fields_of(task)
+    form = ', "answer" as "... #### 12"' if task.startswith("gsm8k") else ""
+    return f"a file with the fields {', '.join(most)} and {last}{form}"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -107,11 +154,13 @@ def _unreadable(protocol: Evaluation, error: BaseException) -> RecipeError:
 
 def _file_rows(protocol: Evaluation) -> list[Row]:
     name, task = str(protocol.dataset), protocol.task
-    path, cure = find_path(name), f"Name a file of rows with the fields {_listed(task)}"
+    path, cure = find_path(name), f"Name {_a_file(task)} in each row"
     if path is None or not path.is_file():
         raise RecipeError(f"evaluation.dataset {name}", "must be a file", got="no such file", cure=cure)
     read = {".jsonl": read_lines, ".json": _json_list, ".parquet": _parquet}[path.suffix]
-    form = _FORMS[task] | ({"answer": _ends_with_a_number} if "####" in _listed(task) else {})
+    form = _FORMS[task]
+    if form is _GSM8K:
+        form = {**form, "answer": _WHOLE_SOLUTION}
     rows = [_row(row, where, form) for where, row in read(path, cure=cure)]
     if not rows:
         raise RecipeError(path, "must hold questions", got="none", cure=cure)
@@ -122,17 +171,14 @@ def _json_list(path: Path, *, cure: str) -> list[tuple[str, object]]:
     rows = parsed(read_text(path, cure=cure), path, cure=cure)
     if not isinstance(rows, list):
         raise RecipeError(path, "must be a JSON list of objects", got=_short(rows), cure=cure)
-    return _numbered(path, rows)
+    return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
 
 
 def _parquet(path: Path, *, cure: str) -> list[tuple[str, object]]:
     try:
-        return _numbered(path, pyarrow.parquet.read_table(path).to_pylist())
+        rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise RecipeError(path, "must be a Parquet file", got=str(error), cure=cure) from error
-
-
-def _numbered(path: Path, rows: list[object]) -> list[tuple[str, object]]:
     return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
 
 
@@ -144,122 +190,33 @@ def _row(row: object, where: str, form: Mapping[str, Must]) -> Row:
     cure = "Mend the row, or name another dataset"
     if not isinstance(row, Mapping):
         raise RecipeError(where, f"must be an object with {' and '.join(form)}", got=_short(row), cure=cure)
-    for field, rule in form.items():
+    for field, must in form.items():
         if field not in row:
             got = ", ".join(map(str, row)) or "no field"
             raise RecipeError(where, f"must have the field {field}", got=got, cure=cure)
-        if lack := rule(row[field]):
-            raise RecipeError(where, f"{field} must {lack}", got=_short(row[field]), cure=cure)
+        if not must.is_met(row[field]):
+            raise RecipeError(where, f"{field} must {must.words}", got=_short(row[field]), cure=cure)
     return {field: row[field] for field in form}
 
 
-def _is_text(value: object) -> str:
-    return "" if isinstance(value, str) and value.strip() else "be a text"
-
-
-def _may_be_empty(value: object) -> str:
-    return "" if isinstance(value, str) else "be a text, or empty"
-
-
-def _is_number(value: object) -> str:
-    return "" if isinstance(value, int) and not isinstance(value, bool) else "be a whole number"
-
-
-def _is_text_or_number(value: object) -> str:
-    return "" if not _is_text(value) or not _is_number(value) else "be a text or a whole number"
-
-
-def _are_texts(value: object) -> str:
-    is_good = isinstance(value, list) and value and not any(map(_is_text, value))
-    return "" if is_good else "be a list of texts"
-
-
-def _are_objects(value: object) -> str:
-    is_good = isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
-    return "" if is_good else "be a list of objects"
-
-
-def _has_a_number(value: object) -> str:
-    return _is_text(value) or ("" if _ANSWER.search(str(value)) else _NUMBER_LAST)
-
-
-def _ends_with_a_number(value: object) -> str:
-    return _is_text(value) or ("" if _WHOLE_ANSWER.search(str(value)) else _NUMBER_LAST)
-
-
-def _is_boxed(value: object) -> str:
-    is_good = isinstance(value, str) and re.search(r"\\boxed[ {]", value)
-    return "" if is_good else r"have its answer in \boxed{...}"
-
-
-def _is_letter(value: object) -> str:
-    return "" if isinstance(value, str) and re.fullmatch("[A-J]", value) else "be a letter from A to J"
-
-
-_NUMBER_LAST = 'end with "#### " and a number'
-_CHOICES = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
-_FORMS: Mapping[str, dict[str, Must]] = {
-    "gsm8k": {"question": _is_text, "answer": _has_a_number},
-    "gsm8k_platinum": {"question": _is_text, "answer": _has_a_number},
-    "mmlu_pro": {
-        "question": _is_text,
-        "options": _are_texts,
-        "answer": _is_letter,
-        "category": _is_text,
-        "cot_content": _may_be_empty,
-    },
-    "ifeval": {"key": _is_number, "prompt": _is_text, "instruction_id_list": _are_texts, "kwargs": _are_objects},
-    "humaneval": {"prompt": _is_text, "test": _is_text, "entry_point": _is_text},
-    "gpqa_diamond": {"Question": _is_text, **dict.fromkeys(_CHOICES, _is_text)},
-    "math500": {"problem": _is_text, "solution": _is_boxed},
-    "aime24": {"Problem": _is_text, "Answer": _is_text_or_number},
-    "aime25": {"problem": _is_text, "answer": _is_text_or_number},
-    "ruler": {
-        "task": _is_text,
-        "input": _is_text,
-        "outputs": _are_texts,
-        "gen_prefix": _is_text,
-        "max_length": _is_number,
-    },
-}
-
-
-def _listed(task: str) -> str:
-    fields = fields_of(task)
-    told = ', "answer" as "... #### 12"' if task.startswith("gsm8k") else ""
-    return ", ".join(fields[:-1]) + f" and {fields[-1]}" + told
-
-
 def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
-    where, row = f"evaluation.dataset {protocol.dataset_name}", TASKS[protocol.task]
-    num_asked, most = len(rows.asked), len(rows.shown) - rows.is_shared  # no question is its own example
+    row, num_asked = TASKS[protocol.task], len(rows.asked)
+    most, of = len(rows.shown) - rows.is_shared, ""  # no question is its own example
     if row.max_shots is not None:
         most = row.max_shots
-        if protocol.shots > most:
-            cure = f"Use --shots {most}" + (" or fewer" if most else "")
-            raise RecipeError("evaluation.shots", f"{protocol.task} has {most} at most", got=protocol.shots, cure=cure)
     elif row.group:
-        _refuse_few_of_a_group(protocol, rows)
-    elif protocol.shots > most:
-        rule = f"must have more rows than evaluation.shots, {protocol.shots}"
-        raise RecipeError(where, rule, got=len(rows.shown), cure=f"Use --shots {most} or fewer, or a longer dataset")
+        shown = Counter(each[row.group] for each in rows.shown)
+        most, of = min((shown[group], f" of {group}") for group in {each[row.group] for each in rows.asked} or {""})
+    if protocol.shots > most:
+        rule = f"{protocol.task} has {most} examples{of} at most"
+        raise RecipeError("evaluation.shots", rule, got=protocol.shots, cure=f"Use --shots {most}, or a longer dataset")
     if min(num_asked, protocol.limit or num_asked) < 2:
         raise RecipeError(
-            where,
+            f"evaluation.dataset {protocol.dataset_name}",
             "must be asked two questions or more, to have a standard error",
             got=min(num_asked, 1),
             cure="Raise --limit, or name a longer dataset",
         )
-
-
-def _refuse_few_of_a_group(protocol: Evaluation, rows: Rows) -> None:
-    row = TASKS[protocol.task]
-    for group in dict.fromkeys(each[row.group] for each in rows.asked):
-        num = sum(each[row.group] == group for each in rows.shown)
-        if num < protocol.shots:
-            where = f"evaluation.dataset {protocol.dataset_name}"
-            rule = f"must have {protocol.shots} rows of {group} with {row.shown_by} for the shots"
-            raise RecipeError(where, rule, got=num, cure=f"Use --shots {num}, or add rows of its validation split")
 
 
 def _short(value: object) -> str:

@@ -164,19 +164,19 @@ def serve_until_stopped(
             ) as child,
             httpx.Client(base_url=address.url, timeout=5.0, trust_env=False, verify=False) as client,  # noqa: S501 - ours
         ):
-            watched = _Watched(client, child.process, k=k, expected=expected, every=every, tell=tell)
             with _stop_asked() as stop:
-                watched.until(stop)
+                watched = _Watched(client, child.process, stop, k, expected, every, tell)
+                is_healthy, drafts = _watch(watched)
             child.end()
     status = child.process.returncode
     return ServerLife(
         k=k,
-        is_healthy=watched.is_healthy,
+        is_healthy=is_healthy,
         is_stopped=stop.is_set(),
         seconds=time.monotonic() - start,
         status=status if status >= 0 else 128 - status,
-        doubt=doubt(watched.drafts, expected),
-        **counters(watched.drafts),
+        doubt=doubt(drafts, expected),
+        **counters(drafts),
     )
 
 
@@ -208,70 +208,52 @@ def in_words(drafts: Drafts) -> str:
     return f"{says}; by position {shares} %" if shares else says
 
 
+@dataclass(frozen=True, slots=True)
 class _Watched:
-    """A server that is asked for its health, then for its counters.
+    """A server, and what is said of it."""
 
-    Attributes:
-        is_healthy: it came up.
-        drafts: the newest counters.
-    """
+    client: httpx.Client
+    process: subprocess.Popen[bytes]
+    stop: threading.Event
+    k: int
+    expected: Expected | None
+    every: float
+    tell: Tell
 
-    def __init__(
-        self,
-        client: httpx.Client,
-        process: subprocess.Popen[bytes],
-        *,
-        k: int,
-        expected: Expected | None,
-        every: float,
-        tell: Tell,
-    ) -> None:
-        self.is_healthy, self.drafts = False, Drafts()
-        self._client, self._process, self._k = client, process, k
-        self._expected, self._every, self._tell = expected, every, tell
-        self._start = self._said_at = self._asked_at = time.monotonic()
-        self._said, self._is_doubted = Drafts(), False
-
-    def until(self, stop: threading.Event) -> None:
-        """Watch until the server ends or somebody asks it to; the counters are then the last ones."""
-        while self._process.poll() is None and not stop.wait(_WAIT_SECONDS):
-            now = time.monotonic()
-            if not self.is_healthy and self._get("/health") is not None:
-                self.is_healthy, self._said_at = True, now
-                self._tell(f"serves {self._client.base_url} after {now - self._start:.0f} s; Ctrl-C stops it")
-            elif self.is_healthy and now - self._asked_at >= min(_POLL_SECONDS, self._every):
-                self._asked_at = now
-                self._ask_counters()
-                if now - self._said_at >= self._every:
-                    self._say(now)
-        self.is_healthy = self.is_healthy or self._get("/health") is not None
-        if self.is_healthy:
-            self._ask_counters()
-
-    def _ask_counters(self) -> None:
-        """A server that is dying answers nothing, and the last counters stay."""
-        text = self._get("/metrics") if self._k else None
-        if text is not None:
-            self.drafts = read_counters(text)
-
-    def _get(self, path: str) -> str | None:
+    def get(self, path: str) -> str | None:
+        """What it answers, if it does."""
         try:
-            answer = self._client.get(path)
+            answer = self.client.get(path)
         except httpx.HTTPError:
             return None
         return answer.text if answer.is_success else None
 
-    def _say(self, now: float) -> None:
-        """A line, where anything was drafted since the last one; the doubt is said once."""
-        if self.drafts == self._said:
-            return
-        seconds, newest = now - self._said_at, self.drafts.since(self._said)
-        self._said, self._said_at = self.drafts, now
-        self._tell(f"last {seconds:.0f} s: {in_words(newest)}")
-        found = doubt(self.drafts, self._expected)
-        if found and not self._is_doubted:
-            self._is_doubted = True
-            self._tell(f"warning: {found}")
+    def drafts(self, last: Drafts) -> Drafts:
+        """Its counters; `last` while it answers nothing."""
+        text = self.get("/metrics") if self.k else None
+        return last if text is None else read_counters(text)
+
+
+def _watch(server: _Watched) -> tuple[bool, Drafts]:
+    """Until it ends or is asked to: whether it came up, and its last counters."""
+    start = said_at = asked_at = time.monotonic()
+    is_healthy = is_doubted = False
+    drafts = said = Drafts()
+    while server.process.poll() is None and not server.stop.wait(_WAIT_SECONDS):
+        now = time.monotonic()
+        if not is_healthy and server.get("/health") is not None:
+            is_healthy, said_at = True, now
+            server.tell(f"serves {server.client.base_url} after {now - start:.0f} s; Ctrl-C stops it")
+        elif is_healthy and now - asked_at >= min(_POLL_SECONDS, server.every):
+            drafts, asked_at = server.drafts(drafts), now
+        if drafts != said and now - said_at >= server.every:
+            server.tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")
+            said, said_at = drafts, now
+            if not is_doubted and (found := doubt(drafts, server.expected)):
+                is_doubted = True
+                server.tell(f"warning: {found}")
+    is_healthy = is_healthy or server.get("/health") is not None
+    return is_healthy, server.drafts(drafts) if is_healthy else drafts
 
 
 @contextmanager

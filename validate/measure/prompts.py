@@ -6,7 +6,6 @@ out). Acceptance depends on the text: for a figure about your traffic, bring you
 
 import json
 from pathlib import Path
-from typing import Any
 
 from ...checkpoints.json_file import read_lines, read_text
 from ...recipes.errors import RecipeError
@@ -32,18 +31,16 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         RecipeError: no prompt in it, or a line that is no such object.
     """
     cure = 'Give one prompt a line, or a .jsonl file with {"prompt": ...} lines'
-    if path.suffix == ".jsonl":
-        prompts = [_prompt(row, where, cure) for where, row in read_lines(path, cure=cure)]
-    else:
+    if path.suffix != ".jsonl":
         prompts = [line for line in read_text(path, cure=cure).splitlines() if line.strip()]
+    else:
+        prompts = []
+        for where, row in read_lines(path, cure=cure):
+            prompt = row.get("prompt") if isinstance(row, dict) else None
+            if not isinstance(prompt, str) or not prompt:
+                rule = 'must be an object with "prompt", a text'
+                raise RecipeError(where, rule, got=json.dumps(row)[:60], cure=cure)
+            prompts.append(prompt)
     if not prompts:
         raise RecipeError(path, "must hold a prompt", got="an empty file", cure=cure)
     return tuple(prompts)
-
-
-def _prompt(row: Any, where: str, cure: str) -> str:
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(prompt, str) or not prompt:
-        rule = 'must be an object with "prompt", a text'
-        raise RecipeError(where, rule, got=json.dumps(row)[:60], cure=cure)
-    return prompt

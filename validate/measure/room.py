@@ -19,12 +19,15 @@ from .bf16_copy import refuse_full_disk, why_no_kernel
 
 # Source: vLLM 0.32.0 config/cache.py (gpu_memory_utilization).
 _SHARE = 0.92
-# With one of these words, weights are kept elsewhere, or on more machines than this one.
-_ELSEWHERE = ("--cpu-offload-gb", "--offload-backend", "--nnodes", "--distributed-executor-backend", "--load-format")
-_SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+# With one of these words, weights are kept elsewhere, or on more machines than this one, or not split by ranks alone.
+_ELSEWHERE = {
+    *("--cpu-offload-gb", "--offload-backend", "--nnodes", "--distributed-executor-backend", "--load-format"),
+    *("--enable-expert-parallel", "-ep", "--data-parallel-size", "-dp"),
+}
+_TENSOR, _PIPELINE = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")
 # What the weights leave of the memory, at least, where keepmtp chooses the number of GPUs.
 _KV_SHARE = 0.1
-_SPLITS_EXPERTS = ("--enable-expert-parallel", "-ep", "--data-parallel-size", "-dp")
+_MOST_GPUS = 16
 
 
 def refuse_no_room(sources: Sequence[Source | None], vllm: VLLM, *, out: Path, extra: Sequence[str]) -> None:
@@ -54,30 +57,29 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         VLLMError: too little memory on the GPUs, or too few of them.
     """
     gpus = _known_gpus(vllm)
-    if not gpus or {*named_options(extra)} & {*_ELSEWHERE, *_SPLITS_EXPERTS}:
+    if not gpus or _ELSEWHERE & {*named_options(extra)}:
         return
-    ranks = _number(value_of(extra, "--tensor-parallel-size", "-tp"))
-    ranks *= _number(value_of(extra, "--pipeline-parallel-size", "-pp"))
+    ranks = _number(value_of(extra, *_TENSOR)) * _number(value_of(extra, *_PIPELINE))
     if ranks > len(gpus):
         rule = f"{ranks} ranks need as many GPUs"
         raise VLLMError("vllm serve", rule, got=len(gpus), cure="Ask for fewer, or set CUDA_VISIBLE_DEVICES")
-    share = float(value_of(extra, "--gpu-memory-utilization") or _SHARE)
+    share = _share(extra)
     needed, usable = _gib_of(source), _usable(gpus[:ranks], share)
     if needed / ranks > usable:
-        raise VLLMError(
-            source.where,
-            f"its weights need {needed / ranks:.0f} GiB on each of {ranks} GPUs",
-            got=f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}",
-            cure=_what_fits(source, needed, usable, len(gpus)),
-        )
-    if busy := [gpu for gpu in gpus[:ranks] if gpu.free_gib < share * gpu.memory_gib]:
-        gpu = busy[0]
-        raise VLLMError(
-            gpu.name,
-            f"vLLM takes {share:.0%} of its {gpu.memory_gib:.0f} GiB",
-            got=f"{gpu.free_gib:.0f} GiB free",
-            cure=f"End what uses it, or add -- --gpu-memory-utilization {gpu.free_gib / gpu.memory_gib - 0.02:.2f}",
-        )
+        size = _fewest(source, [gpus[0]] * _MOST_GPUS, share)
+        cure = f"Use GPUs with more memory than {needed / max(_sizes(source)):.0f} GiB"
+        if size is not None:
+            where = "" if size <= len(gpus) else f", on a machine with {size} GPUs"
+            cure = f"Add -- --tensor-parallel-size {size}{where}"
+        rule = f"its weights need {needed / ranks:.0f} GiB on each of {ranks} GPUs"
+        got = f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}"
+        raise VLLMError(source.where, rule, got=got, cure=cure)
+    for gpu in gpus[:ranks]:
+        if gpu.free_gib < share * gpu.memory_gib:
+            rule, got = f"vLLM takes {share:.0%} of its {gpu.memory_gib:.0f} GiB", f"{gpu.free_gib:.0f} GiB free"
+            left = gpu.free_gib / gpu.memory_gib - 0.02
+            cure = f"End what uses it, or add -- --gpu-memory-utilization {left:.2f}"
+            raise VLLMError(gpu.name, rule, got=got, cure=cure)
 
 
 def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> int:
@@ -85,20 +87,16 @@ def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> in
 
     1 where the user's own words say how, where nothing is known of the GPUs, and where no number fits.
     """
-    gpus = _known_gpus(vllm)
-    if {*named_options(extra)} & {*_SPLITS, *_ELSEWHERE, *_SPLITS_EXPERTS}:
+    if {*_TENSOR, *_PIPELINE, *_ELSEWHERE} & {*named_options(extra)}:
         return 1
-    share, needed = float(value_of(extra, "--gpu-memory-utilization") or _SHARE), _gib_of(source)
-    for size in (1, *_sizes(source)):
-        if size <= len(gpus) and needed / size <= (1 - _KV_SHARE) * _usable(gpus[:size], share):
-            return size
-    return 1
+    return _fewest(source, _known_gpus(vllm), _share(extra)) or 1
 
 
 def least_gpus(source: Source, memory_bytes: int) -> int | None:
     """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16 are too few."""
-    needed, usable = _gib_of(source), (1 - _KV_SHARE) * _SHARE * memory_bytes / 2**30
-    return next((size for size in (1, *_sizes(source)) if needed / size <= usable), None)
+    memory_gib = memory_bytes / 2**30
+    gpu = GPU(name="", capability="", memory_gib=memory_gib, free_gib=memory_gib)
+    return _fewest(source, [gpu] * _MOST_GPUS, _SHARE)
 
 
 def value_of(words: Sequence[str], *names: str) -> str:
@@ -110,6 +108,26 @@ def value_of(words: Sequence[str], *names: str) -> str:
     return ""
 
 
+def named_options(words: Sequence[str]) -> list[str]:
+    """The options among words for `vllm serve`, spelled with hyphens and without their values."""
+    return [word.partition("=")[0].replace("_", "-") for word in words]
+
+
+def _fewest(source: Source, gpus: Sequence[GPU], share: float) -> int | None:
+    """The least tensor-parallel size with which the weights fit, and a KV cache."""
+    needed = _gib_of(source)
+    for size in _sizes(source):
+        if size <= len(gpus) and needed / size <= (1 - _KV_SHARE) * _usable(gpus[:size], share):
+            return size
+    return None
+
+
+def _sizes(source: Source) -> list[int]:
+    """The tensor-parallel sizes that divide the attention heads: vLLM refuses others."""
+    heads = (source.config.get("text_config") or source.config).get("num_attention_heads")
+    return [size for size in (1, 2, 4, 8, _MOST_GPUS) if not isinstance(heads, int) or heads % size == 0]
+
+
 def _gib_of(source: Source) -> float:
     return sum(entry.num_bytes for entry in source.entries.values()) / 2**30
 
@@ -119,25 +137,8 @@ def _usable(gpus: Sequence[GPU], share: float) -> float:
     return min(min(gpu.free_gib, share * gpu.memory_gib) for gpu in gpus)
 
 
-def _sizes(source: Source) -> list[int]:
-    """The tensor-parallel sizes above 1 that divide the attention heads: vLLM refuses others."""
-    config = source.config.get("text_config") or source.config
-    heads = config.get("num_attention_heads")
-    return [size for size in (2, 4, 8, 16) if not isinstance(heads, int) or heads % size == 0]
-
-
-def _what_fits(source: Source, needed: float, usable: float, num_gpus: int) -> str:
-    sizes = _sizes(source)
-    size = next((size for size in sizes if needed / size <= usable), None)
-    if size is None:
-        return f"Use GPUs with more memory than {needed / max([1, *sizes]):.0f} GiB"
-    where = "" if size <= num_gpus else f", on a machine with {size} GPUs"
-    return f"Add -- --tensor-parallel-size {size}{where}"
-
-
-def named_options(words: Sequence[str]) -> list[str]:
-    """The options among words for `vllm serve`, spelled with hyphens and without their values."""
-    return [word.partition("=")[0].replace("_", "-") for word in words]
+def _share(extra: Sequence[str]) -> float:
+    return float(value_of(extra, "--gpu-memory-utilization") or _SHARE)
 
 
 def _known_gpus(vllm: VLLM) -> Sequence[GPU]:

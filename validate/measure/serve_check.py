@@ -124,7 +124,7 @@ class _Served:
 
 
 def _runs(served: _Served) -> tuple[Run, ...]:
-    """A server for each k. Weight tracking is on until it has refused one; without k=0 there is nothing to draft for."""
+    """A server for each k; weight tracking is on until it has refused one."""
     runs: list[Run] = []
     is_tracked = True
     for k in served.check.ks:

@@ -103,7 +103,7 @@ def test_an_answer_to_another_prompt_is_no_answer(file):
     [
         ({"question": "How many?"}, ":2: must have the field answer; got question."),
         ({"problem": "How many?", "answer": "#### 1"}, ":2: must have the field question; got problem, answer."),
-        ({"question": "How many?", "answer": 12}, ":2: answer must be a text; got 12."),
+        ({"question": "How many?", "answer": 12}, ':2: answer must end with "#### " and a number; got 12.'),
         ({"question": " ", "answer": "#### 1"}, ":2: question must be a text; got ' '."),
         ({"question": "How many?", "answer": "12"}, ":2: answer must end with \"#### \" and a number; got '12'."),
         ({"question": "How many?", "answer": "#### 12 "}, ':2: answer must end with "#### " and a number'),
@@ -133,7 +133,7 @@ def test_a_dataset_that_cannot_be_used(tmp_path, file):
     assert "must hold questions; got none" in refusal(write(tmp_path / "empty.jsonl", []))
     assert "must be asked two questions or more" in refusal(write(tmp_path / "one.jsonl", ROWS[:1]))
     message = refusal(file, shots=12)
-    assert "must have more rows than evaluation.shots, 12; got 12. Use --shots 11 or fewer" in message
+    assert "evaluation.shots: gsm8k has 11 examples at most; got 12. Use --shots 11, or a longer dataset" in message
     assert asked(file, shots=11).items
 
 
@@ -204,4 +204,4 @@ def test_an_absent_dataset_says_what_to_do(hub, monkeypatch):
         questions(Evaluation(shots=3))
     message = str(caught.value)
     assert message.startswith("org/none: must be a dataset that can be read; got ")
-    assert "Correct evaluation.dataset_revision, or, where the Hub is out of reach, name a file" in message
+    assert "Correct evaluation.dataset_revision, or name a file" in message

@@ -286,8 +286,10 @@ def test_a_row_that_lm_eval_cannot_use_is_named(task, field, value, says, tmp_pa
 
 
 def test_shots_that_a_task_has_not(tmp_path):
-    assert "evaluation.shots: math500 has 4 at most; got 5" in refusal("math500", tmp_path, shots=5)
-    assert "must have 2 rows of biology with cot_content for the shots; got 1" in refusal("mmlu_pro", tmp_path, shots=2)
+    assert "evaluation.shots: math500 has 4 examples at most; got 5" in refusal("math500", tmp_path, shots=5)
+    assert "evaluation.shots: mmlu_pro has 1 examples of biology at most; got 2" in refusal(
+        "mmlu_pro", tmp_path, shots=2
+    )
     assert "evaluation.task ruler: has no dataset on the Hub; got no file" in refusal("ruler", tmp_path, dataset=None)
 
 
