@@ -227,41 +227,39 @@ class Benched(Fact):
         """A sentence for each cell that accepts much and is slower than k=0 all the same."""
         said = []
         for cell in self.cells:
-            plain = self.cell(0, cell.load)
-            if plain is None or not cell.k or (cell.acceptance or 0) < _HIGH_ACCEPTANCE:
+            plain, share = self.cell(0, cell.load), cell.acceptance
+            if plain is None or share is None or share < _HIGH_ACCEPTANCE:
                 continue
             if cell.fastest and plain.slowest and cell.fastest < plain.slowest:
                 said.append(
-                    f"k={cell.k}, {words_of(cell.load)}: {100 * (cell.acceptance or 0):.1f} % of the drafts are "
-                    f"accepted, and it is slower than k=0 ({self.speed_up(cell):.2f}x). A draft costs more time here "
-                    "than it saves."
+                    f"k={cell.k}, {words_of(cell.load)}: {100 * share:.1f} % of the drafts are accepted, and it is "
+                    f"slower than k=0 ({self.speed_up(cell):.2f}x). A draft costs more time here than it saves."
                 )
         return tuple(said)
 
     def _recommended(self, load: tuple[int, int]) -> RecommendedK:
         """From the smallest k upwards: a larger one only if its slowest repetition beats the fastest of the best."""
         cells = sorted((cell for cell in self.cells if cell.load == load and cell.repetitions), key=lambda one: one.k)
-        if not cells or any(len(cell.repetitions) < 2 for cell in cells):
-            says = "one repetition has no spread: measure with --repeat 3" if cells else "no k has a figure"
-            return RecommendedK(concurrency=load[0], context=load[1], k=None, speed_up=None, says=says)
-        best, beaten = cells[0], None
-        for cell in cells[1:]:
-            assert cell.slowest is not None and best.fastest is not None
-            if cell.slowest > best.fastest:
-                best, beaten = cell, best
-        says = _why(best, beaten, cells)
-        return RecommendedK(concurrency=load[0], context=load[1], k=best.k, speed_up=self.speed_up(best), says=says)
-
-
-def _why(best: BenchCell, beaten: BenchCell | None, cells: list[BenchCell]) -> str:
-    if len(cells) == 1:
-        return "no other k was measured"
-    if beaten is None:
-        return f"no larger k is faster than k={best.k} beyond the spread of the repetitions"
-    return (
-        f"its slowest repetition, {best.slowest:.1f} tokens a second, is faster than the fastest of k={beaten.k}, "
-        f"{beaten.fastest:.1f}"
-    )
+        best = None
+        if not cells:
+            says = "no k has a figure"
+        elif any(len(cell.repetitions) < 2 for cell in cells):
+            says = "one repetition has no spread: measure with --repeat 3"
+        else:
+            best, *others = cells
+            says = f"no larger k is faster than k={best.k} beyond the spread of the repetitions"
+            if not others:
+                says = "no other k was measured"
+            for cell in others:
+                assert cell.slowest is not None and best.fastest is not None
+                if cell.slowest > best.fastest:
+                    says = (
+                        f"its slowest repetition, {cell.slowest:.1f} tokens a second, is faster than the fastest of "
+                        f"k={best.k}, {best.fastest:.1f}"
+                    )
+                    best = cell
+        k, speed_up = (best.k, self.speed_up(best)) if best else (None, None)
+        return RecommendedK(concurrency=load[0], context=load[1], k=k, speed_up=speed_up, says=says)
 
 
 def words_of(load: tuple[int, int]) -> str:

@@ -22,7 +22,7 @@ import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar, overload
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -42,15 +42,15 @@ from .schema import GroupSize
 from .served import ServeCheck
 
 Station = Literal["check", "serve", "gsm8k", "bench", "closeness"]
-STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k", "bench", "closeness")
-COMMANDS: Mapping[Station, str] = {
-    "check": "keepmtp check {} --record",
-    "serve": "keepmtp serve-check {}",
-    "gsm8k": "keepmtp eval {}",
-    "bench": "keepmtp bench {}",
-    "closeness": "keepmtp closeness {}",
+STATIONS: tuple[Station, ...] = get_args(Station)
+# The words that measure, with the checkpoint's place left open.
+_WORDS: Mapping[Station, str] = {
+    "check": "check {} --record",
+    "serve": "serve-check {}",
+    "gsm8k": "eval {}",
+    "bench": "bench {}",
+    "closeness": "closeness {}",
 }
-"""What measures, with the checkpoint's place left open."""
 SCHEMAS: Mapping[Station, int] = {"check": 2, "serve": 3, "gsm8k": 3, "bench": 1, "closeness": 1}
 """The form of each station's data; another number is refused."""
 TIME = "%Y-%m-%d %H:%M:%S UTC"
@@ -120,19 +120,15 @@ def checkpoint_folder(evidence: Path) -> Path:
     """
     whole = Path(os.path.realpath(evidence))
     if whole.suffix != ".report":
-        raise CheckpointError(
-            evidence,
-            "an evidence folder is NAME.report, beside the checkpoint NAME",
-            got=whole.name,
-            cure="Name the checkpoint's",
-        )
+        rule = "an evidence folder is NAME.report, beside the checkpoint NAME"
+        raise CheckpointError(evidence, rule, got=whole.name, cure="Name the checkpoint's")
     return whole.with_suffix("")
 
 
 def command(station: Station, folder: Path) -> str:
     """What a person types to measure again what an evidence folder holds."""
     name = folder.with_suffix("") if folder.suffix == ".report" else "CHECKPOINT"
-    return COMMANDS[station].format(shlex.quote(str(name)))
+    return f"keepmtp {_WORDS[station].format(shlex.quote(str(name)))}"
 
 
 def file_of(folder: Path, station: Station) -> Path:
@@ -180,16 +176,6 @@ def seal_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
-@overload
-def read_result(folder: Path, station: Literal["check"]) -> Result[CheckData] | None: ...
-@overload
-def read_result(folder: Path, station: Literal["serve"]) -> Result[ServeCheck] | None: ...
-@overload
-def read_result(folder: Path, station: Literal["gsm8k"]) -> Result[EvaluationFact] | None: ...
-@overload
-def read_result(folder: Path, station: Literal["bench"]) -> Result[BenchFact] | None: ...
-@overload
-def read_result(folder: Path, station: Literal["closeness"]) -> Result[ClosenessFact] | None: ...
 def read_result(folder: Path, station: Station) -> Result[Any] | None:
     """A station's result, or None if it left none.
 

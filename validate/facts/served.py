@@ -224,14 +224,13 @@ def partings(plain: Sequence[Output], drafted: Sequence[Output]) -> tuple[Partin
     """
     found = []
     for prompt, (before, after) in enumerate(zip(plain, drafted, strict=True)):
-        pairs = list(zip_longest(before.token_ids, after.token_ids))
-        at = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
-        if at is None:
-            continue
-        plain_token, token = pairs[at]
-        likeliest = before.top_logprobs[at] if at < len(before.top_logprobs) else {}
-        gap = None
-        if plain_token in likeliest and token in likeliest:
-            gap = likeliest[plain_token] - likeliest[token]
-        found.append(Parting(prompt=prompt, at=at, plain_token=plain_token, token=token, gap=gap))
+        for at, (plain_token, token) in enumerate(zip_longest(before.token_ids, after.token_ids)):
+            if plain_token == token:
+                continue
+            likeliest = before.top_logprobs[at] if at < len(before.top_logprobs) else {}
+            gap = None
+            if plain_token in likeliest and token in likeliest:
+                gap = likeliest[plain_token] - likeliest[token]
+            found.append(Parting(prompt=prompt, at=at, plain_token=plain_token, token=token, gap=gap))
+            break
     return tuple(found)

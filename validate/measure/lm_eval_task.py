@@ -4,21 +4,18 @@ In: a protocol. Out: `Questions`, which any server may be asked; then, from thei
 shots, stop words, filters and scores are lm-eval's own; between its two ends the requests are ours (`gsm8k.py`).
 
 Easy to get wrong: lm-eval's own HTTP models drop `finish_reason`, retry, and can score a failed request as an empty
-answer. Here its model only repeats recorded answers, found by the very prompt they were given to; a prompt without one
-ends the evaluation. lm-eval's `repeats` are not used: most of its filters keep the first answer alone. Here each run is
-scored by itself, and the score is their mean.
+answer. Here its tasks get recorded answers. lm-eval's `repeats` are not used: most of its filters keep the first answer
+alone. Here each run is scored by itself, and the score is their mean.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, cast
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
-from lm_eval.evaluator import evaluate
 
 from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
@@ -38,7 +35,6 @@ class Question:
 
     Attributes:
         number: from 0: a run's questions in the dataset's order, run after run.
-        asked: the question's place in its run, from 0.
         run: from 0.
         prompt: a text, or for chat a JSON list of messages. One that ends with an assistant's is to be continued.
         sha256: of the prompt.
@@ -47,7 +43,6 @@ class Question:
     """
 
     number: int
-    asked: int
     run: int
     prompt: str
     sha256: str
@@ -104,16 +99,16 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
         tasks, rows = open_tasks(protocol)
         for task in tasks.values():
             task.build_all_requests(
-                limit=_limit(protocol),
+                limit=None if TASKS[protocol.task].group else protocol.limit,  # sub-tasks' rows are cut before
                 apply_chat_template=protocol.api == "chat",
                 fewshot_as_multiturn=True,
-                chat_template=_Recorded(()).apply_chat_template if protocol.api == "chat" else None,
+                chat_template=_as_json,
             )
         if not TASKS[protocol.task].runs_code:
             _refuse_unscored(protocol, tasks)
     one_run = [request for task in tasks.values() for request in task.instances]
     items = [
-        _question(protocol, run * len(one_run) + number, number, run, request)
+        _question(protocol, run * len(one_run) + number, run, request)
         for run in range(protocol.repeats)
         for number, request in enumerate(one_run)
     ]
@@ -134,12 +129,19 @@ def scores(asked: Questions, answers: Mapping[int, str]) -> tuple[tuple[ScoreFac
     """
     row, num = TASKS[asked.protocol.task], asked.num_asked
     right: dict[str, list[float]] = {name: [] for name in row.scores}
+    filters = {name for _, name in row.scores.values()}
+    requests = [(task, request) for task in asked.tasks.values() for request in task.instances]
     for run in range(asked.protocol.repeats):
-        samples = _samples(asked, [(item.sha256, answers[item.number]) for item in asked.items if item.run == run])
-        for name, (metric, filter_name) in row.scores.items():
-            for sample in samples:
-                if sample["filter"] == filter_name:  # RULER names its metric by the length of the prompt
-                    right[name].append(float(sample[metric or str(sample["doc"]["max_length"])]))
+        for number, (_, request) in enumerate(requests, run * num):
+            request.resps = [answers[number]]
+        with quiet():
+            for task in asked.tasks.values():
+                task.apply_filters()
+            for task, request in requests:
+                found = {each: task.process_results(request.doc, [request.filtered_resps[each]]) for each in filters}
+                for name, (metric, each) in row.scores.items():
+                    # RULER names its metric by the length of the prompt.
+                    right[name].append(float(found[each][metric or str(request.doc["max_length"])]))
     facts, by_filter = [], {}
     for name, values in right.items():
         value, stderr = mean_of_questions(values, num)
@@ -152,17 +154,11 @@ def scores(asked: Questions, answers: Mapping[int, str]) -> tuple[tuple[ScoreFac
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def _limit(protocol: Evaluation) -> int | None:
-    """What lm-eval is to cut at; rows of sub-tasks are cut before."""
-    return None if TASKS[protocol.task].group else protocol.limit
-
-
-def _question(protocol: Evaluation, number: int, asked: int, run: int, request: Instance) -> Question:
+def _question(protocol: Evaluation, number: int, run: int, request: Instance) -> Question:
     prompt, given = cast(tuple[str, Mapping[str, Any]], request.args)
     most = given["max_gen_toks"] if TASKS[protocol.task].has_own_lengths else protocol.max_tokens
     return Question(
         number=number,
-        asked=asked,
         run=run,
         prompt=prompt,
         sha256=_sum(prompt),
@@ -184,64 +180,10 @@ def _refuse_unscored(protocol: Evaluation, tasks: Tasks) -> None:
                 raise RecipeError(where, "must be one that lm-eval can score", got=got, cure=cure) from error
 
 
-# --- scores -----------------------------------------------------------------------------------------------------------
-
-
-def _samples(asked: Questions, answers: Sequence[tuple[str, str]]) -> list[Mapping[str, Any]]:
-    """What lm-eval says of one run's answers: sub-tasks in order, a filter at a time, documents in order."""
-    for task in asked.tasks.values():
-        task.set_fewshot_seed(asked.protocol.seed)  # each request draws its shots from one stream
-    with quiet():
-        # simple_evaluate() would do the same after running pip, git and lscpu for its record of the environment.
-        found = cast(
-            Mapping[str, Any],
-            evaluate(
-                _Recorded(answers),
-                {"tasks": dict(asked.tasks)},
-                limit=_limit(asked.protocol),
-                bootstrap_iters=0,
-                apply_chat_template=asked.protocol.api == "chat",
-                fewshot_as_multiturn=True,
-                confirm_run_unsafe_code=TASKS[asked.protocol.task].runs_code,
-            ),
-        )
-    return [sample for name in asked.tasks for sample in found["samples"][name]]
-
-
-# --- lm-eval's model --------------------------------------------------------------------------------------------------
-
-
-class _Recorded(LM):
-    """lm-eval's view of a server that has already answered: each prompt's sum and its text, in the questions' order."""
-
-    def __init__(self, answers: Sequence[tuple[str, str]]) -> None:
-        super().__init__()
-        self.answers = answers
-
-    @property
-    def tokenizer_name(self) -> str:
-        """lm-eval asks for it with a chat template; it would name a cache, which is off."""
-        return ""
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Messages as they are: the server applies its template, and goes on where the last one is an assistant's."""
-        assert add_generation_prompt == (chat_history[-1]["role"] == "user")
-        return json.dumps(chat_history)
-
-    def generate_until(self, requests: list[Instance]) -> list[str]:
-        """The recorded answers."""
-        for request, (sha256, _) in zip(requests, self.answers, strict=True):
-            if _sum(request.args[0]) != sha256:
-                raise KeyError(sha256)
-        return [text for _, text in self.answers]
-
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Not asked for by a task that generates."""
-        raise NotImplementedError
-
-    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Not asked for by a task that generates."""
-        raise NotImplementedError
+def _as_json(chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    """Messages as they are: the server applies its template, and goes on where the last one is an assistant's."""
+    assert add_generation_prompt == (chat_history[-1]["role"] == "user")
+    return json.dumps(chat_history)
 
 
 def _sum(text: str) -> str:

@@ -91,13 +91,6 @@ def test_scores_are_lm_evals(file, task, protocol, capfd):
     assert printed.out == printed.err == "", "lm-eval's bars and warnings"
 
 
-def test_an_answer_to_another_prompt_is_no_answer(file):
-    found, other = asked(file, shots=2, seed=1), asked(file, shots=2, seed=2)
-    mixed = Questions(protocol=found.protocol, items=other.items, dataset_sha256="", tasks=found.tasks)
-    with pytest.raises(KeyError):
-        scores(mixed, dict.fromkeys(range(12), "#### 1"))
-
-
 @pytest.mark.parametrize(
     ("row", "says"),
     [

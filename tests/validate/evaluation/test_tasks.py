@@ -207,9 +207,9 @@ def test_ruler_weighs_partly_right_answers(tmp_path):
 
 def test_runs_that_are_sampled_pair_by_question(tmp_path):
     found = asked("aime24", tmp_path, repeats=3)
-    assert [(item.run, item.asked) for item in found.items[3:6]] == [(0, 3), (1, 0), (1, 1)]
+    assert [(item.run, item.number) for item in found.items[3:6]] == [(0, 3), (1, 4), (1, 5)]
     assert len(found.items) == 12 and found.num_asked == 4
-    texts = {item.number: rf"\boxed{{{TASK_ROWS['aime24'].rows[item.asked]['Answer']}}}" for item in found.items}
+    texts = {item.number: rf"\boxed{{{TASK_ROWS['aime24'].rows[item.number % 4]['Answer']}}}" for item in found.items}
     texts |= {0: "", 4: "", 9: ""}
     facts, right = scores(found, texts)
     assert facts[0].value == pytest.approx(9 / 12) and sum(right["exact_match"]) == 9
