@@ -34,6 +34,12 @@ AGAIN = f"{hub_client.AGAIN}: what has arrived is not sent twice"
 T = TypeVar("T")
 _TOKENS = "https://huggingface.co/settings/tokens"
 _NEW_TOKEN = f"Make one with write access at {_TOKENS} and set HF_TOKEN, or run `hf auth login`"
+_RULES: Mapping[int, tuple[str, str]] = {
+    401: ("the Hub must know the token", _NEW_TOKEN),
+    403: ("the token must be allowed to write there", f"Take one that is ({_TOKENS}), ask an owner, or another --repo"),
+    412: ("nobody else may write to it meanwhile", AGAIN),
+    **dict.fromkeys((400, 402, 404, 409, 413, 422), ("the Hub must accept it", "Check --repo and its page")),
+}
 # What huggingface_hub raises where an answer has another form than it expects.
 _OTHER_FORM = (KeyError, TypeError, AttributeError, IndexError)
 
@@ -73,7 +79,6 @@ class Hub:
         hf_logging.set_verbosity_error()  # its warnings quote the server's, which may hold the token
         self._token, self.watch = token, watch
         self._api = HfApi(token=token)
-        self._user = ""
 
     def sign_in(self) -> None:
         """Ask whose token it is.
@@ -82,9 +87,8 @@ class Hub:
             HubError: it is not valid, or a token that may only read.
         """
         answer = self._ask("the Hub", self._api.whoami)
-        self._user = answer["name"]
         if answer.get("auth", {}).get("accessToken", {}).get("role") == "read":
-            got = f"{self._user}'s token for reading"
+            got = f"{answer['name']}'s token for reading"
             raise HubError("the Hub", "the token must be allowed to write", got=got, cure=_NEW_TOKEN)
 
     def look(self, repo: str, *, revision: str | None = None) -> Remote | None:
@@ -209,22 +213,10 @@ class Hub:
         raise AssertionError("the last attempt returns or raises")
 
     def _refusal(self, repo: str, error: Exception) -> HubError:
-        owner = repo.partition("/")[0]
-        match _status(error):
-            case 401:
-                rule, cure = "the Hub must know the token", _NEW_TOKEN
-            case 403:
-                whose = f"{self._user}'s token" if self._user else "the token"
-                rule = f"{whose} must be allowed to write to {owner}"
-                cure = f"Take one that is ({_TOKENS}), ask an owner of {owner}, or another --repo"
-            case 412:
-                rule, cure = "nobody else may write to it meanwhile", AGAIN
-            case 400 | 402 | 404 | 409 | 413 | 422:
-                rule, cure = "the Hub must accept it", "Check --repo and its page"
-            case 0 if isinstance(error, (ValueError, *_OTHER_FORM)):
-                rule, cure = "the Hub's answer must have its usual form", f"Check HF_ENDPOINT and the network. {AGAIN}"
-            case _:
-                rule, cure = "the Hub must answer", AGAIN
+        status = _status(error)
+        rule, cure = _RULES.get(status, ("the Hub must answer", AGAIN))
+        if not status and isinstance(error, (ValueError, *_OTHER_FORM)):
+            rule, cure = "the Hub's answer must have its usual form", f"Check HF_ENDPOINT and the network. {AGAIN}"
         return HubError(repo, rule, got=self._words(error), cure=cure)
 
     def _words(self, error: Exception) -> str:
