@@ -83,7 +83,7 @@ def test_nobody_is_asked_for_without_a_terminal_and_a_dry_run_sends_nothing(fix,
 @pytest.mark.parametrize(
     ("spoil", "token", "says"),
     [
-        (lambda hub: hub.closed.append("org"), TOKEN, "must be allowed to write to org"),
+        (lambda hub: hub.closed.append("org"), TOKEN, "must be allowed to write there"),
         (lambda hub: None, READ_ONLY, "must be allowed to write"),
         (lambda hub: None, "hf_wrong", "the Hub must know the token"),
         (lambda hub: hub.faults.append(Fault("POST /api/models/org/model/commit", 503, times=9)), TOKEN, "must answer"),
