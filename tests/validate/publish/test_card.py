@@ -178,7 +178,7 @@ def edit(path: Path, old: str, new: str) -> None:
     [
         ("tiny.report/report.json", '"difference": 0.01', '"difference": 0.02', r"evaluation\.paired\.0\.difference"),
         ("tiny.report/gsm8k.json", '"difference": 0.01', '"difference": 0.02', r"gsm8k\.json: must be as its station"),
-        ("tiny.report/gsm8k.checkpoint.jsonl", '"strict-match": false', '"strict-match": true', r"must be the answers"),
+        ("tiny.report/gsm8k.checkpoint.jsonl", '"strict-match":false', '"strict-match":true', r"must be the answers"),
         ("tiny/keepmtp.json", '"0.1.0"', '"9.1.0"', "keepmtp.json"),
         ("tiny/recipe.yaml", "mtp: bf16", "mtp: FP8_BLOCK", r"must be the bytes .* got recipe\.yaml is another"),
     ],

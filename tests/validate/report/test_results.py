@@ -458,7 +458,7 @@ def test_repetitions_that_were_set_aside_still_count(evidence):
 
 def test_answers_altered_in_their_file_are_refused(evidence):
     path = evidence / "gsm8k.checkpoint.jsonl"
-    path.write_text(path.read_text().replace('"strict-match": false', '"strict-match": true', 1))
+    path.write_text(path.read_text().replace('"strict-match":false', '"strict-match":true', 1))
     with pytest.raises(CheckpointError, match=r"checkpoint\.jsonl: must be the answers that were counted, \w{64}; got"):
         verify(evidence)
     path.unlink()
@@ -467,15 +467,15 @@ def test_answers_altered_in_their_file_are_refused(evidence):
 
 
 LINES: dict[str, tuple[str, str]] = {
-    "checkpoint.scores.0.value": ('"strict-match": false', '"strict-match": true'),
-    "checkpoint.scores.1.value": ('"flexible-extract": true', '"flexible-extract": false'),
-    "checkpoint.num_truncated": ('"finish_reason": "stop"', '"finish_reason": "length"'),
-    "checkpoint.num_tokens": ('"num_tokens": 130', '"num_tokens": 131'),
-    "checkpoint.accepted_tokens": ('"accepted_tokens": ', '"accepted_tokens": 1'),
-    "checkpoint.as_served": ('"as_served": "native"', '"as_served": "BF16 copy of the same weights"'),
-    "checkpoint.sha256": ('"checkpoint_sha256": "', '"checkpoint_sha256": "0'),
-    "checkpoint.protocol": ('"max_tokens": 1024', '"max_tokens": 512'),
-    "checkpoint.dataset_sha256": ('"dataset_sha256": "d', '"dataset_sha256": "e'),
+    "checkpoint.scores.0.value": ('"strict-match":false', '"strict-match":true'),
+    "checkpoint.scores.1.value": ('"flexible-extract":true', '"flexible-extract":false'),
+    "checkpoint.num_truncated": ('"finish_reason":"stop"', '"finish_reason":"length"'),
+    "checkpoint.num_tokens": ('"num_tokens":130', '"num_tokens":131'),
+    "checkpoint.accepted_tokens": ('"accepted_tokens":', '"accepted_tokens":1'),
+    "checkpoint.as_served": ('"as_served":"native"', '"as_served":"BF16 copy of the same weights"'),
+    "checkpoint.sha256": ('"checkpoint_sha256":"', '"checkpoint_sha256":"0'),
+    "checkpoint.protocol": ('"max_tokens":1024', '"max_tokens":512'),
+    "checkpoint.dataset_sha256": ('"dataset_sha256":"d', '"dataset_sha256":"e'),
 }
 
 
