@@ -25,7 +25,7 @@ from ..facts.step import Step
 from ..facts.vllm_env import VLLM
 from .answers import Answer, Header, Samples, Sitting, correct, drafts_of, finish
 from .drafting import drafting
-from .harness import Asking, Host, Model, Prompt, Setup, has_template, refuse_drafts, room_for
+from .harness import Asking, Host, Model, Setup, TextOrTurns, has_template, refuse_drafts, room_for
 from .line_file import open_lines
 from .lm_eval_task import VERSIONS, Question, Questions, scores
 from .server import Reply, Server, ServerFailed
@@ -169,7 +169,7 @@ def _reply(server: Server, item: Question, protocol: Evaluation, timeout: float)
     return replace(reply, text=reply.text[: min(places)], finish_reason="stop") if places else reply
 
 
-def _prompt(item: Question, protocol: Evaluation) -> Prompt:
+def _prompt(item: Question, protocol: Evaluation) -> TextOrTurns:
     return item.prompt if protocol.api == "completions" else item.messages
 
 

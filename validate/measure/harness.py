@@ -38,7 +38,7 @@ CHAT_TOKENS, TURN_TOKENS = 2048, 64
 _TEMPLATES = {"chat_template.jinja", "chat_template.json"}
 _TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
 
-Prompt = str | Sequence[Mapping[str, str]]
+TextOrTurns = str | Sequence[Mapping[str, str]]
 """A text, or messages for the model's chat template."""
 Item = TypeVar("Item")
 Got = TypeVar("Got")
@@ -295,13 +295,13 @@ def most_tokens(source: Source) -> int | None:
     return most if isinstance(most, int) else None
 
 
-def room_for(prompts: Iterable[Prompt], source: Source, *, max_tokens: int) -> int:
+def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int) -> int:
     """Tokens of the longest prompt and its answer, at most, as far as the model goes: a token has at least one byte."""
     longest = max(map(_most_tokens_of, prompts)) + max_tokens + 16
     return min(longest, most_tokens(source) or longest)
 
 
-def _most_tokens_of(prompt: Prompt) -> int:
+def _most_tokens_of(prompt: TextOrTurns) -> int:
     if isinstance(prompt, str):
         return len(prompt.encode())
     return CHAT_TOKENS + sum(len(turn["content"].encode()) + TURN_TOKENS for turn in prompt)
