@@ -175,7 +175,7 @@ class _Matrix:
         self.model, self.plan, self.setup, self.watch = model, plan, setup, watch
         self.role: Role = model.whose
         self.form: RequestForm = form_of(model.source, setup.extra)
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "max_num_seqs": max(plan.concurrency),
             "max_model_len": plan.max_model_len(model.source, self.form),
         }
@@ -197,7 +197,7 @@ class _Matrix:
 
     def benched(self) -> Benched:
         """The whole matrix; servers are started only for what is missing."""
-        served = {"as_served": "native", "reason": ""}
+        served: dict[str, Any] = {"as_served": "native", "reason": ""}
         if self._missing():
             with Host(self.model.source, self.role, self.setup, self._tell) as host:
                 while missing := self._missing():

@@ -238,7 +238,7 @@ def _opened(model: Model, questions: Questions, setup: Setup) -> Samples:
 def _task_fact(questions: Questions, models: Sequence[Model], setup: Setup, confidence: float) -> TaskFact:
     """What one task gave, once all have answered it."""
     asked = [model for model in models if _fits(model.role, questions)]
-    files = {model.role: _opened(model, questions, setup) for model in asked}
+    files: dict[Arm, Samples] = {model.role: _opened(model, questions, setup) for model in asked}
     facts = {model.role: _fact(model, files[model.role], questions) for model in asked}
     filters = [score.filter for score in facts["checkpoint"].scores]
     return TaskFact(

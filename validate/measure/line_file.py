@@ -99,10 +99,10 @@ class LineFile(Generic[Head, Line, Sat]):
 
     def take(self, line: Any) -> None:
         """Hold a line that is in the file."""
-        if isinstance(line, self.header.line):
-            self.lines[line.place] = line
-        else:
+        if self.header.sitting is not None and isinstance(line, self.header.sitting):
             self.sittings[line.sitting] = line
+        else:
+            self.lines[line.place] = line
 
     def put_in_order(self) -> None:
         """Write the file anew: lines by place, then the servers."""
