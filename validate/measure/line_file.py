@@ -99,7 +99,7 @@ class LineFile(Generic[Head, Line, Sat]):
 
     def take(self, line: Any) -> None:
         """Hold a line that is in the file."""
-        if self.header.sitting is not None and isinstance(line, self.header.sitting):
+        if "sitting" in type(line).model_fields:
             self.sittings[line.sitting] = line
         else:
             self.lines[line.place] = line
