@@ -9,29 +9,19 @@ Easy to get wrong: both ways. What 1 / (1 / x) does not restore is kept in keepm
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
-from ..checkpoints.files import within
 from ..checkpoints.json_file import object_of
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source, small_bytes
-from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor, typed
+from ..checkpoints.values import TORCH_DTYPES, changed, typed
 from ..quantize.config.written import config_files, quantization_config, with_quantization
-from ..recipes.conventions import (
-    CACHE,
-    FP8_CACHE,
-    Format,
-    Spelling,
-    cache_scale_in,
-    in_compressed_tensors,
-    in_modelopt,
-)
+from ..recipes.conventions import CACHE, FP8_CACHE, Change, Format, cache_scale_in, in_compressed_tensors, in_modelopt
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..validate.check.check import examine
@@ -40,10 +30,9 @@ from ..validate.check.runtime_view import RuntimeView
 from .convert_forms import StoredMatrix, caches_in, dialect_of, matrices_in
 from .convert_record import CONVERTED, WITHOUT_IT, Converted, FirstTensor, read_converted, record_of
 from .json_diff import in_form_of
-from .new_shards import NewTensor, shard_again, write_shard
-from .rewritten import Rewrite, Rewritten, rewrite
-
-_OTHER: Mapping[Format, Format] = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}
+from .new_shards import NewTensor, as_it_was
+from .proposal import CONFIG, Proposal
+from .rewritten import Rewritten, rewrite
 
 
 @dataclass(frozen=True)
@@ -51,39 +40,43 @@ class Conversion:
     """What will be written.
 
     Attributes:
-        source: the finished checkpoint.
+        proposal: the checkpoint as it will be.
         first: its dialect.
         to: the new one.
-        files: config.json and other small files, with their new bytes.
-        left_out: small files that the new folder does not get.
-        changes: tensors with another name, or other bytes, by their old names.
+        changes: tensors with another name or form, or other bytes.
         is_way_back: the checkpoint was converted before, and becomes the first one again.
     """
 
-    source: Source
+    proposal: Proposal
     first: Format
     to: Format
-    files: Mapping[str, bytes]
-    left_out: frozenset[str]
-    changes: Mapping[HFName, NewTensor]
+    changes: tuple[NewTensor, ...]
     is_way_back: bool
 
-    @cached_property
+    @property
+    def source(self) -> Source:
+        """The finished checkpoint."""
+        return self.proposal.source
+
+    @property
+    def files(self) -> Mapping[str, bytes | None]:
+        """The small files that change; None for one that is left out."""
+        return self.proposal.files()
+
+    @property
     def shards(self) -> tuple[str, ...]:
         """Names of the shards that are written anew."""
-        return tuple(sorted({self.source.entries[name].file for name in self.changes}))
+        return tuple(self.proposal.shards_again)
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensors in them."""
-        anew = set(self.shards)
-        kept = (entry for name, entry in self.source.entries.items() if entry.file in anew and name not in self.changes)
-        return sum(entry.num_bytes for entry in kept) + sum(tensor.num_bytes for tensor in self.changes.values())
+        return sum(tensor.num_bytes for tensors in self.proposal.shards_again.values() for tensor in tensors)
 
     @property
     def num_reexpressed(self) -> int:
         """How many tensors get other bytes; the others of `changes` only another name or shape."""
-        return sum(isinstance(tensor.data, bytes) for tensor in self.changes.values())
+        return sum(isinstance(tensor.data, bytes) for tensor in self.changes)
 
 
 def plan_conversion(where: str, to: Format) -> Conversion:
@@ -103,24 +96,36 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     if first == to:
         rule = "a checkpoint is converted into the other dialect"
         raise RecipeError(where, rule, got=f"one in {to} already", cure="There is nothing to do")
-    kept = read_converted(source)
+    proposal, kept = Proposal(source), read_converted(source)
+    if kept is not None and kept.first != to:
+        kept = None
+    is_way_back = kept is not None and kept.restores(source)
+    why = f"so {to} has it"
     matrices = matrices_in(runtime, to)
-    scaled = [*matrices, *caches_in(runtime)]
-    changes = {
-        entry.name: _turned(source, matrix, leaf, entry, to, kept)
-        for matrix in scaled
-        if matrix.scheme
-        for leaf, entry in matrix.parts.items()
-    }
-    if kept is not None and kept.first == to and kept.restores(source):
-        files = _first_configs(runtime, kept)
-        left_out = frozenset({CONVERTED} | {name for name, text in kept.configs.items() if text is None})
-        return Conversion(source, first, to, files, left_out, changes, is_way_back=True)
-    files = _configs(runtime, matrices, to)
-    lost = {str(new.name): was for new, was in _not_restored(source, scaled, changes, to)}
-    files |= {CONVERTED: record_of(source, first, files, lost)}
-    left_out = frozenset({HF_QUANT_CONFIG}) - files.keys()
-    return Conversion(source, first, to, files, left_out, changes, is_way_back=False)
+    changes, lost = [], {}
+    for matrix in (*matrices, *caches_in(runtime)):
+        for entry in matrix.parts.values() if matrix.scheme else ():
+            was = as_it_was(entry)
+            new = _restored(source, matrix, entry, kept, first) or _turned(source, matrix, was, to)
+            if not is_way_back and not _is_same(source, _turned(source, matrix, new, first), was):
+                raw = b"" if new.data == entry else was.bytes_from(source)
+                lost[new.name] = FirstTensor(name=was.name, dtype=was.dtype, shape=was.shape, hex=raw.hex())
+            if new != was:
+                changes.append(new)
+                proposal.retensor(entry, new, why)
+    if len(proposal.edits) < len(changes):
+        rule, cure = "no tensor must have the name that another one gets", "Take it out of the checkpoint"
+        raise CheckpointError(where, rule, got=f"{len(changes) - len(proposal.edits)} that do", cure=cure)
+    files: dict[str, bytes | None] = {HF_QUANT_CONFIG: None, CONVERTED: None}
+    if kept is not None and is_way_back:
+        files |= _first_configs(runtime, kept)
+    else:
+        files |= _configs(runtime, matrices, to)
+        files[CONVERTED] = record_of(source, first, files, lost)
+    for name, data in files.items():
+        if data is not None or small_bytes(source, name) is not None:
+            proposal.put(name, data, why)
+    return Conversion(proposal, first, to, tuple(changes), is_way_back)
 
 
 def convert(planned: Conversion, out: Path, *, progress: Callable[[int], None] = lambda count: None) -> Rewritten:
@@ -134,30 +139,7 @@ def convert(planned: Conversion, out: Path, *, progress: Callable[[int], None] =
     Raises:
         RecipeError, CheckpointError: see `rewritten.rewrite`.
     """
-
-    def write(folder: Path) -> list[str]:
-        return [
-            write_shard(
-                within(folder, file),
-                shard_again(planned.source, file, planned.changes),
-                planned.source,
-                written=progress,
-            )
-            for file in planned.shards
-        ]
-
-    wanted = Rewrite(
-        source=planned.source,
-        made_by=f"convert --to {planned.to}",
-        files=planned.files,
-        left_out=planned.left_out,
-        write_shards=write,
-        num_shard_bytes=planned.num_bytes,
-    )
-    return rewrite(wanted, out)
-
-
-# --- before anything is decided ---------------------------------------------------------------------------------------
+    return rewrite(planned.proposal, out, made_by=f"convert --to {planned.to}", written=progress)
 
 
 def _checked(where: str) -> RuntimeView:
@@ -178,92 +160,62 @@ def _checked(where: str) -> RuntimeView:
 # --- one tensor -------------------------------------------------------------------------------------------------------
 
 
-def _turned(
-    source: Source, matrix: StoredMatrix, leaf: str, entry: Entry, to: Format, kept: Converted | None
-) -> NewTensor:
-    """A tensor of a packed module in the other dialect; as it was in the first one, if that is known."""
-    other = _spelling(matrix, leaf, entry.dtype, entry.shape, to)
-    was = kept.tensors.get(entry.name) if kept is not None and kept.first == to else None
-    if was is not None and (restored := _restored(source, matrix, entry, was, to)) is not None:
-        return restored
-    name = _named(matrix, other)
-    if other.change == "none":
-        return NewTensor(name=name, dtype=other.dtype, shape=other.shape, data=entry)
-    value = read_tensor(source, entry)
+def _spelled(matrix: StoredMatrix, tensor: NewTensor, to: Format) -> tuple[NewTensor, Change]:
+    """Name and form of a tensor in the other dialect, and what becomes of its values."""
+    scheme, leaf, form = matrix.scheme, tensor.name.rpartition(".")[2], (tensor.dtype, tensor.shape)
+    if to == "modelopt":
+        other = in_modelopt(scheme, leaf, *form, of_experts=matrix.is_of_experts)
+    else:
+        other = in_compressed_tensors(scheme, leaf, *form)
+    name = HFName(f"{matrix.module}.{other.leaf}")
+    return replace(tensor, name=name, dtype=other.dtype, shape=other.shape), other.change
+
+
+def _turned(source: Source, matrix: StoredMatrix, tensor: NewTensor, to: Format) -> NewTensor:
+    """A tensor of a packed module in the other dialect: the wished dtype, F32 where it cannot hold the values.
+
+    Raises:
+        CheckpointError: it is re-expressed, and not positive and finite.
+    """
+    new, change = _spelled(matrix, tensor, to)
+    if change == "none":
+        return new
+    value = typed(torch.frombuffer(bytearray(tensor.bytes_from(source)), dtype=torch.uint8), tensor.dtype, tensor.shape)
     if not bool(((value.float() > 0) & value.float().isfinite()).all()):
         rule, cure = "a scale that is re-expressed must be positive and finite", "See `keepmtp check --values`"
-        raise CheckpointError(f"{source.where}: {entry.name}", rule, got=f"{value.flatten().tolist()[:4]}", cure=cure)
-    dtype, data = _in_words_of(other, value)
-    return NewTensor(name=name, dtype=dtype, shape=other.shape, data=data)
+        raise CheckpointError(f"{source.where}: {tensor.name}", rule, got=f"{value.flatten().tolist()[:4]}", cure=cure)
+    if change == "dtype" and not torch.equal(value.to(TORCH_DTYPES[new.dtype]).float(), value.float()):
+        new = replace(new, dtype="F32")
+    made = changed(value, change, TORCH_DTYPES[new.dtype]).contiguous().reshape(-1).view(torch.uint8)
+    return replace(new, data=made.numpy().tobytes())
 
 
-def _in_words_of(other: Spelling, value: torch.Tensor) -> tuple[str, bytes]:
-    """The dtype and bytes of a scale in the other dialect: the wished dtype, F32 where it cannot hold the values."""
-    dtype = other.dtype
-    if other.change == "dtype" and not torch.equal(value.to(TORCH_DTYPES[dtype]).float(), value.float()):
-        dtype = "F32"
-    return dtype, _raw(changed(value, other.change, TORCH_DTYPES[dtype]))
+def _is_same(source: Source, one: NewTensor, other: NewTensor) -> bool:
+    """Whether two tensors have one name, one form and the same bytes."""
+    if (one.name, one.dtype, one.shape) != (other.name, other.dtype, other.shape):
+        return False
+    return one.data == other.data or one.bytes_from(source) == other.bytes_from(source)
 
 
-def _spelling(matrix: StoredMatrix, leaf: str, dtype: str, shape: tuple[int, ...], to: Format) -> Spelling:
-    if to == "modelopt":
-        return in_modelopt(matrix.scheme, leaf, dtype, shape, of_experts=matrix.role == "experts")
-    return in_compressed_tensors(matrix.scheme, leaf, dtype, shape)
-
-
-def _named(matrix: StoredMatrix, spelling: Spelling) -> HFName:
-    return HFName(f"{matrix.module}.{spelling.leaf}")
-
-
-def _restored(source: Source, matrix: StoredMatrix, entry: Entry, was: FirstTensor, to: Format) -> NewTensor | None:
-    """The first checkpoint's tensor, unless this one is no longer what was made of it.
+def _restored(
+    source: Source, matrix: StoredMatrix, entry: Entry, kept: Converted | None, dialect: Format
+) -> NewTensor | None:
+    """The first checkpoint's tensor, if the record has it and the one that is here is still what was made of it.
 
     Raises:
         CheckpointError: what the record calls the first one does not become this one.
     """
-    module, _, leaf = was.name.rpartition(".")
-    there = _spelling(matrix, leaf, was.dtype, was.shape, _OTHER[to])
-    if matrix.scheme == CACHE:
-        module = cache_scale_in("compressed-tensors", was.name).rpartition(".")[0]
-    if module != matrix.module or _named(matrix, there) != entry.name:
+    if kept is None or (was := kept.tensors.get(entry.name)) is None:
+        return None
+    data = bytes.fromhex(was.hex) if was.hex else entry
+    tensor = NewTensor(name=HFName(was.name), dtype=was.dtype, shape=was.shape, data=data)
+    plain = cache_scale_in("compressed-tensors", was.name) if matrix.scheme == CACHE else was.name
+    if plain.rpartition(".")[0] != matrix.module or _spelled(matrix, tensor, dialect)[0].name != entry.name:
         where, rule = f"{source.where}/{CONVERTED}: tensors: {entry.name}", "must be a tensor of the same module"
         raise CheckpointError(where, rule, got=was.name, cure=WITHOUT_IT)
-    if there.shape != entry.shape:
-        return None
-    if not was.hex:
-        tensor = NewTensor(name=HFName(was.name), dtype=was.dtype, shape=was.shape, data=entry)
-        return tensor if (there.change, there.dtype) == ("none", entry.dtype) else None
-    data = bytes.fromhex(was.hex)
-    made = _in_words_of(there, _value(data, was.dtype, was.shape))
-    if made != (entry.dtype, _raw(read_tensor(source, entry))):
-        return None
-    return NewTensor(name=HFName(was.name), dtype=was.dtype, shape=was.shape, data=data)
-
-
-def _not_restored(
-    source: Source, matrices: list[StoredMatrix], changes: Mapping[HFName, NewTensor], to: Format
-) -> list[tuple[NewTensor, FirstTensor]]:
-    """Tensors that the way back would not make again as they are."""
-    found = []
-    for matrix in matrices:
-        for entry in matrix.parts.values() if matrix.scheme else ():
-            new = changes[entry.name]
-            other = _spelling(matrix, new.name.rpartition(".")[2], new.dtype, new.shape, _OTHER[to])
-            raw, dtype, again = b"", other.dtype, b""
-            if not isinstance(new.data, Entry):
-                raw = _raw(read_tensor(source, entry))
-                dtype, again = _in_words_of(other, _value(new.data, new.dtype, new.shape))
-            if (_named(matrix, other), dtype, other.shape, again) != (entry.name, entry.dtype, entry.shape, raw):
-                found.append((new, FirstTensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, hex=raw.hex())))
-    return found
-
-
-def _value(raw: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return typed(torch.frombuffer(bytearray(raw), dtype=torch.uint8), dtype, shape)
-
-
-def _raw(value: torch.Tensor) -> bytes:
-    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    has_its_bytes = was.hex or tensor.num_bytes == entry.num_bytes
+    is_still = has_its_bytes and _is_same(source, _turned(source, matrix, tensor, dialect), as_it_was(entry))
+    return tensor if is_still else None
 
 
 # --- the configs ------------------------------------------------------------------------------------------------------
@@ -273,8 +225,8 @@ def _configs(runtime: RuntimeView, matrices: list[StoredMatrix], to: Format) -> 
     """config.json, and for modelopt hf_quant_config.json."""
     source, view = runtime.source, runtime.view
     made = quantization_config(view, matrices, format=to, cache=_cache_scheme(runtime)).value
-    before = {"config.json": small_bytes(source, "config.json")}
     files = config_files(source.config, made, view)
+    before = {CONFIG: small_bytes(source, CONFIG)}
     return {name: in_form_of(before.get(name), content) for name, content in files.items()}
 
 
@@ -287,11 +239,12 @@ def _first_configs(runtime: RuntimeView, kept: Converted) -> dict[str, bytes]:
     where = f"{runtime.source.where}/{CONVERTED}: configs: "
     files = {name: text.encode() for name, text in kept.configs.items() if text is not None}
     objects = {name: object_of(raw, f"{where}{name}", cure=WITHOUT_IT) for name, raw in files.items()}
-    both = objects.get("config.json", {}), runtime.source.config
+    both = objects.get(CONFIG, {}), runtime.source.config
     was, now = (with_quantization(config, {}, runtime.view) for config in both)
     for key in sorted(was.keys() | now.keys()):
-        one, other = ([config[key]] if key in config else [] for config in (was, now))
-        if json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True):
+        # NaN and 1.0 are compared as JSON writes them.
+        one, other = (json.dumps([config[key]] if key in config else [], sort_keys=True) for config in (was, now))
+        if one != other:
             rule = "must be that of this checkpoint"
             raise CheckpointError(f"{where}config.json", rule, got=f"another {key}", cure=WITHOUT_IT)
     return {**files}

@@ -14,13 +14,13 @@ from typing import Any
 from ..checkpoints.safetensors_file import Entry
 from ..recipes.conventions import ALGORITHMS, CACHE, CACHE_LEAVES, FORMATS, NOT_FOR_EXPERTS, Format, cache_scale_in
 from ..recipes.errors import CheckpointError
-from ..recipes.family import HFName, Part, Role, VLLMName
+from ..recipes.family import HFName, Part
 from ..recipes.family_view import Place
 from ..recipes.renamer import renamer
 from ..recipes.schemes import SCHEMES
 from ..validate.check.dialects.choose import quantization_of
 from ..validate.check.dialects.given import CompressedTensorsGiven, GivenArguments, GivenGroup, read_given
-from ..validate.check.runtime_view import Module, RuntimeView
+from ..validate.check.runtime_view import RuntimeView
 from ..validate.check.vllm_module import VLLMModule
 
 # compressed-tensors' QuantizationArgs: what an argument is that is not given.
@@ -37,7 +37,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMatrix:
-    """One matrix on disk: a `quant_config.Matrix`.
+    """One matrix on disk: a `config.modules.Matrix`.
 
     Attributes:
         module: its module's name; of a stack of experts, which has none, its own.
@@ -52,19 +52,9 @@ class StoredMatrix:
     parts: Mapping[str, Entry] = field(default_factory=dict)
 
     @property
-    def name(self) -> HFName:
-        """The weight's name, without a packed form's suffix."""
-        return HFName(f"{self.module}.weight") if self.parts else self.module
-
-    @property
-    def runtime(self) -> VLLMName:
-        """What vLLM calls the module."""
-        return self.place.runtime if self.place else VLLMName(self.module)
-
-    @property
-    def role(self) -> Role:
-        """Its module group."""
-        return self.place.role if self.place else "state"
+    def is_of_experts(self) -> bool:
+        """Whether it is a projection of a routed expert."""
+        return self.place is not None and self.place.role == "experts"
 
 
 def dialect_of(runtime: RuntimeView) -> Format:
@@ -73,16 +63,15 @@ def dialect_of(runtime: RuntimeView) -> Format:
     Raises:
         CheckpointError: another one, or none.
     """
-    found = runtime.dialect.name
     raw = quantization_of(runtime.source.config) or {}
     if extra := next((key for key in ("transform_config", "sparsity_config") if raw.get(key)), None):
         where, rule = f"{runtime.source.where}/config.json: {extra}", "must be empty: modelopt has no word for it"
         raise CheckpointError(where, rule, got="an entry", cure="Keep the checkpoint in compressed-tensors' dialect")
-    if found not in FORMATS:
-        rule = f"only {' and '.join(FORMATS)} are converted into each other"
-        cure = "Quantize it first" if found == "none" else "Quantize the original release anew"
-        raise CheckpointError(runtime.source.where, rule, got=found, cure=cure)
-    return found  # pyright: ignore[reportReturnType]
+    for name in FORMATS:
+        if runtime.dialect.name == name:
+            return name
+    rule = f"only {' and '.join(FORMATS)} are converted into each other"
+    raise CheckpointError(runtime.source.where, rule, got=runtime.dialect.name, cure="Quantize the original release")
 
 
 def caches_in(runtime: RuntimeView) -> list[StoredMatrix]:
@@ -111,18 +100,19 @@ def matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
     for module, weight in runtime.weights.items():
         if weight.form != "plain" and module not in schemes:
             raise _wordless(runtime, weight.weight.name, "a quantized module that vLLM has no entry for")
+        scheme, place = schemes.get(module, ""), runtime.placed.get(module)
+        matrix = StoredMatrix(module=module, place=place, scheme=scheme, parts=weight.parts)
         if len(weight.shape) < 2 or module.startswith(opaque or "\0"):
             continue
-        place = runtime.placed.get(module)
-        is_of_experts = place is not None and place.role == "experts"
-        if to == "modelopt" and is_of_experts and schemes.get(module) in NOT_FOR_EXPERTS:
-            raise _wordless(runtime, weight.weight.name, f"{schemes[module]} of routed experts, which modelopt lacks")
-        found.append(StoredMatrix(module=module, place=place, scheme=schemes.get(module, ""), parts=weight.parts))
-    for entry in runtime.others:
-        place = runtime.placed.get(entry.name)
-        if place is not None and place.role == "experts" and len(entry.shape) >= 2:
-            found.append(StoredMatrix(module=entry.name, place=place))
-    return found
+        if to == "modelopt" and matrix.is_of_experts and scheme in NOT_FOR_EXPERTS:
+            raise _wordless(runtime, weight.weight.name, f"{scheme} of routed experts, which modelopt lacks")
+        found.append(matrix)
+    stacks = [
+        StoredMatrix(module=entry.name, place=runtime.placed.get(entry.name))
+        for entry in runtime.others
+        if len(entry.shape) >= 2
+    ]
+    return [*found, *(stack for stack in stacks if stack.is_of_experts)]
 
 
 def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
@@ -130,16 +120,13 @@ def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
     groups = _groups(runtime) if dialect_of(runtime) == "compressed-tensors" else None
     for module in runtime.modules:
         for member in module.members:
-            if member.weight.form == "plain":
-                continue
-            if groups is None:
-                scheme = _of_algorithm(module.resolution.built)
-            else:
-                scheme = _of_group(groups.get((module.part, module.resolution.entry)))
-            name = member.weight.weight.name
-            if not scheme:
-                raise _wordless(runtime, name, f"{module.resolution.built.form} by {_entry(module)}")
-            yield member.weight.module, scheme
+            if member.weight.form != "plain":
+                built, entry = module.resolution.built, module.resolution.entry
+                scheme = _of_algorithm(built) if groups is None else _of_group(groups.get((module.part, entry)))
+                if not scheme:
+                    by = f"entry {entry}" if entry else "the config's one algorithm"
+                    raise _wordless(runtime, member.weight.weight.name, f"{built.form} by {by}")
+                yield member.weight.module, scheme
 
 
 def _groups(runtime: RuntimeView) -> dict[tuple[Part, str], GivenGroup]:
@@ -158,26 +145,20 @@ def _of_group(group: GivenGroup | None) -> str:
     """The scheme whose arguments a group has; "" if none that modelopt has a word for."""
     if group is None:
         return ""
+    given = _complete(group.weights), _complete(group.input_activations)
     for name in ALGORITHMS:
         scheme = SCHEMES[name]
-        if _fits(group.weights, scheme.weights) and _fits(group.input_activations, scheme.inputs):
+        wanted = (GivenArguments.model_validate(each or {}) for each in (scheme.weights, scheme.inputs))
+        if given == tuple(map(_complete, wanted)):
             return name
     return ""
 
 
-def _fits(given: GivenArguments | None, wanted: Mapping[str, Any] | None) -> bool:
-    is_given = given is not None and bool(given.model_fields_set)
-    if not is_given or wanted is None:
-        return not is_given and wanted is None
-    assert given is not None
-    return all(
-        _plain(getattr(given, key), default) == _plain(wanted[key], default) for key, default in _DEFAULTS.items()
-    )
-
-
-def _plain(value: Any, default: Any) -> Any:
-    value = default if value is None else value
-    return list(value) if isinstance(value, tuple) else value
+def _complete(given: GivenArguments | None) -> dict[str, Any]:
+    """All arguments; none where nothing is quantized."""
+    if given is None or not given.model_fields_set:
+        return {}
+    return {**_DEFAULTS, **given.model_dump(include={*_DEFAULTS}, exclude_none=True)}
 
 
 def _of_algorithm(built: VLLMModule) -> str:
@@ -187,10 +168,6 @@ def _of_algorithm(built: VLLMModule) -> str:
     if built.form == "fp8_block":
         return "FP8_BLOCK" if built.block == (128, 128) else ""
     return {"fp8_tensor": "FP8", "fp8_channel": "FP8_DYNAMIC"}.get(built.form, "")
-
-
-def _entry(module: Module) -> str:
-    return f"entry {module.resolution.entry}" if module.resolution.entry else "the config's one algorithm"
 
 
 def _wordless(runtime: RuntimeView, name: HFName, got: str) -> CheckpointError:

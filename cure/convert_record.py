@@ -70,7 +70,9 @@ class Converted(BaseModel):
         return all(_sum(small_bytes(source, name)) == self.written.get(name, "") for name in _CONFIGS)
 
 
-def record_of(source: Source, first: Format, files: Mapping[str, bytes], tensors: Mapping[str, FirstTensor]) -> bytes:
+def record_of(
+    source: Source, first: Format, files: Mapping[str, bytes | None], tensors: Mapping[str, FirstTensor]
+) -> bytes:
     """The file for a checkpoint that gets `files`, made from `source`."""
     before: dict[_Config, str | None] = dict.fromkeys(_CONFIGS)
     for name in _CONFIGS:

@@ -7,7 +7,8 @@ byte is written, and what is written is the round with the fewest errors.
 """
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +20,24 @@ from ..validate.check.dialects.patterns import time_limit
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.facts.findings import Finding, errors_first
 from ..validate.facts.results import CheckData
-from . import fixes_config, fixes_foreign, fixes_lists, fixes_tensors
-from .fixes_sglang import entries_for_sglang
-from .proposal import Edit, Proposal
+from . import fixes_config, fixes_lists, fixes_tensors
+from .fixes_sglang import add_entries_for_sglang
+from .proposal import Faulty, Proposal
 from .rewritten import Rewritten, rewrite
 
+Progress = Callable[[str], None]
+Fix = Callable[[Faulty], None]
 _MAX_ROUNDS = 6
-
-
-FIXES: tuple[tuple[str, Callable[[Checked, Proposal], Iterator[Edit]]], ...] = (
+_FOR_SGLANG = " --runtime sglang"
+LIST_FIXES: tuple[tuple[str, Fix], ...] = (
+    ("config-group", fixes_lists.lists_say_what_is_stored),
+    ("form", fixes_lists.lists_say_what_is_stored),
+    ("entry-unmatched", fixes_lists.lists_say_what_is_stored),
+    ("draft-head", fixes_lists.lists_say_what_is_stored),
+    ("two-configs", fixes_config.two_configs_agree),
+)
+"""The rule of a finding, and what cures it, if anything: what a quantization config lists."""
+FIXES: tuple[tuple[str, Fix], ...] = (
     ("unindexed", fixes_tensors.mtp_files_are_indexed),
     ("mtp-not-promised", fixes_config.mtp_count_is_what_is_there),
     ("mtp-missing", fixes_config.mtp_count_is_what_is_there),
@@ -37,14 +47,7 @@ FIXES: tuple[tuple[str, Callable[[Checked, Proposal], Iterator[Edit]]], ...] = (
     ("kv-cache", fixes_config.kv_cache_is_one_that_vllm_has),
     ("algorithm", fixes_config.modelopt_fields_are_there),
     ("config-group", fixes_config.activations_are_named),
-    ("config-group", fixes_lists.lists_say_what_is_stored),
-    ("two-configs", fixes_config.two_configs_agree),
-    ("form", fixes_lists.lists_say_what_is_stored),
-    ("entry-unmatched", fixes_lists.lists_say_what_is_stored),
-    ("form", fixes_foreign.plain_modules_are_listed),
-    ("config-group", fixes_foreign.plain_modules_are_listed),
-    ("draft-head", fixes_foreign.plain_modules_are_listed),
-    ("draft-head", fixes_lists.draft_head_is_excluded),
+    *LIST_FIXES,
     ("form", fixes_tensors.tensors_have_the_form_that_is_built),
     ("form", fixes_tensors.orders_leave_the_draft),
     ("scale-dtype", fixes_tensors.block_scales_are_f32),
@@ -52,7 +55,7 @@ FIXES: tuple[tuple[str, Callable[[Checked, Proposal], Iterator[Edit]]], ...] = (
     ("alias", fixes_tensors.copies_are_added),
     ("index-size", fixes_tensors.index_is_written_again),
 )
-"""The rule of a finding, and what yields its cure, or nothing; in their order: what vLLM reads first comes first."""
+"""In their order: what vLLM reads first comes first."""
 
 _OF_BLOCKS = frozenset({"mtp-missing", "mtp-incomplete"})
 # What a graft of the release's MTP block cures where the tensor is one of that block.
@@ -92,13 +95,17 @@ class Outcome:
         """Findings that stay."""
         return self.after.findings
 
+    def command(self, option: str = "") -> str:
+        """What writes it."""
+        return f"keepmtp fix {shlex.quote(self.source.where)}{option} --out NEW"
+
 
 def proposed(
     where: str,
     *,
     with_scales: bool = False,
     for_sglang: bool = False,
-    progress: Callable[[str], None] = lambda doing: None,
+    progress: Progress = lambda doing: None,
 ) -> Outcome:
     """What fix would do with a checkpoint. Nothing is written.
 
@@ -113,6 +120,107 @@ def proposed(
     """
     progress(f"{where}: static check")
     return _outcome(examine(where), with_scales=with_scales, for_sglang=for_sglang, progress=progress)
+
+
+def write(outcome: Outcome, out: Path) -> Rewritten:
+    """Write what is proposed: a new folder; see `rewritten.rewrite`.
+
+    Raises:
+        RecipeError: nothing would change, or OUT cannot be written.
+    """
+    if not outcome.proposal.edits:
+        rule = "fix writes a folder only if something changes"
+        raise RecipeError(outcome.source.where, rule, got="nothing that it can cure", cure="Serve it as it is")
+    return rewrite(outcome.proposal, out, made_by="fix")
+
+
+def settled(
+    checked: Checked, proposal: Proposal, fixes: Iterable[tuple[str, Fix]], progress: Progress = lambda doing: None
+) -> tuple[Checked, Proposal]:
+    """The round of fixes with the fewest errors, and the check of it.
+
+    Args:
+        checked: what the check finds of `proposal` as it is; further changes are made to copies.
+        proposal: to begin with.
+        fixes: rows as in FIXES.
+        progress: gets a line for each check.
+    """
+    best = checked, proposal
+    for _ in range(_MAX_ROUNDS):
+        rules, had = {finding.rule for finding in checked.data.findings}, len(proposal.edits)
+        proposal = proposal.copy()
+        if checked.runtime is not None:
+            now = Faulty(checked.runtime, checked.data.findings, proposal)
+            for cure in dict.fromkeys(cure for rule, cure in fixes if rule in rules):
+                cure(now)
+        if len(proposal.edits) == had:
+            break
+        progress(f"{proposal.source.where}: check of what it would be")
+        checked = proposal.examined()
+        best = min(best, (checked, proposal), key=lambda each: _weight(each[0].data))
+    return best
+
+
+def _weight(data: CheckData) -> tuple[int, int]:
+    """Errors and warnings, each with its tensors: fewer are better."""
+    sums = Counter[str]()
+    for finding in data.findings:
+        sums[finding.severity] += finding.count
+    return sums["error"], sums["warning"]
+
+
+def _outcome(
+    checked: Checked,
+    *,
+    with_scales: bool = False,
+    for_sglang: bool = False,
+    progress: Progress = lambda doing: None,
+) -> Outcome:
+    source, runtime, before = checked.readable(), checked.runtime, checked.data
+    proposal = Proposal(source)
+    on_disk = left = ()
+    if with_scales and runtime is not None and source.folder is not None:
+        from . import fixes_scales  # it reads values, by torch
+
+        progress(f"{source.where}: reading scales")
+        on_disk, left = fixes_scales.fused_scales_are_one(runtime, proposal)
+    checked, proposal = settled(checked, proposal, FIXES, progress)
+    after = checked.data
+    obstacles: tuple[str, ...] = ()
+    if for_sglang:
+        progress(f"{source.where}: SGLang's names")
+        obstacles = _name_for_sglang(proposal, after)
+    return Outcome(
+        source=source,
+        runtime=runtime,
+        before=_also(before, on_disk),
+        after=_also(after, left),
+        proposal=proposal,
+        not_for_sglang=obstacles,
+    )
+
+
+def _also(data: CheckData, findings: tuple[Finding, ...]) -> CheckData:
+    return data.model_copy(update={"findings": errors_first((*data.findings, *findings))})
+
+
+def _name_for_sglang(proposal: Proposal, judged: CheckData) -> tuple[str, ...]:
+    """Make the changes for SGLang; why there are none, if something stands against them.
+
+    Raises:
+        RecipeError: vLLM's verdict would be another.
+    """
+    had = len(proposal.edits)
+    obstacles = add_entries_for_sglang(proposal.examined(), proposal)
+    after = proposal.examined().data if len(proposal.edits) > had else judged
+    if after.findings != judged.findings:
+        got = next((each.says for each in after.findings if each not in judged.findings), "fewer findings")
+        rule = "entries for SGLang must leave vLLM's verdict as it is"
+        raise RecipeError("--runtime sglang", rule, got=got, cure="Leave out --runtime")
+    return obstacles
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def with_commands(checked: Checked) -> Checked:
@@ -132,10 +240,11 @@ def with_commands(checked: Checked) -> Checked:
             commands = _for_sglang(of_sglang, outcome)
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked
-    option = " --runtime sglang" if "--runtime" in "".join(commands.values()) else ""
+    # One fix cures what is wrong for both.
+    fix = next((each for each in commands.values() if each == outcome.command(_FOR_SGLANG)), outcome.command())
     of_cures = {}
     for each in of_vllm:
-        commands[each] = of_cures[each.cure] = _command_for(each, outcome, option)
+        commands[each] = of_cures[each.cure] = fix if _is_cured(each, outcome) else cure_elsewhere(each, outcome)
     findings = []
     for each in data.findings:
         # A dry load has the static check's words for the same tensor.
@@ -143,112 +252,6 @@ def with_commands(checked: Checked) -> Checked:
         cure = f"{each.cure}. Run `{words}`" if words else each.cure
         findings.append(each.model_copy(update={"cure": cure}))
     return checked._replace(data=data.model_copy(update={"findings": tuple(findings)}))
-
-
-def _for_sglang(findings: list[Finding], outcome: Outcome) -> dict[Finding, str]:
-    """The commands for what SGLang would do wrong."""
-    if not findings or outcome.runtime is None:
-        return {}
-    proposal = outcome.proposal
-    with suppress(RecipeError):  # the lists of this dialect cannot be extended: fix alone may still cure it
-        named = proposal.copy()
-        _name_for_sglang(named, outcome.after)
-        proposal = named
-    option = " --runtime sglang" if len(proposal.edits) > len(outcome.proposal.edits) else ""
-    with proposal.headers() as folder:
-        after = examine(folder, runtimes=("sglang",)).data.findings
-    left = {each.key for each in after}
-    is_better = left <= {each.key for each in findings}
-    commands = {}
-    for each in findings:
-        alike = each.model_copy(update={"rule": each.rule.removeprefix("sglang-")})
-        is_cured = is_better and each.key not in left
-        commands[each] = _fix(outcome, option) if is_cured else cure_elsewhere(alike, outcome)
-    return commands
-
-
-def _command_for(finding: Finding, outcome: Outcome, option: str) -> str:
-    """The command that cures it; "" for none. A fix that brings other errors is no cure."""
-    known = {each.key for each in outcome.before.findings}
-    # An MTP block beyond the last layer has the number of that layer in its names: lists wait for the right one.
-    errors = [each for each in outcome.left if each.severity == "error"]
-    if finding in outcome.cured and all(each.key in known and each.rule != "layer-missing" for each in errors):
-        return _fix(outcome, option)
-    return cure_elsewhere(finding, outcome)
-
-
-def _fix(outcome: Outcome, option: str) -> str:
-    return f"keepmtp fix {shlex.quote(outcome.source.where)}{option} --out NEW"
-
-
-def _outcome(
-    checked: Checked,
-    *,
-    with_scales: bool = False,
-    for_sglang: bool = False,
-    progress: Callable[[str], None] = lambda doing: None,
-) -> Outcome:
-    source, runtime, before = checked.readable(), checked.runtime, checked.data
-    where = source.where
-    proposal = Proposal(source)
-    if with_scales:
-        from . import fixes_scales  # it reads values, by torch
-
-        progress(f"{where}: reading scales")
-        for edit in fixes_scales.fused_scales_are_one(checked, proposal):
-            proposal.make(edit)
-        on_disk, left = fixes_scales.findings_in_scales(checked, proposal.edits)
-    else:
-        on_disk = left = ()
-    best = (_weight(before), proposal, before)
-    for _ in range(_MAX_ROUNDS):
-        if not _round(checked, proposal := proposal.copy()):
-            break
-        progress(f"{where}: check of what it would be")
-        with proposal.headers() as folder:
-            checked = examine(folder)
-        if _weight(checked.data) < best[0]:
-            best = _weight(checked.data), proposal, checked.data.model_copy(update={"path": before.path})
-    obstacles: tuple[str, ...] = ()
-    if for_sglang:
-        progress(f"{where}: SGLang's names")
-        obstacles = _name_for_sglang(best[1], best[2])
-    before, after = _also(before, on_disk), _also(best[2], left)
-    return Outcome(
-        source=source, runtime=runtime, before=before, after=after, proposal=best[1], not_for_sglang=obstacles
-    )
-
-
-def _name_for_sglang(proposal: Proposal, judged: CheckData) -> tuple[str, ...]:
-    """Make the changes for SGLang; why there are none, if something stands against them.
-
-    Raises:
-        RecipeError: vLLM's verdict would be another.
-    """
-    with proposal.headers() as folder:
-        found = entries_for_sglang(examine(folder))
-    for edit in found.edits:
-        proposal.make(edit)
-    if found.edits:
-        with proposal.headers() as folder:
-            after = examine(folder).data
-        if after.findings != judged.findings:
-            got = next((each.says for each in after.findings if each not in judged.findings), "fewer findings")
-            rule = "entries for SGLang must leave vLLM's verdict as it is"
-            raise RecipeError("--runtime sglang", rule, got=got, cure="Leave out --runtime")
-    return found.obstacles
-
-
-def write(outcome: Outcome, out: Path) -> Rewritten:
-    """Write what is proposed: a new folder; see `rewritten.rewrite`.
-
-    Raises:
-        RecipeError: nothing would change, or OUT cannot be written.
-    """
-    if not outcome.proposal.edits:
-        rule = "fix writes a folder only if something changes"
-        raise RecipeError(outcome.source.where, rule, got="nothing that it can cure", cure="Serve it as it is")
-    return rewrite(outcome.proposal.rewrite("fix"), out)
 
 
 def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
@@ -260,29 +263,34 @@ def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
     of_rule = [each for each in outcome.left if (each.rule, each.severity) == (finding.rule, "error")]
     is_of_block = finding in of_rule and all(runtime.is_mtp_name(each.where) for each in of_rule)
     if finding.rule in _OF_BLOCKS or (finding.rule in _OF_TENSORS and is_of_block):
-        words = shlex.quote(name or outcome.source.where), runtime.base_model or "RELEASE"
-        return "keepmtp graft {} --from {} --out NEW".format(*words)
+        where = shlex.quote(name or outcome.source.where)
+        return f"keepmtp graft {where} --from {runtime.base_model or 'RELEASE'} --out NEW"
     return ""
 
 
-def _round(checked: Checked, proposal: Proposal) -> int:
-    """Make the changes of each fix whose rule has a finding; how many there were."""
-    rules = {finding.rule for finding in checked.data.findings}
-    made, tried = 0, set()
-    for rule, cure in FIXES:
-        if rule in rules and cure not in tried:
-            tried.add(cure)
-            made += sum([proposal.make(change) for change in cure(checked, proposal)])
-    return made
+def _is_cured(finding: Finding, outcome: Outcome) -> bool:
+    """Whether fix cures it, and brings no other errors."""
+    known = {each.key for each in outcome.before.findings}
+    # An MTP block beyond the last layer has the number of that layer in its names: lists wait for the right one.
+    errors = [each for each in outcome.left if each.severity == "error"]
+    return finding in outcome.cured and all(each.key in known and each.rule != "layer-missing" for each in errors)
 
 
-def _also(data: CheckData, findings: tuple[Finding, ...]) -> CheckData:
-    return data.model_copy(update={"findings": errors_first((*data.findings, *findings))})
-
-
-def _weight(data: CheckData) -> tuple[int, int]:
-    """Errors and warnings, each with its tensors: fewer are better."""
-    sums = {"error": 0, "warning": 0}
-    for finding in data.findings:
-        sums[finding.severity] += finding.count
-    return sums["error"], sums["warning"]
+def _for_sglang(findings: list[Finding], outcome: Outcome) -> dict[Finding, str]:
+    """The commands for what SGLang would do wrong."""
+    if not findings or outcome.runtime is None:
+        return {}
+    proposal = outcome.proposal
+    with suppress(RecipeError):  # the lists of this dialect cannot be extended: fix alone may still cure it
+        more = proposal.copy()
+        _name_for_sglang(more, outcome.after)
+        proposal = more
+    fix = outcome.command(_FOR_SGLANG if len(proposal.edits) > len(outcome.proposal.edits) else "")
+    left = {each.key for each in proposal.examined(("sglang",)).data.findings}
+    is_better = left <= {each.key for each in findings}
+    commands = {}
+    for each in findings:
+        alike = each.model_copy(update={"rule": each.rule.removeprefix("sglang-")})
+        is_cured = is_better and each.key not in left
+        commands[each] = fix if is_cured else cure_elsewhere(alike, outcome)
+    return commands

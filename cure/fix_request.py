@@ -46,7 +46,7 @@ def request(outcome: Outcome, token: str, *, watch: Callable[[str], None]) -> st
         hub.sign_in()
         return hub.request(
             outcome.source.where,
-            outcome.proposal.small_files(),
+            outcome.proposal.files(),
             parent=outcome.source.revision,
             message=_MESSAGE,
             description=description(outcome),

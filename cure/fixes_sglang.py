@@ -8,84 +8,64 @@ Easy to get wrong: nothing that vLLM asks for may change its answer. Only names 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
-from ..quantize.config.compressed_tensors import ByScheme, added_names
-from ..quantize.config.modelopt import entries_for_sglang as modelopt_entries
+from ..quantize.config.compressed_tensors import added_names
+from ..quantize.config.modelopt import entries_for_sglang
 from ..quantize.config.modules import concrete, named_modules, regexes
 from ..quantize.config.sglang import no_draft, unnamed
 from ..recipes.errors import RecipeError
 from ..recipes.runtimes.sglang import VERSION, sglang_model
 from ..validate.check.check import Checked
-from ..validate.check.dialects.choose import quantization_of
 from ..validate.check.dialects.compressed_tensors import CompressedTensors
 from ..validate.check.dialects.modelopt import ModelOpt
 from ..validate.check.runtime_view import RuntimeView
 from .convert_forms import StoredMatrix, matrices_in
-from .json_diff import JSONPath
-from .proposal import CONFIG, SetValue
-
-_QUANTIZATION: JSONPath = ("quantization_config",)
+from .proposal import Proposal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForSglang:
-    """What is added for SGLang.
+def add_entries_for_sglang(checked: Checked, proposal: Proposal) -> tuple[str, ...]:
+    """Make the changes that let SGLang resolve every module.
 
-    Attributes:
-        edits: of config.json; () where every name resolves already, or something stands against it.
-        obstacles: half a sentence each.
-    """
-
-    edits: tuple[SetValue, ...] = ()
-    obstacles: tuple[str, ...] = ()
-
-
-def entries_for_sglang(checked: Checked) -> ForSglang:
-    """The changes that let SGLang resolve every module.
+    Returns: the obstacles, half a sentence each; then nothing changes.
 
     Raises:
         RecipeError: the config is in a dialect whose lists cannot be extended so.
         CheckpointError: a quantized module in a form that keepmtp has no word for.
     """
     runtime = checked.runtime
-    raw = quantization_of(checked.readable().config) or {}
-    if runtime is None or not raw:
+    if runtime is None or not proposal.config_place:
         rule = "needs a model of a family that keepmtp knows, with a quantization_config in config.json"
         raise RecipeError("--runtime sglang", rule, got="another", cure="Leave out --runtime")
     if isinstance(runtime.dialect, CompressedTensors):
-        return _compressed_tensors(runtime, raw)
-    if isinstance(runtime.dialect, ModelOpt) and "ignore" in raw:
-        return _modelopt(runtime, raw)
+        return _compressed_tensors(runtime, proposal)
+    if isinstance(runtime.dialect, ModelOpt) and proposal.quantization("ignore") is not None:
+        return _modelopt(runtime, proposal)
     rule = "adds entries to compressed-tensors' and modelopt's lists in config.json"
     raise RecipeError("--runtime sglang", rule, got=runtime.dialect.name, cure="Leave out --runtime")
 
 
-def _compressed_tensors(runtime: RuntimeView, raw: Mapping[str, Any]) -> ForSglang:
-    view, model = runtime.view, sglang_model(runtime.view.config)
+def _compressed_tensors(runtime: RuntimeView, proposal: Proposal) -> tuple[str, ...]:
+    view, file = runtime.view, sglang_model(runtime.view.config).file
     if obstacle := no_draft(view):
-        return ForSglang(obstacles=(obstacle,))
-    modules = named_modules(view, _matrices(runtime, raw))
+        return (obstacle,)
+    modules = named_modules(view, _matrices(runtime, proposal))
     added, clashes = added_names(view, modules)
-    obstacles = tuple(dict.fromkeys([*clashes, *unnamed(view, modules)]))
-    return ForSglang(obstacles=obstacles) if obstacles else ForSglang(edits=tuple(_edits(raw, added, model.file)))
-
-
-def _edits(raw: Mapping[str, Any], added: ByScheme, file: str) -> Iterator[SetValue]:
+    if obstacles := tuple(dict.fromkeys([*clashes, *unnamed(view, modules)])):
+        return obstacles
     for key, spelled in sorted(added.items()):
-        place = (*_QUANTIZATION, "config_groups", key, "targets") if key else (*_QUANTIZATION, "ignore")
-        now = list((raw["config_groups"][key]["targets"] if key else raw.get("ignore")) or ())
+        place = ("config_groups", key, "targets") if key else ("ignore",)
+        now = proposal.quantization(*place) or []
         missing = [each for each in spelled if not _is_named(next(concrete(each)), now)]
         if missing and not (key and "Linear" in now):
             example = next(concrete(min(missing)))
             why = f"SGLang {VERSION} builds these modules under names of its own, such as {example} ({file})"
-            yield SetValue(file=CONFIG, place=place, value=[*now, *regexes(missing)], why=why)
+            proposal.set_quantization(place, [*now, *regexes(missing)], why)
+    return ()
 
 
-def _is_named(name: str, entries: Iterable[str]) -> bool:
+def _is_named(name: str, entries: list[str]) -> bool:
     """Whether one of the entries names a module, as SGLang compares them."""
     return any(
         re.match(entry[3:], name) if entry.startswith("re:") else name == entry or name.endswith(f".{entry}")
@@ -93,9 +73,10 @@ def _is_named(name: str, entries: Iterable[str]) -> bool:
     )
 
 
-def _matrices(runtime: RuntimeView, raw: Mapping[str, Any]) -> Iterator[StoredMatrix]:
+def _matrices(runtime: RuntimeView, proposal: Proposal) -> Iterator[StoredMatrix]:
     """Every matrix; the scheme of a quantized one is the key of its config group."""
-    groups = {target: key for key, group in raw.get("config_groups", {}).items() for target in group["targets"]}
+    given = proposal.quantization("config_groups") or {}
+    groups = {target: key for key, group in given.items() for target in group.get("targets") or ()}
     for module in runtime.modules:
         group = groups.get(module.resolution.entry) or groups.get("Linear", "")
         for member in module.members:
@@ -106,24 +87,16 @@ def _matrices(runtime: RuntimeView, raw: Mapping[str, Any]) -> Iterator[StoredMa
                 yield StoredMatrix(module=weight.module, place=member.place, scheme=scheme, parts=parts)
 
 
-def _modelopt(runtime: RuntimeView, raw: Mapping[str, Any]) -> ForSglang:
-    modules = named_modules(runtime.view, matrices_in(runtime, "compressed-tensors"))
-    fit = modelopt_entries(runtime.view, modules, raw)
-    if fit.obstacles:
-        return ForSglang(obstacles=fit.obstacles)
-    added: dict[str, Any] = {"ignore": list(fit.ignore), "quantized_layers": dict(fit.quantized_layers or {})}
-    return ForSglang(edits=tuple(_modelopt_edits(runtime, raw, added)))
-
-
-def _modelopt_edits(runtime: RuntimeView, raw: Mapping[str, Any], added: Mapping[str, Any]) -> Iterator[SetValue]:
+def _modelopt(runtime: RuntimeView, proposal: Proposal) -> tuple[str, ...]:
     """The same in config.json and, where there is one, in hf_quant_config.json."""
+    modules = named_modules(runtime.view, matrices_in(runtime, "compressed-tensors"))
+    fit = entries_for_sglang(runtime.view, modules, proposal.quantization())
     why = f"SGLang {VERSION} builds these modules under names of its own ({sglang_model(runtime.view.config).file})"
-    other = (runtime.hf_quant_config or {}).get("quantization")
-    holders = [(CONFIG, _QUANTIZATION, raw, "ignore")]
-    holders += [(HF_QUANT_CONFIG, ("quantization",), other, "exclude_modules")] if isinstance(other, Mapping) else []
-    for file, place, holder, ignore in holders:
-        if added["ignore"] and ignore in holder:
-            yield SetValue(file=file, place=(*place, ignore), value=[*holder[ignore], *added["ignore"]], why=why)
-        if rows := added["quantized_layers"]:
-            layers = {**holder.get("quantized_layers", {}), **rows}
-            yield SetValue(file=file, place=(*place, "quantized_layers"), value=layers, why=why)
+    file, place = proposal.quantization_at
+    for name, where, key in ((file, place, "ignore"), (HF_QUANT_CONFIG, ("quantization",), "exclude_modules")):
+        listed, rows = (proposal.value(name, (*where, each)) for each in (key, "quantized_layers"))
+        if fit.ignore and listed is not None:
+            proposal.set(name, (*where, key), [*listed, *fit.ignore], why)
+        if fit.quantized_layers and rows is not None:
+            proposal.set(name, (*where, "quantized_layers"), {**rows, **fit.quantized_layers}, why)
+    return fit.obstacles

@@ -1,44 +1,45 @@
 """`keepmtp graft`: the MTP block of the release, put into a checkpoint that lost it.
 
-In: the opened checkpoint, the opened release, and one word for the block. Out: a `Graft`: the plan of the block, both
-config files anew, and what leaves the checkpoint. `graft_write.py` writes it.
+In: the opened checkpoint, the opened release, and one word for the block. Out: a `Graft`: the plan of the block, and
+the checkpoint as it will be. `graft_write.py` writes it.
 
-The packing is that of `keepmtp quantize`: a plan with the block alone (`quantize/plan/mtp_alone.py`). What the new
-checkpoint will be is checked from headers before a byte is written.
+The packing is that of `keepmtp quantize`: a plan with the block alone (`quantize/plan/mtp_alone.py`). Lists of modules
+are those of `keepmtp fix`: with the block in its place, they say what is stored. What the new checkpoint will be is
+checked from headers before a byte is written.
 
 Easy to get wrong: vLLM reads whole files that the index names. So tensors of an old block must leave their files: a
-file with nothing else is left out, and one with tensors of the backbone is written again without them.
+file with nothing else is left out, and one with tensors of the backbone is written again without them. In config.json,
+lists with one value for each layer: the release's have the MTP layers at their end, and a tool that drops the block
+cuts them.
 """
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from tempfile import TemporaryDirectory
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoints.companions import HF_QUANT_CONFIG
-from ..checkpoints.json_file import read_object
 from ..checkpoints.safetensors_file import Entry
-from ..checkpoints.source import INDEX, Source, small_bytes, small_object
+from ..checkpoints.source import Source
+from ..quantize.config.written import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.families import find_view
+from ..recipes.family import Family
 from ..recipes.family_view import FamilyView
 from ..validate.check.check import Checked, examine_source
+from ..validate.check.dialects.choose import Unquantized
+from ..validate.check.dialects.compressed_tensors import CompressedTensors
+from ..validate.check.dialects.fp8 import Fp8
 from ..validate.check.runtime_view import RuntimeView
+from ..validate.check.vllm_module import Dialect, UnknownDialect
 from ..validate.facts.findings import Finding
-from .graft_config import NATIVE_FP8, PLAIN_ONLY, Reasons, method_in, with_entries, with_mtp_keys
+from .fix import LIST_FIXES, settled
 from .graft_fetch import ranges_of
 from .graft_refusals import block_entries, refuse_another_model, refuse_untrained_release
-from .json_diff import in_form_of, json_diff
-from .rewritten import new_index
+from .proposal import CONFIG, JSONPath, Proposal
 
-CONFIG = "config.json"
 _ABOUT_THE_BLOCK = frozenset({"mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head"})
+_ABOUT_MTP = re.compile(r"mtp|nextn|n_predict", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,33 @@ class Graft:
     """What will be written, and why.
 
     Attributes:
-        quantized: the checkpoint that gets the block.
         plan: of the block alone; its source is the release.
-        files: config.json and hf_quant_config.json anew, by name; a file that stays is not among them.
-        reasons: why each of them changes.
-        old: tensors of the checkpoint that the new one does not have.
+        proposal: the checkpoint with the block.
+        checked: what the check finds of it, from headers.
     """
 
-    quantized: Source
     plan: Plan
-    files: Mapping[str, bytes]
-    reasons: Mapping[str, Reasons]
-    old: tuple[Entry, ...]
+    proposal: Proposal
+    checked: Checked
+
+    @property
+    def quantized(self) -> Source:
+        """The checkpoint that gets the block."""
+        return self.proposal.source
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Files of the checkpoint that hold nothing but its old block."""
+        return self.proposal.empty_shards
+
+    @property
+    def again(self) -> tuple[str, ...]:
+        """Files that the index lists, with tensors of the old block and others: they are written without these."""
+        return tuple(self.proposal.shards_again)
+
+    def diff(self) -> list[str]:
+        """The changes, for people."""
+        return self.proposal.diffs()
 
     @property
     def num_bytes_read(self) -> int:
@@ -71,42 +87,6 @@ class Graft:
     def num_requests(self) -> int:
         """Range requests for them; 0 for a release on this machine."""
         return len(ranges_of(block_entries(self.plan))) if self.plan.source.folder is None else 0
-
-    @cached_property
-    def left_out(self) -> frozenset[str]:
-        """Files of the checkpoint that hold nothing but its old block."""
-        files = {entry.file for entry in self.old}
-        return frozenset(files - {entry.file for entry in self._others})
-
-    @cached_property
-    def again(self) -> tuple[str, ...]:
-        """Files that the index lists, with tensors of the old block and others: they are written without these."""
-        indexed = {entry.file for entry in self.old if entry.name in self.quantized.entries}
-        return tuple(sorted(indexed - self.left_out))
-
-    @cached_property
-    def _others(self) -> tuple[Entry, ...]:
-        gone = {(entry.file, entry.name) for entry in self.old}
-        both = (*self.quantized.entries.values(), *self.quantized.unindexed.values())
-        return tuple(entry for entry in both if (entry.file, entry.name) not in gone)
-
-    @cached_property
-    def added(self) -> tuple[Entry, ...]:
-        """The tensors of new files, as an index needs them."""
-        block = [
-            Entry(name=o.name, file=shard.file, dtype=o.dtype, shape=o.shape, start=0, num_bytes=o.num_bytes)
-            for shard in self.plan.shards
-            for o in shard.outputs
-        ]
-        return (*block, *(entry for entry in self._others if entry.file in self.again))
-
-    def diff(self) -> list[str]:
-        """The changes of small files but the index, for people."""
-        return [
-            line
-            for name, data in self.files.items()
-            for line in json_diff(name, small_bytes(self.quantized, name), data, self.reasons[name])
-        ]
 
 
 def plan_graft(quantized: Source, source: Source, *, mtp: str | None = None, is_replaced: bool = False) -> Graft:
@@ -124,66 +104,114 @@ def plan_graft(quantized: Source, source: Source, *, mtp: str | None = None, is_
             unknown dialect, or a result that would not load.
     """
     refuse_untrained_release(source)
-    hf_quant_config = small_object(quantized, HF_QUANT_CONFIG)
-    method = method_in(quantized.config, hf_quant_config)
-    checked, _ = _readable(quantized), _readable(source)
+    checked = examine_source(quantized)
+    ours, _ = _readable(checked), _readable(examine_source(source))
     refuse_another_model(quantized, source)
-    family = find_view(quantized.config, quantized.where, quantized.entries).family
-    config, reasons = with_mtp_keys(quantized.config, source.config, family)
-    view = FamilyView(family=family, config=config)
-    old = _old_block(quantized, view)
+    dialect, family = ours.dialect, ours.view.family
+    if isinstance(dialect, UnknownDialect):
+        rule = "graft writes compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound and Quark"
+        cure = "Quantize the release with keepmtp, which keeps its MTP block"
+        raise CheckpointError("config.json: quantization_config", rule, got=dialect.name, cure=cure)
+    proposal = Proposal(quantized)
+    _count_mtp_layers(proposal, source.config, family)
+    view = FamilyView(family=family, config=proposal.value(CONFIG, ()))
+    runtime = RuntimeView(source=quantized, view=view)
+    both = (*quantized.entries.values(), *quantized.unindexed.values())
+    old = [entry for entry in both if runtime.is_mtp_name(entry.name)]  # whole or not, also under a wrong prefix
     if old and not is_replaced:
         _refuse_good_block(checked)
-    word = mtp or ("bf16" if method in PLAIN_ONLY else "source")
-    plan = plan_mtp_alone(source, view, word, as_released=word == "source" and method in NATIVE_FP8)
-    _refuse_unsayable(plan, method, word)
-    runtime = RuntimeView(source=quantized, view=view)
-    config, hf_quant_config, more, hf_reasons = with_entries(config, hf_quant_config, plan, runtime)
-    made = Graft(
-        quantized=quantized,
-        plan=plan,
-        files=_changed(quantized, {CONFIG: config, HF_QUANT_CONFIG: hf_quant_config}),
-        reasons={CONFIG: [*reasons, *more], HF_QUANT_CONFIG: hf_reasons},
-        old=old,
-    )
-    if made.again and quantized.folder is None:
-        rule = f"{made.again[0]} has tensors of the old block and of the backbone, and is written again"
-        got = "a Hub repository"
+    word = mtp or ("source" if isinstance(dialect, CompressedTensors | Fp8 | Unquantized) else "bf16")
+    plan = plan_mtp_alone(source, view, word, as_released=word == "source" and isinstance(dialect, Fp8))
+    _refuse_unsayable(plan, dialect, word)
+    proposal.put_shards(old, _shards_of(plan))
+    if proposal.shards_again and quantized.folder is None:
+        rule = f"{next(iter(proposal.shards_again))} has tensors of the old block and of the backbone"
         cure = f"Download it: hf download {quantized.where} --local-dir FOLDER"
-        raise CheckpointError(quantized.where, rule, got=got, cure=cure)
-    _refuse_broken_result(made)
-    return made
+        raise CheckpointError(quantized.where, f"{rule}, and is written again", got="a Hub repository", cure=cure)
+    if isinstance(dialect, CompressedTensors):
+        _name_in_compressed_tensors(proposal, plan)
+    checked, proposal = settled(proposal.examined(), proposal, LIST_FIXES)
+    _refuse_broken_block(checked)
+    return Graft(plan=plan, proposal=proposal, checked=checked)
 
 
 def foresee(graft: Graft) -> Checked:
     """What the check finds of the checkpoint that will be, from headers."""
-    with _as_headers(graft) as opened:
-        return examine_source(opened)
+    return graft.checked
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+def _shards_of(plan: Plan) -> dict[str, list[Entry]]:
+    """The headers of the block's files."""
+    return {
+        shard.file: [
+            Entry(name=o.name, file=shard.file, dtype=o.dtype, shape=o.shape, start=0, num_bytes=o.num_bytes)
+            for o in shard.outputs
+        ]
+        for shard in plan.shards
+    }
 
 
-def _old_block(quantized: Source, view: FamilyView) -> tuple[Entry, ...]:
-    """The tensors of the checkpoint's own MTP block, whole or not, also those under a wrong prefix."""
-    runtime = RuntimeView(source=quantized, view=view)
-    both = (*quantized.entries.values(), *quantized.unindexed.values())
-    return tuple(entry for entry in both if runtime.is_mtp_name(entry.name))
+def _count_mtp_layers(proposal: Proposal, released: Mapping[str, Any], family: Family) -> None:
+    """config.json counts and describes MTP layers as the release's does.
+
+    It may have the language model's keys at top level where the release nests them.
+    """
+    holders: list[tuple[JSONPath, Mapping[str, Any]]] = [((), released)]
+    if isinstance(text := released.get("text_config"), Mapping):
+        is_nested = isinstance(proposal.value(CONFIG, ("text_config",)), dict)
+        holders.append((("text_config",) if is_nested else (), text))
+    counts = {key.partition(".")[0] for key in (*family.mtp_count_keys, *family.mtp_parts_keys)}
+    for path, theirs in holders:
+        for key, value in theirs.items():
+            if key in ("text_config", "quantization_config"):
+                continue
+            if key in counts or _ABOUT_MTP.search(key):
+                proposal.set(CONFIG, (*path, key), value, "the release describes its MTP block so")
+            elif _is_cut(proposal.value(CONFIG, (*path, key)), value):
+                proposal.set(CONFIG, (*path, key), value, "the release has a value for each layer, MTP layers too")
 
 
-def _readable(opened: Source) -> Checked:
-    """What the check finds of it; a config.json with values of another type is refused here."""
-    checked = examine_source(opened)
+def _is_cut(value: Any, released: Any) -> bool:
+    """Whether a list is the release's without its end."""
+    if not (isinstance(value, list) and isinstance(released, list)):
+        return False
+    return 0 < len(value) < len(released) and released[: len(value)] == value
+
+
+def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
+    """The groups and the ignored modules that quantize writes for the block, next to those of the backbone."""
+    raw, made = proposal.quantization(), config_of(plan).value
+    if not made["config_groups"]:
+        return  # the lists are all that says a plain block
+    ignore = [*dict.fromkeys([*(raw.get("ignore") or ()), *made["ignore"]])]
+    proposal.set_quantization(("ignore",), ignore, "vLLM builds these modules of the MTP block plain")
+    groups = {**(raw.get("config_groups") or {})}
+    groups |= {f"mtp_{number}": group for number, group in enumerate(made["config_groups"].values())}
+    # A group without a format of its own has that of the whole.
+    for group in groups.values():
+        group["format"] = group.get("format") or raw.get("format")
+    if {group["format"] for group in groups.values()} != {raw.get("format")}:
+        why = "the MTP block has another format than the backbone"
+        proposal.set_quantization(("format",), "mixed-precision", why)
+    why = "vLLM builds these modules of the MTP block packed"
+    proposal.set_quantization(("config_groups",), groups, why)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _readable(checked: Checked) -> RuntimeView:
+    """Refuse a checkpoint that the check cannot read, such as a config.json with values of another type."""
     if checked.runtime is None:
         first = checked.data.findings[0]
         raise CheckpointError(first.where, "the check must be able to read it", got=first.says, cure=first.cure)
-    return checked
+    return checked.runtime
 
 
 def _refuse_good_block(checked: Checked) -> None:
     """Refuse a checkpoint whose MTP block the check finds nothing wrong with."""
     runtime, facts = checked.runtime, checked.data.facts
-    if runtime is None or not runtime.found or runtime.found != set(range(runtime.promised)):
+    if runtime is None or not runtime.found or runtime.found != {*range(runtime.promised)}:
         return
     if any(_is_about_the_block(each, runtime) for each in checked.data.findings):
         return
@@ -198,63 +226,18 @@ def _is_about_the_block(finding: Finding, runtime: RuntimeView) -> bool:
     return finding.severity == "error" and is_of_block
 
 
-def _refuse_unsayable(plan: Plan, method: str, word: str) -> None:
+def _refuse_unsayable(plan: Plan, dialect: Dialect, word: str) -> None:
     """Refuse a packed block in a dialect that graft has no words for."""
     packed = next((tensor for tensor in plan.tensors if tensor.scheme), None)
-    if packed is None or method == "compressed-tensors":
-        return
-    rule = f"graft writes a packed MTP block in compressed-tensors only; this checkpoint is {method or 'not quantized'}"
-    raise RecipeError("--mtp", rule, got=f"{word}, so {packed.scheme} for {packed.name}", cure="Use --mtp bf16")
+    if packed is not None and not isinstance(dialect, CompressedTensors):
+        rule = f"graft writes a packed MTP block in compressed-tensors only; this checkpoint is {dialect.name}"
+        raise RecipeError("--mtp", rule, got=f"{word}, so {packed.scheme} for {packed.name}", cure="Use --mtp bf16")
 
 
-def _refuse_broken_result(graft: Graft) -> None:
+def _refuse_broken_block(checked: Checked) -> None:
     """Refuse a checkpoint whose new block would not load: a broad entry of the old config reaches it."""
-    checked = foresee(graft)
-    if checked.runtime is None:
-        raise CheckpointError(
-            graft.quantized.where,
-            "the checkpoint must be one that vLLM can load",
-            got=checked.data.findings[0].says,
-            cure=checked.data.findings[0].cure,
-        )
-    broken = [each for each in checked.data.findings if _is_about_the_block(each, checked.runtime)]
-    if broken:
-        rule = "the new MTP block must be built as it is stored"
-        cure = f"{broken[0].cure}, in {graft.quantized.where}"
-        raise CheckpointError(broken[0].where, rule, got=broken[0].says, cure=cure)
-
-
-@contextmanager
-def _as_headers(graft: Graft) -> Iterator[Source]:
-    """The checkpoint that will be, opened: small files in a folder for the time being, tensors from the plan."""
-    quantized = graft.quantized
-    gone = graft.left_out | {entry.file for entry in graft.added}
-    kept = {name: entry for name, entry in quantized.entries.items() if entry.file not in gone}
-    index = new_index(quantized, left_out=graft.left_out, added=graft.added)
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        for file in (CONFIG, HF_QUANT_CONFIG, INDEX):
-            data = graft.files.get(file) or (index if file == INDEX else None) or small_bytes(quantized, file)
-            if data is not None:
-                (folder / file).write_bytes(data)
-        yield replace(
-            quantized,
-            folder=folder,
-            config=read_object(folder / CONFIG, f"{quantized.where}/{CONFIG}"),
-            entries=kept | {entry.name: entry for entry in graft.added},
-            unindexed={},
-            states={},
-        )
-
-
-# --- small files ------------------------------------------------------------------------------------------------------
-
-
-def _changed(quantized: Source, wanted: Mapping[str, Mapping[str, Any] | None]) -> dict[str, bytes]:
-    """The files whose values change, in the form of the old ones."""
-    found = {}
-    for name, value in wanted.items():
-        before = small_bytes(quantized, name)
-        if value is not None and before is not None and json.loads(before) != value:
-            found[name] = in_form_of(before, value)
-    return found
+    runtime = _readable(checked)
+    for each in checked.data.findings:
+        if _is_about_the_block(each, runtime):
+            rule = "the new MTP block must be built as it is stored"
+            raise CheckpointError(each.where, rule, got=each.says, cure=f"{each.cure}, in {checked.data.path}")

@@ -9,14 +9,16 @@ line is written after its bytes.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 from ..checkpoints.files import within, write_at
 from ..checkpoints.hub import AT_A_TIME, GAP_BYTES, read_range
+from ..checkpoints.kept_lines import has_whole_lines
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
 from ..checkpoints.unchanged import states_of
@@ -25,8 +27,7 @@ _MOST_BYTES = 64 << 20
 _DONE = "ranges.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """Neighbouring bytes of one file."""
 
     file: str
@@ -38,13 +39,17 @@ def ranges_of(entries: Iterable[Entry]) -> list[Range]:
     """What is asked for: neighbours less than 1 MiB apart together, in pieces of at most 64 MiB."""
     joined: list[Range] = []
     for entry in sorted(entries, key=lambda entry: (entry.file, entry.start)):
-        last = joined[-1] if joined else None
+        last = joined[-1] if joined else Range("", 0, 0)
         end = entry.start + entry.num_bytes
-        if last and last.file == entry.file and entry.start - (last.start + last.num_bytes) <= GAP_BYTES:
-            joined[-1] = replace(last, num_bytes=max(last.num_bytes, end - last.start))
+        if last.file == entry.file and entry.start - (last.start + last.num_bytes) <= GAP_BYTES:
+            joined[-1] = last._replace(num_bytes=max(last.num_bytes, end - last.start))
         else:
             joined.append(Range(entry.file, entry.start, entry.num_bytes))
-    return [piece for each in joined for piece in _pieces(each)]
+    return [
+        Range(whole.file, whole.start + offset, min(_MOST_BYTES, whole.num_bytes - offset))
+        for whole in joined
+        for offset in range(0, whole.num_bytes, _MOST_BYTES)
+    ]
 
 
 def fetch(source: Source, entries: Iterable[Entry], folder: Path, progress: Callable[[int], None]) -> Source:
@@ -60,29 +65,24 @@ def fetch(source: Source, entries: Iterable[Entry], folder: Path, progress: Call
         NoCheckpointError: see `read_range`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    wanted, done, lock = ranges_of(entries), _done(folder), Lock()
-    for piece in wanted:
-        if piece in done:
-            progress(piece.num_bytes)
+    wanted, lines, lock = ranges_of(entries), folder / _DONE, Lock()
+    done: set[Range] = set()
+    if has_whole_lines(lines):
+        done = {Range(*json.loads(line)) for line in lines.read_text(encoding="utf-8").splitlines()}
+    progress(sum(piece.num_bytes for piece in wanted if piece in done))
 
     def bring(piece: Range) -> None:
         # One piece in memory for each connection, at most 1 GiB in all.
         buffer = bytearray(piece.num_bytes)
-        read_range(
-            source.where,
-            piece.file,
-            commit=source.revision,
-            start=piece.start,
-            into=memoryview(buffer),
-            arrived=progress,
-        )
+        into = memoryview(buffer)
+        read_range(source.where, piece.file, commit=source.revision, start=piece.start, into=into, arrived=progress)
         descriptor = os.open(within(folder, piece.file), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             write_at(descriptor, buffer, piece.start)
         finally:
             os.close(descriptor)
-        with lock, open(folder / _DONE, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps([piece.file, piece.start, piece.num_bytes]) + "\n")
+        with lock, open(lines, "a", encoding="utf-8") as file:
+            file.write(json.dumps(piece) + "\n")
 
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         jobs = [pool.submit(bring, piece) for piece in wanted if piece not in done]
@@ -91,22 +91,4 @@ def fetch(source: Source, entries: Iterable[Entry], folder: Path, progress: Call
                 job.result()
         finally:
             pool.shutdown(cancel_futures=True)
-    files = sorted({piece.file for piece in wanted})
-    return replace(source, folder=folder, states=states_of(folder, files))
-
-
-def _pieces(whole: Range) -> Iterator[Range]:
-    for offset in range(0, whole.num_bytes, _MOST_BYTES):
-        yield Range(whole.file, whole.start + offset, min(_MOST_BYTES, whole.num_bytes - offset))
-
-
-def _done(folder: Path) -> set[Range]:
-    """The ranges that are here; a line that a kill cut in two is none."""
-    path = folder / _DONE
-    if not path.is_file():
-        return set()
-    text = path.read_text(encoding="utf-8")
-    whole, _, rest = text.rpartition("\n")
-    if rest:
-        path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
-    return {Range(*json.loads(line)) for line in whole.splitlines()}
+    return replace(source, folder=folder, states=states_of(folder, sorted({piece.file for piece in wanted})))

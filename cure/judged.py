@@ -65,15 +65,13 @@ def judge(
     if checked is None:
         progress(f"{folder}: static check")
         checked = examine(folder)
-    return Judged(checked=checked._replace(data=_named(checked, folder, name)), no_vllm=no_vllm)
+    return Judged(checked=named(checked, folder, name or checked.data.path), no_vllm=no_vllm)
 
 
-def _named(checked: Checked, folder: Path, name: str | None):
-    """The findings with the name that people know the checkpoint by."""
+def named(checked: Checked, folder: Path, name: str) -> Checked:
+    """What was found of a folder, under the name that people know the checkpoint by."""
     data = checked.data
-    if name is None:
-        return data
     findings = tuple(
         finding.model_copy(update={"where": finding.where.replace(str(folder), name)}) for finding in data.findings
     )
-    return data.model_copy(update={"path": name, "findings": findings})
+    return checked._replace(data=data.model_copy(update={"path": name, "findings": findings}))

@@ -1,91 +1,71 @@
 """A checkpoint as it would be after some changes: judged from headers before a byte is written, then written.
 
-In: an opened checkpoint, and `Edit`s. Out: a folder of headers for the check and the dry load; and a `Rewrite`.
+In: an opened checkpoint, and changes of its JSON files, its index and its tensors, each with the reason. Out: a diff; a
+folder of headers for the check and the dry load; and what `rewritten.rewrite` writes.
 
-Easy to get wrong: a change is made to what the changes before it have left. So names here are those of the moment, and
-each tensor knows the old bytes that it is made from.
+Easy to get wrong: a change is made to what the changes before it have left. So tensors are named by file and name of
+the moment, and each knows the old bytes that it is made from.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpoints.companions import HF_QUANT_CONFIG, INDEX
 from ..checkpoints.files import within
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.scratch import ScratchFolder
-from ..checkpoints.source import Source, read, small_bytes, small_object
+from ..checkpoints.source import Source, small_bytes, small_object
+from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
+from ..validate.check.check import VLLM_ALONE, Checked, examine
+from ..validate.check.runtime_view import RuntimeView
 from ..validate.dryload.hollow import SMALL_FILES, write_headers
-from .json_diff import JSONPath, in_form_of, json_diff
+from ..validate.facts.findings import Finding, Runtime
+from .json_diff import in_form_of, json_diff
+from .judged import named
 from .new_shards import NewTensor, as_it_was, write_shard
-from .rewritten import Rewrite, new_index
 
-Converts = Callable[[bytes], bytes] | None
+JSONPath = tuple[str, ...]
+"""Keys that lead to a value, such as ("quantization_config", "ignore")."""
 CONFIG = "config.json"
 COPIES = "mtp_copies.safetensors"
 """The shard of tensors that are copies of others."""
-REMOVED = object()
-"""A JSON value that is no longer there."""
+_PLACES: tuple[JSONPath, ...] = (
+    ("quantization_config",),
+    ("text_config", "quantization_config"),
+    ("compression_config",),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetValue:
-    """A value of a JSON file; REMOVED takes the key away, or, at the place (), the file."""
-
-    file: str
-    place: JSONPath
-    value: Any
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexFile:
-    """A safetensors file that the index gets."""
-
-    file: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexAgain:
-    """The index is written from the files."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retensor:
-    """A tensor in another form with the same values; None leaves it out.
+class Edit:
+    """A change that was made.
 
     Attributes:
-        name: its name now.
-        new: name, dtype and shape; `data` is filled in.
-        convert: its bytes in the new dtype; None where they stay.
+        why: the reason.
+        file: the JSON file that changes; "" for a tensor.
+        name: of the tensor.
+        says: what becomes of it.
     """
 
-    name: HFName
-    new: NewTensor | None
     why: str
-    convert: Converts = None
+    file: str = ""
+    name: str = ""
+    says: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyTensor:
-    """A copy of a tensor under a second name."""
+class Faulty(NamedTuple):
+    """What a fix looks at and changes: a checkpoint of a known family, with its findings, as it would be by now."""
 
-    name: HFName
-    of: HFName
-    why: str
-
-
-Edit = SetValue | IndexFile | IndexAgain | Retensor | CopyTensor
+    runtime: RuntimeView
+    findings: Sequence[Finding]
+    proposal: "Proposal"
 
 
 class Proposal:
@@ -95,244 +75,257 @@ class Proposal:
         source: as it is.
         edits: those that were made, in their order.
         not_here: reasons of those that need the shards on this machine, for a repository that was not downloaded.
+        made_shards: names of new shards that somebody else writes.
     """
 
     def __init__(self, source: Source):
         self.source = source
         self.edits: list[Edit] = []
         self.not_here: dict[str, None] = {}
-        self._before = {name: small_bytes(source, name) for name in (CONFIG, HF_QUANT_CONFIG)}
         self._docs: dict[str, Any] = {
             CONFIG: deepcopy(dict(source.config)),
-            HF_QUANT_CONFIG: small_object(source, HF_QUANT_CONFIG) if self._before[HF_QUANT_CONFIG] else None,
+            HF_QUANT_CONFIG: small_object(source, HF_QUANT_CONFIG),
         }
-        everything = (*source.entries.values(), *source.unindexed.values())
-        self._tensors = {entry.name: (entry.file, as_it_was(entry)) for entry in everything}
+        self._whole: dict[str, bytes | None] = {}
+        both = (*source.entries.values(), *source.unindexed.values())
+        self._shards: dict[str, dict[HFName, NewTensor]] = defaultdict(dict)
+        for entry in sorted(both, key=lambda entry: entry.start):
+            self._shards[entry.file][entry.name] = as_it_was(entry)
         self._indexed = {entry.file for entry in source.entries.values()}
-        self._old_index = self._indexed.copy()
         self._touched: set[str] = set()
+        self.made_shards: set[str] = set()
         self._is_index_new = False
 
     def copy(self) -> "Proposal":
         """Another one with the same changes, so that more can be tried; they share `not_here`."""
         other = copy(self)
-        for name in ("edits", "_tensors", "_indexed", "_touched"):
+        for name in ("edits", "_whole", "_indexed", "_touched"):
             setattr(other, name, getattr(self, name).copy())
         other._docs = deepcopy(self._docs)
+        other._shards = defaultdict(dict, {file: dict(tensors) for file, tensors in self._shards.items()})
         return other
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The JSON files that it has."""
-        return tuple(name for name, value in self._docs.items() if value is not None)
+    # --- JSON files ---------------------------------------------------------------------------------------------------
 
     def value(self, file: str, place: JSONPath) -> Any:
         """A copy of a value of a JSON file; None if it is not there."""
-        value = self._docs[file]
+        value = self._docs.get(file)
         for key in place:
             value = value.get(key) if isinstance(value, dict) else None
         return deepcopy(value)
 
-    def bytes_of(self, name: HFName) -> bytes:
-        """A tensor's bytes as they would be; its shard is on this machine."""
-        tensor = self._tensors[name][1]
-        assert isinstance(tensor.data, Entry)
-        whole = bytearray(tensor.data.num_bytes)
-        read(self.source, tensor.data, memoryview(whole))
-        return bytes(whole) if tensor.convert is None else tensor.convert(bytes(whole))
+    def set(self, file: str, place: JSONPath, value: Any, why: str) -> None:
+        """Give a JSON file another value."""
+        holder = self._docs[file]
+        for key in place[:-1]:
+            holder = holder.setdefault(key, {})
+        if place[-1] not in holder or holder[place[-1]] != value:
+            holder[place[-1]] = value
+            self.edits.append(Edit(file=file, why=why))
 
-    def make(self, change: Edit) -> bool:
-        """Make a change; False if it changes nothing, or cannot be made here."""
-        is_bytes = isinstance(change, Retensor | CopyTensor)
-        if is_bytes and self.source.folder is None:
-            self.not_here[change.why] = None
-            return False
-        is_made = {
-            SetValue: self._set,
-            IndexFile: self._index_file,
-            IndexAgain: self._index_again,
-            Retensor: self._retensor,
-            CopyTensor: self._copy,
-        }[type(change)](change)
-        if is_made:
-            self.edits.append(change)
-        return is_made
+    def put(self, file: str, data: bytes | None, why: str) -> None:
+        """Give a small file these bytes; None takes it away."""
+        self._whole[file] = data
+        self._docs.pop(file, None)
+        self.edits.append(Edit(file=file, why=why))
+
+    @property
+    def config_place(self) -> JSONPath | None:
+        """Where config.json has its quantization config, as `choose.quantization_of` looks for it."""
+        return next((place for place in _PLACES if isinstance(self.value(CONFIG, place), dict)), None)
+
+    @property
+    def quantization_at(self) -> tuple[str, JSONPath]:
+        """The file and the place in it where vLLM finds algorithm and lists."""
+        place = self.config_place
+        if place is None:
+            return HF_QUANT_CONFIG, ("quantization",)
+        inner = (*place, "quantization")
+        return CONFIG, inner if isinstance(self.value(CONFIG, inner), dict) else place
+
+    def quantization(self, *keys: str) -> Any:
+        """A copy of a value of the quantization config; None if it is not there."""
+        file, place = self.quantization_at
+        return self.value(file, (*place, *keys))
+
+    def set_quantization(self, keys: JSONPath, value: Any, why: str) -> None:
+        """Give the quantization config another value."""
+        file, place = self.quantization_at
+        self.set(file, (*place, *keys), value, why)
+
+    # --- tensors and the index ----------------------------------------------------------------------------------------
+
+    def tensor(self, entry: Entry) -> NewTensor:
+        """A tensor as it would be."""
+        return self._shards[entry.file][entry.name]
+
+    def retensor(
+        self,
+        entry: Entry,
+        new: NewTensor | None,
+        why: str,
+        convert: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        """Give a tensor another name, dtype or shape, or leave it out; `convert` makes its bytes, which else stay."""
+        if self.source.folder is None:
+            self.not_here[why] = None
+            return
+        shard = self._shards[entry.file]
+        old = shard.get(entry.name)
+        if old is None:
+            return
+        says = "left out"
+        if new is not None:
+            if new.name != old.name and any(new.name in tensors for tensors in self._shards.values()):
+                return
+            if new.data == entry:
+                new = replace(new, data=old.data, convert=convert or old.convert)
+            if new == old:
+                return
+            says = f"{new.name} {new.dtype}{list(new.shape)}"
+        del shard[entry.name]
+        if new is not None:
+            shard[new.name] = new
+        self._touched.add(entry.file)
+        self.edits.append(Edit(why=why, name=entry.name, says=f"{entry.name} -> {says}"))
+
+    def copy_tensor(self, name: HFName, of: HFName, why: str) -> None:
+        """Write a tensor once more, under a second name."""
+        if self.source.folder is None:
+            self.not_here[why] = None
+            return
+        tensors = {name: tensor for file in self._indexed for name, tensor in self._shards[file].items()}
+        if name not in tensors and of in tensors:
+            self._shards[COPIES][name] = replace(tensors[of], name=name)
+            self._indexed.add(COPIES)
+            self._touched.add(COPIES)
+            self.edits.append(Edit(why=why, name=name, says=f"{name}, a copy of {of}, in {COPIES}"))
+
+    def index(self, file: str, why: str) -> None:
+        """Let the index list a file."""
+        if file not in self._indexed and self._shards[file]:
+            self._indexed.add(file)
+            self.edits.append(Edit(file=INDEX, why=why))
+
+    def index_again(self, why: str) -> None:
+        """Write the index from the files."""
+        if not self._is_index_new:
+            self._is_index_new = True
+            if self._new_index() is not None:
+                self.edits.append(Edit(file=INDEX, why=why))
+
+    def put_shards(self, gone: Iterable[Entry], made: Mapping[str, Sequence[Entry]]) -> None:
+        """Take tensors away, and add whole shards that somebody else writes.
+
+        Raises:
+            CheckpointError: one of their names is that of a file with other tensors.
+        """
+        for entry in gone:
+            del self._shards[entry.file][entry.name]
+            self._touched.add(entry.file)
+        for file, entries in made.items():
+            if self._shards[file]:
+                rule, cure = f"{file} must hold nothing but the MTP block", "Give it another name, also in the index"
+                raise CheckpointError(self.source.where, rule, got=next(iter(self._shards[file])), cure=cure)
+            self._shards[file] = {entry.name: as_it_was(entry) for entry in entries}
+        self._touched |= made.keys()
+        self._indexed |= made.keys()
+        self.made_shards |= made.keys()
+
+    @property
+    def empty_shards(self) -> tuple[str, ...]:
+        """Old shards of which nothing is left: the new folder does not get them."""
+        return tuple(sorted(file for file in self._touched if not self._shards[file]))
+
+    @property
+    def shards_again(self) -> dict[str, list[NewTensor]]:
+        """The shards that are written from old tensors, with their tensors in the order that they had."""
+        files = sorted(self._touched & self._indexed - self.made_shards)
+        return {file: [*self._shards[file].values()] for file in files if self._shards[file]}
+
+    # --- what becomes of it -------------------------------------------------------------------------------------------
+
+    def files(self) -> dict[str, bytes | None]:
+        """The small files that change, with the index; None for one that is left out."""
+        found = dict(self._whole)
+        for name, value in self._docs.items():
+            before = small_bytes(self.source, name)
+            if value is not None and (before is None or value != json.loads(before)):
+                found[name] = in_form_of(before, value)
+        if index := self._new_index():
+            found[INDEX] = index
+        return found
 
     def diffs(self) -> list[str]:
         """The lines of a diff of every small file that changes, and a line for each kind of change of a tensor."""
         lines = []
-        for name, data in sorted(self.files().items() | {(INDEX, index) for index in [self._index()] if index}):
-            before = self._before[name] if name in self._before else small_bytes(self.source, name)
-            lines += json_diff(name, before, data, self._reasons(name))
-        return [*lines, *self._tensor_lines()]
-
-    def _reasons(self, file: str) -> list[tuple[JSONPath, str]]:
-        """Why a file changes, by place; all other changes are reasons of the index."""
-        set_here = [change for change in self.edits if isinstance(change, SetValue)]
-        if file != INDEX:
-            return [(change.place, change.why) for change in set_here if change.file == file]
-        named = [each for each in self.edits if not isinstance(each, SetValue) and not _keeps_its_name(each)]
-        return [((), change.why) for change in named]
-
-    def files(self) -> dict[str, bytes]:
-        """The JSON files that change, without the index."""
-        found = {}
-        for name, value in self._docs.items():
-            before = self._before[name]
-            if value is not None and (before is None or value != json.loads(before)):
-                found[name] = in_form_of(before, value)
-        return found
-
-    def small_files(self) -> dict[str, bytes | None]:
-        """The small files that change, with the index; None for one that is left out."""
-        gone = dict.fromkeys(name for name, value in self._docs.items() if value is None and self._before[name])
-        index = self._index()
-        return {**gone, **self.files(), **({INDEX: index} if index else {})}
-
-    def rewrite(self, made_by: str) -> Rewrite:
-        """How it is written."""
-        gone = {name for name, value in self._docs.items() if value is None and self._before[name] is not None}
-        shards = self._new_shards()
-        tensors = [(file, *_as_written(tensor)) for file, tensors in shards.items() for tensor in tensors]
-        digest = sha256(json.dumps(tensors).encode()).hexdigest()
-        sizes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-        index = self._index()
-
-        def write(partial: Path) -> Sequence[str]:
-            return [write_shard(within(partial, file), tensors, self.source) for file, tensors in shards.items()]
-
-        return Rewrite(
-            source=self.source,
-            made_by=f"{made_by} {digest}",
-            files=self.files() | ({INDEX: index} if index else {}),
-            left_out=frozenset(gone),
-            indexed=frozenset(self._indexed - self._old_index),
-            write_shards=write,
-            num_shard_bytes=sizes,
-        )
+        for name, data in sorted(self.files().items()):
+            if name in (CONFIG, HF_QUANT_CONFIG, INDEX):
+                reasons = [edit.why for edit in self.edits if edit.file == name]
+                lines += json_diff(name, small_bytes(self.source, name), data, reasons)
+        groups: dict[str, list[str]] = defaultdict(list)
+        for edit in self.edits:
+            if edit.says:
+                groups[edit.why].append(f"~ {edit.says}")
+        for why, each in groups.items():
+            more = [f"~  ... {len(each) - 4:,} more ..."] if len(each) > 4 else []
+            lines += ["--- tensors", f"# {why}", *each[:4], *more]
+        return lines
 
     @contextmanager
     def headers(self) -> Iterator[Path]:
         """A folder that the check and vLLM can read it from: JSON files, and headers with holes for the weights."""
         with ScratchFolder("keepmtp-proposal-") as folder:
-            small = {name: small_bytes(self.source, name) for name in SMALL_FILES if name not in self._docs}
-            small |= {name: json.dumps(value).encode() for name, value in self._docs.items() if value is not None}
+            small = {name: small_bytes(self.source, name) for name in (CONFIG, INDEX, *SMALL_FILES)}
             small |= dict.fromkeys(self.source.code, b"")
-            small[INDEX] = self._index() or small_bytes(self.source, INDEX)
-            for name, data in small.items():
+            for name, data in (small | self.files()).items():
                 if data is not None:
                     within(folder, name).write_bytes(data)
-            for file, entries in self._entries().items():
-                write_headers(within(folder, file), entries)
+            for file in self._shards:
+                if entries := self._entries(file):
+                    write_headers(within(folder, file), entries)
             yield folder
 
-    def _set(self, change: SetValue) -> bool:
-        if change.place == ():
-            is_there, self._docs[change.file] = self._docs[change.file] is not None, None
-            return is_there
-        holder = self._docs[change.file]
-        for key in change.place[:-1]:
-            holder = holder.setdefault(key, {})
-        last = change.place[-1]
-        if change.value is REMOVED:
-            return holder.pop(last, REMOVED) is not REMOVED
-        if last in holder and holder[last] == change.value:
-            return False
-        holder[last] = change.value
-        return True
+    def examined(self, runtimes: Sequence[Runtime] = VLLM_ALONE) -> Checked:
+        """What the check finds of it, from headers, under the checkpoint's own name."""
+        with self.headers() as folder:
+            return named(examine(folder, runtimes=runtimes), folder, self.source.where)
 
-    def _index_file(self, change: IndexFile) -> bool:
-        names = {name for name, (file, _) in self._tensors.items() if file == change.file}
-        if change.file in self._indexed or not names:
-            return False
-        self._indexed.add(change.file)
-        return True
+    def write_shards(self, folder: Path, written: Callable[[int], None] = lambda count: None) -> None:
+        """Write the shards that are made from old tensors."""
+        for file, tensors in self.shards_again.items():
+            write_shard(within(folder, file), tensors, self.source, written=written)
 
-    def _index_again(self, change: IndexAgain) -> bool:
-        is_made = not self._is_index_new and new_index(self.source) is not None
-        self._is_index_new = True
-        return is_made
+    def described(self) -> str:
+        """All that is written in shards but the bytes of old tensors, which are the source's."""
+        files = sorted(self._touched)
+        return json.dumps([[f, *[[t.name, t.dtype, t.shape] for t in self._shards[f].values()]] for f in files])
 
-    def _retensor(self, change: Retensor) -> bool:
-        if change.name not in self._tensors:
-            return False
-        file, old = self._tensors[change.name]
-        new = change.new and replace(change.new, data=old.data, convert=_both(old.convert, change.convert))
-        if new == old or (new is not None and new.name != old.name and new.name in self._tensors):
-            return False
-        del self._tensors[change.name]
-        if new is not None:
-            self._tensors[new.name] = (file, new)
-        self._touched.add(file)
-        return True
-
-    def _copy(self, change: CopyTensor) -> bool:
-        if change.name in self._tensors or change.of not in self._tensors:
-            return False
-        self._tensors[change.name] = (COPIES, replace(self._tensors[change.of][1], name=change.name))
-        self._indexed.add(COPIES)
-        self._touched.add(COPIES)
-        return True
-
-    def _new_shards(self) -> dict[str, list[NewTensor]]:
-        """The shards that are written, with their tensors in the order that they had."""
-        return {
-            file: [tensor for where, tensor in self._tensors.values() if where == file]
-            for file in sorted(self._touched)
-        }
-
-    def _entries(self) -> dict[str, list[Entry]]:
-        """The headers of all shards."""
-        found: dict[str, list[Entry]] = defaultdict(list)
-        for file, tensor in self._tensors.values():
-            start = found[file][-1].start + found[file][-1].num_bytes if found[file] else 0
-            found[file].append(
-                Entry(
-                    name=tensor.name,
-                    file=file,
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    start=start,
-                    num_bytes=tensor.num_bytes,
-                )
+    def _entries(self, file: str) -> list[Entry]:
+        """The header of one shard."""
+        found, start = [], 0
+        for tensor in self._shards[file].values():
+            size = tensor.num_bytes
+            found.append(
+                Entry(name=tensor.name, file=file, dtype=tensor.dtype, shape=tensor.shape, start=start, num_bytes=size)
             )
+            start += size
         return found
 
-    def _index(self) -> bytes | None:
+    def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""
-        if not (self._is_index_new or self._touched or self._indexed != self._old_index):
+        if not (self._is_index_new or self._touched or self._indexed != {e.file for e in self.source.entries.values()}):
             return None
-        added = [entry for file, entries in self._entries().items() if file in self._touched for entry in entries]
-        fresh = frozenset(self._indexed - self._old_index)
-        return new_index(self.source, indexed=fresh, added=[entry for entry in added if entry.file in self._indexed])
-
-    def _tensor_lines(self) -> list[str]:
-        """What becomes of tensors, a line for each reason."""
-        groups: dict[str, list[str]] = defaultdict(list)
-        for change in self.edits:
-            if isinstance(change, Retensor):
-                new = change.new
-                says = f"{new.name} {new.dtype}{list(new.shape)}" if new is not None else "left out"
-                groups[change.why].append(f"{change.name} -> {says}")
-            elif isinstance(change, CopyTensor):
-                groups[change.why].append(f"{change.name}, a copy of {change.of}, in {COPIES}")
-        lines = []
-        for why, each in groups.items():
-            more = [f"~  ... {len(each) - 4:,} more ..."] if len(each) > 4 else []
-            lines += ["--- tensors", f"# {why}", *(f"~ {line}" for line in each[:4]), *more]
-        return lines
-
-
-def _keeps_its_name(change: Edit) -> bool:
-    return isinstance(change, Retensor) and change.new is not None and change.new.name == change.name
-
-
-def _as_written(tensor: NewTensor) -> tuple[str, str, list[int]]:
-    return tensor.name, tensor.dtype, list(tensor.shape)
-
-
-def _both(first: Converts, then: Converts) -> Converts:
-    """One conversion after another."""
-    if first is None or then is None:
-        return first or then
-    return lambda data: then(first(data))
+        tensors = [(tensor, file) for file in sorted(self._indexed) for tensor in self._shards[file].values()]
+        old = small_object(self.source, INDEX) or {}
+        if not old and len({file for _, file in tensors}) == 1:
+            return None
+        files = {str(tensor.name): file for tensor, file in tensors}
+        given, listed = old.get("metadata"), old.get("weight_map", {})
+        metadata = {**(given if isinstance(given, dict) else {}), "total_size": sum(t.num_bytes for t, _ in tensors)}
+        if (listed, given) == (files, metadata):
+            return None
+        # Names stay where they were, so that little changes.
+        weight_map = {name: files[name] for name in (*listed, *sorted(files)) if name in files}
+        index = {**old, "metadata": metadata, "weight_map": weight_map}
+        return (json.dumps(index, indent=2) + "\n").encode()

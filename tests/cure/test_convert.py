@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
+from live_tensors import tensors_of
 from outputs import digests
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -40,14 +42,6 @@ def twins(tmp_path_factory) -> dict[str, Path]:
     """One model with a plain MTP block, by the format that it was written in."""
     made = in_both_formats(tmp_path_factory.mktemp("twins"), mtp="bf16", **WORDS)
     return {name: folder for name, (_, folder) in made.items()}
-
-
-def tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, value in load_file(file).items():
-            found[name] = (value.dtype, tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found
 
 
 def configs(folder: Path) -> dict[str, bytes | None]:
@@ -77,14 +71,14 @@ def test_scales_of_the_cache_follow_their_attention(first, tmp_path):
     there = converted(made, tmp_path / "there")
     named = "model.layers.0.self_attn.{}k_scale"
     was, becomes = [named.format("k_proj." * (name == "modelopt")) for name in (first, OTHER[first])]
-    before, after = tensors(made), tensors(tmp_path / "there")
+    before, after = tensors_of(made), tensors_of(tmp_path / "there")
     assert was in before and was not in after and becomes in after and there.num_reexpressed >= 6
     # Numbers that BF16 does not hold stay F32.
-    assert after[becomes][:2] == (torch.float32, () if OTHER[first] == "modelopt" else (1,))
+    assert after[becomes][:2] == ("F32", () if OTHER[first] == "modelopt" else (1,))
     own = "model.layers.3.self_attn.attn.v_scale"
     assert after[own] == before[own]
     converted(tmp_path / "there", tmp_path / "back")
-    assert tensors(tmp_path / "back") == before and configs(tmp_path / "back") == configs(made)
+    assert tensors_of(tmp_path / "back") == before and configs(tmp_path / "back") == configs(made)
     assert check(tmp_path / "there").findings == check(tmp_path / "back").findings == ()
 
 
@@ -94,7 +88,7 @@ def test_there_and_back(twins, first, tmp_path):
     back = converted(tmp_path / "there", tmp_path / "back")
     assert (there.first, there.to, back.to) == (first, OTHER[first], first)
     assert back.is_way_back and not there.is_way_back
-    assert tensors(tmp_path / "back") == tensors(twins[first])
+    assert tensors_of(tmp_path / "back") == tensors_of(twins[first])
     assert configs(tmp_path / "back") == configs(twins[first])
     assert not (tmp_path / "back" / CONVERTED).exists()
     assert check(tmp_path / "there").findings == check(tmp_path / "back").findings == ()
@@ -102,7 +96,7 @@ def test_there_and_back(twins, first, tmp_path):
 
 def test_a_converted_checkpoint_is_what_quantize_writes_in_that_format(twins, tmp_path):
     converted(twins["compressed-tensors"], tmp_path / "out")
-    assert tensors(tmp_path / "out") == tensors(twins["modelopt"])
+    assert tensors_of(tmp_path / "out") == tensors_of(twins["modelopt"])
     made, written = json_of(tmp_path / "out"), json_of(twins["modelopt"])
     assert made.pop("ignore").sort() == written.pop("ignore").sort()
     assert made == written
@@ -116,7 +110,7 @@ def test_a_reciprocal_that_does_not_come_back_is_kept(twins, tmp_path):
     assert record["tensors"], "this model has none, so it proves nothing"
     (tmp_path / "there" / CONVERTED).unlink()
     converted(tmp_path / "there", tmp_path / "back")
-    one, other = tensors(first), tensors(tmp_path / "back")
+    one, other = tensors_of(first), tensors_of(tmp_path / "back")
     lost = {name for name in one if one[name] != other[name]}
     assert lost == {was["name"] for was in record["tensors"].values()}
     for name in lost:
@@ -180,28 +174,25 @@ def otherwise(record: dict, **values: object) -> None:
     record["configs"]["config.json"] = json.dumps(config)
 
 
+def of_configs(**files: object) -> Callable[[dict], None]:
+    return lambda record: record["configs"].update(files)
+
+
 HOSTILE = {
-    "a file above": (lambda record: record["configs"].update({"../victim": "theirs"}), "configs"),
-    "a file anywhere": (lambda record: record["configs"].update({"{tmp}/victim": "theirs"}), "configs"),
-    "Python": (lambda record: record["configs"].update({"modeling_evil.py": "boom"}), "configs"),
-    "a tokenizer": (lambda record: record["configs"].update({"tokenizer_config.json": "{}"}), "configs"),
-    "a shard": (lambda record: record["configs"].update({"model-00001-of-00001.safetensors": ""}), "configs"),
-    "no tokenizer": (lambda record: record["configs"].update({"tokenizer.json": None}), "configs"),
-    "no config": (lambda record: record["configs"].update({"config.json": None}), "must be that of this checkpoint"),
-    "a config that is no JSON": (lambda record: record["configs"].update({"config.json": "{"}), "must be JSON"),
-    "a config that is a list": (lambda record: record["configs"].update({"config.json": "[]"}), "a JSON object"),
-    "a config that is deep": (lambda record: otherwise(record, x=json.loads("[" * 70 + "]" * 70)), "levels deep"),
-    "another file that is no JSON": (
-        lambda record: record["configs"].update({"hf_quant_config.json": "x"}),
-        "must be JSON",
-    ),
+    "a file above": (of_configs(**{"../victim": "theirs"}), "configs"),
+    "a file anywhere": (of_configs(**{"{tmp}/victim": "theirs"}), "configs"),
+    "Python": (of_configs(**{"modeling_evil.py": "boom"}), "configs"),
+    "no tokenizer": (of_configs(**{"tokenizer.json": None}), "configs"),
+    "no config": (of_configs(**{"config.json": None}), "must be that of this checkpoint"),
+    "a config that is no JSON": (of_configs(**{"config.json": "{"}), "must be JSON"),
+    "a config that is a list": (of_configs(**{"config.json": "[]"}), "a JSON object"),
+    "another file that is no JSON": (of_configs(**{"hf_quant_config.json": "x"}), "must be JSON"),
     "another model": (lambda record: otherwise(record, rms_norm_eps=1.0), "another rms_norm_eps"),
     "code to run": (lambda record: otherwise(record, auto_map={"AutoModel": "evil.Model"}), "another auto_map"),
     "a key without a value": (lambda record: otherwise(record, x=None), "another x"),
     "two that are swapped": (swapped, "must be a tensor of the same module"),
     "two weights that are swapped": (moved, "must be a tensor of the same module"),
     "a name without a leaf": (lambda record: restated(record, name="model."), "name: "),
-    "no name": (lambda record: restated(record, name=""), "name: "),
     "another's name": (lambda record: restated(record, name="lm_head.weight"), "must be a tensor of the same module"),
     "a dtype that is none": (lambda record: restated(record, dtype="F33"), "dtype must be one of"),
     "a shape below zero": (lambda record: restated(record, shape=[-1]), "shape.0: "),
@@ -239,7 +230,7 @@ def test_a_value_that_does_not_become_what_is_stored_is_not_taken(there, twins, 
     restated(record, **values)
     (folder / CONVERTED).write_text(json.dumps(record))
     converted(folder, tmp_path / "back")
-    first, back = tensors(twins["compressed-tensors"]), tensors(tmp_path / "back")
+    first, back = tensors_of(twins["compressed-tensors"]), tensors_of(tmp_path / "back")
     (lost,) = {each for each in first if first[each] != back[each]}
     assert lost == json.loads((there / CONVERTED).read_text())["tensors"][name]["name"]
     values = [torch.frombuffer(bytearray(each[lost][2]), dtype=torch.int32) for each in (first, back)]
@@ -289,7 +280,7 @@ def test_what_others_wrote(name, tmp_path):
     converted(first, tmp_path / "there")
     assert check(tmp_path / "first").findings == check(tmp_path / "there").findings == ()
     assert converted(tmp_path / "there", tmp_path / "back").is_way_back
-    assert tensors(tmp_path / "back") == tensors(first)
+    assert tensors_of(tmp_path / "back") == tensors_of(first)
     assert configs(tmp_path / "back") == configs(first)
 
 

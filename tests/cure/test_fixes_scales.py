@@ -4,36 +4,31 @@ import math
 import struct
 
 import pytest
+import torch
 from broken import GOOD
 from checkpoint_files import write
-from keepmtp.checkpoints.source import open_source, read
 from keepmtp.cure import fix
-from keepmtp.cure.fixes_scales import NUMBERS
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.values import check_values, with_values
+from live_tensors import tensors_of
 from written_values import fill, poke
 
 UP = "model.layers.2.mlp.experts.1.up_proj"
 GLOBAL = {"glm nvfp4": "weight_global_scale", "glm modelopt": "weight_scale_2"}
 
 
-def bytes_of(folder, name: str) -> bytes:
-    source = open_source(folder)
-    found = bytearray(source.entries[name].num_bytes)
-    read(source, source.entries[name], memoryview(found))
-    return bytes(found)
-
-
 def products(folder, module: str, leaf: str) -> list[float]:
-    (value,) = struct.unpack("<f", bytes_of(folder, f"{module}.{leaf}"))
+    found = tensors_of(folder)
+    (value,) = struct.unpack("<f", found[f"{module}.{leaf}"][2])
     value = 1 / value if leaf == "weight_global_scale" else value
-    return [NUMBERS[code] * value for code in bytes_of(folder, f"{module}.weight_scale")]
+    codes = torch.frombuffer(bytearray(found[f"{module}.weight_scale"][2]), dtype=torch.float8_e4m3fn)
+    return (codes.double() * value).tolist()
 
 
 def broken(folder, base: str, factor: float):
     """Up has a global scale of its own."""
     fill(write(folder, GOOD[base]()))
-    (value,) = struct.unpack("<f", bytes_of(folder, f"{UP}.{GLOBAL[base]}"))
+    (value,) = struct.unpack("<f", tensors_of(folder)[f"{UP}.{GLOBAL[base]}"][2])
     poke(folder, f"{UP}.{GLOBAL[base]}", value * factor)
     return folder
 
@@ -67,10 +62,3 @@ def test_what_no_edit_cures_is_still_found(tmp_path):
     found = fix.proposed(str(old), with_scales=True)
     assert found.proposal.edits and [each.where for each in found.left] == [f"{other}.weight_global_scale"]
     assert not found.after.ok and [each.rule for each in found.cured] == ["fused-scales"]
-
-
-def test_the_numbers_are_those_of_e4m3():
-    import torch
-
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
-    assert all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(NUMBERS, codes, strict=True))

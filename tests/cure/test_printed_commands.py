@@ -8,25 +8,19 @@ import json
 import os
 import shlex
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
-import releases
 from broken import BROKEN
 from checkpoint_files import Checkpoint, write
-from curable import CURED, GRAFTED
-from dry_corpus import DRY, TWINS, DryCase
-from good import llmcompressor, ours, released
-from keepmtp.checkpoints.source import open_source
+from curable import CURED, GRAFTED, release_of
+from dry_corpus import DRY, DryCase
+from good import llmcompressor, ours
 from keepmtp.cli import main
 from keepmtp.cli.findings import pasted
-from keepmtp.cure.graft_refusals import refuse_another_model
-from keepmtp.recipes.errors import KeepMTPError
 from typer.testing import CliRunner, Result
-from written_values import fill
 
 STATIC = [case for case in DRY if "both" in case.by and (case.tp, case.num_drafts) == (1, 1)]
 CASES = {case.name: case for case in (*BROKEN, *STATIC)}
@@ -51,28 +45,6 @@ def found(folder: Path, *words: str) -> list[dict]:
 
 def commands(finding: dict) -> list[str]:
     return [each for each in pasted(finding["cure"]) if each.startswith("keepmtp ")]
-
-
-@cache
-def _release(model: str, place: Path, *, is_filled: bool) -> Path:
-    if not is_filled:
-        return write(place / "releases" / model, released(model))
-    fill(_release(model, place, is_filled=False))
-    return _release(model, place, is_filled=False)
-
-
-def release_of(folder: Path, place: Path) -> Path:
-    """The release that a checkpoint was made from, by graft's own comparison."""
-    of_type = open_source(folder).config["model_type"]
-    for model in (name for name, config in releases.MODELS.items() if config["model_type"] == of_type):
-        if model in TWINS:
-            continue
-        try:
-            refuse_another_model(open_source(folder), open_source(_release(model, place, is_filled=False)))
-        except KeepMTPError:
-            continue
-        return _release(model, place, is_filled=True)
-    raise LookupError(folder)
 
 
 def paste_all(case: DryCase, place: Path) -> tuple[list[dict], list[Pasted]]:

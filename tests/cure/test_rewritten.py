@@ -6,16 +6,15 @@ import signal
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from keepmtp.checkpoints.files import WORK, partial_path
-from keepmtp.checkpoints.safetensors_file import read_header
 from keepmtp.checkpoints.source import INDEX, open_source
-from keepmtp.cure.new_shards import NewTensor, as_it_was, renamed, shard_again, write_shard
-from keepmtp.cure.rewritten import Rewrite, new_index, rewrite
+from keepmtp.cure.new_shards import NewTensor
+from keepmtp.cure.proposal import CONFIG, COPIES, Proposal
+from keepmtp.cure.rewritten import Rewritten, rewrite
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from outputs import digests
 
@@ -45,30 +44,27 @@ def old(tmp_path) -> Path:
     return folder
 
 
-def changed(old: Path) -> Rewrite:
-    """Another config, `two` under another name and with other bytes, and `four` in the index."""
+def changed(old: Path) -> Proposal:
+    """Another config, `two` with other bytes, `three` in a shard of its own, and `four` in the index."""
     source = open_source(old)
+    proposal = Proposal(source)
+    proposal.set(CONFIG, ("model_type",), "y", "why")
+    two = NewTensor(name="two", dtype="U8", shape=(3,), data=b"abc")
+    proposal.retensor(source.entries["two"], two, "why")
+    proposal.copy_tensor("five", "three", "why")
+    proposal.retensor(source.entries["three"], None, "why")
+    proposal.index("mtp.safetensors", "why")
+    return proposal
 
-    def write(partial: Path) -> list[str]:
-        changes = {"two": NewTensor(name="two", dtype="U8", shape=(3,), data=b"abc")}
-        again = write_shard(partial / "a.safetensors", shard_again(source, "a.safetensors", changes), source)
-        new = write_shard(partial / "new.safetensors", [renamed(source.entries["three"], "five")], source)
-        return [again, new]
 
-    return Rewrite(
-        source=source,
-        made_by="test",
-        files={"config.json": b'{"model_type": "y"}'},
-        left_out=frozenset({"b.safetensors"}),
-        indexed=frozenset({"mtp.safetensors"}),
-        write_shards=write,
-    )
+def made(proposal: Proposal, out: Path) -> Rewritten:
+    return rewrite(proposal, out, made_by="test")
 
 
 def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
     before, out = digests(old), tmp_path / "out"
-    written = rewrite(changed(old), out)
-    assert written.new == ("a.safetensors", "config.json", INDEX, "new.safetensors")
+    written = made(changed(old), out)
+    assert written.new == ("a.safetensors", "config.json", INDEX, COPIES)
     assert written.linked == ("modeling_x.py", "more/notes.txt", "mtp.safetensors") and not written.copied
     assert digests(old) == before and not partial_path(out).exists()
     assert sorted(digests(out)) == sorted({*written.new, *written.linked, f"{WORK}/cure.json"}), (
@@ -79,7 +75,7 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
         "one": "a.safetensors",
         "two": "a.safetensors",
         "four": "mtp.safetensors",
-        "five": "new.safetensors",
+        "five": COPIES,
     }
     assert json.loads((out / INDEX).read_text())["metadata"] == {"by": "x", "total_size": 11}
     assert (out / "a.safetensors").read_bytes().endswith(b"1111abc")
@@ -88,9 +84,9 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
 
 def test_the_same_command_says_that_it_has_finished_before(old, tmp_path):
     out = tmp_path / "out"
-    first = rewrite(changed(old), out)
+    first = made(changed(old), out)
     whole = digests(out)
-    again = rewrite(changed(old), out)
+    again = made(changed(old), out)
     assert again.is_from_before and "finished before" in again.sentence and again.new == first.new
     assert digests(out) == whole
 
@@ -107,11 +103,11 @@ def test_the_same_command_says_that_it_has_finished_before(old, tmp_path):
     ids=["a file of it was edited", "one is gone", "the old folder changed", "another's mark", "no mark"],
 )
 def test_a_folder_that_is_no_longer_what_it_wrote_is_never_overwritten(old, tmp_path, edit):
-    rewrite(changed(old), tmp_path / "out")
+    made(changed(old), tmp_path / "out")
     edit(old, tmp_path / "out")
     left = digests(tmp_path / "out")
     with pytest.raises(RecipeError, match="never overwritten"):
-        rewrite(changed(old), tmp_path / "out")
+        made(changed(old), tmp_path / "out")
     assert digests(tmp_path / "out") == left
 
 
@@ -119,32 +115,35 @@ def test_a_folder_that_is_no_longer_what_it_wrote_is_never_overwritten(old, tmp_
     "name", ["../victim", "more/../../victim", "{}/victim", "", ".", "a/..", "link/victim", "a\0b"]
 )
 def test_no_name_leads_out_of_the_folder(old, tmp_path, name):
-    def write(partial: Path) -> list[str]:
+    def link_out(partial: Path) -> None:
         (partial / "link").symlink_to(tmp_path)
-        return []
 
     (tmp_path / "victim").write_text("mine")
-    wanted = replace(changed(old), files={name.format(tmp_path): b"theirs"}, write_shards=write)
+    proposal = changed(old)
+    proposal.put(name.format(tmp_path), b"theirs", "why")
     with pytest.raises(CheckpointError, match="every file of an output must lie in its folder"):
-        rewrite(wanted, tmp_path / "out")
+        rewrite(proposal, tmp_path / "out", made_by="test", make_shards=link_out)
     assert (tmp_path / "victim").read_text() == "mine" and not (tmp_path / "out").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"old", "out.partial", "victim"}
 
 
 def test_nothing_to_change_in_the_index_leaves_it(old):
-    source = open_source(old)
-    text = new_index(source)
-    assert text is not None and json.loads(text)["metadata"]["total_size"] == 9
-    (old / INDEX).write_bytes(text)
-    assert new_index(open_source(old)) is None
+    proposal = Proposal(open_source(old))
+    proposal.index_again("why")
+    index = proposal.files()[INDEX]
+    assert json.loads(index)["metadata"]["total_size"] == 9
+    (old / INDEX).write_bytes(index)
+    again = Proposal(open_source(old))
+    again.index_again("why")
+    assert again.edits == [] and again.files() == {}
 
 
-def test_a_tensor_in_two_files_is_refused_by_name(old):
-    added = [*read_header(old / "b.safetensors", "b").entries.values()]
+def test_a_tensor_never_takes_the_name_of_another(old):
     source = open_source(old)
-    again = [entry.__class__(**{**{k: getattr(entry, k) for k in entry.__slots__}, "file": "c"}) for entry in added]
-    with pytest.raises(CheckpointError, match="three must be in one file only"):
-        new_index(source, added=again)
+    proposal = Proposal(source)
+    proposal.retensor(source.entries["one"], NewTensor(name="three", dtype="U8", shape=(4,), data=b"1111"), "why")
+    proposal.copy_tensor("one", "two", "why")
+    assert proposal.edits == [] and proposal.files() == {}
 
 
 class _Killed(BaseException):
@@ -175,19 +174,19 @@ def test_ended_at_every_step_the_same_command_gives_the_same_bytes(old, tmp_path
     def end() -> None:
         raise _Killed
 
-    rewrite(changed(old), tmp_path / "whole")
+    made(changed(old), tmp_path / "whole")
     wanted, step, ends, is_whole = digests(tmp_path / "whole"), 0, set(), False
     while not is_whole:
         step += 1
         out = tmp_path / f"out-{step}"
         with monkeypatch.context() as patched, suppress(_Killed):
             ended_at(step, patched, end)
-            rewrite(changed(old), out)
+            made(changed(old), out)
             is_whole = True
         ends.add((out.exists(), (out / WORK).exists()))
         assert not out.exists() or digests(out).items() >= wanted.items(), "whole or not there"
         if not out.exists() or (out / WORK / "cure.json").exists():
-            rewrite(changed(old), out)
+            made(changed(old), out)
         assert digests(out).items() >= wanted.items(), step
     assert step > 25 and {(False, False), (True, True)} <= ends
 
@@ -197,11 +196,11 @@ def test_a_killed_process_leaves_nothing_that_stops_the_next(old, tmp_path, monk
     wish, out = changed(old), tmp_path / "out"
     if (child := os.fork()) == 0:
         ended_at(step, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        rewrite(wish, out)
+        made(wish, out)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL and partial_path(out).is_dir()
-    rewrite(changed(old), tmp_path / "whole")
-    rewrite(changed(old), out)
+    made(changed(old), tmp_path / "whole")
+    made(changed(old), out)
     assert digests(out) == digests(tmp_path / "whole") and not partial_path(out).exists()
 
 
@@ -210,7 +209,7 @@ def test_a_disk_without_links_gets_copies_and_says_so(old, tmp_path, monkeypatch
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", no_link)
-    written = rewrite(changed(old), tmp_path / "out")
+    written = made(changed(old), tmp_path / "out")
     assert written.copied == ("modeling_x.py", "more/notes.txt", "mtp.safetensors") and not written.linked
     assert "3 copied" in written.sentence and (old / "mtp.safetensors").stat().st_nlink == 1
     assert (tmp_path / "out" / "mtp.safetensors").read_bytes() == (old / "mtp.safetensors").read_bytes()
@@ -225,7 +224,7 @@ def test_a_snapshot_of_the_hubs_cache_is_linked_to_its_blobs(old, tmp_path):
         (snapshot / name).symlink_to(f"../../blobs/{name}")
     (snapshot / "original").mkdir()
     (snapshot / "original" / "all.safetensors").symlink_to("../../../blobs/b.safetensors")
-    rewrite(changed(snapshot), tmp_path / "out")
+    made(changed(snapshot), tmp_path / "out")
     assert (tmp_path / "out" / "original" / "all.safetensors").samefile(blobs / "b.safetensors")
     linked = tmp_path / "out" / "mtp.safetensors"
     assert not linked.is_symlink() and linked.samefile(blobs / "mtp.safetensors")
@@ -246,7 +245,7 @@ def test_what_cannot_be_made_is_refused(old, tmp_path, breaks, message):
     wanted, out = changed(old), tmp_path / "out"
     breaks(old, out)
     with pytest.raises((CheckpointError, RecipeError), match=message):
-        rewrite(wanted, out)
+        made(wanted, out)
     assert out.exists() == (message == "never overwritten")
 
 
@@ -254,17 +253,10 @@ def test_a_checkpoint_that_changes_meanwhile_is_refused(old, tmp_path):
     wanted = changed(old)
     (old / "b.safetensors").write_bytes((old / "b.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=r"another b\.safetensors"):
-        rewrite(wanted, tmp_path / "out")
+        made(wanted, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_an_output_inside_the_checkpoint_is_refused(old):
     with pytest.raises(RecipeError, match="outside the source"):
-        rewrite(changed(old), old / "out")
-
-
-def test_a_tensor_with_other_bytes_than_its_shape_is_refused_by_name(old, tmp_path):
-    source = open_source(old)
-    wrong = as_it_was(source.entries["one"]).__class__(name="one", dtype="F32", shape=(2,), data=b"1234")
-    with pytest.raises(CheckpointError, match="one must have 8 bytes"):
-        write_shard(tmp_path / "new.safetensors", [wrong], source)
+        made(changed(old), old / "out")

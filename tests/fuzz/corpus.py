@@ -103,12 +103,6 @@ def model_of(name: str) -> str:
     return model if model in releases.MODELS else "glm-4.7" if name.startswith("glm ") else ""
 
 
-def recipe_of(name: str) -> str:
-    """The recipe's file name in its folder, which is also a source for it."""
-    assert name in RECIPES
-    return "recipe.yaml"
-
-
 def _recipe(path: Path, name: str) -> Path:
     shutil.copytree(ROOT / "models" / "tiny-glm4-moe", path)
     shipped = ROOT / "recipes" / "models" / "tiny-glm4-moe.yaml"

@@ -243,19 +243,35 @@ def grafted(rng: random.Random, file: str, tree: Any, *, under: tuple[Any, ...] 
         else:
             holder[name if how == "rename" else place[-1]] = put
 
-    return on_tree(file, f"{'.'.join(map(str, place))[:80]} {words[how]}", _unless_gone(change))
+    return on_tree(file, f"{'.'.join(map(str, place))[:80]} {words[how]}", change)
 
 
-def _unless_gone(change: Callable[[Any], None]) -> Callable[[Any], None]:
-    """An edit whose place another edit has removed does nothing."""
+def grafted_line(rng: random.Random, file: str, rows: list[Any]) -> Edit:
+    """A value in one line of a file of JSON lines is another."""
+    at = rng.randrange(len(rows))
+    inner = grafted(rng, "row", rows[at])
 
-    def do(tree: Any) -> None:
-        try:
-            change(tree)
-        except (LookupError, TypeError, AttributeError):
-            return
+    def do(folder: Path) -> None:
+        (folder / "row").write_text(json.dumps(rows[at]))
+        inner.do(folder)
+        changed = (folder / "row").read_bytes()
+        (folder / "row").unlink()
+        lines = [changed if number == at else json.dumps(row).encode() for number, row in enumerate(rows)]
+        replace(folder / file, b"\n".join(lines))
 
-    return do
+    return Edit(f"{file}: line {at + 1}, {inner.says}", do)
+
+
+def spoilt(rng: random.Random, folder: Path, file: str, *, under: tuple[Any, ...] = ()) -> Edit:
+    """One file is another: no file, other bytes, or, of JSON and of JSON lines, one other value."""
+    path, way = folder / file, rng.random()
+    if way < 0.12 or not path.is_file():
+        return no_file(rng, file)
+    if path.suffix == ".json" and way < 0.9 and path.stat().st_size < 10**6:
+        return grafted(rng, file, json.loads(path.read_bytes()), under=under)
+    if path.suffix == ".jsonl" and way < 0.9:
+        return grafted_line(rng, file, [json.loads(line) for line in path.read_text().splitlines()[:40]])
+    return mangled(rng, file, path.stat().st_size)
 
 
 # --- headers --------------------------------------------------------------------------------------------------------

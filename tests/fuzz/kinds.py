@@ -10,6 +10,7 @@ other cases did.
 import json
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -64,12 +65,11 @@ def header_bytes(rng: random.Random, kind: str) -> Case:
     """Headers whose bytes are wrong: flipped, cut, in another encoding, with another length."""
 
     def edit(folder: Path) -> Edit:
-        file = _shard(rng, folder)
-        if rng.random() < 0.5:
-            _, start = edits.read_header(folder / file)
-            inner = edits.mangled(rng, file, start - 8)
-            if rng.random() < 0.7:
-                return _inside_header(file, inner)
+        file, way = _shard(rng, folder), rng.random()
+        _, start = edits.read_header(folder / file)
+        if way < 0.35:
+            return _inside_header(file, edits.mangled(rng, file, start - 8))
+        if way < 0.5:
             return edits.mangled(rng, file, start)
         length = rng.choice((0, 1, 7, 8, 99_999_999, 100_000_001, 2**31, 2**63 - 1, 2**63, 2**64 - 1))
         return Edit(f"{file}: length field {length}", lambda folder: _relength(folder / file, length))
@@ -170,7 +170,6 @@ def _shard(rng: random.Random, folder: Path) -> str:
 
 def index(rng: random.Random, kind: str) -> Case:
     """The index: wrong types, files outside the folder, missing ones, wrong bytes."""
-    base = corpus.pick(rng)
     paths = (
         "../x.safetensors",
         "/etc/passwd",
@@ -192,78 +191,63 @@ def index(rng: random.Random, kind: str) -> Case:
     )
 
     def edit(folder: Path) -> Edit:
-        raw = (folder / INDEX).read_bytes()
-        if rng.random() < 0.2:
-            return edits.mangled(rng, INDEX, len(raw))
         path, name = rng.choice(paths), rng.choice(edits.NAMES)
-        if rng.random() < 0.5:
-            return edits.on_tree(INDEX, f"a tensor in {edits.shown(path)}", lambda tree: _into(tree, name, path))
-        return edits.grafted(rng, INDEX, json.loads(raw))
+        if rng.random() < 0.4:
+            says = f"a tensor in {edits.shown(path)}"
+            return edits.on_tree(INDEX, says, lambda tree: tree["weight_map"].update({name: path}))
+        return edits.spoilt(rng, folder, INDEX)
 
-    return _on_checkpoint(rng, kind, base, edit)
-
-
-def _into(tree: Any, name: str, path: Any) -> None:
-    if isinstance(tree.get("weight_map"), dict):
-        tree["weight_map"][name] = path
+    return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
 
 
 def config(rng: random.Random, kind: str) -> Case:
     """Every key of config.json: null, other types, numbers out of range, deep trees."""
-    return _json_case(rng, kind, corpus.pick(rng), "config.json", ())
-
-
-def counts(rng: random.Random, kind: str) -> Case:
-    """The numbers of config.json that something is counted by."""
-    base = corpus.pick(rng)
-    tree = json.loads((corpus.folder(base) / "config.json").read_bytes())
-    found = [place for place in edits.places(tree) if isinstance(_at(tree, place), int)]
-    place, number = rng.choice(found), rng.choice(edits.NUMBERS)
-
-    def change(tree: Any) -> None:
-        _at(tree, place[:-1])[place[-1]] = number
-
-    edit = edits.on_tree("config.json", f"{'.'.join(map(str, place))} = {edits.shown(number)}", change)
-    return Case(kind=kind, base=base, edits=(edit,), words=checkpoint_words(rng, base))
+    return _on_checkpoint(rng, kind, corpus.pick(rng), lambda folder: edits.spoilt(rng, folder, "config.json"))
 
 
 def quantization(rng: random.Random, kind: str) -> Case:
     """quantization_config of every dialect."""
-    return _json_case(rng, kind, corpus.pick(rng, quantized=True), "config.json", ("quantization_config",))
-
-
-def regexes(rng: random.Random, kind: str) -> Case:
-    """Patterns of a stranger, in every list of names."""
-    base = corpus.pick(rng, quantized=True)
-    tree = json.loads((corpus.folder(base) / "config.json").read_bytes())
-    under = tree.get("quantization_config", {})
-    lists = [place for place in edits.places(under) if isinstance(_at(under, place), list)]
-    pattern, place = rng.choice(edits.REGEXES), rng.choice([*lists, ("ignore",)])
-    pattern = pattern if rng.random() < 0.8 else pattern.removeprefix("re:")
-
-    def change(tree: Any) -> None:
-        holder = tree.setdefault("quantization_config", {})
-        if place == ("ignore",):
-            holder.setdefault("ignore", [])
-        _at(holder, place).append(pattern)
-
-    edit = edits.on_tree("config.json", f"{'.'.join(map(str, place))} has {edits.shown(pattern)}", change)
-    return Case(kind=kind, base=base, edits=(edit,), words=checkpoint_words(rng, base))
+    spoilt = partial(edits.spoilt, rng, file="config.json", under=("quantization_config",))
+    return _on_checkpoint(rng, kind, corpus.pick(rng, quantized=True), spoilt)
 
 
 def modelopt_file(rng: random.Random, kind: str) -> Case:
     """hf_quant_config.json."""
-    return _json_case(rng, kind, corpus.MODELOPT_FILE, "hf_quant_config.json", ())
+    return _on_checkpoint(rng, kind, corpus.MODELOPT_FILE, partial(edits.spoilt, rng, file="hf_quant_config.json"))
 
 
-def _json_case(rng: random.Random, kind: str, base: str, file: str, under: tuple[str, ...]) -> Case:
+def counts(rng: random.Random, kind: str) -> Case:
+    """The numbers of config.json that something is counted by."""
+
     def edit(folder: Path) -> Edit:
-        raw = (folder / file).read_bytes()
-        if rng.random() < 0.1:
-            return edits.mangled(rng, file, len(raw))
-        return edits.grafted(rng, file, json.loads(raw), under=under)
+        tree = json.loads((folder / "config.json").read_bytes())
+        place = rng.choice([place for place in edits.places(tree) if isinstance(_at(tree, place), int)])
+        return _on_place("config.json", place, "=", rng.choice(edits.NUMBERS), lambda old, new: new)
 
-    return _on_checkpoint(rng, kind, base, edit)
+    return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
+
+
+def regexes(rng: random.Random, kind: str) -> Case:
+    """Patterns of a stranger, in every list of names."""
+
+    def edit(folder: Path) -> Edit:
+        tree = json.loads((folder / "config.json").read_bytes()).get("quantization_config", {})
+        lists = [place for place in edits.places(tree) if isinstance(_at(tree, place), list)]
+        pattern, place = rng.choice(edits.REGEXES), rng.choice([*lists, ("ignore",)])
+        pattern = pattern if rng.random() < 0.8 else pattern.removeprefix("re:")
+        place = ("quantization_config", *place)
+        return _on_place("config.json", place, "has", pattern, lambda old, new: [*(old or []), new])
+
+    return _on_checkpoint(rng, kind, corpus.pick(rng, quantized=True), edit)
+
+
+def _on_place(file: str, place: tuple[Any, ...], how: str, new: Any, change: Callable[[Any, Any], Any]) -> Edit:
+    def do(tree: Any) -> None:
+        holder = _at(tree, place[:-1])
+        old = holder.get(place[-1]) if isinstance(holder, dict) else holder[place[-1]]
+        holder[place[-1]] = change(old, new)
+
+    return edits.on_tree(file, f"{'.'.join(map(str, place))} {how} {edits.shown(new)}", do)
 
 
 def _at(tree: Any, place: tuple[Any, ...]) -> Any:
@@ -274,32 +258,28 @@ def _at(tree: Any, place: tuple[Any, ...]) -> Any:
 
 def files(rng: random.Random, kind: str) -> Case:
     """A file of the checkpoint is a FIFO, a folder, a link that ends nowhere, a device."""
-    base = corpus.pick(rng)
 
     def edit(folder: Path) -> Edit:
         wanted = {path.name for path in folder.iterdir()} | {"hf_quant_config.json", "README.md", "tokenizer.json"}
         return edits.no_file(rng, rng.choice(sorted(wanted)))
 
-    return _on_checkpoint(rng, kind, base, edit)
+    return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
 
 
-# --- recipes and results --------------------------------------------------------------------------------------------
+# --- recipes --------------------------------------------------------------------------------------------------------
 
 
 def recipe_tree(rng: random.Random, kind: str) -> Case:
     """A recipe whose values are of other types."""
     base = rng.choice(corpus.RECIPES)
-    file = corpus.recipe_of(base)
-    tree = yaml.safe_load((corpus.folder(base) / file).read_text())
-    made = some(rng, lambda: _as_yaml(edits.grafted(rng, file, tree), file))
-    return Case(kind=kind, base=base, edits=made, words=_recipe_words(rng, file))
+    tree = yaml.safe_load((corpus.folder(base) / RECIPE).read_text())
+    made = some(rng, lambda: _as_yaml(edits.grafted(rng, RECIPE, tree), RECIPE))
+    return Case(kind=kind, base=base, edits=made, words=rng.choice(RECIPE_WORDS))
 
 
 def recipe_text(rng: random.Random, kind: str) -> Case:
     """A recipe that is odd YAML: aliases of aliases, deep, huge, tagged, with a key twice."""
     base = rng.choice(corpus.RECIPES)
-    file = corpus.recipe_of(base)
-    path = corpus.folder(base) / file
     aliases = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
     key = rng.choice(("summary", "model", "groups", "variants", "source", "overrides", "mtp"))
     texts: tuple[tuple[str, str], ...] = (
@@ -323,13 +303,12 @@ def recipe_text(rng: random.Random, kind: str) -> Case:
         ("a sexagesimal number", f"{key}: {'1:' * 50_000}1\n"),
     )
     says, text = rng.choice(texts)
-    if rng.random() < 0.3:
-        edit = edits.mangled(rng, file, path.stat().st_size)
-    elif rng.random() < 0.5:
-        edit = edits.on_bytes(file, f"{says}, at the end", lambda raw: raw + b"\n" + text.encode())
-    else:
-        edit = edits.on_bytes(file, f"{says}, alone", lambda raw: text.encode())
-    return Case(kind=kind, base=base, edits=(edit,), words=_recipe_words(rng, file))
+    ways = (
+        edits.mangled(rng, RECIPE, (corpus.folder(base) / RECIPE).stat().st_size),
+        edits.on_bytes(RECIPE, f"{says}, at the end", lambda raw: raw + b"\n" + text.encode()),
+        edits.on_bytes(RECIPE, f"{says}, alone", lambda raw: text.encode()),
+    )
+    return Case(kind=kind, base=base, edits=(rng.choice(ways),), words=rng.choice(RECIPE_WORDS))
 
 
 def _as_yaml(edit: Edit, file: str) -> Edit:
@@ -343,89 +322,17 @@ def _as_yaml(edit: Edit, file: str) -> Edit:
     return Edit(edit.says, do)
 
 
-def _recipe_words(rng: random.Random, file: str) -> tuple[str, ...]:
-    recipe = f"{{}}/{file}"
-    source = ("--source", "{}")
-    return rng.choice(
-        (
-            ("plan", recipe, *source),
-            ("plan", recipe, "--json", *source),
-            ("plan", recipe, "--scheme", "w4a16-fp8", *source),
-            ("quantize", recipe, "--dry-run", *source),
-            ("plan", recipe),
-            ("extra", recipe),
-            ("ls", recipe),
-        )
-    )
-
-
-def record(rng: random.Random, kind: str) -> Case:
-    """keepmtp.json and recipe.yaml of a measured checkpoint."""
-    return _evidence(rng, kind, ("NAME/keepmtp.json",))
-
-
-def results(rng: random.Random, kind: str) -> Case:
-    """report.json and the result of each station."""
-    stations = ("report", "check", "serve", "gsm8k", "bench", "closeness")
-    return _evidence(rng, kind, tuple(f"NAME.report/{name}.json" for name in stations))
-
-
-def beside(rng: random.Random, kind: str) -> Case:
-    """Any file of a measured checkpoint or of its results: no file, or other bytes; and the card that it came with."""
-    folder = corpus.folder(corpus.MEASURED)
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    key = rng.choice(("license", "language", "tags", "pipeline_tag", "base_model", "license_name"))
-    new = edits.text_of(edits.value(rng))
-
-    def edit() -> Edit:
-        file = rng.choice(names)
-        if rng.random() < 0.3:
-            return _front_matter(f"{key}: {new}")
-        if rng.random() < 0.3:
-            return edits.no_file(rng, file)
-        return edits.mangled(rng, file, (folder / file).stat().st_size)
-
-    return Case(kind=kind, base=corpus.MEASURED, edits=some(rng, edit), words=_evidence_words(rng), reads_weights=False)
-
-
-def _front_matter(line: str) -> Edit:
-    """The source's own card, which a checkpoint's card takes license and language from."""
-    text = f"---\n{line}\n---\n"
-
-    def do(folder: Path) -> None:
-        edits.replace(folder / "NAME/README.md", text.encode("utf-8", "surrogatepass"))
-
-    return Edit(f"NAME/README.md: front matter {edits.shown(line)}", do)
-
-
-def _evidence_words(rng: random.Random) -> tuple[str, ...]:
-    return rng.choice(
-        (
-            ("report", "{}/NAME.report", "--out", "{}.page"),
-            ("report", "{}/NAME.report/report.json", "--out", "{}.page"),
-            ("card", "{}/NAME", "--out", "{}.card"),
-            ("card", "{}/NAME", "--out", "{}.card", "--source", "{}/NAME", "--base-model", "org/name"),
-            ("gate", "{}/NAME"),
-            ("gate", "{}/NAME.report", "--json"),
-            ("check", "{}/NAME", "--record"),
-        )
-    )
-
-
-def _evidence(rng: random.Random, kind: str, names: tuple[str, ...]) -> Case:
-    folder = corpus.folder(corpus.MEASURED)
-
-    def edit() -> Edit:
-        file = rng.choice(names)
-        raw = (folder / file).read_bytes()
-        if rng.random() < 0.1:
-            return edits.no_file(rng, file)
-        if rng.random() < 0.1:
-            return edits.mangled(rng, file, len(raw))
-        return edits.grafted(rng, file, json.loads(raw))
-
-    made = some(rng, edit)
-    return Case(kind=kind, base=corpus.MEASURED, edits=made, words=_evidence_words(rng), reads_weights=False)
+RECIPE = "recipe.yaml"
+_PLAN = ("plan", f"{{}}/{RECIPE}", "--source", "{}")
+RECIPE_WORDS: tuple[tuple[str, ...], ...] = (
+    _PLAN,
+    (*_PLAN, "--json"),
+    (*_PLAN, "--scheme", "w4a16-fp8"),
+    ("quantize", *_PLAN[1:], "--dry-run"),
+    _PLAN[:2],
+    ("extra", _PLAN[1]),
+    ("ls", _PLAN[1]),
+)
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -498,9 +405,6 @@ KINDS: Mapping[str, Callable[[random.Random, str], Case]] = MappingProxyType(
         "files": files,
         "recipe tree": recipe_tree,
         "recipe text": recipe_text,
-        "record": record,
-        "results": results,
-        "files beside": beside,
         "command line": command_line,
         "logs": verbs.logs,
         "prompt files": verbs.prompt_files,
@@ -508,7 +412,7 @@ KINDS: Mapping[str, Callable[[random.Random, str], Case]] = MappingProxyType(
         "rows": verbs.rows,
         "names": verbs.names,
         "companions": verbs.companions,
-        "evidence": verbs.evidence,
+        "results": verbs.results,
         "init and pin": verbs.recipes,
         "publishing": verbs.publishing,
         "broken for cures": cures.writing((header_tree, index, config, counts, quantization, regexes, files)),

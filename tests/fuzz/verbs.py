@@ -110,18 +110,7 @@ def _lines(rng: random.Random, file: str, rows: Rows) -> Edit:
         good.insert(at, line)
         content = "\n".join(good).encode("utf-8", "surrogatepass")
         return _written(file, f"line {at + 1} is {edits.shown(line)}", content)
-    inner = edits.grafted(rng, "row", rows[at])
-
-    def graft(folder: Path) -> None:
-        """The row in a file of its own, changed there."""
-        own = folder / "row"
-        own.write_text(good[at])
-        inner.do(folder)
-        lines = [line if number != at else own.read_text() for number, line in enumerate(good)]
-        own.unlink()
-        edits.replace(folder / file, "\n".join(lines).encode())
-
-    return Edit(f"{file}: line {at + 1}, {inner.says}", graft)
+    return edits.grafted_line(rng, file, rows)
 
 
 def _ending(rng: random.Random, *usual: str) -> str:
@@ -244,24 +233,29 @@ _OF_A_FOLDER: tuple[tuple[str, ...], ...] = (
 )
 
 
+_OF_RESULTS: tuple[tuple[str, ...], ...] = (
+    ("report", "{}.report", "--out", "{}.page"),
+    ("report", "{}.report/report.json", "--out", "{}.page"),
+    ("card", "{}", "--out", "{}.card", "--source", "{}", "--base-model", "org/name"),
+    ("gate", "{}.report", "--json"),
+    ("check", "{}", "--record"),
+)
+"""Verbs that read what was measured."""
+
+
 # --- what lies in a checkpoint, and beside it -------------------------------------------------------------------------
 
 
 def companions(rng: random.Random, kind: str) -> Case:
     """The small files of a checkpoint that only serving, asking or a card reads; and its config for these verbs."""
     base = rng.choice(corpus.REAL)
-    folder = corpus.folder(base)
     own = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "README.md")
     added = ("chat_template.jinja", "hf_quant_config.json", "keepmtp.json", "recipe.yaml")
 
     def edit() -> Edit:
-        file = rng.choice((*own, *own, *added))
-        path = folder / file
-        if rng.random() < 0.2:
-            return edits.no_file(rng, file)
-        if path.suffix == ".json" and path.is_file() and path.stat().st_size < 10**6 and rng.random() < 0.7:
-            return edits.grafted(rng, file, json.loads(path.read_bytes()))
-        content = path.read_bytes() if path.is_file() else b'{"chat_template": "x"}'
+        if rng.random() < 0.8:
+            return edits.spoilt(rng, corpus.folder(base), rng.choice(own))
+        file, content = rng.choice(added), b'{"chat_template": "x"}'
         inner = edits.mangled(rng, file, len(content))
         return _written(file, inner.says, content, inner.do)
 
@@ -272,41 +266,40 @@ def _near(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(str(corpus.folder(corpus.OTHER)) if word == "OTHER" else word for word in words)
 
 
-def evidence(rng: random.Random, kind: str) -> Case:
+def results(rng: random.Random, kind: str) -> Case:
     """Records, results and reports of every station, for the verbs that go on with them."""
-    return _of_measured(rng, kind, corpus.MEASURED)
+    words = _near(rng.choice((*_READS, *_OF_RESULTS)))
+    return _of_measured(rng, kind, corpus.MEASURED, words)
 
 
 def publishing(rng: random.Random, kind: str) -> Case:
     """A checkpoint with a card, ready to be sent, where one file is another."""
-    return _of_measured(rng, kind, corpus.CARDED)
+    words = rng.choice((("publish", "{}", "--repo", "org/name", "--dry-run"), ("card", "{}", "--out", "{}.card")))
+    return _of_measured(rng, kind, corpus.CARDED, words)
 
 
-def _of_measured(rng: random.Random, kind: str, base: str) -> Case:
-    folder = corpus.folder(base)
+def _of_measured(rng: random.Random, kind: str, base: str, words: tuple[str, ...]) -> Case:
+    folder, name = corpus.folder(base), corpus.checkpoint_in(base)
     found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    name = corpus.checkpoint_in(base)
     by_folder = [[file for file in found if file.startswith(f"{name}{part}/")] for part in ("", ".report", ".card")]
     by_folder = [files for files in by_folder if files]
 
     def edit() -> Edit:
-        file = rng.choice(rng.choice(by_folder))
-        path, way = folder / file, rng.random()
-        if way < 0.15:
-            return edits.no_file(rng, file)
-        if way < 0.25:
+        if rng.random() < 0.1:
             return _strange_file(rng)
-        if path.suffix == ".json" and way < 0.7:
-            return edits.grafted(rng, file, json.loads(path.read_bytes()))
-        if path.suffix == ".jsonl" and way < 0.9:
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            return _lines(rng, file, lines[:40])
-        return edits.mangled(rng, file, path.stat().st_size)
+        if rng.random() < 0.1:
+            return _front_matter(rng, f"{name}/README.md")
+        return edits.spoilt(rng, folder, rng.choice(rng.choice(by_folder)))
 
-    published = (("publish", "{}", "--repo", "org/name", "--dry-run"), ("card", "{}", "--out", "{}.card"))
-    words = _near(rng.choice(published if base == corpus.CARDED else _READS))
     words = tuple(word.replace("{}", f"{{}}/{name}", 1) for word in words)
     return _case(kind=kind, base=base, edits=some(rng, edit), words=words)
+
+
+def _front_matter(rng: random.Random, file: str) -> Edit:
+    """The source's own card, which a checkpoint's card takes license and language from."""
+    key = rng.choice(("license", "language", "tags", "pipeline_tag", "base_model", "license_name"))
+    line = f"{key}: {edits.text_of(edits.value(rng))}"
+    return _written(file, f"front matter {edits.shown(line)}", f"---\n{line}\n---\n".encode("utf-8", "surrogatepass"))
 
 
 def recipes(rng: random.Random, kind: str) -> Case:

@@ -1,9 +1,20 @@
 """Who cures which of the broken checkpoints: fix, graft, or nothing here.
 
-In: BROKEN, by the starts of its names. Out: `CURED` by fix, `GRAFTED`, `NOT_CURED`.
+In: BROKEN, by the starts of its names. Out: `CURED` by fix, `GRAFTED`, `NOT_CURED`; and the release of a checkpoint.
 """
 
+from functools import cache
+from pathlib import Path
+
+import releases
 from broken import BROKEN
+from checkpoint_files import write
+from dry_corpus import TWINS
+from good import released
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cure.graft_refusals import refuse_another_model
+from keepmtp.recipes.errors import KeepMTPError
+from written_values import fill
 
 # What the others need, by the start of the case's name.
 GRAFT = (
@@ -66,3 +77,25 @@ OTHERS = (*GRAFT, *QUANTIZE_ANEW, *NOT_IN_MODELOPT, *THE_RELEASE)
 CURED = [case for case in BROKEN if not case.name.startswith(OTHERS)]
 GRAFTED = [case for case in BROKEN if case.name.startswith(GRAFT)]
 NOT_CURED = [case for case in BROKEN if case.name.startswith((*QUANTIZE_ANEW, *NOT_IN_MODELOPT, *THE_RELEASE))]
+
+
+@cache
+def _release(model: str, place: Path, *, is_filled: bool) -> Path:
+    if not is_filled:
+        return write(place / "releases" / model, released(model))
+    fill(_release(model, place, is_filled=False))
+    return _release(model, place, is_filled=False)
+
+
+def release_of(folder: Path, place: Path) -> Path:
+    """The release that a checkpoint was made from, by graft's own comparison; with values, and written once."""
+    of_type = open_source(folder).config["model_type"]
+    for model in (name for name, config in releases.MODELS.items() if config["model_type"] == of_type):
+        if model in TWINS:
+            continue
+        try:
+            refuse_another_model(open_source(folder), open_source(_release(model, place, is_filled=False)))
+        except KeepMTPError:
+            continue
+        return _release(model, place, is_filled=True)
+    raise LookupError(folder)
