@@ -170,7 +170,7 @@ def _entries_for(runtime: RuntimeView, spelling: _Spelling, missed: Sequence[Mod
     return _compacted(found, packed)
 
 
-def _names_for(runtime: RuntimeView, spelling: _Spelling, module: Module, packed: list[str]) -> list[str]:
+def _names_for(runtime: RuntimeView, spelling: _Spelling, module: Module, packed: Sequence[str]) -> list[str]:
     """The entries for one module: vLLM's name, or, where a mapper spoils that, the names on disk."""
     if isinstance(runtime.dialect, CompressedTensors) and module.kind == "experts":
         return [f"re:^{re.escape(module.name)}[.]"]
