@@ -11,10 +11,7 @@ from typing import Any
 from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..quantize.config.modelopt import hf_quant_config
 from ..validate.check.dialects.modelopt import ModelOpt, reads_other_file
-from ..validate.check.runtime_view import RuntimeView
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
-
-_LINEAR = "linear_attn"  # the module of Qwen's layers with linear attention
 
 
 def mtp_count_is_what_is_there(faulty: Faulty) -> None:
@@ -43,17 +40,7 @@ def layer_types_are_cut(faulty: Faulty) -> None:
     if isinstance(types, list) and len(types) > expected:
         why = f"num_hidden_layers={view.num_layers}: loading the config fails with {len(types)} entries"
         place = (*_holder(faulty.proposal, "layer_types"), "layer_types")
-        value = [_kind_of_layer(faulty.runtime, index, kind) for index, kind in enumerate(types[:expected])]
-        faulty.proposal.set(CONFIG, place, value, why)
-
-
-def _kind_of_layer(runtime: RuntimeView, index: int, said: Any) -> Any:
-    """The kind of a decoder layer that its tensors show; what was said where they do not show it."""
-    stem = f"{runtime.view.disk_stem('backbone', index)}{_LINEAR}."
-    if any(name.startswith(stem) for name in runtime.source.entries):
-        return "linear_attention"
-    has_any = any(f".{_LINEAR}." in name for name in runtime.source.entries)
-    return "full_attention" if said == "linear_attention" and has_any else said
+        faulty.proposal.set(CONFIG, place, types[:expected], why)
 
 
 def extras_are_set(faulty: Faulty) -> None:

@@ -247,10 +247,11 @@ def _is_form_of(faulty: Faulty, group: Mapping[str, Any], module: Module) -> boo
     config = faulty.runtime.source.config
     alone = {"config_groups": {"group": {**group, "targets": ["Linear"]}}, "ignore": []}
     dialect = read_dialect({**config, "quantization_config": {**faulty.proposal.quantization(), **alone}}, None)
-    assert isinstance(dialect, CompressedTensors)
-    built = (dialect.expert_targets if module.kind == "experts" else dialect.targets).builds["Linear"]
-    leaves = frozenset(module.members[0].weight.parts)
-    return not isinstance(built, str) and built.form == _form(module) and not (leaves ^ built.leaves) - built.optional
+    # A head is named by a target of its own, which is added.
+    kind = "experts" if module.kind == "experts" else "linear"
+    found = dialect.resolve(module.name, shards=module.shards, kind=kind)
+    is_form = not found.error and found.built.form == _form(module)
+    return is_form and not (module.members[0].weight.parts.keys() ^ found.built.leaves) - found.built.optional
 
 
 def _target_for(module: Module) -> str:

@@ -18,10 +18,9 @@ from keepmtp.cure import graft_fetch
 from keepmtp.cure.graft import plan_graft
 from keepmtp.cure.graft_write import carry_out
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
-from keepmtp.recipes.families import find_view
 from keepmtp.validate.check import untrained
 from keepmtp.validate.check.check import check
-from live_tensors import tensors_of, without_block
+from live_tensors import drop_block, tensors_of, without_block
 from outputs import digests, forks
 from releases import source_layout, write_checkpoint
 
@@ -40,19 +39,6 @@ def quantized(folder: Path, recipe: str, **choices: str) -> Path:
     made, text = pipeline.plan_for(recipe, source=str(RELEASE), **choices)
     pipeline.quantize(made, text, out=folder)
     return folder
-
-
-def drop_block(folder: Path, out: Path) -> Path:
-    """A copy without the files of the MTP block, as most tools leave it."""
-    shutil.copytree(folder, out)
-    index = json.loads((out / INDEX).read_text())
-    view = find_view(open_source(out).config, out)
-    gone = {file for name, file in index["weight_map"].items() if view.is_mtp(name)}
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file not in gone}
-    (out / INDEX).write_text(json.dumps(index, indent=2))
-    for file in gone:
-        (out / file).unlink()
-    return out
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from calibrated import in_both_formats
 from cures import OTHER
-from keepmtp.checkpoints.source import INDEX, open_source
+from keepmtp.checkpoints.source import INDEX
 from keepmtp.cure.convert import convert, plan_conversion
-from keepmtp.recipes.families import find_view
-from safetensors.torch import load_file, save_file
+from live_tensors import drop_block
 
 
 def make(folder: Path, first: str) -> None:
@@ -23,21 +22,8 @@ def make(folder: Path, first: str) -> None:
     made[first][1].rename(folder / "first")
     shutil.rmtree(folder / "made")
     convert(plan_conversion(str(folder / "first"), OTHER[first]), folder / "there")
-    _without_block(folder / "first", folder / "lost")
+    drop_block(folder / "first", folder / "lost")
     shutil.copytree(folder / "first", folder / "broken")
     index = json.loads((folder / "first" / INDEX).read_text())
     index["metadata"]["total_size"] += 1
     (folder / "broken" / INDEX).write_text(json.dumps(index))
-
-
-def _without_block(first: Path, lost: Path) -> None:
-    shutil.copytree(first, lost)
-    opened = open_source(first)
-    view = find_view(opened.config, first)
-    kept = {name: entry.file for name, entry in opened.entries.items() if not view.is_mtp(name)}
-    for file in {entry.file for entry in opened.entries.values()}:
-        tensors = {name: value for name, value in load_file(lost / file).items() if name in kept}
-        (lost / file).unlink()
-        if tensors:
-            save_file(tensors, lost / file)
-    (lost / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}))

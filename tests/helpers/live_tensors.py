@@ -1,10 +1,13 @@
 """What a folder's tensors are, byte for byte, and checkpoints without their MTP block."""
 
+import json
+import shutil
 from pathlib import Path
 
 from checkpoint_files import Checkpoint
-from keepmtp.checkpoints.source import open_source
+from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.recipes.families import find_view
+from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 """Dtype, shape and bytes by name."""
@@ -24,3 +27,18 @@ def without_block(checkpoint: Checkpoint) -> Checkpoint:
     view = find_view(checkpoint.config, "built")
     checkpoint.tensors = {name: spec for name, spec in checkpoint.tensors.items() if not view.is_mtp(name)}
     return checkpoint
+
+
+def drop_block(folder: Path, lost: Path) -> Path:
+    """A copy without the tensors of the MTP block, as most tools leave it."""
+    shutil.copytree(folder, lost)
+    opened = open_source(folder)
+    view = find_view(opened.config, folder)
+    kept = {name: entry.file for name, entry in opened.entries.items() if not view.is_mtp(name)}
+    for file in {entry.file for entry in opened.entries.values()}:
+        tensors = {name: value for name, value in load_file(lost / file).items() if name in kept}
+        (lost / file).unlink()
+        if tensors:
+            save_file(tensors, lost / file)
+    (lost / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+    return lost
