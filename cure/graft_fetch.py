@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from ..checkpoints.files import within, write_at
 from ..checkpoints.hub import AT_A_TIME, GAP_BYTES, read_range
-from ..checkpoints.kept_lines import has_whole_lines
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
 from ..checkpoints.unchanged import states_of
@@ -66,9 +65,11 @@ def fetch(source: Source, entries: Iterable[Entry], folder: Path, progress: Call
     """
     folder.mkdir(parents=True, exist_ok=True)
     wanted, lines, lock = ranges_of(entries), folder / _DONE, Lock()
-    done: set[Range] = set()
-    if has_whole_lines(lines):
-        done = {Range(*json.loads(line)) for line in lines.read_text(encoding="utf-8").splitlines()}
+    # A line that a kill cut in two is none.
+    *whole, rest = lines.read_text(encoding="utf-8").split("\n") if lines.is_file() else [""]
+    if rest:
+        lines.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+    done = {Range(*json.loads(line)) for line in whole}
     progress(sum(piece.num_bytes for piece in wanted if piece in done))
 
     def bring(piece: Range) -> None:
