@@ -143,9 +143,7 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
     Raises: CheckpointError if the scale's shape does not fit.
     """
-    num_rows, num_columns = packed.shape[0], packed.shape[1] * 2
-    _expect_shape("scale", scale, (num_rows, num_columns // 32))
-    return _fp4(packed, scale, divisor=None)
+    return _fp4(packed, scale, 32, lambda factor: factor)
 
 
 def nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, *, divisor: bool) -> Tensor:
@@ -162,12 +160,10 @@ def nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, *, divisor: bool)
 
     Raises: CheckpointError if a scale's shape does not fit.
     """
-    num_rows, num_columns = packed.shape[0], packed.shape[1] * 2
-    _expect_shape("scale", scale, (num_rows, num_columns // 16))
     if global_scale.numel() != 1:
         _expect_shape("global scale", global_scale, (1,))
-    common = global_scale.float().reshape(1, 1)
-    return _fp4(packed, scale, divisor=common) if divisor else _fp4(packed, scale, multiplier=common)
+    common, rescale = global_scale.float().reshape(1, 1), torch.div if divisor else torch.mul
+    return _fp4(packed, scale, 16, lambda factor: rescale(factor, common))
 
 
 def int_packed(
@@ -214,19 +210,16 @@ def _zero_points(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
     return codes.flatten(0, 1)[: shape[0]].float() - (1 << (bits - 1))
 
 
-def _fp4(packed: Tensor, scale: Tensor, *, divisor: Tensor | None = None, multiplier: Tensor | None = None) -> Tensor:
-    """E2M1 codes times their groups' scales, these in turn divided or multiplied by a common one if there is any."""
+def _fp4(packed: Tensor, scale: Tensor, group_size: int, rescale: Callable[[Tensor], Tensor]) -> Tensor:
+    """E2M1 codes times their groups' scales, after `rescale`."""
     table = _pair_table(torch.tensor(_E2M1_VALUES, device=packed.device))
+    num_rows, num_columns = packed.shape[0], packed.shape[1] * 2
+    _expect_shape("scale", scale, (num_rows, num_columns // group_size))
 
     def chunk(first: int, last: int) -> Tensor:
-        factor = _scale_to_float(scale[first:last])
-        if divisor is not None:
-            factor = factor / divisor
-        if multiplier is not None:
-            factor = factor * multiplier
-        return _scale_groups(_look_up(table, packed[first:last]), factor)
+        return _scale_groups(_look_up(table, packed[first:last]), rescale(_scale_to_float(scale[first:last])))
 
-    return _by_rows((packed.shape[0], packed.shape[1] * 2), packed.device, chunk)
+    return _by_rows((num_rows, num_columns), packed.device, chunk)
 
 
 def _by_rows(

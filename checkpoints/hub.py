@@ -44,14 +44,30 @@ _EXPIRED = (401, 403, 404, 410)
 _leads_to: dict[str, str] = {}
 
 
+# What the Hub's client raises: the rule and the cure, for the first of the classes that fits.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_REFUSALS: tuple[tuple[Any, str, str], ...] = (
+    (
+        GatedRepoError,
+        "the Hub repository must not be gated for you",
+        "Ask for access on its page and run `hf auth login`",
+    ),
+    (RepositoryNotFoundError, "must be {}", "Check the name, or run `hf auth login` if it is private"),
+    (RevisionNotFoundError, "the revision must exist", "Check revision {}"),
+    (EntryNotFoundError, "a checkpoint has a config.json", "Check the repository"),
+    (OfflineModeIsEnabled, "the Hub must be reachable", "Unset HF_HUB_OFFLINE or give a folder"),
+    (
+        (HfHubHTTPError, HTTPError, OSError),
+        "the Hub must be reachable",
+        "Check the network, or give a folder as SOURCE",
+    ),
+    (_MALFORMED, "the Hub must answer as it is documented", "Run it again, or check HF_ENDPOINT"),
+)
+
+
 @contextmanager
-def hub_errors(repo: str, revision: str) -> Iterator[None]:
+def hub_errors(repo: str, revision: str, kind: str = "a folder or a public Hub repository") -> Iterator[None]:
     """Turns the Hub's exceptions, and those of its client over a mangled answer, into one sentence."""
-
-    def refusal(error: Exception, rule: str, cure: str) -> NoCheckpointError:
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return NoCheckpointError(repo, rule, got=first_line.rstrip("."), cure=cure)
-
     install_once()
     try:
         yield
@@ -59,24 +75,12 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         raise NoCheckpointError(error.where, error.rule, got=error.got, cure=error.cure) from error
     except KeepMTPError:
         raise
-    except GatedRepoError as error:
-        cure = "Ask for access on its page and run `hf auth login`"
-        raise refusal(error, "the Hub repository must not be gated for you", cure) from error
-    except RepositoryNotFoundError as error:
-        cure = "Check the name, or run `hf auth login` if it is private"
-        raise refusal(error, "must be a folder or a public Hub repository", cure) from error
-    except RevisionNotFoundError as error:
-        raise refusal(error, "the revision must exist", f"Check revision {revision}") from error
-    except EntryNotFoundError as error:
-        raise refusal(error, "a checkpoint has a config.json", "Check the repository") from error
-    except OfflineModeIsEnabled as error:
-        raise refusal(error, "the Hub must be reachable", "Unset HF_HUB_OFFLINE or give a folder") from error
-    except (HfHubHTTPError, HTTPError, OSError) as error:
-        raise refusal(error, "the Hub must be reachable", "Check the network, or give a folder as SOURCE") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        got = f"another answer ({type(error).__name__})"
-        cure = "Run it again, or check HF_ENDPOINT"
-        raise NoCheckpointError(repo, "the Hub must answer as it is documented", got=got, cure=cure) from error
+    except (*_MALFORMED, EntryNotFoundError, HfHubHTTPError, HTTPError, OSError) as error:
+        rule, cure = next((rule, cure) for kinds, rule, cure in _REFUSALS if isinstance(error, kinds))
+        got = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        if rule == _REFUSALS[-1][1]:
+            got = f"another answer ({type(error).__name__})"
+        raise NoCheckpointError(repo, rule.format(kind), got=got, cure=cure.format(revision)) from error
 
 
 def files_of(repo: str, revision: str) -> tuple[str, list[str]]:

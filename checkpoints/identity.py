@@ -8,7 +8,6 @@ that changed just before it was read may change again within the clock's step, s
 """
 
 import hashlib
-import json
 import os
 import shlex
 import stat
@@ -104,8 +103,8 @@ def identify(folder: Path, *, cache: Path | None = None, watch: ReadingBar | Non
     if unread:
         known |= _read_all(unread, watch)
         if cache is not None:
-            kept = {path: file for path, file in known.items() if path not in unread or file.mtime_ns < settled}
-            _write_cache(cache / CACHE, kept)
+            kept = {path: file for path, file in sorted(known.items()) if path not in unread or file.mtime_ns < settled}
+            write_whole(cache / CACHE, _Cache(version=1, files=kept).model_dump_json(indent=2) + "\n")
     return _identity(folder, {path: known[path] for path in files})
 
 
@@ -226,7 +225,7 @@ def _raise(error: OSError) -> None:
 def _read_all(files: Mapping[str, _Seen], watch: ReadingBar | None) -> dict[str, _Seen]:
     """The files with their hashes. The largest come first, so that no thread has a large one left at the end."""
     paths = sorted(files, key=lambda path: -files[path].num_bytes)
-    bar = watch(sum(file.num_bytes for file in files.values())) if watch else nullcontext(_ignore)
+    bar = watch(sum(file.num_bytes for file in files.values())) if watch else nullcontext(lambda _: None)
     stop = threading.Event()
     with bar as advance, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         try:
@@ -257,10 +256,6 @@ def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threadin
     return file.model_copy(update={"sha256": digest.hexdigest()})
 
 
-def _ignore(_: int) -> None:
-    pass
-
-
 def _read_cache(path: Path) -> dict[str, _Seen]:
     """The kept hashes; a cache that cannot be read has none, and is written again."""
     try:
@@ -269,8 +264,3 @@ def _read_cache(path: Path) -> dict[str, _Seen]:
     except (CheckpointError, OSError, ValidationError):
         return {}
     return dict(cache.files) if cache.version == 1 else {}
-
-
-def _write_cache(path: Path, files: Mapping[str, _Seen]) -> None:
-    cache = {"version": 1, "files": {key: entry.model_dump() for key, entry in sorted(files.items())}}
-    write_whole(path, json.dumps(cache, indent=2) + "\n")

@@ -7,7 +7,7 @@ Easy to get wrong: three conventions share suffixes. `weight_scale` is per block
 NVFP4's second scale is a divisor (`weight_global_scale`) or a multiplier (`weight_scale_2`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -64,10 +64,8 @@ T = TypeVar("T")
 
 def weight_of(parts: Mapping[str, T]) -> T:
     """The weight among a module's parts, by leaf; a parameter without a module is its own."""
-    for leaf in ("weight_packed", "weight"):
-        if leaf in parts:
-            return parts[leaf]
-    return next(iter(parts.values()))
+    leaf = next((leaf for leaf in ("weight_packed", "weight") if leaf in parts), next(iter(parts)))
+    return parts[leaf]
 
 
 def scale_of(parts: Mapping[str, T]) -> T:
@@ -110,21 +108,7 @@ def stored_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight]
     Returns:
         The weights by module, and every other tensor (biases, parameters without a module, scales without a weight).
     """
-    modules: dict[str, dict[str, Entry]] = {}
-    rest: list[Entry] = []
-    for entry in entries:
-        module, _, leaf = entry.name.rpartition(".")
-        if module and (leaf in WEIGHT_LEAVES or leaf in SCALE_LEAVES):
-            modules.setdefault(module, {})[leaf] = entry
-        else:
-            rest.append(entry)
-    weights: dict[HFName, StoredWeight] = {}
-    for module, parts in modules.items():
-        if any(leaf in parts for leaf in WEIGHT_LEAVES):
-            weights[HFName(module)] = _classify(HFName(module), parts)
-        else:
-            rest.extend(parts.values())
-    return weights, rest
+    return _grouped(entries, WEIGHT_LEAVES, (*WEIGHT_LEAVES, *SCALE_LEAVES), _classify)
 
 
 def transposed_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
@@ -136,25 +120,35 @@ def transposed_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWei
     Returns:
         The weights by module, and every other tensor.
     """
-    modules: dict[str, dict[str, Entry]] = {}
+    return _grouped(entries, TRANSPOSED_LEAVES[:1], TRANSPOSED_LEAVES, _transposed)
+
+
+def _grouped(
+    entries: Iterable[Entry],
+    weights: tuple[str, ...],
+    leaves: tuple[str, ...],
+    classify: Callable[[HFName, Mapping[str, Entry]], StoredWeight],
+) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
+    """Modules with one of `weights` among their `leaves`, and every other tensor."""
+    modules: dict[HFName, dict[str, Entry]] = {}
     rest: list[Entry] = []
     for entry in entries:
         module, _, leaf = entry.name.rpartition(".")
-        if module and leaf in TRANSPOSED_LEAVES:
-            modules.setdefault(module, {})[leaf] = entry
+        if module and leaf in leaves:
+            modules.setdefault(HFName(module), {})[leaf] = entry
         else:
             rest.append(entry)
-    weights: dict[HFName, StoredWeight] = {}
-    for module, found in modules.items():
-        if "qweight" in found:
-            parts = {leaf: found[leaf] for leaf in TRANSPOSED_LEAVES if leaf in found}
-            weights[HFName(module)] = _transposed(HFName(module), parts)
+    found: dict[HFName, StoredWeight] = {}
+    for module, parts in modules.items():
+        if parts.keys().isdisjoint(weights):
+            rest.extend(parts.values())
         else:
-            rest.extend(found.values())
-    return weights, rest
+            found[module] = classify(module, parts)
+    return found, rest
 
 
-def _transposed(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
+def _transposed(module: HFName, found: Mapping[str, Entry]) -> StoredWeight:
+    parts = {leaf: found[leaf] for leaf in TRANSPOSED_LEAVES if leaf in found}
     packed, scales = parts["qweight"].shape, parts["scales"].shape if "scales" in parts else ()
     if len(packed) != 2 or len(scales) != 2 or not scales[1]:
         return StoredWeight(module=module, form="unknown", parts=parts, shape=packed)

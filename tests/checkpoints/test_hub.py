@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hub import Fault, Hub, serving
 from keepmtp.checkpoints.source import INDEX, open_source
-from keepmtp.recipes.errors import CheckpointError, NoCheckpointError
+from keepmtp.recipes.errors import CheckpointError
 from releases import source_layout, write_checkpoint
 
 
@@ -121,8 +121,3 @@ def test_a_server_that_sends_the_whole_file(hub, folder):
     raw = shard.read_bytes()
     hub.faults.append(Fault(shard.name, status=200, body=raw, headers={"Content-Length": str(len(raw))}))
     assert open_source("org/model").entries == open_source(folder).entries
-
-
-def test_what_the_hub_does_not_have_is_no_finding(hub):
-    with pytest.raises(NoCheckpointError):
-        open_source("org/other")
