@@ -1,13 +1,14 @@
 """Tests against real vLLM share what takes long to start."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import cache
 
 import pytest
+from checkpoint_files import Checkpoint, write
 from keepmtp.validate.dryload import check_on
-from keepmtp.validate.dryload.loader import DryLoader
-from keepmtp.validate.facts.dry_load import GPU
+from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.facts.dry_load import GPU, LoadAccount
 from keepmtp.validate.facts.vllm_env import find_vllm
 
 
@@ -16,6 +17,18 @@ def dry_loader() -> Iterator[Callable[[GPU], DryLoader]]:
     """vLLM's process for a pretended GPU, one for a worker: it takes 10 s to import vLLM."""
     with ExitStack() as stack:
         yield cache(lambda gpu: stack.enter_context(DryLoader(find_vllm(), gpu=gpu)))
+
+
+@pytest.fixture(scope="session")
+def dry_loaded(dry_loader, tmp_path_factory) -> Callable[..., dict[str, LoadAccount]]:
+    """What vLLM did with checkpoints, by name."""
+
+    def loaded(made: Mapping[str, Checkpoint], gpu: GPU = "sm100") -> dict[str, LoadAccount]:
+        place = tmp_path_factory.mktemp("dry")
+        jobs = [Job(folder=write(place / str(number), each)) for number, each in enumerate(made.values())]
+        return dict(zip(made, dry_loader(gpu).load_all(jobs), strict=True))
+
+    return loaded
 
 
 @pytest.fixture(scope="session", autouse=True)

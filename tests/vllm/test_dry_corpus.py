@@ -5,7 +5,7 @@ part's score is printed as a table.
 """
 
 import re
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,38 +26,6 @@ DEFECT = "vllm-defect"
 HOPPER_ALONE = "dots3-note-prev"
 
 
-@dataclass
-class Score:
-    """Cases by who caught them, and what went wrong."""
-
-    caught: dict[str, list[str]] = field(default_factory=lambda: {"both": [], "static": [], "dry": [], "neither": []})
-    clean: list[str] = field(default_factory=list)
-    defects: list[str] = field(default_factory=list)
-    other_gpu: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-    @property
-    def good(self) -> tuple[list[str], ...]:
-        return self.clean, self.defects, self.other_gpu
-
-    def table(self) -> str:
-        counts = {who: len(names) for who, names in self.caught.items()}
-        either = sum(counts.values()) - counts["neither"]
-        rows = [
-            ("broken checkpoints", sum(counts.values())),
-            ("  caught by the static check", counts["static"] + counts["both"]),
-            ("  caught by the dry load", counts["dry"] + counts["both"]),
-            ("  caught by either", either),
-            ("  by the dry load alone", counts["dry"]),
-            ("  by the static check alone", counts["static"]),
-            ("good checkpoints", sum(map(len, self.good)) + sum("false alarm" in w for w in self.wrong)),
-            ("  without a finding", len(self.clean)),
-            ("  refused for a known defect of vLLM's", len(self.defects)),
-            ("  refused on this GPU alone", len(self.other_gpu)),
-        ]
-        return "\n".join(f"  {name:<42}{count:>5}" for name, count in rows)
-
-
 @pytest.fixture(scope="module")
 def vllm() -> VLLM:
     try:
@@ -70,7 +38,7 @@ def vllm() -> VLLM:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_right_both_ways(part: int, dry_loader, vllm: VLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    score = Score()
+    score, wrong = Counter[str](), list[str]()
     loader = dry_loader(GPU)  # it imports vLLM while the checkpoints are written
     cases = [*good_cases(), *broken_cases()][part::PARTS]
     folders = [write(tmp_path / f"{number:03} {_slug(case.name)}", case.build()) for number, case in enumerate(cases)]
@@ -81,38 +49,39 @@ def test_right_both_ways(part: int, dry_loader, vllm: VLLM, tmp_path: Path, caps
     accounts = loader.load_all(jobs)
     for case, checked, account in zip(cases, examined, accounts, strict=True):
         found = with_loads(checked, [account], vllm.version).data.findings
-        (_score_broken if case.by else _score_good)(score, case, found)
+        outcome, fault = (_broken if case.by else _good)(case, found)
+        score[outcome] += 1
+        wrong += [f"{case.name}: {fault}: {_told(found)}"] if fault else []
     with capsys.disabled():
-        print(f"\n\npart {part + 1} of {PARTS}, checked on {GPU}, vLLM {vllm.version}\n{score.table()}")
-    assert not score.wrong, "\n".join(["", *score.wrong])
+        print(f"\n\npart {part + 1} of {PARTS}, checked on {GPU}, vLLM {vllm.version}")
+        print("\n".join(f"  {outcome:<42}{count:>5}" for outcome, count in sorted(score.items())))
+    assert not wrong, "\n".join(["", *wrong])
 
 
-def _score_good(score: Score, case: DryCase, findings: tuple[Finding, ...]) -> None:
+def _good(case: DryCase, findings: tuple[Finding, ...]) -> tuple[str, str]:
     alarms = [finding for finding in findings if finding.rule != DEFECT]
     if HOPPER_ALONE in case.name and alarms and all(_is_of_this_gpu(finding) for finding in alarms):
-        score.other_gpu.append(case.name)
-    elif alarms:
-        score.wrong.append(f"false alarm: {case.name}: {_told(alarms)}")
-    else:
-        (score.defects if findings else score.clean).append(case.name)
+        return "good, refused on this GPU alone", ""
+    if alarms:
+        return "good", "false alarm"
+    return "good, a known defect of vLLM's" if findings else "good, without a finding", ""
 
 
 def _is_of_this_gpu(finding: Finding) -> bool:
     return finding.rule == "no-kernel" and "compute capability" in finding.says
 
 
-def _score_broken(score: Score, case: DryCase, findings: tuple[Finding, ...]) -> None:
-    dry = [finding for finding in findings if finding.rule in DRY_RULES]
-    static = [finding for finding in findings if finding.rule not in (*DRY_RULES, DEFECT)]
-    who = ("both" if static else "dry") if dry else "static" if static else "neither"
-    score.caught[who].append(case.name)
-    if (case.by in ("static", "both") and not static) or (case.by in ("dry", "both") and not dry):
-        score.wrong.append(f"caught by {who}, not by {case.by}: {case.name}: {_told(findings)}")
-    elif not any(word in finding.where or word in finding.says for word in case.where for finding in findings):
-        score.wrong.append(f"none of {case.where} named: {case.name}: {_told(findings)}")
+def _broken(case: DryCase, findings: tuple[Finding, ...]) -> tuple[str, str]:
+    rules = {finding.rule for finding in findings} - {DEFECT}
+    who = {"static": bool(rules.difference(DRY_RULES)), "dry": bool(rules.intersection(DRY_RULES))}
+    outcome = f"broken, caught by {' and '.join(name for name, caught in who.items() if caught) or 'neither'}"
+    if not all(who[name] for name in who if case.by in (name, "both")):
+        return outcome, f"not caught by {case.by}"
+    is_named = any(word in finding.where or word in finding.says for word in case.where for finding in findings)
+    return outcome, "" if is_named else f"none of {case.where} named"
 
 
-def _told(findings: tuple[Finding, ...] | list[Finding]) -> str:
+def _told(findings: tuple[Finding, ...]) -> str:
     return "; ".join(f"[{finding.rule}] {finding.where} {finding.says[:200]}" for finding in findings[:2]) or "nothing"
 
 

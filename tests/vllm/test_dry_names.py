@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 import releases
-from checkpoint_files import write
 from dry_corpus import SEPARATE
 from good import ours, planned
 from keepmtp.quantize.config.written import modules_of
 from keepmtp.recipes.families import find_family, find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.family_view import FamilyView
-from keepmtp.validate.dryload.defects import known_defect
-from keepmtp.validate.dryload.loader import Job
+from keepmtp.validate.dryload.failures import known_defect
 from keepmtp.validate.facts.dry_load import LoadAccount, Question
 from keepmtp.validate.facts.vllm_env import find_vllm
 
@@ -33,12 +31,9 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory, dry_loader) -> dict[tuple[str, str], LoadAccount]:
+def accounts(dry_loaded) -> dict[tuple[str, str], LoadAccount]:
     """(model, MTP policy) -> what vLLM did with what keepmtp writes."""
-    folder = tmp_path_factory.mktemp("names")
-    wanted = [(model, mtp) for model in MODELS for mtp in MTP]
-    jobs = [Job(folder=write(folder / f"{model}-{mtp}", ours(model, SCHEME, mtp))) for model, mtp in wanted]
-    return dict(zip(wanted, dry_loader("sm100").load_all(jobs), strict=True))
+    return dry_loaded({(model, mtp): ours(model, SCHEME, mtp) for model in MODELS for mtp in MTP})
 
 
 def questions(account: LoadAccount, part: str) -> list[Question]:

@@ -1,13 +1,11 @@
 """`keepmtp explain` reads what vLLM itself raised: its words and its place, from checkpoints broken in known ways."""
 
 import pytest
-from checkpoint_files import write
 from dry_corpus import broken_cases
 from good import ours
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.explain import Explanation, explain
-from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.dryload.log import parse_log
 from keepmtp.validate.facts.dry_load import LoadAccount
 
@@ -25,12 +23,9 @@ NAMED = {
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory, dry_loader) -> dict[str, LoadAccount]:
-    place = tmp_path_factory.mktemp("broken")
+def accounts(dry_loaded) -> dict[str, LoadAccount]:
     made = {case.name: case.build() for case in broken_cases() if case.name in NAMED}
-    made["good"] = ours("glm-4.7", "NVFP4", "NVFP4")
-    jobs = [Job(folder=write(place / str(at), checkpoint)) for at, checkpoint in enumerate(made.values())]
-    return dict(zip(made, dry_loader("sm100").load_all(jobs), strict=True))
+    return dry_loaded(made | {"good": ours("glm-4.7", "NVFP4", "NVFP4")})
 
 
 def serve_log(account: LoadAccount) -> bytes:

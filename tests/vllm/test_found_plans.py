@@ -1,7 +1,6 @@
 """Plans as a search under a budget finds them, loaded by vLLM's own classes: words that differ from layer to layer."""
 
 import pytest
-from checkpoint_files import write
 from good import outputs_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.choices import choices_of
@@ -12,7 +11,6 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.loader import Job
 from passes import ROOT
 
 pytestmark = pytest.mark.vllm
@@ -28,11 +26,11 @@ def mixed(format: str) -> Plan:
     return found_plan(choices, turns, shard_bytes=10**9)
 
 
-def test_a_mix_by_layer_loads_in_both_dialects(tmp_path, dry_loader):
+def test_a_mix_by_layer_loads_in_both_dialects(dry_loaded):
     plans = {format: mixed(format) for format in FORMATS}
-    folders = {format: write(tmp_path / format, outputs_of(plan)) for format, plan in plans.items()}
-    accounts = dry_loader("sm100").load_all([Job(folder=folder) for folder in folders.values()])
-    for plan, account in zip(plans.values(), accounts, strict=True):
+    accounts = dry_loaded({format: outputs_of(plan) for format, plan in plans.items()})
+    for format, plan in plans.items():
+        account = accounts[format]
         assert account.load.failure is None
         assert (
             len({tensor.scheme for tensor in plan.tensors if tensor.role == "attention" and tensor.part == "backbone"})

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import releases
 import torch
-from checkpoint_files import write
 from good import cached, outputs_of
 from keepmtp.quantize.calibrate.layers.caches import e4m3_by
 from keepmtp.quantize.plan.plan import Plan
@@ -14,7 +13,6 @@ from keepmtp.recipes.conventions import FORMATS
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.facts.dry_load import LoadAccount
 from keepmtp.validate.facts.vllm_env import find_vllm
 from safetensors.torch import load_file, save_file
@@ -54,12 +52,10 @@ def plans() -> dict[str, Plan]:
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory, dry_loader) -> dict[str, tuple[Plan, LoadAccount]]:
-    """One process of vLLM loads all."""
-    place, made = tmp_path_factory.mktemp("caches"), plans()
-    folders = [write(place / name.replace(" ", "-"), outputs_of(plan)) for name, plan in made.items()]
-    accounts = dry_loader("sm100").load_all([Job(folder=folder) for folder in folders])
-    return {name: (made[name], account) for name, account in zip(made, accounts, strict=True)}
+def accounts(dry_loaded) -> dict[str, tuple[Plan, LoadAccount]]:
+    made = plans()
+    accounts = dry_loaded({name: outputs_of(plan) for name, plan in made.items()})
+    return {name: (made[name], account) for name, account in accounts.items()}
 
 
 def test_every_scale_is_read_by_target_and_draft(accounts):

@@ -2,11 +2,10 @@
 
 import foreign_form
 import pytest
-from checkpoint_files import Checkpoint, write
+from checkpoint_files import Checkpoint
 from good import cached, ours, outputs_of, released
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.facts.dry_load import LoadAccount
 from keepmtp.validate.facts.findings import Finding
 from modelopt_form import modelopt
@@ -41,9 +40,7 @@ def with_cache(checkpoint: Checkpoint, scale: str) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory, dry_loader) -> dict[str, LoadAccount]:
-    """One process of vLLM judges all."""
-    place = tmp_path_factory.mktemp("sm89")
+def accounts(dry_loaded) -> dict[str, LoadAccount]:
     made = {scheme: ours("glm-4.7", scheme, scheme) for scheme in PICKED if " " not in scheme}
     made |= {f"modelopt {scheme}": modelopt("glm-4.7", scheme, scheme) for scheme in ("NVFP4", "FP8")}
     made["Quark MXFP4"] = foreign_form.quark_mxfp4(mtp="MXFP4")
@@ -52,8 +49,7 @@ def accounts(tmp_path_factory, dry_loader) -> dict[str, LoadAccount]:
     made["FP8 cache"] = outputs_of(cached("qwen3.5-27b"))
     made["FP8 cache, MLA"] = with_cache(ours("deepseek-r1", "FP8_DYNAMIC"), "model.layers.3.self_attn.k_scale")
     made["own attention"] = released("dsv4-flash")
-    jobs = [Job(folder=write(place / name.replace(" ", "-"), checkpoint)) for name, checkpoint in made.items()]
-    return dict(zip(made, dry_loader("sm89").load_all(jobs), strict=True))
+    return dry_loaded(made, "sm89")
 
 
 def findings(account: LoadAccount) -> tuple[Finding, ...]:

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from checkpoint_files import Checkpoint, write
+from checkpoint_files import Checkpoint
 from good import outputs_of, plan_of, released
 from keepmtp.quantize.config.written import modules_of
-from keepmtp.validate.dryload.defects import known_defect
-from keepmtp.validate.dryload.loader import Job
+from keepmtp.validate.dryload.failures import known_defect
 from keepmtp.validate.dryload.verdict_findings import objections
 from keepmtp.validate.facts.dry_load import LoadAccount
 from keepmtp.validate.facts.vllm_env import find_vllm
@@ -32,20 +31,16 @@ def with_audio_tokenizer(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory, dry_loader) -> Mapping[str, LoadAccount]:
+def accounts(dry_loaded) -> Mapping[str, LoadAccount]:
     """What vLLM did with what keepmtp writes, the MTP block quantized too."""
-    folder = tmp_path_factory.mktemp("wrapped")
     plans = {name: plan_of(*make(), name, SCHEME, SCHEME) for name, make in WRAPPED.items()}
-    jobs = [Job(folder=write(folder / name, outputs_of(plan))) for name, plan in plans.items()]
+    made = {name: outputs_of(plan) for name, plan in plans.items()}
     config, tensors = nemotron_omni(NATIVE)
-    jobs.append(Job(folder=write(folder / NATIVE, Checkpoint(config=config, tensors=tensors))))
     outside = outputs_of(plans["NemotronH_Omni_Reasoning_V3"])
     del outside.config["llm_config"]["quantization_config"]
-    jobs.append(Job(folder=write(folder / OUTSIDE, outside)))
     sounds = released("mimo-v2.5")
     sounds.after = with_audio_tokenizer
-    jobs.append(Job(folder=write(folder / SOUNDS, sounds)))
-    return dict(zip([*plans, NATIVE, OUTSIDE, SOUNDS], dry_loader("sm100").load_all(jobs), strict=True))
+    return dry_loaded({**made, NATIVE: Checkpoint(config=config, tensors=tensors), OUTSIDE: outside, SOUNDS: sounds})
 
 
 @pytest.mark.parametrize("name", WRAPPED)

@@ -110,9 +110,10 @@ def _once(found: Sequence[tuple[DryLoad, list[Objection]]]) -> list[Finding]:
             seen[cause].append((load, finding))
     merged = []
     for each in seen.values():
-        first, most = each[0][1], max(finding.count for _, finding in each)
-        says = f"on {places(load for load, _ in each)}: {first.says}"
-        merged.append(first.model_copy(update={"says": says, "count": most}))
+        loads, findings = zip(*each, strict=True)
+        most = max(findings, key=lambda finding: finding.count).count
+        says = f"on {places(loads)}: {findings[0].says}"
+        merged.append(findings[0].model_copy(update={"says": says, "count": most}))
     return merged
 
 

@@ -6,31 +6,24 @@ Easy to get wrong: a log may be of another checkpoint, of another version, or of
 answer says what of it the check confirms here, and an exception that no table knows is called unknown.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from ...checkpoints.fact import Fact
 from ...recipes.errors import shortened
-from ...recipes.family import HFName
 from ..check.check import Checked
 from ..check.dialects.choose import quantization_of
 from ..check.dialects.compressed_tensors import CompressedTensors
-from ..check.runtime_view import Module, RuntimeView
-from ..facts.dry_load import LoadAccount, LoadFailure
+from ..check.runtime_view import RuntimeView
+from ..facts.dry_load import LoadAccount
 from ..facts.findings import Finding
-from .defects import known_defect
-from .failure import Command, KnownFailure
+from .failures import IN_LOGS, KnownFailure, known_failure
 from .groups import BuiltGroup, attention_of, groups_of
-from .known import known_failure
-from .known_sglang import IN_SGLANG
-from .log import Log, Raised
-from .refusals import known_refusal
+from .log import Log
+from .trace import on_disk
 
-# Where in vLLM an exception is about the checkpoint.
-_OF_CHECKPOINTS = ("vllm/model_executor/", "vllm/models/", "vllm/config/", "vllm/transformers_utils/")
 _MOST_UNKNOWN = 5
-READ_FROM = "0.32.0"
-DEFECT = "a defect of vLLM"
-REFUSAL = "a refusal that dry loads have met"
+# What the engine and the server say after a worker has failed.
+_FOLLOW_UPS = ("EngineDeadError", "EngineGenerateError", "RuntimeError: Engine core initialization failed")
 
 
 class Recognized(Fact):
@@ -92,27 +85,22 @@ def explain(checked: Checked | None, log: Log | None) -> Explanation:
         checked: the static check, and dry loads if there are any; None without a checkpoint.
         log: None without one.
     """
-    of_checkpoint = {} if checked is None else _of_checkpoint(checked)
-    of_log = {} if log is None else _of_log(log, checked)
-    return Explanation.model_validate(of_checkpoint | of_log)
-
-
-def _of_checkpoint(checked: Checked) -> dict[str, object]:
-    data, runtime = checked.data, checked.runtime
-    account = checked.accounts[0] if checked.accounts else None
-    return {
-        "path": data.path,
-        "family": data.facts.family,
-        "dialect": data.facts.dialect,
-        "findings": data.findings,
-        "groups": groups_of(runtime, account) if runtime is not None else (),
-        "notes": tuple(_notes(runtime, account)),
-    }
+    told: dict[str, object] = {}
+    if checked is not None:
+        data, runtime = checked.data, checked.runtime
+        account = next(iter(checked.accounts), None)
+        told |= {"path": data.path, "family": data.facts.family, "dialect": data.facts.dialect}
+        told |= {"findings": data.findings, "notes": tuple(_notes(runtime, account))}
+        told["groups"] = groups_of(runtime, account) if runtime is not None else ()
+    if log is not None:
+        answers, unknown = _answers(log, checked)
+        told |= {"answers": answers, "unknown": unknown, "log_lines": len(log.lines), "log_version": log.version}
+    return Explanation.model_validate(told)
 
 
 def _notes(runtime: RuntimeView | None, account: LoadAccount | None) -> Iterator[str]:
-    if runtime is not None:
-        yield from filter(None, (_no_mtp(runtime), _kv_cache(runtime)))
+    if runtime is not None and (cache := _kv_cache(runtime)):
+        yield cache
     if account is None:
         return
     load = account.load
@@ -126,18 +114,6 @@ def _notes(runtime: RuntimeView | None, account: LoadAccount | None) -> Iterator
         yield f"In the dry load on {load.gpu} vLLM stops: {shortened(said)} ({load.failure.at})."
 
 
-def _no_mtp(runtime: RuntimeView) -> str:
-    """What becomes of a draft without an MTP block; "" where there is one."""
-    if any(module.part == "mtp" for module in runtime.modules):
-        return ""
-    if not runtime.promised:
-        return "There is no MTP block, and config.json promises none: it can be served, but not with method=mtp."
-    is_refused = runtime.view.family.loader.refuses_missing_mtp
-    then = "vLLM raises" if is_refused else "the draft is made from noise, in silence"
-    layers = "1 MTP layer" if runtime.promised == 1 else f"{runtime.promised} MTP layers"
-    return f"config.json promises {layers}, and no tensor of it is here: with method=mtp {then}."
-
-
 def _kv_cache(runtime: RuntimeView) -> str:
     given = quantization_of(runtime.source.config) or runtime.hf_quant_config or {}
     nested = given.get("quantization")
@@ -145,125 +121,44 @@ def _kv_cache(runtime: RuntimeView) -> str:
     asked = given.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
     if not asked:
         return ""
-    is_left = isinstance(runtime.dialect, CompressedTensors) and runtime.view.text_config.get("kv_lora_rank")
-    if is_left:
+    if isinstance(runtime.dialect, CompressedTensors) and runtime.view.text_config.get("kv_lora_rank"):
         return "kv_cache_scheme has no effect: latent attention keeps its KV cache in BF16."
     wanted = f"{asked.get('type')} with {asked.get('num_bits')} bits" if isinstance(asked, Mapping) else str(asked)
     return f"The KV cache of target and draft is {shortened(wanted)}, unless --kv-cache-dtype says otherwise."
 
 
-def _of_log(log: Log, checked: Checked | None) -> dict[str, object]:
+def _answers(log: Log, checked: Checked | None) -> tuple[tuple[Recognized, ...], tuple[str, ...]]:
+    """Each known failure of the log once, and the last exceptions that nobody knows."""
+    family = checked.runtime.view.family.model_type if checked and checked.runtime else ""
     answers: dict[str, Recognized] = {}
     unknown: list[str] = []
-    for raised in log.raised:
-        if (answer := _answer(raised, checked)) is not None:
-            answers.setdefault(answer.failure.name, answer)
-        elif not _is_follow_up(raised):
-            unknown.append(shortened(raised.line + (f" ({raised.at})" if raised.at else "")))
-    told = {raised.line for raised in log.raised}
-    for line in log.lines:
-        if line not in told and (found := known_failure(line)) is not None:
-            answers.setdefault(found[0].name, _from_table(*found, line, "", checked))
-    return {
-        "answers": tuple(answers.values()),
-        "unknown": tuple(unknown[-_MOST_UNKNOWN:]),
-        "log_lines": len(log.lines),
-        "log_version": log.version,
-    }
+    raised = {each.line: each.at for each in log.raised}
+    for line in (*raised, *(line for line in log.lines if line not in raised)):
+        at = raised.get(line, "")
+        kinds = IN_LOGS[:1] if at.startswith("sglang/") else IN_LOGS
+        found = known_failure(f"{line} [{at}]", kinds=kinds, family=family)
+        if found is not None:
+            answers.setdefault(found[0].name, _recognized(*found, line, at, checked))
+        elif line in raised and not line.startswith(_FOLLOW_UPS):
+            unknown.append(shortened(f"{line} ({at})" if at else line))
+    return tuple(answers.values()), tuple(unknown[-_MOST_UNKNOWN:])
 
 
-def _is_follow_up(raised: Raised) -> bool:
-    """What the engine and the server say after a worker has failed."""
-    return "Engine core initialization failed" in raised.words or raised.type in (
-        "EngineDeadError",
-        "EngineGenerateError",
-    )
-
-
-def _answer(raised: Raised, checked: Checked | None) -> Recognized | None:
-    """By the table of failures, then by the defects and refusals that dry loads have met."""
-    found = known_failure(f"{raised.line} [{raised.at}]")
-    is_of_server = found is not None and (found[0] in IN_SGLANG or not raised.at.startswith("sglang/"))
-    if found is not None and is_of_server:
-        return _from_table(*found, raised.line, raised.at, checked)
-    failure = LoadFailure(stage="load", role="", type=raised.type, words=raised.words, at=raised.at)
-    runtime = checked.runtime if checked else None
-    families = [runtime.view.family.model_type] if runtime else ["step3p5", "step3p7", "qwen4_exp", "kimi_k3"]
-    for family in families:
-        if (defect := known_defect(failure, family=family, version=READ_FROM)) is not None:
-            says = f"a defect of vLLM, not of the checkpoint: {defect.says}"
-            return _met(DEFECT, raised, says, defect.cure, concerns=", ".join(defect.versions))
-    if raised.at.startswith(_OF_CHECKPOINTS) and (refusal := known_refusal(failure)) is not None:
-        where, cure = refusal
-        says = "vLLM refuses the checkpoint" + (f" for {where}" if where and "{" not in where else "")
-        return _met(REFUSAL, raised, says, cure, concerns=READ_FROM)
-    return None
-
-
-def _met(name: str, raised: Raised, says: str, cure: str, *, concerns: str) -> Recognized:
-    """A failure that only dry loads have met."""
-    sources = "dry loads of vLLM 0.32.0"
-    known = KnownFailure(name=name, words="", sources=sources, concerns=concerns, says=says, cure=cure)
-    return Recognized(failure=known, line=shortened(raised.line))
-
-
-def _from_table(known: KnownFailure, named: str, line: str, at: str, checked: Checked | None) -> Recognized:
-    runtime = checked.runtime if checked else None
-    path = checked.data.path if checked else "PATH"
+def _recognized(known: KnownFailure, named: str, line: str, at: str, checked: Checked | None) -> Recognized:
+    path, culprit, confirmed = "PATH", "", list[str]()
+    if checked is not None:
+        path = checked.data.path
+        for finding in checked.data.findings:
+            if finding.rule in known.rules:
+                more = f" and {finding.count - 1:,} more" if finding.count > 1 else ""
+                confirmed.append(f"{finding.where}{more}: {finding.says}")
+        if checked.runtime is not None and named:
+            culprit = on_disk(checked.runtime, named, is_draft="mtp" in at or "mtp" in line.lower())
     return Recognized(
         failure=known,
         line=shortened(line),
         names=named,
-        on_disk=on_disk(runtime, named, is_draft="mtp" in at or "mtp" in line.lower()) if runtime and named else "",
-        confirmed=tuple(_confirmed(checked, known)),
-        command=tuple(_command(known.command, path)),
+        on_disk=culprit,
+        confirmed=tuple(confirmed),
+        command=tuple(word.replace("PATH", path) for word in known.command.split()),
     )
-
-
-def _confirmed(checked: Checked | None, known: KnownFailure) -> Iterator[str]:
-    for finding in checked.data.findings if checked else ():
-        if finding.rule in known.rules:
-            more = f" and {finding.count - 1:,} more" if finding.count > 1 else ""
-            yield f"{finding.where}{more}: {finding.says}"
-
-
-def _command(command: Command, path: str) -> Sequence[str]:
-    match command:
-        case "graft":
-            return ("graft", path, "--from", "RELEASE", "--out", "NEW")
-        case "fix":
-            return ("fix", path, "--out", "NEW")
-        case "convert":
-            return ("convert", path, "--to", "compressed-tensors", "--out", "NEW")
-        case "values":
-            return ("check", path, "--values")
-        case "check":
-            return ("check", path)
-        case _:
-            return ()
-
-
-def on_disk(runtime: RuntimeView, named: str, *, is_draft: bool) -> str:
-    """The tensor of the checkpoint that a name of vLLM's log means; "" where none is found.
-
-    Loaders cut names at both ends: `layers.0.mlp.experts.w2_weight` may be the draft's or the target's. The draft's is
-    meant if the log speaks of it.
-    """
-    if HFName(named) in runtime.source.entries:
-        return named
-    words = named.replace(".mtp_block", "").replace(".routed_experts", "").split(".")
-    for end in range(len(words), 1, -1):
-        wanted = ".".join(words[:end])
-        found = [module for module in runtime.modules if _is_meant(module.name, wanted)]
-        if found:
-            best = min(found, key=lambda module: (module.part != "mtp") if is_draft else (module.part == "mtp"))
-            return _first_tensor(best)
-    return ""
-
-
-def _is_meant(module: str, wanted: str) -> bool:
-    return module == wanted or module.endswith(f".{wanted}") or wanted.endswith(f".{module}")
-
-
-def _first_tensor(module: Module) -> str:
-    return next(entry.name for entry in module.members[0].weight.parts.values())

@@ -7,9 +7,10 @@ alike. The kernel is known of kinds of layers; vLLM's questions to the quantizat
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from ...checkpoints.fact import Count, Fact
+from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import StoredWeight
 from ...recipes.errors import shortened
 from ..check.dialects.choose import Unquantized
@@ -25,7 +26,6 @@ _ROLES: Mapping[str, str] = {
     "experts": "routed experts",
     "shared_experts": "shared experts",
     "linear_attention": "linear attention",
-    "glue": "glue",
 }
 _FORMS: Mapping[str, str] = {
     "nvfp4": "NVFP4",
@@ -38,8 +38,6 @@ _FORMS: Mapping[str, str] = {
     "int8": "INT8",
     "unknown": "not known",
 }
-
-_Key = tuple[str, str, str, str, str]  # part, role, built, stored, reason
 
 
 class BuiltGroup(Fact):
@@ -73,47 +71,45 @@ class BuiltGroup(Fact):
 
 def groups_of(runtime: RuntimeView, account: LoadAccount | None = None) -> tuple[BuiltGroup, ...]:
     """Every group, in the order in which the files have them, the backbone's first."""
-    found: dict[_Key, list[Module]] = defaultdict(list)
-    entries: dict[_Key, dict[str, None]] = defaultdict(dict)
+    found: dict[tuple[str, ...], list[tuple[Module, str]]] = defaultdict(list)
     for module in runtime.modules:
-        role = _ROLES.get(module.role, module.role)
         stored = " + ".join(sorted({_stored(member.weight) for member in module.members}))
         reason, entry = _why(runtime, module)
-        key = (module.part, role, _built(module), stored, reason)
-        found[key].append(module)
-        entries[key].setdefault(entry)
+        found[module.part, module.role, _built(module), stored, reason].append((module, entry))
     kernels = {"backbone": _kernels(account, "target"), "mtp": _kernels(account, "draft")}
-    groups = [_group(key, modules, [*entries[key]], kernels[key[0]]) for key, modules in found.items()]
+    groups: list[BuiltGroup] = []
+    for (part, role, built, stored, reason), decided in found.items():
+        entries, names = dict[str, None](), dict[str, None]()
+        tensors: list[Entry] = []
+        for module, entry in decided:
+            entries[entry] = names[kernels[part].get(module.name, "")] = None
+            for member in module.members:
+                tensors += member.weight.parts.values()
+        first, *others = entries
+        more = f" and {len(others):,} more for the others" if others else ""
+        files = sorted({tensor.file for tensor in tensors})
+        group = BuiltGroup(
+            part=part,
+            modules=_ROLES.get(role, role),
+            count=len(decided),
+            first=decided[0][0].name,
+            built=built,
+            stored=stored,
+            tensors=len(tensors),
+            files=len(files),
+            first_file=files[0],
+            why=f"{reason} {first}{more}".rstrip(),
+            kernel=", ".join(filter(None, names)),
+        )
+        groups.append(group)
     return tuple(sorted(groups, key=lambda group: group.part != "backbone"))
 
 
-def _group(key: _Key, modules: Sequence[Module], entries: Sequence[str], kernels: Mapping[str, str]) -> BuiltGroup:
-    part, role, built, stored, reason = key
-    more = "" if len(entries) == 1 else f" and {len(entries) - 1:,} more for the others"
-    weights = [member.weight for module in modules for member in module.members]
-    files = sorted({entry.file for weight in weights for entry in weight.parts.values()})
-    return BuiltGroup(
-        part=part,
-        modules=role,
-        count=len(modules),
-        first=modules[0].name,
-        built=built,
-        stored=stored,
-        tensors=sum(len(weight.parts) for weight in weights),
-        files=len(files),
-        first_file=files[0],
-        why=f"{reason} {entries[0]}{more}".rstrip(),
-        kernel=", ".join(dict.fromkeys(filter(None, (kernels.get(module.name) for module in modules)))),
-    )
-
-
 def _built(module: Module) -> str:
+    built = module.resolution.built
     if module.resolution.error:
         return "vLLM raises"
-    built = module.resolution.built
-    if built.form == "int_packed":
-        return f"INT{built.bits}"
-    return "plain" if built.form == "plain" else _FORMS.get(built.form, built.form)
+    return f"INT{built.bits}" if built.form == "int_packed" else _FORMS.get(built.form, built.form)
 
 
 def _stored(weight: StoredWeight) -> str:
@@ -121,29 +117,23 @@ def _stored(weight: StoredWeight) -> str:
 
 
 def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
-    """The reason, and the entry that decides it ("" for none)."""
+    """The reason, and the entry that decides it as config.json has it ("" for none)."""
     dialect = runtime.draft_dialect if module.part == "mtp" else runtime.dialect
     resolution = module.resolution
     if not module.loads_quantized and not isinstance(dialect, Unquantized):
         return "vLLM builds it without the quantization config", ""
-    if resolution.error:
-        return shortened(resolution.error), ""
-    if resolution.entry:
-        return _entry(dialect, resolution.entry)
-    is_plain, is_head = resolution.built.form == "plain", module.kind == "head"
-    return _without_entry(dialect, is_plain=is_plain, is_head=is_head), ""
-
-
-def _entry(dialect: Dialect, read: str) -> tuple[str, str]:
-    """The list that has the entry, and the entry as config.json has it."""
-    for entry in dialect.entries:
-        if read in entry.read:
-            renamed = "" if entry.written == read else f" (vLLM reads {shortened(read)})"
+    for entry in dialect.entries if resolution.entry and not resolution.error else ():
+        if resolution.entry in entry.read:
+            is_renamed = entry.written != resolution.entry
+            renamed = f" (vLLM reads {shortened(resolution.entry)})" if is_renamed else ""
             return f"{entry.where} has", shortened(entry.written) + renamed
-    return shortened(read), ""
+    if decided := resolution.error or resolution.entry:
+        return shortened(decided), ""
+    return _without_entry(dialect, module), ""
 
 
-def _without_entry(dialect: Dialect, *, is_plain: bool, is_head: bool) -> str:
+def _without_entry(dialect: Dialect, module: Module) -> str:
+    is_plain_head = module.kind == "head" and module.resolution.built.form == "plain"
     match dialect:
         case Unquantized():
             return "there is no quantization config"
@@ -153,7 +143,7 @@ def _without_entry(dialect: Dialect, *, is_plain: bool, is_head: bool) -> str:
             return "quantized_layers does not have it"
         case ModelOpt():
             return f"quant_algo is {shortened(dialect.algorithm)}, and no entry excludes it"
-        case Fp8() if is_head and is_plain:
+        case Fp8() if is_plain_head:
             return f"{dialect.name} never quantizes a head"
         case Fp8():
             return f"quant_method is {dialect.name}, and no entry excepts it"
@@ -170,21 +160,13 @@ def _kernels(account: LoadAccount | None, role: Role) -> Mapping[str, str]:
     model, written = account.of(role)
     of_kind: dict[tuple[str, str], str] = {}
     for use in model.kernels:
+        method = "PyTorch" if use.method.startswith("Unquantized") else use.method
         refused = " (refused)" if use.outcome.startswith("refused") else ""
-        of_kind.setdefault((use.layer, use.method), (use.kernel.partition(" ")[0] or _plain(use.method)) + refused)
-    return {
-        question.prefix: of_kind[kind]
-        for question in written.asked
-        if (kind := (question.layer, question.scheme or question.method)) in of_kind
-    }
-
-
-def _plain(method: str) -> str:
-    return "PyTorch" if method.startswith("Unquantized") else method
+        of_kind.setdefault((use.layer, use.method), (use.kernel.partition(" ")[0] or method) + refused)
+    return {asked.prefix: of_kind.get((asked.layer, asked.scheme or asked.method), "") for asked in written.asked}
 
 
 def attention_of(account: LoadAccount, role: Role) -> str:
     """The backends of attention, with the number format of their KV cache."""
-    model, _ = account.of(role)
-    found: Iterable[str] = (use.kernel for use in model.kernels if "ttention" in use.layer and use.kernel)
-    return ", ".join(dict.fromkeys(found))
+    kernels = account.of(role)[0].kernels
+    return ", ".join(dict.fromkeys(use.kernel for use in kernels if "ttention" in use.layer and use.kernel))

@@ -8,14 +8,12 @@ Easy to get wrong: vLLM's config classes read more files than config.json.
 
 import contextlib
 import json
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from ...checkpoints.files import within
-from ...checkpoints.safetensors_file import Entry
+from ...checkpoints.safetensors_file import Entry, lay_out
 from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
 
@@ -47,17 +45,8 @@ def headers_of(source: Source) -> Iterator[Path]:
 
 def write_headers(path: Path, entries: Iterable[Entry]) -> None:
     """A safetensors file of these tensors, in their order, with a hole where their data would be."""
-    header: dict[str, Any] = {}
-    end = 0
-    for entry in sorted(entries, key=lambda entry: entry.start):
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [end, end + entry.num_bytes],
-        }
-        end += entry.num_bytes
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
+    ordered = sorted(entries, key=lambda entry: entry.start)
+    layout = lay_out([(entry.name, entry.dtype, entry.shape) for entry in ordered])
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        file.truncate(8 + len(raw) + end)
+        file.write(layout.header)
+        file.truncate(layout.num_bytes)

@@ -3,14 +3,15 @@
 In: checkpoints (folders), a GPU, a TP size, a number of drafts. Out: a `LoadAccount` each. The work is done by
 validate/dryload/in_vllm in vLLM's own environment. There is one process for a GPU, and it speaks JSON lines.
 
-Easy to get wrong: nothing of vLLM is imported here. Each line is parsed once, into the models of facts.py.
+Easy to get wrong: nothing of vLLM is imported here. All jobs go out in one line before the first answer is read, and
+the other side reads that line to its end before it answers: neither waits for the other.
 """
 
 import json
 import subprocess
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -29,7 +30,6 @@ _LAUNCH = (
     "from dryload.server import main; main()"
 )
 _LOG_LINES = 6
-_JOBS_AHEAD = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +43,10 @@ class Job:
     draft: Path | None = None
 
 
-class _Line(Fact):
-    """A line of vLLM's process: the GPU when it is ready, then an account, or how the process of one was lost."""
+class _Answer(Fact):
+    """A line of vLLM's process: an account, or how the process of one was lost."""
 
-    ready: str = ""
-    id: int = -1
+    id: int
     account: LoadAccount | None = None
     died: str = ""
 
@@ -62,20 +61,18 @@ class DryLoader:
         VLLMError: vLLM's process ends before it is ready.
     """
 
-    def __init__(self, vllm: VLLM, *, gpu: GPU, workers: int | None = None):
+    def __init__(self, vllm: VLLM, *, gpu: GPU):
         """Start the process; it imports vLLM while the caller does something else.
 
         Args:
             vllm: the environment.
             gpu: the pretended GPU.
-            workers: checkpoints that are loaded at the same time; default one a core.
         """
         self.gpu: GPU = gpu
         self._vllm = vllm
         self._cache = ScratchFolder("keepmtp-dryload-")
         self._log = open(self._cache.path / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
-        words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, "--cache", str(self._cache.path)]
-        words += ["--workers", str(workers)] if workers else []
+        words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, str(self._cache.path)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log, "text": True, "cwd": "/"}
         self._child = Child(words, environment=environment(), **pipes)
         self._process = self._child.process
@@ -107,57 +104,31 @@ class DryLoader:
         return accounts
 
     def _load_ranks(self, jobs: Sequence[Job]) -> list[LoadAccount]:
+        assert self._process.stdin is not None and self._process.stdout is not None
         accounts: dict[int, LoadAccount] = {}
-        waiting = deque(enumerate(jobs))
-        while len(accounts) < len(jobs):
-            # Few jobs at a time: both pipes are small, and neither side may wait for the other.
-            while waiting and len(jobs) - len(waiting) - len(accounts) < _JOBS_AHEAD:
-                self._send(*waiting.popleft())
-            line = self._receive()
-            if not line.ready:
-                accounts[line.id] = line.account or self._lost(jobs[line.id], line.died)
-        return [accounts[number] for number in range(len(jobs))]
-
-    def _send(self, number: int, job: Job) -> None:
-        assert self._process.stdin is not None
-        line = {
-            "id": number,
-            "path": str(job.folder.absolute()),
-            "tp": job.tp,
-            "rank": job.rank,
-            "num_drafts": job.num_drafts,
-            "draft": str(job.draft.absolute() if job.draft else ""),
-        }
-        try:
-            self._process.stdin.write(json.dumps(line) + "\n")
+        words = [{"id": number, **asdict(job)} for number, job in enumerate(jobs)]
+        line = json.dumps(words, default=lambda path: str(path.absolute()))
+        with suppress(BrokenPipeError):  # then nothing can be read either
+            self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            self._refuse_death()
-
-    def _receive(self) -> _Line:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._refuse_death()
-        return _Line.model_validate_json(line)
+        while len(accounts) < len(jobs):
+            if not (line := self._process.stdout.readline()):
+                raise self._death()
+            answer = _Answer.model_validate_json(line)
+            accounts[answer.id] = answer.account or self._lost(jobs[answer.id], answer.died)
+        return [accounts[number] for number in range(len(jobs))]
 
     def _lost(self, job: Job, died: str) -> LoadAccount:
         """The account of a checkpoint whose process was killed or took too long."""
         words = f"the process that judged it was lost ({died}): {self._last_words()}"
-        load = DryLoad(
-            gpu=self.gpu,
-            tp=job.tp,
-            k=job.num_drafts,
-            ok=False,
-            failure=LoadFailure(stage="crash", role="", type="", words=words),
-            target=LoadedModel(),
-            draft=LoadedModel(),
-        )
+        failure = LoadFailure(stage="crash", role="", type="", words=words)
+        place = {"gpu": self.gpu, "tp": job.tp, "k": job.num_drafts}
+        load = DryLoad(**place, ok=False, failure=failure, target=LoadedModel(), draft=LoadedModel())
         return LoadAccount(path=str(job.folder), load=load)
 
-    def _refuse_death(self) -> None:
+    def _death(self) -> VLLMError:
         self._process.wait()
-        raise VLLMError(
+        return VLLMError(
             self._vllm.python,
             f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}",
             got=self._last_words() or f"exit status {self._process.returncode}",

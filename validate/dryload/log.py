@@ -59,13 +59,11 @@ class Log:
     Attributes:
         lines: each line that may tell a failure, once, in order of its first appearance.
         raised: each exception once, in order.
-        is_cut: the beginning was left out.
         version: of vLLM, as the log says it; "" if it does not.
     """
 
     lines: tuple[str, ...]
     raised: tuple[Raised, ...]
-    is_cut: bool
     version: str = ""
 
 
@@ -86,10 +84,10 @@ def read_log(stream: BufferedIOBase) -> Log:
             if total > _ENDLESS:
                 cure = "Pipe its last part: `tail -c 8M LOG | keepmtp explain --log -`"
                 raise RecipeError("--log", "must have an end", got=f"more than {_ENDLESS >> 30} GiB", cure=cure)
-    return parse_log(b"".join(kept)[-MOST_BYTES:], is_cut=total > MOST_BYTES)
+    return parse_log(b"".join(kept)[-MOST_BYTES:])
 
 
-def parse_log(raw: bytes, *, is_cut: bool = False) -> Log:
+def parse_log(raw: bytes) -> Log:
     """Lines and exceptions of a log."""
     lines: dict[str, None] = {}
     raised: dict[tuple[str, str], Raised] = {}
@@ -110,7 +108,7 @@ def parse_log(raw: bytes, *, is_cut: bool = False) -> Log:
             at = ""
         if len(lines) < _MOST_LINES and any(word in line for word in _TELLS):
             lines.setdefault(line)
-    return Log(lines=tuple(lines), raised=tuple(raised.values()), is_cut=is_cut, version=version)
+    return Log(lines=tuple(lines), raised=tuple(raised.values()), version=version)
 
 
 def words_of(line: str) -> str:

@@ -8,11 +8,11 @@ quantization config and the family's table use the prefix of construction (`mode
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from ...recipes.family import HFName
-from ..check.runtime_view import RuntimeView
+from ..check.runtime_view import Module, RuntimeView
 from ..facts.dry_load import Fault, Question
 
 # The name of an experts' parameter says which half it is.
@@ -24,7 +24,7 @@ class Trace:
     """The way back for the target or the draft of one dry load; `questions` are those of its quantization config."""
 
     def __init__(self, questions: Sequence[Question], runtime: RuntimeView):
-        self._questions = questions
+        self._asked = {asked.path: asked.prefix for asked in questions if asked.path and asked.prefix}
         self._runtime = runtime
 
     def module(self, param: str) -> str:
@@ -39,66 +39,54 @@ class Trace:
 
     def entry(self, fault: Fault) -> str:
         """The tensor on disk that a fault is about: the missing one, else the one least written, else the first."""
-        leaf = _HALF.sub("", fault.param.rpartition(".")[2])
-        members = self._members(fault.param)
-        if fault.sources:
-            missing = [module for module in members if not any(_is_of(name, module) for name in fault.sources)]
-            if missing:
-                return self._on_disk(missing[0], leaf, is_there=False)
-            return min(fault.sources, key=lambda name: fault.sources[name])
+        leaf = fault.param.rpartition(".")[2]
+        half = _HALF.match(leaf)
+        members = self._members(self.module(fault.param), half[1] if half else "")
         there = [module for module in members if module in self._runtime.weights]
+        if fault.sources:
+            there = []
+            members = [each for each in members if not any(f"{name}.".startswith(f"{each}.") for name in fault.sources)]
+            if not members:
+                return min(fault.sources, key=lambda name: fault.sources[name])
         if there:
-            return self._on_disk(there[0], leaf, is_there=True)
-        return self._on_disk(members[0], leaf, is_there=False) if members else fault.param
+            return self._first_of(there[0])
+        return self._missing(members[0], _HALF.sub("", leaf)) if members else fault.param
 
     def module_entry(self, prefix: str) -> str:
         """The first tensor on disk of a module that vLLM calls `prefix`; "" if the table does not know it."""
-        members = self._expand(self._runtime.view.disk_modules.get(prefix, ()), "")
+        members = self._members(prefix)
         there = [module for module in members if module in self._runtime.weights]
-        if there:
-            return self._on_disk(there[0], "", is_there=True)
-        return members[0] if members else ""
+        return self._first_of(there[0]) if there else next(iter(members), "")
 
-    def _members(self, param: str) -> list[HFName]:
-        half = _HALF.match(param.rpartition(".")[2])
-        return self._expand(self._runtime.view.disk_modules.get(self.module(param), ()), half[1] if half else "")
-
-    def _expand(self, modules: Iterable[HFName], half: str) -> list[HFName]:
-        """Experts by number, as many as there are on disk; stacked ones only if there are no single ones."""
+    def _members(self, prefix: str, half: str = "") -> list[HFName]:
+        """Modules on disk; experts by number, as many as there are, and stacked ones only if there are no others."""
+        modules = self._runtime.view.disk_modules.get(prefix, ())
         kept = [module for module in modules if not half or bool(_GATE_UP.search(module)) == (half == "w13")]
         single = [module for module in kept if "{e}" in module]
-        if not single:
-            return kept
-        count = self._num_experts(single[0])
         stacked = [module for module in kept if "{e}" not in module and module in self._runtime.source.entries]
-        return stacked or [HFName(module.replace("{e}", str(e))) for e in range(count) for module in single]
+        if not single or stacked:
+            return stacked if single else kept
+        pattern = re.compile(re.escape(single[0]).replace(r"\{e\}", r"(\d+)"))
+        numbers = [int(match[1]) for module in self._runtime.weights if (match := pattern.fullmatch(module))]
+        return [HFName(each.replace("{e}", str(e))) for e in range(max(numbers, default=0) + 1) for each in single]
 
-    def _num_experts(self, template: str) -> int:
-        pattern = re.compile(re.escape(template).replace(r"\{e\}", r"(\d+)"))
-        found = [int(match[1]) for module in self._runtime.weights if (match := pattern.fullmatch(module))]
-        return max(found, default=0) + 1
+    def _first_of(self, module: HFName) -> str:
+        return next(entry.name for entry in self._runtime.weights[module].parts.values())
 
-    def _on_disk(self, module: HFName, leaf: str, *, is_there: bool) -> str:
+    def _missing(self, module: HFName, leaf: str) -> str:
+        if module in self._runtime.source.entries:
+            return module
         weight = self._runtime.weights.get(module)
-        if weight is None:
-            entry = HFName(module)
-            return entry if entry in self._runtime.source.entries else f"{module}.{leaf or 'weight'}"
-        if not is_there and leaf not in weight.parts:
-            return f"{module}.{leaf}"
-        return next(iter(entry.name for entry in weight.parts.values()), module)
+        return self._first_of(module) if weight and leaf in weight.parts else f"{module}.{leaf}"
 
     def _prefix(self, path: str) -> str:
         """The prefix for a path in the model: its longest stem with another known prefix is replaced."""
         if path in self._asked:
             return self._asked[path]
         for stem in sorted(self._stems, key=len, reverse=True):
-            if path == stem or path.startswith(f"{stem}."):
+            if f"{path}.".startswith(f"{stem}."):
                 return (self._stems[stem] + path[len(stem) :]).lstrip(".")
         return path
-
-    @cached_property
-    def _asked(self) -> Mapping[str, str]:
-        return {question.path: question.prefix for question in self._questions if question.path and question.prefix}
 
     @cached_property
     def _stems(self) -> Mapping[str, str]:
@@ -114,5 +102,19 @@ class Trace:
         return stems
 
 
-def _is_of(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
+def on_disk(runtime: RuntimeView, named: str, *, is_draft: bool) -> str:
+    """The tensor of the checkpoint that a name in vLLM's words means; "" where none is found.
+
+    Loaders cut names at both ends: `layers.0.mlp.experts.w2_weight` may be the draft's or the target's. The draft's is
+    meant if the words speak of it.
+    """
+    if HFName(named) in runtime.source.entries:
+        return named
+    words = named.replace(".mtp_block", "").replace(".routed_experts", "").split(".")
+    for end in range(len(words), 1, -1):
+        wanted = f".{'.'.join(words[:end])}"
+        found = [each for each in runtime.modules if wanted.endswith(f".{each.name}") or each.name.endswith(wanted)]
+        if found:
+            best: Module = min(found, key=lambda module: (module.part == "mtp") != is_draft)
+            return next(entry.name for entry in best.members[0].weight.parts.values())
+    return ""

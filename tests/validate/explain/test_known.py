@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from keepmtp.validate.dryload.explain import explain
-from keepmtp.validate.dryload.known import KNOWN, known_failure
+from keepmtp.validate.dryload.failures import known, known_defect, known_failure
 from keepmtp.validate.dryload.log import parse_log
+from keepmtp.validate.facts.dry_load import LoadFailure
 
 ROOT = Path(__file__).parent.parent.parent.parent
+ROWS = [row for rows in known().values() for row in rows]
 SAID: list[tuple[str, str, str]] = [
     ("MTP weights dropped", "vllm #35548",
      "(Worker_TP1_EP1 pid=1474351) ERROR 02-27 16:21:24 [multiproc_executor.py:796] ValueError: MTP speculative "
@@ -101,12 +103,12 @@ SAID: list[tuple[str, str, str]] = [
     ("modelopt's mixed precision in an older vLLM", "vllm #37854",
      "ValueError: ModelOpt currently only supports: ['FP8', 'FP8_PER_CHANNEL_PER_TOKEN', 'FP8_PB_WO', 'NVFP4'] "
      "quantizations in vLLM. Please check the `hf_quant_config.json` file for your model's quant configuration."),
-    ("modelopt config incomplete", "vLLM",
+    ("config of a quantization incomplete", "vLLM",
      "ValueError: ModelOpt currently only supports: ['FP8', 'NVFP4', 'MXFP8', 'MIXED_PRECISION'] quantizations in "
      "vLLM. Please check the `hf_quant_config.json` file for your model's quant configuration."),
-    ("modelopt config incomplete", "vLLM",
+    ("config of a quantization incomplete", "vLLM",
      "ValueError: NVFP4 quantization requires the following fields in hf_quant_config.json: ['group_size']"),
-    ("modelopt config incomplete", "a dry load", "Value error, Unknown ModelOpt quant algo: MIXED_PRECISION"),
+    ("config of a quantization incomplete", "a dry load", "Value error, Unknown ModelOpt quant algo: MIXED_PRECISION"),
     ("FP8 weights without FP8 activations", "docs/failures.md M10",
      "AttributeError: 'NoneType' object has no attribute 'num_bits'"),
     ("scale with other dimensions", "docs/failures.md Fp1",
@@ -146,6 +148,26 @@ RAISED = [
      "vllm-ascend-glm47  | (Worker_TP0 pid=367) ERROR 01-12 05:03:38 [multiproc_executor.py:751] KeyError: "
      "'model.layers.92.self_attn.q_proj.weight'"),
 ]  # fmt: skip
+# What dry loads of vLLM 0.32.0 have met, as the table reads it.
+MET = [
+    ("Step's draft and layer_types", "IndexError: list index out of range [vllm/model_executor/models/step3p5.py:421]"),
+    ("Step's draft and constant scales", "ValueError: weights would falsely use random initialization []"),
+    ("Step's heads by layer", "AmbiguousGlobalPerLayerAttributeError: num_attention_heads [x.py:1]"),
+    ("Nemotron Omni's vision key",
+     "AttributeError: no attribute 'vit_hidden_size' [vllm/model_executor/models/nano_nemotron_vl.py:9]"),
+    ("Nemotron Omni's draft without its config",
+     "TypeError: CompressedTensorsConfig.__init__() missing 5 required positional arguments []"),
+    ("attention with an indexer under modelopt's NVFP4",
+     "AttributeError: 'Qwen4ExpQSAQKVIndexerLinear' object has no attribute 'weight_scale' []"),
+    ("Kimi's padded delta net",
+     "AttributeError: 'MergedColumn' object has no attribute 'weight' [vllm/models/kimi_k3/nvidia/kda.py:12]"),
+    ("MiniMax's fused indexer with one scale a tensor",
+     "AssertionError: index_q has no shard [vllm/model_executor/parameter.py:117]"),
+    ("sections of the rotary embedding",
+     "AssertionError: [vllm/model_executor/layers/rotary_embedding/mrope.py:230]"),
+    ("a build for AMD's GPUs", "ImportError: quantization quark requires amd-quark package []"),
+    ("memory of the dry load", "RuntimeError: DefaultCPUAllocator: can't allocate []"),
+]  # fmt: skip
 GOOD = [
     "(APIServer pid=1077249) INFO 04-23 00:30:06 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 2.62, "
     "Per-position acceptance rate: 0.885, 0.740, Avg Draft acceptance rate: 81.2%",
@@ -184,13 +206,26 @@ def test_what_sglang_raises_is_not_told_of_vllm():
 
 def test_what_is_said_of_versions_was_read_in_them():
     """Older versions were not read, and words that many faults share say so."""
-    assert not [failure.name for failure in KNOWN if "all up to" in failure.concerns]
-    assert sum(failure.is_general for failure in KNOWN) > 5
+    assert not [failure.name for failure in ROWS if "all up to" in failure.concerns]
+    assert sum(failure.is_general for failure in ROWS) > 5
+
+
+@pytest.mark.parametrize(("name", "text"), MET, ids=[name for name, _ in MET])
+def test_what_a_dry_load_met_is_known(name, text):
+    found = known_failure(text, kinds=("dry_load", "defects", "failures"))
+    assert found is not None and found[0].name == name
+
+
+def test_a_defect_is_of_its_families_and_of_its_release():
+    failure = LoadFailure(stage="load", role="draft", type="IndexError", words="", at="vllm/models/step3p5.py:421")
+    assert known_defect(failure, family="step3p5", version="0.32.0") is not None
+    assert known_defect(failure, family="glm4_moe", version="0.32.0") is None
+    assert known_defect(failure, family="step3p5", version="0.33.0") is None
 
 
 def test_every_entry_has_words_from_somewhere():
-    assert {failure.name for failure in KNOWN} == {name for name, *_ in (*SAID, *RAISED)}
-    assert len({failure.name for failure in KNOWN}) == len(KNOWN)
+    assert {failure.name for failure in ROWS} == {name for name, *_ in (*SAID, *RAISED, *MET)}
+    assert len({failure.name for failure in ROWS}) == len(ROWS)
 
 
 @pytest.mark.parametrize("line", GOOD)
@@ -204,7 +239,7 @@ def test_the_rules_that_confirm_exist():
     )
     named = {*re.findall(r'rule="([a-z-]+)"', sources), *re.findall(r'^[A-Z]+ = "([a-z-]+)"$', sources, re.MULTILINE)}
     named |= {"files", "family", "no-kernel", "layer-incomplete"}  # written otherwise there
-    assert {rule for failure in KNOWN for rule in failure.rules} <= named
+    assert {rule for failure in ROWS for rule in failure.rules} <= named
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,11 @@ class Written:
         for name in names:
             self.sources[name] = self.sources.get(name, 0) + count
 
+    def as_fault(self) -> dict[str, Any]:
+        """As `Fault` in validate/facts/dry_load.py."""
+        told = {"param": self.name, "num_written": self.num_written, "num_expected": self.num_expected}
+        return {**told, "dtype": str(self.dtype).removeprefix("torch."), "sources": self.sources}
+
     @property
     def num_written(self) -> int:
         """Distinct elements written."""

@@ -15,25 +15,25 @@ from typing import Any
 
 import torch
 
+from .stubs import refuse_dunder
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What vLLM asks a GPU about itself; shared memory is that of one block, in KiB, by CUDA's programming guide."""
+    """What vLLM asks a GPU about itself; shared memory is that of one block, by CUDA's programming guide."""
 
     name: str
     capability: tuple[int, int]
     num_sms: int
     memory_bytes: int
-    shared_memory_kib: int = 227
-
-    @property
-    def shared_memory_bytes(self) -> int:
-        return self.shared_memory_kib << 10
+    shared_memory_bytes: int = 227 << 10
 
 
 # One GPU for each capability that vLLM 0.32 has kernels of its own for.
 DEVICES = {
-    "sm89": Device(name="NVIDIA L40S", capability=(8, 9), num_sms=142, memory_bytes=48 << 30, shared_memory_kib=99),
+    "sm89": Device(
+        name="NVIDIA L40S", capability=(8, 9), num_sms=142, memory_bytes=48 << 30, shared_memory_bytes=99 << 10
+    ),
     "sm90": Device(name="NVIDIA H200", capability=(9, 0), num_sms=132, memory_bytes=141 << 30),
     "sm100": Device(name="NVIDIA B200", capability=(10, 0), num_sms=148, memory_bytes=180 << 30),
     "sm120": Device(
@@ -41,7 +41,7 @@ DEVICES = {
         capability=(12, 0),
         num_sms=188,
         memory_bytes=96 << 30,
-        shared_memory_kib=99,
+        shared_memory_bytes=99 << 10,
     ),
 }
 
@@ -60,9 +60,8 @@ class Inert:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: None
+        refuse_dunder(name)
+        return returns(None)
 
     def __enter__(self) -> "Inert":
         return self

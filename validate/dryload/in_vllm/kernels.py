@@ -10,6 +10,7 @@ each is processed.
 """
 
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,52 +21,64 @@ from .stubs import Calls
 aten = torch.ops.aten
 
 
-# Operators that read a value, or whose result has a shape that values decide.
-_ASKED = {
-    aten._local_scalar_dense.default,
-    aten.item.default,
-    aten.is_nonzero.default,
-    aten.nonzero.default,
-    aten.equal.default,
-    aten.allclose.default,
-    aten._unique2.default,
-}
-
-
 def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
     """Run process_weights_after_loading of every kind of layer."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    kinds: dict[tuple[Any, ...], dict[str, Any]] = {}
+    outcomes: dict[tuple[Any, ...], str] = {}
+    kinds: dict[tuple[str, ...], dict[str, Any]] = {}
     with set_current_vllm_config(config):
         for prefix, module in model.named_modules():
-            method = getattr(module, "quant_method", None)
+            method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
             is_attention = isinstance(module, AttentionLayerBase) and hasattr(module, "kv_cache_dtype")
-            if not is_attention and not isinstance(method, QuantizeMethodBase):
+            is_method = isinstance(method, QuantizeMethodBase)
+            if not is_attention and not is_method:
                 continue
-            kernel = _attention(module) if is_attention else _kernel(module, method)
+            kernel = _attention(module) if is_attention else _kernel(method, scheme)
             shapes = tuple((name, tuple(param.shape), param.dtype) for name, param in module.named_parameters())
-            key = (type(module), type(method), type(getattr(module, "scheme", None)), shapes, is_attention and kernel)
-            if key in kinds:
-                kinds[key]["count"] += 1
-                continue
-            outcome = _refused_attention(module) if is_attention else ""
-            outcome = outcome or (_process(module, method) if isinstance(method, QuantizeMethodBase) else "ok")
-            kinds[key] = {
-                "layer": type(module).__name__,
-                "method": _method(module, method) if method is not None else "",
-                "kernel": kernel,
-                "count": 1,
-                "where": getattr(module, "prefix", "") or getattr(module, "layer_name", "") or prefix,
-                "outcome": outcome,
-            }
-    return _merged(kinds.values())
+            same = (type(module), type(method), type(scheme), shapes, kernel)
+            if same not in outcomes:
+                refused = _refused_attention(module) if is_attention else ""
+                outcomes[same] = refused or (_process(module, method) if is_method else "ok")
+            kind = (type(module).__name__, class_of(method if scheme is None else scheme), kernel, outcomes[same])
+            where = getattr(module, "prefix", "") or getattr(module, "layer_name", "") or prefix
+            known = dict(zip(("layer", "method", "kernel", "outcome"), kind, strict=True))
+            kinds.setdefault(kind, {**known, "where": where, "count": 0})["count"] += 1
+    return list(kinds.values())
+
+
+def class_of(value: object) -> str:
+    """The name of a value's class; "" for None."""
+    return type(value).__name__ if value is not None else ""
+
+
+def last_frame(error: BaseException) -> tuple[str, bool]:
+    """file:line of the last frame in vLLM, and whether vLLM itself raised there, not a library that it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages/vllm/" in frame.filename] or frames
+    return f"{own[-1].filename.rpartition('site-packages/')[2]}:{own[-1].lineno}", own[-1] is frames[-1]
+
+
+def _one(value: torch.Tensor) -> float:
+    return value.dtype == torch.bool or (1.0 if value.dtype.is_floating_point else 1)
+
+
+# Operators that read a value, or whose result has a shape that values decide: numbers are one, comparisons true.
+_ANSWERS: dict[Any, Callable[[torch.Tensor], Any]] = {
+    aten._local_scalar_dense.default: _one,
+    aten.item.default: _one,
+    aten.is_nonzero.default: lambda value: True,
+    aten.nonzero.default: lambda value: torch.empty(0, value.ndim, dtype=torch.int64, device="meta"),
+    aten.equal.default: lambda value: True,
+    aten.allclose.default: lambda value: True,
+    aten._unique2.default: lambda value: (value.flatten()[:1], *[value.flatten()[:1].to(torch.int64)] * 2),
+}
 
 
 class _MetaValues(TorchDispatchMode):
-    """Lets code that reads a value go on: every number is one, every comparison true. `count` is how many it read."""
+    """Lets code that reads a value go on. `count` is how many it read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,22 +86,12 @@ class _MetaValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if first is not None and first.is_meta and func in _ASKED:
-            self.count += 1
-            if func in (aten._local_scalar_dense.default, aten.item.default):
-                return first.dtype == torch.bool or (1.0 if first.dtype.is_floating_point else 1)
-            if func is aten.is_nonzero.default:
-                return True
-            if func is aten.nonzero.default:
-                return torch.empty(0, first.ndim, dtype=torch.int64, device="meta")
-            if func in (aten.equal.default, aten.allclose.default):
-                return True
-            if func is aten._unique2.default:
-                one = first.flatten()[:1]
-                return one, one.to(torch.int64), one.to(torch.int64)
-        if first is not None and first.is_meta and func is aten._to_copy.default:
-            kwargs = {**kwargs, "device": torch.device("meta")}
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            if func in _ANSWERS:
+                self.count += 1
+                return _ANSWERS[func](args[0])
+            if func is aten._to_copy.default:
+                kwargs = {**kwargs, "device": torch.device("meta")}
         return func(*args, **kwargs)
 
 
@@ -99,25 +102,18 @@ def _process(module: torch.nn.Module, method: Any) -> str:
         with torch.device("meta"), values:
             method.process_weights_after_loading(module)
     except Exception as error:  # noqa: BLE001  what vLLM raises is its verdict, unless it read a pretended value
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "site-packages/vllm/" in frame.filename]
-        at = f"{own[-1].filename.rpartition('site-packages/')[2]}:{own[-1].lineno}"
-        if values.count or Calls.count > calls or frames[-1] is not own[-1]:  # torch raises where meta has no values
+        at, is_vllms = last_frame(error)
+        if values.count or Calls.count > calls or not is_vllms:  # torch raises where meta has no values
             return f"not judged: depends on values ({at})"
         words = str(error).strip().split("\n")[0][:200]
         return f"refused: {type(error).__name__}: {words} ({at})"
     return "ok"
 
 
-def _method(module: torch.nn.Module, method: Any) -> str:
-    scheme = getattr(module, "scheme", None)
-    return type(scheme if scheme is not None else method).__name__
-
-
-def _kernel(module: torch.nn.Module, method: Any) -> str:
+def _kernel(method: Any, scheme: Any) -> str:
     """The kernel's class or the backend's name, from the attributes where vLLM 0.32.0's methods keep them."""
     found: list[str] = []
-    for owner in (method, getattr(module, "scheme", None)):
+    for owner in (method, scheme):
         for name, value in sorted(vars(owner).items()) if owner is not None else ():
             is_kernel = "kernel" in name or "experts_cls" in name or name.endswith("linear")
             if is_kernel and value is not None and not isinstance(value, str | bool | int | float | dict | torch.dtype):
@@ -141,15 +137,3 @@ def _refused_attention(module: Any) -> str:
     if backend.supports_compute_capability(capability):
         return ""
     return f"refused: {backend.get_name()} has no kernels for compute capability {capability.as_version_str()}"
-
-
-def _merged(kinds: Any) -> list[dict[str, Any]]:
-    """Kinds that differ in shape alone are one."""
-    merged: dict[tuple[str, ...], dict[str, Any]] = {}
-    for kind in kinds:
-        key = tuple(kind[name] for name in ("layer", "method", "kernel", "outcome"))
-        if key in merged:
-            merged[key]["count"] += kind["count"]
-        else:
-            merged[key] = kind
-    return list(merged.values())

@@ -65,8 +65,6 @@ OP_NAMESPACES = frozenset(
         "_flashkda_C",
     }
 )
-# A missing attribute of this kind makes Python itself misread a stub (iteration, copying, annotations).
-_DUNDER = "__"
 
 
 class Calls:
@@ -92,13 +90,19 @@ def install_operators(capability: int) -> Callable[[], None]:
         try:
             return original(self, name)
         except AttributeError:
-            known = self.name in OP_NAMESPACES and not name.startswith(_DUNDER)
+            known = self.name in OP_NAMESPACES and not name.startswith("__")
             if known and (allowed["all"] or "support" in name):
                 return _Operator(f"{self.name}.{name}", capability)
             raise
 
     torch._ops._OpNamespace.__getattr__ = get  # type: ignore[method-assign]
     return lambda: allowed.update(all=True)
+
+
+def refuse_dunder(name: str) -> None:
+    """An attribute of Python's own must stay missing: a stub would be misread (iteration, copying, annotations)."""
+    if name.startswith("__"):
+        raise AttributeError(name)
 
 
 class NotOnMeta(RuntimeError):
@@ -126,8 +130,7 @@ class _Operator:
         raise NotOnMeta(f"CUDA operator {self.name} called")
 
     def __getattr__(self, name: str) -> "_Operator":
-        if name.startswith(_DUNDER):
-            raise AttributeError(name)
+        refuse_dunder(name)
         return _Operator(f"{self.name}.{name}", self._capability)
 
 
@@ -148,8 +151,7 @@ class _StubMeta(type):
     """A class that accepts everything: attribute, call, index, union in an annotation."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith(_DUNDER):
-            raise AttributeError(name)
+        refuse_dunder(name)
         return _stub(f"{cls.__qualname__}.{name}")
 
     def __or__(cls, other: Any) -> Any:
@@ -179,8 +181,7 @@ class _Stub(metaclass=_StubMeta):
         pass
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(_DUNDER):
-            raise AttributeError(name)
+        refuse_dunder(name)
         return _stub(f"{type(self).__qualname__}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,8 +209,7 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__version__":
             return "99.0.0"
-        if name.startswith(_DUNDER):
-            raise AttributeError(name)
+        refuse_dunder(name)
         full = f"{self.__name__}.{name}"
         value = sys.modules.get(full) or _stub(full)
         setattr(self, name, value)

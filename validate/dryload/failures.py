@@ -1,0 +1,99 @@
+"""What is known of failures with checkpoints like these: one table for `explain` and for the dry load's verdict.
+
+In: a line of a log, or `<exception>: <message> [<file:line>]`; the table is failures.toml. Out: the `KnownFailure` that
+it tells of, with the name in it.
+
+Easy to get wrong: a defect ends with a release. A dry load asks about those of its own vLLM and of its family alone.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from ...checkpoints.fact import Fact
+from ..facts.dry_load import LoadFailure
+
+FailureKind = Literal["dry_load", "sglang", "other_builds", "failures", "defects"]
+# The parts that a log is compared with, in this order: what SGLang raised is looked up in the first alone.
+IN_LOGS: tuple[FailureKind, ...] = ("sglang", "other_builds", "failures", "defects")
+ALL_VERSIONS = "0.32; older ones were not read"
+
+
+class KnownFailure(Fact):
+    """One failure.
+
+    Attributes:
+        name: what it is called here.
+        words: regular expressions; the group `tensor`, if one has it, is a name in vLLM or on disk.
+        says: what happened, and why.
+        cure: what to do.
+        where: the entry of the config that it means; {named} is the name in the words, {count} the key that counts the
+            MTP layers.
+        command: the words after `keepmtp` that cure it or look closer; "" for none.
+        concerns: the versions that have it; of a defect the release that has it, no more.
+        sources: public threads, or numbers of docs/failures.md.
+        families: model_types concerned; () for any.
+        rules: rules of the check that confirm it on a checkpoint.
+    """
+
+    name: str
+    words: tuple[str, ...] = ()
+    says: str
+    cure: str
+    where: str = ""
+    command: str = ""
+    concerns: str = ALL_VERSIONS
+    sources: str = "dry loads of vLLM 0.32.0"
+    families: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+
+    @property
+    def is_general(self) -> bool:
+        """Whether other faults end in the same words."""
+        return self.concerns.startswith("this is general")
+
+    def name_in(self, text: str) -> str | None:
+        """The name that a text tells of ("" for none); None where it does not tell of this failure."""
+        for words in self.words:
+            if match := re.search(words, text):
+                return match.groupdict().get("tensor") or ""
+        return None
+
+
+@cache
+def known() -> Mapping[str, tuple[KnownFailure, ...]]:
+    """The table, in the order in which its rows are tried."""
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    return {kind: tuple(map(KnownFailure.model_validate, rows)) for kind, rows in table.items()}
+
+
+def known_failure(
+    text: str, *, kinds: Sequence[FailureKind] = IN_LOGS, family: str = ""
+) -> tuple[KnownFailure, str] | None:
+    """The failure that a text tells of, and the name in it ("" for none).
+
+    Args:
+        text: a line of a log, or `<exception>: <message> [<file:line>]`.
+        kinds: parts of the table, in the order in which they are tried.
+        family: of the checkpoint; what only other families have is passed over. "" where it is not known.
+    """
+    for kind in kinds:
+        for failure in known()[kind]:
+            is_concerned = not family or family in (failure.families or (family,))
+            if is_concerned and (named := failure.name_in(text)) is not None:
+                return failure, named
+    return None
+
+
+def text_of(failure: LoadFailure) -> str:
+    """The exception of a dry load, as the table's expressions want it."""
+    return f"{failure.type}: {' '.join(failure.words.split())} [{failure.at}]"
+
+
+def known_defect(failure: LoadFailure, *, family: str, version: str) -> KnownFailure | None:
+    """vLLM's own defect that caused a failure of the dry load."""
+    found = known_failure(text_of(failure), kinds=("defects",), family=family or "unknown")
+    return found[0] if found and found[0].concerns == version else None
