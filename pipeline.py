@@ -29,7 +29,7 @@ from .checkpoints.source import Source, download, open_source
 from .checkpoints.uncollected import uncollected
 from .quantize.needs.needs import machine_of, refuse_too_large
 from .quantize.needs.room import calibration_folder
-from .quantize.plan.checkpoint_as_model import ModelWord, model_word, recipe_of_checkpoint
+from .quantize.plan.checkpoint_as_model import model_word, recipe_of_checkpoint
 from .quantize.plan.choices import choices_of, narrowed, refuse_budget
 from .quantize.plan.plan import SHARD_BYTES, Plan, make_plan
 from .quantize.run.progress import SILENT, RunProgress
@@ -92,24 +92,20 @@ def plan_for(
     """
     word = model_word(model)
     choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
-    if not word.is_recipe:
-        recipe, text, opened = _without_recipe(word, source, mtp_source=mtp_source, **choices)
-        return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
-    recipe, text = find_recipe(word.name, **choices)
-    where = source or recipe.source
-    # The recipe's revision belongs to the recipe's source. Another repository has a history of its own.
-    revision = "main" if where != recipe.source else word.revision or recipe.revision
-    opened = _with_mtp(open_source(where, revision=revision), recipe, mtp_source)
+    if word.is_recipe:
+        recipe, text = find_recipe(word.name, **choices)
+        where = source or recipe.source
+        # The recipe's revision belongs to the recipe's source. Another repository has a history of its own.
+        revision = "main" if where != recipe.source else word.revision or recipe.revision
+        opened = _with_mtp(open_source(where, revision=revision), recipe, mtp_source)
+    else:
+        _refuse_two_sources(source)
+        recipe, text, opened = recipe_of_checkpoint(word, mtp_source=mtp_source, **choices)
     return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
 
 
 def recipe_for(
-    model: str,
-    *,
-    source: str | None = None,
-    scheme: str | None = None,
-    mtp: str | None = None,
-    calibration: str | None = None,
+    model: str, *, source: str | None = None, mtp_source: str | None = None, **choices: str | None
 ) -> Recipe:
     """Return the recipe of `plan_for`; the headers are read only where MODEL is a checkpoint.
 
@@ -117,10 +113,16 @@ def recipe_for(
         RecipeError, CheckpointError: as `plan_for`.
     """
     word = model_word(model)
-    choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
-    if not word.is_recipe:
-        return _without_recipe(word, source, **choices)[0]
-    return find_recipe(word.name, **choices)[0]
+    if word.is_recipe:
+        return find_recipe(word.name, **choices)[0]
+    _refuse_two_sources(source)
+    return recipe_of_checkpoint(word, mtp_source=mtp_source, **choices)[0]
+
+
+def _refuse_two_sources(source: str | None) -> None:
+    if source is not None:
+        rule, cure = "must be left out where MODEL is itself a checkpoint", "Remove it, or name a recipe as MODEL"
+        raise RecipeError("--source", rule, got=source, cure=cure)
 
 
 def _with_mtp(source: Source, recipe: Recipe, named: str | None) -> Source:
@@ -132,15 +134,6 @@ def _with_mtp(source: Source, recipe: Recipe, named: str | None) -> Source:
     if recipe.mtp_source is None or has_mtp(source):
         return source
     return with_mtp_of(source, open_source(recipe.mtp_source.source, revision=recipe.mtp_source.revision))
-
-
-def _without_recipe(
-    word: ModelWord, source: str | None, *, mtp_source: str | None = None, **choices: str | None
-) -> tuple[Recipe, str, Source]:
-    if source is not None:
-        rule, cure = "must be left out where MODEL is itself a checkpoint", "Remove it, or name a recipe as MODEL"
-        raise RecipeError("--source", rule, got=source, cure=cure)
-    return recipe_of_checkpoint(word, mtp_source=mtp_source, **choices)
 
 
 def quantize(
@@ -169,19 +162,29 @@ def quantize(
         GateError: no MTP policy of `mtp: auto` is good enough; or the written checkpoint does not pass its own check,
             of headers and of values, and keeps its partial name.
     """
-    from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
-
     refuse(plan, out)
     if is_finished(plan, out):
         return _found_finished(plan, out, keep_calibration=keep_calibration)
+    from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
+    from .quantize.write.writer import write
+
     refuse_too_large(plan, machine_of(here=gpus_here()))
     plan = _downloaded(plan, out, progress)
     with joined() as ranks:
         run = _calibrated(plan, out, ranks, progress)
         plan = run.plan if run else plan
-        recipe_text = (run.recipe_text if run else "") or recipe_text
         with _claimed(plan, out, run, ranks) as partial:
-            _write(plan, partial, recipe_text, run, ranks, threads=threads or _num_cores(), progress=progress)
+            with _packing_bar(plan, ranks, progress) as packed:
+                write(
+                    plan,
+                    partial,
+                    recipe_text=(run.recipe_text if run else "") or recipe_text,
+                    threads=threads or _num_cores(),
+                    progress=packed,
+                    statistics=run.statistics if run else None,
+                    calibration=run.summary if run else None,
+                    ranks=ranks,
+                )
             report = _checked(partial, plan, reads=ranks.is_first, progress=progress)
             ranks.wait()
             if ranks.is_first:
@@ -256,31 +259,6 @@ def _claimed(plan: Plan, out: Path, run: "CalibrationRun | None", ranks: "Ranks"
     with claim(plan, out, calibration=salt) if ranks.is_first else nullcontext(partial_path(out)) as partial:
         ranks.wait()
         yield partial
-
-
-def _write(
-    plan: Plan,
-    partial: Path,
-    recipe_text: str,
-    run: "CalibrationRun | None",
-    ranks: "Ranks",
-    *,
-    threads: int,
-    progress: RunProgress,
-) -> None:
-    from .quantize.write.writer import write
-
-    with _packing_bar(plan, ranks, progress) as packed:
-        write(
-            plan,
-            partial,
-            recipe_text=recipe_text,
-            threads=threads,
-            progress=packed,
-            statistics=run.statistics if run else None,
-            calibration=run.summary if run else None,
-            ranks=ranks,
-        )
 
 
 def _packing_bar(

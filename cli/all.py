@@ -11,8 +11,9 @@ this one's. Its own record is compared before anything runs.
 
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -21,8 +22,8 @@ from ..recipes.errors import CheckpointError, RecipeError, printable
 from ..recipes.extras import require_extra
 from ..validate.facts.child import Child, environment
 from .gate import TOO_LITTLE
-from .options import AnyVLLMOption, ModelCodeOption, TrustOption, chosen_vllm, refuse_stray_words
-from .tables import escape
+from .options import AnyVLLMOption, DryRunOption, ModelCodeOption, ModelOptions, chosen_vllm, refuse_stray_words
+from .tables import say
 
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
@@ -33,15 +34,7 @@ _STATION_SECONDS = 60.0  # it may have a server to end, which takes a third of t
 
 def everything(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="As for `keepmtp quantize`.")],
-    source: Annotated[
-        str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; default: the recipe's.")
-    ] = None,
-    scheme: Annotated[str | None, typer.Option("--scheme", help="As for `keepmtp quantize`.")] = None,
-    mtp: Annotated[str | None, typer.Option("--mtp", help="As for `keepmtp quantize`.")] = None,
-    calibration: Annotated[str | None, typer.Option("--calibration", help="As for `keepmtp quantize`.")] = None,
-    mtp_source: Annotated[str | None, typer.Option("--mtp-source", help="As for `keepmtp quantize`.")] = None,
-    trust_remote_code: TrustOption = False,
+    choices: ModelOptions,
     base_model: Annotated[str | None, typer.Option("--base-model", help="As for `keepmtp card`.")] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     gpus: Annotated[
@@ -74,7 +67,7 @@ def everything(
     ] = None,
     run_model_code: ModelCodeOption = False,
     any_vllm: AnyVLLMOption = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands and stop.")] = False,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.
 
@@ -85,8 +78,7 @@ def everything(
 
     Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/out -k 3 -- --tensor-parallel-size 8`
     """
-    from .. import pipeline as run
-    from ..quantize.plan.own_code import refuse_untrusted_code
+    from .. import pipeline
     from ..quantize.write.output import is_empty, tidy
     from ..validate.facts.results import report_folder
     from ..validate.measure.room import refuse_no_room
@@ -94,65 +86,74 @@ def everything(
     from ..validate.measure.texts import text_file
     from ..validate.report.base_model import refuse_no_id, refuse_unknown
 
-    refuse_stray_words("all", context.args)
-    refuse_words("all", context.args)
+    extra = context.args
+    refuse_stray_words("all", extra)
+    refuse_words("all", extra)
     refuse_no_id(base_model)
-    recipe = run.recipe_for(model, source=source, scheme=scheme, mtp=mtp, calibration=calibration)
-    out = folder or run.default_out(recipe)
+    recipe = choices.recipe()
+    out = folder or pipeline.default_out(recipe)
     is_made = out.exists() and not is_empty(out)
-    original = _option("--source", source)
-    choices = [*original, *_option("--scheme", scheme), *_option("--mtp", mtp), *_option("--calibration", calibration)]
-    choices += _option("--mtp-source", mtp_source)
-    choices += ["--trust-remote-code"] if trust_remote_code else []
-    version = ["--any-vllm"] if any_vllm else []
-    served = [*original, *version, *_option("-k", k)]
-    allowed = ["--run-model-code"] if run_model_code else []
-    vllm_words = ["--", *context.args] if context.args else []
-    is_timed = recipe.gates.min_speedup is not None
-    pretended = [*_each("--gpu", gpus or ["sm90", "sm100"]), *_each("--tp", tps or []), *_option("-k", k)]
-    is_compared = text is not None or recipe.gates.max_divergence is not None or recipe.gates.max_flips is not None
-    if is_compared:
+    gates, source = recipe.gates, choices.source
+    for_vllm = ["--", *extra] if extra else []
+    served = option_words(source=source, any_vllm=any_vllm)
+    of_k = option_words(k=k)
+    stations: dict[str, list[str]] = {}
+    if not is_made:
+        decided = asdict(choices)
+        stations["quantize"] = [decided.pop("model"), *option_words(**decided, out=out)]
+    pretended = option_words(gpu=gpus or ["sm90", "sm100"], tp=tps, k=k, any_vllm=any_vllm)
+    stations["check"] = [str(out), "--record", *pretended]
+    if serving:
+        stations["serve-check"] = [str(out), *served, *of_k, *for_vllm]
+    stations["eval"] = [str(out), *served, *of_k, *option_words(run_model_code=run_model_code), *for_vllm]
+    if text is not None or gates.max_divergence is not None or gates.max_flips is not None:
         text_file(text, recipe.model)
-    near = [*original, *version, *_option("--text", text)]
-    stations = {
-        "quantize": [] if is_made else ["quantize", model, *choices, "--out", str(out)],
-        "check": ["check", str(out), "--record", *pretended, *version],
-        "serve-check": ["serve-check", str(out), *served, *vllm_words] if serving else [],
-        "eval": ["eval", str(out), *served, *allowed, *vllm_words],
-        "closeness": ["closeness", str(out), *near, *vllm_words] if is_compared else [],
-        "bench": ["bench", str(out), *version, *_ks(k), *vllm_words] if is_timed else [],
-        "gate": ["gate", str(out)] if is_timed else [],
-        "card": ["card", str(out), *_folder(source), *_option("--base-model", base_model)],
-    }
+        stations["closeness"] = [str(out), *served, *option_words(text=text), *for_vllm]
+    if gates.min_speedup is not None:
+        ks = None if k is None else f"0..{k}"
+        stations["bench"] = [str(out), *option_words(any_vllm=any_vllm, k=ks), *for_vllm]
+        stations["gate"] = [str(out)]
+    # The source's folder, whose card says what license it has; a repository's is not read.
+    card_source = source if source and Path(source).is_dir() else None
+    stations["card"] = [str(out), *option_words(source=card_source, base_model=base_model)]
     if is_made:
         _refuse_another(out, recipe)
     if dry_run:
-        for words in filter(None, stations.values()):
-            sys.stdout.write(f"keepmtp {printable(shlex.join(words))}\n")
+        for name, words in stations.items():
+            sys.stdout.write(f"keepmtp {printable(shlex.join([name, *words]))}\n")
         return
     require_extra("keepmtp all", "evaluate")
-    vllm = chosen_vllm(any_vllm=any_vllm)
+    vllm, err = chosen_vllm(any_vllm=any_vllm), Console(stderr=True)
     if is_made:
         tidy(out, keep_calibration=False)
+        say(err, "quantize: done before", "dim")
     else:
-        words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
-        made, _ = run.plan_for(model, **words, trust_remote_code=trust_remote_code)
-        refuse_untrusted_code(made)
-        _refuse_evaluation(made, k, tuple(context.args), runs_code=run_model_code)
-        refuse_no_room((made.source,), vllm, out=report_folder(out), extra=context.args)
+        made = choices.plan()
+        _refuse_measuring(made, k, tuple(extra), runs_code=run_model_code)
+        refuse_no_room((made.source,), vllm, out=report_folder(out), extra=extra)
         if base_model is None:
             refuse_unknown(made.source)
-    err = Console(stderr=True)
     for name, words in stations.items():
-        if (name == "quantize" and is_made) or (name == "serve-check" and words and _is_served(out, k or 1)):
-            err.print(f"[dim]{name}: done before[/]", highlight=False)
+        if name == "serve-check" and _is_served(out, k or 1):
+            say(err, f"{name}: done before", "dim")
             continue
-        if not words:
-            continue
-        err.print(f"[bold]$ keepmtp {escape(shlex.join(words))}[/]", highlight=False, soft_wrap=True)
-        status = _run([*_interpreter(name, nproc), *words])
+        say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
+        status = _run([*_interpreter(name, nproc), name, *words])
         if status and (name, status) != ("serve-check", TOO_LITTLE):
             raise typer.Exit(status if status > 0 else 128 - status)
+
+
+def option_words(**options: object) -> list[str]:
+    """Options as they are typed: a flag for True, one with each value of a list, nothing for None and False."""
+    words = []
+    for name, value in options.items():
+        option = "-k" if name == "k" else f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            for each in value if isinstance(value, list) else [value]:
+                words += [option, str(each)]
+    return words
 
 
 def _run(words: list[str]) -> int:
@@ -163,34 +164,18 @@ def _run(words: list[str]) -> int:
 
 
 def _interpreter(station: str, nproc: int) -> list[str]:
+    launcher = []
     if station == "quantize" and nproc > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-        return [sys.executable, *launcher, "-m", "keepmtp"]
-    return [sys.executable, "-m", "keepmtp"]
+    return [sys.executable, *launcher, "-m", "keepmtp"]
 
 
-def _option(name: str, value: object) -> list[str]:
-    return [] if value is None else [name, str(value)]
-
-
-def _folder(source: str | None) -> list[str]:
-    """The source's folder, whose card says what license it has; a repository's is not read."""
-    return ["--source", source] if source and Path(source).is_dir() else []
-
-
-def _ks(k: int | None) -> list[str]:
-    """Without drafting and up to `k`; without one, as bench chooses."""
-    return [] if k is None else ["-k", f"0..{k}"]
-
-
-def _each(name: str, values: list[Any]) -> list[str]:
-    return [word for value in values for word in (name, str(value))]
-
-
-def _refuse_evaluation(plan: "Plan", k: int | None, extra: tuple[str, ...], *, runs_code: bool) -> None:
-    """What would stop the evaluation, known before hours of quantizing."""
+def _refuse_measuring(plan: "Plan", k: int | None, extra: tuple[str, ...], *, runs_code: bool) -> None:
+    """What would stop the run after hours of quantizing."""
+    from ..quantize.plan.own_code import refuse_untrusted_code
     from ..validate.measure import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
 
+    refuse_untrusted_code(plan)
     for own in plan.recipe.evaluations:
         protocol = own if k is None else own.model_copy(update={"k": k})
         lm_eval_task.questions(protocol, runs_code=runs_code)

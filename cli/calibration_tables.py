@@ -4,20 +4,21 @@ In: a plan, or the calibration part of report.json. Out: tables and plain dictio
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ..quantize.calibrate.mtp.facts import CalibrationFact, CandidateFact, SearchFact
 from ..quantize.plan.plan import Plan, TensorPlan
+from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.find import calibration_name
 from ..recipes.model_file import in_words
 from ..recipes.schema import AUTO, TextsOfMix, candidates_for
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
-from .tables import escape, plain_table, size_in_words
+from .tables import counted, table
 
 
 def will_do(plan: Plan) -> RenderableType:
@@ -38,23 +39,15 @@ def will_do(plan: Plan) -> RenderableType:
             f"quantized backbone computes, as {_in_words(tuned.mtp)}, and written where it is shown to draft better "
             f"than untrained, at {plan.recipe.gates.confidence:.0%} confidence."
         )
-    if planned["mtp_pass"]["possible"]:
-        says = "the block is run on the backbone's hidden states, and its acceptance is measured without a server."
-    else:
+    says = "the block is run on the backbone's hidden states, and its acceptance is measured without a server."
+    if not planned["mtp_pass"]["possible"]:
         says = f"not possible, {planned['mtp_pass']['why']}; acceptance is not measured."
-    lines.append(f"MTP pass: {says}")
-    text = Text("\n".join(lines) + "\n")
-    return Group(_contributions(planned["groups"]), text) if planned["groups"] else text
-
-
-def _contributions(groups: list[dict[str, Any]]) -> Table:
-    table = plain_table("calibration: what batches contribute")
-    for column in ("part", "modules", "stored as", "from batches"):
-        table.add_column(column)
-    table.add_column("weights", justify="right")
-    for row in groups:
-        table.add_row(row["part"], row["modules"], row["stored_as"], row["from_batches"], f"{row['weights']:,}")
-    return table
+    text = Text("\n".join([*lines, f"MTP pass: {says}", ""]))
+    columns = ("part", "modules", "stored as", "from batches", ">weights")
+    rows = []
+    for row in planned["groups"]:
+        rows.append([row["part"], row["modules"], row["stored_as"], row["from_batches"], f"{row['weights']:,}"])
+    return Group(table("calibration: what batches contribute", columns, rows), text) if rows else text
 
 
 def _data(plan: Plan, num_tokens: int) -> str:
@@ -83,132 +76,26 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
     recipe, family = plan.recipe, plan.view.family
     if recipe.calibration is None or not plan.needs_batches:
         return None
-    weights = Counter(
-        (tensor.part, tensor.role, _stored_as(tensor), _from_batches(tensor, recipe.calibration.algorithm))
-        for tensor in plan.tensors
-        if tensor.calibrated or tensor.may_change or tensor.tuned
-    )
+    weights, mtp_groups = Counter[tuple[str, ...]](), set[str]()
+    for tensor in plan.tensors:
+        if tensor.part == "mtp" and tensor.role in QUANTIZABLE_ROLES:
+            mtp_groups.add(tensor.role)
+        if tensor.calibrated or tensor.may_change or tensor.tuned:
+            stored = "FP8 KV cache" if tensor.calibrated == "cache" else tensor.scheme or "plain"
+            gives = _from_batches(tensor, recipe.calibration.algorithm)
+            weights[tensor.part, tensor.role, stored, gives] += 1
+    names = ("part", "modules", "stored_as", "from_batches")
+    auto, candidates = recipe.mtp_auto, []
+    if auto is not None and recipe.mtp == AUTO:  # without the groups that the MTP block lacks
+        candidates = list(candidates_for(auto.candidates, mtp_groups))
     return {
         "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,
-        "groups": [
-            {"part": part, "modules": role, "stored_as": stored, "from_batches": gives, "weights": count}
-            for (part, role, stored, gives), count in sorted(weights.items())
-        ],
-        "candidates": _candidates_of(plan),
-        "min_acceptance": recipe.mtp_auto.min_acceptance if recipe.mtp_auto else None,
-        "confidence": recipe.gates.confidence if recipe.mtp_auto else None,
+        "groups": [{**dict(zip(names, row, strict=True)), "weights": count} for row, count in sorted(weights.items())],
+        "candidates": candidates,
+        "min_acceptance": auto.min_acceptance if auto else None,
+        "confidence": recipe.gates.confidence if auto else None,
         "mtp_pass": {"possible": family.draft is not None, "why": family.no_draft},
     }
-
-
-def _candidates_of(plan: Plan) -> list[Any]:
-    """What `mtp: auto` will try, without the groups that the MTP block lacks."""
-    recipe = plan.recipe
-    if recipe.mtp_auto is None or recipe.mtp != AUTO:
-        return []
-    groups = {tensor.role for tensor in plan.tensors if tensor.part == "mtp"} & {*QUANTIZABLE_ROLES}
-    return list(candidates_for(recipe.mtp_auto.candidates, groups))
-
-
-def found(fact: CalibrationFact) -> RenderableType:
-    """What a run found: coverage, perplexity and acceptance, and the candidates of `mtp: auto`."""
-    rows = plain_table("held-out text, without a server")
-    rows.add_column("", overflow="fold")
-    for column in ("perplexity", "divergence", f"accepted, k={fact.k}", "length"):
-        rows.add_column(column, justify="right", no_wrap=True)
-    for row in fact.rows:
-        shares = " ".join(f"{share:.1%}" for share in row.acceptance.shares) if row.acceptance else "-"
-        length = f"{row.acceptance.length:.2f}" if row.acceptance else "-"
-        apart = "-" if row.divergence is None else f"{row.divergence:.4f}"
-        rows.add_row(row.title, f"{row.perplexity:#.4g}", apart, shares, length)
-    parts: list[RenderableType] = [rows]
-    if fact.search:
-        parts.append(_search(fact.search))
-    if fact.candidates:
-        parts.append(_candidates(fact))
-    return Group(*parts, Text.from_markup("\n".join(_remarks(fact)) + "\n"))
-
-
-def _search(search: SearchFact) -> RenderableType:
-    """The plans that a search under a budget measured."""
-    table = plain_table(f"plans for {search.budget}, measured on held-out text before calibration")
-    table.add_column("", overflow="fold")
-    for column in ("bytes", "bits", "predicted", "divergence", "kept"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for plan in search.plans:
-        kept = "-" if plan.kept is None else f"{plan.kept:.1%}"
-        title = f"{plan.title}{', chosen' * plan.chosen}"
-        figures = (f"{plan.bytes:,}", f"{plan.bits:.2f}", f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", kept)
-        table.add_row(escape(title), *figures)
-    said = (
-        f"{search.units:,} units; a better choice could save {search.gap:.1%} of the predicted loss at most.\n"
-        "The recipe that was found is recipe.yaml in the output; it can be edited, and runs without a search.\n"
-        "bits: of weights and scales, for each weight; kept: part of the release's acceptance.\n"
-    )
-    return Group(table, Text(said))
-
-
-def _remarks(fact: CalibrationFact) -> list[str]:
-    fewest = fact.coverage.fewest_tokens
-    least = f"; the fewest, {fewest.tokens:,}, reached {escape(fewest.module)}" if fewest and fewest.tokens else ""
-    batches = f", in batches of {fact.batch_size:,}" if fact.batch_size else ""
-    lines = [
-        f"Coverage: {fact.coverage.modules:,} modules calibrated on {fact.data.tokens:,} tokens{batches}{least}.",
-        f"The quantized backbone chooses the released model's next token at {fact.agreement:.1%} of held-out slots.",
-    ]
-    if never := fact.coverage.never_routed:
-        named = ", ".join(map(escape, never[:3])) + (", ..." if len(never) > 3 else "")
-        lines.append(
-            f"[yellow]never routed:[/] {len(never):,} expert module{'s' * (len(never) > 1)} that the router sent no "
-            f"token, calibrated on all of them instead: {named}. More samples may reach them."
-        )
-    if fact.data.held_out_by == "model":
-        lines.append("The released model wrote the answers of the held-out text itself.")
-    if few := fact.coverage.few_tokens:
-        named = ", ".join(map(escape, few[:3])) + (", ..." if len(few) > 3 else "")
-        lines.append(
-            f"[yellow]few tokens:[/] {len(few):,} expert module{'s' * (len(few) > 1)} calibrated on fewer tokens than "
-            f"input channels: {named}. More samples, or calibration.experts: all, give them more."
-        )
-    if fact.tuned:
-        lines.append(fact.tuned.says if fact.tuned.chosen else f"[yellow]not tuned:[/] {fact.tuned.says}")
-    if fact.unmeasured:
-        lines.append(f"[yellow]no acceptance:[/] {escape(fact.unmeasured)}")
-    if fact.measured:
-        lines.append("accepted: by position in the draft; length: tokens that a step yields, the target's included.")
-    return lines
-
-
-def _candidates(fact: CalibrationFact) -> RenderableType:
-    budget = "" if fact.min_acceptance is None else f"; {fact.min_acceptance:.1%} must be kept"
-    budget += "" if fact.confidence is None else f", at {fact.confidence:.0%} confidence"
-    table = plain_table(f"candidates for the MTP block{budget}")
-    table.add_column("policy", overflow="fold")
-    for column in ("size", "kept", "at least", "length"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
-    for each in fact.candidates:
-        if each.acceptance is None:
-            table.add_row(escape(each.title), "-", "-", "-", "-", f"[yellow]does not fit[/] {escape(each.refused)}")
-            continue
-        low = "-" if each.kept_at_least is None else f"{each.kept_at_least:.1%}"
-        numbers = size_in_words(each.bytes), f"{each.kept:.1%}", low, f"{each.acceptance.length:.2f}"
-        table.add_row(escape(each.title), *numbers, _verdict(each, fact))
-    return table
-
-
-def _verdict(candidate: CandidateFact, fact: CalibrationFact) -> str:
-    verdict = fact.verdict_on(candidate)
-    if verdict == "keeps too little":
-        return f"[red]{verdict}[/]"
-    if verdict == "too few slots to tell":
-        needed = f": about {candidate.needed_slots:,} would" if candidate.needed_slots else ""
-        return ("[green]chosen[/], stays as released; " if candidate.chosen else "") + f"[yellow]{verdict}[/]{needed}"
-    return "[green]chosen[/]" if candidate.chosen else verdict
-
-
-def _stored_as(tensor: TensorPlan) -> str:
-    return "FP8 KV cache" if tensor.calibrated == "cache" else tensor.scheme or "plain"
 
 
 def _from_batches(tensor: TensorPlan, algorithm: str) -> str:
@@ -229,3 +116,94 @@ def _in_words(policy: object) -> str:
     if isinstance(policy, dict):
         return ", ".join(f"{group}: {word}" for group, word in policy.items())
     return str(policy)
+
+
+def found(fact: CalibrationFact) -> RenderableType:
+    """What a run found: coverage, perplexity and acceptance, and the candidates of `mtp: auto`."""
+    rows = []
+    for row in fact.rows:
+        shares = " ".join(f"{share:.1%}" for share in row.acceptance.shares) if row.acceptance else "-"
+        length = f"{row.acceptance.length:.2f}" if row.acceptance else "-"
+        apart = "-" if row.divergence is None else f"{row.divergence:.4f}"
+        rows.append((row.title, f"{row.perplexity:#.4g}", apart, shares, length))
+    columns = ("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length")
+    parts: list[RenderableType] = [table("held-out text, without a server", columns, rows)]
+    if fact.search:
+        parts += _search(fact.search)
+    if fact.candidates:
+        parts.append(_candidates(fact))
+    return Group(*parts, *_remarks(fact), "")
+
+
+def _search(search: SearchFact) -> Iterator[RenderableType]:
+    """The plans that a search under a budget measured."""
+    rows = []
+    for plan in search.plans:
+        kept = "-" if plan.kept is None else f"{plan.kept:.1%}"
+        figures = (f"{plan.bytes:,}", f"{plan.bits:.2f}", f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", kept)
+        rows.append((f"{plan.title}{', chosen' * plan.chosen}", *figures))
+    title = f"plans for {search.budget}, measured on held-out text before calibration"
+    yield table(title, ("", ">bytes", ">bits", ">predicted", ">divergence", ">kept"), rows)
+    yield Text(
+        f"{search.units:,} units; a better choice could save {search.gap:.1%} of the predicted loss at most.\n"
+        "The recipe that was found is recipe.yaml in the output; it can be edited, and runs without a search.\n"
+        "bits: of weights and scales, for each weight; kept: part of the release's acceptance.\n"
+    )
+
+
+def _remarks(fact: CalibrationFact) -> Iterator[Text]:
+    coverage, fewest = fact.coverage, fact.coverage.fewest_tokens
+    least = f"; the fewest, {fewest.tokens:,}, reached {printable(fewest.module)}" if fewest and fewest.tokens else ""
+    batches = f", in batches of {fact.batch_size:,}" if fact.batch_size else ""
+    yield Text(f"Coverage: {coverage.modules:,} modules calibrated on {fact.data.tokens:,} tokens{batches}{least}.")
+    yield Text(
+        f"The quantized backbone chooses the released model's next token at {fact.agreement:.1%} of held-out slots."
+    )
+    if never := coverage.never_routed:
+        what = f"{counted(len(never), 'expert module')} that the router sent no token, calibrated on all of them"
+        yield _warning("never routed:", f"{what} instead: {_first(never)}. More samples may reach them.")
+    if fact.data.held_out_by == "model":
+        yield Text("The released model wrote the answers of the held-out text itself.")
+    if few := coverage.few_tokens:
+        what = f"{counted(len(few), 'expert module')} calibrated on fewer tokens than input channels: {_first(few)}"
+        yield _warning("few tokens:", f"{what}. More samples, or calibration.experts: all, give them more.")
+    if fact.tuned:
+        yield Text(fact.tuned.says) if fact.tuned.chosen else _warning("not tuned:", fact.tuned.says)
+    if fact.unmeasured:
+        yield _warning("no acceptance:", fact.unmeasured)
+    if fact.measured:
+        yield Text("accepted: by position in the draft; length: tokens that a step yields, the target's included.")
+
+
+def _warning(what: str, says: str) -> Text:
+    return Text.assemble((what, "yellow"), f" {printable(says)}")
+
+
+def _first(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _candidates(fact: CalibrationFact) -> RenderableType:
+    rows = []
+    for each in fact.candidates:
+        if each.acceptance is None:
+            rows.append((each.title, "-", "-", "-", "-", _warning("does not fit", each.refused)))
+            continue
+        low = "-" if each.kept_at_least is None else f"{each.kept_at_least:.1%}"
+        numbers = size_in_words(each.bytes), f"{each.kept:.1%}", low, f"{each.acceptance.length:.2f}"
+        rows.append((each.title, *numbers, _verdict(each, fact)))
+    budget = "" if fact.min_acceptance is None else f"; {fact.min_acceptance:.1%} must be kept"
+    budget += "" if fact.confidence is None else f", at {fact.confidence:.0%} confidence"
+    columns = ("policy", ">size", ">kept", ">at least", ">length", "verdict")
+    return table(f"candidates for the MTP block{budget}", columns, rows)
+
+
+def _verdict(candidate: CandidateFact, fact: CalibrationFact) -> Text:
+    verdict = fact.verdict_on(candidate)
+    if verdict == "keeps too little":
+        return Text(verdict, "red")
+    if verdict == "too few slots to tell":
+        needed = f": about {candidate.needed_slots:,} would" if candidate.needed_slots else ""
+        chosen = Text.assemble(("chosen", "green"), ", stays as released; ") if candidate.chosen else Text()
+        return chosen.append(verdict, "yellow").append(needed)
+    return Text("chosen", "green") if candidate.chosen else Text(verdict)

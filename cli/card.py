@@ -12,9 +12,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from ..recipes.errors import printable
+from .options import JsonOption
 from .progress import bytes_bar
-from .tables import VERDICT_COLOURS, escape, print_json
+from .tables import VERDICT_COLOURS, answer
 
 
 def card(
@@ -40,7 +43,7 @@ def card(
         ),
     ] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Where the card goes; default NAME.card.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of words.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp publish`.
 
@@ -62,16 +65,11 @@ def card(
         out=folder,
         progress=bytes_bar(Console(stderr=True), "reading"),
     )
-    judged = verdict = "not judged"
-    colour = "yellow"
+    files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
+    verdict, title = "not judged", Text("not judged", "yellow")
     if report.judgement:
         verdict = report.judgement.verdict
-        judged, colour = report.judgement.title, VERDICT_COLOURS[report.judgement.verdict]
-    files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
-    if as_json:
-        told = {"card": str(made), "files": files, "verdict": verdict, "says": report.verdict.says}
-        print_json(told)
-        return
-    out = Console()
-    out.print(f"{escape(str(made))}: {', '.join(files)}", highlight=False, soft_wrap=True)
-    out.print(f"It says: [{colour}]{judged}[/]. {escape(report.verdict.says)}", highlight=False)
+        title = Text(report.judgement.title, VERDICT_COLOURS[verdict])
+    told = {"card": str(made), "files": files, "verdict": verdict, "says": report.verdict.says}
+    says = Text.assemble("It says: ", title, f". {printable(report.verdict.says)}")
+    answer(told, [f"{made}: {', '.join(files)}", says], as_json=as_json)

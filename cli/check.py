@@ -7,26 +7,25 @@ Easy to get wrong: the JSON lines have names of their own, which other programs 
 field of check.json gets another name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..recipes.errors import RecipeError, size_in_words
 from ..validate.facts.vllm_env import TESTED
-from . import exits, findings, tables
-from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_runtimes, chosen_vllm
-from .tables import escape
+from . import exits, findings
+from .options import AnyVLLMOption, JsonOption, RuntimesOption, chosen_gpus, chosen_runtimes, chosen_vllm
+from .progress import bytes_bar, spinner
+from .tables import print_json, say
 
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
     from ..validate.check.reading import Level
     from ..validate.check.values import Fetch
-    from ..validate.facts.dry_load import LoadAccount, Role
+    from ..validate.facts.dry_load import LoadAccount
     from ..validate.facts.findings import Runtime
     from ..validate.facts.results import CheckData
 
@@ -42,13 +41,7 @@ def check(
     tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel size; may be repeated.")] = None,
     num_drafts: Annotated[int, typer.Option("-k", min=1, help="num_speculative_tokens.")] = 1,
     draft: Annotated[str, typer.Option("--draft", help="The draft's own checkpoint, where it has one.")] = "",
-    runtimes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--runtime",
-            help="The server that is to load it: vllm (the default) or sglang; may be repeated.",
-        ),
-    ] = None,
+    runtimes: RuntimesOption = None,
     static_only: Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write report.json and report.html there.")] = None,
     record: Annotated[
@@ -96,7 +89,7 @@ def check(
     Of a repository only the wanted bytes are fetched; how many is said before.
 
     With --record, every byte of one local checkpoint is hashed, once, and check.json, report.json and report.html are
-    written beside it. What is measured later, by serve-check and eval, joins them if the bytes are the same.
+    written next to it. What is measured later, by serve-check and eval, joins them if the bytes are the same.
 
     Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
 
@@ -107,44 +100,45 @@ def check(
     from .. import api
     from .report import save
 
-    err = Console(stderr=True)
+    err, is_dry = Console(stderr=True), bool(gpus) and not static_only
+    servers = chosen_runtimes(runtimes)
     if not gpus and not static_only and (tps or num_drafts != 1 or draft):
         raise RecipeError("check", "--tp, -k and --draft need a GPU to pretend", got="no --gpu", cure="Add --gpu sm100")
+    if is_dry and "vllm" not in servers:
+        got = f"--runtime {servers[0]} alone"
+        raise RecipeError("check", "--gpu lets vLLM load it", got=got, cure="Add --runtime vllm")
+    if source is not None and values is None:
+        raise RecipeError("check", "--source is what values are compared with", got="no --values", cure="Add --values")
     if html is not None:
         from ..validate.report.html import require_extra
 
         require_extra()
-    is_dry = bool(gpus) and not static_only
-    chosen = chosen_gpus(gpus or []) if is_dry else []
-    servers = chosen_runtimes(runtimes or [])
-    if is_dry and "vllm" not in servers:
-        raise RecipeError(
-            "check", "--gpu lets vLLM load it", got=f"--runtime {servers[0]} alone", cure="Add --runtime vllm"
-        )
+    loads: dict[str, Any] = {"runtimes": servers}
     if is_dry:
+        loads |= {"gpus": chosen_gpus(gpus or []), "tps": tps or [1], "num_drafts": num_drafts, "draft": draft}
+        loads["any_vllm"] = any_vllm
         chosen_vllm(any_vllm=any_vllm)
-    if source is not None and values is None:
-        raise RecipeError("check", "--source is what values are compared with", got="no --values", cure="Add --values")
-    notes, status = None, 0
+    keep, status = None, 0
     if record:
-        from .record import begin
+        from .record import recorder
 
-        notes = begin(paths)
+        keep = recorder(paths, err)
     with spinner(err, is_shown=is_dry) as doing:
-        loads = {"gpus": chosen, "tps": tps or [1], "num_drafts": num_drafts, "draft": draft, "any_vllm": any_vllm}
-        loads["runtimes"] = servers
-        for number, found in enumerate(api.check_all(paths, **loads, progress=doing)):
-            checked = found if values is None else _with_values(found, values, source, err)
-            status = max(status, _status(checked))
+        for number, checked in enumerate(api.check_all(paths, **loads, progress=doing), start=1):
+            if values is not None:
+                checked = _with_values(checked, values, source, err)
             _show(checked, servers, as_json=as_json)
             if checked.refusal is not None:
+                status = exits.REFUSAL
                 continue
+            if not checked.data.ok:
+                status = max(status, exits.FINDINGS)
             if html is not None:
-                folder = html if len(paths) == 1 else html / f"{number + 1}-{Path(paths[number]).name}"
+                folder = html if len(paths) == 1 else html / f"{number}-{Path(checked.data.path).name}"
                 page = save(folder, checked.data, vllm=TESTED[0], opened=checked.source)
-                tables.say(err, f"report: {page}")
-            if notes is not None:
-                tables.say(err, f"recorded: {notes.keep(checked)}")
+                say(err, f"report: {page}")
+            if keep is not None:
+                say(err, f"recorded: {keep(checked)}")
     if status:
         raise typer.Exit(status)
 
@@ -156,15 +150,13 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
 
     require_extra("check --values", "quantize")
     from ..validate.check.values import Watch, with_values
-    from .progress import bytes_bar
 
-    def say(fetch: "Fetch") -> None:
-        line = f"{fetch.where}: {fetch.num_tensors:,} tensors, {size_in_words(fetch.num_bytes)} by "
-        line += f"{fetch.num_requests:,} range requests"
-        tables.say(err, line)
+    def fetching(fetch: "Fetch") -> None:
+        what = f"{fetch.where}: {fetch.num_tensors:,} tensors, {size_in_words(fetch.num_bytes)}"
+        say(err, f"{what} by {fetch.num_requests:,} range requests")
 
-    watch = Watch(reading=bytes_bar(err, "reading values"), fetching=say)
     with stopped_by_signals():
+        watch = Watch(reading=bytes_bar(err, "reading values"), fetching=fetching)
         return with_values(checked, level, source=source, watch=watch)
 
 
@@ -173,32 +165,21 @@ def _show(checked: "Checked", servers: "Sequence[Runtime]", *, as_json: bool) ->
 
     readers = other_readers(checked.runtime) if checked.runtime else ()
     if as_json:
-        printed = check_json(checked.data, checked.accounts)
-        printed["runtimes"] = list(servers)
-        tables.print_json(printed | ({"other_readers": readers} if readers else {}), indent=None)
+        others = {"other_readers": readers} if readers else {}
+        print_json(check_json(checked.data, checked.accounts) | {"runtimes": list(servers)} | others)
     elif checked.refusal is not None:
         exits.say_refusal(checked.refusal)
     else:
         findings.show(Console(), checked.data, readers, servers=servers)
 
 
-def _status(checked: "Checked") -> int:
-    if checked.refusal is not None:
-        return exits.REFUSAL
-    return 0 if checked.data.ok else exits.FINDINGS
-
-
 def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dict[str, Any]:
     """What `keepmtp check --json` prints of one checkpoint."""
-    printed: dict[str, Any] = {
-        "path": data.path,
-        "ok": data.ok,
-        "findings": [
-            finding.model_dump(exclude={"origin"}) | {"cure": findings.with_path(finding.cure, data.path)}
-            for finding in data.findings
-        ],
-        "facts": data.facts.model_dump(),
-    }
+    found = []
+    for finding in data.findings:
+        cure = findings.with_path(finding.cure, data.path)
+        found.append(finding.model_dump(exclude={"origin"}) | {"cure": cure})
+    printed = {"path": data.path, "ok": data.ok, "findings": found, "facts": data.facts.model_dump()}
     if accounts:
         printed["dry"] = [_load_json(account) for account in accounts]
     return printed
@@ -206,6 +187,17 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dic
 
 def _load_json(account: "LoadAccount") -> dict[str, Any]:
     load = account.load
+    models = {}
+    for role in ("target", "draft"):
+        model, written = account.of(role)
+        models[role] = {
+            "class": model.cls,
+            "parameters": model.num_params,
+            "written": model.num_written,
+            "shared": list(model.shared),
+            "padded": [fault.param for fault in written.padded],
+            "kernels": [kernel.model_dump() for kernel in model.kernels],
+        }
     return {
         "gpu": load.gpu,
         "tp": load.tp,
@@ -214,29 +206,7 @@ def _load_json(account: "LoadAccount") -> dict[str, Any]:
         "failure": load.failure.model_dump() if load.failure else None,
         "runner": load.runner,
         "quant_config": account.quant_config,
-        "target": _model_json(account, "target"),
-        "draft": _model_json(account, "draft"),
+        **models,
         "seconds": load.seconds,
         "peak_mib": load.peak_mib,
     }
-
-
-def _model_json(account: "LoadAccount", role: "Role") -> dict[str, Any]:
-    model, written = account.of(role)
-    return {
-        "class": model.cls,
-        "parameters": model.num_params,
-        "written": model.num_written,
-        "shared": list(model.shared),
-        "padded": [fault.param for fault in written.padded],
-        "kernels": [kernel.model_dump() for kernel in model.kernels],
-    }
-
-
-@contextmanager
-def spinner(err: Console, *, is_shown: bool) -> "Iterator[Callable[[str], None]]":
-    """What a dry load does now, on a terminal."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=err, transient=True, disable=not (is_shown and err.is_terminal)) as progress:
-        task = progress.add_task("starting vLLM", total=None)
-        yield lambda doing: progress.update(task, description=escape(doing))

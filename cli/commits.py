@@ -9,7 +9,6 @@ from ..checkpoints.commits import dataset_commit
 from ..quantize.plan.plan import Plan
 from ..recipes.model_file import find_path
 from ..recipes.pinned import moves
-from ..recipes.schema import Texts
 
 _LOCAL = "local"
 
@@ -20,26 +19,19 @@ def commits_line(plan: Plan) -> str:
     Raises:
         RecipeError: the dataset is on the Hub, and this machine cannot read it.
     """
-    parts, branches = [], []
-    if plan.source.revision != _LOCAL:
-        parts.append(f"{plan.source.where} at commit {plan.source.revision}")
-        branches += [plan.recipe.revision] if moves(plan.recipe.revision) else []
-    if (other := plan.source.mtp_source) is not None and other.revision != _LOCAL:
-        parts.append(f"its MTP block from {other.where} at commit {other.revision}")
-        known = plan.recipe.mtp_source
-        branches += [known.revision] if known is not None and moves(known.revision) else []
-    calibration = plan.recipe.calibration
-    mix = calibration.mix if calibration is not None and plan.needs_batches else ()
-    for texts in filter(_is_on_the_hub, mix):
-        name, revision = texts.dataset, texts.dataset_revision
-        parts.append(f"dataset {name} at commit {dataset_commit(name, revision, f'calibration.dataset {name}')}")
-        branches += [revision] if moves(revision) else []
-    if not parts:
-        return ""
-    kept = f"{', '.join(dict.fromkeys(branches))} may move: `keepmtp pin` writes commits into a recipe"
-    return f"reads {', '.join(parts)}" + (f"; {kept}" if branches else "")
-
-
-def _is_on_the_hub(texts: Texts) -> bool:
-    name = texts.dataset
-    return texts.dataset_revision != _LOCAL and find_path(name) is None and name.count("/") == 1
+    recipe, source, other = plan.recipe, plan.source, plan.source.mtp_source
+    read = [(source.where, source.revision, recipe.revision)]
+    if other is not None:
+        asked = recipe.mtp_source.revision if recipe.mtp_source else _LOCAL
+        read.append((f"its MTP block from {other.where}", other.revision, asked))
+    calibration = recipe.calibration
+    for texts in calibration.mix if calibration is not None and plan.needs_batches else ():
+        name, asked = texts.dataset, texts.dataset_revision
+        if asked != _LOCAL and find_path(name) is None and name.count("/") == 1:
+            commit = dataset_commit(name, asked, f"calibration.dataset {name}")
+            read.append((f"dataset {name}", commit, asked))
+    read = [each for each in read if each[1] != _LOCAL]
+    line = ", ".join(f"{what} at commit {commit}" for what, commit, _ in read)
+    if branches := dict.fromkeys(asked for *_, asked in read if asked != _LOCAL and moves(asked)):
+        line += f"; {', '.join(branches)} may move: `keepmtp pin` writes commits into a recipe"
+    return line and f"reads {line}"

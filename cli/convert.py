@@ -6,29 +6,30 @@ the new checkpoint has an error.
 Easy to get wrong: the old folder and the new one may share files (hard links), so nothing is ever written into either.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from ..recipes.errors import RecipeError
-from . import exits, findings, tables
-from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOption, gpus_at_the_end
+from ..recipes.errors import RecipeError, size_in_words
+from .ending import Ending, checked_json, end
+from .options import DryRunOption, JsonOption
+from .progress import bytes_bar
+from .tables import answer, say
 
 if TYPE_CHECKING:
     from ..cure.convert import Conversion
-    from ..validate.facts.dry_load import GPU
 
 
 def convert(
     path: Annotated[str, typer.Argument(help="A finished checkpoint's folder, ours or anyone's.")],
     to: Annotated[Literal["compressed-tensors", "modelopt"], typer.Option("--to", help="The dialect it will have.")],
+    ending: Ending,
     folder: Annotated[Path | None, typer.Option("--out", help="The new folder; not needed with --dry-run.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and stop.")] = False,
-    gpus: PretendedOption = None,
-    static_only: StaticOnlyOption = False,
-    any_vllm: AnyVLLMOption = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.
@@ -49,65 +50,40 @@ def convert(
     from ..recipes.extras import require_extra
 
     require_extra("convert", "quantize")
-    from ..cure.convert import plan_conversion
-
-    pretended = gpus_at_the_end(gpus, static_only=static_only)
-    planned = plan_conversion(path, to)
-    if not dry_run:
-        _write(planned, folder, pretended, any_vllm=any_vllm, as_json=as_json)
-    elif as_json:
-        tables.print_json(_planned_json(planned))
-    else:
-        _show_plan(Console(), planned)
-
-
-def _write(
-    planned: "Conversion", folder: Path | None, gpus: "tuple[GPU, ...]", *, any_vllm: bool, as_json: bool
-) -> None:
     from ..cure import convert as cure
-    from ..cure.judged import judge
-    from .check import check_json
-    from .progress import bytes_bar
 
+    planned = cure.plan_conversion(path, to)
+    if dry_run:
+        answer(_planned_json(planned), _plan(planned), as_json=as_json)
+        return
     if folder is None:
         raise RecipeError("convert", "--out must name the new folder", got="nothing", cure="Add --out, or --dry-run")
     err = Console(stderr=True)
     with bytes_bar(err, "converting")(planned.num_bytes) as progress:
         written = cure.convert(planned, folder, progress=progress)
-    with exits.judging(folder):
-        judged = judge(folder, gpus=gpus, any_vllm=any_vllm, progress=lambda doing: tables.say(err, doing))
-    if as_json:
-        made = {"out": str(folder), "new": written.new, "linked": written.linked, "copied": written.copied}
-        tables.print_json(_planned_json(planned) | made | {"check": check_json(judged.checked.data)})
-    else:
-        out = Console()
-        tables.say(out, _sentence(planned))
-        tables.say(out, written.sentence)
-        if judged.no_vllm is not None:
-            tables.say(out, f"vLLM was not asked: {judged.no_vllm}")
-        findings.show(out, judged.checked.data)
-    if not judged.ok:
-        raise typer.Exit(exits.FINDINGS)
+    judged = ending.judge(folder, partial(say, err))
+    made = {"out": str(folder), "new": written.new, "linked": written.linked, "copied": written.copied}
+    told = _planned_json(planned) | made | {"check": checked_json(judged)}
+    end(judged, told, [_sentence(planned), written.sentence], as_json=as_json)
 
 
-def _show_plan(out: Console, planned: "Conversion") -> None:
+def _plan(planned: "Conversion") -> Iterator[str]:
     from ..checkpoints.source import small_bytes
     from ..cure.json_diff import json_diff
 
-    tables.say(out, _sentence(planned))
+    yield _sentence(planned)
     for name, after in planned.files.items():
         if name != "keepmtp-convert.json":
-            for line in json_diff(name, small_bytes(planned.source, name), after):
-                tables.say(out, line)
+            yield from json_diff(name, small_bytes(planned.source, name), after)
 
 
 def _sentence(planned: "Conversion") -> str:
-    size = tables.size_in_words(planned.num_bytes)
     how = "as it was before its last conversion" if planned.is_way_back else f"from {planned.first}"
     num_anew, num_all = len(planned.shards), len({entry.file for entry in planned.source.entries.values()})
     return (
         f"{planned.source.where} to {planned.to}, {how}: {len(planned.changes):,} tensors get another name or form, "
-        f"{planned.num_reexpressed:,} of them other bytes; {num_anew} of {num_all} shards are written ({size})"
+        f"{planned.num_reexpressed:,} of them other bytes; {num_anew} of {num_all} shards are written "
+        f"({size_in_words(planned.num_bytes)})"
     )
 
 

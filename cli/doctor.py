@@ -10,20 +10,20 @@ finds a token and never shows it.
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import typer
-from rich.console import Console
+from rich.console import RenderableType
+from rich.text import Text
 
 from .. import __version__
-from ..recipes.errors import VLLMError
+from ..recipes.errors import VLLMError, printable
 from ..recipes.extras import install_command, missing, requirements
 from ..validate.facts import vllm_env
 from .options import JsonOption
-from .tables import escape, print_json, say
+from .tables import answer
 
 # Extra -> what needs it. A package that several need is listed with the first.
 EXTRAS = {
@@ -34,14 +34,11 @@ EXTRAS = {
     "evaluate": "evaluating needs it",
 }
 _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-_GET_QUANTIZE = install_command("quantize")
-_GET_REPORT = install_command("report")
-_GET_EVALUATE = install_command("evaluate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ability:
-    """One thing that keepmtp can do: whether it can do it here, why, and the command that does or enables it."""
+    """One thing that keepmtp can do: whether it can do it here, why not, and the command that does or enables it."""
 
     what: str
     can: bool
@@ -83,9 +80,7 @@ class Diagnosis:
         }
 
 
-def doctor(
-    as_json: JsonOption = False,
-) -> None:
+def doctor(as_json: JsonOption = False) -> None:
     """Say what was found on this machine, what can be checked here, and what would enable the rest.
 
     Looks at keepmtp's own environment, at vLLM's (VLLM_PYTHON, else .venv-vllm in keepmtp's checkout or next to its
@@ -96,12 +91,7 @@ def doctor(
     Example: `VLLM_PYTHON=/opt/vllm/bin/python keepmtp doctor`
     """
     found = diagnose()
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        _show(found, Console())
-    if found.broken:
-        raise typer.Exit(2)
+    answer(found.as_dict(), _parts(found), as_json=as_json, status=2 if found.broken else 0)
 
 
 def diagnose() -> Diagnosis:
@@ -142,85 +132,40 @@ def _abilities(
     """A row for everything that keepmtp does."""
     from ..validate.facts.dry_load import GPUS
 
-    check, quantize, serve = "keepmtp check CHECKPOINT", "keepmtp quantize MODEL", "keepmtp serve-check CHECKPOINT"
-    has_cuda = bool(gpus) and not lacking["quantize"] and not packages["torch"].endswith("+cpu")
-    no_cuda = "" if has_cuda else "needs a GPU and torch built for CUDA"
-    no_classes = "" if vllm else "needs vLLM's own classes, in an environment of their own"
-    no_server, natively, copied = _serving(vllm, gpus)
-    get_server = "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs" if vllm else vllm_env.command_for_vllm()
-    packing, page = (_needs(lacking["quantize"]), _GET_QUANTIZE), _needs(lacking["report"])
-    drawn, server = "jinja2 and matplotlib are here", (no_server, get_server)
-    rows = [_ability("plan, static check", "headers and config.json are enough", check)]
-    for gpu in GPUS:
-        why = f"vLLM {vllm.version} on meta tensors, no GPU needed" if vllm else ""
-        without = (no_classes, vllm_env.command_for_vllm())
-        rows.append(_ability(f"dry load on a pretended {gpu}", why, f"{check} --gpu {gpu}", without))
-    return [
-        *rows,
-        _ability("real server, natively", natively, serve, server),
-        _ability(
-            "real server, on a BF16 copy", copied, serve, (packing[0], get_server if no_server else packing[1]), server
-        ),
-        _ability("HTML report", drawn, f"{check} --html FOLDER", (page, _GET_REPORT)),
-        _ability("packing weights, without data", f"torch {packages['torch']}, on the CPU", quantize, packing),
-        _ability(
-            "packing weights on a GPU",
-            "one shard a GPU at a time",
-            quantize,
-            (no_cuda, ""),
-        ),
-        _ability(
-            "calibrated recipes, mtp: auto",
-            "llm-compressor, transformers and datasets are here",
-            quantize,
-            (_needs(lacking["calibrate"]), install_command("calibrate")),
-        ),
-        _ability(
-            "calibration with backend: modelopt",
-            f"nvidia-modelopt {packages['nvidia-modelopt']} is here",
-            quantize,
-            (_needs(lacking["modelopt"]), install_command("modelopt")),
-        ),
-        _ability(
-            "GSM8K, with method=mtp",
-            f"lm-eval {packages['lm-eval']} asks vLLM's server",
-            "keepmtp eval CHECKPOINT",
-            (_needs(lacking["evaluate"]), _GET_EVALUATE),
-            (no_server and "needs a real server", get_server),
-        ),
-        _ability("model card", drawn, "keepmtp card CHECKPOINT", (page, _GET_EVALUATE)),
-        _ability(
-            "publishing to the Hub",
-            f"a token from {token}, not tried",
-            "keepmtp publish CHECKPOINT --repo ORG/NAME",
-            (_needs(sorted({*lacking["report"], *lacking["quantize"]})), _GET_EVALUATE),
-            ("" if token else "needs a token with write access", "hf auth login"),
-        ),
+    lacks = {}
+    for extra, absent in lacking.items():
+        if absent:
+            lacks[extra] = f"needs {' and '.join(absent)}", install_command(extra)
+    if not gpus or lacking["quantize"] or packages["torch"].endswith("+cpu"):
+        lacks["cuda"] = "needs a GPU and torch built for CUDA", ""
+    if not token:
+        lacks["token"] = "needs a token with write access", "hf auth login"
+    if not vllm:
+        lacks["server"] = "needs vLLM", vllm_env.command_for_vllm()
+        lacks["loaders"] = "needs vLLM's own classes, in an environment of their own", vllm_env.command_for_vllm()
+    elif vllm.build != "cpu" and not gpus:
+        cure = "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
+        lacks["server"] = "this vLLM is built for CUDA, and no GPU is here", cure
+    check, quantize = "keepmtp check CHECKPOINT", "keepmtp quantize MODEL"
+    rows = [
+        ("plan, static check", check),
+        *((f"dry load on a pretended {gpu}", f"{check} --gpu {gpu}", "loaders") for gpu in GPUS),
+        ("real server", "keepmtp serve-check CHECKPOINT", "server"),
+        ("HTML report", f"{check} --html FOLDER", "report"),
+        ("packing weights, without data", quantize, "quantize"),
+        ("packing weights on a GPU", quantize, "cuda"),
+        ("calibrated recipes, mtp: auto", quantize, "calibrate"),
+        ("calibration with backend: modelopt", quantize, "modelopt"),
+        ("tasks, with method=mtp", "keepmtp eval CHECKPOINT", "evaluate", "server"),
+        ("model card", "keepmtp card CHECKPOINT", "report"),
+        ("publishing to the Hub", "keepmtp publish CHECKPOINT --repo ORG/NAME", "report", "quantize", "token"),
     ]
-
-
-def _ability(what: str, why: str, command: str, *without: tuple[str, str]) -> Ability:
-    """What can be done here, unless something is not here: why it cannot, and the command that changes this."""
-    for lack, cure in without:
-        if lack:
-            return Ability(what=what, can=False, why=lack, command=cure)
-    return Ability(what=what, can=True, why=why, command=command)
-
-
-def _needs(packages: list[str]) -> str:
-    return f"needs {' and '.join(packages)}" if packages else ""
-
-
-def _serving(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> tuple[str, str, str]:
-    """Why nothing can be served here; else how a checkpoint's own bytes are, and why a BF16 copy would be."""
-    if vllm is None:
-        return "needs vLLM", "", ""
-    if vllm.build == "cpu":
-        natively = "vLLM's CPU kernels: BF16, W4A16, FP8_DYNAMIC and INT8 linears, NVFP4 linears by emulation"
-        return "", natively, "for what has no CPU kernel: quantized routed experts, FP8 in blocks, MXFP4"
-    if not gpus:
-        return "this vLLM is built for CUDA, and no GPU is here", "", ""
-    return "", f"on {', '.join(gpu.name for gpu in gpus)}", "where the GPU has no kernel for a scheme"
+    abilities = []
+    for what, command, *needs in rows:
+        lack = next((lacks[need] for need in needs if need in lacks), None)
+        why, command = lack or ("", command)
+        abilities.append(Ability(what=what, can=lack is None, why=why, command=command))
+    return abilities
 
 
 def _where_token() -> str:
@@ -238,37 +183,41 @@ def _version(package: str) -> str:
         return ""
 
 
-def _show(found: Diagnosis, out: Console) -> None:
+def _parts(found: Diagnosis) -> Iterator[RenderableType]:
     """What was found, and what can be done with it: a row on a line, so that paths and commands stay whole."""
+    rows = _found(found)
+    width = max(map(len, rows)) + 2
+    yield "found"
+    for name, value in rows.items():
+        yield f"  {name:<{width}}{value}"
+    yield ""
+    yield "what can be done here"
+    told = {""}
+    for ability in found.abilities:
+        sign = ("yes", "green") if ability.can else ("no ", "yellow")
+        yield Text.assemble("  ", sign, f"  {ability.what}", f": {printable(ability.why)}" if ability.why else "")
+        if ability.command not in told:
+            yield f"         {ability.command}"
+        told.add(ability.command)
+    if found.no_vllm:
+        yield Text.assemble(("broken: " if found.broken else "", "red"), printable(found.no_vllm))
+
+
+def _found(found: Diagnosis) -> dict[str, str]:
     supported = f"supported: {vllm_env.SUPPORTED}.*, tested: {', '.join(vllm_env.TESTED)}"
     rows, uses = {"keepmtp": found.keepmtp, "Python": found.python}, dict[str, str]()
-    for extra in reversed(EXTRAS):
-        uses |= {needed.name: EXTRAS[extra] for needed in requirements(extra)}
+    for extra, use in EXTRAS.items():
+        for needed in requirements(extra):
+            uses.setdefault(needed.name, use)
     rows |= {name: number or f"not installed: {uses[name]}" for name, number in found.packages.items()}
+    rows["vLLM"] = f"none ({supported})"
     if found.vllm:
-        rows |= {"vLLM": f"{found.vllm.version}, {found.vllm.build.upper()} build ({supported})"}
-        rows |= {"  Python": str(found.vllm.python)}
+        rows["vLLM"] = f"{found.vllm.version}, {found.vllm.build.upper()} build ({supported})"
+        rows["  Python"] = str(found.vllm.python)
         for name in ("torch", "transformers", "compressed_tensors"):
             rows[f"  {name.replace('_', '-')}"] = getattr(found.vllm, name) or "not installed"
-    else:
-        rows["vLLM"] = f"none ({supported})"
     rows["Hub token"] = f"from {found.token}" if found.token else "none"
     gpus = [f"{gpu.name}, sm{gpu.capability.replace('.', '')}, {gpu.memory_gib:.0f} GiB" for gpu in found.gpus]
     rows |= {"GPU": ", ".join(gpus) or "none", "CPU": found.cpu or "unknown"}
     rows["  features"] = ", ".join(found.cpu_features) or "none that vLLM's CPU kernels ask for"
-    width = max(map(len, rows)) + 2
-    _lines(out, ["found", *(f"  {name:<{width}}{value}" for name, value in rows.items()), "", "what can be done here"])
-    told = set[str]()
-    for ability in found.abilities:
-        sign = "[green]yes[/]" if ability.can else "[yellow]no[/] "
-        out.print(f"  {sign}  {ability.what}: {escape(ability.why)}", highlight=False, soft_wrap=True)
-        if ability.command and ability.command not in told:
-            _lines(out, [f"         {ability.command}"])
-        told.add(ability.command)
-    if found.no_vllm:
-        out.print(f"{'[red]broken:[/] ' * bool(found.broken)}{escape(found.no_vllm)}", highlight=False, soft_wrap=True)
-
-
-def _lines(out: Console, lines: Iterable[str]) -> None:
-    for line in lines:
-        say(out, line)
+    return rows

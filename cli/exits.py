@@ -36,17 +36,13 @@ STOPPED: Mapping[int, str] = {
 _AGAIN = "run the same command again"
 _OF_SYSTEM: Mapping[int, tuple[str, str]] = {
     errno.ENOENT: ("must be there", "Check the path"),
-    errno.EACCES: ("must be yours to read and to write", "Check its permissions"),
-    errno.EPERM: ("must be yours to read and to write", "Check its permissions"),
-    errno.EEXIST: ("a file and a folder cannot have one name", "Name another path"),
-    errno.ENOTDIR: ("a file cannot be used as a folder", "Name another path"),
-    errno.EISDIR: ("a folder cannot be used as a file", "Name another path"),
-    errno.ENAMETOOLONG: ("a name must not be longer than the system allows", "Name another path"),
-    errno.ELOOP: ("links must not lead in a circle", "Name the file that is meant"),
-    errno.EROFS: ("must be on a disk that can be written", "Name another folder"),
-    errno.ENOSPC: ("its disk must have room", f"Free some, and {_AGAIN}"),
-    errno.EDQUOT: ("your share of its disk must have room", f"Free some, and {_AGAIN}"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), ("must be yours to read and to write", "Check its permissions")),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("its disk must have room", f"Free some, and {_AGAIN}")),
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), ("its disk must answer", f"{DEAD}, and {_AGAIN}")),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS),
+        ("must be a path that the system can use", "Name another path"),
+    ),
     errno.EMFILE: ("more files must be open than the system allows", f"Raise `ulimit -n`, and {_AGAIN}"),
 }
 
@@ -70,12 +66,11 @@ def judging(out: Path, *, is_whole: bool = True) -> Iterator[None]:
     how += f": `keepmtp check {shlex.quote(str(out))} --gpu sm100` does that" if is_whole else ""
     try:
         yield
-    except KeyboardInterrupt:
-        raise StoppedLate(128 + signal.SIGINT, how) from None
-    except SystemExit as end:
-        if isinstance(end.code, int) and end.code in STOPPED:
-            raise StoppedLate(end.code, how) from None
-        raise
+    except (KeyboardInterrupt, SystemExit) as end:
+        status = end.code if isinstance(end, SystemExit) else 128 + signal.SIGINT
+        if not isinstance(status, int) or status not in STOPPED:
+            raise
+        raise StoppedLate(status, how) from None
 
 
 def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
@@ -107,7 +102,7 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
             how = end.how_to_go_on if isinstance(end, StoppedLate) else how_to_go_on
             _say("stopped", "yellow", f"by {STOPPED[end.code]}. {how}.", only_first=True)
         raise
-    except (OSError, MemoryError, *_of_libraries()) as error:
+    except foreseen() as error:
         _refuse(refusal_of(error))
     finally:
         _end_at_once_from_here_on()
@@ -135,19 +130,19 @@ def say_refusal(error: KeepMTPError) -> None:
 
 
 def foreseen() -> tuple[type[BaseException], ...]:
-    """What `refusal_of` can say in a sentence, for a caller that goes on with its next input."""
-    return (OSError, MemoryError, *_of_libraries())
+    """The errors that a person can act on, which `refusal_of` says in a sentence.
 
-
-def _of_libraries() -> tuple[type[BaseException], ...]:
-    """Errors of libraries that a person can act on. A library that is not loaded has raised nothing."""
+    A library that is not loaded has raised nothing.
+    """
+    found = [OSError, MemoryError]
     names = {
         "httpx": ("HTTPError", "InvalidURL"),
         "huggingface_hub.errors": ("HFValidationError", "EntryNotFoundError"),
         "torch": ("OutOfMemoryError",),
     }
-    loaded = ((sys.modules[module], name) for module in names if module in sys.modules for name in names[module])
-    return tuple(getattr(module, name) for module, name in loaded)
+    for module in names.keys() & sys.modules.keys():
+        found += [getattr(sys.modules[module], name) for name in names[module]]
+    return tuple(found)
 
 
 def _refuse(error: KeepMTPError) -> NoReturn:
@@ -184,13 +179,13 @@ def _defect(kind: type[BaseException], error: BaseException, traceback: Tracebac
 
 def _say(word: str, colour: str, words: str, *, only_first: bool = False) -> None:
     from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
     from .progress import place_in_run
+    from .tables import say
 
     rank, size = place_in_run()
-    if only_first and rank:
+    if rank and only_first:
         return
     whose = f"rank {rank} of {size}: " if size > 1 else ""
-    console = Console(stderr=True)
-    console.print(f"{whose}[{colour}]{word}[/] {escape(printable(words))}", highlight=False, soft_wrap=True)
+    say(Console(stderr=True), Text.assemble(whose, (word, colour), f" {printable(words)}"))

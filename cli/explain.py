@@ -11,17 +11,19 @@ import shlex
 import stat
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable
-from . import exits, tables
+from . import exits
 from .findings import with_path, wrapped
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm
+from .tables import answer, table
 
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
@@ -70,12 +72,8 @@ def explain(
         raise RecipeError("explain", "--gpu loads a checkpoint", got="no checkpoint", cure="Name its folder or Hub id")
     checked = _checked(path, gpu, any_vllm=any_vllm) if path is not None else None
     found = explanation_of(checked, _log(log) if log is not None else None)
-    if as_json:
-        tables.print_json(found.model_dump())
-    else:
-        _show(Console(), found)
-    if not found.is_explained:
-        raise typer.Exit(exits.FINDINGS)
+    status = 0 if found.is_explained else exits.FINDINGS
+    answer(found.model_dump(), _parts(Console(), found), as_json=as_json, status=status)
 
 
 def _checked(path: str, gpu: str | None, *, any_vllm: bool) -> "Checked":
@@ -93,7 +91,8 @@ def _log(where: str) -> "Log":
     from ..validate.dryload.log import MOST_BYTES, read_log
 
     if where == "-":
-        return read_log(sys.stdin.buffer)
+        with open(sys.stdin.fileno(), "rb", closefd=False) as stream:
+            return read_log(stream)
     status = Path(where).stat()
     if not stat.S_ISREG(status.st_mode):
         cure = "Name the file that the server wrote, or pipe it: `vllm serve ... 2>&1 | keepmtp explain --log -`"
@@ -103,92 +102,82 @@ def _log(where: str) -> "Log":
         return read_log(stream)
 
 
-def _show(console: Console, found: "Explanation") -> None:
+def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
+    """The groups of both models, why they are so, and what the log says."""
     if found.path:
-        _say(
-            console,
-            f"{found.path}: "
-            + (f"{found.family}, {found.dialect}" if found.family else "what vLLM builds of it cannot be told"),
-        )
-    for part, title in _TITLES.items():
-        if any(group.part == part for group in found.groups):
-            console.print(_groups(found, part, title))
+        family = f"{found.family}, {found.dialect}" if found.family else "what vLLM builds of it cannot be told"
+        yield from wrapped(console, f"{found.path}: {family}")
+    yield from _groups(found)
     for sentence in (*_reasons(found), *found.notes, *_verdict(found)):
-        _say(console, sentence)
+        yield from wrapped(console, sentence)
     if found.log_version:
-        _say(console, f"The log is of vLLM {found.log_version}; what is said of versions was read up to 0.32.")
-    for answer in found.answers:
-        _answer(console, found, answer)
-    if found.log_lines is not None:
-        _unknown(console, found)
+        yield f"The log is of vLLM {found.log_version}; what is said of versions was read up to 0.32."
+    for known in found.answers:
+        yield Text.assemble(("\nknown: ", "bold green"), printable(known.failure.name))
+        for row in _known(found, known):
+            yield from wrapped(console, row, "  ")
+        if known.command:
+            yield Text(f"  keepmtp {printable(shlex.join(known.command))}", style="bold")
+    if found.log_lines is None:
+        return
+    for line in found.unknown:
+        yield Text.assemble(("\nunknown: ", "bold red"), printable(line))
+    if not found.answers:
+        what = "No line of the log is a failure that keepmtp knows" if found.log_lines else "The log has no failure"
+        yield from wrapped(console, f"{what}: this is unknown.")
+        if not found.path:
+            yield "`keepmtp check PATH --gpu sm100` lets vLLM's own loaders judge a checkpoint."
 
 
-def _groups(found: "Explanation", part: str, title: str) -> "tables.Table":
-    has_kernels = any(group.kernel for group in found.groups)
-    table = tables.plain_table(title)
-    for column in ("modules", "built as", "filled from", *(("kernel",) if has_kernels else ())):
-        table.add_column(column, overflow="fold")
-    for group in found.groups:
-        if group.part == part:
-            files = group.first_file if group.files == 1 else f"{group.files} files"
-            cells = [f"{group.modules} ({group.count:,})", group.built, f"{group.tensors:,} {group.stored} in {files}"]
-            cells += [group.kernel] if has_kernels else []
-            table.add_row(*(tables.escape(cell) for cell in cells))
-    return table
+def _groups(found: "Explanation") -> Iterator[RenderableType]:
+    """A table for each model that has groups."""
+    columns = ("modules", "built as", "filled from")
+    if has_kernels := any(group.kernel for group in found.groups):
+        columns = (*columns, "kernel")
+    for part, title in _TITLES.items():
+        rows = []
+        for group in found.groups:
+            if group.part == part:
+                files = group.first_file if group.files == 1 else f"{group.files} files"
+                filled = f"{group.tensors:,} {group.stored} in {files}"
+                row = [f"{group.modules} ({group.count:,})", group.built, filled]
+                rows.append([*row, group.kernel] if has_kernels else row)
+        if rows:
+            yield table(title, columns, rows)
 
 
 def _reasons(found: "Explanation") -> list[str]:
     """Each reason once, after the groups that have it."""
-    modules_of: dict[str, list[str]] = defaultdict(list)
+    modules_of: dict[str, dict[str, None]] = defaultdict(dict)
     for group in found.groups:
         name = group.modules if group.part == "backbone" else f"MTP {group.modules}"
-        if name not in modules_of[group.why]:
-            modules_of[group.why].append(name)
+        modules_of[group.why][name] = None
     return [f"Why {', '.join(modules)}: {reason}." for reason, modules in modules_of.items()]
 
 
-def _verdict(found: "Explanation") -> list[str]:
-    if not found.path:
-        return []
+def _verdict(found: "Explanation") -> Iterator[str]:
     errors = [finding for finding in found.findings if finding.severity == "error"]
-    if not errors:
-        return ["The check finds no error in it."]
-    first = errors[0]
-    cure = with_path(first.cure, found.path).rstrip(".")
-    count = "an error" if len(errors) == 1 else f"{len(errors)} errors"
-    return [f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {cure}."]
+    if errors:
+        first = errors[0]
+        cure = with_path(first.cure, found.path).rstrip(".")
+        count = "an error" if len(errors) == 1 else f"{len(errors)} errors"
+        yield f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {cure}."
+    elif found.path:
+        yield "The check finds no error in it."
 
 
-def _answer(console: Console, found: "Explanation", answer: "Recognized") -> None:
+def _known(found: "Explanation", answer: "Recognized") -> Iterator[str]:
+    """What a line of the log is, and what of it is so in this checkpoint."""
     known = answer.failure
-    console.print(Text.assemble(("\nknown: ", "bold green"), printable(known.name)), highlight=False, soft_wrap=True)
-    named = (
-        f"It names {answer.names}" + (f", here {answer.on_disk}." if answer.on_disk else ".") if answer.names else ""
-    )
-    here = [f"In this checkpoint: {each}." for each in answer.confirmed[:_MOST_CONFIRMED]]
+    yield f"The log says: {answer.line}"
+    if answer.names:
+        yield f"It names {answer.names}" + (f", here {answer.on_disk}." if answer.on_disk else ".")
+    yield f"{'What it often is' if known.is_general else 'What it is'}: {known.says}."
+    for each in answer.confirmed[:_MOST_CONFIRMED]:
+        yield f"In this checkpoint: {each}."
     if (more := len(answer.confirmed) - _MOST_CONFIRMED) > 0:
-        here.append(f"In this checkpoint: {more} more findings of this kind; `keepmtp check` has them all.")
-    what = "What it often is" if known.is_general else "What it is"
+        yield f"In this checkpoint: {more} more findings of this kind; `keepmtp check` has them all."
     if known.is_general and found.path and not answer.confirmed:
-        here = ["In this checkpoint: the check finds nothing of this kind, so it may be a defect of that vLLM."]
-    rows = [f"The log says: {answer.line}", named, f"{what}: {known.says}.", *here]
-    rows += [f"Versions: {known.concerns}. Sources: {known.sources}.", f"Cure: {known.cure}."]
-    for row in filter(None, rows):
-        _say(console, row, "  ")
-    if answer.command:
-        line = Text(f"  keepmtp {printable(shlex.join(answer.command))}", style="bold")
-        console.print(line, soft_wrap=True, highlight=False)
-
-
-def _unknown(console: Console, found: "Explanation") -> None:
-    for line in found.unknown:
-        console.print(Text.assemble(("\nunknown: ", "bold red"), printable(line)), highlight=False, soft_wrap=True)
-    if not found.answers:
-        what = "No line of the log is a failure that keepmtp knows" if found.log_lines else "The log has no failure"
-        more = " `keepmtp check PATH --gpu sm100` lets vLLM's own loaders judge a checkpoint." if not found.path else ""
-        _say(console, f"{what}: this is unknown.{more}")
-
-
-def _say(console: Console, sentence: str, indent: str = "") -> None:
-    for line in wrapped(console, printable(sentence), indent):
-        console.print(Text(line), highlight=False, soft_wrap=True)
+        yield "In this checkpoint: the check finds nothing of this kind, so it may be a defect of that vLLM."
+    yield f"Versions: {known.concerns}. Sources: {known.sources}."
+    yield f"Cure: {known.cure}."

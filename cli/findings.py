@@ -18,13 +18,14 @@ import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from ..recipes.errors import printable, shortened
+from .tables import counted, say
 
 if TYPE_CHECKING:
     from ..validate.facts.dry_load import DryLoad, LoadedModel
@@ -58,17 +59,20 @@ def show(
         servers: by whose rules it was judged; the verdict names them where they are not vLLM alone.
     """
     path = found.path if path is None else path
+    lines: list[str | Text] = []
     for finding in found.findings:
-        _print(console, *_block(console, finding, with_path(finding.cure, path)), Text())
+        lines += [*_block(console, finding, with_path(finding.cure, path)), ""]
     if found.dry:
-        title = Text("dry load: vLLM's own classes and loaders on meta tensors", style="italic")
-        _print(console, title, *(line for load in found.dry for line in _dry_load(load, found.facts)), Text())
-    if found.facts.mtp_layers_follow_k and not found.dry:
-        _print(console, Text(f"vLLM builds an MTP layer for each drafted token: -k up to {found.facts.num_mtp_layers}"))
+        lines.append(Text("dry load: vLLM's own classes and loaders on meta tensors", style="italic"))
+        for load in found.dry:
+            lines += _dry_load(load, found.facts)
+        lines.append("")
+    elif found.facts.mtp_layers_follow_k:
+        lines.append(f"vLLM builds an MTP layer for each drafted token: -k up to {found.facts.num_mtp_layers}")
     if readers:
-        lines = (Text(f"  {printable(with_path(line, path))}") for line in readers)
-        _print(console, Text("other readers", style="italic"), *lines, Text())
-    _print(console, _verdict(found).append(_judged_for(servers)))
+        lines += [Text("other readers", style="italic"), *(f"  {with_path(line, path)}" for line in readers), ""]
+    for line in (*lines, _verdict(found, servers)):
+        say(console, line)
 
 
 def with_path(words: str, path: str) -> str:
@@ -96,66 +100,49 @@ def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
     )
 
 
-def _print(console: Console, *lines: Text) -> None:
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def _block(console: Console, finding: "Finding", says_cure: str) -> list[Text]:
+def _block(console: Console, finding: "Finding", cure: str) -> Iterator[str | Text]:
     more = f" and {finding.count - 1:,} more" if finding.count > 1 else ""
-    first = Text.assemble(
-        (f"{finding.severity}: ", _COLOURS[finding.severity]), (shortened(finding.where, _LONGEST), "bold"), more
-    )
-    cure = [Text.assemble(("  cure: ", "green"), printable(says_cure))]
-    return [
-        first,
-        *map(Text, wrapped(console, shortened(finding.says, _LONGEST), "  ")),
-        *cure,
-        *(Text(f"        {printable(line)}") for line in pasted(says_cure)),
-    ]
+    severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
+    yield Text.assemble(severity, (shortened(finding.where, _LONGEST), "bold"), more)
+    yield from wrapped(console, shortened(finding.says, _LONGEST), "  ")
+    yield Text.assemble(("  cure: ", "green"), printable(cure))
+    for line in pasted(cure):
+        yield f"        {line}"
 
 
-def _verdict(found: "CheckData") -> Text:
-    counts = Counter(finding.severity for finding in found.findings)
-    words = ", ".join(f"{count} {severity}{'s' * (count > 1)}" for severity, count in sorted(counts.items()))
-    is_in_part = any(finding.rule == "family" for finding in found.findings)
-    passed = "check passed in part" if is_in_part else "check passed"
-    verdict = (passed, "green") if found.ok else ("check failed", "red")
-    return Text.assemble(verdict, f" {printable(found.path)}: {words or 'no findings'}")
-
-
-def _judged_for(servers: "Sequence[Runtime]") -> str:
-    """By whose rules, where they are not vLLM's alone."""
+def _verdict(found: "CheckData", servers: "Sequence[Runtime]") -> Text:
     from ..recipes.runtimes.sglang import VERSION
     from ..validate.facts.vllm_env import SUPPORTED
 
-    if tuple(servers) == ("vllm",):
-        return ""
-    names: Mapping[Runtime, str] = {
-        "vllm": f"vLLM {SUPPORTED}",
-        "sglang": f"SGLang {VERSION} (not run)",
-    }
-    return f"; judged for {', '.join(names[each] for each in servers)}"
+    counts = Counter(finding.severity for finding in found.findings)
+    words = ", ".join(counted(count, severity) for severity, count in sorted(counts.items())) or "no findings"
+    verdict = ("check failed", "red")
+    if found.ok:
+        is_in_part = any(finding.rule == "family" for finding in found.findings)
+        verdict = ("check passed in part" if is_in_part else "check passed", "green")
+    if tuple(servers) != ("vllm",):
+        names = {"vllm": f"vLLM {SUPPORTED}", "sglang": f"SGLang {VERSION} (not run)"}
+        words += f"; judged for {', '.join(names[each] for each in servers)}"
+    return Text.assemble(verdict, f" {printable(found.path)}: {words}")
 
 
-def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> list[Text]:
-    lines = [Text(f"  {load.gpu} at TP {load.tp}")]
+def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> Iterator[str | Text]:
+    yield f"  {load.gpu} at TP {load.tp}"
     if idle := facts.idle_mtp_layers(load.k):
         layers = "1 MTP layer is" if idle == 1 else f"{idle} MTP layers are"
-        lines.append(Text(f"    {layers} not built at k={load.k}: vLLM leaves their tensors alone"))
+        yield f"    {layers} not built at k={load.k}: vLLM leaves their tensors alone"
     models = {"target": load.target} | ({"draft": load.draft} if load.k else {})
     for role, model in models.items():
-        is_stopped = load.failure is not None and (not model.cls or load.failure.role == role)
-        filled = f"{model.num_written:,} of {model.num_params:,} filled"
-        lines.append(
-            Text.assemble(
-                f"    {role:<6}  {printable(model.cls or '-')}: ",
-                ("stopped", "red") if is_stopped else filled,
-                *(f"; shared with the target: {printable(name)}" for name in [", ".join(model.shared)] if name),
-                *(f"; kernels: {printable(names)}" for names in [_kernels(model)] if names),
-            )
-        )
-    return lines
+        line = Text(f"    {role:<6}  {printable(model.cls or '-')}: ")
+        if load.failure is not None and (not model.cls or load.failure.role == role):
+            line.append("stopped", "red")
+        else:
+            line.append(f"{model.num_written:,} of {model.num_params:,} filled")
+        if model.shared:
+            line.append(f"; shared with the target: {printable(', '.join(model.shared))}")
+        if kernels := _kernels(model):
+            line.append(f"; kernels: {printable(kernels)}")
+        yield line
 
 
 def _kernels(model: "LoadedModel") -> str:

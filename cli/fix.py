@@ -7,18 +7,23 @@ folder is never written to.
 """
 
 import shlex
-import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from ..recipes.errors import RecipeError, printable
-from . import exits, findings, tables
-from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOption, chosen_runtimes, gpus_at_the_end
+from ..recipes.errors import RecipeError
+from . import exits, findings
+from .check import check_json
+from .confirm import confirm
+from .ending import Ending
+from .options import DryRunOption, JsonOption, RuntimesOption, chosen_runtimes
+from .progress import spinner
+from .tables import print_json, say
 
 if TYPE_CHECKING:
     from ..cure.fix import Outcome
@@ -26,30 +31,25 @@ if TYPE_CHECKING:
     from ..cure.rewritten import Rewritten
     from ..validate.facts.results import CheckData
 
-_COLOURS = {"+": "green", "-": "red", "#": "bold", "@": "cyan", "~": "green"}
+_COLOURS = {"---": "bold", "+++": "bold", "+": "green", "-": "red", "#": "bold", "@": "cyan", "~": "green"}
 
 
 def fix(
     path: Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id, ours or anyone's.")],
+    ending: Ending,
     out: Annotated[Path | None, typer.Option("--out", help="The new folder; without it nothing is written.")] = None,
     values: Annotated[
         bool,
         typer.Option("--values", help="Also read a folder's scales, and give fused NVFP4 weights one where exact."),
     ] = False,
-    runtimes: Annotated[
-        list[str] | None,
-        typer.Option("--runtime", help="sglang: also add the entries that SGLang needs; vLLM's answers stay."),
-    ] = None,
+    runtimes: RuntimesOption = None,
     pr: Annotated[
         bool, typer.Option("--pr", help="Open a pull request with the changed files in the Hub repository PATH.")
     ] = False,
     yes: Annotated[
         bool, typer.Option("--yes", help="With --pr: do not ask before the pull request is opened.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and stop.")] = False,
-    gpus: PretendedOption = None,
-    static_only: StaticOnlyOption = False,
-    any_vllm: AnyVLLMOption = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new folder.
@@ -87,37 +87,37 @@ def fix(
     from ..cure.fix import proposed, write
     from ..cure.fix_request import refuse_request
     from ..recipes.extras import require_extra
-    from .check import spinner
 
     if values:
         require_extra("fix --values", "quantize")
-    servers = chosen_runtimes(runtimes or [])
-    err, console = Console(stderr=True), Console()
-    pretended = gpus_at_the_end(gpus, static_only=static_only)
-    with spinner(err, is_shown=True) as doing:
-        outcome = proposed(path, with_scales=values, for_sglang="sglang" in servers, progress=doing)
+    for_sglang = "sglang" in chosen_runtimes(runtimes)
+    console, written, judged = Console(quiet=as_json), None, None
+    with spinner(Console(stderr=True)) as doing:
+        outcome = proposed(path, with_scales=values, for_sglang=for_sglang, progress=doing)
         if pr:
             refuse_request(outcome)
-        written = judged = None
+        for line in outcome.proposal.diffs():
+            say(console, line, _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], ""))
+        if outcome.proposal.edits:
+            console.print()
         if out is not None and not dry_run and outcome.proposal.edits:
-            if not as_json:
-                _show_diff(console, outcome)
             doing(f"{out}: writing")
             written = write(outcome, out)
-            with exits.judging(out, is_whole=outcome.source.folder is not None):
-                judged = _judged(outcome, out, pretended, any_vllm=any_vllm, doing=doing)
-                if values and outcome.source.folder is not None:
-                    judged = _with_values(judged)
-    if not as_json:
-        if written is None:
-            _show_diff(console, outcome)
-        _show_end(console, path, outcome, written, judged)
+            judged = _judged(outcome, out, ending, doing=doing, values=values)
+    data = judged.checked.data if judged else outcome.after
+    cures = _cures(outcome, data, _name(outcome, written))
+    shown = data
+    if judged is None and outcome.proposal.edits:
+        shown = data.model_copy(update={"path": f"{path}, as it would be"})
+    findings.show(console, shown, path=_name(outcome, written))
+    for line in _end(path, outcome, written, judged, cures):
+        say(console, line)
     opened = _open_request(outcome, yes=yes) if pr and not dry_run else None
+    if opened:
+        say(console, f"pull request: {opened}")
     if as_json:
-        tables.print_json({**_as_json(path, outcome, written, judged), "pull_request": opened}, indent=None)
-    elif opened:
-        tables.say(console, f"pull request: {opened}")
-    if not (judged.ok if judged else outcome.after.ok):
+        print_json(_json(outcome, data, written, judged) | {"cures": cures, "pull_request": opened})
+    if not (judged.ok if judged else data.ok):
         raise typer.Exit(exits.FINDINGS)
 
 
@@ -127,69 +127,47 @@ def _open_request(outcome: "Outcome", *, yes: bool) -> str:
 
     from ..cure.fix_request import request
 
-    token, where = get_token(), outcome.source.where
+    token = get_token()
     if token is None:
         cure = "Set HF_TOKEN, or run `hf auth login`"
         raise RecipeError("--pr", "needs a token with write access", got="none", cure=cure)
-    if not yes and not sys.stdin.isatty():
-        rule, got = "a pull request must be confirmed, because everybody can read it", "no terminal to ask on"
-        raise RecipeError("--pr", rule, got=got, cure="Add --yes")
-    if not yes and not typer.confirm(f"Open a pull request in {printable(where)}?", err=True):
-        raise RecipeError("--pr", "a pull request must be confirmed", got="no", cure="Nothing was sent")
-    return request(outcome, token, watch=partial(tables.say, Console(stderr=True)))
+    if not yes:
+        what = f"everybody could read the pull request in {outcome.source.where}"
+        confirm("--pr", "a pull request must be confirmed", what)
+    return request(outcome, token, watch=partial(say, Console(stderr=True)))
 
 
-def _judged(outcome: "Outcome", out: Path, gpus: Any, *, any_vllm: bool, doing: Any) -> "Judged":
+def _judged(outcome: "Outcome", out: Path, ending: Ending, *, doing: Any, values: bool) -> "Judged":
     """The check and the dry load of OUT; of a repository, whose other files are not here, of headers."""
-    from ..cure.judged import judge
-
-    settings = {"gpus": gpus, "any_vllm": any_vllm, "progress": doing}
-    if outcome.source.folder is not None:
-        return judge(out, **settings)
-    with outcome.proposal.headers() as folder:
-        return judge(folder, name=outcome.source.where, **settings)
-
-
-def _with_values(judged: "Judged") -> "Judged":
-    """Also with what the value check finds in the scales of OUT."""
-    from dataclasses import replace
-
+    if outcome.source.folder is None:
+        with outcome.proposal.headers() as folder:
+            return ending.judge(out, doing, headers=folder, name=outcome.source.where)
+    judged = ending.judge(out, doing)
+    if not values:
+        return judged
     from ..validate.check.values import with_values
 
     return replace(judged, checked=with_values(judged.checked, "scalars"))
 
 
-def _show_diff(console: Console, outcome: "Outcome") -> None:
-    for line in outcome.proposal.diffs():
-        style = "bold" if line.startswith(("---", "+++")) else _COLOURS.get(line[:1], "")
-        console.print(Text(line, style), highlight=False, soft_wrap=True)
-    if outcome.proposal.edits:
-        console.print()
-
-
-def _show_end(
-    console: Console, path: str, outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None"
-) -> None:
-    """What is left and how it is cured, what was written, and the verdict."""
-    data = judged.checked.data if judged else outcome.after
-    if judged is None and outcome.proposal.edits:
-        data = data.model_copy(update={"path": f"{path}, as it would be"})
-    findings.show(console, data, path=_name(outcome, written))
-    cures = _cures(outcome, data, written)
+def _end(
+    path: str, outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None", cures: list[str]
+) -> Iterator[str]:
+    """What is left and how it is cured, and what was written."""
     for reason in outcome.proposal.not_here:
-        tables.say(console, f"not cured in a repository, because it needs the shards: {reason}")
+        yield f"not cured in a repository, because it needs the shards: {reason}"
     for obstacle in outcome.not_for_sglang[:3]:
-        tables.say(console, f"not for SGLang: {obstacle}")
+        yield f"not for SGLang: {obstacle}"
     for cure in cures:
-        tables.say(console, f"needs new values: {cure}")
+        yield f"needs new values: {cure}"
     if judged and judged.no_vllm is not None:
-        tables.say(console, f"not loaded by vLLM: {judged.no_vllm}")
+        yield f"not loaded by vLLM: {judged.no_vllm}"
     if written is not None:
-        tables.say(console, written.sentence)
+        yield written.sentence
     elif outcome.proposal.edits:
-        tables.say(console, f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW")
+        yield f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW"
     else:
-        tables.say(console, "nothing to change: there is no finding that fix can cure")
+        yield "nothing to change: there is no finding that fix can cure"
 
 
 def _name(outcome: "Outcome", written: "Rewritten | None") -> str:
@@ -197,27 +175,23 @@ def _name(outcome: "Outcome", written: "Rewritten | None") -> str:
     return str(written.folder) if written and outcome.source.folder is not None else outcome.source.where
 
 
-def _cures(outcome: "Outcome", data: "CheckData", written: "Rewritten | None") -> list[str]:
+def _cures(outcome: "Outcome", data: "CheckData", name: str) -> list[str]:
     """The commands for what needs new values, each once."""
     from ..cure.fix import cure_elsewhere
 
-    found = (cure_elsewhere(finding, outcome, _name(outcome, written)) for finding in data.findings)
+    found = (cure_elsewhere(finding, outcome, name) for finding in data.findings)
     return [*dict.fromkeys(filter(None, found))]
 
 
-def _as_json(path: str, outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None") -> dict[str, Any]:
-    """What `keepmtp fix --json` prints."""
-    from .check import check_json
-
-    data = judged.checked.data if judged else outcome.after
-    checked = check_json(data, judged.checked.accounts if judged else ())
+def _json(
+    outcome: "Outcome", data: "CheckData", written: "Rewritten | None", judged: "Judged | None"
+) -> dict[str, Any]:
     return {
-        **checked,
+        **check_json(data, judged.checked.accounts if judged else ()),
         "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
         "changes": [*dict.fromkeys(change.why for change in outcome.proposal.edits)],
         "diff": outcome.proposal.diffs(),
         "needs_shards": [*outcome.proposal.not_here],
-        "cures": _cures(outcome, data, written),
         "not_for_sglang": list(outcome.not_for_sglang),
         "out": str(written.folder) if written else None,
         "new": list(written.new) if written else [],

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console
 
 from ..recipes.errors import CheckpointError
+from .options import JsonOption
 from .progress import bytes_bar
-from .tables import VERDICT_COLOURS, escape, print_json
+from .tables import answer, verdict
 
 if TYPE_CHECKING:
-    from ..validate.facts.schema import FullReport, JudgementFact, JudgementWord
+    from ..validate.facts.schema import JudgementWord
 
 TOO_LITTLE = 3
 EXITS: "dict[JudgementWord, int]" = {"pass": 0, "regression": 1, "infeasible": TOO_LITTLE}
@@ -28,7 +27,7 @@ EXITS: "dict[JudgementWord, int]" = {"pass": 0, "regression": 1, "infeasible": T
 
 def gate(
     path: Annotated[Path, typer.Argument(help="Folder of the checkpoint, or its NAME.report.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of a table.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Judge a checkpoint by its recipe's gates, from what was measured.
 
@@ -45,38 +44,20 @@ def gate(
     from ..validate.facts.results import checkpoint_folder, report_folder
     from ..validate.report.report import JSON_FILE, verify
 
-    if path.suffix != ".report" and not (path / "config.json").is_file():
-        raise CheckpointError(path, "gates judge a checkpoint's folder", got="no config.json", cure="Name that folder")
-    folder = path if path.suffix == ".report" else report_folder(path)
+    folder = path
+    if path.suffix != ".report":
+        if not (path / "config.json").is_file():
+            rule = "gates judge a checkpoint's folder"
+            raise CheckpointError(path, rule, got="no config.json", cure="Name that folder")
+        folder = report_folder(path)
     if not (folder / JSON_FILE).is_file():
         named = shlex.quote(str(folder.with_suffix("")))
         cure = f"Run `keepmtp check {named} --record` and `keepmtp eval {named}`"
         raise CheckpointError(folder, "gates judge what was measured", got=f"no {JSON_FILE}", cure=cure)
     full = verify(folder)
-    bar = bytes_bar(Console(stderr=True), "reading")
     assert full.judgement is not None and full.identity is not None, "verify() has made both"
-    checkpoint = checkpoint_folder(folder)
+    checkpoint, bar = checkpoint_folder(folder), bytes_bar(Console(stderr=True), "reading")
     refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
-    if as_json:
-        print_json(_as_json(full), indent=None)
-    else:
-        Console().print(table(full.path, full.judgement))
-    if full.judgement.verdict != "pass":
-        raise typer.Exit(EXITS[full.judgement.verdict])
-
-
-def table(path: str, judged: "JudgementFact") -> RenderableType:
-    """A row for each gate with its reason, then the verdict; `path` is the checkpoint's."""
-    rows = Table(title=f"gate {escape(path)}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("gate", "verdict", "reason"):
-        rows.add_column(name, no_wrap=name != "reason", overflow="fold")
-    for reason in judged.reasons:
-        colour = VERDICT_COLOURS[reason.verdict]
-        rows.add_row(reason.gate, f"[{colour}]{reason.title}[/]", escape(reason.says))
-    return Group(rows, f"[{VERDICT_COLOURS[judged.verdict]}]{judged.title}[/]")
-
-
-def _as_json(full: "FullReport") -> dict[str, object]:
-    assert full.judgement is not None
-    sha256 = full.identity.sha256 if full.identity else None
-    return {"path": full.path, "sha256": sha256, **full.judgement.model_dump(mode="json")}
+    told = {"path": full.path, "sha256": full.identity.sha256, **full.judgement.model_dump(mode="json")}
+    status = EXITS[full.judgement.verdict]
+    answer(told, verdict(full.path, full.judgement), as_json=as_json, status=status)

@@ -6,25 +6,28 @@ check and vLLM's loaders find; exit status 1 if an error is left.
 Easy to get wrong: standard output is the answer, so bars and what is about to be fetched go to standard error.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from ..recipes.errors import RecipeError, size_in_words
-from . import exits, findings, tables
-from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOption, gpus_at_the_end
-from .tables import escape
+from .ending import Ending, checked_json, end
+from .options import DryRunOption, JsonOption
+from .progress import bytes_bar
+from .tables import say
 
 if TYPE_CHECKING:
     from ..cure.graft import Graft
-    from ..cure.judged import Judged
 
 
 def graft(
     quantized: Annotated[str, typer.Argument(help="The checkpoint that lost its MTP block: a folder or a Hub id.")],
     source: Annotated[str, typer.Option("--from", help="Folder or Hub id of the release that it was made from.")],
+    ending: Ending,
     out: Annotated[Path | None, typer.Option("--out", help="The new folder; not needed with --dry-run.")] = None,
     mtp: Annotated[
         str | None,
@@ -37,10 +40,7 @@ def graft(
     replace: Annotated[
         bool, typer.Option("--replace", help="Also in place of a block with which nothing is wrong.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; nothing is written.")] = False,
-    gpus: PretendedOption = None,
-    static_only: StaticOnlyOption = False,
-    any_vllm: AnyVLLMOption = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is broken.
@@ -62,75 +62,31 @@ def graft(
     """
     from ..checkpoints.source import open_source
     from ..cure.graft import foresee, plan_graft
-    from ..cure.judged import Judged, judge
+    from ..cure.judged import Judged
     from ..recipes.extras import require_extra
-    from .progress import bytes_bar
 
     if out is None and not dry_run:
         raise RecipeError("graft", "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run")
-    pretended = gpus_at_the_end(gpus, static_only=static_only)
-    err, console = Console(stderr=True), Console()
+    err, new = Console(stderr=True), None
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
-    _say(err, made)
-    if not as_json:
-        for line in made.diff():
-            console.print(escape(line), highlight=False, soft_wrap=True)
-    if dry_run:
-        _end(console, made, Judged(checked=foresee(made)), None, as_json=as_json)
-        return
-    assert out is not None
-    require_extra("graft", "quantize")
-    from ..cure.graft_write import carry_out
-
-    fetching, reading, packing = (bytes_bar(err, label) for label in ("fetching", "reading values", "packing"))
-    written = carry_out(made, out, fetching=fetching, reading=reading, packing=packing)
-    tables.say(err, written.sentence)
-    if made.quantized.folder is None:
+    for line in _foreseen(made):
+        say(err, line)
+    if dry_run or out is None:
         judged = Judged(checked=foresee(made))
     else:
-        with exits.judging(out):
-            judged = judge(out, gpus=pretended, any_vllm=any_vllm)
-    _end(console, made, judged, list(written.new), as_json=as_json)
+        require_extra("graft", "quantize")
+        from ..cure.graft_write import carry_out
 
-
-def _say(err: Console, made: "Graft") -> None:
-    """What will be read and written, before it is."""
-    plan, size = made.plan, size_in_words
-    source = plan.source
-    asked = f" in {made.num_requests:,} range requests" if source.folder is None else ""
-    forms = sorted({tensor.scheme or "plain" for tensor in plan.tensors if len(tensor.shape) >= 2})
-    lines = [
-        f"read: {size(made.num_bytes_read)} of {source.where}{asked}, the MTP block alone",
-        f"write: {size(plan.num_bytes_after)} in {', '.join(shard.file for shard in plan.shards)}: {', '.join(forms)}",
-    ]
-    if made.left_out:
-        lines.append(f"leave out: {', '.join(sorted(made.left_out))}: nothing but the old block")
-    if made.again:
-        lines.append(f"write again: {', '.join(made.again)}: without the old block")
-    if made.quantized.folder is None:
-        lines.append(f"OUT gets only files that are new or changed: {made.quantized.where} is not on this machine")
-    for line in lines:
-        err.print(escape(line), highlight=False, soft_wrap=True)
-
-
-def _end(console: Console, made: "Graft", judged: "Judged", new: list[str] | None, *, as_json: bool) -> None:
-    """Print what was found of the result, and end with its status."""
-    if as_json:
-        tables.print_json(_json(made, judged, new))
-    else:
-        findings.show(console, judged.checked.data)
-        if judged.no_vllm is not None:
-            console.print(escape(f"vLLM was not asked: {judged.no_vllm}"), highlight=False, soft_wrap=True)
-    if not judged.ok:
-        raise typer.Exit(exits.FINDINGS)
-
-
-def _json(made: "Graft", judged: "Judged", new: list[str] | None) -> dict[str, Any]:
-    """What was or would be done, for machines."""
-    from .check import check_json
-
+        fetching, reading, packing = (bytes_bar(err, label) for label in ("fetching", "reading values", "packing"))
+        written = carry_out(made, out, fetching=fetching, reading=reading, packing=packing)
+        say(err, written.sentence)
+        new = list(written.new)
+        if made.quantized.folder is None:
+            judged = Judged(checked=foresee(made))
+        else:
+            judged = ending.judge(out, partial(say, err))
     plan = made.plan
-    return {
+    told = {
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "mtp": plan.recipe.mtp,
         "tensors": sum(len(tensor.outputs) for tensor in plan.tensors),
@@ -142,5 +98,21 @@ def _json(made: "Graft", judged: "Judged", new: list[str] | None) -> dict[str, A
         "diff": made.diff(),
         "new": new,
         "vllm": None if judged.no_vllm is None else str(judged.no_vllm),
-        "check": check_json(judged.checked.data, judged.checked.accounts),
+        "check": checked_json(judged),
     }
+    end(judged, told, made.diff(), as_json=as_json)
+
+
+def _foreseen(made: "Graft") -> Iterator[str]:
+    """What will be read and written."""
+    plan, size = made.plan, size_in_words
+    asked = f" in {made.num_requests:,} range requests" if plan.source.folder is None else ""
+    forms = sorted({tensor.scheme or "plain" for tensor in plan.tensors if len(tensor.shape) >= 2})
+    yield f"read: {size(made.num_bytes_read)} of {plan.source.where}{asked}, the MTP block alone"
+    yield f"write: {size(plan.num_bytes_after)} in {', '.join(shard.file for shard in plan.shards)}: {', '.join(forms)}"
+    if made.left_out:
+        yield f"leave out: {', '.join(sorted(made.left_out))}: nothing but the old block"
+    if made.again:
+        yield f"write again: {', '.join(made.again)}: without the old block"
+    if made.quantized.folder is None:
+        yield f"OUT gets only files that are new or changed: {made.quantized.where} is not on this machine"

@@ -26,9 +26,9 @@ COLUMNS = {
     "families": ("family", "plan", "check", "backbone", "mtp", "proof"),
 }
 # Columns whose keys are too short for people.
-_HEADS: Mapping[str, str] = {"backbone": "calibrate backbone", "mtp": "calibrate MTP"}
+_HEADS: Mapping[str, str] = {"bits": ">bits", "backbone": "calibrate backbone", "mtp": "calibrate MTP"}
 _TITLES = {"models": "models (* what the bare model name means)", "schemes": "schemes (bits: per weight, on disk)"}
-_MORE = {"families": "proof: what the draft was compared with. Why not, and notes: --json, and docs/families.md."}
+_MORE = {"families": ["proof: what the draft was compared with. Why not, and notes: --json, and docs/families.md."]}
 _LEAST_WIDTH = 40
 
 
@@ -54,15 +54,16 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
     if as_json:
         from .tables import print_json
 
-        names = [what] if what else list(COLUMNS)
-        if chosen:
-            names = ["models"]
+        names = list(COLUMNS)
+        if what:
+            names = [what] if what in COLUMNS else ["models"]
         print_json({name: rows(name, chosen or recipes) for name in names})
     elif what in COLUMNS:
         _print_table(what, rows(what, recipes))
     else:
         width = max(_LEAST_WIDTH, get_terminal_size().columns)
-        typer.echo("\n".join(details(chosen, width) if chosen else screen(recipes, width)))
+        lines = details(chosen, width) if chosen else screen(recipes, width)
+        typer.echo("\n".join(lines))
 
 
 def screen(recipes: Iterable[Listed], width: int) -> list[str]:
@@ -70,122 +71,102 @@ def screen(recipes: Iterable[Listed], width: int) -> list[str]:
     table = {"model": ["variants (* what the bare model name means)"]}
     for model, variants in groupby(recipes, key=lambda recipe: recipe.model):
         table[model] = [f"{each.variant}{'*' * each.is_default}" for each in variants]
-    indent = max(map(len, table)) + 2
-    lines = [
-        line
-        for model, variants in table.items()
-        for line in _wrapped("  ".join(variants), width, first=f"{model:<{indent}}", then=" " * indent)
-    ]
+    indent, lines = max(map(len, table)) + 2, []
+    for model, names in table.items():
+        lines += _wrapped("  ".join(names), width, first=f"{model:<{indent}}", then=" " * indent)
     more = "One of them: keepmtp ls MODEL. More: keepmtp ls models, schemes or families."
     return [*lines, "", *_wrapped(more, width)]
 
 
 def details(variants: Sequence[Listed], width: int) -> list[str]:
     """One model: its family and source, and for each variant what it does and the command that runs it."""
-    model = variants[0]
+    model, needs_batches = variants[0], False
     lines = [model.model, f"  family  {model.family}", f"  source  {model.source}"]
     for each in variants:
+        needs_batches |= each.needs_batches
         batches = "batches needed" if each.needs_batches else "no batches needed"
-        lines += [
-            "",
-            f"{each.variant}{' (default)' * each.is_default}: {batches}",
-            *_wrapped(each.summary, width, "  ", "  "),
-            *(_wrapped(each.knobs, width, "  ", "  ") if each.knobs else ()),
-            f"  keepmtp quantize {each.model if each.is_default else each.name}",
-        ]
-    if any(each.needs_batches for each in variants):
+        lines += ["", f"{each.variant}{' (default)' * each.is_default}: {batches}"]
+        for words in filter(None, (each.summary, each.knobs)):
+            lines += _wrapped(words, width, "  ", "  ")
+        lines.append(f"  keepmtp quantize {each.model if each.is_default else each.name}")
+    if needs_batches:
         lines += ["", *_wrapped("Batches are text that the model runs on first, to calibrate it. That needs", width)]
-        lines += [f"  {install_command('calibrate')}"]
+        lines.append(f"  {install_command('calibrate')}")
     return lines
 
 
 def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
     """A listing for machines: the columns of its table, and more."""
-    if listing == "models":
-        return [
-            {
-                "recipe": each.name,
-                "model": each.model,
-                "variant": each.variant,
-                "default": each.is_default,
-                "family": each.family,
-                "source": each.source,
-                "batches": _batches(each.needs_batches),
-                "what": each.summary,
-                **({"knobs": each.knobs} if each.knobs else {}),
-            }
-            for each in recipes
-        ]
-    return _schemes() if listing == "schemes" else _families()
+    return {"models": lambda: _models(recipes), "schemes": _schemes, "families": _families}[listing]()
 
 
-def bits_per_weight(scheme: str) -> float:
-    """Bits on disk per weight, scales included, for a 4096 x 4096 matrix."""
-    from ..recipes.schemes import SCHEMES, num_bytes
-
-    specs = SCHEMES[scheme].tensors(4096, 4096)
-    return 8 * sum(num_bytes(spec.dtype, spec.shape) for spec in specs) / 4096**2
+def _models(recipes: Iterable[Listed]) -> list[dict[str, Any]]:
+    found = []
+    for each in recipes:
+        row = {
+            "recipe": each.name,
+            "model": each.model,
+            "variant": each.variant,
+            "default": each.is_default,
+            "family": each.family,
+            "source": each.source,
+            "batches": "needed" if each.needs_batches else "-",
+            "what": each.summary,
+        }
+        found.append(row | ({"knobs": each.knobs} if each.knobs else {}))
+    return found
 
 
 def _schemes() -> list[dict[str, Any]]:
-    from ..recipes.schemes import SCHEMES, SEARCHES
+    from ..recipes.schemes import SCHEMES, SEARCHES, num_bytes
 
-    return [
-        {
+    found = []
+    for scheme in SCHEMES.values():
+        # Bits on disk for each weight, scales included, of a 4096 x 4096 matrix.
+        bits = 8 * sum(num_bytes(spec.dtype, spec.shape) for spec in scheme.tensors(4096, 4096)) / 4096**2
+        row = {
             "scheme": scheme.name,
-            "bits": f"{bits_per_weight(scheme.name):.2f}",
-            "batches": _batches(scheme.needs_calibration),
+            "bits": f"{bits:.2f}",
+            "batches": "needed" if scheme.needs_calibration else "-",
             "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
             "searches": [word for word, schemes in SEARCHES.items() if scheme.name in schemes],
         }
-        for scheme in SCHEMES.values()
-    ]
+        found.append(row)
+    return found
 
 
 def _families() -> list[dict[str, Any]]:
     from ..recipes.families import families
     from ..recipes.support import support_of
 
-    unique = {(family.model_type, family.architectures): family for family in families().values()}
-    found = []
-    for _, family in sorted(unique.items()):
+    found = {}
+    for family in families().values():
         support = support_of(family)
         names = ", ".join((family.model_type, *family.also))
-        found.append(
-            {
-                "family": names + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
-                "plan": "yes",
-                "check": "yes",
-                "backbone": "no" if support.backbone else "yes",
-                "mtp": "no" if support.mtp else "yes",
-                "proof": support.proof if not support.mtp else "-",
-                "why_not_backbone": support.backbone,
-                "why_not_mtp": support.mtp,
-                "what": family.notes,
-            }
-        )
-    return found
-
-
-def _batches(are_needed: bool) -> str:
-    return "needed" if are_needed else "-"
+        found[family.model_type, family.architectures] = {
+            "family": names + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
+            "plan": "yes",
+            "check": "yes",
+            "backbone": "no" if support.backbone else "yes",
+            "mtp": "no" if support.mtp else "yes",
+            "proof": "-" if support.mtp else support.proof,
+            "why_not_backbone": support.backbone,
+            "why_not_mtp": support.mtp,
+            "what": family.notes,
+        }
+    return [row for _, row in sorted(found.items(), key=lambda item: item[0])]
 
 
 def _print_table(listing: str, found: Iterable[dict[str, Any]]) -> None:
-    from rich.console import Console
+    from .tables import show, table
 
-    from .tables import escape, plain_table
-
-    table = plain_table(_TITLES.get(listing, listing))
-    for column in COLUMNS[listing]:
-        is_whole = column in ("recipe", "scheme", "bits")
-        table.add_column(_HEADS.get(column, column), no_wrap=is_whole, overflow="fold")
+    columns = COLUMNS[listing]
+    cells = []
     for row in found:
-        first, *others = (escape(row[column]) for column in COLUMNS[listing])
-        table.add_row(f"{first}{' *' * row.get('default', False)}", *others)
-    Console().print(table)
-    if listing in _MORE:
-        Console().print(_MORE[listing], highlight=False, soft_wrap=True)
+        first, *others = (row[column] for column in columns)
+        cells.append([f"{first}{' *' * row.get('default', False)}", *others])
+    heads = [_HEADS.get(column, column) for column in columns]
+    show([table(_TITLES.get(listing, listing), heads, cells), *_MORE.get(listing, ())])
 
 
 def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:

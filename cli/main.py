@@ -15,9 +15,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from inspect import Parameter, Signature, signature
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -189,8 +190,9 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
 VERBS: Mapping[str, Verb] = MappingProxyType({name: verb for group in _GROUPS.values() for name, verb in group.items()})
 
 
+# Words that no help breaks: a command in backticks, and those with a hyphen.
 _QUOTED = re.compile(r"`[^`]+`|\S-\S")
-_WHOLE = str.maketrans(" \n-", "\0\0\1")  # signs at which no line is broken
+_WHOLE = str.maketrans(" \n-", "\0\0\1")
 _BROKEN = str.maketrans("\0\1", " -")
 
 
@@ -200,9 +202,8 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words, with `~` expanded. A shell does that in `~/x`, but not in `--out=~/x` or in quotes."""
         ours = args.index("--") if "--" in args else len(args)
-        words = [_at_home(word) for word in args[:ours]]
-        lone = VERBS[str(self.name)].lone
-        if lone is not None:
+        words = [re.sub("^(--[^=]*=)?(~.*)", _at_home, word) for word in args[:ours]]
+        if (lone := VERBS[str(self.name)].lone) is not None:
             _complete(words, *lone)
         return super().parse_args(ctx, [*words, *args[ours:]])
 
@@ -248,9 +249,8 @@ class _Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb. Ctrl-C at a question is Ctrl-C."""
-        words = [*ctx._protected_args, *ctx.args]
         try:
-            with _in_our_form(words):
+            with _in_our_form([*ctx._protected_args, *ctx.args]):
                 return super().invoke(ctx)
         except typer.Abort as aborted:
             raise KeyboardInterrupt from aborted
@@ -277,20 +277,17 @@ def _in_our_form(words: list[str]) -> Iterator[None]:
 
 def _complete(words: list[str], option: str, values: tuple[str, ...]) -> None:
     """Give an option that stands alone its first value. A word that is nearly one, and no file, is a typo of it."""
-    follows = (words[words.index(option) + 1 :] or [""])[0] if option in words else values[0]
+    if option not in words:
+        return
+    at = words.index(option) + 1
+    follows = "".join(words[at : at + 1])
     if follows not in values and (os.path.exists(follows) or not get_close_matches(follows, values)):
-        words.insert(words.index(option) + 1, values[0])
+        words.insert(at, values[0])
 
 
-def _at_home(word: str) -> str:
+def _at_home(word: re.Match[str]) -> str:
     """`~/x` or `--out=~/x` with the user's own folder."""
-    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    return f"{option}{equals}{os.path.expanduser(value)}"
-
-
-def _whole(text: str | None) -> str | None:
-    """A help text in which no line can be broken at a hyphen, nor inside of backticks."""
-    return text and _QUOTED.sub(lambda quoted: quoted[0].translate(_WHOLE), text)
+    return f"{word[1] or ''}{os.path.expanduser(word[2])}"
 
 
 def _with_default_false(option: Any) -> Any:
@@ -304,11 +301,32 @@ def _load(name: str) -> Any:
     verb = VERBS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
     settings = {"allow_extra_args": bool(verb.words)}
-    alone.command(name, cls=_Command, hidden=verb.is_hidden, context_settings=settings)(verb.load())
+    alone.command(name, cls=_Command, hidden=verb.is_hidden, context_settings=settings)(flat(verb.load()))
     command: Any = typer.main.get_command(alone)
     for shown in (command, *command.params):
-        shown.help = _whole(shown.help)
+        shown.help = shown.help and _QUOTED.sub(lambda quoted: quoted[0].translate(_WHOLE), shown.help)
     return command
+
+
+def flat(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb as typer reads it: where it has a parameter for a group of options, all of them instead."""
+    parameters, groups = list[Parameter](), dict[str, Any]()
+    for name, parameter in signature(verb).parameters.items():
+        own = [parameter]
+        if isinstance(kind := parameter.annotation, type) and is_dataclass(kind):
+            groups[name] = kind
+            own = signature(kind).parameters.values()
+        parameters += [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own]
+
+    def call(**words: Any) -> None:
+        for name, group in groups.items():
+            words[name] = group(**{field.name: words.pop(field.name) for field in fields(group)})
+        verb(**words)
+
+    call.__doc__ = verb.__doc__
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    setattr(call, "__signature__", Signature(parameters))  # noqa: B010
+    return call
 
 
 app = typer.Typer(

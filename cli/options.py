@@ -1,8 +1,14 @@
-"""The arguments and options that several verbs have, with their help."""
+"""The arguments and options that several verbs have: those that stand alone, and groups of them.
+
+In: what typer read of a command line. Out: values, and refusals of what cannot be meant.
+
+A verb that has a parameter of a group's type has all its options (`flat` in main.py).
+"""
 
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,19 +16,30 @@ import typer
 from ..recipes.errors import RecipeError, did_you_mean
 
 if TYPE_CHECKING:
+    from ..quantize.plan.plan import Plan
+    from ..recipes.schema import Recipe
     from ..validate.facts.dry_load import GPU
     from ..validate.facts.findings import Runtime
     from ..validate.facts.vllm_env import VLLM
 
 # Names that people type instead of the one that vLLM's kernels go by, without NVIDIA, RTX and signs.
 _GPU_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("a100", "a800", "a30", "a10", "a10g", "a40", "a6000", "3090", "ampere", "sm86"), "sm80"),
-    **dict.fromkeys(("l40s", "l40", "l4", "4080", "4090", "6000ada", "ada"), "sm89"),
-    **dict.fromkeys(("h100", "h200", "h800", "h20", "gh200", "hopper"), "sm90"),
-    **dict.fromkeys(("b100", "b200", "gb200", "b300", "gb300", "blackwell", "sm103"), "sm100"),
-    **dict.fromkeys(("5080", "5090", "pro6000", "gb10", "sm121"), "sm120"),
+    **dict.fromkeys(("a100", "a10", "a40", "a6000", "3090", "ampere", "sm86"), "sm80"),
+    **dict.fromkeys(("l40s", "l4", "4090", "6000ada", "ada"), "sm89"),
+    **dict.fromkeys(("h100", "h200", "h20", "gh200", "hopper"), "sm90"),
+    **dict.fromkeys(("b200", "gb200", "b300", "gb300", "blackwell", "sm103"), "sm100"),
+    **dict.fromkeys(("5090", "pro6000", "gb10", "sm121"), "sm120"),
 }
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of words and tables.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")]
+MtpSourceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder or Hub id of the MTP block, for a release that has none; default: the recipe's. "
+        "Only its MTP tensors are read.",
+    ),
+]
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -30,54 +47,6 @@ ModelArgument = Annotated[
         "a folder, a Hub id, or the address of its page."
     ),
 ]
-SourceOption = Annotated[
-    str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; default: the recipe's.")
-]
-SchemeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--scheme",
-        help="Another variant of the model, or a scheme for every quantized group. Needed where MODEL is a checkpoint.",
-    ),
-]
-MtpOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mtp",
-        help="MTP block: `source`, `bf16`, a scheme, or `auto`: the smallest that "
-        "keeps enough acceptance, measured during the run; default: the recipe's.",
-    ),
-]
-MtpSourceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mtp-source",
-        help="Folder or Hub id of the MTP block, for a release that has none; default: the recipe's. "
-        "Only its MTP tensors are read.",
-    ),
-]
-GpusOption = Annotated[
-    int | None,
-    typer.Option("--gpus", min=1, help="Say what a run needs on so many GPUs, a process each; default: those here."),
-]
-GpuMemoryOption = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu-memory",
-        "--gpu",
-        help="Say it for another machine: GiB of one GPU, or its name, such as A100, H100, B200 or 5090.",
-    ),
-]
-CalibrationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--calibration",
-        help="A named block of recipes/calibrations.yaml, for schemes that need batches; default: the recipe's, "
-        "else ultrachat-256x2048.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
-TimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")]
 ModelCodeOption = Annotated[
     bool,
     typer.Option(
@@ -92,21 +61,67 @@ AnyVLLMOption = Annotated[
         help="Also run a vLLM that keepmtp was not tested with. Its version is in every result.",
     ),
 ]
-PretendedOption = Annotated[
+RuntimesOption = Annotated[
     list[str] | None,
-    typer.Option("--gpu", help="GPU that vLLM pretends for the dry load at the end; may be repeated. Default sm100."),
+    typer.Option("--runtime", help="The server that is to load it: vllm (the default) or sglang; may be repeated."),
 ]
-StaticOnlyOption = Annotated[
-    bool, typer.Option("--static-only", help="End with the check alone: vLLM does not load the result.")
+KOption = Annotated[
+    int | None,
+    typer.Option("-k", "--num-speculative-tokens", min=1, help="Tokens drafted a step."),
 ]
-TrustOption = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="You have read the checkpoint's own Python: a recipe with `model_code: checkpoint` may run it, and the "
-        "output gets its .py files.",
-    ),
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """A model, and what a person decides about it."""
+
+    model: ModelArgument
+    source: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of the released checkpoint; default: the recipe's.")
+    ] = None
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="Another variant of the model, or a scheme for every quantized group. Needed where MODEL is a "
+            "checkpoint.",
+        ),
+    ] = None
+    mtp: Annotated[
+        str | None,
+        typer.Option(
+            help="MTP block: `source`, `bf16`, a scheme, or `auto`: the smallest that "
+            "keeps enough acceptance, measured during the run; default: the recipe's.",
+        ),
+    ] = None
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="A named block of recipes/calibrations.yaml, for schemes that need batches; default: the recipe's, "
+            "else ultrachat-256x2048.",
+        ),
+    ] = None
+    mtp_source: MtpSourceOption = None
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="You have read the checkpoint's own Python: a recipe with `model_code: checkpoint` may run it, and "
+            "the output gets its .py files.",
+        ),
+    ] = False
+
+    def recipe(self) -> "Recipe":
+        """The recipe for them; of a checkpoint as MODEL, its headers are read."""
+        from .. import pipeline
+
+        own = {name: value for name, value in asdict(self).items() if name != "trust_remote_code"}
+        return pipeline.recipe_for(**own)
+
+    def plan(self) -> "Plan":
+        """The plan for them."""
+        from .. import api
+
+        return api.plan(**asdict(self))
 
 
 def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
@@ -117,9 +132,11 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
     """
     from ..validate.facts.dry_load import GPUS
 
-    meant = {word: re.sub(r"nvidia|geforce|rtx|[\s_-]", "", word.lower()) for word in words}
-    meant = {word: _GPU_NAMES.get(name, name) for word, name in meant.items()}
-    for word, name in meant.items():
+    meant = set[str]()
+    for word in words:
+        typed = re.sub(r"nvidia|geforce|rtx|[\s_-]", "", word.lower())
+        name = _GPU_NAMES.get(typed, typed)
+        meant.add(name)
         if name not in GPUS:
             cure = did_you_mean(name, (*GPUS, *_GPU_NAMES), otherwise="Name the card, such as H100, or one of these")
             if "," in word:
@@ -127,10 +144,10 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
             if name in _GPU_NAMES.values():
                 cure = f"{word} is {name}, which is not judged: leave --gpu out"
             raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)
-    return [gpu for gpu in GPUS if gpu in meant.values()]
+    return [gpu for gpu in GPUS if gpu in meant]
 
 
-def chosen_runtimes(words: Sequence[str]) -> "list[Runtime]":
+def chosen_runtimes(words: Sequence[str] | None) -> "list[Runtime]":
     """The servers that are to load a checkpoint; vLLM where none is named.
 
     Raises:
@@ -138,18 +155,12 @@ def chosen_runtimes(words: Sequence[str]) -> "list[Runtime]":
     """
     from ..validate.check.check import RULES_OF
 
+    words = words or ("vllm",)
     for word in words:
         if word not in RULES_OF:
             cure = did_you_mean(word, RULES_OF, otherwise="Name one of them; --runtime may be repeated")
             raise RecipeError("--runtime", f"must be one of {', '.join(RULES_OF)}", got=word, cure=cure)
-    return [server for server in RULES_OF if server in (words or ("vllm",))]
-
-
-def gpus_at_the_end(words: Sequence[str] | None, *, static_only: bool) -> "tuple[GPU, ...]":
-    """The GPUs for the dry load that a cure ends with; none with --static-only."""
-    from ..cure.judged import GPUS
-
-    return () if static_only else tuple(chosen_gpus(words or [])) or GPUS
+    return [server for server in RULES_OF if server in words]
 
 
 def refuse_stray_words(verb: str, words: Sequence[str]) -> None:

@@ -4,31 +4,27 @@ In: a model and choices. Out: tables, or JSON. Nothing is written.
 """
 
 import sys
+from typing import Annotated
 
-from .options import (
-    CalibrationOption,
-    GpuMemoryOption,
-    GpusOption,
-    JsonOption,
-    ModelArgument,
-    MtpOption,
-    MtpSourceOption,
-    SchemeOption,
-    SourceOption,
-    TrustOption,
-)
+import typer
+
+from .options import JsonOption, ModelOptions
 
 
 def plan(
-    model: ModelArgument,
-    source: SourceOption = None,
-    scheme: SchemeOption = None,
-    mtp: MtpOption = None,
-    calibration: CalibrationOption = None,
-    mtp_source: MtpSourceOption = None,
-    trust_remote_code: TrustOption = False,
-    gpus: GpusOption = None,
-    gpu_memory: GpuMemoryOption = None,
+    choices: ModelOptions,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Say what a run needs on so many GPUs, a process each; default: those here."),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu-memory",
+            "--gpu",
+            help="Say it for another machine: GiB of one GPU, or its name, such as A100, H100, B200 or 5090.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what would become of every tensor, from headers alone: no weight is read, nothing is written.
@@ -43,7 +39,6 @@ def plan(
 
     Example: `keepmtp plan glm-4.5-air.nvfp4-fp8 --gpus 8 --gpu-memory H100`
     """
-    from .. import api
     from ..checkpoints.uncollected import uncollected
     from ..quantize.needs import needs
     from ..quantize.plan.checkpoint_as_model import NoSchemeError
@@ -51,9 +46,8 @@ def plan(
     from ..validate.facts.vllm_env import gpus_here
     from . import plan_tables
 
-    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     try:
-        made = api.plan(model, **words, trust_remote_code=trust_remote_code)
+        made = choices.plan()
     except NoSchemeError as unchosen:
         if as_json:
             raise

@@ -5,10 +5,14 @@ In: a plan. Out: tables on standard output, or one JSON value. Nothing is decide
 Easy to get wrong: the JSON has no refusals. Only people see what would stop the run.
 """
 
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.text import Text
 
 from ..checkpoints.identity import listed
@@ -16,45 +20,153 @@ from ..quantize.config.written import config_of
 from ..quantize.needs.needs import Needs, lines
 from ..quantize.plan.choices import choices_of
 from ..quantize.plan.own_code import code_left_out
-from ..quantize.plan.plan import Plan
+from ..quantize.plan.plan import Plan, TensorPlan
 from ..quantize.write.refusals import refusals
-from ..recipes.errors import printable
+from ..recipes.errors import printable, size_in_words
 from ..recipes.runtimes.sglang import VERSION
+from ..validate.measure.serve_line import serve_words
 from . import calibration_tables, tables
-from .tables import escape
+from .tables import counted
 
 
 def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
     """Print a plan and what it needs, and for people also what would stop the run."""
     if as_json:
         tables.print_json(plan_json(made) | {"needs": asdict(needs)})
-        return
-    out = Console()
-    tables.show_plan(out, made)
-    out.print(companions(made), highlight=False, soft_wrap=True)
+    else:
+        tables.show(_parts(made, needs))
+
+
+def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
+    rows = plan_rows(made)
+    columns = ("part", "modules", "fate", ">tensors", ">before", ">after")
+    yield tables.table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(rows))
+    yield tables.table("why, where it is not the recipe's choice", ("", ""), _reasons(rows))
+    yield totals(made)
+    yield ""
+    yield f"carried: {', '.join(made.companions) or 'no other file'}"
+    if code := code_left_out(made):
+        yield code
+    if made.source.left:
+        yield f"left: {listed(made.source.left)}"
+    yield ""
     if made.recipe.is_searched:
-        out.print(Text("\n".join([*budget_lines(made), ""])), soft_wrap=True)
+        yield from _budget(made)
     if made.needs_batches:
-        out.print(calibration_tables.will_do(made))
+        yield calibration_tables.will_do(made)
     config = config_of(made)
-    out.print(tables.config_listing(config.value), highlight=False, soft_wrap=True)
-    out.print(Text(f"served by: vLLM 0.32, {printable(config.line)}\n"), soft_wrap=True)
-    out.print(Text("\n".join([*lines(needs), ""])), soft_wrap=True)
+    yield from _config(config.value)
+    yield ""
+    yield f"served by: vLLM 0.32, {config.line}"
+    yield ""
+    yield from lines(needs)
+    yield ""
     for refusal in refusals(made):
-        out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False, soft_wrap=True)
+        yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
 
 
-def _separate_mtp(plan: Plan) -> dict[str, Any]:
-    other = plan.source.mtp_source
-    return {} if other is None else {"mtp_source": {"name": other.where, "revision": other.revision}}
+def _fates(rows: list[dict[str, Any]]) -> Iterator[list[str] | None]:
+    """Module groups by what becomes of them, with sizes before and after."""
+    sums: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        counts = {key: row[key] for key in ("tensors", "bytes_before", "bytes_after")}
+        sums[row["part"], row["modules"], _fate(row)].update(counts)
+    previous = ""
+    for (part, modules, fate), total in sums.items():
+        if previous not in ("", part):
+            yield None
+        sizes = size_in_words(total["bytes_before"]), size_in_words(total["bytes_after"])
+        yield ["" if part == previous else part, modules, fate, f"{total['tensors']:,}", *sizes]
+        previous = part
 
 
-def companions(plan: Plan) -> Text:
-    """Which files the output gets besides weights, and which it does not."""
-    left = plan.source.left
-    lines = [f"carried: {', '.join(plan.companions) or 'no other file'}", code_left_out(plan)]
-    lines.append(f"left: {listed(left)}" if left else "")
-    return Text("\n".join([*map(printable, filter(None, lines)), ""]))
+def _fate(row: Mapping[str, Any]) -> str:
+    stored = row["stored_as"]
+    match row["fate"]:
+        case "quantize":
+            return f"quantize to {stored}"
+        case "dequantize":
+            return f"{stored} from {row['stored_before']}"
+        case "add":
+            return "add a scale" if row["modules"] == "attention" else "add a copy"
+        case "drop":
+            return "drop"
+        case _:
+            return f"keep {stored}"
+
+
+def _reasons(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Each reason that is not the recipe's, after the module groups that have it."""
+    modules_of: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in rows:
+        if not row["reason"].startswith("recipe:"):
+            modules_of[row["reason"]][row["modules"]] = None
+    for reason, modules in modules_of.items():
+        yield ", ".join(modules), reason
+
+
+def totals(plan: Plan) -> str:
+    """A plan in one line: its source, tensors, bytes, shards and MTP layers."""
+    other, source = plan.source.mtp_source, plan.source
+    num_out = sum(len(tensor.outputs) for tensor in plan.tensors)
+    return (
+        f"{source.where} ({source.revision}): {len(plan.entries):,} tensors in, {num_out:,} out; "
+        f"{size_in_words(plan.num_bytes_before)} -> {size_in_words(plan.num_bytes_after)} in "
+        f"{counted(len(plan.shards), 'shard')}; {counted(plan.view.num_mtp_layers, 'MTP layer')}"
+        + ("" if other is None else f" of {other.where} ({other.revision})")
+    )
+
+
+def _config(config: Mapping[str, Any]) -> Iterator[str]:
+    """Targets and ignore list, as the checkpoint's config.json will have them; a pattern is never broken."""
+    yield "quantization_config, in vLLM's runtime names"
+    for group in config.get("config_groups", {}).values():
+        for target in group["targets"]:
+            yield f"  {group['format']}  {target}"
+    if "quant_algo" in config:
+        yield f"  modelopt  {config['quant_algo']}"
+        for name, row in config.get("quantized_layers", {}).items():
+            yield f"  {row['quant_algo']}  {name}"
+    for entry in config["ignore"]:
+        yield f"  ignore  {entry}"
+
+
+def next_steps(plan: Plan, folder: Path) -> Text:
+    """Where the result is, and the command that serves it, alone on its line."""
+    command = shlex.join(serve_words(str(folder), max(1, plan.view.num_mtp_layers)))
+    schemes = sorted({t.scheme or "plain" for t in plan.tensors if t.part == "mtp" and len(t.shape) >= 2})
+    block = "kept in BF16" if schemes == ["plain"] else f"stored as {', '.join(schemes)}"
+    if any(tensor.tuned for tensor in plan.tensors):
+        block = f"tuned, {block}"
+    size = size_in_words(plan.num_bytes_after) + (", FP8 KV cache" if plan.recipe.kv_cache else "")
+    return Text(f"{printable(str(folder))}: {size}, MTP block {block}. Serve it:\n  {command}")
+
+
+def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+    """The plan by part, module group, fate and reason, with counts and bytes."""
+    groups: dict[tuple[str, ...], list[TensorPlan]] = defaultdict(list)
+    for tensor in plan.tensors:
+        dtypes = "/".join(sorted({output.dtype for output in tensor.outputs}))
+        stored = tensor.scheme or dtypes or "-"
+        groups[tensor.part, tensor.role, tensor.fate, stored, tensor.form, tensor.reason].append(tensor)
+    rows = []
+    for (part, role, fate, stored, form, reason), tensors in sorted(groups.items()):
+        # A copy that is added has the bytes of its original, which are counted there.
+        inputs = [] if fate == "add" else [name for tensor in tensors for name in tensor.inputs]
+        rows.append(
+            {
+                "part": part,
+                "modules": role,
+                "fate": fate,
+                "stored_before": form,
+                "stored_as": stored,
+                "reason": reason,
+                "tensors": len(tensors),
+                "bytes_before": sum(plan.entries[name].num_bytes for name in inputs),
+                "bytes_after": sum(output.num_bytes for tensor in tensors for output in tensor.outputs),
+            }
+        )
+    return rows
 
 
 def budget_json(plan: Plan) -> dict[str, Any]:
@@ -62,31 +174,29 @@ def budget_json(plan: Plan) -> dict[str, Any]:
     choices = choices_of(plan.recipe, plan.source)
     assert plan.recipe.backbone_auto is not None
     words = {word: choices.uniform(word) for word in plan.recipe.backbone_auto.candidates}
-    words = {"smallest": choices.smallest, **words, "largest": choices.largest}
-    sizes = {
-        name: {"bytes": choices.num_bytes(each), "bits": round(choices.bits(each), 4), "fits": choices.fits(each)}
-        for name, each in words.items()
-    }
+    sizes = {}
+    for name, each in {"smallest": choices.smallest, **words, "largest": choices.largest}.items():
+        bits = round(choices.bits(each), 4)
+        sizes[name] = {"bytes": choices.num_bytes(each), "bits": bits, "fits": choices.fits(each)}
     return {"budget": plan.recipe.budget, "units": len(choices.units), "plans": sizes}
 
 
-def budget_lines(plan: Plan) -> list[str]:
+def _budget(plan: Plan) -> Iterator[str]:
     """The same for people; one word for all units is that for those that it suits."""
     found = budget_json(plan)
-    said = [f"Budget {found['budget']}: a search chooses the words of {found['units']} units. All files would have"]
+    yield f"Budget {found['budget']}: a search chooses the words of {found['units']} units. All files would have"
     for name, size in found["plans"].items():
         verdict = "fits" if size["fits"] else "does not fit"
-        said.append(f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  {verdict}")
-    return said
+        yield f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  {verdict}"
+    yield ""
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan for machines: totals, rows by module group, the quantization_config, and the calibration."""
-    config = config_of(plan)
-    return {
+    config, other = config_of(plan), plan.source.mtp_source
+    told = {
         "recipe": plan.recipe.model_dump(mode="json"),
         "source": {"name": plan.source.where, "revision": plan.source.revision},
-        **_separate_mtp(plan),
         "tensors": {"before": len(plan.entries), "after": sum(len(tensor.outputs) for tensor in plan.tensors)},
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
         "shards": len(plan.shards),
@@ -94,9 +204,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "left": [*(() if plan.trust_remote_code else plan.source.code), *plan.source.left],
         "mtp_layers": plan.view.num_mtp_layers,
         "needs_calibration": plan.needs_calibration,
-        "groups": tables.plan_rows(plan),
+        "groups": plan_rows(plan),
         "quantization_config": config.value,
         "sglang": {"version": VERSION, "obstacles": list(config.obstacles)},
         "calibration": calibration_tables.will_do_json(plan),
-        **({"search": budget_json(plan)} if plan.recipe.is_searched else {}),
     }
+    if other is not None:
+        told["mtp_source"] = {"name": other.where, "revision": other.revision}
+    if plan.recipe.is_searched:
+        told["search"] = budget_json(plan)
+    return told

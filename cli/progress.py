@@ -1,6 +1,6 @@
 """How far a long run is: a bar on a terminal, lines in a log, JSON lines for machines. All on standard error.
 
-In: the steps that the stages of a run report. Out: nothing but what is shown, so that standard output can be piped.
+In: the steps that a run reports. Out: nothing but what is shown, so that standard output can be piped.
 
 Easy to get wrong: a terminal has one live bar at a time, and an error must not be printed over it. `run_progress` ends
 the bar of calibration when packing begins, and ends the last bar when the run ends.
@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -23,15 +23,17 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    TaskID,
+    SpinnerColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
 from ..quantize.run.processes import place_of_process
 from ..quantize.run.progress import SILENT, BytesBar, CalibrationStep, RunProgress
-from .tables import escape, say, size_in_words
+from ..recipes.errors import printable, size_in_words
+from .tables import say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -39,10 +41,12 @@ if TYPE_CHECKING:
     from ..validate.measure.bench import BenchStep
 
     AnyStep = CalibrationStep | AskedStep | BenchStep
+    Show = Callable[[str, int, int, str, AnyStep], None]
 
 # The word for one step in each part of calibration.
 _STEP_WORDS = {"backbone": "layer", "mtp": "policy", "tuning": "training step"}
 _LINE_SECONDS = 30.0
+_WHAT = TextColumn("{task.description}", markup=False)
 
 
 def place_in_run() -> tuple[int, int]:
@@ -51,13 +55,43 @@ def place_in_run() -> tuple[int, int]:
     return place.rank, place.size
 
 
-def run_progress(console: Console, *, as_json: bool) -> AbstractContextManager[RunProgress]:
+@contextmanager
+def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
     """The progress of one run. Only the first process shows any."""
-    if place_in_run()[0]:
-        return nullcontext(SILENT)
-    if as_json:
-        return nullcontext(RunProgress(calibration=_json_line))
-    return _bars(console)
+    with ExitStack() as shown:
+
+        def packing(total_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
+            shown.close()
+            return bytes_bar(console, "packing")(total_bytes)
+
+        if place_in_run()[0]:
+            yield SILENT
+        elif as_json:
+            yield RunProgress(calibration=_json_line)
+        else:
+            show = shown.enter_context(_parts(console))
+            yield RunProgress(
+                calibration=lambda step: show(step.step, step.done, step.total, in_words(step), step),
+                packing=packing,
+                values=bytes_bar(console, "reading values"),
+                download=partial(downloaded, console=console),
+            )
+
+
+@contextmanager
+def spinner(console: Console, *, is_shown: bool = True, in_log: bool = False) -> Iterator[Callable[[str], None]]:
+    """What servers or loaders do now, on a terminal; with `in_log`, else in lines now and then."""
+    is_shown, paced = is_shown and console.is_terminal, Paced()
+    columns = SpinnerColumn(), _WHAT, TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("starting vLLM", total=None)
+
+        def tell(doing: str) -> None:
+            progress.update(task, description=printable(doing))
+            if in_log and not is_shown and paced.is_due(1, 1, doing.partition(":")[0]):
+                say(console, doing)
+
+        yield tell
 
 
 def bytes_bar(console: Console, label: str) -> BytesBar:
@@ -65,34 +99,34 @@ def bytes_bar(console: Console, label: str) -> BytesBar:
 
     @contextmanager
     def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
-        if console.is_terminal:
-            with _bytes_progress(console) as progress:
-                task = progress.add_task(label, total=total_bytes)
-                yield lambda num_bytes: progress.advance(task, num_bytes)
-            return
-        paced, lock, done = Paced(first_after=_LINE_SECONDS), Lock(), 0
+        lock, done = Lock(), 0
 
         def advance(num_bytes: int) -> None:
             nonlocal done
             with lock:
                 done += num_bytes
-                if paced.is_due(done, total_bytes):
-                    say(console, f"{label}  {paced.in_words(done, total_bytes)}")
+                show(done, total_bytes)
 
-        yield advance
+        with _bytes(console, label) as show:
+            yield advance
 
     return bar
 
 
-def _bytes_progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
+@contextmanager
+def _bytes(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
+    """Called with the number of bytes that are done, and in all."""
+    paced = Paced(first_after=_LINE_SECONDS)
+    columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(_WHAT, *columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if not console.is_terminal and paced.is_due(done, total):
+                say(console, f"{label}  {paced.in_words(done, total)}")
+
+        yield show
 
 
 class Paced:
@@ -121,10 +155,9 @@ class Paced:
     def in_words(self, done: int, total: int) -> str:
         """`12.4 of 700.1 GiB (1 %)  235.0 MiB/s  ETA 0:49:53`."""
         seconds = max(self._clock() - self._began, 1e-3)
-        rate = done / seconds
-        left = timedelta(seconds=round((total - done) / rate)) if rate else "unknown"
+        rate = max(done, 1) / seconds
         share = f"{size_in_words(done)} of {size_in_words(total)} ({100 * done // max(1, total)} %)"
-        return f"{share}  {rate / 2**20:,.1f} MiB/s  ETA {left}"
+        return f"{share}  {rate / 2**20:,.1f} MiB/s{_eta((total - done) / rate)}"
 
 
 def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> "Source":
@@ -132,9 +165,6 @@ def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> 
     from huggingface_hub.utils import tqdm
 
     from ..checkpoints.source import download
-
-    paced, bar = Paced(first_after=_LINE_SECONDS), _bytes_progress(console)
-    task = bar.add_task("download", total=None)
 
     class Bar(tqdm):
         """Of the Hub client's bars, the one of the bytes on disk is shown, in our manner."""
@@ -146,100 +176,75 @@ def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> 
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             """Called by the Hub's client, now and then."""
-            done, total = int(self.n), int(self.total or 0)
-            if not (self.is_of_bytes and total) or console.file.closed:
-                return
-            if console.is_terminal:
-                bar.start()
-                bar.update(task, completed=done, total=total)
-            elif paced.is_due(done, total):
-                say(console, f"download  {paced.in_words(done, total)}")
+            if self.is_of_bytes and self.total and not console.file.closed:
+                show(int(self.n), int(self.total))
 
-    try:
+    with ExitStack() as shown:
+        if source.folder is None or source.mtp_source is not None:
+            show = shown.enter_context(_bytes(console, "download"))
         return download(source, bars=Bar)
-    finally:
-        if console.is_terminal:
-            bar.stop()
 
 
-class _Parts:
+@contextmanager
+def _parts(console: Console, *, as_json: bool = False) -> "Iterator[Show]":
     """The parts of a long run: on a terminal a bar for each, with words after it; else a line now and then."""
+    is_bar, paced, tasks = console.is_terminal and not as_json, Paced(), {}
+    words_column = TextColumn("{task.fields[words]}", markup=False)
+    with Progress(_WHAT, BarColumn(), words_column, console=console, disable=not is_bar) as bars:
 
-    def __init__(self, console: Console, *, as_json: bool = False) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}")
-        self._bars, self._tasks = Progress(*columns, console=console), dict[str, TaskID]()
-        self._console, self._as_json, self._paced = console, as_json, Paced()
+        def show(part: str, done: int, total: int, words: str, step: "AnyStep") -> None:
+            if is_bar:
+                if part not in tasks:
+                    tasks[part] = bars.add_task(part, total=total, words="")
+                bars.update(tasks[part], completed=done, total=total, words=printable(words))
+            elif not paced.is_due(done, total, part):
+                return
+            elif as_json:
+                _json_line(step)
+            else:
+                say(console, f"{part}  {words}")
 
-    def show(self, part: str, done: int, total: int, words: str, step: "AnyStep") -> None:
-        if self._console.is_terminal and not self._as_json:
-            self._bars.start()
-            if part not in self._tasks:
-                self._tasks[part] = self._bars.add_task(part, total=total, words="")
-            self._bars.update(self._tasks[part], completed=done, total=total, words=escape(words))
-        elif not self._paced.is_due(done, total, part):
-            return
-        elif self._as_json:
-            _json_line(step)
-        else:
-            say(self._console, f"{part}  {words}")
-
-    def close(self) -> None:
-        if self._tasks:
-            self._bars.stop()
+        yield show
 
 
 @contextmanager
 def asking(console: Console, *, as_json: bool) -> "Iterator[Callable[[AskedStep], None]]":
     """The progress of an evaluation or of closeness: a bar a checkpoint, or lines."""
 
-    def show(step: "AskedStep") -> None:
-        words = f"{step.unit} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s{_eta(step)}"
-        parts.show(f"{step.role} {step.task}".rstrip(), step.done, step.total, step.doing or words, step)
+    def asked(step: "AskedStep") -> None:
+        words = f"{step.unit} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s"
+        words = step.doing or f"{words}{_eta(step.eta_seconds)}"
+        show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words, step)
 
-    with closing(_Parts(console, as_json=as_json)) as parts:
-        yield show
+    with _parts(console, as_json=as_json) as show:
+        yield asked
 
 
 @contextmanager
 def measuring(console: Console, *, as_json: bool) -> "Iterator[Callable[[BenchStep], None]]":
     """The progress of a speed matrix: a bar for each checkpoint, or lines."""
 
-    def show(step: "BenchStep") -> None:
+    def measured(step: "BenchStep") -> None:
         total = step.there + step.left
-        words = f"{step.there:,} of {total:,} repetitions{_eta(step)}  {step.doing}"
-        parts.show(step.role, step.there, total, words, step)
+        words = f"{step.there:,} of {total:,} repetitions{_eta(step.eta_seconds)}  {step.doing}"
+        show(step.role, step.there, total, words, step)
 
-    with closing(_Parts(console, as_json=as_json)) as parts:
-        yield show
+    with _parts(console, as_json=as_json) as show:
+        yield measured
 
 
-def _eta(step: "AskedStep | BenchStep") -> str:
-    return "" if step.eta_seconds is None else f"  ETA {timedelta(seconds=round(step.eta_seconds))}"
+def _eta(seconds: float | None) -> str:
+    return "" if seconds is None else f"  ETA {timedelta(seconds=round(seconds))}"
 
 
 def in_words(step: "CalibrationStep") -> str:
     """`layer 12 of 61  14,203 tok/s  ETA 0:41:10  peak 18.2 GiB`."""
     return (
-        f"{_STEP_WORDS.get(step.step, 'step')} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s  "
-        f"ETA {timedelta(seconds=round(step.eta_seconds))}  peak {step.memory_gib:.1f} GiB"
+        f"{_STEP_WORDS.get(step.step, 'step')} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s"
+        f"{_eta(step.eta_seconds)}  peak {step.memory_gib:.1f} GiB"
     )
 
 
 def _json_line(step: "AnyStep") -> None:
     sys.stderr.write(json.dumps(asdict(step)) + "\n")
     sys.stderr.flush()
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[RunProgress]:
-    def packing(total_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
-        parts.close()
-        return bytes_bar(console, "packing")(total_bytes)
-
-    with closing(_Parts(console)) as parts:
-        yield RunProgress(
-            calibration=lambda step: parts.show(step.step, step.done, step.total, in_words(step), step),
-            packing=packing,
-            values=bytes_bar(console, "reading values"),
-            download=partial(downloaded, console=console),
-        )

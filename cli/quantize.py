@@ -6,37 +6,25 @@ Easy to get wrong: under torchrun every process runs this, and only the first on
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
-from . import tables
-from .options import (
-    CalibrationOption,
-    JsonOption,
-    ModelArgument,
-    MtpOption,
-    MtpSourceOption,
-    SchemeOption,
-    SourceOption,
-    TrustOption,
-)
+from . import findings
+from .options import DryRunOption, JsonOption, ModelOptions
 from .progress import place_in_run, run_progress
+from .tables import print_json, say, show
 
 if TYPE_CHECKING:
     from ..pipeline import FinishedRun
+    from ..quantize.calibrate.mtp.facts import CalibrationFact
 
 
 def quantize(
-    model: ModelArgument,
-    source: SourceOption = None,
-    scheme: SchemeOption = None,
-    mtp: MtpOption = None,
-    calibration: CalibrationOption = None,
-    mtp_source: MtpSourceOption = None,
-    trust_remote_code: TrustOption = False,
+    choices: ModelOptions,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Shards written at the same time; default one for each core.")
@@ -49,7 +37,7 @@ def quantize(
             "this folder is there under the name of its own OUT.",
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a checkpoint and keep its MTP block, as the model's recipe says.
@@ -79,74 +67,59 @@ def quantize(
     from ..quantize.needs import needs
     from ..quantize.write import refusals
     from ..validate.facts.vllm_env import gpus_here
+    from ..validate.report.check_data import calibration_fact
     from . import commits, plan_tables
+    from .check import check_json
 
-    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
-    made = api.plan(model, **words, trust_remote_code=trust_remote_code)
-    rank, _ = place_in_run()
+    made, (rank, _) = choices.plan(), place_in_run()
     if dry_run:
         if not rank:
             plan_tables.show(made, needs.needs_of(made, needs.machine_of(here=gpus_here())), as_json=as_json)
         return
     target = folder or pipeline.default_out(made.recipe)
     refusals.refuse(made, target)
-    err = Console(stderr=True)
-    commits_line = "" if rank else commits.commits_line(made)  # which refuses a dataset that is out of reach
-    if not (as_json or rank):
-        for line in filter(None, (commits_line, f"{made.recipe.name}: {tables.totals(made)}")):
-            tables.say(err, line)
-    with run_progress(err, as_json=as_json) as progress:
+    err = Console(stderr=True, quiet=as_json or bool(rank))
+    if not rank and (line := commits.commits_line(made)):  # which refuses a dataset that is out of reach
+        say(err, line)
+    say(err, f"{made.recipe.name}: {plan_tables.totals(made)}")
+    with run_progress(Console(stderr=True), as_json=as_json) as progress:
         result = api.quantize(made, target, threads=threads, keep_calibration=keep_calibration, progress=progress)
-    if not rank:
-        _show_result(result, as_json=as_json)
-
-
-def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
-    from ..validate.report.check_data import calibration_fact
-    from . import calibration_tables, findings, plan_tables
-    from .check import check_json
-
-    settings = result.plan.recipe.calibration
-    fact = None
+    if rank:
+        return
+    settings, fact = result.plan.recipe.calibration, None
     if result.calibration and settings:
         fact = calibration_fact(result.calibration.summary, settings.model_dump())
-    if as_json:
-        tables.print_json(
-            {
-                "out": str(result.out),
-                "plan": plan_tables.plan_json(result.plan),
-                "check": check_json(result.report),
-                "calibration": fact.model_dump(mode="json") if fact else None,
-            }
-        )
+    if not as_json:
+        show(_parts(result, fact))
         return
-    out = Console()
+    told = {
+        "out": str(result.out),
+        "plan": plan_tables.plan_json(result.plan),
+        "check": check_json(result.report),
+        "calibration": fact and fact.model_dump(mode="json"),
+    }
+    print_json(told)
+
+
+def _parts(result: "FinishedRun", fact: "CalibrationFact | None") -> Iterator[RenderableType]:
+    from . import calibration_tables, plan_tables
+
     if result.was_there:
-        tables.say(out, f"{result.out}: finished before, with the same recipe, source and versions.")
+        yield f"{result.out}: finished before, with the same recipe, source and versions."
     if fact:
-        out.print(calibration_tables.found(fact))
-    findings.show(out, result.report)
-    out.print(tables.next_steps(result.plan, result.out), highlight=False, soft_wrap=True)
+        yield calibration_tables.found(fact)
+    findings.show(Console(), result.report)
+    yield plan_tables.next_steps(result.plan, result.out)
 
 
-def extra(
-    model: ModelArgument,
-    source: SourceOption = None,
-    scheme: SchemeOption = None,
-    mtp: MtpOption = None,
-    trust_remote_code: TrustOption = False,
-    calibration: CalibrationOption = None,
-    mtp_source: MtpSourceOption = None,
-) -> None:
+def extra(choices: ModelOptions) -> None:
     """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, calibrate or modelopt."""
-    from .. import pipeline
     from ..quantize.plan import own_code
     from ..quantize.write import refusals
     from . import commits
 
     # The whole plan: what would refuse it, or a Hub out of reach, is known before anything is installed.
-    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
-    made, _ = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
+    made = choices.plan()
     own_code.refuse_untrusted_code(made)
     own_code.refuse_no_draft(made)
     commits.commits_line(made)

@@ -1,7 +1,7 @@
 """`keepmtp report`: report.json and the page made from it, for `check --html` and on its own.
 
-In: what the stations found, a checkpoint with an evidence folder, or an old report.json. Out: report.json and
-report.html in one folder.
+In: what was measured, a checkpoint with an evidence folder, or an old report.json. Out: report.json and report.html in
+one folder.
 
 Easy to get wrong: the page needs the `report` extra. A command that will write one calls `require_extra` before its
 work, not after ten minutes of it.
@@ -10,7 +10,7 @@ work, not after ten minutes of it.
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -52,6 +52,7 @@ def save(
     vllm: str,
     opened: "Source | None" = None,
     source: "Source | None" = None,
+    **measured: Any,
 ) -> Path:
     """Write report.json of one checkpoint, and report.html where it can be made; returns the one to look at.
 
@@ -61,10 +62,11 @@ def save(
         vllm: the version that judged, or that the rules describe.
         opened: the checkpoint; None where it could not be read.
         source: what it was made from, for sizes before and after.
+        measured: more facts, as `assemble` names them.
     """
     from ..validate.facts.results import TIME
     from ..validate.report.check_data import check_data
     from ..validate.report.report import assemble, write
 
     data = check_data(found, opened=opened, source=source)
-    return write(folder, assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME)))
+    return write(folder, assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME), **measured))

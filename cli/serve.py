@@ -11,24 +11,23 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ..recipes.errors import GateError, RecipeError, VLLMError, printable
+from ..recipes.errors import GateError, RecipeError, VLLMError
 from . import exits
-from .check import spinner
 from .findings import with_path
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm, refuse_stray_words
-from .progress import downloaded
-from .tables import print_json, say
+from .progress import downloaded, spinner
+from .tables import answer, counted, say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
     from ..validate.check.check import Checked
     from ..validate.facts.vllm_env import VLLM
-    from ..validate.measure.foreground import Address, ServerLife
+    from ..validate.measure.foreground import ServerLife
     from ..validate.report.best_k import BestK
 
 _MOST_K = 16
@@ -80,29 +79,64 @@ def serve(
 
     Example: `keepmtp serve /data/GLM-4.7-NVFP4 --gpu sm100 --dry-run`
     """
-    from ..validate.measure.foreground import refuse_our_words
-    from ..validate.measure.room import tensor_parallel_size
+    from ..validate.measure import foreground
+    from ..validate.measure.room import refuse_full_gpus, tensor_parallel_size, value_of
+    from ..validate.measure.serve_line import serve_words
 
-    err = Console(stderr=True)
-    extra = tuple(context.args)
+    err, extra = Console(stderr=True), tuple(context.args)
     refuse_stray_words("serve", extra)
-    refuse_our_words(extra)
-    address = None if dry_run else _address(host, port, extra)
+    foreground.refuse_our_words(extra)
+    address = foreground.Address(host=host, port=port, is_tls=bool(value_of(extra, "--ssl-certfile")))
+    if not dry_run:
+        foreground.refuse_taken(address)
     opened, num_mtp_layers = _checked(path, err)
-    vllm = _found_vllm(any_vllm=any_vllm) if dry_run and not gpus else chosen_vllm(any_vllm=any_vllm)
+    vllm = _vllm(any_vllm=any_vllm, is_needed=bool(gpus) or not dry_run)
     size = tensor_parallel_size(opened, vllm, extra) if vllm else 1
     best = _best_k(opened, k, num_mtp_layers, vllm.device if vllm else "")
     if gpus:
-        _load(path, gpus, size, best.k, err, any_vllm=any_vllm)
-    further = ("--tensor-parallel-size", str(size)) if size > 1 else ()
+        from .. import api
+
+        with spinner(err) as doing:
+            loads: dict[str, Any] = {"tps": [size], "num_drafts": max(1, best.k), "any_vllm": any_vllm}
+            for checked in api.check_all([path], gpus=chosen_gpus(gpus), **loads, progress=doing):
+                _refuse_errors(path, checked)
+    if size > 1:
+        extra = ("--tensor-parallel-size", str(size), *extra)
     if dry_run:
-        _print_commands(opened, best, (*further, *extra), as_json=as_json)
+        print_commands(opened, best, extra, as_json=as_json)
         return
-    assert vllm is not None and address is not None
-    life = _run(opened, best, vllm, address, (*further, *extra), err, log=log, every=every)
-    _report(path, best, life, err, as_json=as_json)
-    if life.status:
-        raise typer.Exit(life.status)
+    assert vllm is not None
+    _refuse_no_kernel(opened, vllm)
+    refuse_full_gpus(opened, vllm, extra)
+    local = downloaded(opened, err)
+    assert local.folder is not None
+    named = () if opened.folder else ("--served-model-name", opened.where)
+    machine = _CPU_WORDS if vllm.build == "cpu" else ()
+    listens = ("--host", host, "--port", str(port))
+    words = serve_words(str(local.folder), best.k, *listens, *named, *machine, *extra)
+    say(err, f"k={best.k}: {best.why}")
+    say(err, shlex.join(words))
+    expected = foreground.Expected(drafts=best.measured, measured_by=best.measured_by) if best.measured else None
+    with nullcontext(sys.stderr.fileno()) if log is None else open(log, "wb") as written:
+        life = foreground.serve_until_stopped(
+            vllm,
+            words[1:],
+            k=best.k,
+            address=address,
+            expected=expected,
+            every=every,
+            log=written,
+            tell=lambda line: say(err, line),
+        )
+    if not life.is_stopped:
+        exits.say_refusal(_failure(life, log))
+    if life.doubt:
+        compares = f"`keepmtp serve-check {shlex.quote(path)}` compares"
+        say(err, f"warning: {life.doubt}: `{_check(path)} --values` reads the draft's tensors, {compares}")
+    drafted = foreground.in_words(life) if life.k else "served without drafting"
+    told = {"path": path, "why": best.why, **life.model_dump(mode="json")}
+    line = f"{path}: {life.seconds:,.0f} s with k={life.k}; {drafted}"
+    answer(told, [line], as_json=as_json, status=life.status)
 
 
 def _checked(path: str, err: Console) -> "tuple[Source, int]":
@@ -123,8 +157,8 @@ def _checked(path: str, err: Console) -> "tuple[Source, int]":
 
         checked = with_values(checked, "scalars")
         _refuse_errors(path, checked)
-    if warnings := len(checked.data.findings):
-        say(err, f"check: no errors, {warnings} warning{'s' * (warnings > 1)}: `{_check(path)}` has them")
+    if warnings := checked.data.findings:
+        say(err, f"check: no errors, {counted(len(warnings), 'warning')}: `{_check(path)}` has them")
     return checked.readable(), checked.data.facts.num_mtp_layers
 
 
@@ -142,21 +176,13 @@ def _refuse_errors(path: str, checked: "Checked") -> None:
         raise GateError(path, rule, got=f"{errors[0].where}: {errors[0].says}{more}", cure=cure)
 
 
-def _load(path: str, gpus: Sequence[str], size: int, k: int, err: Console, *, any_vllm: bool) -> None:
-    """Let vLLM's own loaders judge it on pretended GPUs."""
-    from .. import api
-
-    with spinner(err, is_shown=True) as doing:
-        loads = {"gpus": chosen_gpus(gpus), "tps": [size], "num_drafts": max(1, k), "any_vllm": any_vllm}
-        for checked in api.check_all([path], **loads, progress=doing):
-            _refuse_errors(path, checked)
-
-
-def _found_vllm(*, any_vllm: bool) -> "VLLM | None":
-    """The vLLM of this machine, for commands that may be run elsewhere."""
+def _vllm(*, any_vllm: bool, is_needed: bool) -> "VLLM | None":
+    """The vLLM of this machine; None where there is none and the commands may be run elsewhere."""
     try:
         return chosen_vllm(any_vllm=any_vllm)
     except VLLMError:
+        if is_needed:
+            raise
         return None
 
 
@@ -166,93 +192,46 @@ def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: st
     Raises:
         RecipeError: vLLM cannot draft so many.
     """
-    from ..validate.report.best_k import BestK, best_k
+    from dataclasses import replace
+
+    from ..validate.report.best_k import best_k
 
     found = best_k(opened, num_mtp_layers, device=device)
     if asked is not None and asked != found.k:
-        found = BestK(k=asked, why="as you say", measured=found.measured, measured_by=found.measured_by)
+        found = replace(found, k=asked, why="as you say")
+    rule = cure = ""
     if found.k and not num_mtp_layers:
-        rule, cure = (
-            "a checkpoint without an MTP block cannot draft",
-            "Use -k 0, or `keepmtp graft` its release's block",
-        )
-        raise RecipeError("-k", rule, got=found.k, cure=cure)
-    if found.k > _MOST_K:
+        rule = "a checkpoint without an MTP block cannot draft"
+        cure = "Use -k 0, or `keepmtp graft` its release's block"
+    elif found.k > _MOST_K:
+        rule = f"must be at most {_MOST_K}: later drafts build on guesses"
         cure = "Use -k 4 or less; `keepmtp bench` finds the best"
-        raise RecipeError("-k", f"must be at most {_MOST_K}: later drafts build on guesses", got=found.k, cure=cure)
-    if num_mtp_layers and found.k > num_mtp_layers and found.k % num_mtp_layers:
+    elif num_mtp_layers and found.k > num_mtp_layers and found.k % num_mtp_layers:
         rule = f"with {num_mtp_layers} MTP layers vLLM drafts a multiple of them"
-        raise RecipeError("-k", rule, got=found.k, cure=f"Use -k {num_mtp_layers}")
+        cure = f"Use -k {num_mtp_layers}"
+    if rule:
+        raise RecipeError("-k", rule, got=found.k, cure=cure)
     return found
 
 
-def _print_commands(opened: "Source", best: "BestK", further: Sequence[str], *, as_json: bool) -> None:
+def print_commands(opened: "Source", best: "BestK", further: Sequence[str], *, as_json: bool) -> None:
+    """Print the serve line for a shell and for Docker."""
     from ..validate.facts.vllm_env import TESTED
     from ..validate.measure.serve_line import docker_words, serve_words
 
     model = str(opened.folder.absolute()) if opened.folder else opened.where
     line = serve_words(opened.where, best.k, *further)
     docker = docker_words(model, best.k, *further, version=TESTED[0])
-    if as_json:
-        print_json({"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker})
-        return
-    for words in (f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)):
-        sys.stdout.write(f"{printable(words)}\n")
+    told = {"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker}
+    answer(told, [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)], as_json=as_json)
 
 
-def _address(host: str, port: int, extra: Sequence[str]) -> "Address":
-    from ..validate.measure.foreground import Address, refuse_taken
-    from ..validate.measure.room import value_of
-
-    address = Address(host=host, port=port, is_tls=bool(value_of(extra, "--ssl-certfile")))
-    refuse_taken(address)
-    return address
-
-
-def _run(
-    opened: "Source",
-    best: "BestK",
-    vllm: "VLLM",
-    address: "Address",
-    further: Sequence[str],
-    err: Console,
-    *,
-    log: Path | None,
-    every: float,
-) -> "ServerLife":
-    """Run the server, once it is known to have room and kernels."""
-    from ..validate.measure import foreground
+def _refuse_no_kernel(opened: "Source", vllm: "VLLM") -> None:
     from ..validate.measure.bf16_copy import why_no_kernel
-    from ..validate.measure.room import refuse_full_gpus
-    from ..validate.measure.serve_line import serve_words
 
     if lack := why_no_kernel(opened, vllm):
         cure = f"Serve it on a GPU; `keepmtp serve-check {shlex.quote(opened.where)}` measures a BF16 copy of it here"
         raise VLLMError(opened.where, "must have kernels on this machine", got=lack, cure=cure)
-    refuse_full_gpus(opened, vllm, further)
-    named = () if opened.folder else ("--served-model-name", opened.where)
-    local = downloaded(opened, err)
-    assert local.folder is not None
-    machine = _CPU_WORDS if vllm.build == "cpu" else ()
-    listens = ("--host", address.host, "--port", str(address.port))
-    words = serve_words(str(local.folder), best.k, *listens, *named, *machine, *further)
-    say(err, f"k={best.k}: {best.why}")
-    say(err, shlex.join(words))
-    expected = foreground.Expected(drafts=best.measured, measured_by=best.measured_by) if best.measured else None
-    with nullcontext(sys.stderr.fileno()) if log is None else open(log, "wb") as written:
-        life = foreground.serve_until_stopped(
-            vllm,
-            words[1:],
-            k=best.k,
-            address=address,
-            expected=expected,
-            every=every,
-            log=written,
-            tell=lambda line: say(err, line),
-        )
-    if not life.is_stopped:
-        exits.say_refusal(_failure(life, log))
-    return life
 
 
 def _failure(life: "ServerLife", log: Path | None) -> VLLMError:
@@ -261,22 +240,7 @@ def _failure(life: "ServerLife", log: Path | None) -> VLLMError:
 
     rule = "must serve until it is stopped" if life.is_healthy else "must come up"
     got = f"exit status {life.status} after {life.seconds:.0f} s"
-    if log is None:
-        return VLLMError("vllm serve", rule, got=got, cure="Read its words above, or name a file with --log")
-    return VLLMError("vllm serve", rule, got=f"{got}: {last_error(log, life.status)}", cure=f"Read {log}")
-
-
-def _report(path: str, best: "BestK", life: "ServerLife", err: Console, *, as_json: bool) -> None:
-    """What the server accepted over its life."""
-    from ..validate.measure.foreground import in_words
-
-    if life.doubt:
-        cures = (
-            f"`{_check(path)} --values` reads the draft's tensors, `keepmtp serve-check {shlex.quote(path)}` compares"
-        )
-        say(err, f"warning: {life.doubt}: {cures}")
-    if as_json:
-        print_json({"path": path, "why": best.why, **life.model_dump(mode="json")})
-        return
-    drafted = in_words(life) if life.k else "served without drafting"
-    sys.stdout.write(f"{printable(path)}: {life.seconds:,.0f} s with k={life.k}; {drafted}\n")
+    cure = "Read its words above, or name a file with --log"
+    if log is not None:
+        got, cure = f"{got}: {last_error(log, life.status)}", f"Read {log}"
+    return VLLMError("vllm serve", rule, got=got, cure=cure)

@@ -3,15 +3,13 @@
 In: typer's error and the words that were typed. Out: a refusal, with the nearest name that there is.
 """
 
-import os
 import re
 import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-import typer
-from typer._click.exceptions import BadOptionUsage, MissingParameter, NoSuchOption, UsageError
+from typer._click.exceptions import BadOptionUsage, BadParameter, NoSuchOption, UsageError
 
 from ..recipes.errors import KeepMTPError, did_you_mean
 
@@ -24,39 +22,30 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
         words: of the command line, after `keepmtp`.
         is_for_vllm: the verb hands words after `--` to `vllm serve`.
     """
-    if isinstance(error, BadOptionUsage):
-        rule, got = ("needs a value", "none") if "requires" in error.message else ("takes no value", "one")
-        return KeepMTPError(error.option_name, rule, got=got, cure=f"See `keepmtp {words[0]} --help`")
     context: Any = error.ctx
-    where, says = context.command_path, error.message
-    otherwise = f"See `{where} --help`"
+    where = context.command_path if context else f"keepmtp {words[0]}"
+    rule, got, cure = error.message.rstrip("."), shlex.join(words), f"See `{where} --help`"
     if isinstance(error, NoSuchOption):
-        name = error.option_name
+        rule, got = "has no such option", error.option_name
         known = [each for param in context.command.params for each in param.opts if each.startswith("-")]
-        if is_for_vllm and not get_close_matches(name, known):
-            otherwise = f"Words for `vllm serve` stand last, after `--`: `keepmtp {_with_last(name, words)}`"
-        return KeepMTPError(where, "has no such option", got=name, cure=did_you_mean(name, known, otherwise=otherwise))
-    if isinstance(error, typer.BadParameter) and error.param is not None:
-        where = "/".join(error.param.opts)
-        if isinstance(error, MissingParameter):
-            return KeepMTPError(context.command_path, f"needs {where}", got="none", cure=otherwise)
-        fault: Any = error.__cause__
-        got = fault.errors()[0]["input"]
-        names = re.findall("'([^']+)'", says.partition(" is not one of ")[2])
-        rule = f"must be one of {', '.join(names)}" if names else says.partition(",")[0].replace("Input should", "must")
-        return KeepMTPError(
-            where, rule, got=got, cure=did_you_mean(str(got), names, otherwise="Name one" if names else otherwise)
-        )
-    if unknown := re.match("No such command '(.*?)'", says):
-        cure = did_you_mean(unknown[1], context.command.commands, otherwise=otherwise)
-        return KeepMTPError(where, "has no such command", got=unknown[1], cure=cure)
-    rule, _, got = says.rstrip(".)").replace("Got unexpected extra argument(s)", "takes no more words").partition(" (")
-    return KeepMTPError(where, rule, got=got or "none", cure=otherwise)
-
-
-def _with_last(option: str, words: Sequence[str]) -> str:
-    """The words, with those of an option that is `vllm serve`'s after `--`."""
-    at = next(number for number, word in enumerate(words) if word.partition("=")[0] == option)
-    has_value = "=" not in words[at] and at + 1 < len(words) and not words[at + 1].startswith("-")
-    end = at + 1 + (has_value and not os.path.exists(words[at + 1]))
-    return shlex.join([*words[:at], *words[end:], *([] if "--" in words else ["--"]), *words[at:end]])
+        if is_for_vllm and not get_close_matches(got, known):
+            cure = "Words for `vllm serve` stand last, after `--`"
+        cure = did_you_mean(got, known, otherwise=cure)
+    elif isinstance(error, BadOptionUsage):
+        where, rule = error.option_name, "needs a value" if "requires" in rule else "takes no value"
+    elif isinstance(error, BadParameter) and error.param is not None:
+        option, fault = "/".join(error.param.opts), error.__cause__
+        if fault is None:
+            rule, got = f"needs {option}", "none"
+        else:
+            where, got = option, fault.errors()[0]["input"]  # pyright: ignore[reportAttributeAccessIssue]
+            names = re.findall("'([^']+)'", rule.partition(" is not one of ")[2])
+            rule = rule.partition(",")[0].replace("Input should", "must")
+            if names:
+                rule, cure = f"must be one of {', '.join(names)}", did_you_mean(got, names, otherwise="Name one")
+    elif rule.startswith("Got unexpected extra"):
+        rule = "takes no more words"
+    elif unknown := re.match("No such command '(.*?)'", rule):
+        rule, got = "has no such command", unknown[1]
+        cure = did_you_mean(got, context.command.commands, otherwise=cure)
+    return KeepMTPError(where, rule, got=got, cure=cure)

@@ -89,14 +89,16 @@ def test_own_code_travels_only_with_the_flag(folder):
 
 
 def test_a_plan_says_what_is_carried_and_what_is_not(folder, capsys):
+    from keepmtp.cli.options import ModelOptions
     from keepmtp.cli.plan import plan
 
-    plan("glm-4.7", source=str(folder), as_json=True)
+    choices = ModelOptions(model="glm-4.7", source=str(folder))
+    plan(choices, as_json=True)
     printed = json.loads(capsys.readouterr().out)
     assert set(printed["carried"]) == set(KNOWN)
     top = {name.partition("/")[0] + "/" if "/" in name else name for name in STRAY}
     assert set(printed["left"]) == {*CODE, *top}
-    plan("glm-4.7", source=str(folder))
+    plan(choices)
     words = " ".join(capsys.readouterr().out.split())
     assert "carried: LICENSE, LICENSE-MODEL" in words and "not carried: encoding/encoding_dsv4.py" in words
     assert "left: README.md, id_ed25519" in words and "secrets.json" in words

@@ -1,25 +1,20 @@
 """`keepmtp all`: what it would run, and what it refuses before it runs anything. Real: tests/vllm/test_gsm8k.py."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import ROOT, keepmtp
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.find import find_recipe
 
-ROOT = Path(__file__).parent.parent.parent
 GLM = ROOT / "models" / "tiny-glm4-moe"
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 
 
 def run_all(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [KEEPMTP, "all", *words], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}
-    )
+    return keepmtp("all", *words, cwd=ROOT, **environment)
 
 
 @pytest.fixture(scope="module")

@@ -77,14 +77,9 @@ def test_a_dry_run_counts_cells_and_servers(tmp_path):
         "bench", GLM, "--source", GLM, "--concurrency", "1,8", "--context", "0,512", "--dry-run", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "2 checkpoints, 5 servers each, one after the other",
-        "k         0, 1, 2, 3, 4",
-        "loads     1 at once; 8 at once; 1 at once, context 512; 8 at once, context 512",
-        "cells     20 each, 3 repetitions a cell",
-        "requests  2,880 in all, at most 256 tokens an answer",
-        "prompts   400 of held_out.jsonl",
-    ]
+    said = done.stdout.splitlines()
+    assert {"checkpoints: 2", "servers: 10", "k: [0, 1, 2, 3, 4]", "repetitions: 3", "requests: 2880"} <= {*said}
+    assert "prompts: 400 of held_out.jsonl" in said
     assert not list(tmp_path.iterdir())
     plan = BenchPlan(
         ks=(0, 1),
@@ -105,6 +100,7 @@ def test_a_dry_run_counts_cells_and_servers(tmp_path):
         "repetitions": 6,
         "requests": 2 * 6 * 2 * (16 + 32),
         "output_tokens": 64,
+        "prompts": "400 of held_out.jsonl",
     }
     ks = [place[0] for place in plan.places]
     assert ks == [0] * 4 + [1] * 8 + [0] * 8 + [1] * 4, "each second round goes the other way"
@@ -119,20 +115,16 @@ def printed(width: int = 100) -> str:
 
 def test_the_table_is_the_publishers_with_the_spread_and_the_recommended_k():
     said = printed()
-    rows = [" ".join(line.split()) for line in said[said.index("checkpoint (") :].splitlines()]
-    assert rows[4:12] == [
-        "1 at once 105.9 152.7 179.9 193.0 * 162.1",
-        "spread ± 2.1 ± 3.1 ± 3.6 ± 3.9 ± 3.2",
-        "over k=0 - 1.44x 1.70x 1.82x 1.53x",
-        "first token 20.0 ms 20.0 ms 20.0 ms 20.0 ms 20.0 ms",
-        "each further token 9.4 ms 6.5 ms 5.6 ms 5.2 ms 6.2 ms",
-        "tokens a step - 1.90 2.71 3.44 4.10",
-        "accepted at 1 - 90.0 % 90.0 % 90.0 % 90.0 %",
-        "accepted at 2 - - 81.0 % 81.0 % 81.0 %",
+    rows = [" ".join(line.split()) for line in said[said.index("(checkpoint)") :].splitlines()]
+    assert rows[4:9] == [
+        "1 at once 0 105.9 2.1 - 20.00 9.44 - -",
+        "1 at once 1 152.7 3.1 1.44 20.00 6.55 1.90 90",
+        "1 at once 2 179.9 3.6 1.70 20.00 5.56 2.71 90 81",
+        "1 at once * 3 193.0 3.9 1.82 20.00 5.18 3.44 90 81 73",
+        "1 at once 4 162.1 3.2 1.53 20.00 6.17 4.10 90 81 73 66",
     ]
-    assert "1 at once: k=3 (1.82x of k=0): its slowest repetition, 189.1 tokens a second" in said
-    assert "8 at once: k=0: no larger k is faster than k=0 beyond the spread" in said
-    assert "k=4, 8 at once: 77.4 % of the drafts are accepted, and it is slower than k=0 (0.53x)" in " ".join(
-        said.split()
-    )
+    words = " ".join(said.split())
+    assert "1 at once: k=3, 1.82 times as fast as k=0: its slowest repetition, 189.1 tokens a second" in words
+    assert "8 at once: k=0: no larger k is faster than k=0 beyond the spread" in words
+    assert "k=4, 8 at once: 77.4 % of the drafts are accepted, and it is slower than k=0 (0.53x)" in words
     assert all(len(line) <= 80 for line in printed(80).splitlines())

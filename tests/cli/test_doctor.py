@@ -93,7 +93,7 @@ def test_without_vllm_nothing_is_broken(tmp_path, monkeypatch):
     found = doctor.diagnose()
     assert found.vllm is None and found.broken == () and "VLLM_PYTHON" in found.no_vllm
     told = found.as_dict()
-    assert told["ok"] and can(told, "plan, static check") and not can(told, "real server, natively")
+    assert told["ok"] and can(told, "plan, static check") and not can(told, "real server")
     (dry,) = [ability for ability in found.abilities if ability.what == "dry load on a pretended sm90"]
     assert dry.command == vllm_env.command_for_vllm() and dry.command.startswith(sys.executable)
     monkeypatch.setattr(vllm_env, "_ROOT", ROOT)
@@ -106,7 +106,7 @@ def test_a_vllm_for_cuda_without_a_gpu_cannot_serve(tmp_path, monkeypatch):
     assert found.vllm is not None
     abilities = {ability.what: ability for ability in found.abilities}
     has_gpu, is_cpu = bool(found.gpus), found.vllm.build == "cpu"
-    assert abilities["real server, natively"].can == (has_gpu or is_cpu)
+    assert abilities["real server"].can == (has_gpu or is_cpu)
 
 
 def test_what_is_missing_is_said_with_its_cure():
@@ -117,8 +117,8 @@ def test_what_is_missing_is_said_with_its_cure():
     assert abilities["packing weights, without data"].why == "needs numpy and safetensors and scipy and torch"
     assert abilities["HTML report"].command == install_command("report")
     assert abilities["packing weights, without data"].command == install_command("quantize")
-    for what in ("GSM8K, with method=mtp", "model card", "publishing to the Hub"):
-        assert abilities[what].command == install_command("evaluate")
+    assert abilities["tasks, with method=mtp"].command == install_command("evaluate")
+    assert abilities["publishing to the Hub"].command == install_command("report")
     assert [ability.what for ability in abilities.values() if ability.can] == ["plan, static check"]
 
 

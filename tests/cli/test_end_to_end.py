@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT, keepmtp
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parent.parent.parent
 PROMPTS = (
     "Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have now?\nAnswer:",
     "Question: Ann has 14 books. Ann gives away 6 books. How many books are left?\nAnswer:",
@@ -192,12 +192,7 @@ def test_gate_and_up_share_their_global_scale(tmp_path_factory):
 
 def test_make_quantize_says_what_it_did(tmp_path):
     """The README's first command, as a process."""
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("keepmtp")), "quantize", "tiny-glm4-moe", "--out", str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    done = keepmtp("quantize", "tiny-glm4-moe", "--out", tmp_path / "out", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "107 tensors in, 176 out" in done.stderr
     for wanted in ("check passed", "MTP block kept in BF16", "vllm serve"):

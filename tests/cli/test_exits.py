@@ -50,11 +50,6 @@ def test_a_place_without_a_checkpoint(place, tmp_path, monkeypatch):
     refused("check", "--", place, says=place, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("verb", ["plan", "quantize"])
-def test_a_source_that_is_not_there(verb, tmp_path):
-    refused(verb, "glm-4.7", "--source", "./nope", says="./nope: a checkpoint is a folder", cwd=tmp_path)
-
-
 @pytest.mark.full
 def test_a_home_folder_in_an_option(tmp_path):
     """A shell leaves the `~` of `--source=~/x`, and of one in quotes."""

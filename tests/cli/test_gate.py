@@ -1,22 +1,18 @@
 """`keepmtp gate` as people and scripts call it: exit status, table, JSON, and what it refuses to judge."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import keepmtp
 from keepmtp.validate.facts.results import file_of, report_folder
 from keepmtp.validate.report.report import refresh
 from measured import Answers, checkpoint, measured
 
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
-
 
 def gate(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [KEEPMTP, "gate", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "400"})
+    return keepmtp("gate", *words, COLUMNS="400")
 
 
 @pytest.fixture(scope="module")

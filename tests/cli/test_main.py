@@ -133,26 +133,6 @@ def test_what_is_not_installed_is_one_sentence(source, tmp_path):
     assert done.returncode == 2 and "-m pip install 'keepmtp[quantize]'." in done.stderr
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        ("samples: 32", "samples: 3200", "problems.jsonl"),
-        ("dataset: models/problems.jsonl", "dataset: nowhere.jsonl", "calibration.dataset nowhere.jsonl"),
-        ("sequence_length: 128", "sequence_length: 16384", "sequence_length"),
-        ("  seed: 42\n", "", "calibration.seed must be given"),
-        ("algorithm: minmax", "algorithm: minmux", "calibration.algorithm"),
-    ],
-)
-def test_bad_calibration_is_one_sentence(old, new, says, tmp_path):
-    shipped = find_recipe("tiny-glm4-moe.nvfp4")[1]
-    assert old in shipped
-    (tmp_path / "mine.yaml").write_text(shipped.replace(old, new))
-    model = str(ROOT / "models/tiny-glm4-moe")
-    refused("quantize", "mine.yaml", "--source", model, "--out", "out", "--json", says=says, cwd=tmp_path)
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
-
-
 def without_free_memory(plan: str) -> str:
     """Memory that is free is another number in each process."""
     return re.sub(r"[\d.]+ GiB free", "", plan)
@@ -224,25 +204,6 @@ def test_a_calibrated_run_for_machines(tmp_path):
     assert "Candidates for the MTP block" in (tmp_path / "page" / "report.html").read_text()
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["glm-4.8"], "Did you mean glm-4."),
-        (["glm-4.7", "--scheme", "NVFP5"], "must be a variant of glm-4.7"),
-        (["glm-4.7", "--mtp", "fp16"], "must be one of source, bf16"),
-        (["glm-4.7", "--source", "absent-folder"], "Check its name"),
-        (["nowhere.yaml"], "a recipe file must exist"),
-        (["mimo-7b", "--source", "SOURCE"], "family must be that of"),
-        (["glm-4.7", "--source", "SOURCE", "--out", "SOURCE/out"], "must lie outside the source"),
-    ],
-)
-def test_bad_input_is_one_sentence(words, says, source, tmp_path):
-    words = [word.replace("SOURCE", str(source)) for word in words]
-    refused("quantize", *words, says=says, cwd=tmp_path)
-    assert not list(tmp_path.iterdir()), "nothing is written before a refusal"
-
-
 def test_a_shipped_model_is_found_from_anywhere(tmp_path):
     assert keepmtp("plan", "tiny-glm4-moe", cwd=tmp_path).returncode == 0
     text = find_recipe("tiny-glm4-moe.w4a16-fp8")[1]
@@ -292,18 +253,6 @@ def test_help_keeps_what_is_in_backticks_whole(verb, monkeypatch):
     for quoted in re.findall("`[^`]+`", " ".join(" ".join(texts).split())):
         assert quoted in shown, shown
     assert all(len(line) <= 80 for line in shown.splitlines() if "`" not in line)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["qantize"], "error: keepmtp: has no such command; got qantize. Did you mean quantize?\n"),
-        (["plan", "--sceme", "x"], "error: keepmtp plan: has no such option; got --sceme. Did you mean --scheme?\n"),
-    ],
-)
-def test_a_word_that_is_not_known_is_said_plainly(words, says):
-    done = keepmtp(*words)
-    assert done.returncode == 2 and not done.stdout and done.stderr == says
 
 
 def test_what_the_hub_warns_of_is_said_once():

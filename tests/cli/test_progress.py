@@ -2,47 +2,34 @@
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.progress import Paced, asking, bytes_bar, downloaded, in_words, place_in_run, run_progress
+from keepmtp.quantize.run.progress import CalibrationStep
+from keepmtp.validate.facts.step import Step as Asked
 from rich.console import Console
 
-
-@dataclass(frozen=True)
-class Step:
-    """As `quantize/calibrate/layers/backbone.py` reports it, without its torch."""
-
-    step: str = "backbone"
-    done: int = 12
-    total: int = 61
-    tokens_per_second: float = 14203.4
-    eta_seconds: float = 2470.2
-    memory_gib: float = 18.23
-
-
+STEP = CalibrationStep(
+    step="backbone", done=12, total=61, tokens_per_second=14203.4, eta_seconds=2470.2, memory_gib=18.23
+)
+ASKED = Asked(role="source", doing="", done=700, total=1319, tokens_per_second=1480.2, eta_seconds=70.4)
 WORDS = "layer 12 of 61  14,203 tok/s  ETA 0:41:10  peak 18.2 GiB"
 
 
 def test_the_step_in_words():
-    assert in_words(Step()) == WORDS
-    assert in_words(Step(step="mtp", done=2, total=7)).startswith("policy 2 of 7  ")
-
-
-def test_the_fields_are_those_of_the_run():
-    from keepmtp.quantize.run.progress import CalibrationStep
-
-    assert set(CalibrationStep.__dataclass_fields__) == set(Step.__dataclass_fields__)
+    assert in_words(STEP) == WORDS
+    assert in_words(replace(STEP, step="mtp", done=2, total=7)).startswith("policy 2 of 7  ")
 
 
 def test_a_log_has_the_first_step_and_the_last_of_each_part():
     file = io.StringIO()
     with run_progress(Console(file=file, width=40), as_json=False) as progress:
-        for step in (Step(), Step(done=13), Step(done=61), Step(step="mtp", done=1, total=2)):
+        for step in (STEP, replace(STEP, done=13), replace(STEP, done=61), replace(STEP, step="mtp", done=1, total=2)):
             progress.calibration(step)
-        progress.calibration(Step(step="mtp", done=2, total=2))
+        progress.calibration(replace(STEP, step="mtp", done=2, total=2))
     lines = file.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["backbone", "backbone", "mtp"]
     assert WORDS in lines[0] and "layer 61 of 61" in lines[1] and "policy 2 of 2" in lines[2]
@@ -52,8 +39,8 @@ def test_a_terminal_has_one_bar_at_a_time_and_none_when_an_error_is_printed():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120)
     with pytest.raises(ZeroDivisionError), run_progress(console, as_json=False) as progress:
-        progress.calibration(Step())
-        progress.calibration(Step(done=13))
+        progress.calibration(STEP)
+        progress.calibration(replace(STEP, done=13))
         with progress.packing(100) as advance:
             advance(40)
             1 / 0  # noqa: B018
@@ -64,10 +51,10 @@ def test_a_terminal_has_one_bar_at_a_time_and_none_when_an_error_is_printed():
 
 def test_machines_get_json_lines(capsys):
     with run_progress(Console(stderr=True), as_json=True) as progress:
-        progress.calibration(Step())
+        progress.calibration(STEP)
         assert progress.packing is None
     out, err = capsys.readouterr()
-    assert out == "" and json.loads(err) == Step().__dict__
+    assert out == "" and json.loads(err) == asdict(STEP)
 
 
 def test_other_processes_are_silent(monkeypatch):
@@ -80,34 +67,14 @@ def test_other_processes_are_silent(monkeypatch):
         assert progress.calibration is None and progress.packing is None
 
 
-@dataclass(frozen=True)
-class Asked:
-    """As `validate/measure/gsm8k.py` reports it, without its lm-eval."""
-
-    role: str = "source"
-    doing: str = ""
-    done: int = 700
-    total: int = 1319
-    tokens_per_second: float = 1480.2
-    eta_seconds: float | None = 70.4
-    unit: str = "question"
-    task: str = ""
-
-
-def test_the_fields_are_those_of_the_evaluation():
-    from keepmtp.validate.facts.step import Step as Real
-
-    assert set(Real.__dataclass_fields__) == set(Asked.__dataclass_fields__)
-
-
 def test_a_log_of_an_evaluation_has_few_lines():
     file = io.StringIO()
     with asking(Console(file=file, width=40), as_json=False) as show:
         for doing in ("starting, 0 s [x]", "starting, 1 s", "", "", ""):
-            show(Asked(doing=doing))
-        show(Asked(done=1319, eta_seconds=0.0))
-        show(Asked(role="checkpoint", doing="writing a BF16 copy", eta_seconds=None))
-        show(Asked(role="checkpoint", done=64, total=64, unit="window"))
+            show(replace(ASKED, doing=doing))
+        show(replace(ASKED, done=1319, eta_seconds=0.0))
+        show(replace(ASKED, role="checkpoint", doing="writing a BF16 copy", eta_seconds=None))
+        show(replace(ASKED, role="checkpoint", done=64, total=64, unit="window"))
     assert file.getvalue().splitlines() == [
         "source  starting, 0 s [x]",
         "source  question 1,319 of 1,319  1,480 tok/s  ETA 0:00:00",
@@ -118,13 +85,13 @@ def test_a_log_of_an_evaluation_has_few_lines():
 def test_an_evaluation_on_a_terminal_and_for_machines(capsys):
     file = io.StringIO()
     with asking(Console(file=file, force_terminal=True, width=120), as_json=False) as show:
-        show(Asked(doing="starting [x]"))
-        show(Asked())
+        show(replace(ASKED, doing="starting [x]"))
+        show(ASKED)
     assert "question 700 of 1,319" in file.getvalue()
     with asking(Console(stderr=True, force_terminal=True), as_json=True) as show:
-        show(Asked())
+        show(ASKED)
     out, err = capsys.readouterr()
-    assert out == "" and json.loads(err) == Asked().__dict__
+    assert out == "" and json.loads(err) == asdict(ASKED)
 
 
 # --- bytes in a log ---------------------------------------------------------------------------------------------------

@@ -3,25 +3,18 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import cards
 import measured
 import pytest
+from commands import ROOT, keepmtp
 from keepmtp.checkpoints.identity import CACHE, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.source_of import recorded_source
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts.results import file_of, read_result, report_folder
 from keepmtp.validate.report.report import JSON_FILE, read_json, verify
-
-ROOT = Path(__file__).parents[2]
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
-
-
-def keepmtp(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([KEEPMTP, *map(str, words)], capture_output=True, text=True, cwd=cwd)
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=clean | environment)
 
 
-def keepmtp(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([KEEPMTP, *words], capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
+def keepmtp(*words: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [KEEPMTP, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
 
 
 HIDE = """
