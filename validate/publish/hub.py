@@ -86,10 +86,15 @@ class Hub:
         Raises:
             HubError: it is not valid, or a token that may only read.
         """
-        answer = self._ask("the Hub", self._api.whoami)
-        if answer.get("auth", {}).get("accessToken", {}).get("role") == "read":
-            got = f"{answer['name']}'s token for reading"
-            raise HubError("the Hub", "the token must be allowed to write", got=got, cure=_NEW_TOKEN)
+
+        def ask() -> tuple[str, object]:
+            answer = self._api.whoami()
+            return answer["name"], answer.get("auth", {}).get("accessToken", {}).get("role")
+
+        name, role = self._ask("the Hub", ask)
+        if role == "read":
+            rule, got = "the token must be allowed to write", f"{name}'s token for reading"
+            raise HubError("the Hub", rule, got=got, cure=_NEW_TOKEN)
 
     def look(self, repo: str, *, revision: str | None = None) -> Remote | None:
         """What a repository holds, at `revision` or now; None if there is none that this token may see.
@@ -110,6 +115,8 @@ class Hub:
                 raise HubError("--repo", "must be the repository's own name", got=got, cure=cure)
             blobs = {}
             for file in self._api.list_repo_tree(repo, recursive=True, revision=info.sha):
+                if not isinstance(file.path, str):  # what is no file is a folder to huggingface_hub, whatever it is
+                    raise TypeError(f"a path in its list is {file.path!r}")
                 if isinstance(file, RepoFile):
                     sha256 = file.lfs.sha256 if file.lfs else None
                     blobs[file.path] = {"size": file.size, "git_hash": file.blob_id, "sha256": sha256}
