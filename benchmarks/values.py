@@ -29,7 +29,7 @@ from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.own_values import refuse_broken_values
-from keepmtp.validate.check.reading import Stretch, chosen, gap_of, joined, num_requests, summaries
+from keepmtp.validate.check.reading import Stretch, chosen, joined, summaries
 from writing import synthetic
 from written_values import opened
 
@@ -61,7 +61,7 @@ def read_all(folder: Path) -> dict:
     """The best of interleaved repeats of both."""
     runtime = opened(write(folder, ours("glm-4.7", "NVFP4A16", **WIDE)))
     entries = chosen(runtime, "all")
-    stretches = list(joined(entries))
+    stretches = joined(runtime.source, entries)
     num_bytes = sum(entry.num_bytes for entry in entries)
     best = {"read": float("inf"), "judged": float("inf")}
     for _ in range(REPEATS):
@@ -117,10 +117,10 @@ def fetched(name: str, repo: str) -> dict:
     """What `scalars` and `scales` would ask for; the scalars are fetched."""
     runtime = opened(repo)
     num_bytes = sum(entry.num_bytes for entry in runtime.source.entries.values())
-    levels = {
-        level: list(joined(chosen(runtime, level), gap=gap_of(runtime.source))) for level in ("scalars", "scales")
-    }
-    asked = {level: (sum(run.num_bytes for run in runs), num_requests(runs)) for level, runs in levels.items()}
+    asked = {}
+    for level in ("scalars", "scales"):
+        runs = joined(runtime.source, chosen(runtime, level))
+        asked[level] = sum(run.num_bytes for run in runs), sum(run.num_requests for run in runs)
     took = seconds(lambda: summaries(runtime, chosen(runtime, "scalars")))
     words = "; ".join(f"{level} {size / 1e6:,.1f} MB by {count:,} requests" for level, (size, count) in asked.items())
     ratio = asked["scalars"][0] / asked["scales"][0]
@@ -153,8 +153,9 @@ def read(folder: Path, stretches: list[Stretch]) -> None:
 
     def one(stretch: Stretch) -> None:
         room = bytearray(min(stretch.num_bytes, 32 * 2**20))
-        with open(folder / stretch.file, "rb", buffering=0) as file:
-            file.seek(stretch.start)
+        first = stretch.entries[0]
+        with open(folder / first.file, "rb", buffering=0) as file:
+            file.seek(first.start)
             left = stretch.num_bytes
             while left > 0:
                 left -= file.readinto(memoryview(room)[:left]) or left

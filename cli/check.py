@@ -161,16 +161,12 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
 
 
 def _show(checked: "Checked", servers: "Sequence[Runtime]", *, as_json: bool) -> None:
-    from ..validate.check.other_readers import other_readers
-
-    readers = other_readers(checked.runtime) if checked.runtime else ()
     if as_json:
-        others = {"other_readers": readers} if readers else {}
-        print_json(check_json(checked.data, checked.accounts) | {"runtimes": list(servers)} | others)
+        print_json(check_json(checked.data, checked.accounts) | {"runtimes": list(servers)})
     elif checked.refusal is not None:
         exits.say_refusal(checked.refusal)
     else:
-        findings.show(Console(), checked.data, readers, servers=servers)
+        findings.show(Console(), checked.data, servers=servers)
 
 
 def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dict[str, Any]:

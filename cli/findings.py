@@ -44,7 +44,6 @@ _PLACE = re.compile(r"(`keepmtp [^`]*)\bPATH\b")
 def show(
     console: Console,
     found: "CheckData",
-    readers: Sequence[str] = (),
     *,
     path: str | None = None,
     servers: "Sequence[Runtime]" = ("vllm",),
@@ -54,7 +53,6 @@ def show(
     Args:
         console: to print on.
         found: what is shown.
-        readers: lines on those besides vLLM that do not take it.
         path: what commands call the checkpoint; default the name in `found`.
         servers: by whose rules it was judged; the verdict names them where they are not vLLM alone.
     """
@@ -69,8 +67,6 @@ def show(
         lines.append("")
     elif found.facts.mtp_layers_follow_k:
         lines.append(f"vLLM builds an MTP layer for each drafted token: -k up to {found.facts.num_mtp_layers}")
-    if readers:
-        lines += [Text("other readers", style="italic"), *(f"  {with_path(line, path)}" for line in readers), ""]
     for line in (*lines, _verdict(found, servers)):
         say(console, line)
 

@@ -18,8 +18,8 @@ import torch
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.values import read_tensor
 from ..validate.check.reading import chosen, summaries
+from ..validate.check.rules_values import objections
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.check.values import objections
 from ..validate.facts.findings import Finding, errors_first, grouped
 from .new_shards import as_it_was
 from .proposal import Proposal

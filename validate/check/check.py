@@ -14,30 +14,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...checkpoints.source import Source, open_source
-from ...recipes.errors import CheckpointError, KeepMTPError, NoCheckpointError, RecipeError, printable, shortened
+from ...recipes.errors import CheckpointError, KeepMTPError, NoCheckpointError, RecipeError, shortened
 from ...recipes.families import find_view
 from ..facts.dry_load import LoadAccount
-from ..facts.findings import CheckpointFacts, Finding, Objection, Runtime, errors_first, grouped, objection
+from ..facts.findings import CheckpointFacts, Objection, Runtime, errors_first, grouped, objection
 from ..facts.results import CheckData
-from . import rules_config, rules_dialect, rules_forms, rules_kv, rules_mtp, rules_source, rules_table
+from . import rules_config, rules_forms, rules_kv, rules_mtp
 from .dialects.choose import quantization_of
-from .dialects.methods import Unloadable, unloadable
+from .dialects.methods import unloadable
 from .dialects.patterns import time_limit
 from .runtime_view import RuntimeView
 from .sglang.rules import judge as judge_for_sglang
 from .stored_view import StoredView
-from .without_family import facts_of, facts_without_family, objections_without_family
+from .without_family import objections_without_family
 
 Rule = Callable[[RuntimeView], Iterator[Objection]]
-RULES: tuple[Rule, ...] = (
-    *rules_mtp.RULES,
-    *rules_dialect.RULES,
-    *rules_forms.RULES,
-    *rules_kv.RULES,
-    *rules_table.RULES,
-    *rules_config.RULES,
-)
-SOURCE_RULES = rules_source.RULES
+RULES: tuple[Rule, ...] = (*rules_mtp.RULES, *rules_forms.RULES, *rules_kv.RULES, *rules_config.RULES)
 VLLM_ALONE: tuple[Runtime, ...] = ("vllm",)
 RULES_OF: Mapping[Runtime, tuple[Rule, ...]] = {
     "vllm": RULES,
@@ -57,8 +49,8 @@ class Checked(NamedTuple):
     """
 
     data: CheckData
-    source: Source | None
-    runtime: RuntimeView | None
+    source: Source | None = None
+    runtime: RuntimeView | None = None
     accounts: tuple[LoadAccount, ...] = ()
     refusal: KeepMTPError | None = None
 
@@ -94,18 +86,13 @@ def examine(where: str | Path, *, source: Source | None = None, runtimes: Sequen
     """`check`, with what it read."""
     try:
         opened = open_source(where)
-    except NoCheckpointError as error:
-        return Checked(_refused(str(where), "files", error), None, None, refusal=error)
     except OSError as error:
-        refusal = NoCheckpointError(
-            error.filename or where,
-            "must be readable",
-            got=error.strerror or str(error),
-            cure="Check its permissions and its disk",
-        )
-        return Checked(_refused(str(where), "files", refusal), None, None, refusal=refusal)
+        got, cure = error.strerror or str(error), "Check its permissions and its disk"
+        refusal = NoCheckpointError(error.filename or where, "must be readable", got=got, cure=cure)
+        return Checked(_refused(str(where), "files", refusal), refusal=refusal)
     except CheckpointError as error:
-        return Checked(_refused(str(where), "files", error), None, None)
+        nothing = error if isinstance(error, NoCheckpointError) else None
+        return Checked(_refused(str(where), "files", error), refusal=nothing)
     return examine_source(opened, source=source, runtimes=runtimes)
 
 
@@ -120,90 +107,63 @@ def examine_source(
     opened: Source, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
 ) -> Checked:
     """`examine` for a checkpoint whose headers are already read."""
+    # Where a finding means that vLLM would fail on the config, or hang, no source goes with it, and nothing is loaded.
+    stored = StoredView(source=opened)
     if "vllm" in runtimes and (refused := unloadable(opened.config, quantization_of(opened.config))):
-        # Without a source nothing is loaded: every further finding would follow from this one.
-        return Checked(_unloadable(opened, refused), None, None)
+        facts = _facts(stored)
+        says = f"{refused.says}. {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
+        found = [objection("method", refused.where, says=says, cure=refused.cure)]
+        return Checked(_data(opened.where, facts, found))
     try:
-        view = find_view(opened.config, opened.where, opened.entries)
-        for number in (view.num_layers, view.num_mtp_layers):
-            if number < 0:
-                raise ValueError(number)
+        runtime = RuntimeView(source=opened, view=find_view(opened.config, opened.where, opened.entries))
+        if min(runtime.view.num_layers, runtime.promised) < 0:
+            raise ValueError("a number below 0")
     except RecipeError as error:
-        return _without_family(opened, error)
-    except CheckpointError as error:
-        return Checked(_refused(opened.where, "config", error), opened, None)
+        runtime = error
     except (KeyError, TypeError, ValueError) as error:
-        refusal = CheckpointError(
-            f"{opened.where}/config.json",
-            "must count its layers",
-            got=repr(error),
-            cure="Take the original's config.json",
-        )
-        return Checked(_refused(opened.where, "config", refusal), opened, None)
-    runtime = RuntimeView(source=opened, view=view)
+        refusal = error
+        if not isinstance(refusal, CheckpointError):
+            rule, cure = "must count its layers", "Take the original's config.json"
+            refusal = CheckpointError(f"{opened.where}/config.json", rule, got=repr(error), cure=cure)
+        return Checked(_refused(opened.where, "config", refusal), opened)
     try:
         with time_limit():
+            if isinstance(runtime, RecipeError):
+                found = objections_without_family(stored, runtime)
+                return Checked(_data(opened.where, _facts(stored), found), opened)
             rules = [rule for server in runtimes for rule in RULES_OF[server]]
             found = [objection for rule in rules for objection in rule(runtime)]
     except CheckpointError as error:
-        # Without a source nothing is loaded: vLLM would fail on the same entry, or hang.
-        return Checked(_refused(opened.where, "config", error), None, None)
+        return Checked(_refused(opened.where, "config", error))
     if source is not None:
         original = RuntimeView(source=source, view=find_view(source.config, source.where, source.entries))
-        found += [objection for rule in SOURCE_RULES for objection in rule(runtime, original)]
-    data = CheckData(path=opened.where, facts=_facts(runtime), findings=errors_first(grouped(found)))
-    return Checked(data, opened, runtime)
+        found += rules_mtp.mtp_is_that_of_the_source(runtime, original)
+    return Checked(_data(opened.where, _facts(runtime), found), opened, runtime)
 
 
-def _unloadable(opened: Source, refused: Unloadable) -> CheckData:
-    """A method that vLLM does not have: one finding, with what there is of an MTP block."""
-    facts = facts_without_family(StoredView(source=opened))
-    block = (
-        f"{facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
-        if facts.num_mtp_tensors
-        else ("No tensor is named as one of an MTP block")
-    )
-    says = f"{refused.says}. {block}"
-    finding = objection(severity="error", rule="method", where=refused.where, says=says, cure=refused.cure).finding
-    return CheckData(path=opened.where, facts=facts, findings=(finding,))
-
-
-def _without_family(opened: Source, refusal: RecipeError) -> Checked:
-    """What can be judged of a checkpoint that keepmtp has no table for."""
-    view = StoredView(source=opened)
-    try:
-        with time_limit():
-            found = objections_without_family(view, refusal)
-    except CheckpointError as error:
-        # Without a source nothing is loaded: vLLM would fail on the same entry, or hang.
-        return Checked(_refused(opened.where, "config", error), None, None)
-    data = CheckData(path=opened.where, facts=facts_without_family(view), findings=errors_first(grouped(found)))
-    return Checked(data, opened, None)
+def _data(path: str, facts: CheckpointFacts, found: list[Objection]) -> CheckData:
+    return CheckData(path=path, facts=facts, findings=errors_first(grouped(found)))
 
 
 def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
     """A checkpoint that cannot be read has one finding: the refusal."""
-    finding = Finding(
-        origin="static",
-        severity="error",
-        where=shortened(str(refusal.where)),
-        says=printable(f"{refusal.rule}; got {shortened(str(refusal.got))}"),
-        cure=printable(refusal.way_out),
-        rule=rule,
-    )
-    return CheckData(path=path, facts=CheckpointFacts(), findings=(finding,))
+    says = f"{refusal.rule}; got {shortened(str(refusal.got))}"
+    where = shortened(str(refusal.where))
+    return _data(path, CheckpointFacts(), [objection(rule, where, says=says, cure=refusal.way_out)])
 
 
-def _facts(runtime: RuntimeView) -> CheckpointFacts:
-    mtp = (module for module in runtime.modules if module.part == "mtp")
-    num_mtp_tensors = 0
-    for name, place in runtime.placed.items():
-        if place.part == "mtp":
-            num_mtp_tensors += len(runtime.weights[name].parts) if name in runtime.weights else 1
-    return facts_of(
-        runtime,
-        (member.weight for module in mtp for member in module.members),
-        num_mtp_tensors=num_mtp_tensors,
-        family=runtime.view.family.model_type,
-        num_mtp_layers=len(runtime.found),
+def _facts(view: StoredView) -> CheckpointFacts:
+    """What the checkpoint is; without a family, its MTP tensors are those whose names say so."""
+    entries, names = view.source.entries, view.source.entries.keys() & view.mtp_names
+    matrices = [each for each in view.weights.values() if len(each.shape) >= 2 and names & set(each.names())]
+    forms = {weight.weight.dtype if weight.form == "plain" else weight.form for weight in matrices}
+    is_known = isinstance(view, RuntimeView)
+    return CheckpointFacts(
+        family=view.view.family.model_type if is_known else "",
+        dialect=shortened(view.dialect.name),
+        num_tensors=len(entries),
+        num_bytes=sum(entry.num_bytes for entry in entries.values()),
+        num_mtp_tensors=len(names),
+        num_mtp_layers=len(view.found) if is_known else 0,
+        mtp_forms=tuple(sorted(forms)),
     )

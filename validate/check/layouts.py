@@ -8,15 +8,31 @@ Easy to get wrong: vLLM's `copy_` accepts every dtype. FP8 bytes that are stored
 from collections.abc import Mapping
 
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.stored import FLOATS, StoredWeight
+from ...checkpoints.stored import FLOATS, Form, StoredWeight
 from .vllm_module import VLLMModule
 
-_SCALAR = ((), (1,))
+Shape = tuple[int, ...]
+Problem = tuple[str, str, str]
+"""(leaf, what happens, cure)"""
+
+_SCALAR: tuple[Shape, ...] = ((), (1,))
+_SCALARS = ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale", "input_scale_2")
 _AGAIN = "Quantize this weight again"
 
 
-Problem = tuple[str, str, str]
-"""(leaf, what happens, cure)"""
+_U8, _FP8 = ("U8",), ("F8_E4M3",)
+# How vLLM holds a form: dtypes of the weight, numbers in one element of it, dtypes of the scale; the usual dtype first.
+_HELD: Mapping[Form, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "nvfp4": (_U8, 2, _FP8),
+    "nvfp4_modelopt": (_U8, 2, _FP8),
+    "mxfp4": (("U8", "I8"), 2, ("U8", "F8_E8M0")),
+    "mxfp8": (_FP8, 1, ("U8", "F8_E8M0")),
+    "fp8_block": (_FP8, 1, ("F32", "BF16", "F16", "F8_E8M0")),
+    "fp8_channel": (_FP8, 1, ("F32", "BF16", "F16")),
+    "fp8_tensor": (_FP8, 1, ("F32", "BF16", "F16")),
+    "int_packed": (("I32",), 1, FLOATS),
+    "int8": (("I8",), 1, FLOATS),
+}
 
 
 def leaves_built(built: VLLMModule, weight: StoredWeight) -> Mapping[str, Entry]:
@@ -24,133 +40,77 @@ def leaves_built(built: VLLMModule, weight: StoredWeight) -> Mapping[str, Entry]
     return {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
 
 
-def name_of_leaf(built: VLLMModule, weight: StoredWeight, leaf: str) -> str:
-    """The tensor on disk of a parameter, also of one that is not there."""
-    entry = leaves_built(built, weight).get(leaf)
-    return f"{weight.module}.{leaf}" if entry is None else entry.name
-
-
 def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
     """A dtype or shape that vLLM's parameter does not have."""
     parts = leaves_built(built, weight)
-    if built.form in ("gptq", "awq"):
-        return _transposed_problem(built, parts)
-    return _weight_problem(built, parts) or _scale_problem(built, parts) or _scalar_problem(parts)
-
-
-def _weight_problem(built: VLLMModule, parts: Mapping[str, Entry]) -> Problem | None:
-    leaf = _weight_leaf(built)
-    entry, dtypes = parts[leaf], _DTYPES[built.form][0]
-    if len(entry.shape) != 2:
-        return leaf, f"{leaf} has shape {list(entry.shape)}, no matrix: vLLM raises", _AGAIN
-    if entry.dtype not in dtypes:
-        return (
-            leaf,
-            f"{leaf} is {entry.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, in silence",
-            f"Store it as {dtypes[0]} (a view of the same bytes)",
-        )
+    is_transposed = built.form in ("gptq", "awq")
+    matrices = ("qweight", "scales") if is_transposed else ("weight_packed", "weight")
+    for leaf in matrices:
+        if leaf in built.leaves and len(parts[leaf].shape) != 2:
+            return leaf, f"{leaf} has shape {list(parts[leaf].shape)}, no matrix: vLLM raises", _AGAIN
+    wanted = _transposed(built, parts) if is_transposed else _in_rows(built, parts)
+    if isinstance(wanted, str):
+        return _scale_leaf(built), wanted, "Leave this module in BF16"
+    for leaf, (dtypes, shapes) in wanted.items():
+        entry = parts.get(leaf)
+        if entry is None:
+            continue
+        if entry.dtype not in dtypes:
+            says = f"{leaf} is {entry.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, in silence"
+            return leaf, says, f"Store it as {dtypes[0]} (a view of the same bytes)"
+        if shapes and entry.shape not in shapes:
+            says = f"{leaf} has shape {list(entry.shape)} where {list(shapes[0])} is built: a linear module raises, "
+            cure = "Make bits and group_size say what the files hold" if is_transposed else _AGAIN
+            return leaf, f"{says}routed experts load in silence", cure
     return None
 
 
-def _scale_problem(built: VLLMModule, parts: Mapping[str, Entry]) -> Problem | None:
-    """Of the scale that follows the weight's shape; the weight itself is a matrix of the right dtype."""
-    leaf = "weight_scale_inv" if "weight_scale_inv" in built.leaves else "weight_scale"
-    scale, shape_NK = parts[leaf], parts[_weight_leaf(built)].shape
-    _, per_element, dtypes = _DTYPES[built.form]
-    if built.form == "mxfp4" and "weight_packed" in built.leaves:
-        dtypes = ("U8",)  # only the loaders of DeepSeek-V4 take the bytes of E8M0 as they are
-    if scale.dtype not in dtypes:
-        return (
-            leaf,
-            f"{leaf} is {scale.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, in silence",
-            f"Store it as {dtypes[0]}",
-        )
-    n, k = shape_NK[0], shape_NK[1] * (32 // built.bits if built.form == "int_packed" else per_element)
+_Wanted = dict[str, tuple[tuple[str, ...], tuple[Shape, ...]]]
+"""leaf -> dtypes and shapes that its parameter takes; no shape: any."""
+
+
+def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
+    """The tensors of a weight [N, K] and of the scale that follows its shape, or why it cannot be built."""
+    packed = "weight_packed" if "weight_packed" in built.leaves else "weight"
+    dtypes, codes, scale_dtypes = _HELD[built.form]
+    n, columns = parts[packed].shape
+    k = columns * (32 // built.bits if built.form == "int_packed" else codes)
     if built.group_size and k % built.group_size:
         return (
-            leaf,
-            f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
-            "raises, or its kernel reads past the scales",
-            "Leave this module in BF16",
+            f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM raises, or its kernel "
+            "reads past the scales"
         )
-    wanted = [shape for shape in _scale_shapes(built, n, k) if built.scale_ndim in (0, len(shape))]
-    if scale.shape not in wanted:
-        return (
-            leaf,
-            f"{leaf} has shape {list(scale.shape)} where {list(wanted[0])} is built: a linear "
-            "module raises, routed experts load in silence",
-            _AGAIN,
-        )
-    return _zero_point_problem(built, parts.get("weight_zero_point"), n, scale.shape)
-
-
-def _zero_point_problem(built: VLLMModule, zero: Entry | None, n: int, scales: tuple[int, ...]) -> Problem | None:
-    """Of the codes that mean 0, packed along the outputs."""
-    if zero is None or "weight_zero_point" not in built.leaves:
-        return None
-    wanted = (-(-n * built.bits // 32), scales[1])
-    if zero.dtype == "I32" and zero.shape == wanted:
-        return None
-    says = f"weight_zero_point is {zero.dtype}{list(zero.shape)} where I32{list(wanted)} is built: a linear module"
-    return "weight_zero_point", f"{says} raises, routed experts load in silence", _AGAIN
-
-
-def _transposed_problem(built: VLLMModule, parts: Mapping[str, Entry]) -> Problem | None:
-    """GPTQ's and AWQ's matrices, [inputs, outputs]: GPTQ packs the inputs, AWQ the outputs."""
-    packed, scales = parts["qweight"], parts["scales"]
-    if packed.dtype != "I32":
-        return "qweight", f"qweight is {packed.dtype}, not I32: vLLM's copy_ converts the bytes as numbers", _AGAIN
-    if len(packed.shape) != 2 or len(scales.shape) != 2:
-        return "qweight", f"qweight has shape {list(packed.shape)}, no matrix: vLLM raises", _AGAIN
-    pack = 32 // built.bits
-    inputs, outputs = packed.shape[0] * (pack if built.form == "gptq" else 1), scales.shape[1]
-    groups = inputs // built.group_size if built.group_size else 1
-    wanted = {
-        "qweight": (inputs // pack, outputs) if built.form == "gptq" else (inputs, outputs // pack),
-        "scales": (groups, outputs),
-        "qzeros": (groups, outputs // pack),
-    }
-    for leaf, shape in wanted.items():
-        if leaf in parts and parts[leaf].shape != shape:
-            says = f"{leaf} has shape {list(parts[leaf].shape)} where {list(shape)} is built: vLLM raises"
-            return leaf, says, "Make bits and group_size say what the files hold"
-    return None
-
-
-def _scalar_problem(parts: Mapping[str, Entry]) -> Problem | None:
-    for leaf in ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale", "input_scale_2"):
-        entry = parts.get(leaf)
-        if entry is not None and entry.shape not in _SCALAR:
-            return leaf, f"{leaf} has shape {list(entry.shape)} where one number is built: vLLM raises", _AGAIN
-        if entry is not None and entry.dtype not in FLOATS:
-            return leaf, f"{leaf} is {entry.dtype}, not F32: vLLM's copy_ converts the bytes as numbers", _AGAIN
-    return None
-
-
-def _weight_leaf(built: VLLMModule) -> str:
-    return "weight_packed" if "weight_packed" in built.leaves else "weight"
-
-
-_DTYPES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
-    # form: dtypes of the weight, elements in one of them, dtypes of the scale (the usual one first)
-    "nvfp4": (("U8",), 2, ("F8_E4M3",)),
-    "nvfp4_modelopt": (("U8",), 2, ("F8_E4M3",)),
-    "mxfp4": (("U8", "I8"), 2, ("U8", "F8_E8M0")),
-    "mxfp8": (("F8_E4M3",), 1, ("U8", "F8_E8M0")),
-    "fp8_block": (("F8_E4M3",), 1, ("F32", "BF16", "F16", "F8_E8M0")),
-    "fp8_channel": (("F8_E4M3",), 1, ("F32", "BF16", "F16")),
-    "fp8_tensor": (("F8_E4M3",), 1, ("F32", "BF16", "F16")),
-    "int_packed": (("I32",), 1, ("BF16", "F16", "F32")),
-    "int8": (("I8",), 1, ("BF16", "F16", "F32")),
-}
-
-
-def _scale_shapes(built: VLLMModule, n: int, k: int) -> tuple[tuple[int, ...], ...]:
+    groups = k // built.group_size if built.group_size else 1
+    shapes: tuple[Shape, ...] = ((n, groups),) if built.group_size else ((n, 1), (n,))
     if built.block:
         rows, columns = -(-n // built.block[0]), -(-k // built.block[1])
-        return ((rows, columns), (rows, 1, columns, 1))
-    if built.group_size:
-        return ((n, k // built.group_size),)
-    if built.form == "fp8_tensor":
-        return _SCALAR
-    return ((n, 1), (n,))
+        shapes = ((rows, columns), (rows, 1, columns, 1))
+    elif built.form == "fp8_tensor":
+        shapes = _SCALAR
+    # Only the loaders of DeepSeek-V4 take the bytes of E8M0 as they are.
+    if built.form == "mxfp4" and packed == "weight_packed":
+        scale_dtypes = _U8
+    wanted: _Wanted = {
+        packed: (dtypes, ()),
+        _scale_leaf(built): (scale_dtypes, tuple(s for s in shapes if built.scale_ndim in (0, len(s)))),
+        **dict.fromkeys(_SCALARS, (FLOATS, _SCALAR)),
+    }
+    if "weight_zero_point" in built.leaves:  # codes that mean 0, packed along the outputs
+        wanted["weight_zero_point"] = (("I32",), ((-(-n * built.bits // 32), groups),))
+    return wanted
+
+
+def _transposed(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted:
+    """GPTQ's and AWQ's matrices, [inputs, outputs]: GPTQ packs the inputs, AWQ the outputs."""
+    pack, rows, outputs = 32 // built.bits, parts["qweight"].shape[0], parts["scales"].shape[1]
+    inputs, packed = (rows * pack, (rows, outputs)) if built.form == "gptq" else (rows, (rows, outputs // pack))
+    groups = inputs // built.group_size if built.group_size else 1
+    return {
+        "qweight": (("I32",), (packed,)),
+        "scales": ((parts["scales"].dtype,), ((groups, outputs),)),
+        "qzeros": (("I32",), ((groups, outputs // pack),)),
+    }
+
+
+def _scale_leaf(built: VLLMModule) -> str:
+    return "weight_scale_inv" if "weight_scale_inv" in built.leaves else "weight_scale"

@@ -1,27 +1,32 @@
-"""Which tensors the value check reads, and their summaries, from a folder or from the Hub, in the order of the files.
+"""Which tensors the value check reads, and what each holds, from a folder or from the Hub, in the order of the files.
 
 In: a `RuntimeView` and a level. Out: a `Summary` a tensor. Neighbours are read together, and a large tensor in pieces,
-so that disk or line give what they have and memory stays small.
+so that disk or line give what they have and memory stays small. A summary is read from the bits: in each dtype the
+magnitudes of floats have the order of their bits without the sign.
 
-Easy to get wrong: a file that ends early is found by its header; a disk that gives other bytes each time is not.
+Easy to get wrong: FP4 codes are two a byte, and one byte has two signs. A byte of U8 is an E8M0 exponent where the
+tensor is a scale, and two codes where it is a weight.
 """
 
+import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...checkpoints.hub import AT_A_TIME, GAP_BYTES
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import Source, read
-from ...checkpoints.stored import FLOATS, KV_SCALE_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
+from ...checkpoints.source import Source
+from ...checkpoints.stored import FLOATS, KV_SCALE_LEAVES, SCALE_LEAVES
+from ...checkpoints.values import read_bytes
 from ...recipes.family import HFName
-from ...recipes.family_view import Place
 from .runtime_view import RuntimeView
-from .values_summary import Summary, Summing, bits_of, summary
 
 Level = Literal["scalars", "scales", "unpacked", "all"]
 """What is read: scales of one value; every scale, every norm and the small tensors of the MTP block; every byte but
@@ -31,18 +36,82 @@ BytesRead = Callable[[int], None]
 
 _NOT_SCALES = ("weight_shape", "weight_zero_point", "weight_g_idx")
 # What GPTQ, AWQ and AutoRound call theirs.
-SCALES = (*(leaf for leaf in SCALE_LEAVES if leaf not in _NOT_SCALES), *KV_SCALE_LEAVES, "scales")
+_SCALES = (*(leaf for leaf in SCALE_LEAVES if leaf not in _NOT_SCALES), *KV_SCALE_LEAVES, "scales")
 _PIECE_BYTES = 32 * 2**20
 _GAP_OF_A_DISK = 256 * 2**10
+# Bytes looked at at a time: what fits a core's cache.
+_CHUNK_BYTES = 1024 * 1024
+
+
+class Bits(NamedTuple):
+    """How a dtype's bits are read.
+
+    Attributes:
+        holder: an integer dtype of the same width.
+        magnitude: the bits that are not a sign.
+        not_finite: the smallest magnitude that is infinite or NaN; 0 where every value is finite.
+        values: the dtype that gives a magnitude's value; None where a magnitude is only zero or not.
+        has_zero: a magnitude of 0 is the number zero.
+    """
+
+    holder: torch.dtype
+    magnitude: int
+    not_finite: int = 0
+    values: torch.dtype | None = None
+    has_zero: bool = True
+
+
+_BITS: Mapping[str, Bits] = MappingProxyType(
+    {
+        "F32": Bits(torch.int32, 0x7FFFFFFF, 0x7F800000, torch.float32),
+        "BF16": Bits(torch.int16, 0x7FFF, 0x7F80, torch.bfloat16),
+        "F16": Bits(torch.int16, 0x7FFF, 0x7C00, torch.float16),
+        "F8_E4M3": Bits(torch.int8, 0x7F, 0x7F, torch.float8_e4m3fn),
+        "F8_E5M2": Bits(torch.int8, 0x7F, 0x7C, torch.float8_e5m2),
+        "F8_E8M0": Bits(torch.uint8, 0xFF, 0xFF, torch.float8_e8m0fnu, has_zero=False),
+        "U8": Bits(torch.uint8, 0x77),
+    }
+)
+# Packed integers: their bytes say nothing alone.
+_BYTES = Bits(torch.uint8, 0xFF, has_zero=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a tensor holds.
+
+    Attributes:
+        largest: the largest magnitude among finite values; NaN where there is none, or where a dtype has no values.
+        num_not_finite: elements that are infinite or NaN.
+        first_not_finite: the position of the first of them, row by row; -1 if there is none.
+        has_negative: an element below zero.
+        is_zero: every element is zero.
+        is_constant: every element, or every byte of a packed weight, is the same; False for a single one.
+    """
+
+    largest: float
+    num_not_finite: int
+    first_not_finite: int
+    has_negative: bool
+    is_zero: bool
+    is_constant: bool
 
 
 class Stretch(NamedTuple):
-    """Bytes of one file that are read at once, with the tensors in them; or one tensor that is read in pieces."""
+    """Neighbours in one file that are read at once; or one tensor that is read in pieces."""
 
-    file: str
-    start: int
-    num_bytes: int
-    entries: tuple[Entry, ...]
+    entries: list[Entry]
+
+    @property
+    def num_bytes(self) -> int:
+        """With the gaps between them."""
+        last = self.entries[-1]
+        return last.start + last.num_bytes - self.entries[0].start
+
+    @property
+    def num_requests(self) -> int:
+        """The range requests that read it from the Hub."""
+        return math.ceil(self.num_bytes / _PIECE_BYTES)
 
 
 def chosen(runtime: RuntimeView, level: Level) -> list[Entry]:
@@ -68,11 +137,12 @@ def summaries(
     found: dict[HFName, Summary] = {}
     stop = threading.Event()
     with ThreadPoolExecutor(max_workers=AT_A_TIME if is_remote(source) else os.cpu_count()) as pool:
-        runs = list(joined(entries, gap=gap_of(source)))
+        stretches = joined(source, entries)
         try:
-            for run, read_here in zip(runs, pool.map(lambda run: _read(source, run, stop), runs), strict=True):
-                found |= read_here
-                progress(run.num_bytes)
+            all_read = pool.map(lambda stretch: _read(source, stretch, stop), stretches)
+            for stretch, read in zip(stretches, all_read, strict=True):
+                found |= read
+                progress(stretch.num_bytes)
         finally:  # an error or Ctrl-C does not wait for the rest of a large tensor
             stop.set()
     return found
@@ -83,92 +153,93 @@ def is_remote(source: Source) -> bool:
     return source.folder is None
 
 
-def gap_of(source: Source) -> int:
-    """Bytes between two tensors that are read for nothing: a request costs what a disk's seek costs many times."""
-    return GAP_BYTES if is_remote(source) else _GAP_OF_A_DISK
-
-
-def num_requests(runs: Iterable[Stretch]) -> int:
-    """The range requests that read them."""
-    return sum(-(-run.num_bytes // _PIECE_BYTES) for run in runs)
-
-
-def joined(entries: Iterable[Entry], *, gap: int = _GAP_OF_A_DISK) -> Iterator[Stretch]:
-    """Neighbours in one read: those not more than `gap` bytes apart, up to 32 MiB."""
-    group: list[Entry] = []
+def joined(source: Source, entries: Iterable[Entry]) -> list[Stretch]:
+    """Neighbours in one read, up to 32 MiB; a request costs what a disk's seek costs many times."""
+    gap = GAP_BYTES if is_remote(source) else _GAP_OF_A_DISK
+    found: list[Stretch] = []
     for entry in entries:
-        if group and not _belongs(entry, group, gap):
-            yield _run(group)
-            group = []
-        group.append(entry)
-    if group:
-        yield _run(group)
+        first, last = (found[-1].entries[0], found[-1].entries[-1]) if found else (entry, entry)
+        is_near = entry.file == last.file and entry.start - last.start - last.num_bytes <= gap
+        if found and is_near and entry.start + entry.num_bytes - first.start <= _PIECE_BYTES:
+            found[-1].entries.append(entry)
+        else:
+            found.append(Stretch([entry]))
+    return found
 
 
-def _belongs(entry: Entry, group: list[Entry], gap: int) -> bool:
-    first, last = group[0], group[-1]
-    end = last.start + last.num_bytes
-    is_near = entry.file == first.file and entry.start - end <= gap
-    return is_near and entry.start + entry.num_bytes - first.start <= _PIECE_BYTES
+def _read(source: Source, stretch: Stretch, stop: threading.Event) -> dict[HFName, Summary]:
+    first, *others = stretch.entries
+    if not others:
+        return {first.name: summary(_pieces(source, first, stop), first.dtype, is_scale=is_scale(first.name))}
+    raw = read_bytes(source, first, length=stretch.num_bytes)
+    found = {}
+    for entry in stretch.entries:
+        start = entry.start - first.start
+        own = raw[start : start + entry.num_bytes]
+        if start % 8:
+            own = own.clone()  # a view of wider elements starts at a multiple of their width
+        found[entry.name] = summary([own], entry.dtype, is_scale=is_scale(entry.name))
+    return found
 
 
-def _run(group: list[Entry]) -> Stretch:
-    first, last = group[0], group[-1]
-    return Stretch(first.file, first.start, last.start + last.num_bytes - first.start, tuple(group))
+def _pieces(source: Source, entry: Entry, stop: threading.Event) -> Iterator[Tensor]:
+    for offset in range(0, entry.num_bytes, _PIECE_BYTES):
+        if not stop.is_set():
+            yield read_bytes(source, entry, offset=offset, length=min(_PIECE_BYTES, entry.num_bytes - offset))
 
 
-def _read(source: Source, run: Stretch, stop: threading.Event) -> dict[HFName, Summary]:
-    if len(run.entries) == 1:
-        (entry,) = run.entries
-        summing = Summing(bits_of(entry.dtype, is_scale=is_scale(entry.name)))
-        for offset in range(0, entry.num_bytes, _PIECE_BYTES):
-            if stop.is_set():
-                return {}
-            raw = torch.empty(min(_PIECE_BYTES, entry.num_bytes - offset), dtype=torch.uint8)
-            read(source, entry, raw.numpy().data, offset=offset)
-            summing.add(raw)
-        return {entry.name: summing.done()}
-    raw = torch.empty(run.num_bytes, dtype=torch.uint8)
-    read(source, run.entries[0], raw.numpy().data)
-    return {entry.name: _summary_in(raw, entry, run) for entry in run.entries}
+def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
+    """What a tensor holds.
 
-
-def _summary_in(raw: torch.Tensor, entry: Entry, run: Stretch) -> Summary:
-    first = entry.start - run.start
-    own = raw[first : first + entry.num_bytes]
-    if first % 8:
-        own = own.clone()  # a view of wider elements starts at a multiple of their width
-    return summary(own, entry.dtype, is_scale=is_scale(entry.name))
+    Args:
+        pieces: its bytes in order, U8, each a whole number of elements.
+        dtype: as safetensors names it.
+        is_scale: a byte of U8 is an exponent.
+    """
+    bits = _BITS["F8_E8M0"] if dtype == "U8" and is_scale else _BITS.get(dtype, _BYTES)
+    raw_ends: list[int] = []
+    largest, count, num_bad, first_bad = -1, 0, 0, -1
+    for elements in (piece.view(bits.holder) for piece in pieces):
+        for chunk in elements.split(_CHUNK_BYTES // elements.element_size()):
+            raw_ends += [int(end) for end in torch.aminmax(chunk)]
+            magnitude = chunk & bits.magnitude
+            top = int(magnitude.max())
+            if bits.not_finite and top >= bits.not_finite:
+                bad = magnitude >= bits.not_finite
+                if first_bad < 0:
+                    first_bad = count + int(bad.nonzero()[0])
+                num_bad += int(bad.sum())
+                top = int(magnitude.masked_fill(bad, -1 if magnitude.dtype.is_signed else 0).max())
+            largest = max(largest, top)
+            count += chunk.numel()
+    value = math.nan
+    if bits.values is not None and num_bad < count:
+        value = torch.tensor([largest], dtype=bits.holder).view(bits.values).float().item()
+    return Summary(
+        largest=value,
+        num_not_finite=num_bad,
+        first_not_finite=first_bad,
+        has_negative=bits.values is not None and min(raw_ends, default=0) < 0,
+        is_zero=bits.has_zero and largest == 0 and not num_bad,
+        is_constant=count > 1 and min(raw_ends) == max(raw_ends),
+    )
 
 
 def is_scale(name: str) -> bool:
     """Whether a tensor is a scale, by its name."""
-    return name.rpartition(".")[2] in SCALES
+    return name.rpartition(".")[2] in _SCALES
 
 
 def _wants(runtime: RuntimeView, entry: Entry, level: Level) -> bool:
     if level == "all":
         return True
     if is_scale(entry.name):
-        return level != "scalars" or not entry.shape or entry.shape in ((1,), (1, 1))
+        return level != "scalars" or math.prod(entry.shape) == 1
+    if level == "scalars":
+        return False
+    place = runtime.view.place(entry.name)
+    is_mtp = place is not None and place.part == "mtp"
     if level == "unpacked":
-        return entry.dtype in FLOATS or _is_of_the_mtp_block(runtime, entry)
-    return level == "scales" and _is_small(runtime, entry)
-
-
-def _is_of_the_mtp_block(runtime: RuntimeView, entry: Entry) -> bool:
-    place = _place(runtime, entry)
-    return place is not None and place.part == "mtp"
-
-
-def _is_small(runtime: RuntimeView, entry: Entry) -> bool:
-    """A vector, or a matrix of the MTP block that is not packed and no expert's."""
-    if len(entry.shape) <= 1:
-        return True
-    place = _place(runtime, entry)
-    return place is not None and place.part == "mtp" and place.role not in ("experts", "embedding", "head")
-
-
-def _place(runtime: RuntimeView, entry: Entry) -> Place | None:
-    module, _, leaf = entry.name.rpartition(".")
-    return runtime.placed.get(HFName(module if leaf in WEIGHT_LEAVES else entry.name))
+        return is_mtp or entry.dtype in FLOATS
+    is_large = place is not None and place.role in ("experts", "embedding", "head")
+    return len(entry.shape) <= 1 or (is_mtp and not is_large)

@@ -1,6 +1,7 @@
 """Rules on the MTP block: config.json promises it, it is there, it is whole, and the draft's loader finds it.
 
-In: a `RuntimeView`. Out: objections. Each rule names its sources by their numbers in docs/failures.md.
+In: a `RuntimeView`, and that of the release where it is given. Out: objections. Each rule names its sources by their
+numbers in docs/failures.md.
 
 Easy to get wrong: what a block needs. There is no list of modules for each family here. A rule compares an MTP layer
 with the decoder layers of the same checkpoint: its mixer and its feed-forward part must each have all that some decoder
@@ -9,353 +10,145 @@ layer has.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.stored import OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
+from ...checkpoints.stored import FLOATS, OTHER_LEAVES, SCALE_LEAVES, TRANSPOSED_LEAVES, WEIGHT_LEAVES, StoredWeight
 from ...recipes.family import HFName, Part
 from ...recipes.family_view import Place
 from ..facts.findings import Objection, objection
 from .dialects.choose import Unquantized
 from .dialects.fp8 import Fp8
 from .rules_kv import is_kv_scale
-from .runtime_view import Module, RuntimeView
+from .runtime_view import RuntimeView
+from .stored_view import StoredView
 
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
-_GET_IT = "Put the release's block in"
-# Of a checkpoint that nobody quantized and that has no MTP tensor: perhaps the release has none.
-_NAME_IT = (
-    "If this is the original release, it has none, and `keepmtp quantize` needs --mtp-source with the place of a block "
-    "that is published apart; else put the release's in"
-)
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
+_Halves = Mapping[str, frozenset[str]]
 
 
 def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
     """config.json's count of MTP layers and the tensors agree: R1; F1-F6, F8-F10; C1; M4, M7, M9."""
-    extra = sorted(index for index in runtime.found if index >= runtime.promised)
-    yield from _layers_without_tensors(runtime)
-    if extra:
-        yield _extra_layers(runtime, extra)
-    elif runtime.promised == 0:
+    view, promised, key = runtime.view, runtime.promised, runtime.view.mtp_count_key
+    effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
+    if runtime.loader.refuses_missing_mtp:
+        effect = "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
+    elsewhere = view.mtp_layers_of(runtime.source.unindexed)
+    if any(_is_nested(runtime, name) for name in runtime.source.entries):
+        elsewhere.add(0)
+    for index in sorted(set(range(promised)) - runtime.found - elsewhere):
+        where, cure = f"{view.mtp_stem(index)}*", _way_to_a_block(runtime)
+        if (at := runtime.block_at) is not None:
+            where, depth = f"{view.disk_stem('backbone', at)}*", view.family.num_layers_key
+            cure = f"Set {depth} to {at}: layer {at} has the modules of an MTP layer, and is counted as a decoder layer"
+        elif runtime.found and runtime.found == frozenset(range(index)):
+            cure = f"Set {key} to {index // view.num_mtp_parts}, or put the release's whole block in"
+        says = f"{key}={promised} promises MTP layer {index}, but no file has a tensor of it: {effect}"
+        yield objection("mtp-missing", where, says=says, cure=cure)
+    extra = sorted(index for index in runtime.found if index >= promised)
+    first = f"{view.mtp_stem(extra[0])}*" if extra else ""
+    if extra and promised == 0:
+        is_missing = not any(each in {**view.text_config, **view.config} for each in view.family.mtp_count_keys)
+        error = runtime.loader.missing_count if is_missing else "ZeroDivisionError"
         yield objection(
-            rule="mtp-missing",
-            severity="error",
-            where=f"config.json: {runtime.view.mtp_count_key}",
+            "mtp-not-promised",
+            f"config.json: {key}",
+            says=f"is {'missing' if is_missing else 0}, but {first} exists: with method=mtp vLLM raises {error}",
+            cure=f"Set {key} to {len(extra)}",
+        )
+    elif extra:
+        effect = "the draft's loader meets a name it does not know and raises"
+        if view.layout.mtp is None:
+            effect = f"with num_hidden_layers={view.num_layers} the target model itself fails to load it"
+        yield objection(
+            "mtp-not-promised",
+            first,
+            says=f"exists beyond {key}={promised}: {effect}",
+            cure=f"Correct {key}, or num_hidden_layers, to what the files hold",
+        )
+    elif promised == 0:
+        yield objection(
+            "mtp-missing",
+            f"config.json: {key}",
             says="no MTP block is promised and none is there: method=mtp has nothing to draft with",
             cure=_way_to_a_block(runtime),
         )
 
 
-def _get_it(runtime: RuntimeView) -> str:
-    """What brings the block back, with the release where README.md names one."""
-    release = runtime.base_model
-    return f"{_GET_IT}: README.md names {release} as base_model" if release else _GET_IT
-
-
 def _way_to_a_block(runtime: RuntimeView) -> str:
-    """What to do about a block that is absent as a whole; a release cannot give what it has not."""
-    is_whole = isinstance(runtime.dialect, Unquantized) and not any(
-        place.part == "mtp" for place in runtime.placed.values()
-    )
-    return _NAME_IT if is_whole else _get_it(runtime)
-
-
-def _layers_without_tensors(runtime: RuntimeView) -> Iterator[Objection]:
-    view, promised = runtime.view, runtime.promised
-    elsewhere = runtime.view.mtp_layers_of(runtime.source.unindexed) | ({0} if _has_nested(runtime) else set())
-    if view.family.loader.refuses_missing_mtp:
-        effect = "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
-    else:
-        effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
-    for index in sorted(set(range(promised)) - runtime.found - elsewhere):
-        where, cure = f"{view.mtp_stem(index)}*", _way_to_a_block(runtime)
-        if runtime.block_at is not None:
-            where, cure = f"{view.disk_stem('backbone', runtime.block_at)}*", _right_depth(runtime)
-        elif runtime.found and runtime.found == frozenset(range(index)):
-            cure = f"Set {view.mtp_count_key} to {index // view.num_mtp_parts}, or put the release's whole block in"
-        yield objection(
-            rule="mtp-missing",
-            severity="error",
-            where=where,
-            says=f"{view.mtp_count_key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
-            f"{effect}",
-            cure=cure,
+    """What brings a block back; the release where README.md names one. A release cannot give what it has not."""
+    if isinstance(runtime.dialect, Unquantized) and not any(place.part == "mtp" for place in runtime.placed.values()):
+        return (
+            "If this is the original release, it has none, and `keepmtp quantize` needs --mtp-source with the place of "
+            "a block that is published apart; else put the release's in"
         )
+    named = f": README.md names {runtime.base_model} as base_model" if runtime.base_model else ""
+    return f"Put the release's block in{named}"
 
 
-def _right_depth(runtime: RuntimeView) -> str:
-    key, at = runtime.view.family.num_layers_key, runtime.block_at
-    return f"Set {key} to {at}: layer {at} has the modules of an MTP layer, and is counted as a decoder layer"
-
-
-def _extra_layers(runtime: RuntimeView, extra: list[int]) -> Objection:
-    """MTP layers on disk that config.json does not count."""
-    view, promised = runtime.view, runtime.promised
-    first = f"{view.mtp_stem(extra[0])}*"
-    if promised == 0:
-        holders = (view.text_config, view.config)
-        is_missing = not any(key in holder for holder in holders for key in view.family.mtp_count_keys)
-        error = view.family.loader.missing_count if is_missing else "ZeroDivisionError"
-        return objection(
-            rule="mtp-not-promised",
-            severity="error",
-            where=f"config.json: {view.mtp_count_key}",
-            says=f"is {'missing' if is_missing else 0}, but {first} exists: with method=mtp vLLM raises {error}",
-            cure=f"Set {view.mtp_count_key} to {len(extra)}",
-        )
-    effect = ": the draft's loader meets a name it does not know and raises"
-    if view.layout.mtp is None:
-        effect = f" and num_hidden_layers={view.num_layers}: the target model itself fails to load it"
-    return objection(
-        rule="mtp-not-promised",
-        severity="error",
-        where=first,
-        says=f"exists beyond {view.mtp_count_key}={promised}{effect}",
-        cure=f"Correct {view.mtp_count_key}, or num_hidden_layers, to what the files hold",
-    )
-
-
-def mtp_file_is_indexed(runtime: RuntimeView) -> Iterator[Objection]:
+def files_are_indexed(view: StoredView) -> Iterator[Objection]:
     """Files that the index does not list are not read: R6; F4, F9."""
-    for entry in runtime.source.unindexed.values():
-        yield unindexed(entry, is_mtp=runtime.is_mtp_name(entry.name))
-
-
-def unindexed(entry: Entry, *, is_mtp: bool) -> Objection:
-    """A tensor in a file that the index does not list."""
-    return objection(
-        rule="unindexed",
-        severity="error" if is_mtp else "warning",
-        where=entry.name,
-        says=f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM does not read it"
-        + (", so the draft is missing" if is_mtp else ""),
-        cure=f"Add the tensors of {entry.file} to the index" + ("" if is_mtp else ", or remove the file"),
-        cause=f"{is_mtp} {entry.file}",
-    )
+    for entry in view.source.unindexed.values():
+        is_mtp = view.is_mtp_name(entry.name)
+        yield objection(
+            "unindexed",
+            entry.name,
+            severity="error" if is_mtp else "warning",
+            says=f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM does not read it"
+            + (", so the draft is missing" if is_mtp else ""),
+            cure=f"Add the tensors of {entry.file} to the index" + ("" if is_mtp else ", or remove the file"),
+            cause=f"{is_mtp} {entry.file}",
+        )
 
 
 def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Each MTP layer has the modules that join embedding and hidden state, and their norms: R1; F2; M1."""
-    view = runtime.view
-    layers = [index for index in range(runtime.promised) if index in runtime.found]
-    for name in view.required_mtp_modules(layers):
+    for name in runtime.view.required_mtp_modules(sorted(runtime.found.intersection(range(runtime.promised)))):
         if name not in runtime.placed:
             yield objection(
-                rule="mtp-incomplete",
-                severity="error",
-                where=name,
+                "mtp-incomplete",
+                name,
                 says="the MTP block cannot work without it, and it is in no indexed file: vLLM leaves it uninitialised "
                 "in silence, the draft guesses",
-                cure=_get_it(runtime),
+                cure=_way_to_a_block(runtime),
                 cause=name,
             )
 
 
 def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Every layer has what other layers of its kind have: projections, norms, router: R1; E2, E7, E8; M1, M2, M8."""
-    parts = _layer_parts(runtime)
-    view = runtime.view
+    view, parts = runtime.view, _layer_parts(runtime)
     depth = 1 + max((index for part, index in parts if part == "backbone"), default=-1)
     for index in range(view.num_layers):
         if ("backbone", index) not in parts:
+            shorter = f"; if the release has {depth} layers, set num_hidden_layers to {depth}" if index >= depth else ""
             yield objection(
-                rule="layer-missing",
-                severity="error",
-                where=f"{view.disk_stem('backbone', index)}*",
+                "layer-missing",
+                f"{view.disk_stem('backbone', index)}*",
                 says=f"num_hidden_layers={view.num_layers} promises this layer, but no file has a tensor of it",
-                cure="Download or quantize the checkpoint again"
-                + (f"; if the release has {depth} layers, set num_hidden_layers to {depth}" if index >= depth else ""),
+                cure=f"Download or quantize the checkpoint again{shorter}",
             )
     for half in ("mixer", "ffn"):
         models = {halves[half] for (part, _), halves in parts.items() if part == "backbone" and halves[half]}
         for (part, index), halves in parts.items():
-            gap = _gap(halves[half], models, is_backbone=part == "backbone")
-            gap -= set(view.family.mtp_lacks) if part == "mtp" else set()
-            for path in sorted(gap):
+            is_mtp = part == "mtp"
+            gap = _gap(halves[half], models, is_backbone=not is_mtp)
+            for path in sorted(gap - set(view.family.mtp_lacks if is_mtp else ())):
                 leaf = "" if path.endswith((".bias", "e_score_correction_bias", "tid2eid")) else ".weight*"
                 yield objection(
-                    rule="mtp-incomplete" if part == "mtp" else "layer-incomplete",
-                    severity="error",
-                    where=view.disk_stem(part, index) + path.replace("{e}", "0") + leaf,
+                    "mtp-incomplete" if is_mtp else "layer-incomplete",
+                    view.disk_stem(part, index) + path.replace("{e}", "0") + leaf,
                     says="is missing, though the decoder layers of this checkpoint have it: quantized, vLLM leaves the "
                     "parameter uninitialised in silence",
-                    cure=_get_it(runtime) if part == "mtp" else "Quantize the checkpoint again",
+                    cure=_way_to_a_block(runtime) if is_mtp else "Quantize the checkpoint again",
                     cause=f"{part} {index} {half}",
                 )
 
 
-def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
-    """Routed experts 0 to n-1 have all projections, in the backbone and in the MTP layer: E2; M1."""
-    config = runtime.view.text_config
-    expected = next((config[key] for key in _NUM_EXPERTS_KEYS if isinstance(config.get(key), int)), None)
-    if not expected:
-        return
-    for module in runtime.modules:
-        if module.kind != "experts":
-            continue
-        have: dict[str, set[int]] = defaultdict(set)
-        stacked: dict[str, int] = {}
-        for member in module.members:
-            row = member.place.row
-            if row.stacked:
-                stacked[row.path] = member.weight.shape[0] if member.weight.shape else 0
-            elif member.place.expert is not None:
-                have[row.path].add(member.place.expert)
-        for path, count in stacked.items():
-            yield from _wrong_experts(runtime, module, path, range(count, expected), range(expected, count), expected)
-        for path, experts in have.items():
-            missing = sorted(set(range(expected)) - experts)
-            extra = sorted(expert for expert in experts if expert >= expected)
-            yield from _wrong_experts(runtime, module, path, missing, extra, expected)
-
-
-def _wrong_experts(
-    runtime: RuntimeView, module: Module, path: str, missing: Sequence[int], extra: Sequence[int], expected: int
-) -> Iterator[Objection]:
-    """At most two objections for one projection, however many experts it lacks or has too many."""
-    stem = runtime.view.disk_stem(module.part, module.layer or 0)
-    lost = f"is missing from {expected} experts: vLLM leaves it uninitialised in silence"
-    more = f"exists, but config.json counts {expected} experts: vLLM raises"
-    for experts, says in ((missing, lost), (extra, more)):
-        if experts:
-            yield objection(
-                rule="experts",
-                severity="error",
-                where=f"{stem}{path.replace('{e}', str(experts[0]))}",
-                says=says,
-                cure="Quantize the checkpoint again: shards of some experts were lost",
-                cause=f"{module.part} {module.layer} {experts is extra}",
-                count=len(experts),
-            )
-
-
-def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
-    """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
-    for entry in runtime.others:
-        yield from _other_name(runtime, entry.name)
-    loader = runtime.view.family.loader
-    for module, weight in runtime.weights.items():
-        place = runtime.placed.get(module)
-        if _is_nested(runtime, weight.weight.name):
-            yield _nested(runtime, weight.weight.name)
-        elif place is None or place.leaf != "weight":
-            yield _unknown(runtime, weight.weight.name)
-        elif place.part == "mtp" and (leaves := _unrenamed(loader.mtp_leaves, weight.parts)):
-            yield objection(
-                rule="unknown-tensor",
-                severity="error",
-                where=f"{module}.{leaves[0]}",
-                says=f"is not among the names that this draft's loader renames ({', '.join(loader.mtp_leaves)}): vLLM "
-                "raises KeyError",
-                cure="Leave the MTP block plain",
-                cause="mtp leaf",
-            )
-
-
-def _other_name(runtime: RuntimeView, name: HFName) -> Iterator[Objection]:
-    """A tensor that is no weight and no scale of one."""
-    place = runtime.placed.get(name)
-    leaf = name.rpartition(".")[2] if place is None else place.leaf
-    if _is_nested(runtime, name):
-        yield _nested(runtime, name)
-    elif leaf in SCALE_LEAVES and not is_kv_scale(leaf):
-        yield objection(
-            rule="unknown-tensor",
-            severity="error",
-            where=name,
-            says="is a scale without a weight beside it: vLLM raises, or drops it and leaves the weight uninitialised",
-            cure="Quantize the checkpoint again",
-            cause=f"orphan {leaf}",
-        )
-    elif not is_kv_scale(leaf) and not _RECOMPUTED.search(name) and not _has_place(runtime, place, leaf):
-        yield _unknown(runtime, name)
-
-
-def _has_place(runtime: RuntimeView, place: Place | None, leaf: str) -> bool:
-    if place is None:
-        return False
-    return place.role == "vision" or leaf in OTHER_LEAVES
-
-
-def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
-    """Copies that older vLLM reads the draft's embedding and head from: R10; E10 (vllm #43456, #43459); M14.
-
-    The original releases have no such copies either, and vLLM serves them: the rule says nothing there.
-    """
-    if isinstance(runtime.dialect, Fp8) or runtime.dialect.name == "none":
-        return
-    for index in sorted(runtime.found):
-        for alias in runtime.view.family.aliases:
-            name = HFName(runtime.view.mtp_stem(index) + alias.path)
-            if name not in runtime.source.entries:
-                yield objection(
-                    rule="alias",
-                    severity="warning",
-                    where=name,
-                    says=f"is missing: {alias.reason}; vLLM 0.32 takes the target's instead",
-                    cure=f"Add a copy of {alias.source}, or require vLLM 0.32",
-                    cause=f"alias {index}",
-                )
-
-
-RULES = (
-    promised_layers_exist,
-    mtp_file_is_indexed,
-    mtp_glue_is_complete,
-    layers_are_complete,
-    experts_are_complete,
-    names_are_known,
-    aliases_are_present,
-)
-
-
-def _has_nested(runtime: RuntimeView) -> bool:
-    return any(_is_nested(runtime, weight.weight.name) for weight in runtime.weights.values())
-
-
-def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
-    """Whether an MTP tensor carries a prefix that its family does not have."""
-    return _NESTED_MTP.match(name) is not None and not runtime.is_mtp_name(name)
-
-
-def _nested(runtime: RuntimeView, name: HFName) -> Objection:
-    return objection(
-        rule="mtp-prefix",
-        severity="error",
-        where=name,
-        says="carries the vision-language model's prefix, which the draft's loader does not strip: vLLM raises "
-        "'There is no module or parameter named language_model', or skips the block",
-        cure=f"Rename it to start with {runtime.view.mtp_stem(0).partition('layers.')[0] or 'mtp.'}",
-        cause="nested",
-    )
-
-
-def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
-    is_mtp, at = runtime.is_mtp_name(name), runtime.block_at
-    is_counted = at is not None and not is_mtp and name.startswith(runtime.view.disk_stem("backbone", at))
-    return objection(
-        rule="unknown-tensor",
-        severity="error" if is_mtp else "warning",
-        where=name,
-        says="has no place in this family: "
-        + (
-            "the draft's loader raises KeyError or ValueError on names it does not know"
-            if is_mtp
-            else "vLLM raises on it unless the model's loader skips unknown names"
-        ),
-        cure="Rename it to the original release's name, or remove it",
-        cause="counted as a decoder layer" if is_counted else f"{is_mtp} {re.sub(r'[0-9]+', '*', name)}",
-    )
-
-
-def _unrenamed(known: tuple[str, ...], leaves: Iterable[str]) -> list[str]:
-    return [leaf for leaf in leaves if known and leaf not in known]
-
-
-def _layer_parts(runtime: RuntimeView) -> Mapping[tuple[Part, int], Mapping[str, frozenset[str]]]:
+def _layer_parts(runtime: RuntimeView) -> Mapping[tuple[Part, int], _Halves]:
     """The parts of each layer, of its mixer and of its feed-forward part, in any stored form."""
     sets: dict[tuple[Part, int], dict[str, set[str]]] = defaultdict(lambda: {"mixer": set(), "ffn": set()})
     family = runtime.view.family
@@ -371,13 +164,12 @@ def _layer_parts(runtime: RuntimeView) -> Mapping[tuple[Part, int], Mapping[str,
     return {key: {half: frozenset(paths) for half, paths in halves.items()} for key, halves in sets.items()}
 
 
-def _elements(place: Place) -> Iterator[str]:
+def _elements(place: Place) -> Sequence[str]:
     if place.row.stacked:
-        yield from place.row.unstacked
-    elif place.leaf in ("", *WEIGHT_LEAVES):
-        yield place.row.path
-    elif place.leaf in OTHER_LEAVES:
-        yield f"{place.row.path}.{place.leaf}"
+        return place.row.unstacked
+    if place.leaf in ("", *WEIGHT_LEAVES):
+        return [place.row.path]
+    return [f"{place.row.path}.{place.leaf}"] if place.leaf in OTHER_LEAVES else []
 
 
 def _gap(paths: frozenset[str], models: set[frozenset[str]], *, is_backbone: bool) -> frozenset[str]:
@@ -386,7 +178,212 @@ def _gap(paths: frozenset[str], models: set[frozenset[str]], *, is_backbone: boo
     Decoder layers of one family differ. So a decoder layer lacks something only if another one has all that it has, and
     more.
     """
-    if is_backbone:
-        larger = [model for model in models if paths < model]
-        return min(larger, key=len) - paths if larger else frozenset()
-    return min((model - paths for model in models), key=len, default=frozenset())
+    gaps = [model - paths for model in models if not is_backbone or paths < model]
+    return min(gaps, key=len, default=frozenset())
+
+
+def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
+    """Routed experts 0 to n-1 have all projections, in the backbone and in the MTP layer: E2; M1."""
+    config = runtime.view.text_config
+    expected = next((config[key] for key in _NUM_EXPERTS_KEYS if isinstance(config.get(key), int)), 0)
+    for module in runtime.modules if expected else ():
+        have: dict[str, set[int]] = defaultdict(set)
+        stacked: dict[str, range] = {}
+        for member in module.members if module.kind == "experts" else ():
+            row = member.place.row
+            if row.stacked:
+                stacked[row.path] = range(*member.weight.shape[:1])
+            elif member.place.expert is not None:
+                have[row.path].add(member.place.expert)
+        for path, experts in (have | stacked).items():
+            # A stacked tensor without elements may say that it has a milliard experts: they are not listed.
+            extra = experts[expected:] if isinstance(experts, range) else sorted(experts - set(range(expected)))
+            missing = [expert for expert in range(expected) if expert not in experts]
+            lost = f"is missing from {expected} experts: vLLM leaves it uninitialised in silence"
+            more = f"exists, but config.json counts {expected} experts: vLLM raises"
+            for wrong, says in ((missing, lost), (extra, more)):
+                if wrong:
+                    stem = runtime.view.disk_stem(module.part, module.layer or 0)
+                    yield objection(
+                        "experts",
+                        stem + path.replace("{e}", str(wrong[0])),
+                        says=says,
+                        cure="Quantize the checkpoint again: shards of some experts were lost",
+                        cause=f"{module.part} {module.layer} {wrong is extra}",
+                        count=len(wrong),
+                    )
+
+
+def scales_have_weights(view: StoredView) -> Iterator[Objection]:
+    """A scale belongs to a weight."""
+    for entry in view.others:
+        leaf = view.leaf_of(entry.name)
+        if "." in entry.name and _is_of_a_weight(leaf):
+            yield objection(
+                "unknown-tensor",
+                entry.name,
+                says="is a scale without a weight beside it: vLLM raises, or drops it and leaves the weight "
+                "uninitialised",
+                cure="Quantize the checkpoint again, or take the weight from where it is from",
+                cause=f"orphan {leaf}",
+            )
+
+
+def _is_of_a_weight(leaf: str) -> bool:
+    return leaf in (*SCALE_LEAVES, *TRANSPOSED_LEAVES) and not is_kv_scale(leaf)
+
+
+def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
+    """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
+    known = runtime.loader.mtp_leaves
+    names = {module: weight.weight.name for module, weight in runtime.weights.items()}
+    names |= {entry.name: entry.name for entry in runtime.others}
+    for key, name in names.items():
+        place, weight = runtime.placed.get(key), runtime.weights.get(key)
+        others = [leaf for leaf in weight.parts if known and leaf not in known] if weight else []
+        if _is_nested(runtime, name):
+            yield objection(
+                "mtp-prefix",
+                name,
+                says="carries the vision-language model's prefix, which the draft's loader does not strip: vLLM raises "
+                "'There is no module or parameter named language_model', or skips the block",
+                cure=f"Rename it to start with {runtime.view.mtp_stem(0).partition('layers.')[0] or 'mtp.'}",
+                cause="nested",
+            )
+        elif not _has_place(runtime, place, name, is_weight=weight is not None):
+            yield _unknown(runtime, name)
+        elif place is not None and place.part == "mtp" and others:
+            yield objection(
+                "unknown-tensor",
+                f"{key}.{others[0]}",
+                says=f"is not among the names that this draft's loader renames ({', '.join(known)}): vLLM raises "
+                "KeyError",
+                cure="Leave the MTP block plain",
+                cause="mtp leaf",
+            )
+
+
+def _has_place(runtime: RuntimeView, place: Place | None, name: HFName, *, is_weight: bool) -> bool:
+    """Whether a tensor is known, or another rule judges it."""
+    if is_weight:
+        return place is not None and place.leaf == "weight"
+    leaf = runtime.leaf_of(name)
+    if is_kv_scale(leaf) or _is_of_a_weight(leaf) or _RECOMPUTED.search(name):
+        return True
+    return place is not None and (place.role == "vision" or leaf in OTHER_LEAVES)
+
+
+def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
+    """Whether an MTP tensor carries a prefix that its family does not have."""
+    return _NESTED_MTP.match(name) is not None and not runtime.is_mtp_name(name)
+
+
+def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
+    is_mtp, at = runtime.is_mtp_name(name), runtime.block_at
+    effect = "vLLM raises on it unless the model's loader skips unknown names"
+    cause = f"{is_mtp} {re.sub(r'[0-9]+', '*', name)}"
+    if is_mtp:
+        effect = "the draft's loader raises KeyError or ValueError on names it does not know"
+    elif at is not None and name.startswith(runtime.view.disk_stem("backbone", at)):
+        cause = "counted as a decoder layer"
+    return objection(
+        "unknown-tensor",
+        name,
+        severity="error" if is_mtp else "warning",
+        says=f"has no place in this family: {effect}",
+        cure="Rename it to the original release's name, or remove it",
+        cause=cause,
+    )
+
+
+def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
+    """Copies that older vLLM reads the draft's embedding and head from: R10; E10 (vllm #43456, #43459); M14.
+
+    The original releases have no such copies either, and vLLM serves them: the rule says nothing there.
+    """
+    if isinstance(runtime.dialect, Fp8 | Unquantized):
+        return
+    for index in sorted(runtime.found):
+        for alias in runtime.view.family.aliases:
+            name = HFName(runtime.view.mtp_stem(index) + alias.path)
+            if name not in runtime.source.entries:
+                yield objection(
+                    "alias",
+                    name,
+                    severity="warning",
+                    says=f"is missing: {alias.reason}; vLLM 0.32 takes the target's instead",
+                    cure=f"Add a copy of {alias.source}, or require vLLM 0.32",
+                    cause=f"alias {index}",
+                )
+
+
+def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Iterator[Objection]:
+    """MTP tensors against the release's: none lost, same shapes, dtypes kept: R13; F24, C3; E4, E8.
+
+    A kept tensor may change its form (FP8 dequantized to BF16, a scale renamed), but never its logical shape, and a
+    float32 tensor never its dtype. The writer's own test compares the bytes.
+    """
+    own = {entry.name: _plain(entry) for entry in runtime.others} | dict(runtime.weights)
+    others = {entry.name: _plain(entry) for entry in source.others} | dict(source.weights)
+    for name, theirs in others.items():
+        place = source.placed.get(name)
+        if place is None or place.part != "mtp" or place.row.stacked or _is_separated(runtime, place):
+            continue
+        if name in own:
+            yield from _changed(own[name], theirs)
+        else:
+            yield objection(
+                "source",
+                theirs.weight.name,
+                says="is in the source's MTP block and not here: the draft runs without it",
+                cure="Quantize again, or graft the source's MTP block",
+                cause="lost",
+            )
+
+
+def _plain(entry: Entry) -> StoredWeight:
+    """A tensor that is no weight, described as one."""
+    return StoredWeight(module=entry.name, form="plain", parts={"": entry}, shape=entry.shape)
+
+
+def _is_separated(runtime: RuntimeView, place: Place) -> bool:
+    """Whether the checkpoint has q, k and v apart where the source has them in one matrix."""
+    stem, interleaved = place.module.removesuffix(place.row.path), place.row.interleaved
+    return interleaved is not None and all(HFName(stem + path) in runtime.weights for path in interleaved.into)
+
+
+def _changed(ours: StoredWeight, theirs: StoredWeight) -> Iterator[Objection]:
+    """Another logical shape, or another dtype of a plain tensor.
+
+    The shape of packed integers takes bits and group from the config.
+    """
+    name, dtypes = ours.weight.name, (ours.weight.dtype, theirs.weight.dtype)
+    are_known = all(each.form != "unknown" and (each.form != "int_packed" or each.scheme) for each in (ours, theirs))
+    if are_known and ours.shape != theirs.shape:
+        says = f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}"
+        yield objection("source", name, says=says, cure="Quantize again", cause="shape")
+    elif ours.form == theirs.form == "plain" and dtypes[0] != dtypes[1]:
+        is_wider = {*dtypes} <= {*FLOATS} and FLOATS.index(dtypes[0]) > FLOATS.index(dtypes[1])
+        effect = "digits are lost that the draft was trained with"
+        if is_wider:
+            effect = "twice the size for the same numbers"
+        yield objection(
+            "source",
+            name,
+            severity="warning",
+            says=f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}",
+            cure="Keep the source's dtype",
+            cause=" ".join(dtypes),
+        )
+
+
+RULES = (
+    promised_layers_exist,
+    files_are_indexed,
+    mtp_glue_is_complete,
+    layers_are_complete,
+    experts_are_complete,
+    scales_have_weights,
+    names_are_known,
+    aliases_are_present,
+)

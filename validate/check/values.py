@@ -7,35 +7,22 @@ Easy to get wrong: a value that is odd is not always wrong. A finding is an erro
 something else than the release does.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...checkpoints.identity import ReadingBar
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import open_source
+from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
-from ...recipes.family import HFName
-from ..facts.findings import Finding, Objection, errors_first, grouped
-from .against import Pair, bands_of, compared, pairs
+from ..facts.findings import Finding, errors_first, grouped
+from .against import compared, pairs
 from .check import Checked
-from .reading import Level, chosen, gap_of, is_remote, joined, num_requests, summaries
-from .rules_values import (
-    block_scales_vary,
-    fused_scales_agree,
-    input_scales_are_measured,
-    magnitudes_are_those_of_weights,
-    norms_are_those_of_a_model,
-    scales_are_positive,
-    tensors_read,
-    values_are_finite,
-    weights_are_not_empty,
-)
+from .reading import Level, Stretch, chosen, is_remote, joined, summaries
+from .rules_values import glue, matrices_are_not_chance, objections
 from .runtime_view import RuntimeView
-from .untrained import glue, matrices_are_not_chance, norms_have_learned, sizes_are_those_of_the_backbone
-from .values_summary import Summary
 
 
 class Values(NamedTuple):
@@ -93,18 +80,26 @@ def check_values(
         CheckpointError: a file ends early; the Hub does not send it; no weight of the release has a name of this one.
     """
     entries = chosen(runtime, level)
-    found = [] if release is None else _pairs(runtime, release, whole=level == "all")
-    again = [entry for weight in glue(runtime) for entry in weight.parts.values()] if level != "scalars" else []
-    for fetch in _fetches(runtime, release, entries, found, again):
-        watch.fetching(fetch)
-    num_bytes = sum(run.num_bytes for run in joined(entries, gap=gap_of(runtime.source)))
-    num_bytes += sum(entry.num_bytes for pair in found for side in pair.entries for entry in side)
+    found = [] if release is None else pairs(runtime, release, whole=level == "all")
+    if release is not None and not found:
+        rule = f"the release must have weights by the names of {runtime.source.where}, in a form that can be read"
+        raise CheckpointError(release.source.where, rule, got="none", cure="Give the release as --source")
+    stretches = joined(runtime.source, entries)
+    own = [entry for pair in found for entry in pair.weight.parts.values()]
+    theirs = [entry for pair in found for entry in pair.theirs.parts.values()]
+    num_bytes = sum(part.num_bytes for part in (*stretches, *own, *theirs))
+    if level != "scalars":  # these matrices are read a second time
+        own += [entry for weight in glue(runtime) for entry in weight.parts.values()]
+    if is_remote(runtime.source):
+        watch.fetching(_fetch(runtime.source, stretches, own))
+    if release is not None and is_remote(release.source):
+        watch.fetching(_fetch(release.source, [], theirs))
     with watch.reading(num_bytes) if watch.reading else nullcontext(lambda _bytes: None) as progress:
         objected = list(objections(runtime, summaries(runtime, entries, progress)))
         if level != "scalars":
             objected += matrices_are_not_chance(runtime)
         if release is not None:
-            objected += [each for _, each in compared(runtime, release, found, progress) if each is not None]
+            objected += compared(runtime, release, found, progress)
     findings = errors_first(grouped(objected))
     return Values(findings, len(entries), sum(entry.num_bytes for entry in entries), len(found))
 
@@ -123,56 +118,21 @@ def with_values(checked: Checked, level: Level, *, source: str | None = None, wa
     """
     if checked.runtime is None:
         return checked
-    release = None if source is None else _release(source, checked.runtime)
+    release = None
+    if source is not None:
+        opened = open_source(source)
+        release = RuntimeView(source=opened, view=find_view(opened.config, opened.where, opened.entries))
+        own, other = checked.runtime.view.family, release.view.family
+        if own is not other:
+            rule = f"the release of a {own.model_type} checkpoint is of the same family"
+            raise CheckpointError(source, rule, got=other.model_type, cure="Give the release as --source")
     found = check_values(checked.runtime, level, release=release, watch=watch)
     findings = errors_first((*checked.data.findings, *found.findings))
     return checked._replace(data=checked.data.model_copy(update={"findings": findings}))
 
 
-def _release(where: str, runtime: RuntimeView) -> RuntimeView:
-    source = open_source(where)
-    view = find_view(source.config, source.where, source.entries)
-    if view.family is not runtime.view.family:
-        rule = f"the release of a {runtime.view.family.model_type} checkpoint is of the same family"
-        raise CheckpointError(where, rule, got=view.family.model_type, cure="Give the release as --source")
-    return RuntimeView(source=source, view=view)
-
-
-def _pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pair]:
-    found = pairs(runtime, release, whole=whole)
-    if not found:
-        rule = f"the release must have weights by the names of {runtime.source.where}, in a form that can be read"
-        raise CheckpointError(release.source.where, rule, got="none", cure="Give the release as --source")
-    return found
-
-
-def _fetches(
-    runtime: RuntimeView, release: RuntimeView | None, entries: list[Entry], found: list[Pair], again: list[Entry]
-) -> Iterator[Fetch]:
-    """What is asked of each of the two, where it is a repository; `again` is read a second time, as matrices."""
-    runs = list(joined(entries, gap=gap_of(runtime.source)))
-    compared_bytes = [[entry.num_bytes for pair in found for entry in pair.entries[side]] for side in (0, 1)]
-    asked = [sum(len(pair.entries[side]) * len(list(bands_of(pair))) for pair in found) for side in (0, 1)]
-    if is_remote(runtime.source):
-        own, num_bytes = compared_bytes[0], sum(run.num_bytes for run in runs)
-        own += [entry.num_bytes for entry in again]
-        num_tensors, requests = len(entries) + len(own), num_requests(runs) + asked[0] + len(again)
-        yield Fetch(runtime.source.where, num_tensors, num_bytes + sum(own), requests)
-    if release is not None and is_remote(release.source):
-        theirs = compared_bytes[1]
-        yield Fetch(release.source.where, len(theirs), sum(theirs), asked[1])
-
-
-def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator[Objection]:
-    """Everything that the rules object to."""
-    tensors = tensors_read(runtime, read)
-    yield from values_are_finite(runtime, tensors)
-    yield from scales_are_positive(runtime, tensors)
-    yield from block_scales_vary(tensors)
-    yield from magnitudes_are_those_of_weights(runtime, read)
-    yield from fused_scales_agree(runtime, read)
-    yield from input_scales_are_measured(tensors)
-    yield from weights_are_not_empty(runtime, tensors)
-    yield from norms_are_those_of_a_model(runtime, tensors)
-    yield from norms_have_learned(runtime, read)
-    yield from sizes_are_those_of_the_backbone(runtime, read)
+def _fetch(source: Source, stretches: list[Stretch], whole: list[Entry]) -> Fetch:
+    """What is asked of a repository: neighbours together, and whole tensors with a request each."""
+    num_tensors = sum(len(stretch.entries) for stretch in stretches) + len(whole)
+    num_bytes = sum(part.num_bytes for part in (*stretches, *whole))
+    return Fetch(source.where, num_tensors, num_bytes, sum(each.num_requests for each in stretches) + len(whole))

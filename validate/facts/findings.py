@@ -93,12 +93,12 @@ class Objection(NamedTuple):
 
 
 def objection(
-    *,
     rule: str,
-    severity: Severity,
     where: str,
+    *,
     says: str,
     cure: str,
+    severity: Severity = "error",
     cause: str = "",
     origin: Origin = "static",
     count: int = 1,

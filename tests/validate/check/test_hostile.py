@@ -79,17 +79,18 @@ def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, pl
         assert isinstance(value, str | bool), "a number or a list is the wrong type everywhere"
 
 
-@pytest.mark.parametrize("value", [0, -1, [0, 128], [128], [2**40, 2**40], [-128, 128]], ids=repr)
-def test_a_block_has_two_sides(tmp_path, value):
-    report = checked(tmp_path, "released deepseek-r1", put("weight_block_size", value=value))
-    assert [finding.rule for finding in report.findings] == ["config"]
-
-
-@pytest.mark.parametrize(("key", "value"), [("num_bits", 0), ("num_bits", 10**30), ("group_size", -7)])
-def test_a_number_of_bits_is_one(tmp_path, key, value):
-    place = ("config_groups", "group_0", "weights", key)
-    report = checked(tmp_path, "glm w4a16", put(*place, value=value))
-    assert [finding.rule for finding in report.findings] == ["config"]
+@pytest.mark.parametrize(
+    ("base", "place", "values"),
+    [
+        ("released deepseek-r1", ("weight_block_size",), [0, -1, [0, 128], [128], [2**40, 2**40], [-128, 128]]),
+        ("glm w4a16", ("config_groups", "group_0", "weights", "num_bits"), [0, 10**30]),
+        ("glm w4a16", ("config_groups", "group_0", "weights", "group_size"), [-7]),
+    ],
+)
+def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
+    for number, value in enumerate(values):
+        report = checked(tmp_path / str(number), base, put(*place, value=value))
+        assert [finding.rule for finding in report.findings] == ["config"], value
 
 
 @pytest.mark.few(2)
@@ -107,13 +108,18 @@ def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
-    [("graft", "checkpoint", "--from", "checkpoint", "--replace"), ("fix", "checkpoint"), ("explain", "checkpoint")],
+    [
+        ("graft", "checkpoint", "--from", "checkpoint", "--replace"),
+        ("fix", "checkpoint"),
+        ("explain", "checkpoint"),
+        ("check", "checkpoint"),
+    ],
 )
 def test_a_regex_without_end_ends_every_verb(tmp_path, words):
     checkpoint = GOOD["next fp8"]()
     checkpoint.quantization["ignore"] = [EVIL]
     write(tmp_path / "checkpoint", checkpoint)
-    options = () if words[0] == "explain" else ("--dry-run",)
+    options = ("--dry-run",) if words[0] in ("graft", "fix") else ()
     done = keepmtp(*words, *options, cwd=tmp_path)
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
     assert "would hang" in " ".join((done.stdout + done.stderr).split()), done.stdout + done.stderr
@@ -165,14 +171,13 @@ def test_the_timer_is_gone_after_the_check(tmp_path):
 
 def test_experts_are_counted_not_listed(tmp_path):
     """A stacked tensor without elements may say that it has a milliard experts."""
-    stacked = next(n for n in GOOD["released gpt-oss-120b"]().tensors) if "released gpt-oss-120b" in GOOD else ""
-    base = next(name for name in GOOD if name.startswith("released qwen3.5-397b"))
-    name = stacked or next(name for name in GOOD[base]().tensors if name.endswith("experts.down_proj"))
+    base = "released qwen3.5-397b"
+    name = next(name for name in GOOD[base]().tensors if name.endswith("experts.down_proj"))
     start = time.monotonic()
     report = checked(tmp_path, base, lambda c: c.tensors.update({name: ("BF16", (10**9, 0, 4))}))
     assert time.monotonic() - start < 10
     found = next(finding for finding in report.findings if finding.rule == "experts")
-    assert found.count == 10**9 - 8 or found.count > 10**8, found
+    assert found.count > 10**8, found
 
 
 def test_lost_experts_are_one_finding_with_their_number(tmp_path):
@@ -204,34 +209,18 @@ def test_the_size_in_the_index_may_be_anything(tmp_path):
         assert check(write(tmp_path / str(number), checkpoint)).ok
 
 
-def test_code_of_the_checkpoint_is_a_warning(tmp_path):
-    folder = write(tmp_path / "checkpoint", GOOD["glm fp8"]())
-    (folder / "modeling_glm.py").write_text("")
-    (folder / "configuration_glm.py").write_text("")
-    report = check(folder)
-    (found,) = report.findings
-    assert report.ok and (found.rule, found.severity, found.count) == ("own-code", "warning", 2)
-    assert found.where == "configuration_glm.py" and "--trust-remote-code" in found.says
-
-
-def test_code_of_another_repository_is_a_warning(tmp_path):
-    auto_map = {"AutoConfig": "configuration_x.C", "AutoModel": "somebody/else--modeling_x.Model"}
-    report = checked(tmp_path, "glm fp8", setting("auto_map", auto_map))
-    (found,) = report.findings
-    assert found.rule == "own-code" and "somebody/else--modeling_x.Model" in found.where
+@pytest.mark.parametrize("auto_map", [{}, {"AutoModel": "somebody/else--modeling_x.Model"}])
+def test_code_of_the_checkpoint_or_of_another_repository_is_a_warning(auto_map, tmp_path):
+    checkpoint = GOOD["glm fp8"]()
+    checkpoint.config["auto_map"] = {"AutoConfig": "configuration_glm.C"} | auto_map
+    folder = write(tmp_path / "checkpoint", checkpoint)
+    for file in () if auto_map else ("modeling_glm.py", "configuration_glm.py"):
+        (folder / file).write_text("")
+    (found,) = check(folder).findings
+    where, count = ("auto_map somebody/else--modeling_x.Model", 1) if auto_map else ("configuration_glm.py", 2)
+    assert (found.rule, found.severity, found.count) == ("own-code", "warning", count)
+    assert found.where.endswith(where) and "--trust-remote-code" in found.says
 
 
 def test_an_auto_map_without_files_says_nothing(tmp_path):
     assert not checked(tmp_path, "glm fp8", setting("auto_map", {"AutoConfig": "configuration_x.C"})).findings
-
-
-@pytest.mark.full
-def test_the_command_says_it_in_one_finding(tmp_path):
-    checkpoint = GOOD["mimo fp8"]()
-    checkpoint.quantization["ignore"] = [EVIL]
-    done = keepmtp("check", str(write(tmp_path / "checkpoint", checkpoint)))
-    assert done.returncode == 1 and "would hang" in " ".join(done.stdout.split()), done.stdout + done.stderr
-
-
-def test_the_rules_run_under_the_limit():
-    assert checks.time_limit is patterns.time_limit

@@ -40,35 +40,23 @@ def test_a_good_entry_is_not_spoken_of(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("model", "scheme", "severity", "says"),
     [
-        ({"num_bits": 4}, "num_bits=4, type=float"),
-        ({"type": "int"}, "type=int"),
-        ({"strategy": "channel"}, "strategy 'channel'"),
-        ({"strategy": None}, "strategy None"),
-        ({"symmetric": False}, "not symmetric"),
+        ("glm-4.7", FP8 | {"num_bits": 4}, "error", "'num_bits': 4"),
+        ("glm-4.7", FP8 | {"type": "int"}, "error", "'type': 'int'"),
+        ("glm-4.7", FP8 | {"strategy": "channel"}, "error", "'strategy': 'channel'"),
+        ("glm-4.7", FP8 | {"strategy": None}, "error", "'strategy': None"),
+        ("glm-4.7", FP8 | {"symmetric": False}, "error", "'symmetric': False"),
+        ("glm-4.7", "fp8", "error", "AttributeError"),
+        ("deepseek-r1", FP8, "warning", "no effect"),
+        ("qwen3.8-flash-next", FP8, "error", "Qwen4Exp QSA does not support KV quantization"),
     ],
 )
-def test_an_entry_that_vllm_refuses(changes, says, tmp_path):
-    (finding,) = about_kv(compressed(**changes), tmp_path)
-    assert finding.severity == "error" and says in finding.says and "kv_cache_scheme" in finding.where
-
-
-def test_an_entry_that_is_no_object(tmp_path):
-    checkpoint = compressed()
-    checkpoint.quantization["kv_cache_scheme"] = "fp8"
+def test_an_entry_that_vllm_refuses_or_never_asks_for(model, scheme, severity, says, tmp_path):
+    checkpoint = compressed(model)
+    checkpoint.quantization["kv_cache_scheme"] = scheme
     (finding,) = about_kv(checkpoint, tmp_path)
-    assert finding.severity == "error" and "AttributeError" in finding.says
-
-
-def test_latent_attention_never_asks_for_the_entry(tmp_path):
-    (finding,) = about_kv(compressed("deepseek-r1"), tmp_path)
-    assert finding.severity == "warning" and "no effect" in finding.says
-
-
-def test_a_class_that_refuses_every_entry(tmp_path):
-    (finding,) = about_kv(compressed("qwen3.8-flash-next"), tmp_path)
-    assert finding.severity == "error" and "Qwen4Exp QSA does not support KV quantization" in finding.says
+    assert finding.severity == severity and says in finding.says and "kv_cache_scheme" in finding.where
 
 
 @pytest.mark.parametrize(("model", "is_taken"), [(m, m not in ("glm-4.7", "deepseek-v3.2")) for m in MTP])
@@ -81,18 +69,24 @@ def test_scales_in_the_mtp_layer(model, is_taken, tmp_path):
     assert [finding.where for finding in found] == ([] if is_taken else [name])
 
 
-def test_scales_in_the_backbone_where_the_class_has_no_parameter(tmp_path):
-    checkpoint = ours("dsv4-flash", "NVFP4")
-    checkpoint.tensors["layers.0.attn.k_scale"] = ("F32", ())
+@pytest.mark.parametrize(
+    ("build", "name", "shape", "says"),
+    [
+        (lambda: ours("dsv4-flash", "NVFP4"), "layers.0.attn.k_scale", (), "with and without a draft"),
+        (
+            lambda: modelopt("glm-4.7", "NVFP4", "bf16"),
+            "model.layers.0.self_attn.k_proj.k_scale",
+            (4,),
+            "[4]: vLLM raises ValueError: KV-cache scale expects a scalar weight",
+        ),
+    ],
+    ids=["no parameter in the backbone", "one for each head under modelopt"],
+)
+def test_a_scale_that_the_class_does_not_take(build, name, shape, says, tmp_path):
+    checkpoint = build()
+    checkpoint.tensors[name] = ("F32", shape)
     (finding,) = about_kv(checkpoint, tmp_path)
-    assert finding.where == "layers.0.attn.k_scale" and "with and without a draft" in finding.says
-
-
-def test_a_scale_for_each_head_under_modelopt(tmp_path):
-    checkpoint = modelopt("glm-4.7", "NVFP4", "bf16")
-    checkpoint.tensors["model.layers.0.self_attn.k_proj.k_scale"] = ("F32", (4,))
-    (finding,) = about_kv(checkpoint, tmp_path)
-    assert "[4]" in finding.says and "expects a scalar weight" in finding.says
+    assert finding.where == name and says in finding.says
 
 
 def with_scales(model: str = "glm-4.7", format: Format = "compressed-tensors") -> Checkpoint:
@@ -124,21 +118,21 @@ def test_a_scale_that_was_dropped(format, name, tmp_path):
     assert ("the other scale" if format == "modelopt" else "takes 1") in finding.says
 
 
-def test_a_layer_without_its_scales(tmp_path):
-    checkpoint = with_scales()
+@pytest.mark.parametrize(
+    ("model", "layer", "severity"),
+    [
+        ("glm-4.7", "model.layers.0", "error"),
+        # What a graft leaves: the draft's cache is FP8 all the same, with scales of 1.
+        ("qwen3.5-27b", "mtp.layers.0", "warning"),
+    ],
+)
+def test_a_layer_without_its_scales(model, layer, severity, tmp_path):
+    checkpoint = with_scales(model)
     for leaf in ("k_scale", "v_scale"):
-        del checkpoint.tensors[f"model.layers.0.self_attn.{leaf}"]
+        del checkpoint.tensors[f"{layer}.self_attn.{leaf}"]
     found = about_kv(checkpoint, tmp_path)
-    assert found[0].where == "model.layers.0.self_attn.k_scale" and {each.rule for each in found} == {"kv-scales"}
-
-
-def test_an_mtp_block_without_scales_is_a_warning(tmp_path):
-    """What a graft leaves: the draft's cache is FP8 all the same, with scales of 1."""
-    checkpoint = with_scales("qwen3.5-27b")
-    for leaf in ("k_scale", "v_scale"):
-        del checkpoint.tensors[f"mtp.layers.0.self_attn.{leaf}"]
-    (found,) = about_kv(checkpoint, tmp_path)
-    assert (found.where, found.severity) == ("mtp.layers.0.self_attn.k_scale", "warning")
+    assert (found[0].rule, found[0].where) == ("kv-scales", f"{layer}.self_attn.k_scale")
+    assert found[0].severity == severity
 
 
 @pytest.mark.parametrize("name", ["model.layers.7.self_attn.k_scale", "model.layers.1.mlp.v_scale"])

@@ -74,7 +74,7 @@ def test_bitsandbytes_names_its_plugin_and_says_that_the_block_is_gone(tmp_path)
     packed("weight", "weight.absmax")(checkpoint)
     quantization(quant_method="bitsandbytes", load_in_4bit=True)(checkpoint)
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
-    assert "vllm-bnb-plugin (vllm #43529). No tensor is named as one of an MTP block" in finding.says
+    assert "vllm-bnb-plugin (vllm #43529). 0 tensors are named as those of an MTP block" in finding.says
     assert "vllm-bnb-plugin" in finding.cure
 
 

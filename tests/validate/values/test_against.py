@@ -1,9 +1,7 @@
 """Values against the release's: rounding passes in every scheme, and each way to write a weight wrong has its name."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from checkpoint_files import write
 from commands import keepmtp, keepmtp_without, refused
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.safetensors_file import Entry
-from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import SCALE_LEAVES, stored_weights
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.pack.pack import pack
@@ -22,8 +19,6 @@ from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check import against
 from keepmtp.validate.check.against import (
     BOUND,
-    Pair,
-    bands_of,
     can_be_read,
     compared,
     difference,
@@ -31,7 +26,6 @@ from keepmtp.validate.check.against import (
     relative_error,
 )
 from keepmtp.validate.check.values import check_values
-from safetensors.torch import save_file
 from written_values import fill, opened, poke
 
 MODELS = Path(__file__).parents[3] / "models"
@@ -60,19 +54,11 @@ WRONG = {
     ),
     "half of the scales x4": (
         lambda parts: {**parts, "weight_scale": _half(parts["weight_scale"])},
-        "rows 128 to 255 are up to about 0.24 times",
+        "its rows are about 0.2",
     ),
-    "nibbles swapped": (
+    "codes swapped": (
         lambda parts: {**parts, "weight_packed": (parts["weight_packed"] << 4) | (parts["weight_packed"] >> 4)},
-        "codes of each byte are swapped",
-    ),
-    "shifted by a byte": (
-        lambda parts: {leaf: part.roll(8 if leaf == "weight_packed" else 1, -1) for leaf, part in parts.items()},
-        "columns are shifted by 16",
-    ),
-    "halves swapped": (
-        lambda parts: {leaf: part.roll(N // 2, 0) if part.ndim == 2 else part for leaf, part in parts.items()},
-        "halves are swapped",
+        "nothing in common",
     ),
     "another weight": (lambda parts: {**parts, "weight_packed": parts["weight_packed"].flip(0)}, "nothing in common"),
 }
@@ -104,7 +90,7 @@ def test_rounding_is_within_the_bound_and_a_row_of_scales_that_is_not_is_named(f
     own = dequantize(form, parts, shape=(N, K), block=block).float()
     assert relative_error(own, weight.float()) < BOUND[form] / 1.5
     own[: N // 2] *= 4
-    assert "rows 0 to 127 are up to about 4" in difference(own, weight.float(), BOUND[form])
+    assert "its rows are about" in difference(own, weight.float(), BOUND[form])
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -113,9 +99,8 @@ def test_a_wrong_pack_is_named(name, weight, packed):
     assert words in difference(values(breaks(packed)), weight.float(), 0.3)
 
 
-def test_a_transposed_weight_and_smoothed_columns_are_named(weight):
+def test_smoothed_columns_and_what_is_no_number_are_named(weight):
     original = weight.float()
-    assert "transposed" in difference(original.T.contiguous(), original, 0.08)
     smoothed = original * torch.linspace(0.1, 4, K)
     assert "input channel" in difference(smoothed, original, 0.08)
     assert "infinite" in difference(original / 0, original, 0.08)
@@ -155,54 +140,25 @@ def test_a_release_with_stacked_experts_is_compared_expert_by_expert(tmp_path):
     assert finding.where.endswith("experts.gate_up_proj") and "differs from the release" in finding.says
 
 
-def saved(folder, parts):
-    """A checkpoint of one weight, and that weight as it is stored."""
-    folder.mkdir()
-    save_file({f"m.{leaf}": part.contiguous() for leaf, part in parts.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
-    source = open_source(folder)
-    (stored,) = stored_weights(source.entries.values())[0].values()
-    return SimpleNamespace(source=source), stored
-
-
-@pytest.mark.parametrize("form", [*FORMS, "int_packed with zero points"])
-def test_the_error_by_bands_of_rows_is_that_of_the_whole(form, weight, tmp_path, monkeypatch):
-    """A vocabulary of 250,000 is never in memory as a whole; here a band is 8 rows, or those of a block."""
-    scheme, names = FORMS.get(form, ("W4A16_ASYM", {}))
-    parts = {names.get(leaf, leaf): part for leaf, part in pack(SCHEMES[scheme], [weight])[0].items()}
-    if form == "nvfp4_modelopt":
-        parts["weight_scale_2"] = 1 / parts["weight_scale_2"]
-    (runtime, ours), (release, theirs) = saved(tmp_path / "own", parts), saved(tmp_path / "release", {"weight": weight})
-    pair = Pair(ours, theirs, None)
-    [(whole, _)] = compared(runtime, release, [pair])
-    monkeypatch.setattr(against, "_BAND", 1)
-    assert ours.form == form.partition(" ")[0] and len(list(bands_of(pair))) == (2 if ours.block else N // 8)
-    [(result, objected)] = compared(runtime, release, [pair])
-    assert result.error == pytest.approx(whole.error, rel=1e-5) and objected is None and whole.error > 0
-
-
-def test_a_band_has_few_elements_whatever_the_vocabulary(written):
-    pair = pairs(*[opened(written)] * 2, whole=True)[0]
-    large = pair._replace(
-        **{side: replace(getattr(pair, side), shape=(248_320, 4096)) for side in ("weight", "theirs")}
-    )
-    bands = list(bands_of(large))
-    assert [band.first for band in bands[1:]] == [band.last for band in bands[:-1]] and bands[-1].last == 248_320
-    assert max(band.last - band.first for band in bands) * 4096 <= 4 * 2**20
+def test_a_vocabulary_is_not_turned_into_floats_as_a_whole(weight, monkeypatch):
+    """The error is summed by rows, and a large weight that differs is not described further."""
+    ours, original = weight * 8, weight
+    assert relative_error(ours, original) == pytest.approx(7.0)
+    assert relative_error(original * 0, original * 0) == 0.0 and relative_error(original, original * 0) == 1.0
+    monkeypatch.setattr(against, "_DESCRIBED", N * K - 1)
+    assert difference(ours, original, 0.08) == "it is another version"
 
 
 def test_bytes_that_are_the_releases_are_not_computed_with(written, tmp_path, monkeypatch):
     """And the twin: a few rows of a tensor that is else the same are found."""
     release, folder = opened(written), shutil.copytree(written, tmp_path / "changed")
-    monkeypatch.setattr(against, "_BAND", 1)
     name = "model.embed_tokens.weight"
     poke(folder, name, 3.0, at=slice(0, 4096))
     found = [pair for pair in pairs(release, opened(folder), whole=True) if pair.weight.weight.name == name]
-    [(result, objected)] = compared(opened(folder), release, found)
-    assert objected is not None and objected.finding.where == name and result.error > result.bound
+    [objected] = compared(opened(folder), release, found)
+    assert objected.finding.where == name
     monkeypatch.setattr(against, "dequantize", None)
-    [(result, objected)] = compared(opened(written), release, found)
-    assert (result.error, objected) == (0.0, None)
+    assert not [*compared(opened(written), release, found)]
 
 
 def test_groups_in_another_order_are_not_compared():
