@@ -92,11 +92,10 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
     with hub_errors(repo, revision):
         info = HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_SECONDS)
         names = sorted(sibling.rfilename for sibling in info.siblings or ())
-    if not all(isinstance(each, str) for each in (*names, info.sha or "")):
-        raise NoCheckpointError(repo, "the Hub must list files by name", got="another answer", cure="Check HF_ENDPOINT")
-    if strange := [name for name in names if name.startswith("/") or ".." in name.split("/")]:
-        rule = "the Hub must list files of the repository"
-        raise NoCheckpointError(repo, rule, got=repr(strange[0]), cure="Check HF_ENDPOINT")
+    for name in (info.sha or "", *names):
+        if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
+            rule = "the Hub must list files of the repository by name"
+            raise NoCheckpointError(repo, rule, got=repr(name), cure="Check HF_ENDPOINT")
     return info.sha or revision, names
 
 
