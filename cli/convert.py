@@ -6,7 +6,6 @@ the new checkpoint has an error.
 Easy to get wrong: the old folder and the new one may share files (hard links), so nothing is ever written into either.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -54,7 +53,7 @@ def convert(
 
     planned = cure.plan_conversion(path, to)
     if dry_run:
-        answer(_planned_json(planned), _plan(planned), as_json=as_json)
+        answer(_planned_json(planned), [_sentence(planned), *planned.proposal.diffs()], as_json=as_json)
         return
     if folder is None:
         raise RecipeError("convert", "--out must name the new folder", got="nothing", cure="Add --out, or --dry-run")
@@ -65,16 +64,6 @@ def convert(
     made = {"out": str(folder), "new": written.new, "linked": written.linked, "copied": written.copied}
     told = _planned_json(planned) | made | {"check": checked_json(judged)}
     end(judged, told, [_sentence(planned), written.sentence], as_json=as_json)
-
-
-def _plan(planned: "Conversion") -> Iterator[str]:
-    from ..checkpoints.source import small_bytes
-    from ..cure.json_diff import json_diff
-
-    yield _sentence(planned)
-    for name, after in planned.files.items():
-        if name != "keepmtp-convert.json":
-            yield from json_diff(name, small_bytes(planned.source, name), after)
 
 
 def _sentence(planned: "Conversion") -> str:

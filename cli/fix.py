@@ -8,18 +8,14 @@ folder is never written to.
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ..recipes.errors import RecipeError
 from . import exits, findings
 from .check import check_json
-from .confirm import confirm
 from .ending import Ending
 from .options import DryRunOption, JsonOption, RuntimesOption, chosen_runtimes
 from .progress import spinner
@@ -38,17 +34,7 @@ def fix(
     path: Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id, ours or anyone's.")],
     ending: Ending,
     out: Annotated[Path | None, typer.Option("--out", help="The new folder; without it nothing is written.")] = None,
-    values: Annotated[
-        bool,
-        typer.Option("--values", help="Also read a folder's scales, and give fused NVFP4 weights one where exact."),
-    ] = False,
     runtimes: RuntimesOption = None,
-    pr: Annotated[
-        bool, typer.Option("--pr", help="Open a pull request with the changed files in the Hub repository PATH.")
-    ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="With --pr: do not ask before the pull request is opened.")
-    ] = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,9 +44,6 @@ def fix(
     hf_quant_config.json that disagree, counts and lists of the wrong length, scales under another name or in another
     shape or dtype for the same bytes. No value of a weight changes. Each change is printed with its reason.
 
-    With --values, scales are read too: gate and up whose global scales differ by a power of two get one for both, if
-    every product of scales stays the same.
-
     With --runtime sglang, names under which SGLang 0.5.23 builds the draft are added to the lists, so that one
     checkpoint loads in both. What no entry can cure is said with SGLang's file.
 
@@ -69,8 +52,7 @@ def fix(
     checked, and loaded by vLLM's own loaders where there is a vLLM.
 
     Of a Hub id only headers and small files are read. OUT then has the changed files alone; what needs new shards is
-    named, and can be cured in a download. With --pr, the changed files become a pull request there, which everybody can
-    read: it is asked for before, and a token may be needed that can write.
+    named, and can be cured in a download. `hf upload PATH OUT . --create-pr` proposes them to its owner.
 
     What needs new values is named with the command for it, such as `keepmtp graft`.
 
@@ -82,20 +64,14 @@ def fix(
 
     Example: `keepmtp fix /data/GLM-4.7-FP8 --runtime sglang`
 
-    Example: `keepmtp fix nvidia/Qwen3.5-397B-A17B-NVFP4 --pr --dry-run`
+    Example: `keepmtp fix nvidia/Qwen3.5-397B-A17B-NVFP4 --out NEW`
     """
     from ..cure.fix import proposed, write
-    from ..cure.fix_request import refuse_request
-    from ..recipes.extras import require_extra
 
-    if values:
-        require_extra("fix --values", "quantize")
     for_sglang = "sglang" in chosen_runtimes(runtimes)
     console, written, judged = Console(quiet=as_json), None, None
     with spinner(Console(stderr=True)) as doing:
-        outcome = proposed(path, with_scales=values, for_sglang=for_sglang, progress=doing)
-        if pr:
-            refuse_request(outcome)
+        outcome = proposed(path, for_sglang=for_sglang, progress=doing)
         for line in outcome.proposal.diffs():
             say(console, line, _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], ""))
         if outcome.proposal.edits:
@@ -103,7 +79,7 @@ def fix(
         if out is not None and not dry_run and outcome.proposal.edits:
             doing(f"{out}: writing")
             written = write(outcome, out)
-            judged = _judged(outcome, out, ending, doing=doing, values=values)
+            judged = _judged(outcome, out, ending, doing=doing)
     data = judged.checked.data if judged else outcome.after
     cures = _cures(outcome, data, _name(outcome, written))
     shown = data
@@ -112,42 +88,18 @@ def fix(
     findings.show(console, shown, path=_name(outcome, written))
     for line in _end(path, outcome, written, judged, cures):
         say(console, line)
-    opened = _open_request(outcome, yes=yes) if pr and not dry_run else None
-    if opened:
-        say(console, f"pull request: {opened}")
     if as_json:
-        print_json(_json(outcome, data, written, judged) | {"cures": cures, "pull_request": opened})
+        print_json(_json(outcome, data, written, judged) | {"cures": cures})
     if not (judged.ok if judged else data.ok):
         raise typer.Exit(exits.FINDINGS)
 
 
-def _open_request(outcome: "Outcome", *, yes: bool) -> str:
-    """Open the pull request, once a person has agreed."""
-    from huggingface_hub import get_token
-
-    from ..cure.fix_request import request
-
-    token = get_token()
-    if token is None:
-        cure = "Set HF_TOKEN, or run `hf auth login`"
-        raise RecipeError("--pr", "needs a token with write access", got="none", cure=cure)
-    if not yes:
-        what = f"everybody could read the pull request in {outcome.source.where}"
-        confirm("--pr", "a pull request must be confirmed", what)
-    return request(outcome, token, watch=partial(say, Console(stderr=True)))
-
-
-def _judged(outcome: "Outcome", out: Path, ending: Ending, *, doing: Any, values: bool) -> "Judged":
+def _judged(outcome: "Outcome", out: Path, ending: Ending, *, doing: Any) -> "Judged":
     """The check and the dry load of OUT; of a repository, whose other files are not here, of headers."""
-    if outcome.source.folder is None:
-        with outcome.proposal.headers() as folder:
-            return ending.judge(out, doing, headers=folder, name=outcome.source.where)
-    judged = ending.judge(out, doing)
-    if not values:
-        return judged
-    from ..validate.check.values import with_values
-
-    return replace(judged, checked=with_values(judged.checked, "scalars"))
+    if outcome.source.folder is not None:
+        return ending.judge(out, doing)
+    with outcome.proposal.headers() as folder:
+        return ending.judge(out, doing, headers=folder, name=outcome.source.where)
 
 
 def _end(

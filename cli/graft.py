@@ -61,7 +61,7 @@ def graft(
     Example: `keepmtp graft GLM-4.7-NVFP4 --from /data/GLM-4.7 --dry-run`
     """
     from ..checkpoints.source import open_source
-    from ..cure.graft import foresee, plan_graft
+    from ..cure.graft import plan_graft
     from ..cure.judged import Judged
     from ..recipes.extras import require_extra
 
@@ -71,9 +71,8 @@ def graft(
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
     for line in _foreseen(made):
         say(err, line)
-    if dry_run or out is None:
-        judged = Judged(checked=foresee(made))
-    else:
+    judged = Judged(checked=made.checked)
+    if out is not None and not dry_run:
         require_extra("graft", "quantize")
         from ..cure.graft_write import carry_out
 
@@ -81,9 +80,7 @@ def graft(
         written = carry_out(made, out, fetching=fetching, reading=reading, packing=packing)
         say(err, written.sentence)
         new = list(written.new)
-        if made.quantized.folder is None:
-            judged = Judged(checked=foresee(made))
-        else:
+        if made.quantized.folder is not None:
             judged = ending.judge(out, partial(say, err))
     plan = made.plan
     told = {
@@ -93,14 +90,14 @@ def graft(
         "bytes": {"read": made.num_bytes_read, "written": plan.num_bytes_after},
         "requests": made.num_requests,
         "shards": [shard.file for shard in plan.shards],
-        "left_out": sorted(made.left_out),
-        "written_again": list(made.again),
-        "diff": made.diff(),
+        "left_out": made.proposal.empty_shards,
+        "written_again": list(made.proposal.shards_again),
+        "diff": made.proposal.diffs(),
         "new": new,
         "vllm": None if judged.no_vllm is None else str(judged.no_vllm),
         "check": checked_json(judged),
     }
-    end(judged, told, made.diff(), as_json=as_json)
+    end(judged, told, made.proposal.diffs(), as_json=as_json)
 
 
 def _foreseen(made: "Graft") -> Iterator[str]:
@@ -110,9 +107,9 @@ def _foreseen(made: "Graft") -> Iterator[str]:
     forms = sorted({tensor.scheme or "plain" for tensor in plan.tensors if len(tensor.shape) >= 2})
     yield f"read: {size(made.num_bytes_read)} of {plan.source.where}{asked}, the MTP block alone"
     yield f"write: {size(plan.num_bytes_after)} in {', '.join(shard.file for shard in plan.shards)}: {', '.join(forms)}"
-    if made.left_out:
-        yield f"leave out: {', '.join(sorted(made.left_out))}: nothing but the old block"
-    if made.again:
-        yield f"write again: {', '.join(made.again)}: without the old block"
+    if gone := made.proposal.empty_shards:
+        yield f"leave out: {', '.join(gone)}: nothing but the old block"
+    if again := made.proposal.shards_again:
+        yield f"write again: {', '.join(again)}: without the old block"
     if made.quantized.folder is None:
         yield f"OUT gets only files that are new or changed: {made.quantized.where} is not on this machine"

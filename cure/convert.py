@@ -8,7 +8,7 @@ Easy to get wrong: both ways. What 1 / (1 / x) does not restore is kept in keepm
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,6 @@ class Conversion:
     def source(self) -> Source:
         """The finished checkpoint."""
         return self.proposal.source
-
-    @property
-    def files(self) -> Mapping[str, bytes | None]:
-        """The small files that change; None for one that is left out."""
-        return self.proposal.files()
 
     @property
     def shards(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ..recipes.errors import KeepMTPError, RecipeError
 from ..validate.check.check import Checked, examine, examine_source
 from ..validate.check.dialects.patterns import time_limit
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.facts.findings import Finding, errors_first
+from ..validate.facts.findings import Finding
 from ..validate.facts.results import CheckData
 from . import fixes_config, fixes_lists, fixes_tensors
 from .fixes_sglang import add_entries_for_sglang
@@ -100,18 +100,11 @@ class Outcome:
         return f"keepmtp fix {shlex.quote(self.source.where)}{option} --out NEW"
 
 
-def proposed(
-    where: str,
-    *,
-    with_scales: bool = False,
-    for_sglang: bool = False,
-    progress: Progress = lambda doing: None,
-) -> Outcome:
+def proposed(where: str, *, for_sglang: bool = False, progress: Progress = lambda doing: None) -> Outcome:
     """What fix would do with a checkpoint. Nothing is written.
 
     Args:
         where: a folder or a Hub id; of a repository only headers and small files are read.
-        with_scales: also read the scales of one value of a folder, and cure those that disagree.
         for_sglang: also add the entries that SGLang needs; vLLM's verdict stays.
         progress: gets a line that says what is done now.
 
@@ -119,7 +112,7 @@ def proposed(
         KeepMTPError: there is nothing to judge, or its files cannot be read.
     """
     progress(f"{where}: static check")
-    return _outcome(examine(where), with_scales=with_scales, for_sglang=for_sglang, progress=progress)
+    return _outcome(examine(where), for_sglang=for_sglang, progress=progress)
 
 
 def write(outcome: Outcome, out: Path) -> Rewritten:
@@ -169,39 +162,21 @@ def _weight(data: CheckData) -> tuple[int, int]:
     return sums["error"], sums["warning"]
 
 
-def _outcome(
-    checked: Checked,
-    *,
-    with_scales: bool = False,
-    for_sglang: bool = False,
-    progress: Progress = lambda doing: None,
-) -> Outcome:
+def _outcome(checked: Checked, *, for_sglang: bool = False, progress: Progress = lambda doing: None) -> Outcome:
     source, runtime, before = checked.readable(), checked.runtime, checked.data
-    proposal = Proposal(source)
-    on_disk = left = ()
-    if with_scales and runtime is not None and source.folder is not None:
-        from . import fixes_scales  # it reads values, by torch
-
-        progress(f"{source.where}: reading scales")
-        on_disk, left = fixes_scales.fused_scales_are_one(runtime, proposal)
-    checked, proposal = settled(checked, proposal, FIXES, progress)
-    after = checked.data
+    checked, proposal = settled(checked, Proposal(source), FIXES, progress)
     obstacles: tuple[str, ...] = ()
     if for_sglang:
         progress(f"{source.where}: SGLang's names")
-        obstacles = _name_for_sglang(proposal, after)
+        obstacles = _name_for_sglang(proposal, checked.data)
     return Outcome(
         source=source,
         runtime=runtime,
-        before=_also(before, on_disk),
-        after=_also(after, left),
+        before=before,
+        after=checked.data,
         proposal=proposal,
         not_for_sglang=obstacles,
     )
-
-
-def _also(data: CheckData, findings: tuple[Finding, ...]) -> CheckData:
-    return data.model_copy(update={"findings": errors_first((*data.findings, *findings))})
 
 
 def _name_for_sglang(proposal: Proposal, judged: CheckData) -> tuple[str, ...]:

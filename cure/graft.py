@@ -62,20 +62,6 @@ class Graft:
         return self.proposal.source
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        """Files of the checkpoint that hold nothing but its old block."""
-        return self.proposal.empty_shards
-
-    @property
-    def again(self) -> tuple[str, ...]:
-        """Files that the index lists, with tensors of the old block and others: they are written without these."""
-        return tuple(self.proposal.shards_again)
-
-    def diff(self) -> list[str]:
-        """The changes, for people."""
-        return self.proposal.diffs()
-
-    @property
     def num_bytes_read(self) -> int:
         """Bytes of the release that are read; from the Hub, with the gaps between neighbours."""
         entries = block_entries(self.plan)
@@ -133,11 +119,6 @@ def plan_graft(quantized: Source, source: Source, *, mtp: str | None = None, is_
     checked, proposal = settled(proposal.examined(), proposal, LIST_FIXES)
     _refuse_broken_block(checked)
     return Graft(plan=plan, proposal=proposal, checked=checked)
-
-
-def foresee(graft: Graft) -> Checked:
-    """What the check finds of the checkpoint that will be, from headers."""
-    return graft.checked
 
 
 def _shards_of(plan: Plan) -> dict[str, list[Entry]]:

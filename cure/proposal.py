@@ -50,13 +50,11 @@ class Edit:
     Attributes:
         why: the reason.
         file: the JSON file that changes; "" for a tensor.
-        name: of the tensor.
-        says: what becomes of it.
+        says: what becomes of the tensor.
     """
 
     why: str
     file: str = ""
-    name: str = ""
     says: str = ""
 
 
@@ -155,10 +153,6 @@ class Proposal:
 
     # --- tensors and the index ----------------------------------------------------------------------------------------
 
-    def tensor(self, entry: Entry) -> NewTensor:
-        """A tensor as it would be."""
-        return self._shards[entry.file][entry.name]
-
     def retensor(
         self,
         entry: Entry,
@@ -187,7 +181,7 @@ class Proposal:
         if new is not None:
             shard[new.name] = new
         self._touched.add(entry.file)
-        self.edits.append(Edit(why=why, name=entry.name, says=f"{entry.name} -> {says}"))
+        self.edits.append(Edit(why=why, says=f"{entry.name} -> {says}"))
 
     def copy_tensor(self, name: HFName, of: HFName, why: str) -> None:
         """Write a tensor once more, under a second name."""
@@ -199,7 +193,7 @@ class Proposal:
             self._shards[COPIES][name] = replace(tensors[of], name=name)
             self._indexed.add(COPIES)
             self._touched.add(COPIES)
-            self.edits.append(Edit(why=why, name=name, says=f"{name}, a copy of {of}, in {COPIES}"))
+            self.edits.append(Edit(why=why, says=f"{name}, a copy of {of}, in {COPIES}"))
 
     def index(self, file: str, why: str) -> None:
         """Let the index list a file."""

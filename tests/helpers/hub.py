@@ -108,8 +108,6 @@ class Hub:
         put: body bytes that arrived for each large file, by SHA-256.
         sent_by_xet: files that may come by Xet, by SHA-256; their chunks go to a folder here and not through the Hub.
         leads_elsewhere: a large file is asked for at another address, which the Hub answers with.
-        closed: namespaces where nobody may open a pull request.
-        pulls: the files of each pull request, None for one that it removes, and its words under "".
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,8 +121,6 @@ class Hub:
         self.sent_by_xet: dict[str, Path] = {}
         self.endpoint = ""
         self.leads_elsewhere = False
-        self.closed: list[str] = []
-        self.pulls: list[dict[str, Any]] = []
         self.lock = threading.Lock()
 
     def add(self, name: str, *, private: bool = True) -> Repo:
@@ -287,9 +283,8 @@ class _Handler(BaseHTTPRequestHandler):
                     if "revision" in told and not repo.name(told["revision"] or "main"):
                         return self._say(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
                     is_write = answer in _WRITES
-                    owner, is_pull = told["repo"].split("/")[0], "create_pr=1" in self.query
-                    may_write = owner not in self.hub.closed if is_pull else owner in self.hub.writers
-                    if is_write and (token != TOKEN or not may_write):
+                    owner = told["repo"].split("/")[0]
+                    if is_write and (token != TOKEN or owner not in self.hub.writers):
                         return self._say(403, {"error": "You have no write access"})
                 return answer(self, body, **told)
         self._say(404, {"error": f"no route for {self.command} {self.path}"}, {"X-Error-Code": "EntryNotFound"})
@@ -453,13 +448,6 @@ class _Handler(BaseHTTPRequestHandler):
                 case other:
                     return self._say(400, {"error": f"{other} is never sent by keepmtp"})
         url = f"{self.hub.endpoint}/{repo}"
-        if "create_pr=1" in self.query:
-            entries = [json.loads(line) for line in body.splitlines()]
-            sent = {e["value"]["path"]: e["value"].get("content") for e in entries if e["key"] != "header"}
-            words = next(e["value"] for e in entries if e["key"] == "header")
-            self.hub.pulls.append({path: data and base64.b64decode(data) for path, data in sent.items()} | {"": words})
-            there = {"pullRequestUrl": f"{url}/discussions/{len(self.hub.pulls)}"}
-            return self._say(200, {"success": True, "commitOid": "e" * 40, "commitUrl": f"{url}/commit/e", **there})
         self._say(200, {"success": True, "commitOid": found.add(files, revision), "commitUrl": url})
 
     def _settings(self, body: bytes, *, repo: str) -> None:

@@ -260,30 +260,27 @@ def fused_scales_agree(runtime: RuntimeView, tensors: Mapping[HFName, Tensor]) -
     for (_, leaf), members in groups.items():
         values = [member.summary.largest for member in members]
         if min(values) != max(values) and all(0 < value < math.inf for value in values):
-            yield _disagreement(runtime, leaf, members)
+            yield _disagreement(leaf, members)
 
 
-def _disagreement(runtime: RuntimeView, leaf: str, members: list[Tensor]) -> Objection:
+def _disagreement(leaf: str, members: list[Tensor]) -> Objection:
     used = members[0]
     if used.place.expert is None:
         used = max(members, key=lambda member: member.summary.largest)
     worst = max(members, key=lambda member: abs(math.log(member.summary.largest / used.summary.largest)))
     others = ", ".join(member.module.rpartition(".")[2] for member in members)
     happens = "inputs are then rounded on another grid than the calibrated one"
-    cure = "Calibrate again: "
     if leaf in _GLOBAL_SCALES:
         factor = worst.summary.largest / used.summary.largest
         factor = factor if leaf in _DIVISORS else 1 / factor
         happens = f"these weights are then {factor:.3g} times what they should be"
-        fix = f"keepmtp fix {shlex.quote(runtime.source.where)} --values --out NEW"
-        cure = f"Run `{fix}`, which cures what can be cured exactly, or "
     return _objection(
         "fused-scales",
         worst.name,
         severity="error" if leaf in _GLOBAL_SCALES else "warning",
         says=f"is {worst.summary.largest:.6g}, but {others} are one fused module with one {leaf}, and vLLM takes "
         f"{used.summary.largest:.6g} of {used.name}: {happens}",
-        cure=f"{cure}quantize {others} together, with one {leaf}",
+        cure=f"Quantize {others} together, with one {leaf}",
         cause=f"{worst.place.part} {worst.place.row.path} {leaf}",
     )
 

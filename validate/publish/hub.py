@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from httpx import HTTPError, TransportError
-from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationCopy, HfApi, constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import logging as hf_logging
@@ -153,34 +153,6 @@ class Hub:
         create = self._api.create_commit
         self._ask(repo, lambda: create(repo, copies, commit_message=message, parent_commit=parent))
         self._ask(repo, lambda: self._api.delete_branch(repo, branch=branch))
-
-    def request(
-        self, repo: str, files: Mapping[str, bytes | None], *, parent: str, message: str, description: str
-    ) -> str:
-        """Open a pull request with small files on top of the commit `parent`; returns its address.
-
-        It is sent once: whether one whose answer was lost is there, only the repository's page says.
-
-        Args:
-            files: bytes by path; None removes a file.
-        """
-        operations = [
-            CommitOperationDelete(path) if data is None else CommitOperationAdd(path, data)
-            for path, data in sorted(files.items())
-        ]
-
-        def send() -> str:
-            done = self._api.create_commit(
-                repo,
-                operations,
-                commit_message=message,
-                commit_description=description,
-                parent_commit=parent,
-                create_pr=True,
-            )
-            return str(done.pr_url)
-
-        return self._ask(repo, send, waits=(None,))
 
     def set_visibility(self, repo: str, *, is_private: bool) -> None:
         """Let everybody read it, or nobody but its owners."""
