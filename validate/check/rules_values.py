@@ -121,7 +121,7 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator
         else:
             yield from _empty(runtime, tensor, tensors)
     yield from magnitudes_are_those_of_weights(runtime, tensors)
-    yield from fused_scales_agree(runtime, tensors)
+    yield from fused_scales_agree(tensors)
     yield from input_scales_are_measured(tensors)
     yield from norms_have_learned(runtime, tensors)
 
@@ -251,7 +251,7 @@ def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: Mapping[HFNam
             )
 
 
-def fused_scales_agree(runtime: RuntimeView, tensors: Mapping[HFName, Tensor]) -> Iterator[Objection]:
+def fused_scales_agree(tensors: Mapping[HFName, Tensor]) -> Iterator[Objection]:
     """Weights that vLLM fuses have one global scale: vllm#54150."""
     groups: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for tensor in tensors.values():
