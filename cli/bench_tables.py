@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..validate.facts.benched import BenchCell, Benched, BenchFact, words_of
 from ..validate.measure.bench import BenchPlan
-from ..validate.report.speed_table import failures, recommendation
+from ..validate.report.tables import failures, recommendation
 from .tables import table
 
 _COLUMNS = ("", ">k", ">tok/s", ">±", ">over k=0", ">first", ">each", ">length", ">by position")

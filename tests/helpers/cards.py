@@ -19,7 +19,7 @@ from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.report import card
 from keepmtp.validate.report import report as full_reports
 from keepmtp.validate.report.base_model import NO_BASE_MODEL
-from keepmtp.validate.report.card_page import CardFacts
+from keepmtp.validate.report.card_page import CardFacts, Metadata
 from keepmtp.validate.report.check_data import check_data
 from keepmtp.validate.report.provenance import groups_of, recipe_text
 from keepmtp.validate.report.usage import usage_of
@@ -80,14 +80,13 @@ def told(folder: Path, report: FullReport, **changed: Any) -> CardFacts:
         "report": report,
         "record": record,
         "recipe": recipe_text(folder),
-        "choices": (),
+        "changed": "",
         "groups": groups_of(opened, record),
         "base_model": NO_BASE_MODEL,
         "repository": "",
-        "license": "",
+        "metadata": Metadata(),
         "plots": {},
         "usage": usage_of(opened, report.facts.family),
-        "off_leaderboard": "",
     }
     return CardFacts(**(fields | changed))
 

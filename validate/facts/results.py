@@ -12,7 +12,7 @@ report.json of them.
 
 Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The identity is taken before
 the measurement, and the same file holds both. And a seal is no signature: it finds an edited number, and nobody who
-computes it anew. So what can be computed again from other facts is (rederived.py, recount.py).
+computes it anew. So what can be computed again from other facts is (rederived.py).
 """
 
 import hashlib

@@ -6,7 +6,7 @@ Easy to get wrong: a k that was measured on other bytes says nothing. So a repor
 folder keeps are of files with today's sizes and times. No byte is read for that: 700 GB would take an hour.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...checkpoints.identity import remembered
 from ...checkpoints.record import RECORD, read_record
@@ -16,7 +16,7 @@ from ..facts.benched import BenchFact, words_of
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..facts.served import Drafts
-from .headline import counts_bench, counts_speed
+from .headline import counts_bench
 from .report import JSON_FILE, read_json
 
 
@@ -38,23 +38,21 @@ class BestK:
 
 
 def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
-    """As bench recommends, else as evaluated, else the fastest of serve-check, else one for each MTP layer.
+    """As bench recommends, else as evaluated, else one for each MTP layer.
 
     `device` is the one that will serve: a speed that was measured on a CPU counts for that CPU alone.
     """
-    serve, evaluation = report.serve, report.evaluation
+    evaluation = report.evaluation
     if report.bench and counts_bench(report.bench, device=device) and (found := _of_bench(report.bench)):
         return found
     if evaluation:
         why = f"with which {evaluation.protocol.title} was measured"
         return BestK(k=evaluation.protocol.k, why=why, measured=evaluation.checkpoint, measured_by="keepmtp eval")
-    runs = [run for run in (serve.checkpoint.drafting if serve else ()) if run.draft_tokens]
-    if serve and runs and counts_speed(serve):
-        fastest = max(runs, key=lambda run: run.speed_up or 0.0)
-        why = "the fastest that serve-check timed"
-        return BestK(k=fastest.k, why=why, measured=fastest, measured_by="keepmtp serve-check")
-    found = BestK(k=max(1, report.facts.num_mtp_layers), why="one for each MTP layer")
-    return replace(found, measured=runs[0], measured_by="keepmtp serve-check") if runs else found
+    runs = report.serve.checkpoint.drafting if report.serve else ()
+    measured = next((run for run in runs if run.draft_tokens), None)
+    by = "keepmtp serve-check" if measured else ""
+    layers = max(1, report.facts.num_mtp_layers)
+    return BestK(k=layers, why="one for each MTP layer", measured=measured, measured_by=by)
 
 
 def _of_bench(bench: BenchFact) -> BestK | None:
@@ -116,5 +114,5 @@ def _of_recipe(opened: Source) -> int:
         return 0
     evaluation = read_record(path).recipe.whole.get("evaluation")
     first = evaluation[0] if isinstance(evaluation, list) and evaluation else evaluation
-    k = first.get("k") if isinstance(first, dict) else None
+    k = first.get("k") if isinstance(first, dict) else 0
     return k if isinstance(k, int) else 0

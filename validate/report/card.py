@@ -3,7 +3,7 @@
 In: a checkpoint folder with NAME.report. Out: a folder of what is uploaded with the checkpoint's own files:
 
     README.md                   front matter for the Hub, then `card_page.page`
-    acceptance.png, gsm8k.png   where there is something to draw, as speed.png
+    acceptance.png, speed.png   where there is something to draw
     report.json, report.html    the whole evidence, with folders of this machine shortened to their last name
     .eval_results/TASK.yaml     a score that belongs on its benchmark's leaderboard: GSM8K's, MMLU-Pro's, GPQA Diamond's
 
@@ -11,20 +11,18 @@ Easy to get wrong: somebody changes a number after it was measured. A report tha
 card, and a card that differs from what its report makes is refused.
 """
 
-import json
 import os
 import re
 import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 
 from ...checkpoints.files import complete, partial_path, sync, within
 from ...checkpoints.identity import ReadingBar, identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
-from ...checkpoints.record import RECORD, Record, read_record
+from ...checkpoints.record import RECORD, read_record
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
@@ -33,29 +31,17 @@ from ..facts.schema import FullReport
 from . import html as report_html
 from . import report as reports
 from .base_model import NO_BASE_MODEL, NONE, BaseModel, base_model_of, refuse_no_id, unknown
-from .card_metadata import (
-    BENCHMARKS,
-    HUB_ID,
-    INHERITED,
-    README,
-    Metadata,
-    eval_results,
-    front_matter,
-    metadata_of,
-    off_leaderboard,
-    read_front_matter,
-)
-from .card_page import CardFacts, page
+from .card_metadata import HUB_ID, INHERITED, README, front_matter, metadata_of, read_front_matter
+from .card_page import CardFacts, Metadata, page
 from .headline import counts_bench
+from .leaderboard import BENCHMARKS, eval_results
 from .portable import portable, shortened
-from .provenance import choices, groups_of, recipe_text
+from .provenance import changed_by_the_run, groups_of, recipe_text
 from .usage import usage_of
 
 EVAL_RESULTS = tuple(f".eval_results/{task}.yaml" for task in BENCHMARKS)
-_PICTURES = ("acceptance.png", "gsm8k.png", "speed.png")
-FILES = (README, *_PICTURES, reports.JSON_FILE, report_html.HTML_FILE, *EVAL_RESULTS)
+FILES = (README, "acceptance.png", "speed.png", reports.JSON_FILE, report_html.HTML_FILE, *EVAL_RESULTS)
 """Everything that a card folder may hold."""
-_SHOWN = 160
 _OF_OTHERS = (
     "A card is for what `keepmtp quantize` made: upload any other checkpoint, also one of fix, graft or convert, with "
     "`hf upload ORG/NAME FOLDER`, and let `keepmtp check ORG/NAME` judge it there"
@@ -100,7 +86,7 @@ def build(
     folder = out or card_folder(checkpoint)
     for place in (folder, *_around(folder)):
         _refuse_strange(place)
-    told, opened = _verified(checkpoint, watch)
+    report, opened = _verified(checkpoint, watch)
     record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
     base = base_model_of(record, base_model)
     if base is None:
@@ -108,9 +94,9 @@ def build(
     theirs = read_front_matter(source) if source else {}
     inherited = {key: theirs.get(key) for key in INHERITED}
     where = source / README if source else "keepmtp card"
-    metadata = metadata_of(opened, inherited, {"license": license_id}, base_model=base.name, where=where)
-    _write(folder, _files(_facts(checkpoint, told, opened, record, metadata, base), metadata))
-    return folder, told
+    metadata = metadata_of(opened, inherited, license_id=license_id, base_model=base.name, where=where)
+    _write(folder, _files(_facts(checkpoint, report, opened, metadata, base)))
+    return folder, report
 
 
 def refuse_no_record(checkpoint: Path) -> None:
@@ -151,35 +137,36 @@ def verified_files(checkpoint: Path, *, repository: str = "", out: Path | None =
     commands in README.md name it.
 
     Raises:
-        CheckpointError: no card, or a file of it that differs; names the first line that does.
+        CheckpointError: no card, or a file of it that differs.
     """
     require_extra("keepmtp card", "report")
     folder = out or card_folder(checkpoint)
     cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}` again"
     refuse_none(folder, checkpoint)
-    facts, metadata = _stated(checkpoint, folder)
-    wanted = _files(facts, metadata)
+    facts = _stated(checkpoint, folder)
+    wanted = _files(facts)
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
     for name in sorted(wanted.keys() | found.keys()):
-        if name not in found or name not in wanted:
-            got = "no such file" if name not in found else "a file that the report does not make"
+        content = read_bytes_of(found[name], found[name]) if name in found else None
+        if content != wanted.get(name):
+            got = "no such file" if content is None else "another text or drawing"
+            got = got if name in wanted else "a file that the report does not make"
             raise CheckpointError(folder / name, "a card holds what its report makes", got=got, cure=cure)
-        if (got := read_bytes_of(found[name], found[name])) != wanted[name]:
-            raise _difference(folder / name, got, wanted[name], cure)
-    return wanted | ({README: _readme(replace(facts, repository=repository), metadata)} if repository else {})
+    return wanted | ({README: _readme(replace(facts, repository=repository))} if repository else {})
 
 
-def _stated(checkpoint: Path, folder: Path) -> tuple[CardFacts, Metadata]:
+def _stated(checkpoint: Path, folder: Path) -> CardFacts:
     """What a card in `folder` is made of: the evidence, with what its own front matter and first command state."""
-    told, opened = _verified(checkpoint)
-    record, front = read_record(checkpoint / RECORD, cure=_OF_OTHERS), read_front_matter(folder)
+    report, opened = _verified(checkpoint)
+    front = read_front_matter(folder)
     named = str(front.get("base_model") or NONE)
     refuse_no_id(named)
+    record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
     base = base_model_of(record, None if named == NONE else named)
     if base is None or base.name != ("" if named == NONE else named):
         base = NO_BASE_MODEL
-    metadata = metadata_of(opened, front, {}, base_model=base.name, where=folder / README)
-    return replace(_facts(checkpoint, told, opened, record, metadata, base), repository=_repository(folder)), metadata
+    metadata = metadata_of(opened, front, base_model=base.name, where=folder / README)
+    return replace(_facts(checkpoint, report, opened, metadata, base), repository=_repository(folder))
 
 
 def _repository(folder: Path) -> str:
@@ -202,71 +189,49 @@ def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullRe
             got=f"no {reports.JSON_FILE}",
             cure=f"Run `keepmtp check {shlex.quote(str(checkpoint))} --record`",
         )
-    told = reports.verify(evidence)
-    if told.identity is not None:
-        refuse_other_bytes(checkpoint, told.identity, identify(checkpoint, cache=evidence, watch=watch))
-    return portable(told), open_source(checkpoint)
+    report = reports.verify(evidence)
+    if report.identity is not None:
+        refuse_other_bytes(checkpoint, report.identity, identify(checkpoint, cache=evidence, watch=watch))
+    return portable(report), open_source(checkpoint)
 
 
-def _facts(
-    checkpoint: Path, report: FullReport, opened: Source, record: Record, metadata: Metadata, base: BaseModel
-) -> CardFacts:
+def _facts(checkpoint: Path, report: FullReport, opened: Source, metadata: Metadata, base: BaseModel) -> CardFacts:
     """What a card is made from, whose repository is not known."""
-    from . import plots, speed_plots  # matplotlib, once it is known to be there
+    from .charts import charts, png  # matplotlib, once it is known to be there
 
-    others = report.evaluation.tasks if report.evaluation else ()
-    drawings = {
-        "acceptance.png": plots.acceptance_png(report),
-        "gsm8k.png": plots.gsm8k_png(report),
-        "speed.png": speed_plots.speed_png(report.bench) if report.bench and counts_bench(report.bench) else None,
-    }
+    record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
+    drawn = charts(report)
+    if report.bench and not counts_bench(report.bench):
+        drawn.pop("speed", None)
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,
         record=record,
         recipe=recipe_text(checkpoint),
-        choices=choices(checkpoint, record),
+        changed=changed_by_the_run(checkpoint, record),
         groups=groups_of(opened, record),
         base_model=base,
         repository="",
-        license=metadata.license_name or metadata.license,
+        metadata=metadata,
         usage=usage_of(opened, report.facts.family),
-        plots={name: drawing for name, drawing in drawings.items() if drawing},
-        off_leaderboard=off_leaderboard(report.evaluation) if report.evaluation else "",
-        others_off_leaderboard=tuple(
-            f"{task.protocol.title}: {why}" for task in others if (why := off_leaderboard(task))
-        ),
+        plots={f"{what}.png": png(chart) for what, chart in drawn.items()},
     )
 
 
-def _files(told: CardFacts, metadata: Metadata) -> dict[str, bytes]:
+def _files(told: CardFacts) -> dict[str, bytes]:
     """Name -> bytes of everything in a card folder."""
     report = told.report
-    text = json.dumps(report.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=False) + "\n"
     files = {
-        README: _readme(told, metadata),
-        reports.JSON_FILE: text.encode(),
+        README: _readme(told),
+        reports.JSON_FILE: reports.text_of(report).encode(),
         report_html.HTML_FILE: report_html.render(report).encode(),
         **told.plots,
     }
     return files | {name: text.encode() for name, text in eval_results(report).items()}
 
 
-def _readme(told: CardFacts, metadata: Metadata) -> bytes:
-    return f"---\n{front_matter(told, metadata)}\n---\n\n{shortened(page(told))}".encode()
-
-
-def _difference(path: Path, got: bytes, wanted: bytes, cure: str) -> CheckpointError:
-    """A refusal that names the first line that differs, or the file if it has no lines."""
-    if path.suffix == ".png":
-        return CheckpointError(path, "must be the drawing that the report makes", got="another", cure=cure)
-    lines = zip_longest(got.decode(errors="replace").split("\n"), wanted.decode().split("\n"), fillvalue="nothing")
-    number, (told, right) = next((number, pair) for number, pair in enumerate(lines, start=1) if pair[0] != pair[1])
-    at = next((at for at, (one, other) in enumerate(zip_longest(told, right)) if one != other), 0)
-    start = max(0, at - _SHOWN // 2)
-    told, right = (f"{'...' * bool(start)}{line[start : start + _SHOWN]}" for line in (told, right))
-    rule = f"must be as the report makes it, {right!r}"
-    return CheckpointError(f"{path}: line {number}", rule, got=repr(told), cure=cure)
+def _readme(told: CardFacts) -> bytes:
+    return f"---\n{front_matter(told)}\n---\n\n{shortened(page(told))}".encode()
 
 
 def _refuse_strange(folder: Path) -> None:

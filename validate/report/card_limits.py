@@ -6,36 +6,33 @@ Easy to get wrong: people forget limitations. So each one follows from the repor
 not judged, parts that are absent.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ...checkpoints.record import Record
-from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ..facts.benched import Benched
 from ..facts.evaluated import EvaluatedFact, EvaluationFact
 from ..facts.schema import FullReport
 from ..facts.served import Served
-from .task_table import endless
+from .leaderboard import off_leaderboard
+from .tables import endless
 
 _MAX_NAMED = 5
 FEW_DRAFTS = 200
 """Below so many drafted tokens, one more or less accepted moves acceptance by half a point."""
 
 
-def limitations(report: FullReport, record: Record, off_leaderboard: Sequence[str]) -> Iterator[str]:
-    """A sentence or two for each, the most important first; `off_leaderboard` as in `card_page.CardFacts`."""
+def limitations(report: FullReport, record: Record) -> Iterator[str]:
+    """A sentence or two for each, the most important first."""
     for reason in report.judgement.reasons if report.judgement else ():
         if reason.verdict == "infeasible":
             yield f"The gate of {reason.gate} neither passes nor fails ({reason.title}); it says above why."
     yield from _served(report)
     if report.evaluation:
-        yield from filter(None, off_leaderboard)
         yield from _evaluated(report.evaluation)
         yield from endless(report)
-    yield from _kernels(report)
-    yield from _drafts(report)
-    if report.calibration:
-        yield from _calibrated(report.calibration)
+    if report.dry:
+        yield "A dry load tells that every tensor finds its place, not that a kernel computes rightly."
+    yield from _calibrated(report)
     warned = [fact for fact in report.findings if fact.severity == "warning"]
     yield from (f"The check warns of {fact.where}: {fact.says}" for fact in warned[:_MAX_NAMED])
     if len(warned) > _MAX_NAMED:
@@ -43,22 +40,22 @@ def limitations(report: FullReport, record: Record, off_leaderboard: Sequence[st
     if record.source.revision == "local":
         yield "The source was a local folder, identified by no more than its files' names and sizes in `keepmtp.json`."
     if (other := record.mtp_source) is not None:
-        where = (
-            f"`{other.name}`, a local folder" if other.revision == "local" else f"`{other.name}` at `{other.revision}`"
+        where = "a local folder" if other.revision == "local" else f"revision `{other.revision}`"
+        yield (
+            f"The release has no MTP block. The one here was read from `{other.name}`, {where}, with a license of its "
+            "own."
         )
-        yield f"The release has no MTP block. The one here was read from {where}, with a license of its own."
     yield from (sentence for part, sentence in report.absent.items() if part != "calibration")
     yield f"Nothing here was tried with another vLLM than {report.vllm}."
 
 
 def _served(report: FullReport) -> Iterator[str]:
+    """Whose bytes were served, and where."""
     models: list[Served | EvaluatedFact | Benched] = list(report.serve.served if report.serve else ())
     models += report.evaluation.evaluated if report.evaluation else ()
     models += report.bench.benched if report.bench else ()
-    copies = {
-        (model.role, model.as_served, model.reason.rstrip(".")): None for model in models if model.as_served != "native"
-    }
-    for role, as_served, reason in copies:
+    copies = [(one.role, one.as_served, one.reason.rstrip(".")) for one in models if one.as_served != "native"]
+    for role, as_served, reason in dict.fromkeys(copies):
         why = f": {reason}" if reason else ""
         yield (
             f"Figures of the {role} are of a {as_served}{why}. What packed kernels and quantized activations change is "
@@ -68,6 +65,11 @@ def _served(report: FullReport) -> Iterator[str]:
     for device in dict.fromkeys(part.environment.get("device", "") for part in parts if part):
         if device.startswith("CPU"):
             yield f"No GPU was used ({device}), so nothing here says how fast it is."
+    counts = [run.draft_tokens for model in report.serve.served for run in model.drafting] if report.serve else []
+    counts += [model.draft_tokens for model in report.evaluation.evaluated] if report.evaluation else []
+    few = min(filter(None, counts), default=FEW_DRAFTS)
+    if few < FEW_DRAFTS:
+        yield f"An acceptance rate rests on no more than {few:,} drafted tokens: a few more or less would move it."
 
 
 def _evaluated(evaluation: EvaluationFact) -> Iterator[str]:
@@ -77,6 +79,8 @@ def _evaluated(evaluation: EvaluationFact) -> Iterator[str]:
         yield "The checkpoint was not asked with MTP off, so whether drafting changes its answers is not known."
     for task in evaluation.by_task:
         where = f"{task.protocol.title}: " if evaluation.tasks else ""
+        if why := off_leaderboard(task):
+            yield f"{where}{why}"
         for model in task.arms:
             if model.num_truncated:
                 yield (
@@ -85,41 +89,20 @@ def _evaluated(evaluation: EvaluationFact) -> Iterator[str]:
                 )
 
 
-def _kernels(report: FullReport) -> Iterator[str]:
-    found: dict[str, list[str]] = defaultdict(list)
-    for load in report.dry:
-        for use in (*load.target.kernels, *load.draft.kernels):
-            name = use.kernel.partition(" ")[0]
-            if name and use.outcome.startswith("not judged") and load.gpu not in found[name]:
-                found[name].append(load.gpu)
-    if named := ", ".join(f"`{name}` on {' and '.join(gpus)}" for name, gpus in found.items() if gpus):
-        yield f"Not judged, because a dry load has no values: how vLLM prepares weights for {named}."
-    if report.dry:
-        yield "A dry load tells that every tensor finds its place, not that a kernel computes rightly."
-
-
-def _drafts(report: FullReport) -> Iterator[str]:
-    counts = [run.draft_tokens for model in report.serve.served for run in model.drafting] if report.serve else []
-    counts += [model.draft_tokens for model in report.evaluation.evaluated] if report.evaluation else []
-    few = min((count for count in counts if count), default=FEW_DRAFTS)
-    if few < FEW_DRAFTS:
-        yield f"An acceptance rate rests on no more than {few:,} drafted tokens: a few more or less would move it."
-
-
-def _calibrated(calibration: CalibrationFact) -> Iterator[str]:
-    never = calibration.coverage.never_routed
-    if never:
+def _calibrated(report: FullReport) -> Iterator[str]:
+    if report.calibration is None:
+        return
+    coverage = report.calibration.coverage
+    if never := coverage.never_routed:
         yield (
             f"The router sent no token of the calibration data to {len(never):,} expert modules ({_named(never)}), so "
             "data decided nothing there."
         )
-    few = calibration.coverage.few_tokens
-    if few:
-        yield (
-            f"Fewer calibration tokens than input channels reached {len(few):,} of the expert modules ({_named(few)})."
-        )
-    if calibration.unmeasured:
-        yield f"Calibration could not measure acceptance: {calibration.unmeasured}"
+    if few := coverage.few_tokens:
+        reached = f"reached {len(few):,} of the expert modules ({_named(few)})"
+        yield f"Fewer calibration tokens than input channels {reached}."
+    if report.calibration.unmeasured:
+        yield f"Calibration could not measure acceptance: {report.calibration.unmeasured}"
 
 
 def _named(modules: Sequence[str]) -> str:

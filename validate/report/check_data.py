@@ -33,7 +33,16 @@ def check_data(check: CheckData, *, opened: Source | None = None, source: Source
         opened: the checkpoint; None if nothing could be read.
         source: what it was made from, for sizes before and after.
     """
-    sizes, calibration, absent = _from_files(opened, source)
+    if opened is None:
+        unread = "the checkpoint's headers could not be read."
+        absent = {"sizes": f"No sizes: {unread}", "calibration": f"Not known: {unread}"}
+        return check.model_copy(update={"absent": absent})
+    calibration, why = calibration_of(opened)
+    sizes, absent = (), {"calibration": why} if why else {}
+    try:
+        sizes = sizes_by_group(opened, source)
+    except RecipeError as unknown:
+        absent["sizes"] = f"No sizes: {unknown}"
     return check.model_copy(update={"sizes": sizes, "calibration": calibration, "absent": absent})
 
 
@@ -55,17 +64,16 @@ def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[Gr
     Raises:
         RecipeError: no family table for the model type.
     """
-    after = _measured(checkpoint)
-    before = None if source is None else _measured(source)
+    after, before = _measured(checkpoint), _measured(source) if source else None
     rows = [
         GroupSize(
             part=part,
             group=group,
-            num_tensors=len(after.get((part, group), ())),
-            num_bytes=sum(after.get((part, group), ())),
-            num_bytes_before=None if before is None else sum(before.get((part, group), ())),
+            num_tensors=len(after[part, group]),
+            num_bytes=sum(after[part, group]),
+            num_bytes_before=None if before is None else sum(before[part, group]),
         )
-        for part, group in after.keys() | (before or {}).keys()
+        for part, group in sorted(after.keys() | (before or {}).keys())
     ]
     return tuple(sorted(rows, key=lambda row: (row.part, -max(row.num_bytes, row.num_bytes_before or 0), row.group)))
 
@@ -79,13 +87,12 @@ def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
         record = read_record(path, where=RECORD)
         if record.calibration is None:
             return None, "None: every value was computed from the weights alone, without batches."
-        return calibration_fact(record.calibration, record.recipe.whole["calibration"]), ""
+        settings = record.recipe.whole.get("calibration")
+        return calibration_fact(record.calibration, settings if isinstance(settings, Mapping) else {}), ""
     except ValidationError as error:
         why = first_fault(error)
     except (KeepMTPError, OSError) as error:
         why = str(error)
-    except (KeyError, TypeError) as error:
-        why = repr(error)
     return None, f"Not read: {RECORD} is not as this keepmtp writes it ({why})."
 
 
@@ -95,34 +102,14 @@ def calibration_fact(summary: Mapping[str, Any], settings: Mapping[str, Any]) ->
     Raises:
         ValidationError: it is not what report.json has.
     """
-    chosen = {key: settings[key] for key in ("algorithm", "sequence_length")}
+    chosen = {key: settings.get(key) for key in ("algorithm", "sequence_length")}
     return CalibrationFact.model_validate({**summary, **chosen})
 
 
-def _from_files(
-    opened: Source | None, source: Source | None
-) -> tuple[tuple[GroupSize, ...], CalibrationFact | None, dict[str, str]]:
-    """Sizes and calibration, and why one of them is empty."""
-    if opened is None:
-        return (
-            (),
-            None,
-            {
-                "sizes": "No sizes: the checkpoint's headers could not be read.",
-                "calibration": "Not known: the checkpoint could not be read.",
-            },
-        )
-    calibration, why = calibration_of(opened)
-    absent = {"calibration": why} if why else {}
-    try:
-        return sizes_by_group(opened, source), calibration, absent
-    except RecipeError as unknown:
-        return (), calibration, absent | {"sizes": f"No sizes: {unknown}"}
-
-
-def _measured(source: Source) -> dict[tuple[str, str], list[int]]:
+def _measured(source: Source) -> defaultdict[tuple[str, str], list[int]]:
+    """Bytes of each tensor, by part and group."""
     view = find_view(source.config, source.where, source.entries)
-    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for entry in source.entries.values():
         place = view.place(entry.name)
         groups[("backbone", "unknown") if place is None else (place.part, place.role)].append(entry.num_bytes)

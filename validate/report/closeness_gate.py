@@ -8,107 +8,78 @@ divergence from a part of the vocabulary is a lower bound: a limit that it fails
 reason says how much probability was not compared token by token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from ...recipes.protocol import Gates
 from ..facts.binomial import limits, student
 from ..facts.closeness import ClosenessFact
-from ..facts.schema import JudgementWord, ReasonFact
+from ..facts.schema import ReasonFact
 from .numbers import limit, percent
-from .sampled_gates import not_its_own, settle, too_few
-
-_WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")
-_Settled = tuple[JudgementWord, int | None, str]
+from .sampled_gates import BOUND, not_its_own
+from .settle import Estimate, Settled, at_most, unmeasured, worst
 
 
-def closeness_reasons(gates: Gates, closeness: ClosenessFact | None) -> tuple[ReasonFact, ...]:
+def closeness_reasons(gates: Gates, closeness: ClosenessFact | None) -> Iterator[ReasonFact]:
     """The worse of both limits, and what was found for each; none where the recipe has no limit."""
-    is_judged = gates.max_divergence is not None or gates.max_flips is not None
-    return (_reason(gates, closeness),) if is_judged else ()
-
-
-def _reason(gates: Gates, closeness: ClosenessFact | None) -> ReasonFact:
+    if gates.max_divergence is None and gates.max_flips is None:
+        return
     if closeness is None:
-        says = "Not measured: `keepmtp closeness CHECKPOINT --source SOURCE` does."
-        return ReasonFact(gate="closeness", verdict="infeasible", says=says)
-    found = [
-        *([_divergence(gates.max_divergence, gates.confidence, closeness)] if gates.max_divergence is not None else []),
-        *([_flips(gates.max_flips, gates.confidence, closeness)] if gates.max_flips is not None else []),
-    ]
-    verdicts: list[JudgementWord] = [verdict for verdict, _, _ in found]
-    verdict = min(verdicts, key=_WORST_FIRST.index)
-    says = f"On {closeness.tokens:,} tokens of held-out text in {closeness.windows:,} windows: "
-    says += " ".join(words for _, _, words in found)
-    says += _farthest(closeness) if verdict == "regression" else ""
-    says += not_its_own(is_native=closeness.checkpoint.as_served == "native")
-    return ReasonFact(gate="closeness", verdict=verdict, says=says, needed=_needed(found))
+        yield unmeasured("closeness", "Not measured: `keepmtp closeness CHECKPOINT --source SOURCE` does.")
+        return
+    found, says = [], f"On {closeness.tokens:,} tokens of held-out text in {closeness.windows:,} windows:"
+    if gates.max_divergence is not None:
+        settled, words = _divergence(gates.max_divergence, gates.confidence, closeness)
+        found.append(settled)
+        says += words
+    if gates.max_flips is not None:
+        settled, words = _flips(gates.max_flips, gates.confidence, closeness)
+        found.append(settled)
+        says += words
+    verdict = worst(each.verdict for each in found)
+    says += not_its_own(closeness.checkpoint.as_served)
+    still_open = [each.needed for each in found if each.verdict == "infeasible"]
+    needed = [number for number in still_open if number is not None]
+    settles = max(needed) if needed and len(needed) == len(still_open) else None
+    yield ReasonFact(gate="closeness", verdict=verdict, says=says, needed=settles)
 
 
-def _divergence(most: float, confidence: float, fact: ClosenessFact) -> _Settled:
-    if fact.stderr is None:
-        says = f"{nats(fact.divergence)} a token from the source, in one window, which has no standard error."
-        return "infeasible", None, f"{says} Use text for more windows."
-    stderr, reach = fact.stderr, student(confidence, fact.windows - 1)
+def _divergence(most: float, confidence: float, fact: ClosenessFact) -> tuple[Settled, str]:
+    stderr, figure = fact.stderr, f" {_nats(fact.divergence)} a token from the source,"
+    if stderr is None:
+        one = Settled(verdict="infeasible", bound=0.0, is_lower=False, needed=None, too_few="")
+        return one, f"{figure} in one window, which has no standard error. Use text for more windows."
+    reach = student(confidence, fact.windows - 1)
 
     def bounds(times: float) -> tuple[float, float]:
         wide = reach * stderr / times**0.5
-        return most - fact.divergence - wide, most - fact.divergence + wide
+        return fact.divergence - wide, fact.divergence + wide
 
-    verdict, needed = settle(most - fact.divergence, bounds, fact.tokens)
-    low, high = (most - each for each in reversed(bounds(1)))
-    bound = f"at least {nats(max(0.0, low))}" if verdict == "regression" else f"at most {nats(high)}"
+    estimate = Estimate(value=fact.divergence, bounds=bounds, samples=fact.tokens, unit="tokens")
+    found = at_most(estimate, most)
     says = (
-        f"{nats(fact.divergence)} a token from the source, {bound} at {limit(confidence)} confidence (one-sided, over "
-        f"windows); at most {most:g} nats may be lost."
+        f"{figure} {found.side} {_nats(found.bound)} at {limit(confidence)} confidence (one-sided, over windows); at "
+        f"most {most:g} nats may be lost."
     )
-    if not fact.is_exact and verdict == "pass":
-        says += (
-            f" It is a lower bound: {percent(fact.outside)} of the source's probability lies on tokens that were "
-            "compared as one."
-        )
-    return _with_too_few(verdict, needed, says, is_good=fact.divergence < most)
+    if not fact.is_exact and found.verdict == "pass":
+        says += f" It is a lower bound: {percent(fact.outside)} of the source's probability lies on tokens that were "
+        says += "compared as one."
+    return found, says + found.open_end()
 
 
-def _flips(most: float, confidence: float, fact: ClosenessFact) -> _Settled:
+def _flips(most: float, confidence: float, fact: ClosenessFact) -> tuple[Settled, str]:
     def bounds(times: float) -> tuple[float, float]:
         trials = times * fact.effective_tokens
-        low, high = limits(fact.flip_rate * trials, trials, confidence)
-        return most - high, most - low
+        return limits(fact.flip_rate * trials, trials, confidence)
 
-    verdict, needed = settle(most - fact.flip_rate, bounds, fact.tokens)
-    low, high = (most - each for each in reversed(bounds(1)))
-    bound = f"at least {percent(low)}" if verdict == "regression" else f"at most {percent(high)}"
+    estimate = Estimate(value=fact.flip_rate, bounds=bounds, samples=fact.tokens, unit="tokens")
+    found = at_most(estimate, most)
     says = (
-        f"The first choice is another at {percent(fact.flip_rate)} of the tokens, {bound} at {limit(confidence)} "
-        f"confidence (one-sided, Clopper-Pearson, as {fact.effective_tokens:,.0f} independent tokens); at most "
-        f"{limit(most)} may be."
+        f" The first choice is another at {percent(fact.flip_rate)} of the tokens, {found.side} "
+        f"{percent(found.rounded)} at {limit(confidence)} confidence ({BOUND}, as {fact.effective_tokens:,.0f} "
+        f"independent tokens); at most {limit(most)} may be."
     )
-    return _with_too_few(verdict, needed, says, is_good=fact.flip_rate < most)
+    return found, says + found.open_end()
 
 
-def nats(value: float) -> str:
-    """A divergence, in three digits that count."""
+def _nats(value: float) -> str:
     return f"{value:.3g} nats"
-
-
-def _farthest(fact: ClosenessFact) -> str:
-    """The position that is farthest off."""
-    if not fact.worst:
-        return ""
-    worst = fact.worst[0]
-    return (
-        f" Farthest off is token {worst.at} of window {worst.window}: the source predicts {worst.source!r} and the "
-        f"checkpoint {worst.checkpoint!r}."
-    )
-
-
-def _with_too_few(verdict: JudgementWord, needed: int | None, says: str, *, is_good: bool) -> _Settled:
-    also = too_few("tokens", needed, also="", is_good=is_good) if verdict == "infeasible" else ""
-    return verdict, needed, says + also
-
-
-def _needed(found: Sequence[_Settled]) -> int | None:
-    """Tokens that settle both, where that is a matter of tokens."""
-    open_ones = [needed for verdict, needed, _ in found if verdict == "infeasible"]
-    numbers = [needed for needed in open_ones if needed is not None]
-    return max(numbers) if numbers and len(numbers) == len(open_ones) else None

@@ -9,75 +9,49 @@ numerics are not those of NVFP4 or FP8 activations.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 READ_FROM = "0.32.0"
 """The vLLM release whose source code this table is from. Older releases were not read."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """Where one scheme runs.
-
-    Attributes:
-        native: compute capabilities whose kernels take weights and activations as the scheme means them.
-        elsewhere: what vLLM does on other GPUs; "" where it has nothing.
-        source: files of vLLM below vllm/model_executor that decide.
-    """
-
-    native: str
-    elsewhere: str = ""
-    source: str
-
-
 # Weight-only kernels take sm75 as well, where vLLM has no BF16 (platforms/cuda.py supported_dtypes).
-_MARLIN = "sm80 (A100) and newer: weights unpacked in the kernel, activations 16-bit (Marlin)"
-_FP8 = Hardware(
-    native="sm89 (L40S, RTX 4090) and newer, sm90 (H100, H200) among them",
-    elsewhere=_MARLIN.replace("sm80 (A100) and newer", "sm80 (A100) and sm86"),
-    source="layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py, "
-    "compressed_tensors_w8a16_fp8.py, layers/fused_moe/oracle/fp8.py",
-)
-_NVFP4 = "kernels/linear/nvfp4/*.py, layers/fused_moe/oracle/nvfp4.py"
-_MXFP4 = "kernels/linear/mxfp4/*.py, layers/fused_moe/oracle/mxfp4.py"
-_INT = "kernels/linear/mixed_precision/*.py, layers/fused_moe/oracle/int_wna16.py"
+_SM80 = "sm80 (A100) and newer"
+_MARLIN = "weights unpacked in the kernel, activations 16-bit (Marlin)"
+_FP8 = ("sm89 (L40S, RTX 4090) and newer, sm90 (H100, H200) among them", f"sm80 (A100) and sm86: {_MARLIN}")
+_MXFP4 = ("sm100 (B200) and newer", f"{_SM80}: {_MARLIN}")
+_INT4 = (f"{_SM80}; CPUs with AVX-512 for all but experts", "none")
 
-HARDWARE: Mapping[str, Hardware] = MappingProxyType(
+HARDWARE: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "NVFP4": Hardware(
-            native="sm100 (B200), sm103 (B300), sm120 (RTX PRO 6000, RTX 5090) and sm121",
-            elsewhere=_MARLIN,
-            source=_NVFP4,
-        ),
-        "NVFP4A16": Hardware(native="sm80 (A100) and newer", source=_NVFP4),
-        "MXFP4": Hardware(native="sm100 (B200) and newer", elsewhere=_MARLIN, source=_MXFP4),
-        "MXFP4A8": Hardware(native="sm100 (B200) and newer", elsewhere=_MARLIN, source=_MXFP4),
-        "MXFP4A16": Hardware(
-            native="sm80 (A100) and newer; on sm100 (B200) and newer vLLM rounds activations to 4 bits", source=_MXFP4
-        ),
+        # vllm/model_executor/kernels/linear/nvfp4/*.py, layers/fused_moe/oracle/nvfp4.py
+        "NVFP4": ("sm100 (B200), sm103 (B300), sm120 (RTX PRO 6000, RTX 5090) and sm121", f"{_SM80}: {_MARLIN}"),
+        "NVFP4A16": (_SM80, "none"),
+        # kernels/linear/mxfp4/*.py, layers/fused_moe/oracle/mxfp4.py
+        "MXFP4": _MXFP4,
+        "MXFP4A8": _MXFP4,
+        "MXFP4A16": (f"{_SM80}; on sm100 (B200) and newer vLLM rounds activations to 4 bits", "none"),
+        # layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py and _w8a16_fp8.py,
+        # layers/fused_moe/oracle/fp8.py, kernels/linear/__init__.py
         "FP8": _FP8,
         "FP8_DYNAMIC": _FP8,
-        "FP8_BLOCK": Hardware(
-            native="sm90 (H100, H200) and newer; on sm89 (L40S, RTX 4090) for routed experts alone",
-            elsewhere=_MARLIN.replace("and newer", "to sm89"),
-            source="kernels/linear/__init__.py, layers/fused_moe/oracle/fp8.py",
+        "FP8_BLOCK": (
+            "sm90 (H100, H200) and newer; on sm89 (L40S, RTX 4090) for routed experts alone",
+            f"sm80 (A100) to sm89: {_MARLIN}",
         ),
-        **dict.fromkeys(
-            ("W4A16", "W4A16_G32", "W4A16_ASYM"),
-            Hardware(native="sm80 (A100) and newer; CPUs with AVX-512 for all but experts", source=_INT),
-        ),
-        "W8A16": Hardware(native="sm80 (A100) and newer", source=_INT),
-        "W8A8": Hardware(
-            native="sm75 to sm90 (H100, H200); CPUs",
-            source="kernels/linear/scaled_mm/*.py, layers/fused_moe/oracle/int8.py",
-        ),
+        # kernels/linear/mixed_precision/*.py, layers/fused_moe/oracle/int_wna16.py
+        "W4A16": _INT4,
+        "W4A16_G32": _INT4,
+        "W4A16_ASYM": _INT4,
+        "W8A16": (_SM80, "none"),
+        # kernels/linear/scaled_mm/*.py, layers/fused_moe/oracle/int8.py
+        "W8A8": ("sm75 to sm90 (H100, H200); CPUs", "none"),
     }
 )
-"""Scheme -> where it runs. Dry loads on sm89, sm90, sm100 and sm120 showed the same."""
+"""Scheme -> compute capabilities whose kernels take weights and activations as the scheme means them, and what vLLM
+does on other GPUs. Dry loads on sm89, sm90, sm100 and sm120 showed the same."""
 
 
-def where_they_run(schemes: Iterable[str]) -> tuple[tuple[str, Hardware], ...]:
+def where_they_run(schemes: Iterable[str]) -> list[tuple[str, str, str]]:
     """The rows of `HARDWARE` for these schemes, in its order; words that are no scheme are left out."""
     wanted = set(schemes)
-    return tuple((name, row) for name, row in HARDWARE.items() if name in wanted)
+    return [(name, *row) for name, row in HARDWARE.items() if name in wanted]

@@ -35,8 +35,27 @@ def points(share: float) -> str:
     return f"{100 * share:.2f}".rstrip("0").rstrip(".") + " points"
 
 
-def size(num_bytes: int) -> str:
-    """Bytes, in the unit that leaves two to four digits."""
+def signed(share: float) -> str:
+    """The same with its sign and always two digits, and without the word: `-0.50`."""
+    return f"{100 * share:+.2f}"
+
+
+def figure(value: float | None) -> str:
+    """A ratio or a perplexity, in two digits after the point or in four that count; `-` where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 100 else f"{value:.4g}"
+
+
+def count(number: int) -> str:
+    """A whole number."""
+    return f"{number:,}"
+
+
+def size(num_bytes: int | None) -> str:
+    """Bytes, in the unit that leaves two to four digits; `-` where they are not known."""
+    if num_bytes is None:
+        return "-"
     for unit, divisor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= divisor:
             return f"{num_bytes / divisor:,.1f} {unit}"

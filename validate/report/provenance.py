@@ -1,12 +1,13 @@
-"""What repeats a run, and what is in its checkpoint: options for recipe.yaml, and every module group by stored form.
+"""What repeats a run, and what is in its checkpoint: its recipe, and every module group by stored form.
 
-In: the folder of a checkpoint that keepmtp wrote, and its record. Out: the options, and a row for each module group.
+In: the folder of a checkpoint that keepmtp wrote, and its record. Out: what the run changed of the
+recipe, and a row for each module group.
 
 Easy to get wrong: a recipe says what somebody wanted. The rows are read from the headers, which say what is there.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from typing import Any
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source
+from ...checkpoints.stored import StoredWeight
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_view
 from ...recipes.find import read_recipe
 from ...recipes.schema import AUTO, Recipe
-from ...recipes.schemes import SCHEMES
 from ..check.runtime_view import RuntimeView
 
 # What judges a checkpoint, and what `mtp: auto` replaces by its choice: neither is a decision about its bytes.
@@ -36,7 +37,7 @@ class ModuleGroup:
         schemes: of their weights; none where all are plain.
         plain: dtypes of the weights, biases and states that are not quantized.
         decision: the recipe's word for the group; "" where it has none.
-        reasons: of the family table, for what no recipe quantizes.
+        why: that, and the reasons of the family table for what no recipe quantizes.
     """
 
     part: str
@@ -44,7 +45,7 @@ class ModuleGroup:
     schemes: tuple[str, ...]
     plain: tuple[str, ...]
     decision: str
-    reasons: tuple[str, ...]
+    why: str
 
 
 def recipe_text(folder: Path) -> str:
@@ -65,21 +66,12 @@ def recipe_text(folder: Path) -> str:
         ) from error
 
 
-def choices(folder: Path, record: Record) -> tuple[str, ...] | None:
-    """The `--scheme` and `--mtp` that make the recorded recipe of recipe.yaml; None where no such words do."""
+def changed_by_the_run(folder: Path, record: Record) -> str:
+    """The first key of recipe.yaml that the run had otherwise, by `--scheme`, `--mtp` or `mtp: auto`; "" for none."""
     try:
-        recipe = read_recipe(folder / RECIPE)
+        return other_decision(read_recipe(folder / RECIPE), record.recipe.whole) or ""
     except RecipeError:
-        return None
-    made = record.recipe
-    schemes = [None, *sorted(set(made.backbone.values()) & SCHEMES.keys())]
-    policies = [None, made.mtp, AUTO] if isinstance(made.mtp, str) else [None, AUTO]
-    for scheme in schemes:
-        for mtp in policies:
-            if _makes(recipe, scheme, mtp, made.whole):
-                words = (("--scheme", scheme), ("--mtp", mtp))
-                return tuple(word for name, value in words if value for word in (name, value))
-    return None
+        return "form"
 
 
 def other_decision(recipe: Recipe, made: Mapping[str, Any]) -> str | None:
@@ -99,39 +91,32 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
         RecipeError: no family table for its model type.
     """
     view = find_view(checkpoint.config, checkpoint.where, checkpoint.entries)
+    runtime = RuntimeView(source=checkpoint, view=view)
+    mtp = record.recipe.mtp
+    asked = {*record.recipe.backbone.values(), *([mtp] if isinstance(mtp, str) else mtp.values())}
+    stored = [(module, _scheme(weight, asked), weight.weight.dtype) for module, weight in runtime.weights.items()]
+    stored += [(entry.name, "", entry.dtype) for entry in runtime.others]
     found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
-    for key, *stored in _stored(RuntimeView(source=checkpoint, view=view), record):
-        found[key].append((stored[0], stored[1], stored[2]))
-    rows = [
-        ModuleGroup(
-            part=part,
-            modules=modules,
-            schemes=_unique(scheme for scheme, _, _ in stored),
-            plain=_unique(dtype for _, dtype, _ in stored),
-            reasons=_unique(reason for _, _, reason in stored),
-            decision=_decision(record, part, modules),
-        )
-        for (part, modules), stored in found.items()
-    ]
+    for name, scheme, dtype in stored:
+        place, reason = runtime.placed.get(name), ""
+        if place and not scheme:
+            reason = place.row.why_kept or ("a bias, not a matrix" if place.leaf == "bias" else "")
+        key = ("backbone", "unknown") if place is None else (place.part, place.role)
+        found[key].append((scheme, "" if scheme else dtype, reason))
+    rows = []
+    for (part, modules), stored_as in found.items():
+        schemes, plain, reasons = (tuple(sorted(set(filter(None, words)))) for words in zip(*stored_as, strict=True))
+        decision = _decision(record, part, modules)
+        why = "; ".join([*([f"recipe: {decision}"] if decision else []), *reasons])
+        rows.append(ModuleGroup(part=part, modules=modules, schemes=schemes, plain=plain, decision=decision, why=why))
     return tuple(sorted(rows, key=lambda row: (row.part, not row.schemes, row.modules)))
 
 
-def _stored(runtime: RuntimeView, record: Record) -> Iterator[tuple[tuple[str, str], str, str, str]]:
-    """((part, group), scheme or "", dtype or "" where it has a scheme, why it is kept): each weight and parameter."""
-    mtp = record.recipe.mtp
-    words = {*record.recipe.backbone.values(), *([mtp] if isinstance(mtp, str) else mtp.values())}
-    # One layout serves three schemes, which differ in what vLLM does with activations.
-    mx = next((word for word in ("MXFP4", "MXFP4A16") if word in words), "MXFP4A8")
-    for module, weight in runtime.weights.items():
-        place = runtime.placed.get(module)
-        key = ("backbone", "unknown") if place is None else (place.part, place.role)
-        scheme = mx if weight.form == "mxfp4" else weight.scheme or ("" if weight.form == "plain" else weight.form)
-        yield key, scheme, "" if scheme else weight.weight.dtype, place.row.why_kept if place and not scheme else ""
-    for entry in runtime.others:
-        place = runtime.placed.get(entry.name)
-        key = ("backbone", "unknown") if place is None else (place.part, place.role)
-        bias = "a bias, not a matrix" if place and place.leaf == "bias" else ""
-        yield key, "", entry.dtype, (place.row.why_kept or bias) if place else ""
+def _scheme(weight: StoredWeight, asked: Collection[str]) -> str:
+    """The scheme of a weight; "" where it is plain. One layout serves three, which differ in what vLLM does with it."""
+    if weight.form == "mxfp4":
+        return next((word for word in ("MXFP4", "MXFP4A16") if word in asked), "MXFP4A8")
+    return weight.scheme or ("" if weight.form == "plain" else weight.form)
 
 
 def _decision(record: Record, part: str, modules: str) -> str:
@@ -139,15 +124,3 @@ def _decision(record: Record, part: str, modules: str) -> str:
     if isinstance(policy, str):
         return policy if modules in record.recipe.backbone else ""
     return policy.get(modules, "")
-
-
-def _makes(recipe: Recipe, scheme: str | None, mtp: str | None, wanted: Mapping[str, Any]) -> bool:
-    try:
-        made = recipe.with_choices(scheme=scheme, mtp=mtp) if scheme or mtp else recipe
-    except RecipeError:
-        return False
-    return other_decision(made, wanted) is None
-
-
-def _unique(words: Iterator[str]) -> tuple[str, ...]:
-    return tuple(sorted(set(filter(None, words))))

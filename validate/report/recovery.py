@@ -33,16 +33,16 @@ class Recovery:
     @property
     def low(self) -> float:
         """The interval's lower end."""
-        return max(0.0, self.middle - _z(1 - (1 - self.confidence) / 2) * self.stderr)
+        return max(0.0, self.one_sided(1 - (1 - self.confidence) / 2)[0])
 
     @property
     def high(self) -> float:
         """The interval's upper end."""
-        return self.middle + _z(1 - (1 - self.confidence) / 2) * self.stderr
+        return self.one_sided(1 - (1 - self.confidence) / 2)[1]
 
     def one_sided(self, confidence: float, *, times: float = 1) -> tuple[float, float]:
         """(lower, upper) bound, each at this confidence, as if so many times as many questions had been asked."""
-        reach = _z(confidence) * self.stderr / sqrt(times)
+        reach = NormalDist().inv_cdf(confidence) * self.stderr / sqrt(times)
         return self.middle - reach, self.middle + reach
 
 
@@ -77,7 +77,3 @@ def mean_recovery(tasks: Iterable[TaskFact], wanted: str) -> Recovery | None:
         stderr=sqrt(sum(one.stderr**2 for one in known)) / len(known),
         confidence=known[0].confidence,
     )
-
-
-def _z(share: float) -> float:
-    return NormalDist().inv_cdf(share)

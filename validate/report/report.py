@@ -9,7 +9,7 @@ so a number that was changed in one of them, or in report.json, is a difference 
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,7 @@ from .check_data import record_static
 from .gates import judge, limits_in, protocols_in
 from .headline import verdict_of
 from .html import HTML_FILE, write_html
-from .recount import refuse_unproved
-from .recount_closeness import refuse_unproved_closeness
-from .rederived import (
-    refuse_contradicted_bench,
-    refuse_contradicted_check,
-    refuse_contradicted_drafts,
-    refuse_contradicted_serve,
-)
+from .rederived import refuse_contradicted
 
 JSON_FILE = "report.json"
 NOT_RUN = {
@@ -55,15 +48,7 @@ NOT_RUN = {
     "identity": "Not taken: this report is not bound to the checkpoint's bytes. `keepmtp check CHECKPOINT --record` "
     "binds it.",
 }
-_MAX_WORDS = 120
-# Which station's file a part of the report is from.
-_STATION_OF: Mapping[str, Station] = {
-    **dict.fromkeys(("path", "facts", "findings", "sizes", "dry", "calibration"), "check"),
-    "serve": "serve",
-    "evaluation": "gsm8k",
-    "bench": "bench",
-    "closeness": "closeness",
-}
+_MOST_LETTERS = 120
 
 
 def assemble(
@@ -92,33 +77,19 @@ def assemble(
         identity: the bytes; None where nothing was recorded.
         results: SHA-256 of the result files by name.
     """
-    parts = {
-        "sizes": check.sizes,
-        "dry": check.dry,
-        "calibration": check.calibration,
-        "serve": serve,
-        "evaluation": evaluation,
-        "identity": identity,
-    }
+    verdict = verdict_of(check, vllm=vllm, serve=serve, evaluation=evaluation, bench=bench, judgement=judgement)
+    parts: dict[str, Any] = dict(check) | {"serve": serve, "evaluation": evaluation, "identity": identity}
+    parts["absent"] = {name: check.absent.get(name, says) for name, says in NOT_RUN.items() if not parts[name]}
     return FullReport(
+        **parts,
         keepmtp=keepmtp,
         vllm=vllm,
         made_at=made_at,
-        path=check.path,
-        facts=check.facts,
-        findings=check.findings,
-        sizes=check.sizes,
-        dry=check.dry,
-        calibration=check.calibration,
-        serve=serve,
-        evaluation=evaluation,
         bench=bench,
         closeness=closeness,
         judgement=judgement,
-        identity=identity,
         results=results or {},
-        verdict=verdict_of(check, vllm=vllm, serve=serve, evaluation=evaluation, bench=bench, judgement=judgement),
-        absent={name: check.absent.get(name, NOT_RUN[name]) for name, part in parts.items() if not part},
+        verdict=verdict,
     )
 
 
@@ -129,50 +100,36 @@ def from_results(folder: Path) -> FullReport:
         CheckpointError: no check.json, a result of other bytes than the others, a file that cannot be read or was
             edited, or a figure that the headers, the counters or the answers do not give.
     """
-    check, serve, gsm8k = read_result(folder, "check"), read_result(folder, "serve"), read_result(folder, "gsm8k")
-    bench, closeness = read_result(folder, "bench"), read_result(folder, "closeness")
+    read: dict[Station, Result[Any] | None] = {station: read_result(folder, station) for station in STATIONS}
+    check = read["check"]
     if check is None:
-        raise CheckpointError(
-            folder,
-            "a report starts with the static check",
-            got="no check.json",
-            cure=f"Run `{command('check', folder)}`",
-        )
-    found: list[Result[Any]] = [result for result in (check, serve, gsm8k, bench, closeness) if result]
-    for result in found[1:]:
+        cure = f"Run `{command('check', folder)}`"
+        raise CheckpointError(folder, "a report starts with the static check", got="no check.json", cure=cure)
+    found: dict[Station, Result[Any]] = {station: result for station, result in read.items() if result}
+    for station, result in found.items():
         _refuse_other(folder, result, check.checkpoint)
-    _refuse_contradicted(folder, found)
-    newest = max(found, key=lambda result: result.made_at)
-    served, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
-    judge_of = check if check.data.dry else serve or gsm8k or bench or closeness or check
+        refuse_contradicted(folder, station, result.data, check.checkpoint.sha256)
     gates, tasks = _recipes(folder, check.checkpoint)
+    names: dict[str, Station] = {"serve": "serve", "evaluation": "gsm8k", "bench": "bench", "closeness": "closeness"}
+    measured: dict[str, Any] = {part: found[name].data if name in found else None for part, name in names.items()}
+    answers = measured["evaluation"]
     wanted = answers.judged_filter(gates.filter) if answers else ""
     if answers and wanted not in {score.filter for score in answers.checkpoint.scores}:
         rule, cure = f"must have the score of {wanted}, which the recipe judges", command("gsm8k", folder)
         raise CheckpointError(file_of(folder, "gsm8k"), rule, got="no such score", cure=f"Run `{cure}` again")
-    measured, near = bench.data if bench else None, closeness.data if closeness else None
-    judgement = judge(
-        gates=gates,
-        check=check.data,
-        serve=served,
-        evaluation=answers,
-        bench=measured,
-        closeness=near,
-        listed_tasks=tasks,
-    )
-    files = [file_of(folder, result.station) for result in found]
+    newest = max(found.values(), key=lambda result: result.made_at)
+    others = [result for station, result in found.items() if station != "check"]
+    judge_of = others[0] if others and not check.data.dry else check
+    files = [file_of(folder, station) for station in found]
     return assemble(
         check.data,
         vllm=judge_of.vllm,
         made_at=newest.made_at,
         keepmtp=newest.keepmtp,
-        serve=served,
-        evaluation=answers,
-        bench=measured,
-        closeness=near,
-        judgement=judgement,
+        judgement=judge(gates=gates, check=check.data, listed_tasks=tasks, **measured),
         identity=check.checkpoint,
         results={file.name: file_sha256(file) for file in files},
+        **measured,
     )
 
 
@@ -216,11 +173,12 @@ def verify(folder: Path) -> FullReport:
         _refuse_another_file(folder, station, claimed, is_new_good=False)
     full = from_results(folder)
     # The file itself, not what was read of it: computed figures are not read.
-    for field, got, wanted in _differences(json.loads(path.read_bytes()), _plain(full)):
-        station = _STATION_OF.get(field.partition(".")[0])
-        whose = f"as {file_of(folder, station).name} has it" if station else "what the results come to"
-        wanted, got = _around_the_difference(str(wanted), str(got))
-        raise CheckpointError(f"{path}: {field}", f"must be {whose}, {wanted}", got=got, cure=again)
+    written, wanted = dict(_flat(json.loads(path.read_bytes()))), dict(_flat(_plain(full)))
+    for field in [*wanted, *written]:
+        here, there = (str(values.get(field, "nothing"))[:_MOST_LETTERS] for values in (wanted, written))
+        if wanted.get(field, "nothing") != written.get(field, "nothing"):
+            rule = f"must be as the result files make it, {here}"
+            raise CheckpointError(f"{path}: {field}", rule, got=there, cure=again)
     return full
 
 
@@ -246,8 +204,12 @@ def write(folder: Path, report: FullReport) -> Path:
 
 def write_json(folder: Path, report: FullReport) -> Path:
     """Write report.json into `folder`, which is made if need be; returns the file's path."""
-    text = json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n"
-    return write_whole(folder / JSON_FILE, text)
+    return write_whole(folder / JSON_FILE, text_of(report))
+
+
+def text_of(report: FullReport) -> str:
+    """The text of report.json. Equal reports give equal ones."""
+    return json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n"
 
 
 def read_json(path: Path) -> FullReport:
@@ -263,25 +225,6 @@ def read_json(path: Path) -> FullReport:
         cure = "Run the check again with this keepmtp"
         rule = f"a report is a {JSON_FILE} of version 6"
         raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
-
-
-def _refuse_contradicted(folder: Path, found: Iterable[Result[Any]]) -> None:
-    """Refuse results that contradict the headers, themselves, or the answers on disk."""
-    for result in found:
-        if result.station == "check":
-            refuse_contradicted_check(folder, result.data)
-        elif result.station == "serve":
-            refuse_contradicted_serve(folder, result.data)
-        elif result.station == "gsm8k":
-            for task in result.data.by_task:
-                refuse_unproved(folder, task)
-                for fact in task.arms:
-                    k = 0 if fact.role == "plain" else task.protocol.k
-                    refuse_contradicted_drafts(folder, fact.role, fact, k)
-        elif result.station == "closeness":
-            refuse_unproved_closeness(folder, result.data)
-        else:
-            refuse_contradicted_bench(folder, result.data, result.checkpoint)
 
 
 def _refuse_replaced(folder: Path, measured: Station | None) -> None:
@@ -343,27 +286,14 @@ def _plain(report: FullReport) -> dict[str, Any]:
     return report.model_dump(mode="json", by_alias=True)
 
 
-def _differences(claimed: Any, wanted: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Fields by dotted path whose values differ: (field, claimed, wanted), the deepest that can be named."""
-    if isinstance(claimed, dict) and isinstance(wanted, dict):
-        for key in [*wanted, *(key for key in claimed if key not in wanted)]:
-            yield from _differences(
-                claimed.get(key, "nothing"), wanted.get(key, "nothing"), f"{field}.{key}".lstrip(".")
-            )
-    elif isinstance(claimed, list) and isinstance(wanted, list) and len(claimed) == len(wanted):
-        for number, pair in enumerate(zip(claimed, wanted, strict=True)):
-            yield from _differences(*pair, f"{field}.{number}")
-    elif claimed != wanted:
-        yield field, claimed, wanted
-
-
-def _around_the_difference(one: str, other: str) -> tuple[str, str]:
-    """Two texts, of long ones the part in which they begin to differ."""
-    same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
-    start = max(0, same - _MAX_WORDS // 4) if max(len(one), len(other)) > _MAX_WORDS else 0
-    cut = [text[start : start + _MAX_WORDS] for text in (one, other)]
-    first, second = (
-        f"{'...' * (start > 0)}{part}{'...' * (start + len(part) < len(text))}"
-        for part, text in zip(cut, (one, other), strict=True)
-    )
-    return first, second
+def _flat(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field with its value by dotted path."""
+    if isinstance(value, dict) and value:
+        pairs = value.items()
+    elif isinstance(value, list) and value:
+        pairs = enumerate(value)
+    else:
+        yield field, value
+        return
+    for key, inner in pairs:
+        yield from _flat(inner, f"{field}.{key}".lstrip("."))

@@ -7,101 +7,76 @@ against the fastest one without drafting; all of them fail only if no pair of re
 a BF16 copy, or of a CPU, is not the checkpoint's.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from ...recipes.protocol import Gates
-from ..facts.benched import BenchCell, Benched, BenchFact
+from ..facts.benched import BenchCell, BenchFact
 from ..facts.schema import ReasonFact
 from .headline import counts_bench
+from .settle import Estimate, at_least, unmeasured
 
-_ALONE = 1
 _MEASURE = "`keepmtp bench CHECKPOINT` measures it"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Faster:
-    """How many times as fast one k is as no drafting: at least, in the middle, and at most."""
-
-    k: int
-    least: float
-    middle: float
-    most: float
 
 
 def speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
     """The gate, where the recipe has a limit."""
-    if gates.min_speedup is None:
+    least = gates.min_speedup
+    if least is None:
         return
-    if why := _why_not_judged(bench):
-        yield ReasonFact(gate="speed", verdict="infeasible", says=why)
-        return
-    assert bench is not None, "_why_not_judged() says so"
-    yield _judged(gates.min_speedup, _faster(bench.checkpoint), bench)
-
-
-def _why_not_judged(bench: BenchFact | None) -> str:
-    """Why there is no speed to judge; "" where there is."""
     if bench is None:
-        return f"Not measured: {_MEASURE}."
+        yield unmeasured("speed", f"Not measured: {_MEASURE}.")
+        return
+    plain, drafting = _alone(bench)
+    why = _why_not_judged(bench, plain, drafting)
+    if why or plain is None:
+        yield unmeasured("speed", why)
+        return
+    found = [(cell.k, _times_as_fast(cell, plain)) for cell in drafting]
+    settled = [at_least(estimate, least) for _, estimate in found]
+    k, best = max(found, key=lambda one: one[1].bounds(1)[0])
+    low, high = best.bounds(1)
+    says = (
+        f"One request at a time on {bench.environment.get('device', '')}: k={k} is {best.value:.2f} times as fast as "
+        f"k=0, by the repetitions {low:.2f} to {high:.2f} times; at least {least:g} times is asked for."
+    )
+    if any(each.verdict == "pass" for each in settled):
+        yield ReasonFact(gate="speed", verdict="pass", says=says)
+    elif all(each.verdict == "regression" for each in settled):
+        others = ", ".join(f"k={other}: {each.value:.2f}" for other, each in found if other != k)
+        says += f" No other k is faster ({others})." if others else ""
+        yield ReasonFact(gate="speed", verdict="regression", says=says)
+    else:
+        also = "The repetitions are too far apart to tell: measure more of them, on a machine that does nothing else."
+        yield unmeasured("speed", f"{says} {also}")
+
+
+def _alone(bench: BenchFact) -> tuple[BenchCell | None, list[BenchCell]]:
+    """One request at a time with the shortest context that was measured: without drafting, and with each k."""
+    cells = [cell for cell in bench.checkpoint.cells if cell.concurrency == 1 and cell.repetitions]
+    plain = min((cell for cell in cells if not cell.k and cell.slowest), key=lambda cell: cell.context, default=None)
+    return plain, [cell for cell in cells if cell.k and plain and cell.load == plain.load]
+
+
+def _why_not_judged(bench: BenchFact, plain: BenchCell | None, drafting: list[BenchCell]) -> str:
+    """Why there is no speed to judge; "" where there is."""
     own = bench.checkpoint
-    if own.as_served != "native":
-        return f"Measured was a {own.as_served}: its speed is not the checkpoint's. {_MEASURE} on a GPU."
     if not counts_bench(bench):
         device = bench.environment.get("device") or "an unnamed device"
-        return f"Measured on {device}: that promises no speed on a GPU. {_MEASURE} there."
-    plain = _plain(own)
-    if plain is None:
-        got = next((cell.error for cell in own.cells if (cell.k, cell.concurrency) == (0, _ALONE)), "")
-        why = f"the server without drafting failed: {got}" if got else "k=0 was not measured with one request at a time"
-        return f"Nothing to compare with: {why}. {_MEASURE} with --k 0,1 --concurrency 1."
-    drafting = _drafting(own, plain)
-    if not drafting:
-        failed = next((f" (k={cell.k}: {cell.error})" for cell in own.cells if cell.k and cell.error), "")
-        return f"No server with drafting answered one request at a time{failed}. {_MEASURE}."
+        served = "the checkpoint" if own.as_served == "native" else f"a {own.as_served}"
+        return f"Measured was {served} on {device}: that promises no speed on a GPU. {_MEASURE} there."
+    if plain is None or not drafting:
+        errors = [f" (k={cell.k}: {cell.error.rstrip('.')})" for cell in own.cells if cell.error]
+        lack = "k=0 and a k with drafting must both answer one request at a time"
+        return f"Nothing to compare: {lack}{errors[0] if errors else ''}. {_MEASURE} with --k 0,1 --concurrency 1."
     if any(len(cell.repetitions) < 2 for cell in (plain, *drafting)):
         return f"One repetition has no spread, so no speed-up is sure. {_MEASURE} with --repeat 3."
     return ""
 
 
-def _judged(least: float, found: Sequence[_Faster], bench: BenchFact) -> ReasonFact:
-    best = max(found, key=lambda one: one.least)
-    on = bench.environment.get("device", "")
-    says = (
-        f"One request at a time on {on}: k={best.k} is {best.middle:.2f} times as fast as k=0, by the repetitions "
-        f"{best.least:.2f} to {best.most:.2f} times; at least {least:g} times is asked for."
-    )
-    if best.least >= least:
-        return ReasonFact(gate="speed", verdict="pass", says=says)
-    if all(one.most < least for one in found):
-        others = ", ".join(f"k={one.k}: {one.middle:.2f}" for one in found if one is not best)
-        also = f" No other k is faster ({others})." if others else ""
-        return ReasonFact(gate="speed", verdict="regression", says=says + also)
-    also = " The repetitions are too far apart to tell: measure more of them, on a machine that does nothing else."
-    return ReasonFact(gate="speed", verdict="infeasible", says=says + also)
-
-
-def _faster(own: Benched) -> list[_Faster]:
-    plain = _plain(own)
-    assert plain is not None and plain.slowest and plain.tokens_per_second and plain.fastest, (
-        "_why_not_judged() says so"
-    )
-    return [
-        _Faster(
-            k=cell.k,
-            least=(cell.slowest or 0.0) / plain.fastest,
-            middle=(cell.tokens_per_second or 0.0) / plain.tokens_per_second,
-            most=(cell.fastest or 0.0) / plain.slowest,
-        )
-        for cell in _drafting(own, plain)
-    ]
-
-
-def _plain(own: Benched) -> BenchCell | None:
-    """One request at a time without drafting, with the shortest context that was measured."""
-    cells = [cell for cell in own.cells if (cell.k, cell.concurrency) == (0, _ALONE) and cell.repetitions]
-    return min(cells, key=lambda cell: cell.context, default=None)
-
-
-def _drafting(own: Benched, plain: BenchCell) -> list[BenchCell]:
-    return [cell for cell in own.cells if cell.k and cell.load == plain.load and cell.repetitions]
+def _times_as_fast(cell: BenchCell, plain: BenchCell) -> Estimate:
+    """Slowest against fastest, median against median, fastest against slowest; more repetitions would not move it."""
+    rates = [each.tokens_per_second for each in cell.repetitions]
+    plain_rates = [each.tokens_per_second for each in plain.repetitions]
+    ends = min(rates) / max(plain_rates), max(rates) / min(plain_rates)
+    middle = (cell.tokens_per_second or 0.0) / (plain.tokens_per_second or 1.0)
+    return Estimate(value=middle, bounds=lambda _: ends, samples=len(rates), unit="repetitions")

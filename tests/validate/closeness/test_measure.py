@@ -24,7 +24,7 @@ from keepmtp.validate.measure.compared import FILE, read_compared
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.server import ServerFailed
 from keepmtp.validate.measure.texts import HeldOut
-from keepmtp.validate.report.recount_closeness import refuse_unproved_closeness
+from keepmtp.validate.report.rederived import refuse_contradicted
 from scipy.special import log_softmax
 
 ROOT = Path(__file__).parents[3]
@@ -115,7 +115,7 @@ def test_every_window_is_asked_once_of_each_and_gives_the_figures(toys, tmp_path
     assert fact.source.repeated == fact.checkpoint.repeated == 0.0
     assert fact.worst[0].nats == max(value for line in windows.lines.values() for value in line.nats)
     assert 0 < fact.outside < 0.5 and not fact.is_exact and sum(fact.histogram) == fact.tokens
-    refuse_unproved_closeness(tmp_path, fact)
+    refuse_contradicted(tmp_path, "closeness", fact, "")
     exact_fact = run(tmp_path / "whole", top=VOCABULARY)
     assert exact_fact.is_exact and exact_fact.divergence == pytest.approx(exact.mean(), rel=1e-4)
 
@@ -220,13 +220,13 @@ def test_windows_begin_as_the_tokenizer_begins_a_text():
 def test_a_better_figure_is_refused(field, value, toys, tmp_path):
     fact = run(tmp_path)
     forged = type(fact).model_validate(json.loads(fact.model_dump_json()) | {field: value})
-    with pytest.raises(CheckpointError, match=rf"closeness\.json: {field}: must be what the windows give"):
-        refuse_unproved_closeness(tmp_path, forged)
+    with pytest.raises(CheckpointError, match=rf"closeness\.json: {field}: must be what the evidence gives"):
+        refuse_contradicted(tmp_path, "closeness", forged, "")
 
 
 def test_windows_that_were_edited_are_refused(toys, tmp_path):
     fact = run(tmp_path)
     path = tmp_path / FILE
     path.write_text(path.read_text().replace('"flips":[', '"flips":[0,', 1))
-    with pytest.raises(CheckpointError, match=r"closeness\.jsonl: must be the windows that were counted"):
-        refuse_unproved_closeness(tmp_path, fact)
+    with pytest.raises(CheckpointError, match=r"closeness\.json: samples_sha256: must be what the evidence gives"):
+        refuse_contradicted(tmp_path, "closeness", fact, "")

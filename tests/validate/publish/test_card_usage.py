@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 from dataclasses import replace
-from email.message import Message
 from pathlib import Path
 from shutil import copytree
 
@@ -102,11 +101,3 @@ def test_the_client_of_the_card_runs(is_chat, question, made, tmp_path):
         program = program.replace("http://localhost:8000", str(server.client.base_url).rstrip("/"))
         done = subprocess.run([find_vllm().python, "-c", program], capture_output=True, text=True)
     assert (done.stdout, asked[0]["model"]) == ("391\n", "ORG/tiny"), done.stderr
-
-
-def test_keepmtp_is_linked_where_its_package_names_an_address(made, monkeypatch):
-    assert "\nkeepmtp 0" in card_of(made)
-    package = Message()
-    package["Project-URL"] = "Source, https://example.org/keepmtp"
-    monkeypatch.setattr(card_page, "metadata", lambda _: package)
-    assert "\n[keepmtp](https://example.org/keepmtp) 0" in card_of(made)

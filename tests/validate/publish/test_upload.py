@@ -166,7 +166,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         "accepted_tokens",
     ),
     "no card": (lambda m: shutil.rmtree(f"{m}.card"), "no README.md"),
-    "a card altered": (lambda m: edit(Path(f"{m}.card/README.md"), "88.", "98."), "README.md: line"),
+    "a card altered": (lambda m: edit(Path(f"{m}.card/README.md"), "88.", "98."), "README.md: a card holds"),
     "a file beside the card": (lambda m: Path(f"{m}.card/.env").write_text("SECRET=1"), ".env"),
     "no checkpoint": (lambda m: (m / "config.json").unlink(), "what is published is a checkpoint; got no config.json"),
 }

@@ -125,7 +125,7 @@ TWINS = {
     "answers that drafting changes": (
         "drafting",
         {"evaluation": evaluation(switched=(30, 2))},
-        "(exact sign test: 2.5e-07): questions 0, 1, 2, 3, 4, 5, 6, 7 and 24 more. 1,287 of 1,319 greedy answers",
+        "(exact sign test: 2.5e-07). 1,287 of 1,319 greedy answers",
     ),
     "answers that drafting empties": (
         "drafting",
@@ -175,9 +175,8 @@ def test_drafting_that_changes_what_is_written_is_a_finding():
         found = reason(judged(serve=altered(role, 1, partings=(far, far))), "findings")
         assert found.verdict == "regression"
         assert found.says == (
-            "Drafting changes what is written: 8 of 12 outputs equal those without drafting, 2 part at a near-tie (gap "
-            f"up to 0.25); {role} with k=1 leaves it in prompt 1 at token 17: 9 instead of 2, log-probability gap "
-            "2.300 and 1 more."
+            f"Drafting changes what is written: {role} with k=1 leaves the output without it in prompt 1 at token 17: "
+            "9 instead of 2, log-probability gap 2.300, more than a near-tie's 0.25, and 1 more output."
         )
     unknown = far.model_copy(update={"gap": None})
     assert "unknown, more" in reason(judged(serve=altered("checkpoint", 1, partings=(unknown,))), "findings").says
@@ -192,7 +191,7 @@ def test_a_source_that_did_not_come_up_leaves_acceptance_open_and_says_so():
     alone = serve.model_copy(update={"source": serve.source.model_copy(update={"runs": (dead,)})})
     found = reason(judged(serve=alone), "acceptance")
     assert found.verdict == "infeasible"
-    assert "The source's server with k=0 did not come up" in found.says and "no kernel" in found.says
+    assert found.says.endswith("A server did not come up: source, k=0: ValueError: no kernel.")
 
 
 # --- servers alone ----------------------------------------------------------------------------------------------------
@@ -263,7 +262,7 @@ def test_a_server_that_did_not_come_up_leaves_acceptance_open():
     judgement = judged(serve=dead)
     assert reason(judgement, "loads").verdict == judgement.verdict == "regression"
     found = reason(judgement, "acceptance")
-    assert found.verdict == "infeasible" and "The checkpoint's server with k=1 did not come up" in found.says
+    assert found.verdict == "infeasible" and "did not come up: checkpoint, k=1: ValueError" in found.says
 
 
 # --- too little to tell -----------------------------------------------------------------------------------------------
@@ -350,23 +349,6 @@ def test_few_drafted_tokens_say_how_many_are_needed_and_in_how_many_questions():
     assert reason(judged(evaluation=evaluation(**less)), "acceptance").verdict == "infeasible"
 
 
-def test_the_smaller_of_two_counts_is_what_must_grow():
-    def asked(times: float) -> ReasonFact:
-        both = {"source": {"drafts": round(200 * times)}, "checkpoint": {"drafts": round(2000 * times)}}
-        return reason(judged(evaluation=evaluation(**both)), "acceptance")
-
-    first = asked(1)
-    assert first.verdict == "infeasible" and first.needed is not None
-    assert asked(1.02 * first.needed / 600).verdict == "pass"
-    assert asked(0.9 * first.needed / 600).verdict == "infeasible"
-
-
-def test_a_few_drafts_on_the_wrong_side_would_fail_with_more():
-    both = {"source": {"drafts": 40}, "checkpoint": {"drafts": 40, "shares": (0.86, 0.74, 0.58)}}
-    found = reason(judged(evaluation=evaluation(**both)), "acceptance")
-    assert found.verdict == "infeasible" and "at these figures it would fail with about" in found.says
-
-
 def test_every_draft_accepted_is_no_proof_either():
     """Three drafts of three: a plain standard error would be zero."""
     few = {"drafts": 3, "shares": (1.0, 1.0, 1.0)}
@@ -380,8 +362,8 @@ def test_every_draft_accepted_is_no_proof_either():
     ("fact", "words"),
     [
         (evaluation(source={"shares": (0.0, 0.0, 0.0)}), "none of the source's own 120,000 drafted tokens"),
-        (evaluation(source={"drafts": 0}), "The source drafted nothing"),
-        (evaluation(source={"drafts": 0}, checkpoint={"drafts": 0}), "The source drafted nothing"),
+        (evaluation(source={"drafts": 0}), "No k drafted tokens of both"),
+        (evaluation(source={"drafts": 0}, checkpoint={"drafts": 0}), "No k drafted tokens of both"),
         (evaluation(has_source=False), "acceptance alone does not tell"),
     ],
 )
@@ -411,13 +393,6 @@ def test_a_copy_is_said_to_be_one():
     for gate in ("acceptance", "gsm8k"):
         assert "packed kernels and quantized activations were not tried" in reason(judgement, gate).says
     assert "packed kernels" not in str(judged(evaluation=evaluation()).reasons)
-
-
-def test_answers_cut_short_are_told_where_they_could_be_the_drop():
-    found = reason(judged(evaluation=evaluation(checkpoint={"num_truncated": 200})), "gsm8k")
-    assert "Of its answers 15.16 % were cut at max_tokens, of the source's 0.23 %" in found.says
-    assert "max_tokens" in reason(judged(evaluation=evaluation(source={"num_truncated": 200})), "gsm8k").says
-    assert "max_tokens" not in reason(judged(evaluation=evaluation(checkpoint={"num_truncated": 20})), "gsm8k").says
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.999])

@@ -248,8 +248,8 @@ def test_a_check_of_the_same_bytes_is_kept(evidence):
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        (measured.recorded(gates={"max_drop": 2}), r"recipe\.gates\.max_drop must be a gate's limit"),
-        (measured.recorded(gates={"colour": 2}), r"recipe\.gates\.colour must be a gate's limit"),
+        (measured.recorded(gates={"max_drop": 2}), r"recipe\.gates must be as a recipe has it; got max_drop"),
+        (measured.recorded(gates={"colour": 2}), r"recipe\.gates must be as a recipe has it; got colour"),
         (measured.recorded(), ""),
         (measured.recorded(gates=None), ""),
         ({"recipe": 7}, "must be keepmtp's own record; got keepmtp: Field required"),
@@ -280,28 +280,29 @@ def test_a_changed_record_is_no_other_gate(evidence):
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "whose"),
+    ("place", "value", "wanted"),
     [
-        (("evaluation", "checkpoint", "scores", 0, "value"), 0.99, "as gsm8k.json has it, 0.88"),
-        (("evaluation", "paired", 1, "low"), 0.0, "as gsm8k.json has it"),
-        (("serve", "checkpoint", "runs", 1, "accepted_tokens"), 999, "as serve.json has it, 920"),
-        (("serve", "checkpoint", "runs", 1, "acceptance"), 0.99, "as serve.json has it, 0.92"),
-        (("serve", "checkpoint", "runs", 3, "partings", 0, "is_near_tie"), False, "as serve.json has it, True"),
-        (("judgement", "reasons", 2, "says"), "All is well.", "what the results come to"),
-        (("facts", "num_bytes"), 7, "as check.json has it"),
-        (("sizes", 0, "num_bytes"), 1, "as check.json has it"),
-        (("judgement", "verdict"), "regression", "what the results come to, "),
-        (("judgement", "gates", "max_drop"), 0.9, "what the results come to, 0.2"),
-        (("verdict", "says"), "It is perfect.", "what the results come to"),
-        (("identity", "sha256"), "0" * 64, "what the results come to"),
-        (("made_at",), "2031-01-01 00:00:00 UTC", "what the results come to"),
-        (("absent", "dry"), "No need.", "what the results come to"),
+        (("evaluation", "checkpoint", "scores", 0, "value"), 0.99, "0.88"),
+        (("evaluation", "paired", 1, "low"), 0.0, ""),
+        (("serve", "checkpoint", "runs", 1, "accepted_tokens"), 999, "920"),
+        (("serve", "checkpoint", "runs", 1, "acceptance"), 0.99, "0.92"),
+        (("serve", "checkpoint", "runs", 3, "partings", 0, "is_near_tie"), False, "True"),
+        (("judgement", "reasons", 2, "says"), "All is well.", ""),
+        (("facts", "num_bytes"), 7, ""),
+        (("sizes", 0, "num_bytes"), 1, ""),
+        (("judgement", "verdict"), "regression", ""),
+        (("judgement", "gates", "max_drop"), 0.9, "0.2"),
+        (("verdict", "says"), "It is perfect.", ""),
+        (("identity", "sha256"), "0" * 64, ""),
+        (("made_at",), "2031-01-01 00:00:00 UTC", ""),
+        (("absent", "dry"), "No need.", ""),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_a_number_altered_in_the_report_is_named(place, value, whose, evidence):
+def test_a_number_altered_in_the_report_is_named(place, value, wanted, evidence):
     field = altered(evidence / JSON_FILE, *place, value=value)
-    says, cure = re.escape(f"report.json: {field}: must be {whose}"), re.escape(f"Run `keepmtp report {evidence}`")
+    says = re.escape(f"report.json: {field}: must be as the result files make it, {wanted}")
+    cure = re.escape(f"Run `keepmtp report {evidence}`")
     with pytest.raises(CheckpointError, match=f"{says}.*; got .*{cure}"):
         verify(evidence)
 
@@ -365,8 +366,8 @@ def test_a_station_makes_the_report_of_what_it_has_just_written(evidence):
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("facts", "num_mtp_layers"), 0, r"facts: must be what the rest of it gives"),
-        (("sizes", 0, "num_bytes"), 1, r"sizes: must be what the rest of it gives"),
+        (("facts", "num_mtp_layers"), 0, r"facts: must be what the evidence gives"),
+        (("sizes", 0, "num_bytes"), 1, r"sizes: must be what the evidence gives"),
     ],
 )
 def test_what_the_headers_do_not_give_is_refused(place, value, says, evidence):
@@ -384,7 +385,8 @@ def test_emptied_findings_are_found_again(evidence):
     full = refresh(evidence)
     assert not full.verdict.ok and full.findings
     forged(file_of(evidence, "check"), "data", "findings", value=[])
-    refused(evidence, r"check\.json: must have the finding of .*; got no such finding\. Run `keepmtp check .* --record")
+    says = r"check\.json: findings: must be what the evidence gives, .*; got no such finding"
+    refused(evidence, rf"{says}\. Run `keepmtp check .* --record")
 
 
 def test_a_failed_dry_load_has_a_finding(evidence):
@@ -394,7 +396,7 @@ def test_a_failed_dry_load_has_a_finding(evidence):
     for load in (failed, failed.model_copy(update={"ok": True})):
         data = found.data.model_copy(update={"dry": (load,)})
         write_result(evidence, "check", data, checkpoint=found.checkpoint, vllm=found.vllm)
-        says = r"dry load on sm100 at TP 1: .*Run `keepmtp check .* --record --gpu sm100 --tp 1` again"
+        says = r"dry load on sm100 at TP 1: .*Run `keepmtp check .* --record` again with the same --gpu and --tp"
         with pytest.raises(CheckpointError, match=says):
             refresh(evidence, measured="check")
 
@@ -402,13 +404,13 @@ def test_a_failed_dry_load_has_a_finding(evidence):
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("accepted_tokens",), 999, "accepted_tokens: must be what the rest of it gives, 920; got 999"),
+        (("accepted_tokens",), 999, "accepted_tokens: must be what the evidence gives, 920; got 999"),
         (("accepted_per_position",), [1000], "accepted_tokens: must be"),
         (("drafts",), 900, "accepted at the first position"),
         (("draft_tokens",), 1001, "draft_tokens, at most k a draft"),
         (("draft_tokens",), 919, "accepted_tokens, of those drafted"),
-        (("speed_up",), 9.0, "speed_up: must be what the rest of it gives, 1.46"),
-        (("outputs",), [], "outputs: must be what the rest of it gives, 2; got 0"),
+        (("speed_up",), 9.0, "speed_up: must be what the evidence gives, 1.46"),
+        (("outputs",), [], "outputs: must be what the evidence gives, 2; got 0"),
         (("outputs", 0, "token_ids"), [7], "partings: must be"),
         (("error",), "ValueError", "loaded: must be"),
         (("partings",), [reports.NEAR.model_dump()], "partings: must be"),
@@ -422,7 +424,7 @@ def test_a_server_that_contradicts_itself_is_refused(place, value, says, evidenc
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("sha256",), "1" * 64, "checkpoint: sha256: must be what the rest of it gives"),
+        (("sha256",), "1" * 64, "checkpoint.sha256: must be what the evidence gives"),
         (("cells", 1, "repetitions", 0, "drafts"), 9, "k=1, 1 at once, repetition 0: accepted at the first position"),
         (("cells", 1, "repetitions", 2, "accepted_tokens"), 1, "repetition 2: accepted_tokens: must be"),
         (
@@ -441,7 +443,7 @@ def test_a_repetition_that_no_line_has_is_refused(evidence):
     """The seal is computed anew, as somebody would who makes a checkpoint faster."""
     place = ("cells", 3, "repetitions", 1, "seconds")
     forged(file_of(evidence, "bench"), "data", "checkpoint", *place, value=1.0)
-    says = r"checkpoint, k=3, 1 at once, repetition 1: the line of bench\.checkpoint\.jsonl"
+    says = r"checkpoint, k=3, 1 at once, repetition 1: is a line of bench\.checkpoint\.jsonl"
     refused(evidence, rf"bench\.json: {says}.*Run `keepmtp bench")
 
 
@@ -450,19 +452,17 @@ def test_repetitions_that_were_set_aside_still_count(evidence):
     path.rename(evidence / "bench.checkpoint.01234567.jsonl")
     assert from_results(evidence).bench
     (evidence / "bench.checkpoint.01234567.jsonl").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"bench\.checkpoint\.jsonl: must hold the repetitions .*Run `keepmtp bench"
-    ):
+    with pytest.raises(CheckpointError, match=r"is a line of bench\.checkpoint\.jsonl: must be .*Run `keepmtp bench"):
         from_results(evidence)
 
 
 def test_answers_altered_in_their_file_are_refused(evidence):
     path = evidence / "gsm8k.checkpoint.jsonl"
     path.write_text(path.read_text().replace('"strict-match":false', '"strict-match":true', 1))
-    with pytest.raises(CheckpointError, match=r"checkpoint\.jsonl: must be the answers that were counted, \w{64}; got"):
+    with pytest.raises(CheckpointError, match=r"samples_sha256: must be what the evidence gives, \w{64}; got"):
         verify(evidence)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"checkpoint\.jsonl: .*; got no such file"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.samples_sha256: .* gives, no such file; got"):
         verify(evidence)
 
 
@@ -485,7 +485,7 @@ def test_answers_that_do_not_give_the_score_are_refused(figure, evidence):
     path = evidence / "gsm8k.checkpoint.jsonl"
     path.write_text(path.read_text().replace(*LINES[figure], 1))
     forged(file_of(evidence, "gsm8k"), "data", "checkpoint", "samples_sha256", value=file_sha256(path))
-    refused(evidence, re.escape(f"gsm8k.json: {figure}: must be what the answers give, "))
+    refused(evidence, re.escape(f"gsm8k.json: {figure}: must be what the evidence gives, "))
 
 
 @pytest.mark.parametrize(
@@ -504,7 +504,7 @@ def test_answers_that_do_not_give_the_score_are_refused(figure, evidence):
 def test_a_figure_that_the_answers_do_not_give_is_refused(place, value, evidence):
     """A better number in gsm8k.json and everything after it made to match."""
     field = forged(file_of(evidence, "gsm8k"), "data", *place, value=value).removeprefix("data.")
-    refused(evidence, re.escape(f"gsm8k.json: {field}: must be what the answers give, "))
+    refused(evidence, re.escape(f"gsm8k.json: {field}: must be what the evidence gives, "))
 
 
 def test_what_drafting_changed_is_counted_again_from_the_answers(tmp_path):
@@ -514,12 +514,12 @@ def test_what_drafting_changed_is_counted_again_from_the_answers(tmp_path):
     assert verify(evidence).evaluation is not None
     place = ("data", "drafting", "num_changed")
     field = forged(file_of(evidence, "gsm8k"), *place, value=7).removeprefix("data.")
-    refused(evidence, re.escape(f"gsm8k.json: {field}: must be what the answers give, 0"))
+    refused(evidence, re.escape(f"gsm8k.json: {field}: must be what the evidence gives, 0"))
 
 
 def test_answers_lie_in_the_folder(evidence):
     forged(file_of(evidence, "gsm8k"), "data", "checkpoint", "samples", value="../elsewhere.jsonl")
-    refused(evidence, r"answers lie beside it; got \.\./elsewhere\.jsonl")
+    refused(evidence, r"samples: must be what the evidence gives, elsewhere\.jsonl; got \.\./elsewhere\.jsonl")
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from evaluations import Answers, several
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.schema import ReasonFact
+from keepmtp.validate.report import tables
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.html import render
 from keepmtp.validate.report.recovery import mean_recovery, recovery
-from keepmtp.validate.report.task_table import endless, task_lines
 
 LIMITS = Gates(min_mean_recovery=0.98, max_worst_drop=0.02)
 FILTER = "flexible-extract"
@@ -45,7 +45,7 @@ def test_a_task_that_lost_much_fails_both_gates_by_its_name():
     assert mean.verdict == worst.verdict == "regression"
     assert "gsm8k_platinum 92.42 %: 96.21 % of the source's scores on average, at most 97." in mean.says
     assert worst.says.startswith(
-        "gsm8k_platinum, flexible-extract: 61.00 % of 1,000 questions, the source 66.00 %, a drop of at "
+        "gsm8k_platinum, flexible-extract: 61.00 % of 1,000 questions, the source 66.00 %: 5 points fewer (only the "
     )
 
 
@@ -99,18 +99,18 @@ def test_a_source_that_gets_nothing_right_has_no_recovery():
 def test_the_page_shows_all_tasks_and_answers_that_never_end():
     fact = several(("gsm8k_platinum", BAD), checkpoint={"num_truncated": 60})
     full = evaluations.judged(fact)
-    (first, second, mean) = task_lines(full)
-    assert (first.title, second.title, mean.title) == ("gsm8k", "gsm8k_platinum", "mean")
-    assert second.cut == 0.06 and second.asked == "8-shot completions, 1,024 tokens"
-    sentences = list(endless(full))
+    shown = tables.tasks(full)
+    assert shown and [row[0] for row in shown.rows] == [f"{task}, flexible-extract" for task in TASKS] + ["mean"]
+    assert shown.rows[1][1] == "8-shot completions, 1,024 tokens" and shown.rows[1][-2:] == ("0.30 %", "6.00 %")
+    sentences = list(tables.endless(full))
     assert len(sentences) == 2 and sentences[1] == (
         "gsm8k_platinum: 6.00 % of the checkpoint's answers reach the limit of 1,024 tokens, of the source's 0.30 %: "
         "it ends fewer of them."
     )
     html = render(full)
     assert "<h3>All tasks</h3>" in html and "92.42 %" in html and sentences[1] in html.replace("&#39;", "'")
-    assert task_lines(evaluations.judged(evaluations.evaluation())) == []
-    assert not list(endless(evaluations.judged(evaluations.evaluation())))
+    assert tables.tasks(evaluations.judged(evaluations.evaluation())) is None
+    assert not list(tables.endless(evaluations.judged(evaluations.evaluation())))
 
 
 @pytest.mark.parametrize("wanted", ["strict-match", "flexible-extract"])

@@ -1,0 +1,71 @@
+"""What was measured of drafting, by the evaluation and by serve-check: what the gate judges, and the headline says.
+
+In: draft counters of servers. Out: a `Drafted` for each station that has some.
+
+Easy to get wrong: two stations measured two things. The one that also asked the source comes first.
+"""
+
+from dataclasses import dataclass
+
+from ..facts.evaluated import EvaluationFact
+from ..facts.served import Drafts, ServeCheck
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """Draft counters of a served checkpoint, and of its source over the same questions or prompts.
+
+    Attributes:
+        what: was asked, in words.
+        unit: of what was asked, "questions" or "prompts".
+        k: draft tokens a step.
+        num_asked: questions or prompts.
+        as_served: how the checkpoint was served, "native" for its own bytes.
+        source: None where it was not asked, or drafted nothing.
+    """
+
+    what: str
+    unit: str
+    k: int
+    num_asked: int
+    as_served: str
+    checkpoint: Drafts
+    source: Drafts | None
+
+
+def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list[Drafted]:
+    """What was measured of drafting, at most one of each station; the first is judged, and on top of the page.
+
+    That is the evaluation, unless only serve-check asked the source. Of serve-check it is the largest k that both
+    drafted with.
+    """
+    found = []
+    if evaluation:
+        theirs = evaluation.source
+        mine = evaluation.checkpoint
+        found.append(
+            Drafted(
+                what=f"{mine.num_questions:,} questions of {evaluation.protocol.title}",
+                unit="questions",
+                k=evaluation.protocol.k,
+                num_asked=mine.num_questions,
+                as_served=mine.as_served,
+                checkpoint=mine,
+                source=theirs if theirs and theirs.draft_tokens else None,
+            )
+        )
+    if serve and serve.checkpoint.drafting:
+        sources = {run.k: run for run in serve.source.drafting if run.draft_tokens} if serve.source else {}
+        run = max(serve.checkpoint.drafting, key=lambda run: (run.k in sources, run.k))
+        found.append(
+            Drafted(
+                what=f"serve-check's {len(serve.prompts):,} prompts",
+                unit="prompts",
+                k=run.k,
+                num_asked=len(serve.prompts),
+                as_served=serve.checkpoint.as_served,
+                checkpoint=run,
+                source=sources.get(run.k),
+            )
+        )
+    return sorted(found, key=lambda each: each.source is None)
