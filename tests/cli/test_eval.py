@@ -148,7 +148,7 @@ def test_a_checkpoint_without_a_draft(checkpoint):
 @pytest.mark.parametrize("evaluation", [{"shots": -1}, {"shot": 1}, 7])
 def test_a_record_with_a_protocol_that_is_none(checkpoint, evaluation):
     record(checkpoint, evaluation=evaluation)
-    assert "keepmtp.json: must be keepmtp's own record" in refusal(checkpoint)
+    assert "keepmtp.json: recipe.evaluation must be as a recipe has it" in refusal(checkpoint)
 
 
 def test_without_lm_eval(tmp_path):
@@ -217,7 +217,7 @@ def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, m
     message = refusal(checkpoint, "--source", GLM, "--dataset", "hub")
     assert "--dataset: belongs to one task, and the recipe lists several; got gsm8k, gsm8k_platinum." in message
     record(checkpoint, evaluation=[first.model_dump(), first.model_dump()])
-    assert "keepmtp's own record; got groups: must name each task once." in refusal(checkpoint)
+    assert "recipe.evaluation must be as a recipe has it; got groups: must name each task once." in refusal(checkpoint)
 
 
 def test_the_table_of_several_tasks_has_their_recoveries_and_the_mean():
