@@ -23,11 +23,10 @@ from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..recipes.family import Part
 from ..recipes.renamer import renamer
 from ..validate.check.dialects.autoround import AutoRound
-from ..validate.check.dialects.awq import Awq
 from ..validate.check.dialects.choose import read_dialect
 from ..validate.check.dialects.compressed_tensors import CompressedTensors
 from ..validate.check.dialects.fp8 import Fp8
-from ..validate.check.dialects.gptq import Gptq
+from ..validate.check.dialects.gptq import Awq, Gptq
 from ..validate.check.dialects.modelopt import ModelOpt
 from ..validate.check.dialects.quark import Quark
 from ..validate.check.runtime_view import Module, RuntimeView

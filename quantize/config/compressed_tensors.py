@@ -22,11 +22,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ...recipes.family_view import FamilyView, Place
-from ...recipes.runtimes.sglang import sglang_model, sglang_spelling
+from ...recipes.family_view import FamilyView
+from ...recipes.runtimes.sglang import sglang_model
 from ...recipes.schemes import SCHEMES
-from .modules import NamedModule, Spellings, concrete, path_regex, regexes, without_number
-from .sglang import clash, no_draft, unnamed
+from .modules import NamedModule, Spellings, concrete, regexes
+from .sglang import no_draft, sglang_asks, unnamed
 
 _CONFIG = "layers/quantization/compressed_tensors/compressed_tensors.py"
 _WEIGHTS = "models/deepseek_common/deepseek_weight_loader.py"
@@ -89,28 +89,13 @@ def _for_sglang(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[BySch
 def added_names(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:
     """The spellings to add, by scheme, and that two modules of different schemes would have one name."""
     modules = list(modules)
-    owner = {name: module for module in modules for name in concrete(module.spelled)}
+    spelled_by_vllm = {name for module in modules for name in concrete(module.spelled)}
+    asked, clashes = sglang_asks(view, modules)
     added: ByScheme = defaultdict(set)
-    clashes: list[str] = []
-    for module in modules:
-        for spelled in _spelled_by_sglang(view, module.place):
-            name = next(concrete(spelled))
-            other = owner.setdefault(name, module)
-            if name not in concrete(other.spelled) and other is module:
-                added[module.scheme].add(spelled)
-            elif other.scheme != module.scheme:
-                clashes.append(clash(view, name, module, other))
+    for name, module, spelled in asked:
+        if name not in spelled_by_vllm:
+            added[module.scheme].add(spelled)
     return added, clashes
-
-
-def _spelled_by_sglang(view: FamilyView, place: Place) -> Iterator[Spellings]:
-    """One `Spellings` for each of SGLang's names of a module."""
-    stem, paths = sglang_spelling(view, place)
-    layer, cut = None, re.escape(stem)
-    if place.layer is not None and str(place.layer) in stem:
-        layer, cut = place.layer, without_number(stem, place.layer)
-    for path in paths:
-        yield Spellings((cut,), layer, (path_regex(path),))
 
 
 def _without_kernel(modules: Iterable[NamedModule]) -> Iterator[str]:

@@ -18,24 +18,20 @@ layers/quantization/modelopt_quant.py (is_layer_excluded, ModelOptMixedPrecision
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import __version__
 from ...recipes.conventions import ALGORITHMS, MIXED_FOR_EXPERTS
-from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.errors import RecipeError
 from ...recipes.family_view import FamilyView
 from ...recipes.renamer import Renamer, renamer
-from ...recipes.runtimes.sglang import SglangModel, container, sglang_model, sglang_names, sglang_stem
+from ...recipes.runtimes.sglang import SglangModel, container, is_excluded, sglang_model, sglang_stem
 from .modules import NamedModule, RuntimeModule, concrete, runtime_modules
-from .sglang import clash, no_draft, unnamed
+from .sglang import no_draft, sglang_asks, unnamed
 
 _MIXED = "MIXED_PRECISION"
 _CONFIG = "layers/quantization/modelopt_quant.py"
 _METHODS = "configs/model_config.py"
-# Parts of latent attention's projections, which to SGLang name those of every layer.
-_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
 def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[dict[str, Any], list[str]]:
@@ -67,7 +63,10 @@ def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[d
         config["quantized_layers"] = names.quantized_layers(fused)
     config |= {"ignore": names.excluded(fused), "kv_cache_scheme": None, **view.family.config_extras}
     added = entries_for_sglang(view, modules, config)
-    return added.onto(config), list(added.obstacles)
+    config["ignore"] += added.ignore
+    if added.quantized_layers:
+        config["quantized_layers"] |= added.quantized_layers
+    return config, list(added.obstacles)
 
 
 def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,33 +92,23 @@ def _row(scheme: str) -> dict[str, Any]:
 # --- vLLM's names -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Names:
-    """The names of a checkpoint's modules as vLLM's mappers leave them."""
+    """The names of a checkpoint's modules as vLLM's mappers leave them.
 
-    view: FamilyView
+    Attributes:
+        draft_stems: runtime prefixes of the MTP layers and of what is next to them, each with its last dot.
+        draft_heads: heads that the draft builds with the quantization config: placeholders for the target's.
+    """
 
-    @cached_property
-    def draft_layers(self) -> list[str]:
-        """Runtime prefixes of the MTP layers."""
-        first = 0 if self.view.layout.mtp else self.view.num_layers
-        return [self.view.runtime_stem("mtp", first + index) for index in range(self.view.num_mtp_layers)]
-
-    @cached_property
-    def draft_stems(self) -> tuple[str, ...]:
-        """Runtime prefixes of the MTP layers and of what is next to them, each with its last dot."""
-        return tuple(dict.fromkeys("mtp." if stem.startswith("mtp.") else stem for stem in self.draft_layers))
-
-    @cached_property
-    def draft_heads(self) -> list[str]:
-        """Heads that the draft builds with the quantization config: placeholders for the target's."""
-        rows = [row for row in self.view.family.mtp_block if row.role == "head"]
-        own = [stem + (row.runtime or row.path) for stem in self.draft_layers for row in rows]
-        return [*own, *filter(None, [self.view.layout.draft_head])]
-
-    @cached_property
-    def _mappers(self) -> tuple[Renamer, Renamer]:
-        return renamer(self.view.config), renamer(self.view.config, "mtp")
+    def __init__(self, view: FamilyView) -> None:
+        first = 0 if view.layout.mtp else view.num_layers
+        layers = [view.runtime_stem("mtp", first + index) for index in range(view.num_mtp_layers)]
+        heads = [row.runtime or row.path for row in view.family.mtp_block if row.role == "head"]
+        self.view = view
+        self.draft_stems = tuple(dict.fromkeys(re.sub(r"^mtp\..*", "mtp.", stem) for stem in layers))
+        self.draft_heads = [stem + head for stem in layers for head in heads]
+        self.draft_heads += filter(None, [view.layout.draft_head])
+        self._mappers = (renamer(view.config), renamer(view.config, "mtp"))
 
     def mapper(self, name: str) -> Renamer:
         """The mapper that vLLM applies to entries for a module of this name."""
@@ -175,8 +164,7 @@ class _Names:
 # --- SGLang -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SglangEntries:
+class SglangEntries(NamedTuple):
     """What a config must say to SGLang too, or what stands against it; then nothing is added.
 
     Attributes:
@@ -189,13 +177,6 @@ class SglangEntries:
     quantized_layers: Mapping[str, Mapping[str, Any]] | None = None
     obstacles: tuple[str, ...] = ()
 
-    def onto(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config with what is added."""
-        made = {**config, "ignore": [*config["ignore"], *self.ignore]}
-        if self.quantized_layers:
-            made["quantized_layers"] = {**config["quantized_layers"], **self.quantized_layers}
-        return made
-
 
 def entries_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Mapping[str, Any]) -> SglangEntries:
     """What a config in modelopt's dialect must add for SGLang, and what stands against it."""
@@ -207,13 +188,29 @@ def entries_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config:
     model, known = sglang_model(view.config), [module for module in modules if module.place.is_known]
     # What SGLang builds plain by itself is not asked about, but for the draft's head.
     asked = [module for module in known if not (method in model.plain_under and module.place.part == "mtp")]
-    plain, rows, clashes = _missing(view, asked, config)
+    names, clashes = sglang_asks(view, asked, container)
+    listed, ignore = config.get("quantized_layers"), config["ignore"]
+    plain = [name for name, module, _ in names if not module.scheme and not is_excluded(name, ignore)]
+    rows = {
+        name: _row(module.scheme)
+        for name, module, _ in names
+        if module.scheme and listed is not None and name not in listed
+    }
     if not any(module.scheme for module in known if module.place.role == "head"):
-        heads = filter(None, (model.head, model.draft_head))
-        plain += [head for head in heads if not _is_excluded(head, config["ignore"])]
-    entries = _entries(view, asked, plain)
-    obstacles = [*clashes, *unnamed(view, known), *_without_method(known), *_reached(entries, known)]
-    obstacles += _swallowed(view, asked, [*config["ignore"], *entries])
+        plain += [head for head in (model.head, model.draft_head) if head and not is_excluded(head, ignore)]
+    entries = tuple(dict.fromkeys(_as_entries(view, asked, plain)))
+    swallowed = [(name, module) for name, module, _ in names if is_excluded(name, [*ignore, *entries])]
+    obstacles = [
+        *clashes,
+        *unnamed(view, known),
+        *_without_method(known),
+        *_reached(entries, known),
+        *(
+            f"an entry for a plain module excludes {name} too, which is in {module.scheme} ({_CONFIG})"
+            for name, module in swallowed
+            if module.scheme
+        ),
+    ]
     # vLLM 0.32.0, quantization/modelopt.py (ModelOptMixedPrecisionConfig._resolve_quant_algo): to it such a row is of a
     # module below the one with an empty prefix.
     if name := next((row for row in rows if row.startswith(".")), None):
@@ -222,7 +219,7 @@ def entries_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config:
         obstacles += _forced_plain(model, known)
     if obstacles:
         return SglangEntries(obstacles=tuple(dict.fromkeys(obstacles)))
-    return SglangEntries(ignore=tuple(dict.fromkeys(entries)), quantized_layers=rows)
+    return SglangEntries(ignore=entries, quantized_layers=rows)
 
 
 def _method(config: Mapping[str, Any]) -> str:
@@ -236,65 +233,21 @@ def _method(config: Mapping[str, Any]) -> str:
     return "modelopt_fp8" if algorithm == "FP8" else ""
 
 
-def _missing(
-    view: FamilyView, modules: list[NamedModule], config: Mapping[str, Any]
-) -> tuple[list[str], dict[str, Mapping[str, Any]], list[str]]:
-    """Names of plain modules that no entry excludes, rows for quantized ones, and names with two schemes."""
-    owner = {name: module for module in modules for name in concrete(module.spelled)}
-    listed = config.get("quantized_layers")
-    plain: dict[str, None] = {}
-    rows: dict[str, Mapping[str, Any]] = {}
-    clashes: list[str] = []
-    for module in modules:
-        for name in map(container, sglang_names(view, module.place)):
-            other = owner.setdefault(name, module)
-            if other.scheme != module.scheme:
-                clashes.append(clash(view, name, module, other))
-            elif not module.scheme and not _is_excluded(name, config["ignore"]):
-                plain[name] = None
-            elif module.scheme and listed is not None and name not in listed:
-                rows[name] = _row(module.scheme)
-    return list(plain), rows, clashes
-
-
-def _is_excluded(name: str, entries: Iterable[str]) -> bool:
-    bare = name.removeprefix("language_model.")
-    for entry in entries:
-        pattern = entry.replace(".", r"\.").replace("*", ".*")
-        try:
-            is_hit = any(re.fullmatch(pattern, spelled) for spelled in (name, bare))
-        except re.error as error:
-            rule, cure = "SGLang reads each entry as a regular expression", "Take the entry away"
-            raise CheckpointError("config.json: quantization_config.ignore", rule, got=entry, cure=cure) from error
-        if is_hit or f".{entry}." in f".{name}.":
-            return True
-        last = entry.rpartition(".")[2]
-        if last in _PARTS and last in name.rpartition(".")[2]:
-            return True
-    return False
-
-
-def _entries(view: FamilyView, asked: list[NamedModule], plain: list[str]) -> list[str]:
+def _as_entries(view: FamilyView, asked: list[NamedModule], plain: list[str]) -> list[str]:
     """The entries for plain names: a draft that is plain as a whole is one glob."""
     drafted = [module for module in asked if module.place.part == "mtp" and module.place.layer is not None]
-    globs: list[str] = []
+    stems = set[str]()
     if not any(module.scheme for module in drafted):
         stems = {sglang_stem(view, "mtp", module.place.layer or 0) or "" for module in drafted}
-        globs = [stem for stem in sorted(stems) if stem and not re.match(r"model\.layers\.\d", stem)]
-        globs = [stem for stem in globs if any(name.startswith(stem) for name in plain)]
-    return [*(f"{stem}*" for stem in globs), *(name for name in plain if not name.startswith(tuple(globs)))]
+    globs = tuple(
+        stem
+        for stem in sorted(filter(None, stems))
+        if not re.match(r"model\.layers\.\d", stem) and any(name.startswith(stem) for name in plain)
+    )
+    return [*(f"{stem}*" for stem in globs), *(name for name in plain if not name.startswith(globs))]
 
 
-def _swallowed(view: FamilyView, modules: list[NamedModule], entries: list[str]) -> Iterator[str]:
-    """Quantized modules that SGLang's comparison takes away, though vLLM's does not."""
-    for module in modules:
-        if module.scheme:
-            for name in map(container, sglang_names(view, module.place)):
-                if _is_excluded(name, entries):
-                    yield f"an entry for a plain module excludes {name} too, which is in {module.scheme} ({_CONFIG})"
-
-
-def _reached(entries: list[str], modules: list[NamedModule]) -> Iterator[str]:
+def _reached(entries: Iterable[str], modules: list[NamedModule]) -> Iterator[str]:
     """Entries that vLLM would find in the name of a quantized module."""
     names = [name for module in modules if module.scheme for name in concrete(module.spelled)]
     for entry in entries:
@@ -304,20 +257,20 @@ def _reached(entries: list[str], modules: list[NamedModule]) -> Iterator[str]:
 
 def _forced_plain(model: SglangModel, modules: list[NamedModule]) -> Iterator[str]:
     """Quantized modules that SGLang builds plain where all is NVFP4."""
-    is_draft_plain = "modelopt_fp4" in model.plain_under
     for module in modules:
         place = module.place
-        is_forced = place.runtime.endswith(model.plain_in_fp4) or (is_draft_plain and place.part == "mtp")
-        if module.scheme and is_forced:
+        is_in_draft = place.part == "mtp" and "modelopt_fp4" in model.plain_under
+        if module.scheme and (is_in_draft or place.runtime.endswith(model.plain_in_fp4)):
             what = f"{place.module} is in {module.scheme}"
             yield f"it builds the module plain where all is NVFP4, and {what} ({model.file})"
 
 
 def _without_method(modules: list[NamedModule]) -> Iterator[str]:
     for module in modules:
-        if module.scheme == "FP8_DYNAMIC":
-            yield f"it has no class for {ALGORITHMS[module.scheme]} ({_CONFIG})"
-        elif module.scheme == "FP8_BLOCK" and module.place.role != "experts":
-            yield f"it reads the scales of {ALGORITHMS[module.scheme]} from weight_scale_inv alone ({_CONFIG})"
-        elif module.scheme.startswith("NVFP4") and module.place.module.endswith(".kv_b_proj"):
-            yield f"it reads an unpacked weight for kv_b_proj, which is in {module.scheme} ({_CONFIG})"
+        scheme, place = module.scheme, module.place
+        if scheme == "FP8_DYNAMIC":
+            yield f"it has no class for {ALGORITHMS[scheme]} ({_CONFIG})"
+        elif scheme == "FP8_BLOCK" and place.role != "experts":
+            yield f"it reads the scales of {ALGORITHMS[scheme]} from weight_scale_inv alone ({_CONFIG})"
+        elif scheme.startswith("NVFP4") and place.module.endswith(".kv_b_proj"):
+            yield f"it reads an unpacked weight for kv_b_proj, which is in {scheme} ({_CONFIG})"

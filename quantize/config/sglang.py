@@ -6,11 +6,12 @@ serve the checkpoint with its MTP block. Then nothing is added to a config for S
 Source: SGLang 0.5.23 and the files in recipes/runtimes/sglang.py.
 """
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 
-from ...recipes.family_view import FamilyView
+from ...recipes.family_view import FamilyView, Place
 from ...recipes.runtimes.sglang import sglang_model, sglang_spelling, sglang_stem
-from .modules import NamedModule
+from .modules import NamedModule, Spellings, concrete, path_regex, without_number
 
 
 def no_draft(view: FamilyView) -> str:
@@ -21,10 +22,40 @@ def no_draft(view: FamilyView) -> str:
     return "" if model.draft is not None else f"{model.no_draft} ({model.file})"
 
 
-def clash(view: FamilyView, name: str, module: NamedModule, other: NamedModule) -> str:
-    """That SGLang has one name for two modules of different schemes."""
-    described = [f"{found.place.module} ({found.scheme or 'plain'})" for found in (module, other)]
-    return f"it asks for {name} for both {' and '.join(described)} ({sglang_model(view.config).file})"
+def sglang_asks(
+    view: FamilyView, modules: Iterable[NamedModule], rename: Callable[[str], str] = str
+) -> tuple[list[tuple[str, NamedModule, Spellings]], list[str]]:
+    """The names that SGLang asks for, each with its module and as regexes; and names of modules of two schemes.
+
+    Args:
+        view: the family's names.
+        modules: those that SGLang knows.
+        rename: turns a name into that of the module that holds it, where the dialect asks so.
+    """
+    modules, file = list(modules), sglang_model(view.config).file
+    owner = {name: module for module in modules for name in concrete(module.spelled)}
+    asked: list[tuple[str, NamedModule, Spellings]] = []
+    clashes: list[str] = []
+    for module in modules:
+        for spelled in _spelled(view, module.place):
+            name = rename(next(concrete(spelled)))
+            other = owner.setdefault(name, module)
+            if other.scheme == module.scheme:
+                asked.append((name, module, spelled))
+                continue
+            both = " and ".join(f"{each.place.module} ({each.scheme or 'plain'})" for each in (module, other))
+            clashes.append(f"it asks for {name} for both {both} ({file})")
+    return asked, clashes
+
+
+def _spelled(view: FamilyView, place: Place) -> Iterator[Spellings]:
+    """One `Spellings` for each of SGLang's names of a module."""
+    stem, paths = sglang_spelling(view, place)
+    layer, cut = None, re.escape(stem)
+    if place.layer is not None and str(place.layer) in stem:
+        layer, cut = place.layer, without_number(stem, place.layer)
+    for path in paths:
+        yield Spellings((cut,), layer, (path_regex(path),))
 
 
 def unnamed(view: FamilyView, modules: Iterable[NamedModule]) -> Iterator[str]:

@@ -11,23 +11,28 @@ Source: SGLang 0.5.23, sglang/srt/configs/model_config.py (_config_draft_model) 
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from ..family import Part
+from ..errors import CheckpointError, shortened
+from ..family import Part, Renames
 from ..family_view import FamilyView, Place
+from ..renamer import Renamer
 from ..yaml_file import load_shipped
 
 VERSION = "0.5.23"
+Packed = Mapping[str, Sequence[str]]
+_NONE: Mapping[str, Any] = MappingProxyType({})
+# Parts of latent attention's projections, which name those of every layer in modelopt's lists.
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 DECODER = "model.decoder."
 SHARED_HEAD = "model.shared_head.head"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SglangModel:
+class SglangModel(NamedTuple):
     """How SGLang names the modules of one architecture.
 
     Attributes:
@@ -47,15 +52,24 @@ class SglangModel:
         plain_in_fp4: modules by vLLM's path that it constructs so where all is NVFP4 in modelopt's dialect.
         no_draft: why it has no draft for the model.
         own_config: its classes read a quantization config of their own form alone.
+        packed: what the target's class says of its fused modules: last part of the name -> those of its parts.
+        draft_packed: the same of the draft's class; None where it says the same.
+        entry_renames: how the target's class rewrites entries: a part of a name -> another, `{n}` the number of decoder
+            layers; after `^` it must be the start. Each that fits is replaced, once: the longest stand first.
+        draft_entry_renames: the same for the draft's class.
+        renames_under: quantization methods under which the draft's class rewrites entries; () for any.
+        excluded_by: how Quark's list leaves the whole block alone: by "experts" of it, by the "block", or "".
+        asserts_one_layer: its loader asserts that there is one MTP layer.
+        other_linear_attention: it is fused with more than vLLM fuses, or has another name in some layers.
     """
 
     file: str
     layers: str = "model.layers.{i}."
     draft: str | None = DECODER
-    renames: Mapping[str, str] = field(default_factory=dict)
-    draft_renames: Mapping[str, str] = field(default_factory=dict)
-    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    glue: Mapping[str, str] = field(default_factory=dict)
+    renames: Mapping[str, str] = _NONE
+    draft_renames: Mapping[str, str] = _NONE
+    also: Mapping[str, tuple[str, ...]] = _NONE
+    glue: Mapping[str, str] = _NONE
     head: str = "lm_head"
     draft_head: str = SHARED_HEAD
     unasked: tuple[str, ...] = ()
@@ -64,6 +78,14 @@ class SglangModel:
     plain_in_fp4: tuple[str, ...] = ()
     no_draft: str = ""
     own_config: bool = False
+    packed: Packed = _NONE
+    draft_packed: Packed | None = None
+    entry_renames: Mapping[str, str] = _NONE
+    draft_entry_renames: Mapping[str, str] = _NONE
+    renames_under: tuple[str, ...] = ()
+    excluded_by: str = ""
+    asserts_one_layer: bool = False
+    other_linear_attention: bool = False
 
 
 _UNKNOWN = SglangModel(file="models", layers="", draft=None, no_draft="it has no class for the model")
@@ -83,6 +105,27 @@ def sglang_models() -> Mapping[str, SglangModel]:
 def sglang_model(config: Mapping[str, Any]) -> SglangModel:
     """The names of the model of this config.json; one without classes where SGLang does not know the architecture."""
     return sglang_models().get((config.get("architectures") or [""])[0], _UNKNOWN)
+
+
+def packed_modules(view: FamilyView, part: Part) -> Packed:
+    """What the class of a part says of its fused modules; latent attention without low rank fuses nothing."""
+    model = sglang_model(view.config)
+    packed = model.packed if part == "backbone" or model.draft_packed is None else model.draft_packed
+    if view.text_config.get("q_lora_rank", 0) is not None:
+        return packed
+    return {name: parts for name, parts in packed.items() if name != "fused_qkv_a_proj_with_mqa"}
+
+
+def entry_renames(view: FamilyView, part: Part, method: str) -> Renamer:
+    """How the class of a part rewrites the entries of a quantization config, by its `quant_method`."""
+    model = sglang_model(view.config)
+    renames = model.entry_renames if part == "backbone" else model.draft_entry_renames
+    if not renames or (part == "mtp" and model.renames_under and method not in model.renames_under):
+        return Renamer()
+    pairs = [(old.replace("{n}", str(view.num_layers)), new) for old, new in renames.items()]
+    prefixes = tuple((old[1:], new) for old, new in pairs if old.startswith("^"))
+    substrings = tuple((old, new) for old, new in pairs if not old.startswith("^"))
+    return Renamer(renames=Renames(substrings=substrings, prefixes=prefixes))
 
 
 def sglang_stem(view: FamilyView, part: Part, layer: int) -> str | None:
@@ -135,6 +178,45 @@ def sglang_module(view: FamilyView, place: Place) -> str | None:
 def container(name: str) -> str:
     """The name of the module that holds all routed experts, for a projection of expert 0; any other name as it is."""
     return re.sub(r"(experts)\.0\.(?:gate|up|down)_proj$", r"\1", name)
+
+
+def entry_below(entries: Sequence[str], name: str) -> str | None:
+    """`is_layer_skipped` of FP8 and modelopt: the entry whose parts between dots are in the name.
+
+    So `mlp.gate` does not reach `mlp.gate_up_proj`, but `model.layers.1` reaches all below it and nothing of layer 10.
+    """
+    dotted = f".{name.rstrip('.')}."
+    return next((entry for entry in entries if f".{entry.rstrip('.')}." in dotted), None)
+
+
+def excluding_entry(entries: Sequence[str], name: str) -> str | None:
+    """modelopt's `is_layer_excluded`: a glob for the whole name, or for one part of it between dots.
+
+    Raises:
+        CheckpointError: an entry is none that SGLang can make a regular expression of.
+    """
+    names = [name, name.removeprefix("language_model.")]
+    parts = [part for each in names for part in (each, *each.split("."))]
+    for entry in entries:
+        tail = entry.rpartition(".")[2]
+        is_latent = tail in _LATENT and tail in name.rpartition(".")[2]
+        if is_latent or any(map(_glob(entry).fullmatch, parts)):
+            return entry
+    return None
+
+
+def is_excluded(name: str, entries: Sequence[str]) -> bool:
+    """Whether SGLang leaves a module plain by a list of modelopt's; errors as `excluding_entry`."""
+    return entry_below(entries, name) is not None or excluding_entry(entries, name) is not None
+
+
+@cache
+def _glob(entry: str) -> re.Pattern[str]:
+    try:
+        return re.compile(entry.replace(".", r"\.").replace("*", ".*"))
+    except (re.error, OverflowError, RecursionError) as error:
+        rule = "must be a glob that SGLang can make a regular expression of, or SGLang raises"
+        raise CheckpointError(shortened(entry), rule, got=str(error), cure="Mend it") from error
 
 
 def _paths(model: SglangModel, view: FamilyView, place: Place) -> tuple[str, ...]:

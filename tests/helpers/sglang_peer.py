@@ -1,8 +1,8 @@
 """SGLang's own classes, constructed without its kernels: which modules it builds, by which names, and how.
 
 In: the folder of an unpacked SGLang wheel as argument; on stdin a JSON list of questions, each with a config.json and a
-part. Out: a line ANSWERS and a JSON list: the class, SGLang's mappings, and for each module that is built through
-SGLang's layers its prefix, its place in the model, its class, and what `get_quant_method` says.
+part. Out: a line ANSWERS and a JSON list: the class, and for each module that is built through SGLang's layers its
+prefix, its class, and what `get_quant_method` says.
 
 Easy to get wrong: what is real here. Models, configs, quantization configs, `ModelConfig._config_draft_model` and
 `_get_quantization_config` are SGLang's files, run. All else of SGLang, and packages that are not installed, are empty
@@ -262,11 +262,7 @@ class StandIn(types.ModuleType):
             return found
         bare = name.lstrip("_")
         is_class = bare[:1].isupper() and not bare.isupper()
-        members = {
-            "__class_getitem__": classmethod(lambda cls, key: cls),
-            "__init_subclass__": classmethod(lambda cls, **_: None),
-        }
-        value = Asked(name, (Empty,), members) if is_class else Number(0)
+        value = Asked(name, (Empty,), CLASS_MEMBERS) if is_class else Number(0)
         setattr(self, name, value)
         return value
 
@@ -398,7 +394,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     model_config._config_draft_model()
     architecture = model_config.hf_config.architectures[0]
     if architecture not in classes_of("models"):
-        return {"class": "", "architecture": architecture}
+        return {"class": ""}
     built = class_of("models", architecture)
     loader.get_model_architecture = lambda config: (built, architecture)
     quant_config = None
@@ -410,19 +406,10 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"class": architecture, "config_error": f"{type(error).__name__}: {error}"}
     with torch.device("meta"):
         model = built(config=model_config.hf_config, quant_config=quant_config)
-    mapper = getattr(built, "hf_to_sglang_mapper", None)
+    modules = [module for module in model.modules() if isinstance(module, Layer)]
     return {
         "class": architecture,
-        "file": classes_of("models")[architecture][0],
-        "method": type(quant_config).__name__,
-        "packed": getattr(built, "packed_modules_mapping", {}),
-        "mapper": vars(mapper) if mapper else None,
-        "modules": [
-            {"prefix": module.prefix, "path": path, "class": type(module).__name__, "answer": module.answer}
-            for path, module in model.named_modules()
-            if isinstance(module, Layer)
-        ],
-        "plain": [path for path, module in model.named_modules() if isinstance(module, nn.Linear)],
+        "modules": [{"prefix": each.prefix, "class": type(each).__name__, "answer": each.answer} for each in modules],
     }
 
 

@@ -6,13 +6,11 @@ import good
 import pytest
 import releases
 import sglang_table
-from checkpoint_files import write
 from keepmtp.quantize.config.written import QuantizationConfig, config_of, matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.runtimes.sglang import sglang_names
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.check.check import check
 from sglang_wheel import FUSED, FUSED_IN_QWEN35, MISSING, UTILS, group_of
 
 PAIRS = sglang_table.PAIRS["compressed-tensors"]
@@ -58,30 +56,6 @@ def test_without_the_added_entries_sglang_raises():
 def test_how_many_outputs_resolve_in_both():
     assert sglang_table.counted("compressed-tensors") == {"yes": 129, "no": 85, "-": 2}
     assert sglang_table.counted("modelopt") == {"yes": 76, "no": 62, "-": 6}
-
-
-@pytest.mark.full
-def test_the_check_for_sglang_finds_the_same(tmp_path):
-    """Rules that were written by themselves: no error where an output resolves, one where it does not."""
-    differ = []
-    for format, pairs in sglang_table.PAIRS.items():
-        for model in (
-            "glm-4.7",
-            "deepseek-r1",
-            "qwen3-next-80b",
-            "qwen3.5-27b",
-            "mimo-7b",
-            "hy3",
-            "inkling",
-            "glm-ocr",
-        ):
-            for number, pair in enumerate(pairs):
-                if (obstacle := sglang_table.obstacle(model, *pair, format)) == sglang_table.REFUSED:
-                    continue
-                folder = write(tmp_path / f"{format}-{model}-{number}", good.ours(model, *pair, format=format))
-                found = [each for each in check(folder, runtimes=("sglang",)).findings if each.severity == "error"]
-                differ += [(model, *pair, format)] if bool(found) != bool(obstacle) else []
-    assert differ == []
 
 
 @pytest.mark.full

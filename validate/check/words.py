@@ -9,9 +9,8 @@ import re
 
 from ...checkpoints.stored import FP8, StoredWeight
 from .dialects.autoround import AutoRound
-from .dialects.awq import Awq
 from .dialects.fp8 import Fp8
-from .dialects.gptq import ACT_ORDER, Gptq
+from .dialects.gptq import ACT_ORDER, Awq, Gptq
 from .dialects.modelopt import ModelOpt
 from .dialects.quark import Quark
 from .stored_view import Module, StoredView

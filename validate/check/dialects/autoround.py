@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
-from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .awq import awq_built
+from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import AutoRoundException, AutoRoundGiven, read_given
-from .gptq import gptq_built
+from .gptq import awq_built, gptq_built
+from .matching import entries_of, lacks, plain, raises, registers
 from .patterns import matches_inside
 
 _SPECIAL = frozenset("*+?^$()[]{}|\\")
 _PLAIN_BITS = 16
 _MX_GROUP = 32
-_BITS, _TYPES = (2, 3, 4, 5, 6, 7, 8), ("int", "mx_fp", "fp")
 _BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
-_FORMATS = {
-    "int": "auto_round:auto_gptq",
-    "awq": "auto_round:auto_awq",
-    "fp": "auto_round:fp8",
-    "mx_fp": "auto_round:llm_compressor",
+# Packings by `packing_format`.
+_PACKINGS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+    "auto_round:fp8": "fp",
+    "auto_round:llm_compressor": "mx_fp",
 }
 _NO_EXPERTS = "NotImplementedError: INCFp8Scheme does not support MoE layers"
 _SHARD_ERROR = "ValueError: Fused module '{}' requires consistent quant config for its parts"
@@ -51,7 +51,7 @@ class AutoRound:
 
     Attributes:
         usual: what holds for modules that no entry names.
-        packing: gptq, awq, fp8 or mx; "" for another one, which is not judged.
+        packing: gptq, awq, fp or mx_fp; "" for another one, which is not judged.
         blocks: prefixes of what is quantized; () for everything but heads.
         extra: extra_config, after renaming.
         error: vLLM's exception as it reads the config; "" for none.
@@ -68,19 +68,20 @@ class AutoRound:
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_quant_method`: an exception by whole name, then INCConfigParser."""
         if self.error:
-            return Resolution(built=UNKNOWN, entry="quantization_config", error=self.error)
+            return raises(self.error)
         for name in (module, f"model.{module}"):
             if name in self.extra and (self.extra[name].bits or _PLAIN_BITS) >= _PLAIN_BITS:
-                return Resolution(built=PLAIN, entry=name)
+                return plain(name)
         choices = self._choices(module, () if kind == "experts" else shards, kind)
-        if any(choice[:3] != choices[0][:3] for choice in choices):
-            return Resolution(built=UNKNOWN, entry=choices[0].entry, error=_SHARD_ERROR.format(module))
         choice = choices[0]
+        if any(other[:3] != choice[:3] for other in choices):
+            return raises(_SHARD_ERROR.format(module), choice.entry)
         if choice.bits >= _PLAIN_BITS:
-            return Resolution(built=PLAIN, entry=choice.entry)
+            return plain(choice.entry)
         built = self._built(choice)
-        error = _NO_EXPERTS if kind == "experts" and built.form == "fp8_block" else ""
-        return Resolution(built=built, entry=choice.entry, error=error)
+        if kind == "experts" and built.form == "fp8_block":
+            return raises(_NO_EXPERTS, choice.entry)
+        return Resolution(built=built, entry=choice.entry)
 
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """Whole names, ends of names, and expressions anywhere in them."""
@@ -88,20 +89,17 @@ class AutoRound:
             name
             for name in names
             for word in entry.read
-            if name == word or name.endswith(f".{word}") or (_is_expression(word) and matches_inside(name, word))
+            if name == word or name.endswith(f".{word}") or _is_in(name, word)
         ]
 
     def _choices(self, module: str, shards: Sequence[str], kind: Kind) -> list[_Choice]:
-        if module in self.extra:
-            return [self._of(module, is_quantized=True)]
-        if ending := next((key for key in self.extra if module.endswith(f".{key}")), ""):
-            return [self._of(ending, is_quantized=True)]
-        is_quantized = kind != "head"
-        if self.blocks:
-            is_quantized = module.startswith(self.blocks)
-        if any(self._entry_of(shard) for shard in shards):
-            return [self._of(shard, is_quantized=is_quantized) for shard in shards]
-        return [self._of(module, is_quantized=is_quantized)]
+        """What vLLM resolves for a module by an entry that it ends in, else for its parts, else for itself."""
+        ends = (key for key in self.extra if module.endswith(f".{key}"))
+        if named := module if module in self.extra else next(ends, ""):
+            return [self._of(named, is_quantized=True)]
+        is_quantized = module.startswith(self.blocks) if self.blocks else kind != "head"
+        names = shards if any(map(self._entry_of, shards)) else (module,)
+        return [self._of(name, is_quantized=is_quantized) for name in names]
 
     def _of(self, name: str, *, is_quantized: bool) -> _Choice:
         """`get_config`: what an entry leaves out is usual, or plain where the block is not quantized."""
@@ -110,32 +108,25 @@ class AutoRound:
         if not entry:
             return base
         given = self.extra[entry]
-        return _Choice(
-            bits=base.bits if given.bits is None else given.bits,
-            group_size=base.group_size if given.group_size is None else given.group_size,
-            is_symmetric=base.is_symmetric if given.sym is None else given.sym,
-            entry=entry,
-        )
+        said = {"bits": given.bits, "group_size": given.group_size, "is_symmetric": given.sym}
+        return base._replace(entry=entry, **{key: value for key, value in said.items() if value is not None})
 
     def _entry_of(self, name: str) -> str:
-        if name in self.extra:
-            return name
-        return next((key for key in self.extra if _is_expression(key) and matches_inside(name, key)), "")
+        return name if name in self.extra else next((key for key in self.extra if _is_in(name, key)), "")
 
     def _built(self, choice: _Choice) -> VLLMModule:
-        size = choice.group_size
-        if self.packing == "fp8" and choice.bits == 8 and choice.is_symmetric and isinstance(size, list | tuple):
-            leaves = frozenset({"weight", "weight_scale_inv"})
-            return VLLMModule(form="fp8_block", leaves=leaves, block=(size[0], size[1]))
-        if self.packing == "mx" and choice.bits in (4, 8):
-            weight, form = ("weight_packed", "mxfp4") if choice.bits == 4 else ("weight", "mxfp8")
-            return VLLMModule(form=form, leaves=frozenset({weight, "weight_scale"}), group_size=_MX_GROUP)
-        if not isinstance(size, int):
-            return UNKNOWN
-        if self.packing == "gptq" and (choice.bits, choice.is_symmetric) in ((4, True), (8, True)):
-            return gptq_built(choice.bits, size)
-        if self.packing == "awq" and choice.bits == 4:
-            return awq_built(4, size, has_zeros=not choice.is_symmetric)
+        size, is_one = choice.group_size, isinstance(choice.group_size, int)
+        match self.packing, choice.bits, choice.is_symmetric:
+            case "fp", 8, True if isinstance(size, list | tuple):
+                return registers("fp8_block", "weight", "weight_scale_inv", block=(size[0], size[1]))
+            case "mx_fp", 4, _:
+                return registers("mxfp4", "weight_packed", "weight_scale", group_size=_MX_GROUP)
+            case "mx_fp", 8, _:
+                return registers("mxfp8", "weight", "weight_scale", group_size=_MX_GROUP)
+            case "gptq", 4 | 8, True if is_one:
+                return gptq_built(choice.bits, size)
+            case "awq", 4, _ if is_one:
+                return awq_built(size, has_zeros=not choice.is_symmetric)
         return UNKNOWN
 
 
@@ -146,97 +137,60 @@ def read_autoround(raw: Mapping[str, Any], rename: Renamer) -> AutoRound:
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(AutoRoundGiven, raw)
+    data_type, backend = given.data_type or "int", given.backend or given.vllm_backend or "auto"
+    if data_type == "fp8":
+        data_type = "fp"
+    packed = _PACKINGS.get(given.packing_format or "", "")
+    if given.packing_format is None:
+        packed = "mx_fp" if "mx_fp" in data_type else "gptq"
+        if data_type == "fp" and given.bits == 8 and not isinstance(given.group_size, int):
+            packed = "fp"
+    words = f"{data_type} {packed} {backend}"
+    packing = next((word for word in ("mx_fp", "gptq", "awq") if word in words), packed)
+    error = lacks({"bits": given.bits, "group_size": given.group_size})
+    is_known = packed and backend in _BACKENDS and given.bits in range(2, 9)
+    if not error and not (is_known and _is_supported(raw, given, data_type, packed, backend)):
+        size = f"{given.bits} bits in groups of {given.group_size}"
+        error = f"INC supports no {data_type} of {size} (packing_format {given.packing_format}, backend {backend})"
     blocks = given.block_name_to_quantize or given.to_quant_block_names or ()
-    blocks = tuple(blocks.split(",")) if isinstance(blocks, str) else blocks
-    extra = {rename.name(name): value for name, value in (given.extra_config or {}).items()}
-    symmetric = True if given.sym is None else given.sym
+    if isinstance(blocks, str):
+        blocks = blocks.split(",")
+    extra = {name: (rename.name(name), each) for name, each in (given.extra_config or {}).items()}
+    excepted = [name for name, (_, each) in extra.items() if (each.bits or 0) >= _PLAIN_BITS]
     return AutoRound(
-        usual=_Choice(given.bits or 0, given.group_size, symmetric),
-        packing=_packing(given),
-        blocks=tuple(rename.name(block) for block in blocks),
-        extra=extra,
-        entries=tuple(
-            ConfigEntry(where="extra_config", written=name, read=(rename.name(name),))
-            for name, value in (given.extra_config or {}).items()
-            if (value.bits or 0) >= _PLAIN_BITS
-        ),
-        error=_refusal(given),
+        usual=_Choice(given.bits or 0, given.group_size, is_symmetric=given.sym is not False),
+        packing=packing,
+        blocks=tuple(map(rename.name, blocks)),
+        extra=dict(extra.values()),
+        entries=entries_of("extra_config", excepted, rename.name),
+        error=error,
     )
 
 
-def _type_of(given: AutoRoundGiven) -> str:
-    return "fp" if given.data_type == "fp8" else given.data_type or "int"
-
-
-def _format_of(given: AutoRoundGiven) -> str:
-    """`packing_format`, or what vLLM puts in its place."""
-    if given.packing_format is not None:
-        return given.packing_format
-    data_type = _type_of(given)
-    if data_type == "fp" and given.bits == 8 and not isinstance(given.group_size, int):
-        return _FORMATS["fp"]
-    return _FORMATS["mx_fp" if "mx_fp" in data_type else "int"]
-
-
-def _packing(given: AutoRoundGiven) -> str:
-    data_type, format_ = _type_of(given), _format_of(given)
-    if "mx_fp" in data_type:
-        return "mx"
-    if data_type == "fp":
-        return "fp8" if format_ == _FORMATS["fp"] else ""
-    words = f"{format_} {given.backend or given.vllm_backend or ''}"
-    return next((word for word in ("gptq", "awq") if word in words), "")
-
-
-def _refusal(given: AutoRoundGiven) -> str:
-    """INCConfig's own exceptions, in its order."""
-    data_type, format_, backend = _type_of(given), _format_of(given), given.backend or given.vllm_backend or "auto"
+def _is_supported(raw: Mapping[str, Any], given: AutoRoundGiven, data_type: str, packed: str, backend: str) -> bool:
+    """What INCConfig demands of each type of data; of the inputs, as far as the config says it."""
     size = given.group_size
-    missing = next((key for key in ("bits", "group_size") if getattr(given, key) is None), "")
-    if missing:
-        return f"ValueError: Cannot find any of ['{missing}'] in the model's quantization config"
-    if not _is_size(size):
-        return f"ValueError: INC group_size must be an int or a 2-D integer sequence, but found {size!r}"
-    if given.bits not in _BITS:
-        return f"ValueError: Unsupported weight_bits: {given.bits}"
-    if data_type not in _TYPES and "mx_fp" not in data_type:
-        return f"ValueError: Unsupported data_type: {data_type}"
-    if format_ not in _FORMATS.values():
-        return f"ValueError: Unsupported packing_format: {format_}"
-    if backend not in _BACKENDS:
-        return f"ValueError: Unsupported backend: {backend}"
-    return _assertion(given, data_type, format_, backend)
-
-
-def _is_size(size: Any) -> bool:
-    if isinstance(size, list | tuple):
-        return len(size) == 2 and all(isinstance(each, int) for each in size)
-    return isinstance(size, int)
-
-
-def _assertion(given: AutoRoundGiven, data_type: str, format_: str, backend: str) -> str:
-    """What INCConfig asserts of one type of data."""
-    is_one, is_symmetric = isinstance(given.group_size, int), given.sym is not False
+    is_pair = isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(each, int) for each in size)
     if data_type == "int":
-        is_right = is_one and format_ in (_FORMATS["int"], _FORMATS["awq"])
-    elif data_type == "fp":
-        rest = is_symmetric and format_ == _FORMATS["fp"] and backend == "auto"
-        is_right = given.bits == 8 and not is_one and rest and _has_inputs(given, "fp", fmt="e4m3", scheme="dynamic")
+        return isinstance(size, int) and packed in ("gptq", "awq")
+    inputs = {"act_bits": 8, "act_data_type": "mx_fp", "act_sym": True, "act_dynamic": True}
+    if isinstance(size, int):
+        inputs["act_group_size"] = size
+    elif is_pair:
+        inputs["act_group_size"] = size[0]
     else:
-        rest = is_symmetric and format_ == _FORMATS["mx_fp"] and backend == "auto"
-        is_right = data_type != "mx_fp" or (given.bits in (4, 8) and given.group_size == _MX_GROUP and rest)
-        is_right = is_right and (given.bits != 8 or _has_inputs(given, "mx_fp"))
-    return "" if is_right else f"AssertionError: INC {data_type} quantization, of which vLLM supports one form only"
+        return False
+    if data_type == "fp":
+        inputs |= {"act_data_type": "fp", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    has_inputs = all(raw.get(key) in (None, value) for key, value in inputs.items())
+    is_usual = given.sym is not False and backend == "auto" and packed == data_type
+    if data_type == "fp":
+        return given.bits == 8 and is_pair and is_usual and has_inputs
+    if data_type == "mx_fp" and not (given.bits in (4, 8) and size == _MX_GROUP and is_usual):
+        return False
+    return "mx_fp" in data_type and (given.bits != 8 or has_inputs)
 
 
-def _has_inputs(given: AutoRoundGiven, data_type: str, *, fmt: str = "", scheme: str = "") -> bool:
-    """Whether the inputs are quantized as vLLM wants them, as far as the config says it."""
-    size = given.group_size if isinstance(given.group_size, int) else given.group_size[0]
-    wanted = {"act_bits": 8, "act_group_size": size, "act_data_type": data_type, "act_sym": True, "act_dynamic": True}
-    wanted |= {"fmt": fmt, "activation_scheme": scheme} if fmt else {}
-    said = ((getattr(given, key), value) for key, value in wanted.items())
-    return all(is_said is None or is_said == value for is_said, value in said)
-
-
-def _is_expression(word: str) -> bool:
-    return not _SPECIAL.isdisjoint(word)
+def _is_in(name: str, word: str) -> bool:
+    """Whether a word is an expression, and matches somewhere in a name."""
+    return not _SPECIAL.isdisjoint(word) and matches_inside(name, word)

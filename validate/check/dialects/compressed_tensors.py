@@ -1,39 +1,55 @@
-"""`quant_method: compressed-tensors`: what vLLM builds for a module.
+"""`quant_method: compressed-tensors`: what vLLM and SGLang build for a module.
 
-In: quantization_config. Out: a `CompressedTensors`.
+In: quantization_config. Out: a `CompressedTensors` as one of the servers reads it.
 
-Easy to get wrong: vLLM tries the fused name before its shards, and all shards must agree. For routed experts it asks
-about the three projections of expert 0. A module that no target matches is plain, without a message. A target `Linear`
-also reaches experts, but no head.
+Easy to get wrong: vLLM tries the fused name before its shards, and all shards must agree. For routed experts both ask
+about the three projections of expert 0. A module that no target matches is plain in vLLM, without a message, and SGLang
+raises on it. A target `Linear` also reaches experts, but no head. In SGLang an entry that is no expression also matches
+the end of a name, and of a fused module `ignore` is asked about the parts unless it has the fused name word for word.
 
 Source: vLLM 0.32.0 quantization/compressed_tensors/{compressed_tensors,utils}.py,
-compressed_tensors_moe/compressed_tensors_moe.py; compared with the real functions by
-tests/validate/check/test_dialects.py.
+compressed_tensors_moe/compressed_tensors_moe.py; SGLang 0.5.23 layers/quantization/compressed_tensors. Compared with
+the real functions by tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ....checkpoints.stored import Form
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
+from ...facts.findings import Runtime
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, read_given
-from .matching import left_out
+from .matching import SCHEMES_DIFFER, OneAnswer, entries_of, left_out, plain, raises, registers
 from .patterns import Entries, equal_or_regex
 
-FP8_FORMS: Mapping[str, Form] = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
-MXFP4 = VLLMModule(form="mxfp4", leaves=frozenset({"weight_packed", "weight_scale"}), group_size=32)
-_SHARD_ERROR = "ValueError: Found different quantization schemes for the shards of {}"
+MXFP4 = registers("mxfp4", "weight_packed", "weight_scale", group_size=32)
+_EXPERTS: Mapping[Runtime, str] = {"vllm": "RoutedExperts", "sglang": "FusedMoE"}
+_PROJECTIONS_DIFFER = "ValueError: All MoE projections need to have same quantization scheme but found multiple"
+_PACKED = "pack-quantized"
+_FP8_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized")
+_NO_CLASS = "it has no class for these weights and inputs"
+# SGLang's classes by the last part of a module's name.
+_CLASSES = {
+    "qkv_proj": "QKVParallelLinear",
+    "gate_up_proj": "MergedColumnParallelLinear",
+    **dict.fromkeys(("o_proj", "down_proj", "out_proj", "wo_b"), "RowParallelLinear"),
+}
+_Arguments = dict[str, Any]
 
 
 class Targets:
-    """Targets after renaming, in their order, and what vLLM builds for each, or the exception it raises."""
+    """Targets after renaming, in their order, and what the server builds for each, or the exception it raises."""
 
     def __init__(self, builds: Mapping[str, VLLMModule | str]) -> None:
         self.builds = builds
         self.entries = Entries(builds)
+
+    def answer(self, target: str) -> Resolution:
+        """What a module becomes that this target matches."""
+        built = self.builds[target]
+        return raises(built, target) if isinstance(built, str) else Resolution(built=built, entry=target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,188 +58,230 @@ class CompressedTensors:
 
     Attributes:
         ignore: entries after renaming.
-        targets: what vLLM builds for linear modules.
+        targets: what is built for linear modules.
         expert_targets: the same for routed experts.
-        experts_inherit: the target `RoutedExperts` among them was made of `Linear`, which reaches experts too.
+        is_mxfp4: SGLang builds routed experts as MXFP4, whatever the entries say.
     """
 
     ignore: Entries
     targets: Targets
     expert_targets: Targets
-    experts_inherit: bool
     entries: tuple[ConfigEntry, ...]
+    runtime: Runtime = "vllm"
+    is_mxfp4: bool = False
     name: str = "compressed-tensors"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_scheme_dict` for linear modules and heads, `get_moe_method` for experts."""
-        if kind != "experts":
-            class_name = "ParallelLMHead" if kind == "head" else _linear_class(module, shards)
-            return self._scheme(module, shards, class_name, self.targets)
-        answers = [self._scheme(name, (), "RoutedExperts", self.expert_targets) for name in shards]
-        if self.experts_inherit:
-            answers = [replace(a, entry="Linear") if a.entry == "RoutedExperts" else a for a in answers]
-        for answer in answers:
-            if answer.error:
-                return answer
-        if any(answer.built != answers[-1].built for answer in answers):
-            return Resolution(
-                built=UNKNOWN,
-                entry=next(answer.entry for answer in answers if answer.built != answers[-1].built),
-                error="ValueError: All MoE projections need to have same quantization scheme but found multiple",
-            )
-        return answers[-1]
+        if kind == "experts":
+            return Resolution(built=MXFP4) if self.is_mxfp4 else self._experts(shards)
+        if kind == "linear" or self.runtime == "vllm":
+            return self._scheme(module, shards, _class_of(self.runtime, module, shards, kind), self.targets)
+        if found := self._ignored(module, ()):
+            return found
+        # A head is plain in SGLang unless a target names it.
+        named = (target for target in self.targets.builds if _ends_in(Entries([target]), module))
+        return next(map(self.targets.answer, named), plain())
 
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """Whole name, or `re:` from the start."""
         return [name for name in names if any(equal_or_regex(name, pattern) for pattern in entry.read)]
 
+    def _experts(self, projections: Sequence[str]) -> Resolution:
+        answers = [self._scheme(name, (), _EXPERTS[self.runtime], self.expert_targets) for name in projections]
+        for answer in answers:
+            if answer.error:
+                return answer
+        for answer in answers:
+            if answer.built != answers[-1].built:
+                return raises(_PROJECTIONS_DIFFER, answer.entry)
+        return answers[-1]
+
     def _scheme(self, name: str, shards: Sequence[str], class_name: str, targets: Targets) -> Resolution:
-        for names in ((name,), shards):
-            if plain := left_out(names, self.ignore.first, _SHARD_ERROR.format(name)):
-                return plain
-        matched = targets.entries.first(name)
-        if matched is None and shards:
+        if found := self._ignored(name, shards):
+            return found
+        target = targets.entries.first(name)
+        if target is None:
             each = [targets.entries.first(shard) for shard in shards]
-            matched = each[0] if all(each) else None
-        matched = matched or targets.entries.first_for_class(class_name)
-        if matched is None:
-            return Resolution(built=PLAIN)
-        built = targets.builds[matched]
-        if isinstance(built, str):
-            return Resolution(built=UNKNOWN, entry=matched, error=built)
-        return Resolution(built=built, entry=matched)
+            of_parts = each[0] if each and all(each) else None
+            of_class = targets.entries.first_for_class(class_name)
+            if class_name in _EXPERTS.values() and "Linear" in targets.builds:
+                of_class = of_class or "Linear"
+            target = (of_parts or of_class) if self.runtime == "vllm" else (of_class or of_parts)
+        if target is not None:
+            return targets.answer(target)
+        if self.runtime == "vllm":
+            return plain()
+        return raises(f"ValueError: Unable to find matching target for {name} in the compressed-tensors config.", "")
+
+    def _ignored(self, name: str, shards: Sequence[str]) -> Resolution | None:
+        """`should_ignore_layer`."""
+        error = SCHEMES_DIFFER.format(name)
+        if self.runtime == "vllm":
+            return left_out((name,), self.ignore.first, "") or left_out(shards, self.ignore.first, error)
+        asked = shards if shards and name not in self.ignore.written else (name,)
+        return left_out(asked, lambda each: _ends_in(self.ignore, each), error)
 
 
-def read_compressed_tensors(raw: Mapping[str, Any], rename: Renamer) -> CompressedTensors:
-    """The config as vLLM reads it, entries renamed.
+def read_compressed_tensors(
+    raw: Mapping[str, Any], rename: Renamer, runtime: Runtime = "vllm"
+) -> CompressedTensors | OneAnswer:
+    """The config as a server reads it, entries renamed.
 
     Raises:
-        CheckpointError: a key has another type than vLLM reads, or an entry is no regular expression.
+        CheckpointError: a key has another type than is read, or an entry is no regular expression.
     """
     given = read_given(CompressedTensorsGiven, raw)
-    targets: dict[str, VLLMModule | str] = {}
-    expert_targets: dict[str, VLLMModule | str] = {}
+    is_vllm = runtime == "vllm"
+    built, renamed = (_built_by_vllm, rename.path) if is_vllm else (_built_by_sglang, rename.name)
+    linear: dict[str, VLLMModule | str] = {}
+    experts: dict[str, VLLMModule | str] = {}
     entries: list[ConfigEntry] = []
-    for group in (given.config_groups or {}).values():
-        names = group.targets or ()
-        if len(names) == 1 and names[0].endswith("Attention"):
+    is_mxfp4 = not is_vllm and "mxfp4" in (given.format or "")
+    for key, group in (given.config_groups or {}).items():
+        targets, weights = group.targets or (), _filled(group.weights)
+        if is_vllm and len(targets) == 1 and targets[0].endswith("Attention"):
             continue  # KV-cache quantization; vLLM skips it
-        for target in names:
-            read = rename.path(target)
-            targets[read] = _compressed_tensors_built(group, given.format, is_experts=False)
-            expert_targets[read] = _compressed_tensors_built(group, given.format, is_experts=True)
-            entries.append(ConfigEntry(where="targets", written=target, read=(read,)))
-    inherits = "Linear" in targets and "RoutedExperts" not in targets
-    if inherits:
-        expert_targets["RoutedExperts"] = expert_targets["Linear"]
-    ignore = Entries(rename.path(entry) for entry in given.ignore or ())
-    entries += [
-        ConfigEntry(where="ignore", written=written, read=(read,))
-        for written, read in zip(given.ignore or (), ignore.written, strict=True)
-    ]
+        if not is_vllm and weights is None:
+            error = f"ValidationError: SGLang reads config_groups.{key}.weights, which is not there"
+            return OneAnswer(name="compressed-tensors", answer=raises(error))
+        is_of_all = not {"Linear", "FusedMoE"}.isdisjoint(targets)
+        is_mxfp4 |= not is_vllm and is_of_all and _registered(weights, None) == MXFP4
+        for target in map(renamed, targets):
+            linear[target] = built(group, given.format, is_experts=False)
+            experts[target] = built(group, given.format, is_experts=True)
+        entries += entries_of("targets", targets, renamed)
+    entries += (ignored := entries_of("ignore", given.ignore or (), renamed))
     found = CompressedTensors(
-        ignore=ignore,
-        targets=Targets(targets),
-        expert_targets=Targets(expert_targets),
-        experts_inherit=inherits,
+        ignore=Entries(entry.read[0] for entry in ignored),
+        targets=Targets(linear),
+        expert_targets=Targets(experts),
         entries=tuple(entries),
+        runtime=runtime,
+        is_mxfp4=is_mxfp4,
     )
-    for each in (found.targets.entries, ignore):
+    for each in (found.targets.entries, found.ignore):
         each.refuse_wrong()
     return found
 
 
-def _compressed_tensors_built(group: GivenGroup, format_: str | None, *, is_experts: bool) -> VLLMModule | str:
-    """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception it raises."""
-    weights, inputs = read_arguments(group.weights), read_arguments(group.input_activations)
-    format_ = group.format or format_
+def _registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMModule:
+    """The parameters of a config group's scheme; both servers name them as compressed-tensors does."""
     if weights is None:
         return PLAIN
-    bits, strategy, is_float = weights["num_bits"], weights["strategy"], weights["type"] == "float"
-    size = weights["group_size"]
-    static = inputs is not None and inputs["dynamic"] is False
-    if is_float and bits == 4 and strategy == "tensor_group" and size == 16:
-        if inputs is not None and (inputs["num_bits"], inputs["strategy"]) != (4, "tensor_group"):
-            return "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None for NVFP4A16"
-        return nvfp4_built(has_inputs=bool(inputs))
-    if is_float and strategy == "group" and size == 32 and bits == 4:
-        return MXFP4
-    if is_float and strategy == "group" and size == 32 and bits == 8:
-        return VLLMModule(form="mxfp8", leaves=frozenset({"weight", "weight_scale"}), group_size=32)
-    if is_float and bits == 8 and strategy in FP8_FORMS:
-        if format_ not in ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized"):
-            return f"NotImplementedError: No compressed-tensors compatible scheme was found (format {format_!r})"
-        if inputs is None and is_experts:
-            return (
-                "AttributeError: 'NoneType' object has no attribute 'num_bits' (input_activations: null)"
-                if strategy == "block"
-                else "ValueError: For Fused MoE layers, only format: pack-quantized is supported "
-                "(input_activations: null)"
-            )
-        if inputs is None and strategy == "block":
-            return "AssertionError: assert self.is_static_input_scheme is False (input_activations: null)"
-        return eight_bits_built(FP8_FORMS[strategy], weights, is_static=static)
-    if not is_float and inputs is None and format_ == "pack-quantized" and strategy in ("group", "channel"):
-        return integers_built(weights)
-    if not is_float and bits == 8 and inputs and inputs["num_bits"] == 8 and strategy in ("channel", "tensor"):
-        return eight_bits_built("int8", weights, is_static=static)
+    bits, strategy, size = weights["num_bits"], weights["strategy"], weights["group_size"]
+    eight = ["weight", "weight_scale"]
+    if inputs is not None and inputs["dynamic"] is False:
+        eight.append("input_scale")
+    ndim = 0 if strategy == "tensor" else 2
+    match weights["type"], bits, strategy, size:
+        case "float", 4, "tensor_group", 16:
+            leaves = ["weight_packed", "weight_scale", "weight_global_scale"]
+            return registers("nvfp4", *leaves, *(["input_global_scale"] if inputs else []), group_size=16)
+        case "float", 4, "group", 32:
+            return MXFP4
+        case "float", 8, "group", 32:
+            return registers("mxfp8", "weight", "weight_scale", group_size=32)
+        case "float", 8, "block", _:
+            return registers("fp8_block", *eight, block=weights["block_structure"] or (128, 128), scale_ndim=ndim)
+        case "float", 8, "tensor" | "channel", _:
+            return registers("fp8_tensor" if strategy == "tensor" else "fp8_channel", *eight, scale_ndim=ndim)
+        case "int", 8, "tensor" | "channel", _ if inputs and inputs["num_bits"] == 8:
+            return registers("int8", *eight, scale_ndim=ndim)
+        case "int", _, "group" | "channel", _ if inputs is None:
+            leaves = ["weight_packed", "weight_scale", "weight_shape"]
+            leaves += [] if weights["symmetric"] else ["weight_zero_point"]
+            group = size if strategy == "group" and size and size > 0 else None
+            return registers("int_packed", *leaves, optional=frozenset({"weight_g_idx"}), group_size=group, bits=bits)
     return UNKNOWN
 
 
-def nvfp4_built(*, has_inputs: bool) -> VLLMModule:
-    """What NVFP4 registers, in vLLM and in SGLang."""
-    leaves = {"weight_packed", "weight_scale", "weight_global_scale"}
-    if has_inputs:
-        leaves.add("input_global_scale")
-    return VLLMModule(form="nvfp4", leaves=frozenset(leaves), group_size=16)
+def _built_by_vllm(group: GivenGroup, format_: str | None, *, is_experts: bool) -> VLLMModule | str:
+    """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception it raises."""
+    weights, inputs = _filled(group.weights), _filled(group.input_activations)
+    built, format_ = _registered(weights, inputs), group.format or format_
+    if built.form == "nvfp4" and inputs and (inputs["num_bits"], inputs["strategy"]) != (4, "tensor_group"):
+        return "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None for NVFP4A16"
+    if built.form == "int_packed" and format_ != _PACKED:
+        return UNKNOWN
+    if not built.form.startswith("fp8"):
+        return built
+    if format_ not in _FP8_FORMATS:
+        return f"NotImplementedError: No compressed-tensors compatible scheme was found (format {format_!r})"
+    if inputs is None and is_experts and built.form == "fp8_block":
+        return "AttributeError: 'NoneType' object has no attribute 'num_bits' (input_activations: null)"
+    if inputs is None and is_experts:
+        return "ValueError: For Fused MoE layers, only format: pack-quantized is supported (input_activations: null)"
+    if inputs is None and built.form == "fp8_block":
+        return "AssertionError: assert self.is_static_input_scheme is False (input_activations: null)"
+    return built
 
 
-def eight_bits_built(form: Form, weights: Mapping[str, Any], *, is_static: bool) -> VLLMModule:
-    """What FP8 and INT8 register, in vLLM and in SGLang; `is_static`: with a scale of the inputs."""
-    leaves, block = {"weight", "weight_scale"}, None
-    if is_static:
-        leaves.add("input_scale")
-    if weights["strategy"] == "block":
-        block = weights["block_structure"] or (128, 128)
-    scale_ndim = 0 if weights["strategy"] == "tensor" else 2
-    return VLLMModule(form=form, leaves=frozenset(leaves), block=block, scale_ndim=scale_ndim)
+def _built_by_sglang(group: GivenGroup, format_: str | None, *, is_experts: bool) -> VLLMModule | str:
+    """`_get_scheme_from_parts` and `get_moe_scheme`, with schemes/: what a config group builds, or why it raises."""
+    own, weights = group.format or format_, _filled(group.weights) or {}
+    has_inputs = own in (*_FP8_FORMATS, _PACKED)
+    inputs = _filled(group.input_activations) if has_inputs else None
+    built = _registered(weights, inputs)
+    if built.form == "int_packed":
+        if is_experts and format_ != _PACKED:
+            return "it takes integers of routed experts only where all of the config is pack-quantized"
+        return built if own == _PACKED and built.bits in (4, 8) else _NO_CLASS
+    is_packed = is_experts and format_ == _PACKED
+    if is_packed and inputs and (weights["type"], weights["num_bits"], inputs["num_bits"]) == ("int", 4, 8):
+        return UNKNOWN
+    has_class = _has_class(built, weights, inputs, is_experts=is_experts)
+    return built if has_class and (has_inputs or is_experts) else _NO_CLASS
 
 
-def integers_built(weights: Mapping[str, Any]) -> VLLMModule:
-    """What packed integers register, in vLLM and in SGLang."""
-    leaves, size = {"weight_packed", "weight_scale", "weight_shape"}, weights["group_size"]
+def _has_class(built: VLLMModule, weights: _Arguments, inputs: _Arguments | None, *, is_experts: bool) -> bool:
+    """Whether SGLang has a class for weights of this form and their inputs."""
     if not weights["symmetric"]:
-        leaves.add("weight_zero_point")
-    return VLLMModule(
-        form="int_packed",
-        leaves=frozenset(leaves),
-        optional=frozenset({"weight_g_idx"}),
-        group_size=size if weights["strategy"] == "group" and size and size > 0 else None,
-        bits=weights["num_bits"],
-    )
+        return False
+    if built.form == "nvfp4":
+        return inputs is None or (_registered(inputs, None).form == "nvfp4" and inputs["symmetric"])
+    kind = (inputs["strategy"], bool(inputs["dynamic"])) if inputs else ("", False)
+    if built.form == "int8":
+        return not is_experts and kind in (("tensor", False), ("token", True))
+    if weights["dynamic"] or (is_experts and inputs is None):
+        return False
+    if built.form == "fp8_block":
+        return kind[1] or (kind[0] == "tensor" and inputs is not None and inputs["symmetric"])
+    if built.form not in ("fp8_tensor", "fp8_channel"):
+        return False
+    return not is_experts or (weights["strategy"], kind[0]) in (("tensor", "tensor"), ("channel", "token"))
 
 
-def read_arguments(given: GivenArguments | None) -> dict[str, Any] | None:
+def _filled(given: GivenArguments | None) -> _Arguments | None:
     """compressed-tensors' QuantizationArgs with its defaults filled in."""
     if given is None or not given.model_fields_set:
         return None
-    filled = {
-        "num_bits": 8,
-        "type": "int",
-        "symmetric": True,
-        "dynamic": False,
-        "group_size": None,
-        "block_structure": None,
-    } | given.model_dump(exclude_none=True)
-    if not filled.get("strategy"):
-        size = filled["group_size"]
-        grouped = None if size is None else ("group" if size > 0 else "channel")
-        filled["strategy"] = grouped or ("block" if filled["block_structure"] else None)
-        filled["strategy"] = filled["strategy"] or ("token" if filled["dynamic"] else "tensor")
+    defaults = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+    filled = {**defaults, "group_size": None, "block_structure": None, "strategy": None}
+    filled |= given.model_dump(exclude_none=True)
+    if not filled["strategy"] and filled["group_size"] is not None:
+        filled["strategy"] = "group" if filled["group_size"] > 0 else "channel"
+    elif not filled["strategy"] and filled["block_structure"]:
+        filled["strategy"] = "block"
+    elif not filled["strategy"]:
+        filled["strategy"] = "token" if filled["dynamic"] else "tensor"
     return filled
 
 
-def _linear_class(module: str, shards: Sequence[str]) -> str:
-    if module.endswith("qkv_proj"):
+def _ends_in(entries: Entries, name: str) -> str | None:
+    """SGLang's `check_equal_or_regex_match`: an entry that is no expression may also be the end of a name."""
+    parts = name.split(".")
+    ends = (".".join(parts[start:]) for start in range(1, len(parts)))
+    return entries.first(name) or next((end for end in ends if entries.has(end)), None)
+
+
+def _class_of(runtime: Runtime, module: str, shards: Sequence[str], kind: Kind) -> str:
+    """The class that targets such as `Linear` are compared with."""
+    last = module.rpartition(".")[2]
+    if kind == "head":
+        return "ParallelLMHead"
+    if runtime == "sglang":
+        return _CLASSES.get(last, "ColumnParallelLinear")
+    if last.endswith("qkv_proj"):
         return "QKVParallelLinear"
     return "MergedColumnParallelLinear" if shards else "RowParallelLinear"

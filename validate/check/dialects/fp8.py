@@ -1,13 +1,14 @@
-"""`quant_method: fp8`, the native form of DeepSeek, Qwen and others: what vLLM builds for a module.
+"""`quant_method: fp8`, the native form of DeepSeek, Qwen and others: what vLLM and SGLang build for a module.
 
-In: quantization_config and config.json. Out: an `Fp8`.
+In: quantization_config and config.json. Out: an `Fp8` as one of the servers reads it.
 
-Easy to get wrong: exceptions are whole names, never patterns. DeepSeek-V4 has a class of its own. Its experts are MXFP4
-even if the config says blocks, or NVFP4 with `moe_quant_algo`. Its scales have the name `.scale` on disk.
+Easy to get wrong: vLLM's exceptions are whole names, never patterns; in SGLang each counts with and without `model.`
+before it. DeepSeek-V4 has a class of its own. Its experts are MXFP4 even if the config says blocks, or NVFP4 with
+`moe_quant_algo`. Its scales have the name `.scale` on disk.
 
 Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4 as well),
-models/deepseek_v4/nvidia/{model,mtp}.py for the names; compared with the real functions by
-tests/validate/check/test_dialects.py.
+models/deepseek_v4/nvidia/{model,mtp}.py for the names; SGLang 0.5.23 layers/quantization/fp8.py (Fp8Config). Compared
+with the real functions by tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
 import re
@@ -19,10 +20,15 @@ from typing import Any
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
-from ..vllm_module import PLAIN, ConfigEntry, Kind, Resolution, VLLMModule
+from ...facts.findings import Runtime
+from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import Fp8Given, read_given
-from .matching import experts_among, is_layer_skipped
+from .matching import OneAnswer, entries_of, experts_among, plain, raises, registers, skipped
 from .modelopt import inverse_blocks, modelopt_built
+
+_DSV4_MXFP4 = registers(
+    "mxfp4", "weight", "weight_scale", group_size=32, renames=MappingProxyType({"scale": "weight_scale"})
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +46,18 @@ class Fp8:
     ignored: tuple[str, ...]
     linear: VLLMModule
     experts: VLLMModule
-    entries: tuple[ConfigEntry, ...]
+    entries: tuple[ConfigEntry, ...] = ()
     keeps_mxfp4: tuple[str, ...] = ()
     num_layers: int = 0
+    runtime: Runtime = "vllm"
     name: str = "fp8"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
-        """`is_layer_skipped` by whole names; heads are never quantized."""
+        """`is_layer_skipped`; heads are never quantized."""
         if kind == "head":
-            return Resolution(built=PLAIN)
-        skipped, error = is_layer_skipped(module, () if kind == "experts" else shards, self.ignored)
-        if skipped or error:
-            return Resolution(built=PLAIN, entry=skipped, error=error)
+            return plain()
+        if found := skipped(self.runtime, module, () if kind == "experts" else shards, self.ignored):
+            return found
         if kind == "linear":
             return Resolution(built=self.linear)
         if self.keeps_mxfp4 and (match := re.search(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$", module)):
@@ -67,24 +73,7 @@ class Fp8:
         if entry.by_disk:
             return [name for name in names if any(fnmatchcase(name, pattern) for pattern in entry.read)]
         whole = [word for word in entry.read if word in names and "experts" not in word]
-        return [*whole, *(name for name in experts_among(names) if is_layer_skipped(name, (), entry.read)[0])]
-
-
-_SCALE_IS_INVERSE = MappingProxyType({"scale": "weight_scale_inv"})
-_SCALE_IS_SCALE = MappingProxyType({"scale": "weight_scale"})
-_DSV4_MXFP4 = VLLMModule(
-    form="mxfp4", leaves=frozenset({"weight", "weight_scale"}), group_size=32, renames=_SCALE_IS_SCALE
-)
-
-
-def fp8_built(given: Fp8Given) -> VLLMModule:
-    """What a linear module registers, in vLLM and in SGLang."""
-    if block := given.weight_block_size:
-        return inverse_blocks(*block)
-    leaves = {"weight", "weight_scale"}
-    if given.activation_scheme == "static":
-        leaves.add("input_scale")
-    return VLLMModule(form="fp8_tensor", leaves=frozenset(leaves))
+        return [*whole, *(name for name in experts_among(names) if skipped("vllm", name, (), entry.read))]
 
 
 def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer) -> Fp8:
@@ -94,30 +83,58 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(Fp8Given, raw)
-    listed = given.ignored_layers or given.modules_to_not_convert or ()
-    ignored = tuple(rename.name(entry) for entry in listed)
-    entries = [
-        ConfigEntry(where="ignored_layers", written=written, read=(read,))
-        for written, read in zip(listed, ignored, strict=True)
-    ]
-    linear = fp8_built(given)
-    if config.get("model_type") != "deepseek_v4":
-        return Fp8(ignored=ignored, linear=linear, experts=linear, entries=tuple(entries))
-    # DeepSeek-V4's loaders rename `.scale` to `.weight_scale_inv`, and for FP4 experts to `.weight_scale`.
-    linear = replace(linear, renames=_SCALE_IS_INVERSE)
-    experts, keeps = linear, ()
-    if config.get("expert_dtype", "fp4") == "fp4":
-        experts = _DSV4_MXFP4
-        if (given.moe_quant_algo or "").upper() == "NVFP4":
-            experts = modelopt_built("NVFP4", 16, 128)
-            keeps = given.ignore or ()
-            entries += [ConfigEntry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps]
+    entries = entries_of("ignored_layers", given.ignored_layers or given.modules_to_not_convert or (), rename.name)
+    linear = _built(given, config)
+    found = Fp8(ignored=tuple(entry.read[0] for entry in entries), linear=linear, experts=linear, entries=entries)
+    if not _is_v4(config):
+        return found
+    found = replace(found, num_layers=config.get("num_hidden_layers") or 0, name="deepseek_v4_fp8")
+    if config.get("expert_dtype", "fp4") != "fp4":
+        return found
+    if (given.moe_quant_algo or "").upper() != "NVFP4":
+        return replace(found, experts=_DSV4_MXFP4)
+    keeps = given.ignore or ()
+    by_disk = (ConfigEntry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps)
+    experts = modelopt_built("NVFP4", 16, 128)
+    return replace(found, experts=experts, keeps_mxfp4=keeps, entries=(*entries, *by_disk))
+
+
+def read_sglang_fp8(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Fp8 | OneAnswer:
+    """The config as SGLang reads it; DeepSeek-V4's experts may be MXFP4.
+
+    Raises:
+        CheckpointError: a key has another type than is read.
+    """
+    given = read_given(Fp8Given, raw)
+    if given.activation_scheme not in ("static", "dynamic"):
+        error = f"ValueError: Unsupported activation scheme {given.activation_scheme}"
+        return OneAnswer(name="fp8", answer=raises(error))
+    if given.weight_block_size and given.activation_scheme != "dynamic":
+        error = "ValueError: The block-wise quantization only supports dynamic activation scheme"
+        return OneAnswer(name="fp8", answer=raises(error))
+    listed = given.modules_to_not_convert if given.ignored_layers is None else given.ignored_layers
+    bare = [entry.removeprefix("model.") for entry in listed or ()]
+    linear = _built(given, config)
     return Fp8(
-        ignored=ignored,
+        ignored=tuple(name for entry in bare for name in (entry, f"model.{entry}")),
         linear=linear,
-        experts=experts,
-        entries=tuple(entries),
-        keeps_mxfp4=keeps,
-        num_layers=config.get("num_hidden_layers") or 0,
-        name="deepseek_v4_fp8",
+        experts=UNKNOWN if _is_v4(config) else linear,
+        runtime="sglang",
     )
+
+
+def _is_v4(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") == "deepseek_v4"
+
+
+def _built(given: Fp8Given, config: Mapping[str, Any]) -> VLLMModule:
+    """What a linear module registers; DeepSeek-V4's loaders rename `.scale`."""
+    leaves = ["weight", "weight_scale"]
+    if given.activation_scheme == "static":
+        leaves.append("input_scale")
+    built = registers("fp8_tensor", *leaves)
+    if block := given.weight_block_size:
+        built = inverse_blocks(*block)
+    if _is_v4(config):
+        built = replace(built, renames=MappingProxyType({"scale": "weight_scale_inv"}))
+    return built

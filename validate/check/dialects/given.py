@@ -1,4 +1,4 @@
-"""A quantization config as its file gives it: the keys that vLLM reads, each with its type.
+"""A quantization config as its file gives it: the keys that the servers read, each with its type.
 
 In: quantization_config, or hf_quant_config.json, from anybody. Out: a model for each dialect, or a refusal that names
 the key.
@@ -14,8 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ....recipes.errors import CheckpointError, first_fault
 
-# Larger than any group or block that a kernel has.
-_Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_LARGEST = 2**31 - 1  # larger than any group or block that a kernel has
+_Size = Annotated[int, Field(ge=1, le=_LARGEST)]
+_Group = Annotated[int, Field(ge=-1, le=_LARGEST)]
+_Bits = Annotated[int, Field(ge=1, le=32)]
+_Names = tuple[str, ...] | None
 
 
 class _Given(BaseModel):
@@ -30,14 +33,14 @@ class GivenArguments(_Given):
     strategy: str | None = None
     symmetric: bool | None = None
     dynamic: bool | str | None = None
-    group_size: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    group_size: _Group | None = None
     block_structure: tuple[_Size, _Size] | None = None
 
 
 class GivenGroup(_Given):
     """One of compressed-tensors' `config_groups`."""
 
-    targets: tuple[str, ...] | None = None
+    targets: _Names = None
     format: str | None = None
     weights: GivenArguments | None = None
     input_activations: GivenArguments | None = None
@@ -48,7 +51,7 @@ class CompressedTensorsGiven(_Given):
 
     config_groups: Mapping[str, GivenGroup] | None = None
     format: str | None = None
-    ignore: tuple[str, ...] | None = None
+    ignore: _Names = None
 
 
 class ModuleAlgorithm(_Given):
@@ -62,11 +65,11 @@ class ModelOptInner(_Given):
     """What modelopt writes at top level in config.json, and under `quantization` in hf_quant_config.json."""
 
     quant_algo: str | None = None
-    ignore: tuple[str, ...] | None = None
-    exclude_modules: tuple[str, ...] | None = None
-    ignored_layers: tuple[str, ...] | None = None
+    ignore: _Names = None
+    exclude_modules: _Names = None
+    ignored_layers: _Names = None
     quantized_layers: Mapping[str, ModuleAlgorithm] | None = None
-    group_size: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    group_size: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
 
 
 class ActivationsOnly(_Given):
@@ -86,16 +89,12 @@ class ModelOptGiven(ModelOptInner):
 class Fp8Given(_Given):
     """`quant_method: fp8`."""
 
-    ignored_layers: tuple[str, ...] | None = None
-    modules_to_not_convert: tuple[str, ...] | None = None
-    ignore: tuple[str, ...] | None = None
+    ignored_layers: _Names = None
+    modules_to_not_convert: _Names = None
+    ignore: _Names = None
     weight_block_size: tuple[_Size, _Size] | None = None
     activation_scheme: str | None = None
     moe_quant_algo: str | None = None
-
-
-_Bits = Annotated[int, Field(ge=1, le=32)]
-_Group = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 
 
 class GptqGiven(_Given):
@@ -119,7 +118,7 @@ class AwqGiven(_Given):
     group_size: _Group | None = None
     zero_point: bool | None = None
     lm_head: bool | None = None
-    modules_to_not_convert: tuple[str, ...] | None = None
+    modules_to_not_convert: _Names = None
 
 
 class AutoRoundException(_Given):
@@ -130,23 +129,13 @@ class AutoRoundException(_Given):
     sym: bool | None = None
 
 
-class AutoRoundGiven(_Given):
+class AutoRoundGiven(AutoRoundException):
     """`quant_method: auto-round`."""
 
-    bits: _Bits | None = None
-    group_size: Any = None
-    sym: bool | None = None
     data_type: str | None = None
     packing_format: str | None = None
     backend: str | None = None
     vllm_backend: str | None = None
-    act_bits: Any = None
-    act_group_size: Any = None
-    act_data_type: Any = None
-    act_sym: Any = None
-    act_dynamic: Any = None
-    activation_scheme: Any = None
-    fmt: Any = None
     block_name_to_quantize: str | tuple[str, ...] | None = None
     to_quant_block_names: str | tuple[str, ...] | None = None
     extra_config: Mapping[str, AutoRoundException] | None = None
@@ -181,7 +170,7 @@ class QuarkLayer(_Given):
 class QuarkExport(_Given):
     """How quark wrote the weights; `kv_cache_group` names the layers whose outputs are the cache."""
 
-    kv_cache_group: tuple[str, ...] | None = None
+    kv_cache_group: _Names = None
     pack_method: str | None = None
 
 
@@ -189,7 +178,7 @@ class QuarkGiven(_Given):
     """`quant_method: quark`; vLLM wants `export`."""
 
     export: QuarkExport | None = None
-    exclude: tuple[str, ...] | None = None
+    exclude: _Names = None
     global_quant_config: QuarkLayer | None = None
     layer_type_quant_config: Mapping[str, Any] | None = None
     layer_quant_config: Mapping[str, QuarkLayer] | None = None

@@ -1,14 +1,17 @@
-"""`quant_method: gptq`: what vLLM builds for a module.
+"""`quant_method: gptq` and `quant_method: awq`: what vLLM builds for a module.
 
-In: quantization_config, and the names of the modules that are stored as integers. Out: a `Gptq`.
+In: quantization_config, and the modules on disk with and without integers. Out: a `Gptq` or an `Awq`.
 
-Easy to get wrong: linear modules and routed experts are asked differently. A linear module is quantized if the name of
-a module with integers on disk is a part of its own; vLLM reads those names from the headers. Routed experts are
-quantized unless `dynamic` has a `-:` expression for them. `+:` expressions change bits and groups, and except nothing.
-In groups that Marlin does not have, experts go to MoeWNA16, which never looks at `dynamic`.
+Easy to get wrong: under GPTQ linear modules and routed experts are asked differently. A linear module is quantized if
+the name of a module with integers on disk is a part of its own; vLLM reads those names from the headers. Routed experts
+are quantized unless `dynamic` has a `-:` expression for them. `+:` expressions change bits and groups, and except
+nothing. AWQ's entries are parts of names. Without a list vLLM makes one of the headers: all modules that hold
+floating-point numbers alone. Its names are those on disk, so one expert's name is no part of the name of all.
+In groups that Marlin does not have, experts go to MoeWNA16, which never looks at `dynamic`, and takes AWQ's list as it
+is written.
 
-Source: vLLM 0.32.0 quantization/auto_gptq.py, moe_wna16.py, quantization/utils/{gptq_utils,marlin_utils}.py,
-models/qwen3_5_mtp.py; compared with the real functions by tests/validate/check/test_dialects.py and
+Source: vLLM 0.32.0 quantization/auto_gptq.py, auto_awq.py, moe_wna16.py, quantization/utils/{gptq_utils,marlin_utils,
+quant_utils}.py, models/qwen3_5_mtp.py; compared with the real functions by tests/validate/check/test_dialects.py and
 test_foreign_schemes.py.
 """
 
@@ -18,13 +21,21 @@ from typing import Any
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
-from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .given import GptqGiven, read_given
-from .matching import MARLIN_GROUPS, Substrings, shards_agree
+from ..vllm_module import ConfigEntry, Kind, Resolution, VLLMModule
+from .given import AwqGiven, GptqGiven, read_given
+from .matching import (
+    MARLIN_GROUPS,
+    SHARDS_DIFFER,
+    Substrings,
+    entries_of,
+    lacks,
+    left_out,
+    plain,
+    raises,
+    registers,
+)
 from .patterns import matches_start
 
-_LOADED = ((4, True), (8, True))
-_NEEDED = ("bits", "group_size", "desc_act", "sym")
 ACT_ORDER = "ValueError: GPTQ group activation ordering (desc_act=True) is no longer supported"
 
 
@@ -53,23 +64,24 @@ class Gptq:
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_linear_quant_method` and `get_moe_quant_method`, then `override_config`."""
         if self.error:
-            return Resolution(built=UNKNOWN, entry="quantization_config", error=self.error)
+            return raises(self.error)
         if kind == "head" and not self.has_quantized_head:
-            return Resolution(built=PLAIN)
+            return plain()
         dynamic = () if kind == "experts" and self.is_blind_to_experts else self.dynamic
-        entry, override = next(((e, o) for e, o in dynamic if matches_start(module, e)), ("", {}))
+        entry, override = next((row for row in dynamic if matches_start(module, row[0])), ("", {}))
         if kind != "experts" and self.stored:
-            is_stored, error = shards_agree(module, shards, lambda name: self.stored.within(name) is not None)
-            if error or not is_stored:
-                return Resolution(built=PLAIN, error=error)
+            hits = [self.stored.within(name) for name in shards or (module,)]
+            if all(hit is None for hit in hits):
+                return plain()
+            if None in hits:
+                return raises(SHARDS_DIFFER.format(module), "")
         if override is None:
-            return Resolution(built=PLAIN, entry=f"-:{entry}")
+            return plain(f"-:{entry}")
         bits, is_symmetric = _number(override, "bits", self.bits), bool(override.get("sym", self.is_symmetric))
-        if (bits, is_symmetric) not in _LOADED:
+        if bits not in (4, 8) or not is_symmetric:
             error = f"ValueError: Unsupported quantization config: bits={bits}, sym={is_symmetric}"
-            return Resolution(built=UNKNOWN, entry=entry or "quantization_config", error=error)
-        group = _number(override, "group_size", self.group_size)
-        return Resolution(built=gptq_built(bits, group), entry=entry)
+            return raises(error, entry or "quantization_config")
+        return Resolution(built=gptq_built(bits, _number(override, "group_size", self.group_size)), entry=entry)
 
     @property
     def is_blind_to_experts(self) -> bool:
@@ -79,6 +91,43 @@ class Gptq:
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """The names that an expression matches from the start."""
         return [name for name in names if any(matches_start(name, expression) for expression in entry.read)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awq:
+    """`quant_method: awq`.
+
+    Attributes:
+        skipped: modules_to_not_convert, or what vLLM puts in its place.
+        error: vLLM's exception as it reads the config; "" for none.
+    """
+
+    group_size: int
+    has_zeros: bool
+    has_quantized_head: bool
+    skipped: Substrings
+    entries: tuple[ConfigEntry, ...]
+    error: str = ""
+    name: str = "awq"
+
+    def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
+        """`is_layer_skipped` by parts of names, first of the fused name; experts have no shards there."""
+        if self.error:
+            return raises(self.error)
+        if kind == "head" and not self.has_quantized_head:
+            return plain()
+        skipped = self.skipped
+        if kind == "experts" and self.group_size not in MARLIN_GROUPS:
+            skipped = Substrings(entry.written for entry in self.entries)
+        parts = shards if kind == "linear" else ()
+        for names in ((module,), parts):
+            if found := left_out(names, skipped.within, SHARDS_DIFFER.format(module)):
+                return found
+        return Resolution(built=awq_built(self.group_size, has_zeros=self.has_zeros))
+
+    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
+        """The names that an entry is a part of."""
+        return [name for name in names if any(word in name for word in entry.read)]
 
 
 def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) -> Gptq:
@@ -93,59 +142,76 @@ def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) 
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(GptqGiven, raw)
-    dynamic = tuple(
-        (key.removeprefix("-:").removeprefix("+:"), None if key.startswith("-:") else _overrides(value))
-        for key, value in (given.dynamic or {}).items()
-    )
-    words = [word for item in given.modules_in_block_to_quantize or () for word in _flat(item)]
+    dynamic: list[tuple[str, Mapping[str, Any] | None]] = []
+    for key, value in (given.dynamic or {}).items():
+        override = value if isinstance(value, Mapping) else {}
+        dynamic.append((key.removeprefix("-:").removeprefix("+:"), None if key.startswith("-:") else override))
+    excepted = [expression for expression, override in dynamic if override is None]
+    needed = ("bits", "group_size", "desc_act", "sym")
+    error = lacks({key: getattr(given, key) for key in needed})
+    for override in ({}, *(override or {} for _, override in dynamic)):
+        is_ordered = override.get("desc_act", given.desc_act) and override.get("group_size", given.group_size) != -1
+        error = error or (ACT_ORDER if is_ordered else "")
+    listed = given.modules_in_block_to_quantize or ()
+    words = [word for item in listed for word in ((item,) if isinstance(item, str) else item)]
     return Gptq(
         bits=given.bits or 0,
         group_size=given.group_size or 0,
         is_symmetric=bool(given.sym),
         has_quantized_head=bool(given.lm_head),
-        dynamic=dynamic,
+        dynamic=tuple(dynamic),
         stored=Substrings(rename.name(word) for word in words or integers),
-        entries=tuple(
-            ConfigEntry(where="dynamic", written=f"-:{expression}", read=(expression,))
-            for expression, override in dynamic
-            if override is None
-        ),
-        error=_refusal(given, dynamic),
+        entries=tuple(ConfigEntry(where="dynamic", written=f"-:{each}", read=(each,)) for each in excepted),
+        error=error,
         excepts_draft=any(key.startswith("-:") and "mtp" in key for key in given.dynamic or {}),
+    )
+
+
+def read_awq(raw: Mapping[str, Any], rename: Renamer, floats: Iterable[str]) -> Awq:
+    """The config as vLLM reads it.
+
+    Args:
+        raw: quantization_config.
+        rename: of the class that reads it.
+        floats: modules on disk that hold floating-point numbers alone.
+
+    Raises:
+        CheckpointError: a key has another type than vLLM reads.
+    """
+    given = read_given(AwqGiven, raw)
+    bits, group_size = given.w_bit or given.bits, given.q_group_size or given.group_size
+    error = lacks({"w_bit": bits, "q_group_size": group_size, "zero_point": given.zero_point})
+    if not error and bits != 4:
+        error = f"ValueError: Unsupported num_bits = {bits}. Supported: 4"
+    listed = given.modules_to_not_convert or ()
+    return Awq(
+        group_size=group_size or 0,
+        has_zeros=bool(given.zero_point),
+        has_quantized_head=bool(given.lm_head),
+        skipped=Substrings(rename.name(word) for word in listed or floats),
+        entries=entries_of("modules_to_not_convert", listed, rename.name),
+        error=error,
     )
 
 
 def gptq_built(bits: int, group_size: int) -> VLLMModule:
     """What AutoGPTQLinearMethod and AutoGPTQMoEMethod register; zero points of symmetric weights are not used."""
-    return VLLMModule(
-        form="gptq",
-        leaves=frozenset({"qweight", "scales"}),
-        optional=frozenset({"qzeros", "g_idx"}),
-        group_size=group_size if group_size > 0 else None,
-        bits=bits,
-    )
+    unused = frozenset({"qzeros", "g_idx"})
+    return registers("gptq", "qweight", "scales", optional=unused, group_size=_group(group_size), bits=bits)
 
 
-def _refusal(given: GptqGiven, dynamic: Iterable[tuple[str, Mapping[str, Any] | None]]) -> str:
-    missing = next((key for key in _NEEDED if getattr(given, key) is None), "")
-    if missing:
-        return f"ValueError: Cannot find any of ['{missing}'] in the model's quantization config"
-    overrides = [{}, *(override for _, override in dynamic if override is not None)]
-    for override in overrides:
-        group_size = override.get("group_size", given.group_size)
-        if override.get("desc_act", given.desc_act) and group_size != -1:
-            return ACT_ORDER
-    return ""
+def awq_built(group_size: int, *, has_zeros: bool) -> VLLMModule:
+    """What AutoAWQMarlinLinearMethod and AutoAWQMoEMethod register, in four bits."""
+    if has_zeros:
+        return registers("awq", "qweight", "scales", "qzeros", group_size=_group(group_size), bits=4)
+    unused = frozenset({"qzeros"})
+    return registers("awq", "qweight", "scales", optional=unused, group_size=_group(group_size), bits=4)
 
 
-def _overrides(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+def _group(size: int) -> int | None:
+    return size if size > 0 else None
 
 
 def _number(override: Mapping[str, Any], key: str, default: int) -> int:
     found = override.get(key, default)
     return found if isinstance(found, int) else default
-
-
-def _flat(item: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (item,) if isinstance(item, str) else item

@@ -1,35 +1,83 @@
-"""How vLLM compares names with the entries of a quantization config; `recipes/renamer.py` rewrites them before.
+"""How vLLM and SGLang compare names with the lists of a quantization config, and the answers that follow.
 
-In: names and entries. Out: the entry that matched.
+In: names, and entries that `recipes/renamer.py` has rewritten. Out: a `Resolution`, or None where no entry names them.
 
-Easy to get wrong: these entries are whole names. patterns.py matches regexes.
+Easy to get wrong: vLLM's lists here are whole names. SGLang compares parts between dots, so `mlp.gate` does not reach
+`mlp.gate_up_proj`, but `model.layers.1` reaches all below it and nothing of layer 10; and it knows qkv_proj and
+gate_up_proj to be fused although no class says so. patterns.py matches regexes.
 
-Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.py, modelopt.py; compared with the real
-functions by tests/validate/check/test_dialects.py.
+Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.py, modelopt.py; SGLang 0.5.23
+layers/quantization/utils.py (is_layer_skipped). Compared with the real functions by
+tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
-from ..vllm_module import PLAIN, Resolution
+from ....checkpoints.stored import Form
+from ....recipes.renamer import Renamer
+from ....recipes.runtimes.sglang import entry_below
+from ...facts.findings import Runtime
+from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 
 # The groups of Marlin's kernel for routed experts (quantization/utils/marlin_utils.py).
 MARLIN_GROUPS = (-1, 32, 64, 128)
-_MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are quantized"
+SHARDS_DIFFER = "ValueError: Detected some but not all shards of {} are quantized"
+SCHEMES_DIFFER = "ValueError: Found different quantization schemes for the shards of {}"
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def is_layer_skipped(module: str, shards: Sequence[str], entries: Sequence[str]) -> tuple[str, str]:
-    """vLLM's `is_layer_skipped` in exact mode: the entry that skips (or ""), and the exception it raises (or "")."""
-    if shards:
-        if module in entries:
-            return module, ""
-        hits = [shard for shard in shards if shard in entries]
-        if hits and len(hits) < len(shards):
-            return hits[0], _MODELOPT_SHARD_ERROR.format(module)
-        return (hits[0] if hits else ""), ""
-    if "experts" in module:
-        return next((entry for entry in entries if "experts" in entry and module in entry), ""), ""
-    return (module if module in entries else ""), ""
+def plain(entry: str = "") -> Resolution:
+    """A module that the server leaves plain."""
+    return Resolution(built=PLAIN, entry=entry)
+
+
+def raises(error: str, entry: str = "quantization_config") -> Resolution:
+    """A module that the server raises on."""
+    return Resolution(built=UNKNOWN, entry=entry, error=error)
+
+
+def registers(form: Form, *leaves: str, **others: Any) -> VLLMModule:
+    """A module with these parameters; `others` as in `VLLMModule`."""
+    return VLLMModule(form=form, leaves=frozenset(leaves), **others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneAnswer:
+    """The same answer for every module: no quantization config, one that the server raises on, or that it drops."""
+
+    name: str
+    answer: Resolution
+    entries: tuple[ConfigEntry, ...] = ()
+
+    def resolve(self, module: str, *, shards: Sequence[str], kind: Kind) -> Resolution:
+        """Without a look at the module."""
+        return self.answer
+
+    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
+        """There are no entries."""
+        return ()
+
+
+def entries_of(where: str, written: Iterable[str], rename: Callable[[str], str]) -> tuple[ConfigEntry, ...]:
+    """The entries of one list, each read as one name."""
+    return tuple(ConfigEntry(where=where, written=entry, read=(rename(entry),)) for entry in written)
+
+
+def read_by_sglang(entries: Iterable[str], rename: Renamer) -> tuple[str, ...]:
+    """A list as SGLang's class rewrites it: an entry for the language model also counts without its prefix."""
+    found = [rename.name(entry) for entry in entries]
+    if rename.renames is not None:
+        found += [entry.removeprefix("language_model.") for entry in found]
+    return tuple(dict.fromkeys(found))
+
+
+def lacks(needed: Mapping[str, object]) -> str:
+    """What vLLM raises where one of the keys that it wants is absent; "" where none is."""
+    missing = next((key for key, value in needed.items() if value is None), "")
+    return f"ValueError: Cannot find any of ['{missing}'] in the model's quantization config" if missing else ""
 
 
 def left_out(names: Iterable[str], hit: Callable[[str], str | None], error: str) -> Resolution | None:
@@ -40,10 +88,31 @@ def left_out(names: Iterable[str], hit: Callable[[str], str | None], error: str)
         hit: the entry that names one of them.
         error: what the server raises where only some are named.
     """
-    hits = [hit(name) for name in names]
-    if not any(hits):
+    asked = [hit(name) for name in names]
+    hits = [entry for entry in asked if entry is not None]
+    if not hits:
         return None
-    return Resolution(built=PLAIN, entry=next(filter(None, hits)), error="" if all(hits) else error)
+    return plain(hits[0]) if len(hits) == len(asked) else raises(error, hits[0])
+
+
+def skipped(runtime: Runtime, module: str, shards: Sequence[str], entries: Sequence[str]) -> Resolution | None:
+    """The server's `is_layer_skipped`; routed experts have no shards there."""
+    last = module.rpartition(".")[2]
+    if runtime == "sglang" and not shards:
+        shards = [module.replace(last, part) for part in _FUSED.get(last, ())]
+    is_experts = not shards and "experts" in module
+    if is_experts and (longer := next((e for e in entries if "experts" in e and module in e), None)):
+        return plain(longer)
+    if runtime == "sglang":
+        return left_out(shards or (module,), partial(entry_below, entries), SHARDS_DIFFER.format(module))
+    whole = () if is_experts else (module,)
+    return left_out(whole, partial(_whole, entries), "") or left_out(
+        shards, partial(_whole, entries), SHARDS_DIFFER.format(module)
+    )
+
+
+def _whole(entries: Sequence[str], name: str) -> str | None:
+    return name if name in entries else None
 
 
 class Substrings:
@@ -65,19 +134,7 @@ class Substrings:
         return None
 
 
-def shards_agree(name: str, shards: Sequence[str], is_so: Callable[[str], bool]) -> tuple[bool, str]:
-    """vLLM's answer for a fused module by those of its shards, or the exception that it raises if they differ."""
-    answers = {is_so(shard) for shard in shards or (name,)}
-    return answers == {True}, _MODELOPT_SHARD_ERROR.format(name) if len(answers) > 1 else ""
-
-
 @lru_cache(maxsize=4)
 def experts_among(names: frozenset[str]) -> tuple[str, ...]:
     """The names that a longer entry can skip."""
     return tuple(name for name in names if "experts" in name)
-
-
-@lru_cache(maxsize=4)
-def joined(names: frozenset[str]) -> str:
-    """All names in one text: what is not in it is in none of them."""
-    return "\n".join(names)

@@ -49,7 +49,6 @@ METHODS = frozenset(
 DEPRECATED = frozenset({"fbgemm_fp8", "fp_quant"})
 # Names that vLLM reads as another one.
 ALIASES = {"auto-round": "inc", "compressed_tensors": "compressed-tensors"}
-_BNB = "bitsandbytes"
 _ELSEWHERE = "Serve it with the engine that it was made for, or quantize the original release"
 _LOWER = f"{_ELSEWHERE[0].lower()}{_ELSEWHERE[1:]}"
 
@@ -83,26 +82,19 @@ def unloadable(config: Mapping[str, Any], found: Mapping[str, Any] | None) -> Un
         found: its quantization config, wherever vLLM finds it.
     """
     method = method_of(found or {})
-    if not method and _is_mlx(config.get("quantization")):
+    given = config.get("quantization")
+    if not method and isinstance(given, Mapping) and "bits" in given and "group_size" in given:
         says = "is MLX's key, which vLLM 0.32 does not read: it builds a plain model and raises on the packed weights"
         return Unloadable("config.json: quantization", says, _ELSEWHERE)
-    if not method:
-        return None
-    where = "config.json: quantization_config.quant_method"
+    says, cure = "", _ELSEWHERE
     if method in DEPRECATED:
         says = f"is {method}, which vLLM 0.32 refuses as deprecated unless --allow-deprecated-quantization is set"
-        return Unloadable(where, says, f"Set that option, or {_LOWER}")
-    if method not in METHODS:
+        cure = f"Set that option, or {_LOWER}"
+    elif method and method not in METHODS:
         says = (
             f"is {method}, which vLLM 0.32 does not have: it raises ValueError 'Unknown quantization method: {method}'"
         )
-        if method == _BNB:
-            says += ". With 0.28 it moved to vllm-bnb-plugin (vllm #43529)"
-            cure = f"Install vllm-bnb-plugin beside vLLM, whose rules keepmtp does not know, or {_LOWER}"
-            return Unloadable(where, says, cure)
-        return Unloadable(where, says, _ELSEWHERE)
-    return None
-
-
-def _is_mlx(given: Any) -> bool:
-    return isinstance(given, Mapping) and "bits" in given and "group_size" in given
+    if method == "bitsandbytes":
+        says += ". With 0.28 it moved to vllm-bnb-plugin (vllm #43529)"
+        cure = f"Install vllm-bnb-plugin beside vLLM, whose rules keepmtp does not know, or {_LOWER}"
+    return Unloadable("config.json: quantization_config.quant_method", says, cure) if says else None

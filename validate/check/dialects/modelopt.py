@@ -1,24 +1,52 @@
-"""`quant_method: modelopt` and hf_quant_config.json: what vLLM builds for a module.
+"""`quant_method: modelopt` and hf_quant_config.json: what vLLM and SGLang build for a module.
 
-In: the quantization config. Out: a `ModelOpt`, or an `UnknownDialect` for algorithms that vLLM 0.32 does not load.
+In: the quantization config. Out: a `ModelOpt` as one of the servers reads it; or, of algorithms that it does not load,
+an `UnknownDialect` for vLLM and one exception for SGLang.
 
 Easy to get wrong: vLLM compares an entry as a whole name, then as a substring, then as a glob. So `model.layers.1` also
-excludes layers 10 to 19. Heads are quantized unless an entry excludes them; the draft's head too.
+excludes layers 10 to 19. Heads are quantized unless an entry excludes them; the draft's head too. SGLang has one reader
+for FP8 and one for NVFP4. MIXED_PRECISION is `modelopt_mixed` only if a layer of it is NVFP4, and else is read as
+W4AFP8, which is another thing. Of FP8 in blocks it takes `weight_scale_inv`, which is not what vLLM takes there.
 
-Source: vLLM 0.32.0 quantization/modelopt.py; compared with the real functions by tests/validate/check/test_dialects.py.
+Source: vLLM 0.32.0 quantization/modelopt.py; SGLang 0.5.23 configs/model_config.py (_parse_modelopt_quant_config) and
+layers/quantization/modelopt_quant.py. Compared with the real functions by tests/validate/check/test_dialects.py and
+test_sglang.py.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
+from ....recipes.runtimes.sglang import excluding_entry
+from ...facts.findings import Runtime
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
-from .given import ModelOptGiven, read_given
-from .matching import experts_among, is_layer_skipped, joined
+from .given import ModelOptGiven, ModelOptInner, read_given
+from .matching import OneAnswer, entries_of, experts_among, plain, raises, read_by_sglang, registers, skipped
+
+_MIXED = "MIXED_PRECISION"
+_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+_FOUR_BITS = ("NVFP4", "W4A16_NVFP4")
+_OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *_FOUR_BITS, "MXFP8")
+ALGORITHMS = (*_OF_MODULES, _MIXED)
+# What one algorithm of all modules, or one of a module in MIXED_PRECISION, is for others than linear modules of vLLM.
+_OF_ONE = {"FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "FP8"}
+_OF_MIXED = {**dict.fromkeys(_BLOCKS, "inverse blocks"), "FP8_PER_CHANNEL_PER_TOKEN": "plain"}
+# Prefixes that a server tries in the place of others as it looks for a module in quantized_layers.
+_ALIKE: Mapping[Runtime, Mapping[str, tuple[str, ...]]] = {
+    "vllm": {
+        "language_model.model.": ("model.language_model.",),
+        "model.language_model.": ("language_model.model.",),
+    },
+    "sglang": {
+        "language_model.model.": ("model.language_model.",),
+        "model.language_model.": ("language_model.model.", "model."),
+        "model.": ("model.language_model.",),
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +58,7 @@ class ModelOpt:
         exclude: entries after renaming.
         quantized_layers: module -> quant_algo, for MIXED_PRECISION.
         group_size: of NVFP4.
+        name: the server's name for its reader.
     """
 
     algorithm: str
@@ -38,60 +67,63 @@ class ModelOpt:
     group_size: int
     entries: tuple[ConfigEntry, ...]
     block: int = 128
+    runtime: Runtime = "vllm"
     name: str = "modelopt"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
-        """vLLM's `is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for MIXED_PRECISION."""
-        parts = () if kind == "experts" else shards
-        skipped, error = is_layer_skipped(module, parts, self.exclude)
-        if error:
-            return Resolution(built=UNKNOWN, entry=skipped, error=error)
-        if skipped:
-            return Resolution(built=PLAIN, entry=skipped)
-        if (pattern := _modelopt_pattern(module, self.exclude)) is not None:
-            return Resolution(built=PLAIN, entry=pattern)
-        if self.algorithm != "MIXED_PRECISION":
-            # Routed experts have one FP8 method, with one scale a tensor, whatever the algorithm is.
-            is_fp8_experts = kind == "experts" and self.algorithm in ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
-            algorithm = "FP8" if is_fp8_experts else self.algorithm
+        """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for MIXED_PRECISION."""
+        is_vllm, is_experts = self.runtime == "vllm", kind == "experts"
+        parts = () if is_experts else shards
+        if (is_vllm or not is_experts) and (found := skipped(self.runtime, module, parts, self.exclude)):
+            return found
+        excluding = _excluded_by_vllm if is_vllm else excluding_entry
+        if (pattern := excluding(self.exclude, module)) is not None:
+            return plain(pattern)
+        if self.algorithm != _MIXED:
+            algorithm = self.algorithm
+            if is_experts:  # vLLM's have one FP8 method, with one scale a tensor, whatever the algorithm is
+                algorithm = _OF_ONE.get(algorithm, algorithm)
             return Resolution(built=modelopt_built(algorithm, self.group_size, self.block))
-        entry, algorithm, error = self._mixed(module, parts)
-        if error:
-            return Resolution(built=UNKNOWN, entry=entry, error=error)
+        entry, algorithm = self._named(module, parts)
         if algorithm is None:
-            return Resolution(built=PLAIN)
-        built = _mixed_experts_built if kind == "experts" else _mixed_linear_built
-        return Resolution(built=built(algorithm, self.group_size, self.block), entry=entry)
+            return raises(f"ValueError: Mixed quant_algo within fused layer {module}", entry)
+        if not entry:
+            return plain()
+        if is_experts or not is_vllm:
+            algorithm = _OF_MIXED.get(algorithm, algorithm)
+        built = modelopt_built(algorithm, self.group_size, self.block)
+        is_plain = built == UNKNOWN and not (is_vllm and is_experts)
+        return Resolution(built=PLAIN if is_plain else built, entry=entry)
 
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
-        """As `resolve` does, with this entry only."""
+        """As `resolve` does in vLLM, with this entry only."""
         if entry.where == "quantized_layers":
             asked = _asked_as(names)
             found = {name: None for word in entry.read for name in asked.get(word, ())}
             found |= {stem: None for word in entry.read for stem in _stems(word) if stem in names}
             return [*found]
+        text = _joined(names)
+        has_pattern = any(pattern in text or set("*?[").intersection(pattern) for pattern in entry.read)
         return [
             name
-            for name in _perhaps_excluded(entry.read, names)
-            if is_layer_skipped(name, (), entry.read)[0] or _modelopt_pattern(name, entry.read) is not None
+            for name in (names if has_pattern else experts_among(names))
+            if skipped("vllm", name, (), entry.read) or _excluded_by_vllm(entry.read, name) is not None
         ]
 
-    def _mixed(self, module: str, shards: Sequence[str]) -> tuple[str, str | None, str]:
-        layers = self.quantized_layers
-        for candidate in _prefix_candidates(module):
-            if candidate in layers:
-                return candidate, layers[candidate], ""
-        found = [(name, layers[name]) for shard in shards for name in _prefix_candidates(shard) if name in layers]
-        if len({algorithm for _, algorithm in found}) > 1:
-            return found[0][0], None, f"ValueError: Mixed quant_algo within fused layer {module}"
+    def _named(self, module: str, shards: Sequence[str]) -> tuple[str, str | None]:
+        """The entry of quantized_layers for a module, "" for none, and its algorithm: None where shards differ."""
+        layers, spellings = self.quantized_layers, _spellings(self.runtime, module)
+        for name in spellings:
+            if name in layers:
+                return name, layers[name]
+        found = [name for shard in shards for name in _spellings(self.runtime, shard) if name in layers]
         if found:
-            return *found[0], ""
-        for candidate in _prefix_candidates(module):
-            if candidate in self._first_below:
-                return *self._first_below[candidate], ""
-        if module.endswith(".experts") and (parent := module.removesuffix(".experts")) in self._first_below:
-            return *self._first_below[parent], ""
-        return "", None, ""
+            algorithms = {layers[name] for name in found}
+            return found[0], layers[found[0]] if len(algorithms) == 1 else None
+        if self.runtime == "vllm" and module.endswith(".experts"):
+            spellings = (*spellings, module.removesuffix(".experts"))
+        below = filter(None, map(self._first_below.get, spellings))
+        return next(below, ("", ""))
 
     @cached_property
     def _first_below(self) -> Mapping[str, tuple[str, str]]:
@@ -114,35 +146,59 @@ def read_modelopt(
     if reads_other_file(raw) and hf_quant_config:
         raw = {"quant_method": "modelopt", **hf_quant_config}
     given = read_given(ModelOptGiven, raw)
-    inner = given.quantization
-    holder = inner or given
-    listed = (holder.exclude_modules if inner else holder.ignore) or holder.ignored_layers or ()
-    default = "MXFP8" if given.quant_method == "mxfp8" else ""
-    algorithm = (holder.quant_algo or default).upper()
-    layers = holder.quantized_layers or {}
+    holder = given.quantization or given
+    listed = (holder.exclude_modules if given.quantization else holder.ignore) or holder.ignored_layers or ()
+    algorithm = (holder.quant_algo or ("MXFP8" if given.quant_method == "mxfp8" else "")).upper()
     groups = (given.config_groups or {}).values()
     if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
         return UnknownDialect(name=f"modelopt {algorithm or 'without quant_algo'}")
-    exclude = [rename.modelopt(entry) for entry in listed]
-    entries = [
-        ConfigEntry(where="exclude", written=entry, read=read) for entry, read in zip(listed, exclude, strict=True)
-    ]
-    read_layers = {rename.name(name): (row.quant_algo or "").upper() for name, row in layers.items()}
-    entries += [ConfigEntry(where="quantized_layers", written=name, read=(rename.name(name),)) for name in layers]
-    blocks = {
-        row.group_size or 128
-        for row in layers.values()
-        if (row.quant_algo or "").upper() in ("FP8_PB_WO", "FP8_BLOCK_SCALES")
-    }
+    excluded = [ConfigEntry(where="exclude", written=entry, read=rename.modelopt(entry)) for entry in listed]
     return ModelOpt(
         algorithm=algorithm,
-        exclude=tuple(word for read in exclude for word in read),
-        quantized_layers=read_layers,
+        exclude=tuple(word for entry in excluded for word in entry.read),
+        quantized_layers=_layers(holder, rename),
         group_size=holder.group_size or 16,
-        entries=tuple(entries),
-        block=min(blocks, default=128),
+        entries=(*excluded, *entries_of("quantized_layers", holder.quantized_layers or (), rename.name)),
+        block=min(_block_sizes(holder), default=128),
+    )
+
+
+def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | OneAnswer:
+    """The config as SGLang reads it: that of config.json, or `quantization` of hf_quant_config.json.
+
+    Raises:
+        CheckpointError: a key has another type than is read, or an entry is no glob.
+    """
+    given = read_given(ModelOptGiven, raw)
+    holder = given.quantization or given
+    algorithm, layers = (holder.quant_algo or "").upper(), _layers(holder, rename)
+    listed = holder.exclude_modules if given.quantization or holder.ignore is None else holder.ignore
+    name, error, sizes = "modelopt", "", _block_sizes(holder)
+    if algorithm == _MIXED and not any(each in _FOUR_BITS for each in layers.values()):
+        name, error = "w4afp8", "ValueError: MIXED_PRECISION without an NVFP4 layer is read as W4AFP8"
+    elif algorithm == _MIXED:
+        name = "modelopt_mixed"
+        error = "ValueError: all block-FP8 layers must use one group_size" if len(sizes) > 1 else ""
+    elif algorithm == "FP8":
+        name = "modelopt_fp8"
+    elif "FP4" in algorithm:
+        name, algorithm = "modelopt_fp4", algorithm.replace("NVFP4_AWQ", "NVFP4")
+        error = "" if algorithm in _FOUR_BITS else f"ValueError: ModelOpt currently only supports {_FOUR_BITS}"
+    else:
+        error = f"ValueError: ModelOptFp8Config only supports regular FP8 quantization, but found {algorithm!r}"
+    if error:
+        return OneAnswer(name=name, answer=raises(error))
+    return ModelOpt(
+        algorithm=algorithm,
+        exclude=read_by_sglang(listed or (), rename),
+        quantized_layers=layers,
+        group_size=holder.group_size or 16,
+        entries=(),
+        block=min(sizes, default=128),
+        runtime="sglang",
+        name=name,
     )
 
 
@@ -153,74 +209,61 @@ def reads_other_file(raw: Mapping[str, Any]) -> bool:
     """
     given = read_given(ModelOptGiven, raw)
     algorithm = (given.quantization or given).quant_algo or ""
-    return algorithm.upper() == "MIXED_PRECISION" and "quantized_layers" not in raw
+    return algorithm.upper() == _MIXED and "quantized_layers" not in raw
 
 
-_OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8")
-ALGORITHMS = (*_OF_MODULES, "MIXED_PRECISION")
-
-
+@cache
 def modelopt_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
     """What a quant_algo builds."""
-    weight_and_scale = frozenset({"weight", "weight_scale"})
+    two = ("weight", "weight_scale")
+    inputs = frozenset({"input_scale"})
     match algorithm:
         case "NVFP4":
-            return VLLMModule(
-                form="nvfp4_modelopt",
-                leaves=weight_and_scale | {"weight_scale_2", "input_scale"},
-                group_size=group_size,
-            )
+            return registers("nvfp4_modelopt", *two, "weight_scale_2", *inputs, group_size=group_size)
         case "W4A16_NVFP4":
-            return VLLMModule(
-                form="nvfp4_modelopt",
-                leaves=weight_and_scale | {"weight_scale_2"},
-                optional=frozenset({"input_scale"}),
-                group_size=group_size,
-            )
+            return registers("nvfp4_modelopt", *two, "weight_scale_2", optional=inputs, group_size=group_size)
         case "FP8":
-            return VLLMModule(form="fp8_tensor", leaves=weight_and_scale | {"input_scale"})
+            return registers("fp8_tensor", *two, *inputs)
         case "FP8_PER_CHANNEL_PER_TOKEN":
-            return VLLMModule(form="fp8_channel", leaves=weight_and_scale, scale_ndim=1)
+            return registers("fp8_channel", *two, scale_ndim=1)
         case "FP8_PB_WO":
-            return VLLMModule(form="fp8_block", leaves=weight_and_scale, block=(block, block), scale_ndim=4)
+            return registers("fp8_block", *two, block=(block, block), scale_ndim=4)
+        case "inverse blocks":
+            return inverse_blocks(block, block)
         case "MXFP8":
-            return VLLMModule(form="mxfp8", leaves=weight_and_scale, group_size=32)
-        case _:
-            return UNKNOWN
+            return registers("mxfp8", *two, group_size=32)
+        case "plain":
+            return PLAIN
+    return UNKNOWN
 
 
 def inverse_blocks(rows: int, columns: int) -> VLLMModule:
     """FP8 in blocks under the names of native FP8."""
-    leaves = frozenset({"weight", "weight_scale_inv"})
-    return VLLMModule(form="fp8_block", leaves=leaves, block=(rows, columns), scale_ndim=2)
+    return registers("fp8_block", "weight", "weight_scale_inv", block=(rows, columns), scale_ndim=2)
 
 
-def _mixed_linear_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
-    """MIXED_PRECISION's linear modules and heads: another algorithm leaves them plain."""
-    return modelopt_built(algorithm, group_size, block) if algorithm in _OF_MODULES else PLAIN
+def _layers(holder: ModelOptInner, rename: Renamer) -> dict[str, str]:
+    return {rename.name(name): (row.quant_algo or "").upper() for name, row in (holder.quantized_layers or {}).items()}
 
 
-def _mixed_experts_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
-    """MIXED_PRECISION's routed experts: FP8 in blocks has the names of native FP8; FP8 by channel stays plain."""
-    if algorithm in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
-        return inverse_blocks(block, block)
-    return PLAIN if algorithm == "FP8_PER_CHANNEL_PER_TOKEN" else modelopt_built(algorithm, group_size, block)
+def _block_sizes(holder: ModelOptInner) -> set[int]:
+    rows = (holder.quantized_layers or {}).values()
+    return {row.group_size or 128 for row in rows if (row.quant_algo or "").upper() in _BLOCKS}
 
 
-def _modelopt_pattern(module: str, patterns: Sequence[str]) -> str | None:
+def _excluded_by_vllm(entries: Sequence[str], module: str) -> str | None:
     """The first entry that excludes a module by substring or glob; an empty entry excludes everything."""
     stripped = module.removeprefix("language_model.")
-    for pattern in patterns:
-        if pattern != module and (pattern in module or pattern in stripped):
-            return pattern
-    return next((pattern for pattern in patterns if fnmatch(module, pattern)), None)
+    for entry in entries:
+        if entry != module and (entry in module or entry in stripped):
+            return entry
+    return next((entry for entry in entries if fnmatch(module, entry)), None)
 
 
-def _perhaps_excluded(patterns: Sequence[str], names: frozenset[str]) -> Iterable[str]:
-    """All names, or those of experts alone where no pattern has a wildcard or is part of a name."""
-    text = joined(names)
-    is_possible = any(pattern in text or set("*?[").intersection(pattern) for pattern in patterns)
-    return names if is_possible else experts_among(names)
+@lru_cache(maxsize=4)
+def _joined(names: frozenset[str]) -> str:
+    """All names in one text: what is not in it is in none of them."""
+    return "\n".join(names)
 
 
 @lru_cache(maxsize=4)
@@ -228,7 +271,7 @@ def _asked_as(names: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
     """Names by each of the words that vLLM looks for in quantized_layers."""
     asked: dict[str, tuple[str, ...]] = {}
     for name in names:
-        for word in _prefix_candidates(name):
+        for word in _spellings("vllm", name):
             asked[word] = (*asked.get(word, ()), name)
     return asked
 
@@ -241,15 +284,11 @@ def _stems(name: str) -> Iterator[str]:
         at = name.find(".", at + 1)
 
 
-def _prefix_candidates(name: str) -> tuple[str, ...]:
-    candidates = [name]
-    if name.endswith(".lm_head"):
-        candidates.append("lm_head")
-    for here, there in (
-        ("language_model.model.", "model.language_model."),
-        ("model.language_model.", "language_model.model."),
-    ):
-        if name.startswith(here):
-            candidates.append(there + name.removeprefix(here))
+def _spellings(runtime: Runtime, name: str) -> tuple[str, ...]:
+    """The names by which a server looks for a module in quantized_layers."""
+    found = [name, "lm_head"] if name.endswith(".lm_head") else [name]
+    for prefix, others in _ALIKE[runtime].items():
+        if name.startswith(prefix):
+            found += [other + name.removeprefix(prefix) for other in others]
             break
-    return tuple(candidates)
+    return tuple(dict.fromkeys(found))

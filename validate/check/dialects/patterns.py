@@ -9,7 +9,7 @@ vLLM has no time limit, so it hangs as well. The limit here is of processor time
 
 import re
 from collections.abc import Iterable
-from functools import cache, cached_property
+from functools import cache
 
 from ....recipes.errors import CheckpointError, shortened
 from ....recipes.match_clock import SIMPLER, MatchClock
@@ -49,17 +49,21 @@ class Entries:
 
     def __init__(self, written: Iterable[str]) -> None:
         self.written = tuple(written)
+        self._regexes = [(at, entry) for at, entry in enumerate(self.written) if _is_regex(entry)]
+        self._places = {entry: at for at, entry in reversed([*enumerate(self.written)]) if not _is_regex(entry)}
         self._of_class: dict[str, str | None] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether an entry is this name, word for word."""
+        return name in self._places
 
     def first(self, name: str) -> str | None:
         """The first entry that is the name, or matches its start."""
-        place = self._places.get(name)
+        place = self._places.get(name, len(self.written))
         for at, entry in self._regexes:
-            if place is not None and at > place:
-                break
-            if _matches(entry, name):
+            if at < place and _matches(entry, name):
                 return entry
-        return None if place is None else name
+        return name if name in self._places else None
 
     def first_for_class(self, name: str) -> str | None:
         """The first entry for a class of vLLM's: a part of the class's name is enough."""
@@ -77,14 +81,6 @@ class Entries:
         """
         for _, entry in self._regexes:
             _compiled(entry)
-
-    @cached_property
-    def _places(self) -> dict[str, int]:
-        return {entry: at for at, entry in reversed([*enumerate(self.written)]) if not _is_regex(entry)}
-
-    @cached_property
-    def _regexes(self) -> tuple[tuple[int, str], ...]:
-        return tuple((at, entry) for at, entry in enumerate(self.written) if _is_regex(entry))
 
 
 def _is_regex(entry: str) -> bool:
