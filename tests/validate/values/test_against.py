@@ -50,7 +50,7 @@ def values(parts, form="nvfp4"):
 WRONG = {
     "global scale x8": (
         lambda parts: {**parts, "weight_global_scale": parts["weight_global_scale"] / 8},
-        "about 8 times",
+        "to 8.1 times",
     ),
     "half of the scales x4": (
         lambda parts: {**parts, "weight_scale": _half(parts["weight_scale"])},

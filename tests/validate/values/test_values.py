@@ -97,27 +97,23 @@ def test_scales_of_fused_partners_that_disagree_are_named(name, tmp_path):
 
 
 # Complaints about published checkpoints: what was in the files, and what is said of it.
-def test_vllm_45320_experts_that_no_sample_reached_are_one_finding(tmp_path):
-    """The input scale is zero in some experts of some layers: vLLM divides by it."""
-    folder = write(tmp_path / "checkpoint", GOOD[MODELOPT]())
-    fill(folder)
-    for expert in (0, 2, 3):
-        for projection in ("gate_proj", "up_proj"):
-            poke(folder, f"model.layers.2.mlp.experts.{expert}.{projection}.input_scale", 0.0)
-    (finding,) = check_values(opened(folder), "scalars").findings
-    assert (finding.rule, finding.count) == ("scale-sign", 6)
-    assert finding.where == "model.layers.2.mlp.experts.0.gate_proj.input_scale"
-    assert "reach this module" in finding.cure
-
-
-def test_compressed_tensors_595_some_input_scales_of_thousands_are_infinite(tmp_path):
-    folder = write(tmp_path / "checkpoint", GOOD[NVFP4]())
-    runtime = fill(folder)
-    scales = [name for name in runtime.source.entries if name.endswith("down_proj.input_global_scale")]
-    for name in scales[:5]:
-        poke(folder, name, math.inf)
-    (finding,) = check_values(opened(folder), "scalars").findings
-    assert (finding.rule, finding.count, finding.where) == ("finite", 5, scales[0])
+@pytest.mark.parametrize(
+    ("base", "ending", "value", "rule"),
+    [
+        # vllm#45320: the input scale is zero in experts that no sample reached, and vLLM divides by it.
+        (MODELOPT, "gate_proj.input_scale", 0.0, "scale-sign"),
+        # compressed-tensors#595: some of thousands are infinite.
+        (NVFP4, "down_proj.input_global_scale", math.inf, "finite"),
+    ],
+)
+def test_input_scales_of_some_experts_are_one_finding(base, ending, value, rule, tmp_path):
+    folder = write(tmp_path / "checkpoint", GOOD[base]())
+    scales = [name for name in fill(folder).source.entries if name.endswith(ending)][:5]
+    for name in scales:
+        poke(folder, name, value)
+    findings = [each for each in check_values(opened(folder), "scalars").findings if each.rule == rule]
+    assert [(each.count, each.where) for each in findings] == [(5, scales[0])]
+    assert "reach this module" in findings[0].cure
 
 
 @pytest.mark.parametrize("name", [f"{DOWN}.weight_scale", f"{MTP}.eh_proj.weight"])
