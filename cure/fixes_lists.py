@@ -93,8 +93,10 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
         now = [entry for entry in now if entry not in harmful]
         proposal.set_quantization((key,), now, why)
     plain = [(module, found) for module, found in _built(faulty) if _is_plain(module)]
-    is_first = isinstance(runtime.dialect, Awq) and not now
+    is_first = isinstance(runtime.dialect, Awq) and not now and bool(faulty.findings)
     missed = [module for module, found in plain if is_first or not _builds_plain(found)]
+    if isinstance(runtime.dialect, Gptq):  # older vLLM does not find in the headers that a linear module is plain
+        missed += [m for m, found in plain if m.part == "mtp" and not found.entry and m not in missed]
     names = [each.where for each in faulty.findings if each.rule == "draft-head"]
     entries = [*_entries_for(runtime, spelling, missed), *map(spelling.of_name, names)]
     if is_first:  # vLLM's own list has the modules of other parts, too

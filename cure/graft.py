@@ -34,9 +34,10 @@ from ..validate.check.runtime_view import RuntimeView
 from ..validate.check.vllm_module import Dialect, UnknownDialect
 from ..validate.facts.findings import Finding
 from .fix import LIST_FIXES, settled
+from .fixes_lists import lists_say_what_is_stored
 from .graft_fetch import ranges_of
 from .graft_refusals import block_entries, refuse_another_model, refuse_untrained_release
-from .proposal import CONFIG, JSONPath, Proposal
+from .proposal import CONFIG, Faulty, JSONPath, Proposal
 
 _ABOUT_THE_BLOCK = frozenset({"mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head"})
 _ABOUT_MTP = re.compile(r"mtp|nextn|n_predict", re.IGNORECASE)
@@ -116,6 +117,9 @@ def plan_graft(quantized: Source, source: Source, *, mtp: str | None = None, is_
         raise CheckpointError(quantized.where, f"{rule}, and is written again", got="a Hub repository", cure=cure)
     if isinstance(dialect, CompressedTensors):
         _name_in_compressed_tensors(proposal, plan)
+    checked = proposal.examined()
+    # Without a finding too: some schemes of AutoRound and Quark are not judged, and the block must be on the list.
+    lists_say_what_is_stored(Faulty(_readable(checked), checked.data.findings, proposal))
     checked, proposal = settled(proposal.examined(), proposal, LIST_FIXES)
     _refuse_broken_block(checked)
     return Graft(plan=plan, proposal=proposal, checked=checked)

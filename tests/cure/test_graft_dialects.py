@@ -185,7 +185,7 @@ def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp
             new = json.loads(made.proposal.files()["config.json"])["quantization_config"]
             view = RuntimeView(source=made.quantized, view=made.plan.view)
             block = [module.name for module in modules_of(made.plan) if not module.name.endswith("embed_tokens")]
-            backbone = [m.name for m in view.modules if m.part == "backbone" and m.role not in ("embedding", "head")]
+            backbone = [m.name for m in view.modules if m.part == "backbone" and m.members[0].weight.form != "plain"]
             packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
             questions.append([new, [*block, *backbone], packed])
             wanted.append([True] * len(block) + [False] * len(backbone))
