@@ -101,25 +101,6 @@ def fields(part: object, defs: dict, path: str = "") -> set[str]:
     return {f"{path}.{name}" for name in named}.union(*named.values(), *deeper)
 
 
-def test_report_json_keeps_every_word_of_the_server(pages):
-    """What a server did is in the file, key by key; its figures are computed from its counts."""
-    served = reports.served()
-    told = json.loads(pages["whole"].model_dump_json(by_alias=True))["serve"]
-    assert told == served.model_dump(mode="json")
-    run = told["checkpoint"]["runs"][3]
-    assert (run["acceptance"], run["mean_accepted_length"]) == (2345 / 3000, 3.345)
-    assert run["acceptance_per_position"] == [0.92, 0.8, 0.625]
-    assert run["partings"][0] == {
-        "prompt": 1,
-        "at": 17,
-        "plain_token": 311,
-        "token": 902,
-        "gap": 0.0625,
-        "is_near_tie": True,
-    }
-    assert run["outputs"][0] == {"token_ids": [1, 2, 3], "text": "one\ntwo"}
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
