@@ -10,7 +10,6 @@ end before anything is said.
 import shlex
 import stat
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +22,7 @@ from ..recipes.errors import RecipeError, printable
 from . import exits
 from .findings import with_path, wrapped
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm
-from .tables import answer, table
+from .tables import answer, by_reason, table
 
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
@@ -108,7 +107,9 @@ def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
         family = f"{found.family}, {found.dialect}" if found.family else "what vLLM builds of it cannot be told"
         yield from wrapped(console, f"{found.path}: {family}")
     yield from _groups(found)
-    for sentence in (*_reasons(found), *found.notes, *_verdict(found)):
+    named = ((group.why, f"{'MTP ' * (group.part == 'mtp')}{group.modules}") for group in found.groups)
+    why = (f"Why {modules}: {reason}." for reason, modules in by_reason(named).items())
+    for sentence in (*why, *found.notes, *_verdict(found)):
         yield from wrapped(console, sentence)
     if found.log_version:
         yield f"The log is of vLLM {found.log_version}; what is said of versions was read up to 0.32."
@@ -144,15 +145,6 @@ def _groups(found: "Explanation") -> Iterator[RenderableType]:
                 rows.append([*row, group.kernel] if has_kernels else row)
         if rows:
             yield table(title, columns, rows)
-
-
-def _reasons(found: "Explanation") -> list[str]:
-    """Each reason once, after the groups that have it."""
-    modules_of: dict[str, dict[str, None]] = defaultdict(dict)
-    for group in found.groups:
-        name = group.modules if group.part == "backbone" else f"MTP {group.modules}"
-        modules_of[group.why][name] = None
-    return [f"Why {', '.join(modules)}: {reason}." for reason, modules in modules_of.items()]
 
 
 def _verdict(found: "Explanation") -> Iterator[str]:

@@ -26,7 +26,7 @@ from ..recipes.errors import printable, size_in_words
 from ..recipes.runtimes.sglang import VERSION
 from ..validate.measure.serve_line import serve_words
 from . import calibration_tables, tables
-from .tables import counted
+from .tables import by_reason, counted
 
 
 def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
@@ -41,7 +41,9 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
     rows = plan_rows(made)
     columns = ("part", "modules", "fate", ">tensors", ">before", ">after")
     yield tables.table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(rows))
-    yield tables.table("why, where it is not the recipe's choice", ("", ""), _reasons(rows))
+    why = by_reason((row["reason"], row["modules"]) for row in rows if not row["reason"].startswith("recipe:"))
+    title = "why, where it is not the recipe's choice"
+    yield tables.table(title, ("", ""), ((modules, reason) for reason, modules in why.items()))
     yield totals(made)
     yield ""
     yield f"carried: {', '.join(made.companions) or 'no other file'}"
@@ -93,16 +95,6 @@ def _fate(row: Mapping[str, Any]) -> str:
             return "drop"
         case _:
             return f"keep {stored}"
-
-
-def _reasons(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Each reason that is not the recipe's, after the module groups that have it."""
-    modules_of: dict[str, dict[str, None]] = defaultdict(dict)
-    for row in rows:
-        if not row["reason"].startswith("recipe:"):
-            modules_of[row["reason"]][row["modules"]] = None
-    for reason, modules in modules_of.items():
-        yield ", ".join(modules), reason
 
 
 def totals(plan: Plan) -> str:

@@ -102,6 +102,14 @@ def verdict(path: str, judged: "JudgementFact") -> list[RenderableType]:
     return [reasons(f"gate {path}", judged.reasons), Text(judged.title, VERDICT_COLOURS[judged.verdict])]
 
 
+def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Each reason once, with the names of what has it."""
+    names_of: dict[str, dict[str, None]] = {}
+    for reason, name in pairs:
+        names_of.setdefault(reason, {})[name] = None
+    return {reason: ", ".join(names) for reason, names in names_of.items()}
+
+
 def counted(count: int, what: str) -> str:
     """`1 server`, `2 servers`."""
     return f"{count:,} {what}{'s' * (count != 1)}"

@@ -109,10 +109,6 @@ def test_any_scheme_and_policy_can_be_named(fine_tune):
     assert "--calibration problems-32x128: minmax on 32 sequences" in shown
 
 
-def test_source_is_for_recipes(fine_tune):
-    refused("plan", str(fine_tune), "--source", "elsewhere", says="--source: must be left out")
-
-
 def test_a_recipe_still_takes_any_folder_of_its_family(fine_tune):
     plan, _ = plan_for("glm-4.5-air", source=str(fine_tune))
     assert plan.recipe.name == "glm-4.5-air.nvfp4a16-fp8" and plan.source.where == str(fine_tune)

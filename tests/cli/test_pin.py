@@ -67,11 +67,6 @@ def test_a_copy_leaves_the_file_alone(recipe, hub, tmp_path):
     refused("pin", "mine.yaml", "--out", "pinned.yaml", says="never overwritten", cwd=tmp_path)
 
 
-def test_what_ships_is_not_changed(tmp_path):
-    refused("pin", "glm-4.7", says="got none. Give --out glm-4.7.yaml.", cwd=tmp_path)
-    refused("pin", "glm-99", says="MODEL: must be a model's name", cwd=tmp_path)
-
-
 def test_a_repository_that_is_not_there(recipe, hub, tmp_path):
     recipe.write_text(recipe.read_text().replace("org/model", "org/none"))
     before = recipe.read_text()
