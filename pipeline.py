@@ -170,6 +170,7 @@ def quantize(
 
     refuse_too_large(plan, machine_of(here=gpus_here()))
     plan = _downloaded(plan, out, progress)
+    num_cores = len(os.sched_getaffinity(0))  # a container may have fewer than the machine
     with joined() as ranks:
         run = _calibrated(plan, out, ranks, progress)
         plan = run.plan if run else plan
@@ -179,7 +180,7 @@ def quantize(
                     plan,
                     partial,
                     recipe_text=(run.recipe_text if run else "") or recipe_text,
-                    threads=threads or _num_cores(),
+                    threads=threads or num_cores,
                     progress=packed,
                     statistics=run.statistics if run else None,
                     calibration=run.summary if run else None,
@@ -282,8 +283,3 @@ def _checked(folder: Path, plan: Plan, *, reads: bool = False, progress: RunProg
         return checked.data
     findings = refuse_broken_values(plan, folder, checked, reading=progress.values)
     return checked.data.model_copy(update={"findings": findings})
-
-
-def _num_cores() -> int:
-    """How many cores this process may use. A container or a batch system may give it fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

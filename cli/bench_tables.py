@@ -12,7 +12,7 @@ from rich.text import Text
 from ..validate.facts.benched import BenchCell, Benched, BenchFact, words_of
 from ..validate.measure.bench import BenchPlan
 from ..validate.report.tables import failures, recommendation
-from .tables import table
+from .tables import figure, table
 
 _COLUMNS = ("", ">k", ">tok/s", ">±", ">over k=0", ">first", ">each", ">length", ">by position")
 
@@ -65,7 +65,7 @@ def _cells(benched: Benched, cell: BenchCell, *, is_chosen: bool) -> list[str | 
     if cell.tokens_per_second is None or cell.fastest is None or cell.slowest is None:
         return [load, str(cell.k), Text("failed", "red"), *("-",) * 6]
     figures = (benched.speed_up(cell) if cell.k else None, cell.first_token_ms, cell.per_token_ms)
-    over, first, each = ("-" if figure is None else f"{figure:,.2f}" for figure in figures)
+    over, first, each = (figure("{:,.2f}", one) for one in figures)
     return [
         load,
         f"{'* ' * is_chosen}{cell.k}",
@@ -74,6 +74,6 @@ def _cells(benched: Benched, cell: BenchCell, *, is_chosen: bool) -> list[str | 
         over,
         first,
         each,
-        f"{cell.mean_accepted_length:.2f}" if cell.mean_accepted_length else "-",
+        figure("{:.2f}", cell.mean_accepted_length),
         " ".join(f"{100 * share:.0f}" for share in cell.acceptance_per_position) or "-",
     ]

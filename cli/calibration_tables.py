@@ -18,7 +18,7 @@ from ..recipes.find import calibration_name
 from ..recipes.model_file import in_words
 from ..recipes.schema import AUTO, TextsOfMix, candidates_for
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
-from .tables import counted, table
+from .tables import counted, figure, table
 
 
 def will_do(plan: Plan) -> RenderableType:
@@ -123,9 +123,8 @@ def found(fact: CalibrationFact) -> RenderableType:
     rows = []
     for row in fact.rows:
         shares = " ".join(f"{share:.1%}" for share in row.acceptance.shares) if row.acceptance else "-"
-        length = f"{row.acceptance.length:.2f}" if row.acceptance else "-"
-        apart = "-" if row.divergence is None else f"{row.divergence:.4f}"
-        rows.append((row.title, f"{row.perplexity:#.4g}", apart, shares, length))
+        length = figure("{:.2f}", row.acceptance.length if row.acceptance else None)
+        rows.append((row.title, f"{row.perplexity:#.4g}", figure("{:.4f}", row.divergence), shares, length))
     columns = ("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length")
     parts: list[RenderableType] = [table("held-out text, without a server", columns, rows)]
     if fact.search:
@@ -139,9 +138,8 @@ def _search(search: SearchFact) -> Iterator[RenderableType]:
     """The plans that a search under a budget measured."""
     rows = []
     for plan in search.plans:
-        kept = "-" if plan.kept is None else f"{plan.kept:.1%}"
-        figures = (f"{plan.bytes:,}", f"{plan.bits:.2f}", f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", kept)
-        rows.append((f"{plan.title}{', chosen' * plan.chosen}", *figures))
+        losses = f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", figure("{:.1%}", plan.kept)
+        rows.append((f"{plan.title}{', chosen' * plan.chosen}", f"{plan.bytes:,}", f"{plan.bits:.2f}", *losses))
     title = f"plans for {search.budget}, measured on held-out text before calibration"
     yield table(title, ("", ">bytes", ">bits", ">predicted", ">divergence", ">kept"), rows)
     yield Text(
@@ -189,9 +187,8 @@ def _candidates(fact: CalibrationFact) -> RenderableType:
         if each.acceptance is None:
             rows.append((each.title, "-", "-", "-", "-", _warning("does not fit", each.refused)))
             continue
-        low = "-" if each.kept_at_least is None else f"{each.kept_at_least:.1%}"
-        numbers = size_in_words(each.bytes), f"{each.kept:.1%}", low, f"{each.acceptance.length:.2f}"
-        rows.append((each.title, *numbers, _verdict(each, fact)))
+        kept = f"{each.kept:.1%}", figure("{:.1%}", each.kept_at_least), f"{each.acceptance.length:.2f}"
+        rows.append((each.title, size_in_words(each.bytes), *kept, _verdict(each, fact)))
     budget = "" if fact.min_acceptance is None else f"; {fact.min_acceptance:.1%} must be kept"
     budget += "" if fact.confidence is None else f", at {fact.confidence:.0%} confidence"
     columns = ("policy", ">size", ">kept", ">at least", ">length", "verdict")

@@ -25,14 +25,7 @@ from ..validate.facts import vllm_env
 from .options import JsonOption
 from .tables import answer
 
-# Extra -> what needs it. A package that several need is listed with the first.
-EXTRAS = {
-    "quantize": "packing weights needs it",
-    "report": "the HTML report needs it",
-    "calibrate": "calibrated recipes need it",
-    "modelopt": "`backend: modelopt` needs it",
-    "evaluate": "evaluating needs it",
-}
+EXTRAS = ("quantize", "report", "calibrate", "modelopt", "evaluate")
 _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -205,11 +198,8 @@ def _parts(found: Diagnosis) -> Iterator[RenderableType]:
 
 def _found(found: Diagnosis) -> dict[str, str]:
     supported = f"supported: {vllm_env.SUPPORTED}.*, tested: {', '.join(vllm_env.TESTED)}"
-    rows, uses = {"keepmtp": found.keepmtp, "Python": found.python}, dict[str, str]()
-    for extra, use in EXTRAS.items():
-        for needed in requirements(extra):
-            uses.setdefault(needed.name, use)
-    rows |= {name: number or f"not installed: {uses[name]}" for name, number in found.packages.items()}
+    rows = {"keepmtp": found.keepmtp, "Python": found.python}
+    rows |= {name: number or "not installed" for name, number in found.packages.items()}
     rows["vLLM"] = f"none ({supported})"
     if found.vllm:
         rows["vLLM"] = f"{found.vllm.version}, {found.vllm.build.upper()} build ({supported})"

@@ -14,7 +14,7 @@ from ..recipes.protocol import Gates
 from ..validate.facts.evaluated import Arm, EvaluatedFact, EvaluationFact, TaskFact
 from ..validate.facts.schema import JudgementFact
 from ..validate.report.recovery import Recovery, mean_recovery, recovery
-from .tables import table, verdict
+from .tables import figure, table, verdict
 
 _ROWS: Mapping[Arm, str] = {"source": "source", "checkpoint": "checkpoint", "plain": "MTP off"}
 
@@ -66,14 +66,13 @@ def _share(found: Recovery | None) -> tuple[str, str]:
 
 
 def _cells(one: EvaluatedFact) -> tuple[str, ...]:
-    length = one.mean_accepted_length
     return (
         _ROWS[one.role],
         *(f"{100 * score.value:.2f} ±{100 * score.stderr:.2f}" for score in one.scores),
         f"{one.num_questions}",
-        "-" if one.acceptance is None else f"{100 * one.acceptance:.1f}",
+        figure("{:.1%}", one.acceptance).rstrip("%"),
         " ".join(f"{100 * share:.1f}" for share in one.acceptance_per_position) or "-",
-        f"{length:.2f}" if length else "-",
+        figure("{:.2f}", one.mean_accepted_length),
         f"{one.num_tokens / one.seconds:.0f}" if one.seconds else "-",
     )
 

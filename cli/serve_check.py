@@ -21,7 +21,7 @@ from ..validate.measure.prompts import PROMPTS, read_prompts
 from .gate import EXITS
 from .measuring import OriginalOption, ServeOptions, Session, begin
 from .progress import spinner
-from .tables import answer, table, verdict
+from .tables import answer, figure, table, verdict
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -139,7 +139,6 @@ def _rows(found: "ServeCheck") -> "Iterator[list[str | Text] | None]":
 def _cells(run: "Run") -> tuple[str | Text, ...]:
     if not run.loaded:
         return (str(run.k), Text("failed", "red"), *("-",) * 6)
-    length = run.mean_accepted_length
     by_position = " ".join(f"{100 * share:.0f}" for share in run.acceptance_per_position)
     same = "-" if run.partings is None else f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
     return (
@@ -147,9 +146,9 @@ def _cells(run: "Run") -> tuple[str | Text, ...]:
         f"{run.seconds_to_health:.0f} s",
         f"{run.accepted_tokens}/{run.draft_tokens}" if run.k else "-",
         f"{by_position} %" if by_position else "-",
-        f"{length:.2f}" if length else "-",
+        figure("{:.2f}", run.mean_accepted_length),
         f"{run.tokens_per_second:.1f}",
-        f"{run.speed_up:.2f}x" if run.speed_up else "-",
+        figure("{:.2f}x", run.speed_up),
         same,
     )
 
