@@ -7,6 +7,7 @@ becomes public only after its bytes and its loading were checked there. For one 
 """
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from ..recipes.errors import RecipeError, size_in_words
-from .confirm import confirm, refuse_nobody
+from ..recipes.errors import RecipeError, printable, size_in_words
 from .options import DryRunOption, JsonOption, chosen_gpus
 from .progress import bytes_bar
 from .tables import answer, counted, say, table
@@ -87,7 +87,7 @@ def publish(
         cure = "Set HF_TOKEN, or run `hf auth login`"
         raise RecipeError("publish", "needs a token with write access", got="none", cure=cure)
     if public and not dry_run and not yes:
-        refuse_nobody("publish", _RULE, f"{repo} would be public")
+        _refuse_nobody(f"{repo} would be public")
     require_extra("publish", "quantize")  # torch reads the values
     parcel = prepare(path, repo=repo, watch=bytes_bar(err, "hashing"), reading=bytes_bar(err, "reading values"))
     hub = Hub(token, watch=tell) if token else None
@@ -106,10 +106,9 @@ def publish(
         is_public = before is not None and not before.is_private
         tell(f"to send     {counted(len(parcel.files), 'file')}, {size_in_words(parcel.num_bytes)}")
         if is_public and not yes:
-            what = f"{repo} is public, so what is sent can be read on a branch before it is checked"
-            confirm("publish", _RULE, what)
+            _confirm(f"{repo} is public, so what is sent can be read on a branch before it is checked")
         elif public and not yes:
-            confirm("publish", _RULE, f"{repo} would be public")
+            _confirm(f"{repo} would be public")
         done = publishing.publish(parcel, hub, repo, public=public, update=update, may_be_public=is_public, gpu=chosen)
     told = {
         "repo": repo,
@@ -124,6 +123,19 @@ def publish(
         "loaded": done.how,
     }
     answer(told, _published(parcel, url, done), as_json=as_json)
+
+
+def _refuse_nobody(what: str) -> None:
+    """Refuse where no person can be asked."""
+    if not sys.stdin.isatty():
+        raise RecipeError("publish", _RULE, got=f"no terminal to ask on, and {what}", cure="Add --yes")
+
+
+def _confirm(what: str) -> None:
+    """Ask whether to go on."""
+    _refuse_nobody(what)
+    if not typer.confirm(f"{printable(what)}. Go on?", err=True):
+        raise RecipeError("publish", _RULE, got="no", cure="Nothing was sent")
 
 
 def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[RenderableType]:
