@@ -132,14 +132,13 @@ def _answers(log: Log, checked: Checked | None) -> tuple[tuple[Recognized, ...],
     family = checked.runtime.view.family.model_type if checked and checked.runtime else ""
     answers: dict[str, Recognized] = {}
     unknown: list[str] = []
-    raised = {each.line: each.at for each in log.raised}
-    for line in (*raised, *(line for line in log.lines if line not in raised)):
-        at = raised.get(line, "")
+    for line in dict.fromkeys((*log.raised, *log.lines)):
+        at = log.raised.get(line, "")
         kinds = IN_LOGS[:1] if at.startswith("sglang/") else IN_LOGS
         found = known_failure(f"{line} [{at}]", kinds=kinds, family=family)
         if found is not None:
             answers.setdefault(found[0].name, _recognized(*found, line, at, checked))
-        elif line in raised and not line.startswith(_FOLLOW_UPS):
+        elif line in log.raised and not line.startswith(_FOLLOW_UPS):
             unknown.append(shortened(f"{line} ({at})" if at else line))
     return tuple(answers.values()), tuple(unknown[-_MOST_UNKNOWN:])
 

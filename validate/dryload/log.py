@@ -9,6 +9,7 @@ comes again as the cause of others. A line is kept once. Logs are a stranger's b
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedIOBase
@@ -39,31 +40,18 @@ _READ = (*_TELLS, 'File "', "version", "engine (v")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raised:
-    """An exception of a log; `at` is file:line of the last frame in vLLM, "" where the log has none."""
-
-    type: str
-    words: str
-    at: str = ""
-
-    @property
-    def line(self) -> str:
-        """As the log has it."""
-        return f"{self.type}: {self.words}" if self.words else self.type
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
     """The last part of a log.
 
     Attributes:
         lines: each line that may tell a failure, once, in order of its first appearance.
-        raised: each exception once, in order.
+        raised: each exception as the log has it, once and in order, with file:line of its last frame in vLLM ("" where
+            the log has none).
         version: of vLLM, as the log says it; "" if it does not.
     """
 
     lines: tuple[str, ...]
-    raised: tuple[Raised, ...]
+    raised: Mapping[str, str]
     version: str = ""
 
 
@@ -90,7 +78,7 @@ def read_log(stream: BufferedIOBase) -> Log:
 def parse_log(raw: bytes) -> Log:
     """Lines and exceptions of a log."""
     lines: dict[str, None] = {}
-    raised: dict[tuple[str, str], Raised] = {}
+    raised: dict[str, str] = {}
     at = version = ""
     for written in raw.decode(errors="replace").splitlines():
         if not any(word in written[:_LONGEST_LINE] for word in _READ):
@@ -101,14 +89,14 @@ def parse_log(raw: bytes) -> Log:
             at = _place(frame[1], frame[2]) or at
             continue
         if found := _EXCEPTION.match(line):
-            one = Raised(type=found[1].rpartition(".")[2], words=found[2] or "", at=at)
-            raised.setdefault((one.type, one.words), one)
+            kind = found[1].rpartition(".")[2]
+            raised.setdefault(f"{kind}: {found[2]}" if found[2] else kind, at)
             if len(raised) > _MOST_RAISED:  # what ended the server is at the end
                 del raised[next(iter(raised))]
             at = ""
         if len(lines) < _MOST_LINES and any(word in line for word in _TELLS):
             lines.setdefault(line)
-    return Log(lines=tuple(lines), raised=tuple(raised.values()), version=version)
+    return Log(lines=tuple(lines), raised=raised, version=version)
 
 
 def words_of(line: str) -> str:

@@ -27,14 +27,20 @@ class Model(torch.nn.Module):
 
 def loaded(load, tensors: dict[str, torch.Tensor], **demands) -> tuple[Account, dict[str, Written]]:
     """What the account says after `load(model, tensors)`."""
-    construction = Construction()
-    with META, construction:
-        model = Model()
-    account = Account(model, construction, Demands(**demands))
+    model, account = built(**demands)
     with account:
         load(model, dict(account.hand_over(tensors.items())))
     account.settle(model)
     return account, {param.name: param for param in account.params}
+
+
+def built(padded_rows: int = 0, **demands) -> tuple[Model, Account]:
+    construction = Construction()
+    with META, construction:
+        model = Model()
+        if padded_rows:
+            model.weight.data[-padded_rows:].zero_()
+    return model, Account(model, construction, Demands(**demands))
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -76,11 +82,7 @@ def test_a_lost_shard_leaves_it_partial_and_a_scale_is_never_padding():
 
 
 def test_rows_that_construction_fills_by_themselves_are_padding():
-    construction = Construction()
-    with META, construction:
-        model = Model()
-        model.weight.data[4:].zero_()
-    account = Account(model, construction, Demands())
+    model, account = built(padded_rows=2)
     with account:
         for _, tensor in account.hand_over([("w", bf16(4, 4))]):
             model.weight.data[:4].copy_(tensor)
@@ -166,10 +168,7 @@ def test_shapes_that_do_not_fit_are_refused_as_on_a_gpu():
 
 
 def test_the_tensor_in_hand_is_known():
-    construction = Construction()
-    with META, construction:
-        model = Model()
-    account = Account(model, construction, Demands())
+    _, account = built()
     seen = [account.current for _ in account.hand_over([("a", bf16(1)), ("b", bf16(1))])]
     assert seen == ["a", "b"] and account.current == ""
 
