@@ -18,7 +18,7 @@ from keepmtp.cure import graft_fetch
 from keepmtp.cure.graft import plan_graft
 from keepmtp.cure.graft_write import carry_out
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
-from keepmtp.validate.check import untrained
+from keepmtp.validate.check import rules_values
 from keepmtp.validate.check.check import check
 from live_tensors import drop_block, tensors_of, without_block
 from outputs import digests, forks
@@ -259,7 +259,7 @@ def test_a_block_that_was_never_trained_is_refused_by_its_values(lost, spoilt, s
 
 def test_a_block_of_chance_is_refused(tmp_path, monkeypatch):
     """MiniMax-M2 #47 by its values: the spectrum of the glue is that of random numbers."""
-    monkeypatch.setattr(untrained, "_SMALLEST_SIDE", 16)
+    monkeypatch.setattr(rules_values, "_SMALLEST_SIDE", 16)
     config, tensors = source_layout("glm-4.7", size="tiny")
     release = write_checkpoint(tmp_path / "release", config, tensors, data="random")
     same = write(tmp_path / "lost", without_block(ours("glm-4.7", "FP8_DYNAMIC")))
