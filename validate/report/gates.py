@@ -20,14 +20,13 @@ from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation, Evaluations, Gates, listed
 from ..facts.benched import BenchFact
 from ..facts.closeness import ClosenessFact
-from ..facts.dry_load import DryLoad
+from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluationFact
 from ..facts.findings import Finding
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, ServeCheck
 from .closeness_gate import closeness_reasons
-from .headline import places
 from .numbers import more
 from .sampled_gates import acceptance, drafting, score, tasks_together
 from .settle import unmeasured, worst
