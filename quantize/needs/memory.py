@@ -79,7 +79,7 @@ def stations(plan: Plan, *, batch_size: int | None = None, least: bool = False) 
     Args:
         plan: its recipe has a calibration block.
         batch_size: sequences in a batch, instead of the recipe's; 1 where that is auto.
-        least: count what a run takes in turns where memory is short (Hessians of experts, AWQ's inputs) as one turn.
+        least: count what a run takes in turns where memory is short (AWQ's inputs of experts) as one turn.
     """
     count = _Count.of(plan, least=least)
     return count.stations() if batch_size is None else replace(count, batch_size=batch_size).stations()
@@ -333,7 +333,7 @@ class _Count:
             pass
         elif algorithm == "gptq":
             routed = self.calibration.experts == "routed"
-            device["Hessians"] = hessian_bytes(tensors, routed=routed, one_turn=self.least)
+            device["Hessians"] = hessian_bytes(tensors, routed=routed)
             device["an inverse"] = 2 * F32 * widest**2
         elif algorithm == "awq":  # the outputs of a module in all batches
             device["AWQ's outputs"] = all_tokens * self.plan.view.number("hidden_size") * BF16
@@ -360,15 +360,14 @@ class _Count:
 # --- statistics of one layer ------------------------------------------------------------------------------------------
 
 
-def hessian_bytes(tensors: Iterable[TensorPlan], *, routed: bool = False, one_turn: bool = False) -> int:
+def hessian_bytes(tensors: Iterable[TensorPlan], *, routed: bool = False) -> int:
     """Of the modules that GPTQ rewrites: K x K in F32 for each distinct input.
 
     Args:
         tensors: of one layer, or of the MTP block.
         routed: each expert reads its own tokens.
-        one_turn: experts are taken in turns, one at a time.
     """
-    return _of_inputs(tensors, lambda channels: F32 * channels**2, routed=routed, one_turn=one_turn)
+    return _of_inputs(tensors, lambda channels: F32 * channels**2, routed=routed, one_turn=False)
 
 
 def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool = False) -> int:

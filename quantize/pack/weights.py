@@ -6,34 +6,28 @@ dequantized if the source stores it packed. The writer packs what this returns, 
 Easy to get wrong: the tensors of a packed weight have the module's name and differ in the last component only.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from ...checkpoints.dequantize import dequantize
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.values import read_bytes, read_tensor, typed
-from ...recipes.family import HFName
 from ..plan.plan import Plan, TensorPlan
 
 CPU = torch.device("cpu")
-Ahead = Mapping[HFName, Tensor]
-"""Tensors as they are stored, on the host, that need not be read again; those that are not there are read."""
 
 
-def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU, *, ahead: Ahead | None = None) -> Tensor:
+def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU) -> Tensor:
     """A tensor of the plan in floating point (integers and the like as they are).
 
     Args:
         plan: a plan over a local source.
         tensor: its shape is the logical one, `tensor.shape`.
         device: where it is dequantized, and stays; packed, it is a fraction of the size to move.
-        ahead: what has been read already.
 
     Returns: the weight; dequantized forms come as BF16, plain ones in their own dtype.
     """
-    found = stored(plan, tensor, ahead=ahead)
+    found = stored(plan, tensor)
     on_device = {leaf: value.to(device, non_blocking=True) for leaf, value in found.items()}
     return dequantize(tensor.form, on_device, shape=tensor.shape, block=tensor.block)
 
@@ -44,26 +38,17 @@ def separate(weight_NK: Tensor, slices: tuple[int, ...]) -> tuple[Tensor, ...]:
     return tuple(part.flatten(0, 1) for part in parts_of_slices)
 
 
-def load_expert(
-    plan: Plan, tensor: TensorPlan, expert: int, device: torch.device = CPU, *, ahead: Ahead | None = None
-) -> Tensor:
+def load_expert(plan: Plan, tensor: TensorPlan, expert: int, device: torch.device = CPU) -> Tensor:
     """One expert's slice [N, K] of a stacked parameter [E, N, K], without reading the others."""
     entry = plan.entries[tensor.inputs[0]]
-    if ahead and entry.name in ahead:
-        return ahead[entry.name][expert].to(device, non_blocking=True)
     num_bytes = entry.num_bytes // tensor.shape[0]
     raw = read_bytes(plan.source, entry, offset=expert * num_bytes, length=num_bytes)
     return typed(raw, entry.dtype, tensor.shape[1:]).to(device)
 
 
-def stored(plan: Plan, tensor: TensorPlan, *, ahead: Ahead | None = None) -> dict[str, Tensor]:
+def stored(plan: Plan, tensor: TensorPlan) -> dict[str, Tensor]:
     """The tensors a weight is stored as, by the last component of their names."""
-    found = parts(plan, tensor)
-    return {leaf: _read(plan, entry, ahead or {}) for leaf, entry in found.items()}
-
-
-def _read(plan: Plan, entry: Entry, ahead: Ahead) -> Tensor:
-    return ahead[entry.name] if entry.name in ahead else read_tensor(plan.source, entry)
+    return {leaf: read_tensor(plan.source, entry) for leaf, entry in parts(plan, tensor).items()}
 
 
 def parts(plan: Plan, tensor: TensorPlan) -> dict[str, Entry]:

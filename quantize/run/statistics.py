@@ -34,7 +34,6 @@ from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan
 
 _TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale", *CACHE_LEAVES)
-_PART_BYTES = 2**28
 _SUMS = "sha256"  # in a file's metadata: of every tensor
 
 
@@ -125,21 +124,6 @@ def write_statistics(path: Path, tensors: Mapping[HFName, Tensor], metadata: Map
     save(apart, partial_path(path), {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
     sort_metadata(partial_path(path))
     complete(path)
-
-
-def num_parts_of(tensors: Mapping[str, Tensor]) -> int:
-    """How many processes are worth their while to write them: hashing and writing take a second for each GB."""
-    return max(1, sum(value.nbytes for value in tensors.values()) // _PART_BYTES)
-
-
-def part_of(tensors: Mapping[HFName, Tensor], part: int, num_parts: int) -> dict[HFName, Tensor]:
-    """One of several parts with about as many bytes each; a tensor is in exactly one."""
-    total, place, found = sum(value.nbytes for value in tensors.values()), 0, {}
-    for name, value in tensors.items():
-        if place * num_parts // max(1, total) == part:
-            found[name] = value
-        place += value.nbytes
-    return found
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:

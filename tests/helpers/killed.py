@@ -82,7 +82,6 @@ def backbone_pass(
     kill: tuple[str, int] | None = None,
     killed_rank: int = 0,
     is_whole: bool = False,
-    in_parts: bool = False,
 ) -> None:
     """In a process of its own: the pass; progress goes to <folder>.events-<rank>, a refusal to <folder>.error-<rank>.
 
@@ -90,7 +89,6 @@ def backbone_pass(
         kill: at which of KILLS, and in which layer, the process ends itself by SIGKILL.
         killed_rank: which of the ranks does so.
         is_whole: run the MTP pass, too; its account of both goes to <folder>.summary-<rank>.
-        in_parts: statistics are written by all ranks, however small they are.
     """
     os.environ.update({key: str(value) for key, value in environment.items()})
     import torch
@@ -98,13 +96,10 @@ def backbone_pass(
     from keepmtp.quantize.calibrate import run
     from keepmtp.quantize.calibrate.data.data import calibration_data
     from keepmtp.quantize.calibrate.layers import backbone as calibrate
-    from keepmtp.quantize.run import statistics as files_of_layers
     from keepmtp.quantize.run.ranks import joined
     from keepmtp.recipes.errors import KeepMTPError
 
     torch.set_num_threads(1)
-    if in_parts:
-        files_of_layers._PART_BYTES = 1
     rank = int(str(environment["RANK"]))
     if kill and rank == killed_rank:
         KILLS[kill[0]](calibrate, kill[1])

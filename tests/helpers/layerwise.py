@@ -53,8 +53,8 @@ class Stub(nn.Module):
 class Batches:
     """Token ids, with the hidden states of the layer before in its stub."""
 
-    def __init__(self, ids: list[Tensor], stub: Stub | None, hidden: list[Tensor] | None):
-        self.ids, self.stub, self.hidden = ids, stub, hidden
+    def __init__(self, index: int, ids: list[Tensor], stub: Stub | None, hidden: list[Tensor] | None):
+        self.index, self.ids, self.stub, self.hidden = index, ids, stub, hidden
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -92,7 +92,13 @@ class Skeleton:
         """Gives layer `index` its weights and the batches that reach it."""
         self._load(self.layers[index], f"model.layers.{index}.")
         self.base.layers[index] = self.layers[index]
-        return Batches(ids, self.stubs[index - 1] if index else None, hidden)
+        return Batches(index, ids, self.stubs[index - 1] if index else None, hidden)
+
+    def calibrated(self, batches: "Batches", schemes: str | dict[str, str], **work) -> Calibrated:
+        """What is found in the layer that these batches reach; one scheme is that of all its linears."""
+        if isinstance(schemes, str):
+            schemes = dict.fromkeys(self.linears(batches.index), schemes)
+        return calibrate(self.model, batches, LayerWork(schemes=schemes, **work))
 
     def leave(self, index: int, batches: Batches, *, routed: bool = False) -> list[Tensor]:
         """The layer's outputs for the next one; its place is taken by its stub again."""
@@ -134,7 +140,7 @@ def layerwise(
     for index in range(len(skeleton.layers)):
         batches = skeleton.enter(index, ids, hidden)
         schemes = {name: scheme if isinstance(scheme, str) else scheme(name) for name in skeleton.linears(index)}
-        results.append(calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm=algorithm, **options)))
+        results.append(skeleton.calibrated(batches, schemes, algorithm=algorithm, **options))
         hidden = skeleton.leave(index, batches, routed=options.get("routed", False))
     return skeleton, results
 

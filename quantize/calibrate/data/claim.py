@@ -14,10 +14,8 @@ installed replaces a model's own functions).
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,7 @@ _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 _OF_THE_BLOCK = {"mtp", "mtp_auto", "mtp_tuned"}
 _PASSED_OVER = _OF_THE_BLOCK | {"variant", "default", "summary", "format", "evaluation", "gates", "calibration"}
 _OF_ANY_SPLIT = frozenset({"minmax", "smoothquant", "mse", "four-over-six"})
-_KERNELS = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"[^"]+",\s*"([^"]+)"')
-_DISTRIBUTIONS = {"fla": "flash-linear-attention"}
+_KERNELS = ("causal-conv1d", "flash-linear-attention", "mamba-ssm")
 _STAMP, _PARTS = "fingerprint", "fingerprint.json"
 
 
@@ -84,7 +81,7 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
     refuse_processes(plan.calibration, ranks.size, plan.recipe.name)
     ranks.wait()  # before the first writes: a rank that refuses must see what an earlier run wrote, not this one
     if ranks.is_first and not stamp.is_file():
-        (folder / "states").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         own = {"device": ranks.device.type, "mtp_stream": plan.may_calibrate_mtp}
         write_whole(folder / _PARTS, json.dumps({**parts, **own}, indent=1))
         write_whole(stamp, wanted)
@@ -121,32 +118,19 @@ def _sum(parts: Mapping[str, Any]) -> str:
 
 
 def _versions(plan: Plan) -> dict[str, str]:
-    """Of the packages that compute; kernels of others count where they are installed and the model calls them."""
-    names = [*_PACKAGES]
+    """Of the packages that compute; transformers takes kernels for a model's own functions where they are installed."""
+    names = [*_PACKAGES, *_KERNELS]
     if plan.calibration.backend == "modelopt":
         names.append("nvidia-modelopt")
     if plan.calibration.algorithm == "autoround":
         names.append("auto-round")
-    found = {name: version(name) for name in names}
-    for package in sorted({*_kernel_packages(plan)}):
-        name = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
+    found = {}
+    for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def _kernel_packages(plan: Plan) -> Iterator[str]:
-    """Packages whose functions transformers takes for this model's own, if they are there (fla, causal_conv1d)."""
-    spec = find_spec("transformers")
-    assert spec is not None and spec.origin is not None
-    models = Path(spec.origin).parent / "models"
-    for config in (plan.source.config, plan.view.text_config):
-        name = str(config.get("model_type", "")).removesuffix("_text")
-        file = models / name / f"modeling_{name}.py"
-        if name.isidentifier() and file.is_file():
-            yield from _KERNELS.findall(file.read_text(encoding="utf-8"))
 
 
 def refuse_shrunk_dataset(error: RecipeError, folder: Path) -> RecipeError:

@@ -36,20 +36,18 @@ _UNREADABLE = (DatasetsError, ArrowException, HfHubHTTPError, HTTPError, OSError
 
 def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
     """The split as a stream, and the revision it is of: a Hub commit, or "local"."""
-    name = texts.dataset
-    path = find_path(name)
-    is_file_name = Path(name).suffix in _READERS
-    if path is None and (is_file_name or texts.dataset_revision == "local" or name.count("/") > 1):
+    name, path = texts.dataset, find_path(texts.dataset)
+    suffix = Path(name).suffix
+    is_file = path.is_file() if path is not None else suffix in _READERS
+    is_of_the_hub = path is None and not is_file and texts.dataset_revision != "local" and name.count("/") < 2
+    if (path is None and not is_of_the_hub) or (is_file and suffix not in _READERS):
         raise RecipeError(
             where,
             f"must be a Hub id with its dataset_revision, or a folder or {', '.join(_READERS)} file",
-            got="no such file or folder",
-            cure="Check the path, which is relative to the current folder",
+            got="no such file or folder" if path is None else f"a file of another kind, {suffix or 'without a suffix'}",
+            cure="Check the path, which is relative to the current folder, or convert the file",
         )
-    if path is not None and path.is_file() and not is_file_name:
-        got = path.suffix or "no suffix"
-        raise RecipeError(where, f"a file must be one of {', '.join(_READERS)}", got=got, cure="Convert it")
-    if path is not None and path.is_file() and _READERS[path.suffix] == "json":
+    if path is not None and is_file and _READERS[suffix] == "json":
         with open_regular(path, where) as file:
             start = file.read(_START_BYTES).removeprefix(BOM_UTF8).lstrip()[:4]
         if start and start[:1] not in b"{[":  # pyarrow 26 crashes on rows that are null
@@ -57,17 +55,16 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
             raise RecipeError(where, "must begin with an object, or a list of them", got=got, cure="Mend the file")
     revision = "local" if path is not None else dataset_commit(name, texts.dataset_revision, where)
     try:
-        if path is not None and path.is_file():
-            splits = load_dataset(_READERS[path.suffix], data_files=str(path), streaming=True)
-        elif path is not None:
-            splits = load_dataset(str(path), texts.subset, streaming=True)
-        else:
+        if path is None:
             splits = load_dataset(name, texts.subset, revision=revision, streaming=True)
-    except StopIteration as error:  # datasets 5.2 looks for the columns of a JSON file's first row
-        raise RecipeError(where, "must hold rows", got="none", cure="Name another file") from error
-    except _UNREADABLE as error:
-        cure = "Give calibration.subset if it names several here, or else Parquet or JSON files"
-        raise RecipeError(where, "must be a dataset that can be read", got=one_line(error), cure=cure) from error
+        elif is_file:
+            splits = load_dataset(_READERS[suffix], data_files=str(path), streaming=True)
+        else:
+            splits = load_dataset(str(path), texts.subset, streaming=True)
+    except (StopIteration, *_UNREADABLE) as error:  # the first where datasets 5.2 looks for a JSON file's first row
+        cure = "Give calibration.subset if it names several here, or else Parquet or JSON files with rows"
+        got = "no rows" if isinstance(error, StopIteration) else one_line(error)
+        raise RecipeError(where, "must be a dataset that can be read", got=got, cure=cure) from error
     if texts.split not in splits:
         rule = f"split must be one of {', '.join(map(str, splits))}"
         raise RecipeError(where, rule, got=repr(texts.split), cure="Correct calibration.split")
@@ -105,25 +102,21 @@ def _readable(dataset: IterableDataset, where: str) -> Iterator[Mapping[str, Any
 
 
 def _value(row: Mapping[str, Any], texts: Texts, where: str) -> DataRow:
-    value = row[texts.column]
+    value, prompt = row[texts.column], row.get(texts.prompt_column or "")
     is_conversation = isinstance(value, list) and all(_is_turn(turn) for turn in value)
-    if not (isinstance(value, str) or is_conversation):
-        rule = f"column {texts.column} must hold a text or a list of {{role, content}}"
-        raise RecipeError(where, rule, got=_short(value), cure="Name another column, or mend the row")
-    return value if texts.prompt_column is None else _answered(row, texts, where)
-
-
-def _answered(row: Mapping[str, Any], texts: Texts, where: str) -> DataRow:
-    assert texts.prompt_column is not None
-    for column in (texts.prompt_column, texts.column):
-        if not isinstance(row[column], str):
-            rule = f"column {column} must hold a text where there is a prompt_column"
-            cure = "Name another column, or leave out calibration.prompt_column for conversations"
-            raise RecipeError(where, rule, got=_short(row[column]), cure=cure)
-    prompt, text = row[texts.prompt_column], row[texts.column]
-    if texts.chat:
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-    return Answered(prompt, text)
+    if texts.prompt_column is None and (isinstance(value, str) or is_conversation):
+        return value
+    if texts.prompt_column is not None and isinstance(value, str) and isinstance(prompt, str):
+        if texts.chat:
+            return [{"role": "user", "content": prompt}, {"role": "assistant", "content": value}]
+        return Answered(prompt, value)
+    rule, got = f"column {texts.column} must hold a text or a list of {{role, content}}", value
+    if texts.prompt_column is not None:
+        rule = f"columns {texts.prompt_column} and {texts.column} must hold texts"
+        got = prompt if isinstance(value, str) else value
+    text = repr(got)
+    short = text if len(text) <= 60 else f"{text[:57]}..."
+    raise RecipeError(where, rule, got=short, cure="Name another column, or mend the row")
 
 
 def _is_turn(turn: Any) -> bool:
@@ -142,8 +135,3 @@ def shuffled(rows: Iterator[tuple[int, DataRow]], seed: int) -> Iterator[tuple[i
 def one_line(error: BaseException) -> str:
     """What an error says, short enough for a sentence."""
     return (" ".join(str(error).split()) or type(error).__name__).rstrip(".")[:300]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

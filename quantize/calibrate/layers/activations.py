@@ -11,7 +11,7 @@ Source: vLLM 0.32.0 quantization/utils/nvfp4_emulation_utils.py (ref_nvfp4_quant
 bits. MXFP4's inputs are rounded by compressed-tensors: vLLM takes a package for them that is not on a CPU.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -31,52 +31,51 @@ _SMALLEST_FP8_SCALE = 1 / (_E4M3_MAX * 512)
 Rounding = Callable[[Tensor], Tensor]
 
 
-class _LastRounded:
-    """State: the input that was rounded last, and what became of it."""
-
-    def __init__(self) -> None:
-        self._identity: tuple[object, InputIdentity] | None = None
-        self._rounded = torch.empty(0)
-
-    def of(self, value: Tensor, key: object, rounding: Rounding) -> Tensor:
-        """The input [..., K] rounded; `key` is equal for roundings that are."""
-        identity = key, InputIdentity.of(value)
-        if identity != self._identity:
-            self._identity, self._rounded = identity, through(value, rounding)
-        return self._rounded.view(value.shape)
-
-
 @contextmanager
-def rounded_inputs(modules: Mapping[str, Any]) -> Iterator[None]:
+def rounded_inputs(modules: Iterable[Any]) -> Iterator[None]:
     """Lets quantized linear layers compute with rounded inputs, and with their weights as they are.
 
     Args:
-        modules: with a `quantization_scheme`, by name.
+        modules: with a `quantization_scheme`.
     """
-    last = _LastRounded()
+    # The input that was rounded last, and what became of it.
+    last: tuple[object, Tensor] = None, torch.empty(0)
+
+    def forward(module: Any, rounding: Rounding, key: object, value: Tensor) -> Tensor:
+        nonlocal last
+        identity = key, InputIdentity.of(value)
+        if identity != last[0]:
+            last = identity, through(value, rounding)
+        return type(module).forward(module, last[1].view(value.shape))
+
     with ExitStack() as stack:
-        for module, scale in zip(modules.values(), _input_scales(modules), strict=True):
+        for module in modules:
             args = module.quantization_scheme.input_activations
-            key = args and (args.strategy, args.num_bits, args.type, args.group_size, scale)
-            forward = partial(_forward, module, last, rounding_of(module, scale), key)
-            stack.enter_context(patch_attr(module, "forward", forward))
+            if args is not None:
+                scale = _static_scale(module, args)
+                key = args.strategy, args.num_bits, args.type, args.group_size, scale
+                rounded = partial(forward, module, rounding_of(module, scale), key)
+                stack.enter_context(patch_attr(module, "forward", rounded))
         yield
 
 
-def _forward(module: Any, last: _LastRounded, rounding: Rounding, key: object, value: Tensor) -> Tensor:
-    return type(module).forward(module, last.of(value, key, rounding))
+def _static_scale(module: Any, args: QuantizationArgs) -> float:
+    """As it is on disk; 0 where there is none."""
+    if args.dynamic is True:
+        return 0.0
+    if args.strategy == QuantizationStrategy.TENSOR_GROUP:
+        return float(module.input_global_scale)
+    return float(module.input_scale.bfloat16())
 
 
 def rounding_of(module: Any, scale: float) -> Rounding:
     """How a module's input is rounded.
 
     Args:
-        module: with a `quantization_scheme`.
+        module: with a `quantization_scheme` that rounds inputs.
         scale: its static one, as it is on disk.
     """
-    args: QuantizationArgs | None = module.quantization_scheme.input_activations
-    if args is None:
-        return _as_it_is
+    args: QuantizationArgs = module.quantization_scheme.input_activations
     match args.strategy, args.num_bits:
         case QuantizationStrategy.TENSOR_GROUP, 4:
             return partial(nvfp4, divisor=scale)
@@ -130,10 +129,6 @@ def fp8_tensor(value: Tensor, *, scale: float) -> Tensor:
     return (e4m3(value.float() * common.reciprocal()) * common).to(value.dtype)
 
 
-def _as_it_is(value: Tensor) -> Tensor:
-    return value.view_as(value)
-
-
 def e4m3(scaled: Tensor) -> Tensor:
     """Nearest E4M3 values, as F32, in place of none larger than 448."""
     return scaled.clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()
@@ -161,16 +156,3 @@ class _StraightThrough(torch.autograd.Function):
 def through(value: Tensor, rounding: Rounding) -> Tensor:
     """A rounded value; where gradients are kept, its gradient is the value's own."""
     return cast(Tensor, _StraightThrough.apply(value, rounding))
-
-
-def _input_scales(modules: Mapping[str, Any]) -> list[float]:
-    """The static input scale of each module, 0 where it has none; read from the GPU at once."""
-    found = []
-    for module in modules.values():
-        args, scale = module.quantization_scheme.input_activations, torch.zeros(1, device=module.weight.device)
-        if args is not None and args.strategy == QuantizationStrategy.TENSOR_GROUP and args.dynamic is not True:
-            scale = module.input_global_scale.data
-        elif args is not None and args.dynamic is not True:
-            scale = module.input_scale.data.bfloat16()  # as on disk
-        found.append(scale.float().reshape(1))
-    return torch.cat(found).tolist() if found else []

@@ -56,7 +56,7 @@ class BoundedAWQ(AWQModifier):
 
     def _setup_activation_cache_hooks(self) -> None:
         super()._setup_activation_cache_hooks()
-        room = _CacheRoom(self._passes.room.host)
+        room = _CacheRoom(self._passes.room)
         for mapping in self._resolved_mappings:  # one for each parent (`smoothing.one_a_parent`)
             self._caches[mapping.smooth_name] = _Cache(room, may_wait=self._may_wait(mapping))
             # The hooks look their cache up when they are called.
@@ -79,7 +79,7 @@ class BoundedAWQ(AWQModifier):
         """Where caches had to wait: the scales of all experts, before anything is applied."""
         own_sizes = {name: cache.whole_bytes for name, cache in self._caches.items()}
         own_waits = {name for name, cache in self._caches.items() if not cache.is_open}
-        of_ranks = gathered((own_sizes, own_waits, self._passes.room.host))
+        of_ranks = gathered((own_sizes, own_waits, self._passes.room))
         waits = set().union(*(names for _, names, _ in of_ranks))
         if not waits:
             return
@@ -98,7 +98,7 @@ class BoundedAWQ(AWQModifier):
             sums = {name: [value.clone() for value in found] for name, found in self._smooth_activation_stats.items()}
             for mapping in group:
                 self._caches[mapping.smooth_name].is_open = True
-            self._passes.run({self._passes.expert_of[mapping.parent] for mapping in group}, every_token=True)
+            self._passes.run({self._passes.expert_of[mapping.parent] for mapping in group})
             self._smooth_activation_stats = sums
             for mapping in group:
                 self._scales[mapping.smooth_name] = self._searched(model, mapping)

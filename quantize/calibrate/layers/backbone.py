@@ -28,18 +28,16 @@ from torch import Tensor
 
 from ....recipes.errors import RecipeError
 from ....recipes.family import HFName
-from ....recipes.schemes import SWEEPS
 from ...plan.plan import Plan
 from ...run.progress import ProgressCallback, progress_since
 from ...run.ranks import Ranks
-from ...run.statistics import num_parts_of, part_of, read_metadata, write_statistics
+from ...run.statistics import read_metadata, write_statistics
 from ..data.claim import claim_pass, has_mtp_stream
 from ..data.data import CalibrationData
 from ..model.hooks import hooked
 from ..model.inference_mode import guard
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import NextStates, States, Stream
-from .ahead import ReadAhead
 from .forwards import propagating, serving
 from .layer import Calibrated, calibrate
 from .served import InMemory, serve_weights
@@ -78,23 +76,21 @@ def calibrate_backbone(
     )
     backbone.states.tidy()
     first, started = backbone.states.num_done(), time.monotonic()
-    with ReadAhead(plan, ranks) as ahead:
-        for index in range(first, len(skeleton)):
-            with fitting(plan, f"decoder layer {index} and a batch", device):
-                _calibrate_layer(backbone, index, ahead)
-            if progress and ranks.is_first:
-                done = {"done": index + 1, "total": len(skeleton), "num_here": index + 1 - first}
-                progress(progress_since(started, "backbone", **done, tokens=data.ids.numel(), device=device))
+    for index in range(first, len(skeleton)):
+        with fitting(plan, f"decoder layer {index} and a batch", device):
+            _calibrate_layer(backbone, index)
+        if progress and ranks.is_first:
+            done = {"done": index + 1, "total": len(skeleton), "num_here": index + 1 - first}
+            progress(progress_since(started, "backbone", **done, tokens=data.ids.numel(), device=device))
     return backbone
 
 
-def _calibrate_layer(backbone: "Backbone", index: int, ahead: ReadAhead) -> None:
+def _calibrate_layer(backbone: "Backbone", index: int) -> None:
     """Observe, rewrite and serve one layer, while the next is read; its states are whole once its statistics are."""
     skeleton, plan = backbone.skeleton, backbone.skeleton.plan
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
-    read = skeleton.layer(index, ahead.take())
+    read = skeleton.layer(index, index + 1)
     with backbone.states.writing(index + 1) as outputs, read, _guarded(backbone, index):
-        ahead.start(skeleton.tensors_of(index + 1))
         backbone.run("source", index, outputs, serving(skeleton.model))
         statistics = _observe_and_rewrite(backbone, index, work, outputs)
         serve_weights(skeleton.model, plan, work, InMemory(statistics))
@@ -112,10 +108,11 @@ def _observe_and_rewrite(
     is_one_pass = bool(work.schemes or work.caches) and not work.rewrites
     if work.schemes or work.caches:
         with backbone.handing_over("calibration", index, outputs) as hand_over:
-            batches = Batches(run=backbone, stream="calibration", index=index).arguments()
+            batches = Batches(run=backbone, stream="calibration", index=index)
             found = calibrate(model, batches, work, after_batch=hand_over if is_one_pass else None)
         statistics = work.on_disk(found.tensors)
-        backbone.record_layer(index, found, work)
+        if backbone.ranks.is_first:
+            backbone.record(backbone.folder / "statistics" / f"layer-{index:05d}.safetensors", found, work, statistics)
     if not is_one_pass:
         backbone.run("calibration", index, outputs, propagating(model, routed=work.routed))
     return statistics
@@ -125,7 +122,7 @@ def _observe_and_rewrite(
 def _guarded(backbone: "Backbone", index: int) -> Iterator[None]:
     """Keeps a checkpoint's own code out of inference mode; one sequence is tried first."""
     skeleton = backbone.skeleton
-    first = next(iter(Batches(run=backbone, stream="calibration", index=index)))
+    first = next(Batches(run=backbone, stream="calibration", index=index).batches())
     state = first.state and tuple(None if value is None else value[:1] for value in first.state)
     sample = next(skeleton.feed(index, [Batch(ids=first.ids[:1], state=state)]))
     with guard(skeleton.model, {**sample, "use_cache": False}, policy=skeleton.plan.calibration.decorated_forward):
@@ -163,9 +160,8 @@ class Backbone:
             outputs: the states of the next layer.
             context: how it computes.
         """
-        batches = Batches(run=self, stream=stream, index=index).arguments()
         with self.handing_over(stream, index, outputs) as hand_over, torch.no_grad(), context:
-            for arguments in batches:
+            for arguments in Batches(run=self, stream=stream, index=index):
                 self.skeleton.model(**arguments, use_cache=False)
                 hand_over()
 
@@ -183,25 +179,13 @@ class Backbone:
         with hooked([layer.register_forward_hook(lambda _module, _args, output: returned.append(output))]):
             yield hand_over
 
-    def record_layer(self, index: int, found: Calibrated, work: LayerWork) -> None:
-        """The statistics of a layer, with the number of tokens that each module saw; ranks share large ones."""
-        folder, stem = self.folder / "statistics", f"layer-{index:05d}"
-        num_parts = min(self.ranks.size, num_parts_of(found.tensors))
-        files = [folder / f"{stem}{f'-{part:05d}' if part else ''}.safetensors" for part in range(num_parts)]
-        if self.ranks.is_first:  # a killed run of another size may have left more of them
-            for stray in {*folder.glob(f"{stem}*.safetensors")} - {*files}:
-                stray.unlink()
-        if self.ranks.rank < num_parts:
-            self.record(files[self.ranks.rank], found, work, part=(self.ranks.rank, num_parts))
-
     def record(
         self,
         path: Path,
         found: Calibrated,
         work: LayerWork,
+        tensors: Mapping[HFName, Tensor],
         *,
-        part: tuple[int, int] = (0, 1),
-        tensors: Mapping[HFName, Tensor] | None = None,
         losses: Sequence[float] = (),
     ) -> None:
         """Write the statistics of a decoder layer or MTP block, with the number of tokens that each module saw.
@@ -210,23 +194,20 @@ class Backbone:
             path: of the file.
             found: what calibration found.
             work: on the layer or block.
-            part: which of how many files; the first has what is said of the whole.
-            tensors: by their names on disk, instead of those that calibration found.
+            tensors: by their names on disk.
             losses: of each step, where the weights were trained.
         """
-        said: dict[str, Any] = {"coverage": {}, "few_tokens": [], "left_out": [], "rounded": []}
-        if not part[0]:
-            said |= {"left_out": found.left_out, "rounded": found.rounded}
-            for each in found.coverage:
-                names = [piece.module for piece in work.binding[f"{each.module.removeprefix(work.path)}.weight"]]
-                said["coverage"] |= dict.fromkeys(names, each.tokens if each.routed is None else each.routed)
-                said["few_tokens"] += names if each.has_few_tokens else []
+        coverage: dict[HFName, int] = {}
+        few_tokens: list[HFName] = []
+        for each in found.coverage:
+            names = [piece.module for piece in work.binding[f"{each.module.removeprefix(work.path)}.weight"]]
+            coverage |= dict.fromkeys(names, each.tokens if each.routed is None else each.routed)
+            few_tokens += names if each.has_few_tokens else []
+        said = {"coverage": coverage, "few_tokens": few_tokens, "left_out": found.left_out, "rounded": found.rounded}
         if losses:
             said["losses"] = losses
         metadata = {"fingerprint": (self.folder / "fingerprint").read_text()}
-        metadata |= {key: json.dumps(value) for key, value in said.items()}
-        tensors = work.on_disk(found.tensors) if tensors is None else tensors
-        write_statistics(path, part_of(tensors, *part), metadata)
+        write_statistics(path, tensors, metadata | {key: json.dumps(value) for key, value in said.items()})
 
     def coverage(self) -> dict[HFName, int]:
         """Module on disk -> tokens its calibration saw; experts: tokens the router sent them."""
@@ -244,7 +225,10 @@ class Backbone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """This rank's batches of one stream as inputs of one layer, read one at a time in each iteration."""
+    """This rank's batches of one stream as inputs of one layer, read one at a time in each iteration.
+
+    As llm-compressor wants them: arguments of the model's forward, with a length, and iterated more than once.
+    """
 
     run: Backbone
     stream: Stream
@@ -253,7 +237,11 @@ class Batches:
     def __len__(self) -> int:
         return len(self.ranges())
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self.run.skeleton.feed(self.index, self.batches())
+
+    def batches(self) -> Iterator[Batch]:
+        """The same, with the states that the layer reads."""
         ids, run = self._ids(), self.run
         for first, last in self.ranges():
             device = run.skeleton.device
@@ -266,25 +254,8 @@ class Batches:
         share = self.run.ranks.share(len(self._ids()), size)
         return [(row, min(row + size, share.stop)) for row in range(share.start, share.stop, size)]
 
-    def arguments(self) -> "Arguments":
-        """The same as arguments of the model's forward."""
-        return Arguments(batches=self)
-
     def _ids(self) -> Tensor:
         return self.run.data.ids if self.stream in ("calibration", "mtp") else self.run.data.held_out_ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
-    """Batches as llm-compressor wants them: with a length, and iterated more than once."""
-
-    batches: Batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return self.batches.run.skeleton.feed(self.batches.index, self.batches)
 
 
 @contextmanager
@@ -297,20 +268,6 @@ def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
             plan.recipe.name,
             f"{what} must fit {device}",
             got=f"out of memory in batches of {plan.calibration.num_in_batch}",
-            cure=f"Free the device of other processes, or {_WHAT_HELPS[plan.calibration.algorithm]}",
+            cure="Free the device of other processes, or lower calibration.batch_size or calibration.sequence_length. "
+            "minmax takes the least of all algorithms, and keepmtp plan says how much",
         ) from error
-
-
-_SMALLER_BATCHES = "lower calibration.batch_size or calibration.sequence_length"
-# Algorithm -> what takes less memory.
-_WHAT_HELPS = {
-    "minmax": _SMALLER_BATCHES,
-    "smoothquant": _SMALLER_BATCHES,
-    **dict.fromkeys(SWEEPS, _SMALLER_BATCHES),
-    "gptq": f"{_SMALLER_BATCHES}. GPTQ's Hessians depend on neither: if they alone do not fit, "
-    "set calibration.algorithm: awq, whose cache is on the host, or minmax",
-    "awq": "lower calibration.samples or calibration.sequence_length: AWQ holds what a module computes in all batches, "
-    "whatever their size. Or lower calibration.batch_size",
-    "autoround": "lower calibration.autoround.batch_size or calibration.sequence_length, or set experts: routed. "
-    "The offsets that it learns depend on neither: if they alone do not fit, set calibration.algorithm: gptq",
-}

@@ -55,19 +55,16 @@ class TokenCounter:
         """Counts in the modules that are quantized; inputs of the weighted ones are squared, too."""
         self._work = work
         self.modules: dict[str, Any] = {name: model.get_submodule(name) for name in work.schemes}
+        self.device = next(iter(self.modules.values())).weight.device
+        self.ranges = InputRanges(self.modules)
         self._tokens = dict.fromkeys(self.modules, 0)
         self._stacks = {name: each for name, each in model.named_modules() if isinstance(each, LinearExperts2D)}
         self._routed: dict[str, Tensor] = {}
         """Stack of experts -> how many tokens the router sent to each."""
-        weights = [module.weight for module in self.modules.values()]
-        self.device = weights[0].device
-        self._weighted = {slot: name for slot, name in enumerate(self.modules) if name in work.weighted}
-        self.ranges = InputRanges([weight.dtype for weight in weights], self.device, self._weighted)
 
     def counting(self) -> AbstractContextManager[None]:
         """Hooks on the modules count while this lasts."""
-        modules = enumerate(self.modules.items())
-        hooks = [(module, partial(self._count, slot, name)) for slot, (name, module) in modules]
+        hooks = [(module, partial(self._count, name)) for name, module in self.modules.items()]
         hooks += [(stack, partial(self._count_routed, name)) for name, stack in self._stacks.items()]
         return hooked(module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks)
 
@@ -78,12 +75,13 @@ class TokenCounter:
         """
         if not num_batches:
             raise no_batch()
-        self._sum_over_ranks()
-        silent = [
-            name
-            for name, tokens in self._tokens.items()
-            if not tokens and (not self._work.routed or self._routed_to(name) is None)
-        ]
+        of_ranks = gathered((self._tokens, {name: counts.cpu() for name, counts in self._routed.items()}))
+        self._tokens = {name: sum(tokens[name] for tokens, _ in of_ranks) for name in self.modules}
+        for name in self._routed:
+            self._routed[name] = torch.stack([routed[name] for _, routed in of_ranks]).sum(0)
+        silent = [name for name, tokens in self._tokens.items() if not tokens]
+        if self._work.routed:
+            silent = [name for name in silent if self._routed_to(name) is None]
         if silent:
             raise CheckpointError(
                 silent[0],
@@ -92,29 +90,37 @@ class TokenCounter:
                 cure="Keep them in the recipe",
             )
 
-    def is_finite(self) -> bool:
-        """False if a module may have been handed, or have returned, NaN or infinity."""
-        return self.ranges.prove_finite([*self.modules.values()])
-
     def fill_observers(self) -> None:
         """Gives the observers of static input scales what they would have found themselves.
 
-        Schemes with such scales observe the smallest and largest value of all batches (`recipes/schemes.py`).
+        Schemes with such scales observe the smallest and largest value of all batches (`recipes/schemes.py`). An expert
+        without a token gets those of the same projection of all experts: vLLM takes one input scale for them.
         """
-        for slot, (name, module) in enumerate(self.modules.items()):
+        for name, module in self.modules.items():
             observer = getattr(module, "input_observer", None)
-            if observer is not None:
-                slots = [slot] if self._tokens[name] else self._slots_like(name)
-                observer.min_vals, observer.max_vals = self.ranges.of_all(slots)
+            if observer is None:
+                continue
+            ends = self.ranges.ends[name]
+            if not self._tokens[name]:
+                stack, _, leaf = name.rpartition(".")
+                stack = stack.rpartition(".")[0]
+                alike = [each for each in self.modules if each.startswith(f"{stack}.") and each.endswith(f".{leaf}")]
+                ends = torch.stack([self.ranges.ends[each] for each in alike]).amax(0)
+            observer.min_vals, observer.max_vals = -ends[:1], ends[1:]
 
     def importances(self) -> dict[str, Tensor]:
         """Of the weighted modules, over all ranks: F32 [K] on the CPU, ones for an expert that no token reached."""
         found = {}
-        for slot, name in self._weighted.items():
-            mean = torch.ones(self.modules[name].weight.shape[-1])
-            if self._tokens[name]:
-                mean = (self.ranges.squares[slot] / self._tokens[name]).float().cpu()
-            found[name] = mean
+        for name in self.modules:
+            if name not in self._work.weighted:
+                continue
+            width, tokens = self.modules[name].weight.shape[-1], self._tokens[name]
+            # Of its own: modules share squares. A rank that has never called it adds nothing.
+            squares = torch.zeros(width, dtype=torch.float64, device=self.device)
+            squares += self.ranges.squares.get(name, 0)
+            if has_others():
+                dist.all_reduce(squares)
+            found[name] = (squares / tokens).float().cpu() if tokens else torch.ones(width)
         return found
 
     def coverage(self) -> tuple[Coverage, ...]:
@@ -126,13 +132,6 @@ class TokenCounter:
             found.append(Coverage(module=name, tokens=self._tokens[name], routed=routed, has_few_tokens=has_few))
         return tuple(found)
 
-    def _slots_like(self, name: str) -> list[int]:
-        """The same projection of all experts of a layer: vLLM takes one input scale for them."""
-        stack = next(stack for stack in self._routed if name.startswith(f"{stack}."))
-        leaf = name.rpartition(".")[2]
-        others = enumerate(self.modules)
-        return [slot for slot, each in others if each.startswith(f"{stack}.") and each.rpartition(".")[2] == leaf]
-
     def _routed_to(self, name: str) -> int | None:
         """Tokens that the router sent to the expert a module belongs to; None outside routed experts."""
         for stack, counts in self._routed.items():
@@ -141,26 +140,10 @@ class TokenCounter:
                 return int(counts[int(index)])
         return None
 
-    def _sum_over_ranks(self) -> None:
-        """Sums of squares at once; one that this rank never called has a sum of 0 here."""
-        of_ranks = gathered((self._tokens, {name: counts.cpu() for name, counts in self._routed.items()}))
-        self._tokens = {name: sum(tokens[name] for tokens, _ in of_ranks) for name in self.modules}
-        for name in self._routed:
-            self._routed[name] = torch.stack([routed[name] for _, routed in of_ranks]).sum(0)
-        if self._weighted and has_others():
-            for slot, name in self._weighted.items():
-                weight = self.modules[name].weight
-                nothing = torch.zeros(weight.shape[-1], dtype=torch.float64, device=weight.device)
-                self.ranges.squares.setdefault(slot, nothing)
-            own = [self.ranges.squares[slot] for slot in self._weighted]
-            summed = torch.cat(own)
-            dist.all_reduce(summed)
-            self.ranges.squares = dict(zip(self._weighted, summed.split([len(each) for each in own]), strict=True))
-
-    def _count(self, slot: int, name: str, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _count(self, name: str, _module: nn.Module, args: tuple, kwargs: dict) -> None:
         value = input_of(args, kwargs)
         self._tokens[name] += value.numel() // value.shape[-1]
-        self.ranges.read(slot, value)
+        self.ranges.read(name, value, squared=name in self._work.weighted)
 
     def _count_routed(self, name: str, stack: Any, args: tuple, kwargs: dict) -> None:
         index = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]

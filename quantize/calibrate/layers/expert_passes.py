@@ -10,7 +10,6 @@ the other experts must compute as before, too.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,22 +23,9 @@ _SHARE = 0.5
 """Of the free memory, what statistics may take: a forward takes the rest, and other processes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatisticsRoom:
-    """Bytes that statistics may take, on the device that calibrates and on the host; None for no limit."""
-
-    device: int | None = None
-    host: int | None = None
-
-    @classmethod
-    def of(cls, device: torch.device) -> "StatisticsRoom":
-        """What is free while the layer's weights are there, divided among the processes of this machine."""
-        host = int(free_host_bytes() * _SHARE) // place_of_process().local_size
-        if device.type == "cpu":
-            return cls(device=host, host=host)
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return cls(device=int((free + unused) * _SHARE), host=host)
+def host_room() -> int:
+    """Bytes that statistics may take in main memory; the processes of this machine divide it."""
+    return int(free_host_bytes() * _SHARE) // place_of_process().local_size
 
 
 class ExpertPasses:
@@ -47,13 +33,15 @@ class ExpertPasses:
 
     Attributes:
         model: one layer of it is real.
-        room: for statistics.
-        routed: in the first pass experts compute their own tokens only.
+        room: bytes for statistics, in main memory; None for no limit.
         expert_of: module inside a routed expert -> the expert.
+
+    Args:
+        routed: in the first pass experts compute their own tokens only.
     """
 
-    def __init__(self, model: Any, batches: Any, room: StatisticsRoom, *, routed: bool = False):
-        self.model, self._batches, self.room, self.routed = model, batches, room, routed
+    def __init__(self, model: Any, batches: Any, room: int | None, *, routed: bool = False):
+        self.model, self._batches, self.room, self._routed = model, batches, room, routed
         self._stacks = [
             module
             for module in model.modules()
@@ -63,10 +51,10 @@ class ExpertPasses:
         experts = [stack[index] for stack in self._stacks for index in range(stack.num_experts)]
         self.expert_of = {module: expert for expert in experts for module in expert.modules()}
 
-    def run(self, chosen: Collection[nn.Module], *, every_token: bool) -> None:
-        """All batches once more. The chosen experts compute every token, or what they computed in the first pass."""
+    def run(self, chosen: Collection[nn.Module]) -> None:
+        """All batches once more. The chosen experts compute every token."""
         # Where nobody reads what the other experts compute, they do as little as they can.
-        is_changed = every_token and (self.routed or len(self._stacks) == 1)
+        is_changed = self._routed or len(self._stacks) == 1
         try:
             for stack in self._stacks:
                 stack.every_token = chosen if is_changed else None

@@ -10,7 +10,7 @@ Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,20 +62,12 @@ def serving(model: Any, *, trains: bool = False) -> Iterator[None]:
 
     Quantized modules have their served weights already (`served.serve_weights`).
 
-    On a CPU every expert computes every token, with the same results: a matrix of another height for each expert and
-    batch is another compiled kernel of oneDNN's, and these fill the memory.
     """
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad() if trains else torch.no_grad())
-        for context in (disable_cache, eval_context, disable_hf_kernels):
-            stack.enter_context(context(model))
-        if all(value.device.type in ("cpu", "meta") for value in model.parameters()):
-            stack.enter_context(moe_calibration_context())
-        quantized = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}
-        for name, module in quantized.items():
-            assert module.quantization_status == QuantizationStatus.COMPRESSED, f"{name}: no served weight"
-        stack.enter_context(rounded_inputs(quantized))
-        stack.enter_context(rounded_caches(model))
+    quantized = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}
+    for name, module in quantized.items():
+        assert module.quantization_status == QuantizationStatus.COMPRESSED, f"{name}: no served weight"
+    gradients = torch.enable_grad() if trains else torch.no_grad()
+    with gradients, released(model), rounded_inputs(quantized.values()), rounded_caches(model):
         yield
 
 
@@ -97,9 +89,15 @@ def plain_forwards(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def plain(model: Any) -> Iterator[None]:
-    """Computes as the released model does, in transformers' own operators."""
-    with torch.no_grad(), eval_context(model), disable_hf_kernels(model):
+def released(model: Any) -> Iterator[None]:
+    """Computes in transformers' own operators, as the model does that is in it; with gradients where a caller has them.
+
+    On a CPU every expert computes every token, with the same results: a matrix of another height for each expert and
+    batch is another compiled kernel of oneDNN's, and these fill the memory.
+    """
+    is_on_cpu = all(value.device.type in ("cpu", "meta") for value in model.parameters())
+    experts = moe_calibration_context() if is_on_cpu else nullcontext()
+    with disable_cache(model), eval_context(model), disable_hf_kernels(model), experts:
         yield
 
 

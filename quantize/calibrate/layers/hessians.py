@@ -5,15 +5,16 @@ same tensors share one matrix. When every routed expert computes every token, th
 them have one Hessian.
 
 Easy to get wrong: an address is no identity. The allocator gives the input of one expert's down projection the memory
-of the one before it (`inputs.InputIdentity`).
+of the one before it (`inputs.InputIdentity`). Which modules share is settled by their first inputs; that they go on to
+share is checked at every call.
 
 Source: llm-compressor 0.14.0.1 modifiers/gptq/helpers.py (`accumulate_hessian`, whose bits these are).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,94 +24,53 @@ from llmcompressor.modifiers.gptq import gptq_quantize
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, factorize_hessian, make_empty_hessian
 from torch import Tensor, nn
 
+from ....recipes.errors import CheckpointError
 from ...run.ranks import gathered
 from .inputs import InputIdentity
 
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """One matrix, and the modules that have seen the same inputs so far.
-
-    An input is added when all of them have read it. Until then it waits, since those that read another one go on with
-    the sum as it was.
-    """
+    """One matrix, and the modules that share it: module -> how many inputs it has read. The first adds them."""
 
     matrix: Tensor
-    members: set[nn.Module]
-    num_inputs: int = 0
-    waiting: tuple[InputIdentity, Tensor] | None = None
-    arrived: set[nn.Module] = field(default_factory=set)
-
-    def add(self, value: Tensor) -> None:
-        """The library's own sum, bit for bit."""
-        accumulate_hessian(value, next(iter(self.members)), self.matrix, torch.zeros(()))
-        self.num_inputs += 1
+    inputs: dict[nn.Module, int]
+    latest: InputIdentity | None = None
 
 
 class Hessians:
-    """State: the distinct sums of x^T x, which modules each belongs to, and each module's number of samples.
+    """State: the distinct sums of x^T x, which modules each belongs to, and each module's number of samples."""
 
-    Attributes:
-        waiting: modules that were called and not summed, because there was no room; for another pass.
-    """
-
-    def __init__(self, room: int | None = None, expert_of: Mapping[nn.Module, nn.Module] | None = None) -> None:
-        """Sums of all modules.
-
-        Args:
-            room: bytes; modules of routed experts wait where their sum would take more. None for no limit.
-            expert_of: module -> the routed expert that it belongs to.
-        """
-        self._room, self._expert_of = room, expert_of or {}
+    def __init__(self, name_of: Mapping[nn.Module, str]) -> None:
+        """Sums of these modules."""
+        self._name_of = name_of
         self._sums: dict[nn.Module, _Sum] = {}
         self._samples: dict[nn.Module, int] = defaultdict(int)
         self._newest: dict[InputIdentity, _Sum] = {}
-        self._only: Collection[nn.Module] | None = None
-        self._num_bytes, self._took_one = 0, False
-        self.waiting: dict[nn.Module, None] = {}
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        """The modules that were called, in the order of their first calls."""
-        return iter(self._sums)
+        self._only: Collection[nn.Module] = name_of
 
     def __contains__(self, module: object) -> bool:
         return module in self._sums
 
-    @property
-    def num_matrices(self) -> int:
-        """How many are in memory."""
-        return len(self._distinct())
-
     def add(self, module: nn.Module, value: Tensor) -> None:
-        """One call of a module."""
-        if module in self.waiting or (self._only is not None and module not in self._only):
+        """One call of a module.
+
+        Raises:
+            CheckpointError: it has shared its first input with others, and not this one.
+        """
+        if module not in self._only:
             return
         identity = InputIdentity.of(value)
+        own = self._sums.get(module) or self._first(module, identity, value)
+        leader = next(iter(own.inputs))
+        own.inputs[module] += 1
+        if module is leader:  # the library's own sum, bit for bit
+            accumulate_hessian(value, module, own.matrix, torch.zeros(()))
+            own.latest = identity
+        elif own.latest != identity or own.inputs[module] != own.inputs[leader]:
+            raise _parted(self._name_of[module], self._name_of[leader])
         # As the library counts: sequences, where there is a dimension of them.
         self._samples[module] += value.shape[0] if value.ndim > 2 else 1
-        own = self._sums.get(module)
-        if own is None:
-            first = self._first(module, identity, value)
-            if first is None:
-                self._samples.pop(module)
-                self.waiting[module] = None
-            else:
-                self._sums[module] = first
-            return
-        if own.waiting is not None and (own.waiting[0] != identity or module in own.arrived):
-            self._part(own)
-            own = self._sums[module]
-        if own.waiting is None:
-            own.waiting = identity, value
-        own.arrived.add(module)
-        if own.arrived == own.members:
-            self._settle(own)
-
-    def settle(self) -> None:
-        """Adds what still waits for modules that were not called again."""
-        for own in self._distinct():
-            if own.waiting is not None:
-                self._part(own)
 
     def groups(self, modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
         """The modules, those together whose Hessian is the same: one sum, divided by one number of samples."""
@@ -130,114 +90,60 @@ class Hessians:
     def drop(self, modules: Iterable[nn.Module]) -> None:
         """Forgets these modules; a matrix goes with the last of its own."""
         for module in modules:
-            own = self._sums.pop(module)
-            own.members.discard(module)
-            self._samples.pop(module)
-            if not own.members:
-                self._num_bytes -= own.matrix.nbytes
+            del self._sums[module].inputs[module], self._sums[module], self._samples[module]
 
-    def wait_for_uncalled(self, name_of: Mapping[nn.Module, str], done: Collection[nn.Module]) -> None:
-        """What no rank has called waits, but for what is done."""
-        called = set().union(*gathered({name_of[module] for module in (*self._sums, *done)}))
-        self.waiting = {module: None for module, name in name_of.items() if name not in called}
+    def uncalled(self) -> list[nn.Module]:
+        """After a pass: what no rank has called; from now on only that is summed.
 
-    def next_pass(self) -> Collection[nn.Module]:
-        """From now on only what waits is summed. Returns the experts that it belongs to."""
-        self._only, self._took_one = {*self.waiting}, False
-        self.waiting.clear()
-        return {self._expert_of[module] for module in self._only}
-
-    def agree(self, name_of: Mapping[nn.Module, str]) -> list[nn.Module]:
-        """What waits on one rank waits on all of them.
-
-        Returns: the modules whose sums belong to one routed expert on all ranks that called them: room for others, once
-            they are rewritten and dropped.
+        Raises:
+            CheckpointError: a module has read fewer inputs than those that it shares the first one with.
         """
-        own, others = set[str](), set[str]()
-        for module, each in self._sums.items():
-            expert = self._expert_of.get(module)
-            is_alone = expert is not None and all(self._expert_of.get(member) is expert for member in each.members)
-            (own if is_alone else others).add(name_of[module])
-        of_ranks = gathered((own, others, {name_of[module] for module in self.waiting}))
-        alone, shared, waiting = (set().union(*sets) for sets in zip(*of_ranks, strict=True))
-        self.waiting = {module: None for module, name in name_of.items() if name in waiting}
-        self.drop([module for module in self.waiting if module in self._sums])
-        return [module for module, name in name_of.items() if name in alone - shared - waiting]
+        self._newest.clear()
+        for module, own in self._sums.items():
+            leader = next(iter(own.inputs))
+            if own.inputs[module] != own.inputs[leader]:
+                raise _parted(self._name_of[module], self._name_of[leader])
+        called = set().union(*gathered({self._name_of[module] for module in self._sums}))
+        self._only = [module for module, name in self._name_of.items() if name not in called]
+        return self._only
 
-    def sum_over_ranks(self, name_of: Mapping[nn.Module, str]) -> None:
-        """Every rank's sums become those of all ranks. Modules share one where they do so on every rank.
+    def sum_over_ranks(self, modules: Iterable[nn.Module]) -> None:
+        """Every rank's sums become those of all ranks, of those modules that one of them has called."""
+        leaders = {m: self._name_of[next(iter(own.inputs))] for m, own in self._sums.items()}
+        of_ranks = gathered({self._name_of[m]: (leader, self._samples[m]) for m, leader in leaders.items()})
+        by_leader: dict[str, _Sum] = {}
+        for module in modules:
+            name = self._name_of[module]
+            found = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+            if not found:
+                continue
+            leader = found[0][0]
+            if any(other != leader for other, _ in found):
+                raise _parted(name, leader)
+            if leader not in by_leader:
+                own = self._sums.get(module)
+                if own is None:  # of zeros where this rank has called none of them
+                    weight: Any = module.weight
+                    own = _Sum(make_empty_hessian(module, device=weight.device), {})
+                dist.all_reduce(own.matrix)
+                by_leader[leader] = own
+            self._sums[module] = by_leader[leader]
+            self._sums[module].inputs.setdefault(module, 0)
+            self._samples[module] = sum(samples for _, samples in found)
 
-        Args:
-            name_of: the modules that are wanted, called on this rank or not.
-        """
-        number = {id(own): index for index, own in enumerate(self._distinct())}
-        called = {m: own for m, own in self._sums.items() if m in name_of}
-        of_ranks = gathered({name_of[m]: (number[id(own)], self._samples[m]) for m, own in called.items()})
-        together: dict[tuple[int, ...], list[nn.Module]] = defaultdict(list)
-        for module, name in name_of.items():
-            if any(name in found for found in of_ranks):
-                together[tuple(found.get(name, (-1, 0))[0] for found in of_ranks)].append(module)
-        for members in together.values():
-            own = self._apart(members)
-            dist.all_reduce(own.matrix)
-            for module in members:
-                self._samples[module] = sum(found.get(name_of[module], (-1, 0))[1] for found in of_ranks)
-
-    def _distinct(self) -> list[_Sum]:
-        return list({id(own): own for own in self._sums.values()}.values())
-
-    def _first(self, module: nn.Module, identity: InputIdentity, value: Tensor) -> _Sum | None:
-        """The sum that a module starts with: another module's that has seen this one input and no more, or its own.
-
-        None where there is no room. In each pass there is some for one expert's at least.
-        """
-        found = self._newest.get(identity)
-        if found is not None and found.num_inputs == 1 and found.waiting is None and found.members:
-            found.members.add(module)
-            return found
-        if module in self._expert_of:
-            num_bytes = 4 * value.shape[-1] ** 2
-            if self._took_one and self._room is not None and self._num_bytes + num_bytes > self._room:
-                return None
-            self._took_one = True
-        own = self._new(make_empty_hessian(module, device=value.device), {module})
-        own.add(value)
-        self._newest = {key: each for key, each in self._newest.items() if each.num_inputs == 1}
-        self._newest[identity] = own
+    def _first(self, module: nn.Module, identity: InputIdentity, value: Tensor) -> _Sum:
+        """The sum that a module starts with: another module's that has seen this one input and no more, or its own."""
+        own = self._newest.get(identity)
+        if own is None or next(iter(own.inputs.values()), 0) != 1:
+            own = self._newest[identity] = _Sum(make_empty_hessian(module, device=value.device), {})
+        own.inputs[module] = 0
+        self._sums[module] = own
         return own
 
-    def _new(self, matrix: Tensor, members: set[nn.Module], num_inputs: int = 0) -> _Sum:
-        self._num_bytes += matrix.nbytes
-        return _Sum(matrix, members, num_inputs)
 
-    def _settle(self, own: _Sum) -> None:
-        assert own.waiting is not None
-        own.add(own.waiting[1])
-        own.waiting, own.arrived = None, set()
-
-    def _part(self, own: _Sum) -> None:
-        """Those that have read the waiting input get a sum of their own; the others keep the one without it."""
-        if own.arrived != own.members:
-            apart = self._new(own.matrix.clone(), own.arrived, own.num_inputs)
-            apart.waiting, apart.arrived = own.waiting, own.arrived
-            own.members -= own.arrived
-            own.waiting, own.arrived = None, set()
-            for module in apart.members:
-                self._sums[module] = apart
-            own = apart
-        self._settle(own)
-
-    def _apart(self, members: Sequence[nn.Module]) -> _Sum:
-        """A sum that belongs to these modules alone; of zeros where this rank has called none of them."""
-        own = self._sums.get(members[0])
-        if own is None:
-            weight: Any = members[0].weight
-            own = self._new(make_empty_hessian(members[0], device=weight.device), set(members))
-        elif own.members != {*members}:
-            own.members -= {*members}
-            own = self._new(own.matrix.clone(), set(members), own.num_inputs)
-        self._sums |= dict.fromkeys(members, own)
-        return own
+def _parted(name: str, leader: str) -> CheckpointError:
+    rule = f"GPTQ needs it to read what {leader} reads in every batch, as in the first one"
+    return CheckpointError(name, rule, got="another input", cure="Set calibration.algorithm: awq or minmax")
 
 
 @contextmanager

@@ -37,16 +37,15 @@ from loguru import logger as loguru_logger
 from torch import Tensor
 
 from ....checkpoints.values import TORCH_DTYPES
-from ....recipes.errors import CheckpointError
 from ....recipes.schemes import RESCALING, SCHEMES
 from ...plan.tensor_plan import IMPORTANCE
 from .caches import CacheRanges
 from .coverage import Coverage, TokenCounter, find_not_finite, no_batch
-from .expert_passes import ExpertPasses, StatisticsRoom
+from .expert_passes import ExpertPasses, host_room
 from .forwards import calibrating, plain_forwards, restore, small_parameters
 from .modifiers import modifiers_for, rounded_to_nearest, share
-from .smoothing import Smoothings, check_smoothed, smoothings_of
-from .work import LayerWork, Smoothing
+from .smoothing import Smoothing, smoothings_of
+from .work import LayerWork
 
 # It logs by the line for every module; what matters of it is in `Calibrated`.
 for _name in ("llmcompressor", "compressed_tensors"):
@@ -103,8 +102,7 @@ def calibrate(
     Returns: tensors in the dtypes of `Scheme.tensors`.
 
     Raises:
-        CheckpointError: naming the module that was never called, whose activations are not finite, or whose output
-            AWQ or SmoothQuant changed.
+        CheckpointError: naming the module that was never called, or whose activations are not finite.
         RecipeError: there is no batch.
     """
     ranges = CacheRanges(model, work.scaled_caches)
@@ -113,7 +111,7 @@ def calibrate(
             if not _run_all(model, batches, after_batch):
                 raise no_batch()
         return Calibrated(tensors=ranges.scales(), coverage=())
-    before, smoothings = small_parameters(model), Smoothings(reference={}, plain={})
+    before, smoothings, left_out = small_parameters(model), (), ()
 
     def first_batch() -> None:
         if not _run_all(model, islice(batches, 1), None):
@@ -122,29 +120,29 @@ def calibrate(
     counter = TokenCounter(model, work)
     with create_session() as session:
         if work.rewritten and work.algorithm in RESCALING:
-            smoothings = smoothings_of(model, first_batch, work)
-        before |= smoothings.plain
-        passes = ExpertPasses(model, batches, StatisticsRoom.of(counter.device), routed=work.routed)
-        modifiers = modifiers_for(work, smoothings.found, passes)
+            smoothings, left_out = smoothings_of(model, first_batch, work)
+        touched = {name for smoothing in smoothings for name in smoothing.touched}
+        for name in touched - work.schemes.keys():
+            own = model.get_submodule(name).named_parameters(name, recurse=False)
+            before |= {key: value.detach().clone() for key, value in own}
+        rescaled = {key: before.pop(key) for key in [*before] if key.rpartition(".")[0] in touched}
+        passes = ExpertPasses(model, batches, host_room(), routed=work.routed)
+        modifiers = modifiers_for(work, smoothings, passes)
         run = partial(_run_counted, session, model, batches, counter, ranges, after_batch)
         with calibrating(model, routed=work.routed), norm_calibration_context(model):
             _run_pipeline(session, model, work, modifiers, batches, run)
-        restore(model, {name: value for name, value in before.items() if name not in smoothings.rescaled})
-        if smoothings.reference:
-            check_smoothed(model, first_batch, work, smoothings)
-        if any(
-            smoothing.smooth.startswith(f"{name}.") for smoothing in smoothings.found for name in work.scaled_caches
-        ):
-            ranges = CacheRanges(model, work.scaled_caches)  # attention hands its cache something else than was seen
+        restore(model, before)
+        if smoothings and work.scaled_caches:  # attention hands its cache something else than was seen
+            ranges = CacheRanges(model, work.scaled_caches)
             with calibrating(model, routed=work.routed), DisableQuantization(model), ranges.observing():
                 _run_all(model, batches, None)
     return Calibrated(
-        tensors=_tensors(model, work, {name: before[name] for name in before.keys() & smoothings.rescaled})
+        tensors=_tensors(model, work, rescaled)
         | ranges.scales()
         | {f"{name}.{IMPORTANCE}": value for name, value in counter.importances().items()},
         coverage=counter.coverage(),
-        smoothings=smoothings.found,
-        left_out=smoothings.left_out,
+        smoothings=smoothings,
+        left_out=left_out,
         rounded=rounded_to_nearest(modifiers),
     )
 
@@ -217,7 +215,7 @@ def _run_counted(
     with counter.counting(), plain_forwards(model), ranges.observing():
         num_batches = _run_all(model, batches, end_batch)
     counter.finish(num_batches)
-    if not counter.is_finite():
+    if not counter.ranges.are_finite():
         with HooksMixin.disable_hooks():
             find_not_finite(model, counter.modules, batches)
     counter.fill_observers()
@@ -244,6 +242,12 @@ def _no_bars() -> Iterator[None]:
 # --- tensors for the statistics ---------------------------------------------------------------------------------------
 
 
+def _scales(model: Any, names: Iterable[str], suffix: str) -> list[Tensor]:
+    """The scales called `suffix` of those modules that have one."""
+    found = [getattr(model.get_submodule(name), suffix, None) for name in names]
+    return [scale for scale in found if isinstance(scale, Tensor)]
+
+
 def _tensors(model: Any, work: LayerWork, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of `kept` parameters that have changed; what the modules add: packed tensors, or input scales only."""
     now, found = dict(model.named_parameters()), {}
@@ -251,51 +255,15 @@ def _tensors(model: Any, work: LayerWork, kept: Mapping[str, Tensor]) -> dict[st
         if not torch.equal(now[name], value):
             found[name] = now[name].detach().cpu().clone()
     rewritten = {*work.rewritten}
-    for name, scheme in work.schemes.items():
-        found |= _of_module(name, model.get_submodule(name), scheme, is_whole=name in rewritten)
-    check_fused(model, work)
+    for name, scheme_name in work.schemes.items():
+        module, scheme = model.get_submodule(name), SCHEMES[scheme_name]
+        state: Any = {key: value for key, value in get_direct_state_dict(module).items() if value is not None}
+        specs = scheme.extra
+        if name in rewritten:
+            specs = scheme.tensors(*module.weight.shape)
+            compressor = BaseCompressor.get_value_from_registry(scheme.format)
+            state = compressor.compress(state, module.quantization_scheme)
+        for spec in specs:
+            value = state[spec.suffix].to(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
+            found[f"{name}.{spec.suffix}"] = value.cpu().contiguous().clone()
     return found
-
-
-def check_fused(model: Any, work: LayerWork) -> None:
-    """Raises CheckpointError unless modules that run as one have equal global scales."""
-    for group in work.fused:
-        for suffix in _SHARED:
-            values = {float(scale) for scale in _scales(model, group, suffix)}
-            if len(values) > 1:
-                raise CheckpointError(
-                    ", ".join(group),
-                    f"modules that run fused must share one {suffix}",
-                    got=sorted(values),
-                    cure="Give all of them one scheme",
-                )
-
-
-def _scales(model: Any, names: Iterable[str], suffix: str) -> list[Tensor]:
-    """The scales called `suffix` of those modules that have one."""
-    found = [getattr(model.get_submodule(name), suffix, None) for name in names]
-    return [scale for scale in found if isinstance(scale, Tensor)]
-
-
-def _of_module(name: str, module: Any, scheme: str, *, is_whole: bool) -> dict[str, Tensor]:
-    """All packed tensors of a module, or its input scales only."""
-    state: Any = {key: value for key, value in get_direct_state_dict(module).items() if value is not None}
-    if is_whole:
-        compressor = BaseCompressor.get_value_from_registry(SCHEMES[scheme].format)
-        state = compressor.compress(state, module.quantization_scheme)
-    specs = SCHEMES[scheme].tensors(*module.weight.shape) if is_whole else SCHEMES[scheme].extra
-    tensors = {}
-    for spec in specs:
-        value = state[spec.suffix]
-        converted = value.to(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
-        # An input scale is a choice and may be rounded; weights were rounded by these very scales.
-        exact = torch.equal(converted.double(), value.reshape(spec.shape).double())
-        if not exact and spec.suffix.startswith("weight"):
-            raise CheckpointError(
-                f"{name}.{spec.suffix}",
-                f"a scale must be exact in {spec.dtype}",
-                got=str(value.dtype),
-                cure="Load the layer as BF16",
-            )
-        tensors[f"{name}.{spec.suffix}"] = converted.cpu().contiguous().clone()
-    return tensors

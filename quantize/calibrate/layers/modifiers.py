@@ -34,7 +34,8 @@ from ...run.ranks import gathered, has_others
 from .awq import BoundedAWQ
 from .expert_passes import ExpertPasses
 from .hessians import Hessians, factored_once
-from .work import LayerWork, Smoothing
+from .smoothing import Smoothing
+from .work import LayerWork
 
 
 def modifiers_for(work: LayerWork, smoothings: Sequence[Smoothing], passes: ExpertPasses) -> list[Any]:
@@ -127,9 +128,14 @@ class _GPTQ(GPTQModifier):
         return self._fell_back
 
     def with_passes(self, passes: ExpertPasses) -> "_GPTQ":
-        """Experts whose Hessians do not fit wait for further passes."""
-        self._passes, self._sums = passes, Hessians(passes.room.device, passes.expert_of)
+        """An expert that the router sent no token is rewritten from all of them, in a further pass."""
+        self._passes = passes
         return self
+
+    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+        is_done = super().on_initialize(state, **kwargs)
+        self._sums = Hessians(self._module_names)
+        return is_done
 
     def _initialize_hooks(self, module: nn.Module) -> set[Any]:
         return set()
@@ -138,37 +144,18 @@ class _GPTQ(GPTQModifier):
         self._sums.add(module, args[0])
 
     def compress_modules(self) -> None:
-        later: dict[Any, Tensor] = {}
-        self._rewrite_waiting(later, every_token=not self._passes.routed)
-        # Experts that the router sent no token: what they would be if all of them computed every token.
-        self._sums.wait_for_uncalled(self._module_names, later)
-        self._rewrite_waiting(later, every_token=True)
-        self._compress([module for module in self._module_names if module not in later])
-        for module, weight in later.items():
-            module.weight.data.copy_(weight)
+        if uncalled := self._sums.uncalled():
+            self._passes.run({self._passes.expert_of[module] for module in uncalled})
+            self._sums.uncalled()
+        self._compress([*self._module_names])
         self._fell_back += self._rtn_fallback_module_names  # the library's own list ends with the session
-
-    def _rewrite_waiting(self, later: dict[Any, Tensor], *, every_token: bool) -> None:
-        """Further passes until nothing waits. What has made room for it will have the weights in `later`."""
-        while True:
-            self._sums.settle()
-            alone: list[Any] = self._sums.agree(self._module_names)
-            if not self._sums.waiting:
-                return
-            # Further passes need the weights that are there.
-            before = {module: module.weight.data.to("cpu", copy=True) for module in alone}
-            self._compress(alone)
-            for module, weight in before.items():
-                later[module] = module.weight.data.to("cpu", copy=True)
-                module.weight.data.copy_(weight)
-            self._passes.run(self._sums.next_pass(), every_token=every_token)
 
     def _compress(self, modules: Sequence[nn.Module]) -> None:
         """Of these modules those that were called, by the ranks together, with the Hessians of all ranks."""
         if not has_others():
             self.compress_module_list([module for module in modules if module in self._sums])
             return
-        self._sums.sum_over_ranks({module: self._module_names[module] for module in modules})
+        self._sums.sum_over_ranks(modules)
         modules, of_ranks, rank_of = greedy_bin_packing(
             [module for module in modules if module in self._sums],
             dist.get_world_size(),

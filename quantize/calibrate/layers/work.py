@@ -22,14 +22,6 @@ from ..model.binding import EXPERT, Binding, scheme_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Smoothing:
-    """`smooth`'s output channels are divided by a scale that `balance`'s input channels are multiplied by."""
-
-    smooth: str
-    balance: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
     """The work on one layer or block.
 
@@ -44,7 +36,6 @@ class LayerWork:
         frozen: modules whose bytes come from the source whatever calibration finds.
         weighted: modules whose scales are searched by the importance of their input channels.
         caches: attention modules whose cache a server has in FP8 -> its scales on disk; () for scales of 1.
-        smoothings: None to have them found; a list is applied as it is, and checked afterwards only.
         binding: of the layer or block.
         path: its path in the model, with a dot; "" for the model itself.
     """
@@ -59,7 +50,6 @@ class LayerWork:
     frozen: Collection[str] = ()
     weighted: Collection[str] = ()
     caches: Mapping[str, tuple[HFName, ...]] = field(default_factory=dict)
-    smoothings: Sequence[Smoothing] | None = None
     binding: Binding = field(default_factory=dict)
     path: str = ""
 

@@ -24,7 +24,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName
-from ...pack.weights import Ahead, load, load_expert
+from ...pack.weights import load, load_expert
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
 
@@ -159,7 +159,6 @@ def fill(
     *,
     device: torch.device,
     dtype_of: Callable[[str, Tensor, Tensor], torch.dtype],
-    ahead: Ahead | None = None,
 ) -> None:
     """Give a module its weights, dequantized, in place of its parameters.
 
@@ -169,13 +168,12 @@ def fill(
         plan: over a local source.
         device: where the weights go.
         dtype_of: the dtype a parameter is computed in, given its name, the parameter before, and the value on disk.
-        ahead: what has been read already.
 
     Raises:
         CheckpointError: a shape on disk is not the parameter's.
     """
     state, values = module.state_dict(), {}
-    value_of = _reader(plan, device, ahead)
+    value_of = _reader(plan, device)
     for name, pieces in binding.items():
         parts = [value_of(piece) for piece in pieces]
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -190,17 +188,17 @@ def fill(
     module.load_state_dict(values, strict=True, assign=True)
 
 
-def _reader(plan: Plan, device: torch.device, ahead: Ahead | None) -> Callable[[Piece], Tensor]:
+def _reader(plan: Plan, device: torch.device) -> Callable[[Piece], Tensor]:
     """Reads pieces. Those of one expert in a stack follow each other in a binding, and are read together."""
     last: dict[tuple[HFName, int], tuple[Tensor, ...]] = {}
 
     def value_of(piece: Piece) -> Tensor:
         if piece.expert is None:
-            return load(plan, piece.tensor, device, ahead=ahead)
+            return load(plan, piece.tensor, device)
         key = piece.tensor.name, piece.expert
         if key not in last:
             last.clear()
-            stack_NK = load_expert(plan, piece.tensor, piece.expert, device, ahead=ahead)
+            stack_NK = load_expert(plan, piece.tensor, piece.expert, device)
             last[key] = stack_NK.chunk(len(piece.tensor.stacked))
         return last[key][piece.part]
 

@@ -34,9 +34,9 @@ from transformers import (
 from ....checkpoints.scratch import ScratchFolder
 from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.family import HFName
-from ...pack.weights import Ahead
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
+from .ahead import reading_ahead
 from .attention import refuse_without_sdpa, use_sdpa
 from .binding import Binding, Names, bind, fill
 from .experts import linear_experts
@@ -126,8 +126,10 @@ class Skeleton:
         """Number of decoder layers."""
         return len(self._real)
 
-    def tensors_of(self, index: int) -> list[TensorPlan]:
-        """What decoder layer `index` is on disk; nothing after the last one."""
+    def tensors_of(self, index: int | None) -> list[TensorPlan]:
+        """What decoder layer `index` is on disk; nothing of None, and after the last one."""
+        if index is None:
+            return []
         own = [t for t in self.plan.tensors if t.part == "backbone" and t.layer == index and t.fate != "drop"]
         return [tensor for tensor in own if tensor.calibrated != "cache"]
 
@@ -137,16 +139,15 @@ class Skeleton:
         return bind(self._real[index], self.tensors_of(index), lambda t: in_layer(t.name), self.plan.source.where)
 
     @contextmanager
-    def layer(self, index: int, ahead: Ahead | None = None) -> Iterator[nn.Module]:
+    def layer(self, index: int, then: int | None = None) -> Iterator[nn.Module]:
         """Decoder layer `index` in its place, with its weights; they are gone afterwards.
 
         Args:
             index: of the layer.
-            ahead: of its tensors, those that have been read already.
+            then: the layer that is wanted after it, whose files are read meanwhile.
         """
         layer = self._real[index]
-        self.fill(layer, self.bind_layer(index), ahead)
-        del ahead
+        self.fill(layer, self.bind_layer(index))
         self._layers[index] = layer
 
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -154,15 +155,15 @@ class Skeleton:
             self._like[0] = len(output) if isinstance(output, tuple) else 1
 
         try:
-            with hooked([layer.register_forward_hook(note)]):
+            with hooked([layer.register_forward_hook(note)]), reading_ahead(self.plan, self.tensors_of(then)):
                 yield layer
         finally:
             layer.to("meta")
             self._layers[index] = StandIn(layer, self._like)
 
-    def fill(self, module: nn.Module, binding: Binding, ahead: Ahead | None = None) -> None:
+    def fill(self, module: nn.Module, binding: Binding) -> None:
         """Weights for a module of this model or of one built like it, and its computed buffers."""
-        fill(module, binding, self.plan, device=self.device, dtype_of=self._dtype_of, ahead=ahead)
+        fill(module, binding, self.plan, device=self.device, dtype_of=self._dtype_of)
         calibration = self.plan.recipe.calibration
         if calibration is not None and calibration.attention == "sdpa":
             use_sdpa(module)

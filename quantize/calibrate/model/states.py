@@ -20,23 +20,21 @@ may compute in place.
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ....checkpoints.files import complete, partial_path, sync, unwritable, write_at
-from ....checkpoints.safetensors_file import fill, lay_out, read_header
-from ....checkpoints.values import TORCH_DTYPES, typed
+from ....checkpoints.files import complete, partial_path, sync, unwritable
 from ....recipes.errors import CheckpointError
-from ....recipes.family import HFName
 from ...needs.free_memory import free_host_bytes
 from ...run.ranks import Ranks
+from ...run.statistics import save
 
 Stream = Literal["calibration", "source", "served", "mtp"]
 """The calibration text as llm-compressor hands it on, held-out text of the release and as a server computes it, and the
@@ -51,31 +49,13 @@ Rows are the first dimension of every value.
 SHARE_IN_MEMORY = 0.5
 """States take at most this part of the memory that is free on a machine; its processes divide it."""
 _MAX_WAITING = 8  # puts that are not on disk yet
-_FILE = re.compile(r"(?P<stream>[a-z]+)-(?P<first>\d{6,})-(?P<last>\d{6,})\.safetensors")
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Rows `first` to `last` (exclusive) of a stream: the file that holds them, and the values if they are kept."""
-
-    first: int
-    last: int
-    path: Path
-    kept: LayerState | None = None
-
-    def part(self, first: int, last: int) -> LayerState:
-        """Those of its rows that are in this range, on the CPU."""
-        own = slice(max(first, self.first) - self.first, min(last, self.last) - self.first)
-        if self.kept is None:
-            return _read(self.path, own)
-        return tuple(None if value is None else value[own] for value in self.kept)
+_FILE = re.compile(r"[a-z]+-(?P<first>\d{6,})-(?P<last>\d{6,})\.safetensors")
 
 
 class States:
     """The states of one pass.
 
-    State: which rows this process knows of, by the layer that reads them and by stream, and the values it keeps.
+    State: those that this process has written and keeps in memory, too, by their files.
 
     Args:
         folder: a folder for each layer whose inputs are whole, called by its number.
@@ -84,7 +64,7 @@ class States:
 
     def __init__(self, folder: Path, ranks: Ranks):
         self._folder, self._ranks = folder, ranks
-        self._rows: dict[tuple[int, str], list[_Rows]] = {}
+        self._kept: dict[Path, LayerState] = {}
 
     def num_done(self) -> int:
         """How many layers have left their states."""
@@ -95,26 +75,33 @@ class States:
         done = self.num_done()
         self._ranks.wait()
         if self._ranks.is_first:
+            self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.iterdir():
                 if path.name != f"{done:05d}":
                     shutil.rmtree(path)
         self._ranks.wait()
 
     @contextmanager
-    def writing(self, index: int) -> Iterator["NextStates"]:
+    def writing(self, index: int, *, keeps: bool = False) -> Iterator["NextStates"]:
         """What the layer before `index` returns; whole at the end, when the states that it read are removed.
 
         Every rank enters it, and leaves it when all have. After an error inside, nothing is renamed or removed.
+
+        Args:
+            index: of the layer that reads them.
+            keeps: whether those of other layers stay.
 
         Raises:
             CheckpointError: a file cannot be written, such as on a full disk.
         """
         whole = self._folder / f"{index:05d}"
         if self._ranks.is_first:
-            partial_path(whole).mkdir()
+            shutil.rmtree(partial_path(whole), ignore_errors=True)
+            partial_path(whole).mkdir(parents=True)
         self._ranks.wait()
+        room = int(free_host_bytes() * SHARE_IN_MEMORY) // self._ranks.local_size
         with ThreadPoolExecutor(1, "states") as pool:
-            outputs = NextStates(whole, pool, room=self._room())
+            outputs = NextStates(whole, pool, room=room)
             try:
                 yield outputs
                 outputs.flush()
@@ -123,10 +110,12 @@ class States:
                 raise
         self._ranks.wait()
         if self._ranks.is_first:
+            if whole.exists():  # made before a kill, and made again
+                shutil.rmtree(whole)
             complete(whole)
-            if index > 1:
+            if index > 1 and not keeps:
                 shutil.rmtree(self._folder / f"{index - 1:05d}")
-        self._rows = {(index, stream): rows for stream, rows in outputs.rows.items()}
+        self._kept = outputs.kept
         self._ranks.wait()
 
     def read(self, index: int, stream: Stream, first: int, last: int, device: torch.device) -> LayerState:
@@ -135,57 +124,62 @@ class States:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        parts = [rows.part(first, last) for rows in self._covering(index, stream, first, last)]
+        folder, parts, place = self._folder / f"{index:05d}", [], first
+        for path in sorted(folder.glob(f"{stream}-*")):
+            of_file = _FILE.fullmatch(path.name)
+            if of_file is None or not int(of_file["first"]) <= place < int(of_file["last"]) or place >= last:
+                continue
+            start, end = int(of_file["first"]), min(last, int(of_file["last"]))
+            parts.append(self._rows(path, slice(place - start, end - start)))
+            place = end
+        if place < last:
+            raise CheckpointError(
+                folder, f"rows {first} to {last - 1} of {stream} must be there", got="not all of them", cure=self._anew
+            )
         return tuple(_joined(values, device) for values in zip(*parts, strict=True))
 
-    def _covering(self, index: int, stream: Stream, first: int, last: int) -> list[_Rows]:
-        """What holds these rows, in their order: rows that this process wrote, and files of others."""
-        known = self._rows.setdefault((index, stream), [])
-        if not _is_covered(known, first, last):  # another process, or an earlier run, has written them
-            folder = self._folder / f"{index:05d}"
-            known += [rows for rows in _on_disk(folder, stream) if rows.path not in {own.path for own in known}]
-            known.sort(key=lambda rows: rows.first)
-        if not _is_covered(known, first, last):
-            where = self._folder / f"{index:05d}"
-            cure = f"Remove {self._folder.parent}, and run the same command again: calibration starts anew"
-            rule = f"rows {first} to {last - 1} of {stream} must be there"
-            raise CheckpointError(where, rule, got="not all of them", cure=cure)
-        return [rows for rows in known if rows.first < last and rows.last > first]
+    def _rows(self, path: Path, rows: slice) -> LayerState:
+        """Some rows of one file."""
+        if path in self._kept:
+            return tuple(None if value is None else value[rows] for value in self._kept[path])
+        try:
+            with safe_open(path, "pt") as file:
+                values: list[Tensor | None] = [None] * int(file.metadata()["length"])
+                for name in file.keys():  # noqa: SIM118 (it is no dict)
+                    values[int(name)] = file.get_slice(name)[rows]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(path, "must be a whole file of states", got=str(error), cure=self._anew) from error
+        return tuple(values)
 
-    def _room(self) -> int:
-        """Bytes that the next layer's states may take in this process's memory."""
-        kept = [rows.kept for all_rows in self._rows.values() for rows in all_rows if rows.kept is not None]
-        own = sum(map(_num_bytes, kept))
-        # Free without any states; the other processes of the machine keep as much as this one.
-        free = free_host_bytes() // self._ranks.local_size + own
-        return max(0, int(free * SHARE_IN_MEMORY) - own)
+    @property
+    def _anew(self) -> str:
+        return f"Remove {self._folder.parent}, and run the same command again: calibration starts anew"
 
 
 class NextStates:
-    """States that are being written. State: the rows so far, and the files that a thread has yet to write."""
+    """States that are being written. State: those that are kept, and the files that a thread has yet to write."""
 
     def __init__(self, whole: Path, pool: ThreadPoolExecutor, *, room: int):
-        self.rows: dict[Stream, list[_Rows]] = {}
+        self.kept: dict[Path, LayerState] = {}
         self._whole, self._pool, self._room = whole, pool, room
         self._waiting: deque[Future[None]] = deque()
 
     def put(self, stream: Stream, first: int, state: Sequence[Tensor | None]) -> None:
         """Rows of one stream, from `first` on; none is put twice.
 
-        The caller may go on computing at once, but not change the values.
+        The caller may go on computing at once, and change the values.
 
         Raises:
             CheckpointError: an earlier file could not be written.
         """
         own, copied = _on_host(state)
-        last = first + next(len(value) for value in own if value is not None)
-        name = f"{stream}-{first:06d}-{last:06d}.safetensors"
-        rows = _Rows(first=first, last=last, path=self._whole / name)
+        present = [value for value in own if value is not None]
+        name = f"{stream}-{first:06d}-{first + len(present[0]):06d}.safetensors"
         self._waiting.append(self._pool.submit(_write, partial_path(self._whole) / name, own, copied))
-        if (size := _num_bytes(own)) <= self._room:
+        size = sum(value.nbytes for value in present)
+        if size <= self._room:
             self._room -= size
-            rows = replace(rows, kept=own)
-        self.rows.setdefault(stream, []).append(rows)
+            self.kept[self._whole / name] = own
         self.flush(_MAX_WAITING)
 
     def flush(self, leave: int = 0) -> None:
@@ -194,96 +188,42 @@ class NextStates:
             self._waiting.popleft().result()
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------
-
-
 def _on_host(state: Sequence[Tensor | None]) -> tuple[LayerState, Any]:
-    """Values of its own in main memory, and the event after which they are there; None where they are already.
+    """Copies in main memory, and the event after which they are there; None where they are already.
 
     From a GPU they go to pinned memory, so that the copy runs while the GPU computes on.
     """
     event = None
     values: list[Tensor | None] = []
     for value in state:
-        if value is None or value.device.type == "cpu":
-            values.append(None if value is None else _alone(value))
+        if value is None:
+            values.append(None)
             continue
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        values.append(host.copy_(value.detach(), non_blocking=True))
-        event = torch.cuda.Event()
-        event.record()
+        is_away = value.device.type != "cpu"
+        with torch.inference_mode(False):  # a foreign model may compute in it
+            host = torch.empty(value.shape, dtype=value.dtype, pin_memory=is_away)
+        values.append(host.copy_(value.detach(), non_blocking=is_away))
+        if is_away:
+            event = torch.cuda.Event()
+            event.record()
     return tuple(values), event
-
-
-def _alone(value: Tensor) -> Tensor:
-    """On the CPU, contiguous, in a storage that holds nothing else, and no tensor of inference mode."""
-    own = value.detach().cpu().contiguous()
-    if own.untyped_storage().nbytes() > own.nbytes or own.is_inference():
-        with torch.inference_mode(False):
-            own = own.clone()
-    return own
 
 
 def _joined(values: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
     """Parts one after the other, on a device, in memory of their own."""
-    present = [value for value in values if value is not None]
-    if not present:
+    moved = [value.to(device, non_blocking=True, copy=True) for value in values if value is not None]
+    if not moved:
         return None
-    moved = [value.to(device, non_blocking=True) for value in present]
-    return torch.cat(moved) if len(moved) > 1 or moved[0] is present[0] else moved[0]
-
-
-def _num_bytes(state: Iterable[Tensor | None]) -> int:
-    """In memory: PyTorch makes a pinned buffer as long as the next power of two."""
-    values = [value for value in state if value is not None]
-    return sum(1 << (value.nbytes - 1).bit_length() if value.is_pinned() else value.nbytes for value in values)
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
-def _is_covered(known: Iterable[_Rows], first: int, last: int) -> bool:
-    """Whether rows in order of their first one cover a range without a gap."""
-    for rows in known:
-        if rows.first <= first:
-            first = max(first, rows.last)
-    return first >= last
-
-
-def _on_disk(folder: Path, stream: Stream) -> list[_Rows]:
-    found = [(path, match) for path in folder.glob(f"{stream}-*") if (match := _FILE.fullmatch(path.name))]
-    return [_Rows(first=int(match["first"]), last=int(match["last"]), path=path) for path, match in found]
+    return torch.cat(moved) if len(moved) > 1 else moved[0]
 
 
 def _write(path: Path, state: LayerState, copied: Any) -> None:
     """One file of states; on disk when this returns."""
     if copied is not None:
         copied.synchronize()
-    values = {HFName(str(turn)): value for turn, value in enumerate(state) if value is not None}
-    entries = [(name, _DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in values.items()]
-    layout = lay_out(entries, metadata={"length": str(len(state))})
+    values = {str(turn): value for turn, value in enumerate(state) if value is not None}
+    save(values, path, {"length": str(len(state))})
     try:
-        with open(path, "wb", buffering=0) as file:
-            write_at(file.fileno(), memoryview(layout.header), 0)
-            for name, value in values.items():
-                write_at(file.fileno(), value.reshape(-1).view(torch.uint8).numpy().data, layout.starts[name])
         sync(path)
     except OSError as error:
         raise unwritable(path, error) from error
-
-
-def _read(path: Path, rows: slice) -> LayerState:
-    """Some rows of one file."""
-    cure = f"Remove {path.parents[2]}, and run the same command again: calibration starts anew"
-    try:
-        header = read_header(path, str(path))
-    except CheckpointError as error:
-        raise error.with_cure(cure) from error
-    values: list[Tensor | None] = [None] * int(header.metadata["length"])
-    with open(path, "rb", buffering=0) as file:
-        for name, entry in header.entries.items():
-            a_row = entry.num_bytes // entry.shape[0]
-            raw = torch.empty((rows.stop - rows.start) * a_row, dtype=torch.uint8)
-            fill(raw.numpy().data, file, entry, where=path, offset=rows.start * a_row, cure=cure)
-            values[int(name)] = typed(raw, entry.dtype, (rows.stop - rows.start, *entry.shape[1:]))
-    return tuple(values)

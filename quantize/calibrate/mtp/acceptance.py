@@ -30,11 +30,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import Tensor
 
 from ....checkpoints.json_file import read_object
@@ -48,7 +48,7 @@ from .target import Target, block_input, sequences
 NUM_STEPS = 3
 """Positions of a draft that are measured, where the model has a block for each."""
 FEWEST_SEQUENCES = 4
-"""Sequences below which nothing is known: the expansion of Student's t is good to a per mille from 3 degrees on."""
+"""Sequences below which nothing is known."""
 
 
 class NothingCounts(RecipeError):
@@ -156,18 +156,8 @@ class Kept:
 
 
 def student_t(confidence: float, degrees: int) -> float:
-    """The one-sided quantile of Student's t, for 3 degrees of freedom or more.
-
-    Source: M. Abramowitz, I. A. Stegun, Handbook of Mathematical Functions (1964), 26.7.5.
-    """
-    x = NormalDist().inv_cdf(confidence)
-    terms = (
-        (x**3 + x) / 4,
-        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
-        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
-        (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
-    )
-    return x + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+    """The one-sided quantile of Student's t."""
+    return float(stats.t.ppf(confidence, degrees))
 
 
 def unseen(num_slots: int, confidence: float) -> float:

@@ -10,17 +10,15 @@ otherwise, the same schemes without training, on held-out text that neither has 
 """
 
 import json
-import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ....checkpoints.files import complete, partial_path
 from ....recipes.errors import CheckpointError, GateError, RecipeError
-from ....recipes.family import HFName
 from ....recipes.schema import TUNED, MtpAuto, candidates_for
 from ...plan.plan import Plan, make_plan
 from ...run.progress import ProgressCallback, progress_since
@@ -48,7 +46,6 @@ class MtpPass:
         agreement: share of held-out slots where the quantized backbone chooses what the released one does.
         candidates: of `mtp: auto`, in the recipe's order.
         tuned: of `mtp: tuned`.
-        coverage: module of the block on disk -> tokens that its calibration saw; experts: tokens the router sent them.
         unmeasured: why there is no acceptance; "" if there is.
     """
 
@@ -57,7 +54,6 @@ class MtpPass:
     agreement: float
     candidates: tuple[CandidateFact, ...] = ()
     tuned: TunedFact | None = None
-    coverage: Mapping[HFName, int]
     unmeasured: str = ""
 
     def summary(self) -> dict[str, Any]:
@@ -93,9 +89,7 @@ def mtp_pass(plan: Plan, backbone: Backbone, *, progress: ProgressCallback | Non
     rows = [_row(source, "source"), _row(served, "source")]
     if refusal := cannot_run(plan):
         _publish(backbone, ())
-        return MtpPass(
-            plan=plan, combinations=tuple(rows), agreement=served.agreement, coverage={}, unmeasured=str(refusal)
-        )
+        return MtpPass(plan=plan, combinations=tuple(rows), agreement=served.agreement, unmeasured=str(refusal))
     results = PolicyResults(plan=plan, source=source, served=served)
     tried, tuned, final, unmeasured = (), None, plan, ""
     try:
@@ -114,16 +108,12 @@ def mtp_pass(plan: Plan, backbone: Backbone, *, progress: ProgressCallback | Non
         rows.append(_row(served, "tuned" if tuned and tuned.chosen else "quantized", own))
     files = [file for file in results.statistics(final) if _depends_on_batches(final) and file.is_file()]
     _publish(backbone, files)
-    coverage: dict[HFName, int] = {}
-    for file in files:
-        coverage |= json.loads(read_metadata(file)["coverage"])
     if tuned is not None:  # the recipe stays what it is, and `tuned` says what became of it
         final = replace(final, recipe=plan.recipe)
     return MtpPass(
         plan=final,
         combinations=tuple(rows),
         agreement=served.agreement,
-        coverage=coverage,
         unmeasured=unmeasured,
         candidates=tried,
         tuned=tuned,
@@ -161,15 +151,6 @@ def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
 # --- mtp: auto --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    """A policy that fits the model: its plan, what it keeps in all digits, and the same for the record."""
-
-    plan: Plan
-    kept: Kept
-    fact: CandidateFact
-
-
 def choose(
     results: PolicyResults, auto: MtpAuto, progress: ProgressCallback | None
 ) -> tuple[tuple[CandidateFact, ...], Plan]:
@@ -184,7 +165,7 @@ def choose(
     recipe, least = results.plan.recipe, auto.min_acceptance
     policies = candidates_for(auto.candidates, _groups(results.plan))
     facts: list[CandidateFact] = []
-    measured: list[_Candidate] = []
+    measured: list[tuple[CandidateFact, Kept, Plan]] = []
     data = results.backbone.data
     report = _reporter(results, progress, "mtp", len(policies), data.ids.numel() + data.held_out_ids.numel())
     for policy in policies:
@@ -204,46 +185,34 @@ def choose(
             acceptance=found.fact(),
         )
         facts.append(fact)
-        measured.append(_Candidate(plan=plan, kept=kept, fact=fact))
+        measured.append((fact, kept, plan))
         report(0, len(facts))
-    enough = [each for each in measured if each.kept.low >= least]
+    enough = [each for each in measured if each[1].low >= least]
     if not enough:
-        enough = [each for each in measured if not block_schemes(each.plan) and each.kept.value >= least]
+        enough = [each for each in measured if not block_schemes(each[2]) and each[1].value >= least]
     if not enough:
-        raise _nothing_is_enough(results, auto, facts, measured)
+        raise _nothing_is_enough(results, least, facts)
     # Of two that cost the same, the one that keeps more.
-    best = min(enough, key=lambda each: (each.fact.bytes, -each.kept.value))
-    chosen = best.fact.model_copy(update={"chosen": True})
-    return tuple(chosen if fact is best.fact else fact for fact in facts), best.plan
+    best, _, plan = min(enough, key=lambda each: (each[0].bytes, -each[1].value))
+    return tuple(fact.model_copy(update={"chosen": fact is best}) for fact in facts), plan
 
 
-def _nothing_is_enough(
-    results: PolicyResults, auto: MtpAuto, facts: Sequence[CandidateFact], measured: Sequence[_Candidate]
-) -> GateError:
-    recipe, confidence, least = results.plan.recipe, results.plan.recipe.gates.confidence, auto.min_acceptance
+def _nothing_is_enough(results: PolicyResults, least: float, facts: Sequence[CandidateFact]) -> GateError:
+    recipe, confidence = results.plan.recipe, results.plan.recipe.gates.confidence
     rule = f"a candidate of mtp: auto must keep {least:.1%} of acceptance, at {confidence:.0%} confidence"
-    if not measured:
+    best = max(facts, key=lambda fact: (fact.acceptance is not None, fact.kept))
+    if best.acceptance is None:
         got = f"no candidate that fits the model: {facts[0].refused.removesuffix('.')}"
         return GateError(recipe.name, rule, got=got, cure="Give others in mtp_auto.candidates")
-    best = max((each.fact for each in measured), key=lambda fact: fact.kept)
     alone = results.unquantized().kept_of(results.released(), confidence).value
-    if alone < least:
-        cure = (
-            f"The quantized backbone keeps {alone:.1%} with the block as released: quantize less of it, or lower "
-            "mtp_auto.min_acceptance"
-        )
-    elif best.needed_slots:
-        assert recipe.calibration is not None
-        num_slots = results.released().num_slots
-        sequences = math.ceil(recipe.calibration.held_out * best.needed_slots / num_slots)
-        cure = (
-            f"About {best.needed_slots:,} slots would tell, here are {num_slots:,}: raise calibration.held_out to "
-            f"{sequences:,}, or add bf16 to mtp_auto.candidates"
-        )
-    else:
-        cure = "Add a gentler one to mtp_auto.candidates (bf16), or lower mtp_auto.min_acceptance"
-    got = f"{best.kept:.1%} at best, at least {best.kept_at_least:.1%}, by {best.title}"
-    return GateError(recipe.name, rule, got=got, cure=cure)
+    return GateError(
+        recipe.name,
+        rule,
+        got=f"{best.kept:.1%} at best, at least {best.kept_at_least:.1%}, by {best.title}; the quantized backbone "
+        f"keeps {alone:.1%} with the block as released, on {results.released().num_slots:,} slots",
+        cure="Quantize less of what loses it, add bf16 to mtp_auto.candidates, raise calibration.held_out for a surer "
+        "answer, or lower mtp_auto.min_acceptance",
+    )
 
 
 def _groups(plan: Plan) -> set[str]:

@@ -134,7 +134,7 @@ class PolicyResults:
                 losses = train(training, _unfinished(file), progress)
                 tensors = tensors | training.serve()
             if self.backbone.ranks.is_first:
-                self.backbone.record(file, found, work, tensors=tensors, losses=losses)
+                self.backbone.record(file, found, work, tensors, losses=losses)
         return blocks
 
     def _calibrated(self, plan: Plan, blocks: Sequence[MtpBlock], work: LayerWork) -> Calibrated | None:
@@ -165,7 +165,7 @@ class BlockInputs:
         return len(self.backbone.batches(self.stream))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in self.backbone.batches(self.stream):
+        for batch in self.backbone.batches(self.stream).batches():
             yield self._arguments(batch)
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llmcompressor.utils.helpers import disable_hf_kernels, eval_context
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig
@@ -29,7 +30,6 @@ from ...needs.free_memory import free_host_bytes
 from ...plan.plan import Plan
 from ...run.statistics import read_metadata, write_statistics
 from ..data.data import CalibrationData, ids_sha256
-from ..layers.forwards import plain
 from ..model.skeleton import Skeleton
 from .acceptance import end_ids
 
@@ -91,7 +91,7 @@ def _written_by(plan: Plan, data: CalibrationData, device: torch.device) -> tupl
     if not skeleton.model.can_generate():  # a checkpoint's own class may be without
         return None
     prompts = [_prompt(data, row) for row in range(len(ids))]
-    with skeleton.whole() as model, plain(model):
+    with skeleton.whole() as model, torch.no_grad(), eval_context(model), disable_hf_kernels(model):
         for start in range(0, len(prompts), _AT_A_TIME):
             batch = prompts[start : start + _AT_A_TIME]
             for place, answer in enumerate(_answers(model, batch, ids.shape[1], ends)):

@@ -9,7 +9,7 @@ own token alone, which may become likelier by chance while the model gets worse.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ....recipes.family import HFName
-from ...run.statistics import write_statistics
+from ...run.ranks import gathered
+from ...run.statistics import read_metadata, write_statistics
 from ..layers.backbone import Backbone
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import Stream
@@ -76,47 +77,35 @@ class Target:
 def target(backbone: Backbone, stream: Stream, *, reference: Target | None = None) -> Target:
     """The choices and the perplexity of one backbone on held-out text, and how far it is from another one.
 
-    Each rank measures its rows and leaves them in the pass's folder, where all read all: another number of processes
-    can go on with them, and sums the same numbers in the same order.
+    It is kept in the pass's folder, for a run that goes on, and a sum is of the same numbers in the same order whatever
+    the number of processes.
 
     Args:
         backbone: a finished pass.
         stream: `source` for the backbone as released, `served` for the quantized one.
         reference: what it is compared with, over the same text.
     """
-    own = {row for first, last in backbone.batches(stream).ranges() for row in range(first, last)}
-    if not own <= {*_kept(backbone, stream, reference)["rows"].tolist()}:
-        _measure(backbone, stream, reference)
-    backbone.ranks.wait()
-    found = _kept(backbone, stream, reference)
-    return Target(
-        backbone=backbone,
-        stream=stream,
-        choices=found["choices"],
-        log_likelihoods=found["log_likelihood"],
-        reference=reference,
-        divergences=found.get("divergence", torch.zeros_like(found["log_likelihood"])),
-    )
+    path = backbone.folder / "figures" / f"target-{stream}{'-compared' if reference else ''}.safetensors"
+    if not backbone.ranks.of_first(path.is_file):
+        by_row: dict[int, tuple[Tensor, float, float]] = {}
+        for of_rank in gathered(_measured(backbone, stream, reference)):
+            by_row |= of_rank
+        choices, likelihoods, divergences = zip(*(by_row[row] for row in sorted(by_row)), strict=True)
+        if backbone.ranks.is_first:
+            tensors = {
+                HFName("choices"): torch.stack(choices),
+                HFName("log_likelihoods"): torch.tensor(likelihoods, dtype=torch.float64),
+                HFName("divergences"): torch.tensor(divergences, dtype=torch.float64),
+            }
+            write_statistics(path, tensors, {})
+        backbone.ranks.wait()
+    read_metadata(path)  # a damaged file is refused
+    return Target(backbone=backbone, stream=stream, reference=reference, **load_file(path))
 
 
-def _kept(backbone: Backbone, stream: Stream, reference: Target | None) -> Mapping[str, Tensor]:
-    """What any process has left for this stream, in the order of the rows."""
-    names = ["rows", "choices", "log_likelihood"]
-    if reference is not None:
-        names.append("divergence")
-    files = [load_file(path) for path in sorted((backbone.folder / "figures").glob(f"target-{stream}-*.safetensors"))]
-    files = [file for file in files if file.keys() >= {*names}]
-    if not files:
-        return {"rows": torch.zeros(0)}
-    found = {name: torch.cat([file[name] for file in files]) for name in names}
-    # Another number of processes may have measured a row again.
-    places = {row: place for place, row in enumerate(found["rows"].tolist())}
-    return {name: values[[places[row] for row in sorted(places)]] for name, values in found.items()}
-
-
-def _measure(backbone: Backbone, stream: Stream, reference: Target | None) -> None:
-    """Leaves this rank's rows in the folder."""
-    rows, choices, likelihoods, divergences = [], [], [], []
+def _measured(backbone: Backbone, stream: Stream, reference: Target | None) -> dict[int, tuple[Tensor, float, float]]:
+    """This rank's rows: choices, log likelihood, divergence."""
+    found = {}
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(backbone.skeleton.head())
         others = None
@@ -126,21 +115,12 @@ def _measure(backbone: Backbone, stream: Stream, reference: Target | None) -> No
                 stack.enter_context(reference.backbone.skeleton.head())
         for row, sequence in sequences(backbone, stream):
             logits_SV = _logits(backbone, sequence)
-            ids_S = sequence.ids[0].to(logits_SV.device)
-            rows.append(row)
-            choices.append(logits_SV.argmax(dim=-1).cpu())
-            likelihoods.append(-F.cross_entropy(logits_SV[:-1].float(), ids_S[1:], reduction="sum").item())
+            ids_S, apart = sequence.ids[0].to(logits_SV.device), 0.0
+            likelihood = -F.cross_entropy(logits_SV[:-1].float(), ids_S[1:], reduction="sum").item()
             if reference is not None and others is not None:
-                divergences.append(divergence(_logits(reference.backbone, next(others)[1]), logits_SV))
-    tensors = {
-        HFName("rows"): torch.tensor(rows),
-        HFName("choices"): torch.stack(choices),
-        HFName("log_likelihood"): torch.tensor(likelihoods, dtype=torch.float64),
-    }
-    if divergences:
-        tensors[HFName("divergence")] = torch.tensor(divergences, dtype=torch.float64)
-    path = backbone.folder / "figures" / f"target-{stream}-{min(rows):06d}-{max(rows) + 1:06d}.safetensors"
-    write_statistics(path, tensors, {"fingerprint": (backbone.folder / "fingerprint").read_text()})
+                apart = divergence(_logits(reference.backbone, next(others)[1]), logits_SV)
+            found[row] = logits_SV.argmax(dim=-1).cpu(), likelihood, apart
+    return found
 
 
 def divergence(reference_SV: Tensor, logits_SV: Tensor) -> float:
@@ -159,7 +139,7 @@ def divergence(reference_SV: Tensor, logits_SV: Tensor) -> float:
 
 def sequences(backbone: Backbone, stream: Stream) -> Iterator[tuple[int, Batch]]:
     """This rank's sequences one by one, with their row in the data: logits of a batch may not fit."""
-    for batch in backbone.batches(stream):
+    for batch in backbone.batches(stream).batches():
         assert batch.state is not None
         for row in range(len(batch.ids)):
             state = tuple(None if part is None else part[row : row + 1] for part in batch.state)

@@ -67,29 +67,8 @@ def rounding_for(scheme: str, largest: float) -> Rounding:
     return rounding_of(SimpleNamespace(quantization_scheme=_for_ct(scheme)), scale)
 
 
-class LastServed:
-    """State: the served weights of the plan before, by linear layer, with their scheme: units that the next plan has
-    in the same scheme are not packed again. There are never more than one plan's.
-    """
-
-    def __init__(self) -> None:
-        self._weights: dict[str, tuple[str, Tensor]] = {}
-
-    def take(self, schemes: Mapping[str, str]) -> dict[str, Tensor]:
-        """The weights that a plan has in the same scheme; the others are forgotten."""
-        same = {name: weight for name, (scheme, weight) in self._weights.items() if schemes.get(name) == scheme}
-        self._weights = {}
-        return same
-
-    def keep(self, model: Any, schemes: Mapping[str, str]) -> None:
-        """What the model has now."""
-        self._weights = {name: (scheme, model.get_submodule(name).weight.data) for name, scheme in schemes.items()}
-
-
 @contextmanager
-def as_candidate(
-    model: Any, plan: Plan | None, binding: Binding, path: str, largest: LargestInputs, last: LastServed
-) -> Iterator[None]:
+def as_candidate(model: Any, plan: Plan | None, binding: Binding, path: str, largest: LargestInputs) -> Iterator[None]:
     """A layer with the served weights of a plan and rounded inputs; afterwards with its weights as they were.
 
     Args:
@@ -98,28 +77,24 @@ def as_candidate(
         binding: of the layer or block, for any plan.
         path: its path in the model, with a dot; "" for the model itself.
         largest: of its inputs.
-        last: of the same layer or block.
     """
     if plan is None:
         yield
         return
     binding = rebound(binding, plan)
     schemes = schemes_in(binding, path)
-    same = last.take(schemes)
     before = {name: model.get_submodule(name).weight.data for name in schemes}
     try:
         for name, scheme in schemes.items():
             module = model.get_submodule(name)
-            module.weight.data = same[name] if name in same else module.weight.data.clone()
+            module.weight.data = module.weight.data.clone()
             module.quantization_scheme = _for_ct(scheme)
             module.quantization_status = QuantizationStatus.COMPRESSED  # so that its weight is not rounded again
             for spec in SCHEMES[scheme].extra:
                 scale = static_scale(spec.suffix, largest[name.removeprefix(path)])
                 setattr(module, spec.suffix, torch.nn.Parameter(scale.to(module.weight.device), requires_grad=False))
-        others = {name: own for name, own in binding.items() if f"{path}{name.rpartition('.')[0]}" not in same}
-        for served in served_rows(model, plan, others, path, input_scales(binding, largest)):
-            model.get_submodule(f"{path}{served.module}").weight.data[served.rows].copy_(served.values)
-        last.keep(model, schemes)
+        for served in served_rows(model, plan, binding, path, input_scales(binding, largest)):
+            served.weight.copy_(served.values)
         yield
     finally:
         for name, weight in before.items():

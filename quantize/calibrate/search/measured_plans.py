@@ -15,11 +15,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....checkpoints.files import write_whole
 from ....recipes.schema import AUTO
 from ...plan.plan import Plan
 from ..data.data import CalibrationData
-from ..layers.ahead import ReadAhead
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
 from ..model.states import States, Stream
@@ -27,7 +25,7 @@ from ..mtp.acceptance import Acceptance, NothingCounts, acceptance
 from ..mtp.mtp_block import bind_block
 from ..mtp.mtp_policy import blocks_that_draft, filled_blocks
 from ..mtp.target import Target, target
-from .candidate import LargestInputs, LastServed, as_candidate
+from .candidate import LargestInputs, as_candidate
 from .sensitivity import SearchRun
 
 
@@ -56,19 +54,17 @@ def measure_plans(
     """
     skeleton, passes = run.skeleton, [_pass(run, data, folder / "source")]
     passes += [_pass(run, data, folder / f"{number:02d}") for number in range(len(plans))]
-    with ReadAhead(run.choices.base, run.ranks) as ahead:
-        for index in range(min(each.states.num_done() for each in passes), len(skeleton)):
-            binding, path, last = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.", LastServed()
-            with skeleton.layer(index, ahead.take()):
-                ahead.start(skeleton.tensors_of(index + 1))
-                for own, plan in zip(passes, (None, *plans), strict=True):
-                    if own.states.num_done() > index:  # before a kill
-                        continue
-                    stream: Stream = "source" if plan is None else "served"
-                    candidate = as_candidate(skeleton.model, plan, binding, path, largest[index], last)
-                    with candidate, own.states.writing(index + 1) as outputs:
-                        own.run(stream, index, outputs, serving(skeleton.model))
-            run.step()
+    for index in range(min(each.states.num_done() for each in passes), len(skeleton)):
+        binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
+        with skeleton.layer(index, index + 1):
+            for own, plan in zip(passes, (None, *plans), strict=True):
+                if own.states.num_done() > index:  # before a kill
+                    continue
+                stream: Stream = "source" if plan is None else "served"
+                candidate = as_candidate(skeleton.model, plan, binding, path, largest[index])
+                with candidate, own.states.writing(index + 1) as outputs:
+                    own.run(stream, index, outputs, serving(skeleton.model))
+        run.step()
     released = target(passes[0], "source")
     targets = [released, *(target(each, "served", reference=released) for each in passes[1:])]
     drafts: Sequence[Acceptance | None] = [None] * len(targets)
@@ -81,10 +77,6 @@ def measure_plans(
 
 
 def _pass(run: SearchRun, data: CalibrationData, folder: Path) -> Backbone:
-    if run.ranks.is_first and not (folder / "fingerprint").is_file():
-        (folder / "states").mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "fingerprint", folder.name)
-    run.ranks.wait()
     states = States(folder / "states", run.ranks)
     states.tidy()
     return Backbone(folder=folder, skeleton=run.skeleton, data=data, ranks=run.ranks, states=states)
@@ -98,11 +90,10 @@ def _drafts(
         return [None] * len(plans)
     base, found = run.choices.base, []
     blocks = blocks_that_draft(base, filled_blocks(base, run.skeleton))
-    lasts = [LastServed() for _ in blocks]
     for plan, own in zip(plans, targets, strict=True):
         with ExitStack() as stack:
-            for number, (block, last) in enumerate(zip(blocks, lasts, strict=True)):
+            for number, block in enumerate(blocks):
                 binding = bind_block(block, base)
-                stack.enter_context(as_candidate(block, plan, binding, "", largest.get(-1 - number, {}), last))
+                stack.enter_context(as_candidate(block, plan, binding, "", largest.get(-1 - number, {})))
             found.append(acceptance(own, blocks))
     return found

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ....checkpoints.files import write_whole
-from ....recipes.errors import GateError, RecipeError
+from ....recipes.errors import GateError
 from ...plan.choices import Assignment, Choices, choices_of, refuse_budget, rows_looked_at
 from ...plan.found_recipe import found_plan, found_text
 from ...plan.plan import Plan
@@ -65,43 +65,31 @@ def search(
     Args:
         plan: over a local source; its recipe has a number for `batch_size`.
         data: of the run.
-        folder: of the search alone; on several nodes one that all of them see.
+        folder: of searches alone; on several nodes one that all of them see.
         ranks: who shares the text.
         progress: called after each layer of each sweep.
 
     Raises:
-        RecipeError: the budget is too small, or the folder holds another search.
+        RecipeError: the budget is too small.
         CheckpointError: the model has no gradients, or computes NaN.
         GateError: no plan keeps `min_acceptance`.
     """
     choices = choices_of(plan.recipe, plan.source, trust_remote_code=plan.trust_remote_code)
     refuse_budget(choices)
-    _claim(plan, data, folder, ranks)
+    # A search of something else has a folder of its own, and loses nothing.
+    folder = folder / ranks.of_first(lambda: search_fingerprint(plan, data, ranks.size)[:16])
     key = asked(plan.recipe)[:16]
     kept, plans = folder / f"found-{key}.json", folder / f"plans-{key}"
     found = ranks.of_first(lambda: json.loads(kept.read_text()) if kept.is_file() else None)
     if found is None:
         found = _found(search_run(choices, data, folder, ranks, progress), plans)
         if ranks.is_first:
+            kept.parent.mkdir(parents=True, exist_ok=True)
             write_whole(kept, json.dumps(found, indent=1))
             shutil.rmtree(plans, ignore_errors=True)
         ranks.wait()
     made = found_plan(choices, found["assignment"], shard_bytes=plan.shard_bytes)
     return Found(plan=made, text=found_text(made.recipe), fact=SearchFact.model_validate(found["fact"]))
-
-
-def _claim(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> None:
-    """Marks the folder as this search's, or refuses another one's."""
-    stamp, wanted = folder / "fingerprint", search_fingerprint(plan, data, ranks.size)
-    if stamp.is_file() and stamp.read_text() != wanted:
-        rule = "an unfinished search can only be resumed with the same recipe, source, data, processes and versions"
-        cure = f"Undo the change to go on, or remove {folder.parent} to start anew"
-        raise RecipeError(folder, rule, got="another search; its budget alone may differ", cure=cure)
-    ranks.wait()
-    if ranks.is_first and not stamp.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(stamp, wanted)
-    ranks.wait()
 
 
 def search_run(

@@ -29,8 +29,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from llmcompressor.modeling.moe.context import moe_calibration_context
-from llmcompressor.utils.helpers import disable_cache, disable_hf_kernels, eval_context
 from torch import Tensor, nn
 
 from ....checkpoints.files import write_whole
@@ -39,8 +37,9 @@ from ....recipes.schema import BackboneAuto, Recipe
 from ...plan.choices import SWEEP_TOKENS, Assignment, Choices, rows_looked_at
 from ...run.ranks import Ranks
 from ..data.data import CalibrationData
-from ..layers.ahead import ReadAhead
+from ..layers.forwards import released
 from ..model.binding import Binding
+from ..model.hooks import hooked
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import LayerState, States
 from ..mtp.mtp_block import MtpBlock, bind_block, draft_steps
@@ -117,49 +116,40 @@ class SearchRun:
             self.place.mkdir(parents=True, exist_ok=True)
         self.ranks.wait()
         last = len(self.skeleton)
-        with ReadAhead(self.choices.base, self.ranks) as ahead:
-            for index in range(last):
-                if not self._is_kept("states", index + 1) and not self._is_kept("gradients", index + 1):
-                    self._forward(index, ahead)
-                self.step()
-            if not self._is_kept("gradients", last):
-                self._top()
+        for index in range(last):
+            if not self._is_kept("states", index + 1) and not self._is_kept("gradients", index + 1):
+                self._forward(index)
             self.step()
-            for index in reversed(range(last)):
-                if not self._figures(index).is_file():
-                    self._backward(index, ahead)
-                self.step()
+        if not self._is_kept("gradients", last):
+            self._top()
+        self.step()
+        for index in reversed(range(last)):
+            if not self._figures(index).is_file():
+                self._backward(index)
+            self.step()
         return self._read()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, index: int, ahead: ReadAhead) -> None:
+    def _forward(self, index: int) -> None:
         with (
-            self.skeleton.layer(index, ahead.take()) as layer,
-            self._writing("states", index + 1) as put,
+            self.skeleton.layer(index, index + 1) as layer,
+            self._states("states").writing(index + 1, keeps=True) as outputs,
             torch.no_grad(),
-            _released(self.skeleton.model),
+            released(self.skeleton.model),
             _returning(layer) as returned,
         ):
-            ahead.start(self.skeleton.tensors_of(index + 1))
             for first, arguments, _ in self._batches(index):
                 self.skeleton.model(**arguments, use_cache=False)
                 state = returned.pop()
-                self._refuse_not_finite(index, layer, state)
-                put(first, state)
-
-    def _refuse_not_finite(self, index: int, layer: nn.Module, state: LayerState) -> None:
-        """Names the weight that is not finite, or the layer, where what a layer returns is not."""
-        if all(bool(value.isfinite().all()) for value in state if value is not None and value.is_floating_point()):
-            return
-        where, cure = f"{self.skeleton.layer_path}.{index}", "Choose the schemes yourself"
-        for name, value in layer.named_parameters():
-            if not value.isfinite().all():
-                where = self.skeleton.bind_layer(index)[name][0].tensor.name
-                cure = "Check the download against the release"
-                break
-        rule = "a released model must compute finite values"
-        raise CheckpointError(f"{self.choices.base.source.where}: {where}", rule, got="NaN or infinity", cure=cure)
+                if not all(value.isfinite().all() for value in state if value is not None):
+                    raise CheckpointError(
+                        f"{self.choices.base.source.where}: {self.skeleton.layer_path}.{index}",
+                        "a released model must compute finite values",
+                        got="NaN or infinity",
+                        cure="Check the download against the release, or choose the schemes yourself",
+                    )
+                outputs.put("calibration", first, state)
 
     # --- top ----------------------------------------------------------------------------------------------------------
 
@@ -173,13 +163,13 @@ class SearchRun:
             stack.enter_context(skeleton.head())
             skeleton.model.requires_grad_(False)
             for block in blocks:
-                stack.enter_context(_released(block))
+                stack.enter_context(released(block))
                 seen.append(stack.enter_context(watching(block, self._linears(bind_block(block, base)))))
-            put = stack.enter_context(self._writing("gradients", last))
-            stack.enter_context(_released(skeleton.model))
+            outputs = stack.enter_context(self._states("gradients").writing(last, keeps=True))
+            stack.enter_context(released(skeleton.model))
             for first, arguments, leaves in self._batches(last, row_by_row=True, gradients=True):
                 self._drawn(first, arguments, leaves, blocks)
-                put(first, _gradients(leaves))
+                outputs.put("calibration", first, _gradients(leaves))
             for number, (block, own) in enumerate(zip(blocks, seen, strict=True)):
                 binding = bind_block(block, base)
                 largest = largest_inputs(own, binding, self.ranks)
@@ -212,41 +202,40 @@ class SearchRun:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def _backward(self, index: int, ahead: ReadAhead) -> None:
+    def _backward(self, index: int) -> None:
         skeleton, model, path = self.skeleton, self.skeleton.model, f"{self.skeleton.layer_path}.{index}."
         binding = skeleton.bind_layer(index)
         with ExitStack() as stack:
-            layer = stack.enter_context(skeleton.layer(index, ahead.take()))
+            layer = stack.enter_context(skeleton.layer(index, index - 1))
             model.requires_grad_(False)
-            if index:
-                ahead.start(skeleton.tensors_of(index - 1))
             seen = stack.enter_context(watching(model, self._linears(binding, path)))
             with ExitStack() as sweep:
-                put = sweep.enter_context(self._writing("gradients", index))
-                sweep.enter_context(_released(model))
+                found = sweep.enter_context(self._states("gradients").writing(index, keeps=True))
+                sweep.enter_context(released(model))
                 returned = sweep.enter_context(_returning(layer))
                 if not index:  # gradients begin at the embedding, whose weights have none
                     embedding = model.get_input_embeddings()
-                    handle = embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
-                    sweep.callback(handle.remove)
-                after = self._states("gradients", index + 1)
+                    begin = embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+                    sweep.enter_context(hooked([begin]))
+                after = self._states("gradients")
                 for first, arguments, leaves in self._batches(index, gradients=True):
                     model(**arguments, use_cache=False)
                     num_rows = len(arguments["input_ids"])
-                    above = after.read(1, "calibration", first, first + num_rows, skeleton.device)
+                    above = after.read(index + 1, "calibration", first, first + num_rows, skeleton.device)
                     outputs, gradients = [], []
                     for output, gradient in zip(returned.pop(), above, strict=True):
                         if output is not None and gradient is not None and output.requires_grad:
                             outputs.append(output)
                             gradients.append(gradient)
                     torch.autograd.backward(outputs, gradients)
-                    put(first, _gradients(leaves) if index else (torch.zeros(num_rows, 1),))
+                    below = _gradients(leaves) if index else (torch.zeros(num_rows, 1),)
+                    found.put("calibration", first, below)
             largest = largest_inputs(seen, binding, self.ranks)
             errors = unit_errors(self.choices, model, binding, path, seen, largest)
         self._keep(index, errors, largest)
         if self.ranks.is_first:
             for kind in ("states", "gradients"):
-                shutil.rmtree(self._folder(kind, index + 1), ignore_errors=True)
+                shutil.rmtree(self.place / kind / f"{index + 1:05d}", ignore_errors=True)
         self.ranks.wait()
 
     def _linears(self, binding: Binding, path: str = "") -> dict[str, str]:
@@ -261,28 +250,14 @@ class SearchRun:
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def _folder(self, kind: SweepKind, index: int) -> Path:
-        return self.place / kind / f"{index:05d}"
-
-    def _states(self, kind: SweepKind, index: int) -> States:
-        return States(self._folder(kind, index), self.ranks)
+    def _states(self, kind: SweepKind) -> States:
+        return States(self.place / kind, self.ranks)
 
     def _is_kept(self, kind: SweepKind, index: int) -> bool:
         """Whether an earlier run has left it, or has gone on beyond it."""
         if kind == "gradients" and any(self._figures(below).is_file() for below in range(index)):
             return True
-        return (self._folder(kind, index) / "00001").is_dir()
-
-    @contextmanager
-    def _writing(self, kind: SweepKind, index: int) -> Iterator[Callable[[int, LayerState], None]]:
-        """What is put is whole at the end, in a folder of its own: `States` removes what is before in the same one."""
-        place = self._folder(kind, index)
-        if self.ranks.is_first:
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir(parents=True)
-        self.ranks.wait()
-        with self._states(kind, index).writing(1) as outputs:
-            yield lambda first, state: outputs.put("calibration", first, state)
+        return (self.place / kind / f"{index:05d}").is_dir()
 
     def _batches(
         self, index: int, *, row_by_row: bool = False, gradients: bool = False
@@ -293,12 +268,12 @@ class SearchRun:
         size = max(1, min(SWEEP_TOKENS // ids.shape[1], math.ceil(len(ids) / self.ranks.size)))
         if row_by_row:
             size = 1
-        share, states = self.ranks.share(len(ids), size), self._states("states", index)
+        share, states = self.ranks.share(len(ids), size), self._states("states")
         for first in range(share.start, share.stop, size):
             last = min(first + size, share.stop)
             state: LayerState | None = None
             if index:
-                state = states.read(1, "calibration", first, last, self.skeleton.device)
+                state = states.read(index, "calibration", first, last, self.skeleton.device)
                 for value in state:
                     if gradients and value is not None and value.is_floating_point():
                         value.requires_grad_()
@@ -363,15 +338,6 @@ def _drawn_likelihood(logits_SV: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @contextmanager
-def _released(model: Any) -> Iterator[None]:
-    """Computes as released and as `forwards.serving` does, with gradients where a caller has them."""
-    with disable_cache(model), eval_context(model), disable_hf_kernels(model), ExitStack() as stack:
-        if all(value.device.type in ("cpu", "meta") for value in model.parameters()):
-            stack.enter_context(moe_calibration_context())
-        yield
-
-
-@contextmanager
 def _returning(layer: nn.Module) -> Iterator[deque[LayerState]]:
     """What the layer has returned last, to be popped."""
     returned = deque[LayerState](maxlen=1)
@@ -379,8 +345,5 @@ def _returning(layer: nn.Module) -> Iterator[deque[LayerState]]:
     def look(_module: nn.Module, _args: Any, output: Any) -> None:
         returned.append(output if isinstance(output, tuple) else (output,))
 
-    handle = layer.register_forward_hook(look)
-    try:
+    with hooked([layer.register_forward_hook(look)]):
         yield returned
-    finally:
-        handle.remove()

@@ -29,6 +29,7 @@ from ...plan.choices import Choices
 from ...run.ranks import Ranks
 from ..layers.served import served_rows
 from ..model.binding import Binding
+from ..model.hooks import hooked
 from .candidate import LargestInputs, input_scales, rebound, rounding_for
 
 _TOKENS_AT_ONCE = 4_096
@@ -82,11 +83,8 @@ def watching(model: Any, names: Mapping[str, str]) -> Iterator[dict[str, Seen]]:
                 output.register_hook(take)
 
         handles.append(model.get_submodule(path).register_forward_hook(look))
-    try:
+    with hooked(handles):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def largest_inputs(seen: Mapping[str, Seen], binding: Binding, ranks: Ranks) -> dict[str, float]:
@@ -131,13 +129,13 @@ def unit_errors(
             if unit is None or unit.option(word).word != word:
                 continue
             weight, inputs = model.get_submodule(f"{path}{served.module}").weight.data[rows], seen[served.module]
-            through = None
+            through = rounding = None
             if SCHEMES[served.tensor.scheme].inputs is not None:
                 key = served.module, rows.start
                 if key not in projected:
                     projected[key] = _projected(inputs, rows, weight)
                 through = projected[key]
-            rounding = rounding_for(served.tensor.scheme, largest[served.module])
+                rounding = rounding_for(served.tensor.scheme, largest[served.module])
             error = _sum_of_squares(inputs, rows, weight, served.values, rounding, through)
             found[unit.name][word] = found[unit.name].get(word, 0.0) + error
     return found
@@ -158,7 +156,7 @@ def _sum_of_squares(
     total = 0.0
     for number, (inputs, gradients) in enumerate(_chunks(seen)):
         inputs_TK, gradients_TN = inputs.to(dtype), gradients[:, rows].to(dtype)
-        rounded_TK = inputs_TK if projected is None else rounding(inputs).to(dtype)
+        rounded_TK = inputs_TK if rounding is None else rounding(inputs).to(dtype)
         moved_T = ((gradients_TN @ change_NK).float() * rounded_TK).sum(dim=-1)
         if projected is not None:
             moved_T += (projected[number].float() * (rounded_TK - inputs_TK)).sum(dim=-1)

@@ -1,6 +1,8 @@
-"""The next layer's weights, read while this one computes: each byte once, the same values, and bounded memory."""
+"""The next layer's files, read while this one computes, and what a layer's weights take of memory."""
 
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,19 +16,17 @@ from gpu_runs import in_a_child
 from keepmtp.checkpoints import values
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source
-from keepmtp.quantize.calibrate.layers import ahead as module
-from keepmtp.quantize.calibrate.layers.ahead import ReadAhead
+from keepmtp.quantize.calibrate.model import ahead as module
+from keepmtp.quantize.calibrate.model.ahead import reading_ahead
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton
 from keepmtp.quantize.pack import weights
 from keepmtp.quantize.plan.plan import Plan
-from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.quantize.write import writer
 from keepmtp.recipes.errors import CheckpointError
 from passes import plan_over
 from pretended_gpu import pretended_gpu
 
 CPU = torch.device("cpu")
-ALONE = Ranks(rank=0, size=1, device=CPU)
 # Plain weights, FP8 in blocks, MXFP4, experts in stacks.
 MODELS = ("glm-4.7", "deepseek-v3.1", "dsv4-flash", "qwen3.5-397b")
 
@@ -51,27 +51,25 @@ def num_read(monkeypatch) -> Counter[str]:
     return found
 
 
-def filled(skeleton: Skeleton, index: int, given: ReadAhead | None = None) -> dict[str, torch.Tensor]:
-    """The weights of a layer."""
-    with skeleton.layer(index, given and given.take()) as layer:
-        return {name: value.clone() for name, value in layer.state_dict().items()}
-
-
-def test_each_byte_is_read_once_and_ahead_are_the_same_weights(plan, num_read):
+def test_each_byte_of_a_layer_is_read_once_and_of_the_next_one_meanwhile(plan, num_read, monkeypatch):
     skeleton = Skeleton(plan, device=CPU)
-    index = len(skeleton) - 1
-    stored = {name: plan.entries[name].num_bytes for each in skeleton.tensors_of(index) for name in each.inputs}
+    ahead: Counter[str] = Counter()
+    done = threading.Event()
+    stored = [
+        {name: plan.entries[name].num_bytes for each in skeleton.tensors_of(index) for name in each.inputs}
+        for index in (len(skeleton) - 2, len(skeleton) - 1)
+    ]
+
+    def read(_source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> None:
+        ahead[entry.name] += len(into)
+        if ahead == stored[1]:
+            done.set()
+
+    monkeypatch.setattr(module, "read", read)
     num_read.clear()
-    expected = filled(skeleton, index)
-    assert num_read == stored, "gate and up of a stack are one tensor"
-    with ReadAhead(plan, ALONE) as given:
-        num_read.clear()
-        given.start(skeleton.tensors_of(index))
-        found = filled(skeleton, index, given)
-        assert num_read == stored
-        assert given.take() == {}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)) for name, value in expected.items())
+    with skeleton.layer(len(skeleton) - 2, len(skeleton) - 1):
+        assert num_read == stored[0], "gate and up of a stack are one tensor"
+        assert done.wait(10)
 
 
 def test_an_expert_keeps_no_more_memory_than_its_own(tmp_path):
@@ -83,42 +81,31 @@ def test_an_expert_keeps_no_more_memory_than_its_own(tmp_path):
         assert sum(each.nbytes() for each in storages.values()) == sum(value.nbytes for value in layer.parameters())
 
 
-def test_no_more_is_read_than_there_is_room_for(tmp_path, monkeypatch, num_read):
-    plan = planned(tmp_path / "source", data="random")
-    skeleton = Skeleton(plan, device=CPU)
-    sizes = [plan.entries[name].num_bytes for each in skeleton.tensors_of(1) for name in each.inputs]
-    expected = filled(skeleton, 1)
-    for room, count in ((0, 0), (sum(sizes[:5]), 5), (sum(sizes), len(sizes))):
-        monkeypatch.setattr(module, "free_host_bytes", lambda room=room: int(room / module.SHARE_AHEAD))
-        with ReadAhead(plan, ALONE) as given:
-            num_read.clear()
-            given.start(skeleton.tensors_of(1))
-            assert given._coming is not None and len(given._coming.result()) == count
-            found = filled(skeleton, 1, given)  # the rest is read now
-        assert sum(num_read.values()) == sum(sizes)
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
 def test_a_shard_that_ends_early_is_named_when_its_layer_begins(tmp_path):
     plan = planned(tmp_path / "source")
     skeleton = Skeleton(plan, device=CPU)
     entry = plan.entries[skeleton.tensors_of(1)[0].inputs[0]]
     os.truncate(Path(tmp_path / "source" / entry.file), entry.start + 1)
-    with ReadAhead(plan, ALONE) as given:
-        given.start(skeleton.tensors_of(1))
-        with pytest.raises(CheckpointError, match=rf"{entry.file}: {entry.name} must be whole; got end of file"):
-            given.take()
+    with reading_ahead(plan, skeleton.tensors_of(1)):
+        pass
+    rule = rf"{entry.file}: {entry.name} must be whole; got end of file"
+    with pytest.raises(CheckpointError, match=rule), skeleton.layer(1):
+        pass
 
 
-def test_an_end_in_the_middle_waits_for_no_more_than_a_tensor(tmp_path, num_read):
-    plan = planned(tmp_path / "source")
-    skeleton = Skeleton(plan, device=CPU)
-    num_read.clear()
-    with pytest.raises(KeyboardInterrupt), ReadAhead(plan, ALONE) as given:
-        given._stop.set()  # as its end does, before the thread has begun
-        given.start(skeleton.tensors_of(1))
+def test_an_end_in_the_middle_waits_for_no_more_than_a_piece(tmp_path, monkeypatch):
+    plan, calls, begun = planned(tmp_path / "source"), [], threading.Event()
+
+    def read(*_args: object, **_words: object) -> None:
+        calls.append(1)
+        begun.set()
+        time.sleep(0.2)
+
+    monkeypatch.setattr(module, "read", read)
+    with pytest.raises(KeyboardInterrupt), reading_ahead(plan, Skeleton(plan, device=CPU).tensors_of(1)):
+        assert begun.wait(10)
         raise KeyboardInterrupt
-    assert not num_read
+    assert len(calls) == 1
 
 
 def test_weights_are_dequantized_on_the_device_that_computes_and_packs(tmp_path):

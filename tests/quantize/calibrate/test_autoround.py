@@ -11,8 +11,6 @@ import pytest
 import torch
 from keepmtp.quantize.calibrate.layers import autoround
 from keepmtp.quantize.calibrate.layers.autoround import tuned_layers
-from keepmtp.quantize.calibrate.layers.layer import calibrate
-from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.knobs import AutoRoundKnobs
 from keepmtp.recipes.schemes import SCHEMES
@@ -41,7 +39,7 @@ def one_layer(schemes=None, *, index: int = 1, together: int = 1, **options):
     batches = skeleton.enter(index, ids, hidden)
     schemes = {name: (schemes or {}).get(name.split(".")[3], "W4A16") for name in skeleton.linears(index)}
     options = {"algorithm": "autoround", "knobs": KNOBS, **options}
-    return calibrate(skeleton.model, batches, LayerWork(schemes=schemes, **options)).tensors
+    return skeleton.calibrated(batches, schemes, **options).tensors
 
 
 def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:

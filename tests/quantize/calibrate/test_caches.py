@@ -77,9 +77,7 @@ def test_values_that_a_smoothing_rescaled_are_looked_at_again():
     batches = skeleton.enter(0, ids, None)
     name = "model.layers.0.self_attn"
     schemes = dict.fromkeys(skeleton.linears(0), "W4A16")
-    result = calibrate(
-        skeleton.model, batches, LayerWork(schemes=schemes, algorithm="awq", caches={name: CACHE_LEAVES})
-    )
+    result = skeleton.calibrated(batches, schemes, algorithm="awq", caches={name: CACHE_LEAVES})
     ranges = CacheRanges(skeleton.model, [name])
     with torch.no_grad(), ranges.observing():
         skeleton.leave(0, batches)

@@ -455,7 +455,7 @@ def test_a_prompt_column_is_for_texts(tmp_path, source):
     place = tmp_path / "chat.jsonl"
     place.write_text(json.dumps({"asked": "w1", "text": conversations(1)[0]}) + "\n")
     message = refusal(lambda: calibration_data(calibration(place, prompt_column="asked"), source))
-    assert "row 0: column text must hold a text where there is a prompt_column; got [{" in message
+    assert "row 0: columns asked and text must hold texts; got [{" in message
     message = refusal(lambda: calibration_data(calibration(place, prompt_column="ask"), source))
     assert "prompt_column must be one of asked, text; got 'ask'. Correct calibration.prompt_column." in message
 
@@ -492,7 +492,7 @@ def test_a_row_that_is_neither_a_text_nor_a_conversation(tmp_path, source, row):
 @pytest.mark.parametrize(
     ("suffix", "content", "says"),
     [
-        (".jsonl", b"", "must hold rows; got none. Name another file."),
+        (".jsonl", b"", "must be a dataset that can be read; got no rows. Give calibration.subset "),
         (".jsonl", b"\n\n", "got 0, from 0 different rows and 0 blank ones."),
         (".json", b"[]", "got 0, from 0 different rows and 0 blank ones."),
         (".jsonl", b'{"text": "w1', "row 0 must be readable; got "),
@@ -520,7 +520,7 @@ def test_a_file_of_another_kind(tmp_path, source):
     place = tmp_path / "rows.csv"
     place.write_text("text\nw1\n")
     message = refusal(lambda: calibration_data(calibration(place), source))
-    assert "a file must be one of .jsonl, .json, .parquet; got .csv. Convert it." in message
+    assert ".parquet file; got a file of another kind, .csv. Check the path" in message
 
 
 def test_a_checkpoint_without_its_tokenizer(rows, source):

@@ -13,7 +13,6 @@ from keepmtp.quantize.calibrate.model.states import States
 from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance, acceptance, end_ids, server_counts
 from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.quantize.calibrate.mtp.target import computed, divergence, sequences, target
-from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, answered, plan_over, reading
 from torch import Tensor
@@ -121,21 +120,6 @@ def test_a_target_is_computed_once(shipped, tmp_path):
     shutil.rmtree(copy / "states")
     assert torch.equal(target(moved, "source").choices, first.choices)
     assert end_ids(backbone.skeleton.plan) == {END}
-
-
-def test_figures_are_by_rows_so_that_any_number_of_processes_reads_them(shipped, tmp_path, monkeypatch):
-    """Two of three ranks have left theirs; another process adds the rest, and sums the same numbers."""
-    _name, backbone = shipped
-    monkeypatch.setattr(Ranks, "wait", lambda _self: None)
-    moved = replace(backbone, folder=Path(shutil.copytree(backbone.folder, tmp_path / "copy")))
-    shutil.rmtree(moved.folder / "figures", ignore_errors=True)
-    for rank in (0, 2):
-        target(replace(moved, ranks=replace(moved.ranks, rank=rank, size=3)), "source")
-    names = sorted(path.name for path in (moved.folder / "figures").iterdir())
-    assert len(names) == 2
-    assert target(moved, "source").log_likelihood == target(backbone, "source").log_likelihood
-    measured = sorted(path.name for path in (moved.folder / "figures").iterdir())
-    assert len(measured) == 3 and {*names} < {*measured}
 
 
 # --- the count ------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_importance_is_that_of_llm_compressors_observer(monkeypatch):
     squared, real = [], inputs._sums_of_squares
     monkeypatch.setattr(inputs, "_sums_of_squares", lambda value: (squared.append(value.shape), real(value))[1])
     schemes = dict.fromkeys(names, "W4A16")
-    found = calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm="minmax", weighted=names)).tensors
+    found = skeleton.calibrated(batches, schemes, algorithm="minmax", weighted=names).tensors
     assert found.keys() == {f"{name}.input_importance" for name in names}
     for name, observer in theirs.items():
         value = observer._imatrix_sum / observer._imatrix_count

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from decorated_model import write_foreign
-from keepmtp.quantize.calibrate.model.inference_mode import decorated_forwards, guard, probe, unwrap_forwards
+from keepmtp.quantize.calibrate.model.inference_mode import guard, modules_in_inference_mode
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from torch import nn
@@ -34,7 +34,7 @@ from compressed_tensors.offload import offload_module
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.data.data import CalibrationData
-from keepmtp.quantize.calibrate.model.inference_mode import decorated_forwards, guard, unwrap_forwards
+from keepmtp.quantize.calibrate.model.inference_mode import guard, without_inference_mode
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.checkpoints.source import open_source
@@ -63,16 +63,12 @@ class Processor:
 def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 
-def gptq(folder, context=lambda model: contextlib.nullcontext(), late=False):
+def gptq(folder, context=contextlib.nullcontext):
     model = load(folder)
-    with contextlib.ExitStack() as stack:
-        if not late:
-            stack.enter_context(context(model))
-        for module in list(model.modules()):
-            if module._parameters:
-                offload_module(module, "cpu", "disk", offload_dir=tempfile.mkdtemp(dir=offloaded))
-        if late:
-            stack.enter_context(context(model))
+    for module in list(model.modules()):
+        if module._parameters:
+            offload_module(module, "cpu", "disk", offload_dir=tempfile.mkdtemp(dir=offloaded))
+    with context():
         weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=128)
         recipe = GPTQModifier(config_groups={"all": QuantizationScheme(targets=["Linear"], weights=weights)},
                               ignore=["lm_head", "re:.*mtp_layers.*"])
@@ -116,31 +112,24 @@ answers["warned in the pipeline"] = [line for line in warnings if "inference_mod
 model = load(decorated)
 warn_inference_mode_forwards(model)
 answers["warned when asked"] = [line for line in warnings if "inference_mode" in line]
-answers["found"] = [[f.cls, f.modules] for f in decorated_forwards(model)]
-for module in model.modules():
-    offload_module(module, "cpu", "cpu")
-answers["found behind llm-compressor's forwards"] = [
-    [f.cls, f.modules] for f in decorated_forwards(model)
-]
-answers["found on the plain model"] = [f.cls for f in decorated_forwards(load(plain))]
 
 wanted = gptq(plain)
-for case, words in {"unwrapped": {}, "unwrapped late": {"late": True}}.items():
-    found = gptq(decorated, unwrap_forwards, **words)
+for form, folder in {"decorated": decorated, "with": within}.items():
+    found = gptq(folder, without_inference_mode)
     same = found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    answers[case] = same and any(name.endswith("weight_scale") for name in wanted)
+    answers[f"{form}, without"] = same and any(name.endswith("weight_scale") for name in wanted)
 
 batch = {"input_ids": samples[0]["input_ids"][None]}
-answers["decorated, refuse"] = refusal(decorated, batch, "refuse")
-answers["decorated, unwrap"] = refusal(decorated, batch, "unwrap")
-answers["with, unwrap"] = refusal(within, batch, "unwrap")
 answers["plain, refuse"] = refusal(plain, batch, "refuse")
-wanted, found = backbone_pass(plain, "refuse"), backbone_pass(decorated, "unwrap")
+wanted = backbone_pass(plain, "refuse")
+for form, folder in {"decorated": decorated, "with": within}.items():
+    answers[f"{form}, refuse"] = refusal(folder, batch, "refuse")
+    answers[f"{form}, unwrap"] = refusal(folder, batch, "unwrap")
+    answers[f"keepmtp, {form}, refuse"] = backbone_pass(folder, "refuse")
+found = backbone_pass(decorated, "unwrap")
 answers["keepmtp, unwrap"] = [len(wanted), [
     name for name in wanted.keys() | found.keys() if name not in found or not torch.equal(wanted[name], found[name])
 ]]
-answers["keepmtp, refuse"] = backbone_pass(decorated, "refuse")
-answers["keepmtp, with"] = backbone_pass(within, "unwrap")
 print(json.dumps(answers))
 """
 
@@ -177,18 +166,10 @@ def test_llmcompressor_does_not_warn_in_the_pipeline_that_dies(answers):
     assert len(answers["warned when asked"]) == 1
 
 
-@pytest.mark.full
-def test_found_before_and_after_llmcompressor_replaces_forwards(answers):
-    layers = [["modeling_mimo.MiMoDecoderLayer", ["model.layers.0", "model.layers.1"]]]
-    assert answers["found"] == layers
-    assert answers["found behind llm-compressor's forwards"] == layers
-    assert answers["found on the plain model"] == []
-
-
-@pytest.mark.parametrize("case", ["unwrapped", "unwrapped late"])
-def test_llmcompressor_lives_on_the_unwrapped_model(answers, case):
+@pytest.mark.parametrize("form", ["decorated", "with"])
+def test_llmcompressor_lives_without_inference_mode(answers, form):
     """Same pipeline, offloading and algorithm; every tensor as from the model that never was decorated."""
-    assert answers[case] is True
+    assert answers[f"{form}, without"] is True
 
 
 def test_keepmtp_lives_on_the_same_model(answers):
@@ -198,42 +179,33 @@ def test_keepmtp_lives_on_the_same_model(answers):
     assert different == []
 
 
-@pytest.mark.parametrize("form", ["refuse", "with"])
+@pytest.mark.parametrize("form", ["decorated", "with"])
 def test_keepmtp_refuses_before_the_first_layer_is_calibrated(answers, form):
-    sentence, num_files = answers[f"keepmtp, {form}"]
+    sentence, num_files = answers[f"keepmtp, {form}, refuse"]
     assert sentence.startswith("modeling_mimo.MiMoDecoderLayer.forward: must not compute under torch.inference_mode")
     assert num_files == 0
 
 
-def test_guard_on_the_foreign_model(answers):
-    cause = "must not compute under torch.inference_mode"
-    refused = answers["decorated, refuse"]
-    assert refused.startswith(f"modeling_mimo.MiMoDecoderLayer.forward: {cause}"), refused
-    assert "got @torch.inference_mode at model.layers.0 and 1 more." in refused
-    assert refused.endswith("Set calibration.decorated_forward: unwrap, or take the decorator out of modeling_mimo.py.")
-    within = answers["with, unwrap"]
-    assert within.startswith(f"modeling_mimo.MiMoDecoderLayer.forward: {cause}"), within
-    assert "got inference mode begun inside forward at model.layers.0 and 1 more. No setting takes this out" in within
-    assert answers["decorated, unwrap"] is None and answers["plain, refuse"] is None
+@pytest.mark.parametrize("form", ["decorated", "with"])
+def test_guard_on_the_foreign_model(answers, form):
+    refused = answers[f"{form}, refuse"]
+    assert refused.startswith("modeling_mimo.MiMoDecoderLayer.forward: must not compute under torch.inference_mode")
+    assert "got inference mode at model.layers.0 and 1 more. Set calibration.decorated_forward: unwrap" in refused
+    assert refused.endswith("in modeling_mimo.py.")
+    assert answers[f"{form}, unwrap"] is None and answers["plain, refuse"] is None
 
 
 # --- Ways to write it -------------------------------------------------------------------------------------------------
 
 
 def note(function):
-    """A wrapper that does no harm, and says that it ran."""
+    """A wrapper that does no harm."""
 
     @functools.wraps(function)
     def wrapper(self, *args, **kwargs):
-        self.noted = getattr(self, "noted", 0) + 1
         return function(self, *args, **kwargs)
 
     return wrapper
-
-
-def bare(function):
-    """A wrapper that does not say what it wraps."""
-    return lambda self, *args: function(self, *args)
 
 
 def entering(function):
@@ -243,17 +215,6 @@ def entering(function):
     @functools.wraps(function)
     def wrapper(*args):
         with context:
-            return function(*args)
-
-    return wrapper
-
-
-def making(function, factory=torch.inference_mode):
-    """Inference mode by hand, from a new context for each call."""
-
-    @functools.wraps(function)
-    def wrapper(*args):
-        with factory():
             return function(*args)
 
     return wrapper
@@ -294,14 +255,11 @@ BATCH = {"x": torch.ones(1, 4)}
 DECORATED = {
     "called": block(torch.inference_mode()(plain_forward)),
     "named": block(torch.inference_mode(plain_forward)),
-    "under a wrapper": block(note(torch.inference_mode()(plain_forward))),
-    "over a wrapper": block(torch.inference_mode()(note(plain_forward))),
     "twice": block(torch.inference_mode()(note(torch.inference_mode()(plain_forward)))),
-    "under a wrapper without wraps": block(bare(torch.inference_mode()(plain_forward))),
     "inherited": type("Block", (block(torch.inference_mode()(plain_forward)),), {}),
     "called by super": type("Block", (block(torch.inference_mode()(plain_forward)),), {"forward": by_super}),
     "a context that is kept": block(entering(plain_forward)),
-    "contexts that are made": block(making(plain_forward)),
+    "in a helper": block(lambda self, x: torch.inference_mode()(self.linear)(x)),
 }
 HARMLESS = {
     "plain": block(plain_forward),
@@ -314,20 +272,8 @@ HARMLESS = {
 
 def returns_a_clone(self, x):
     with torch.inference_mode():
-        y = self.linear(x)
-    return y.clone()
-
-
-def reads_its_own_weight(self, x):
-    with torch.inference_mode():
         y = x @ self.linear.weight
     return y.clone()
-
-
-@contextlib.contextmanager
-def deterministic():
-    with torch.inference_mode():
-        yield
 
 
 def holds_a_table(self, x):
@@ -337,84 +283,45 @@ def holds_a_table(self, x):
     return self.linear(x) + self.table
 
 
-def helper_decorated(self, x):
-    return torch.inference_mode()(self.linear.forward)(x)
-
-
-WITHIN = {
-    "returns an inference tensor": block(lambda self, x: torch.inference_mode()(self.linear)(x)),
-    "returns a clone": block(returns_a_clone),
-    "reads its own weight": block(reads_its_own_weight),
-    "a context manager of its own": block(deterministic()(plain_forward)),
-    "a table made outside the probe's sight": block(holds_a_table),
-    "a helper": block(helper_decorated),
-}
-
-
 @pytest.mark.parametrize("cls", DECORATED.values(), ids=DECORATED)
-def test_each_way_to_decorate(cls):
-    """Found by class, seen by the probe, and disarmed for as long as the context lasts."""
+def test_each_way_to_begin_it(cls):
+    """Named by the probe, and disarmed for as long as the context lasts."""
     model = Model(cls)
-    (found,) = decorated_forwards(model)
-    assert (found.modules, found.cls) == (("layers.1",), "test_inference_mode.Block")
-    assert [finding.modules for finding in probe(model, BATCH)] == [("layers.1",)]
+    assert modules_in_inference_mode(model, BATCH) == ["layers.1"]
     wanted = model(**BATCH)
     assert wanted.is_inference()
     with pytest.raises(CheckpointError, match="decorated_forward: unwrap"), guard(model, BATCH, policy="refuse"):
         pass
-    with guard(model, BATCH, policy="unwrap") as unwrapped:
-        assert unwrapped == [found]
-        assert probe(model, BATCH) == []
+    with guard(model, BATCH, policy="unwrap"), torch.no_grad():
         result = model(**BATCH)
         assert not result.is_inference() and not result.requires_grad and torch.equal(result, wanted)
     assert model(**BATCH).is_inference(), "restored"
 
 
-def test_other_wrappers_stay():
-    for case in ("under a wrapper", "over a wrapper"):
-        model = Model(DECORATED[case])
-        with unwrap_forwards(model):
-            model(**BATCH)
-        assert model.layers[1].noted == 1
+@pytest.mark.parametrize("forward", [returns_a_clone, holds_a_table])
+def test_what_leaves_no_trace_in_the_output_is_found(forward):
+    assert modules_in_inference_mode(Model(block(forward)), BATCH) == ["layers.1"]
 
 
-def test_restored_after_an_error():
-    model = Model(DECORATED["called"])
-    with pytest.raises(ZeroDivisionError), unwrap_forwards(model):
-        raise ZeroDivisionError
-    assert model(**BATCH).is_inference()
-
-
-def test_decorated_on_the_instance():
-    model = Model(block(plain_forward))
-    model.layers[1].forward = torch.inference_mode()(model.layers[1].forward)
-    assert [f.modules for f in decorated_forwards(model)] == [("layers.1",)]
-    with guard(model, BATCH, policy="unwrap"):
-        assert not model(**BATCH).is_inference()
+def test_an_inference_tensor_from_before_is_refused_by_either_policy():
+    model = Model(block(holds_a_table))
+    model(**BATCH)
+    for policy in ("refuse", "unwrap"):
+        with pytest.raises(CheckpointError, match=r"inference mode at layers\.1\."), guard(model, BATCH, policy=policy):
+            pass
 
 
 @pytest.mark.parametrize("cls", HARMLESS.values(), ids=HARMLESS)
 def test_harmless_wrappers_pass(cls):
-    with guard(Model(cls), BATCH, policy="refuse") as unwrapped:
-        assert unwrapped == []
-
-
-@pytest.mark.parametrize("cls", WITHIN.values(), ids=WITHIN)
-def test_within_a_forward_is_refused_by_either_policy(cls):
-    model = Model(cls)
-    assert decorated_forwards(model) == []
-    for policy in ("refuse", "unwrap"):
-        refused = pytest.raises(CheckpointError, match=r"begun inside forward at layers\.1\. No setting")
-        with refused, guard(model, BATCH, policy=policy):
-            pass
+    with guard(Model(cls), BATCH, policy="refuse"):
+        pass
 
 
 def test_the_outermost_module_is_named():
     """The layers inside run under inference mode too, and are not to blame."""
     outer = block(lambda self, x: torch.inference_mode()(self.inner.__call__)(x))()
     outer.inner = Model(block(plain_forward))
-    (found,) = probe(nn.Sequential(outer), {"input": BATCH["x"]})
-    assert found.modules == ("0",)
+    assert modules_in_inference_mode(nn.Sequential(outer), {"input": BATCH["x"]}) == ["0"]
 
 
 def test_the_probe_leaves_no_hooks():
@@ -423,7 +330,7 @@ def test_the_probe_leaves_no_hooks():
 
     model = Model(block(broken))
     with pytest.raises(ZeroDivisionError):
-        probe(model, BATCH)
+        modules_in_inference_mode(model, BATCH)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -438,7 +345,7 @@ def test_a_module_that_fails_and_is_caught_is_not_blamed():
 
     model = Model(block(catching))
     model.layers[1].inner = block(refusing)()
-    assert [finding.modules for finding in probe(model, BATCH)] == [("layers.1",)]
+    assert modules_in_inference_mode(model, BATCH) == ["layers.1"]
 
 
 @pytest.mark.parametrize("name", ["tiny-glm4-moe", "tiny-qwen3_5"])
@@ -450,12 +357,5 @@ def test_transformers_own_decorators_are_no_danger(name):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     assert any(hasattr(type(module).forward, "__wrapped__") for module in model.modules())
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.int64)}
-    with guard(model, batch, policy="refuse") as unwrapped:
-        assert unwrapped == []
-
-
-def test_without_a_batch_no_weights_are_needed():
-    with torch.device("meta"):
-        model = Model(DECORATED["called"])
-    with pytest.raises(CheckpointError, match="decorated_forward"), guard(model, None, policy="refuse"):
+    with guard(model, batch, policy="refuse"):
         pass

@@ -33,20 +33,18 @@ def test_no_choice_is_better(seed):
         if sum(cost for cost, _ in picked) <= room
     ]
     found = best_packing(units, room)
-    assert found.cost <= room and found.gap == 0.0
+    assert found.cost <= room and found.gap < 1e-6
     assert found.loss == pytest.approx(min(fitting), abs=1e-12)
     picked = [options[number] for options, number in zip(units, found.chosen, strict=True)]
     assert (found.cost, found.loss) == (sum(c for c, _ in picked), pytest.approx(sum(loss for _, loss in picked)))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 1.0])
-def test_a_large_one_is_near_its_bound(share):
-    units = units_of(1, 300)
-    found = best_packing(units, room_of(units, share), most_sums=500)
+def test_a_large_one_is_near_its_bound_and_fits_to_the_byte(share):
+    units = [[(cost * 10**9 + 7, loss) for cost, loss in options] for options in units_of(1, 300)]
+    found = best_packing(units, room_of(units, share))
     assert found.cost <= room_of(units, share)
-    assert found.bound <= found.loss and found.gap < 0.02
-    # The bound holds for what many more sums find, too.
-    assert found.bound <= best_packing(units, room_of(units, share), most_sums=5_000).loss + 1e-9
+    assert found.bound <= found.loss and found.gap < 1e-5
 
 
 def test_a_room_that_everything_fits_gives_the_best_of_all():

@@ -228,9 +228,7 @@ def test_a_fused_group_shares_the_global_scale_that_it_is_swept_in():
     names = tuple(f"model.layers.1.self_attn.{each}_proj" for each in "qkv")
     batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
     schemes = dict.fromkeys(names, "NVFP4")
-    found = calibrate(
-        skeleton.model, batches, LayerWork(schemes=schemes, algorithm="mse", backend="modelopt", fused=[names])
-    ).tensors
+    found = skeleton.calibrated(batches, schemes, algorithm="mse", backend="modelopt", fused=[names]).tensors
     largest = max(float(skeleton.weights[f"{name}.weight"].abs().amax()) for name in names)
     for name in names:
         assert float(found[f"{name}.weight_global_scale"]) == pytest.approx(2688 / largest)
@@ -244,9 +242,7 @@ def test_a_weight_of_zeros_has_finite_scales(algorithm):
     name = "model.layers.1.self_attn.o_proj"
     batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
     skeleton.model.get_submodule(name).weight.data.zero_()
-    found = calibrate(
-        skeleton.model, batches, LayerWork(schemes={name: "NVFP4A16"}, algorithm=algorithm, backend="modelopt")
-    ).tensors
+    found = skeleton.calibrated(batches, {name: "NVFP4A16"}, algorithm=algorithm, backend="modelopt").tensors
     assert 0 < float(found[f"{name}.weight_global_scale"]) < float("inf")
     assert found[f"{name}.weight_scale"].float().isfinite().all()
     values = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(
@@ -268,7 +264,7 @@ def test_activations_that_are_not_finite_are_named():
     batches = skeleton.enter(1, token_ids(samples=1), [hidden])
     with pytest.raises(CheckpointError, match=r"self_attn\.q_proj: activations must be finite .* input, batch 1"):
         schemes = dict.fromkeys(skeleton.linears(1), "NVFP4")
-        calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm="minmax", backend="modelopt"))
+        skeleton.calibrated(batches, schemes, algorithm="minmax", backend="modelopt")
     assert not any(module._forward_pre_hooks for module in skeleton.model.modules())
 
 

@@ -174,7 +174,7 @@ def test_an_impossible_budget_is_refused_by_name(glm, tmp_path):
         f"{plan.recipe.name}: a candidate of mtp: auto must keep 100.0% of acceptance, at 95% confidence; got "
     )
     assert re.search(r"at best, at least \d+\.\d%, by ", said)
-    assert "The quantized backbone keeps" in said and "mtp_auto.min_acceptance" in said
+    assert "the quantized backbone keeps" in said and "mtp_auto.min_acceptance" in said
     assert not [name for name in files(backbone) if name.startswith("mtp-")]
     misfit = auto(plan, {"experts": "NVFP4"})
     with pytest.raises(GateError, match=r"no candidate that fits the model: .*must say what happens to \w+;"):
@@ -192,9 +192,7 @@ def test_too_few_slots_keep_the_block_as_released(glm, tmp_path, monkeypatch):
     tried, best = mtp.choose(run, asked.recipe.mtp_auto, None)
     assert best.recipe.mtp == "bf16"
     assert all(each.kept == 1.0 and each.kept_at_least < 0.97 and each.needed_slots == 99 for each in tried)
-    with pytest.raises(
-        GateError, match=r"About 99 slots would tell, here are 80: raise calibration.held_out to \d+, or add bf16"
-    ):
+    with pytest.raises(GateError, match=r"on 80 slots\. .*add bf16 to mtp_auto.candidates, raise calibration.held_out"):
         mtp_pass(auto(plan, "W4A16"), run.backbone)
 
 
@@ -287,7 +285,7 @@ def test_text_that_says_nothing_costs_a_figure_not_the_run(glm, tmp_path):
     assert found.unmeasured.startswith(says)
     assert [row.mtp for row in found.combinations] == ["source", "source", "quantized"]
     assert not any(row.acceptance for row in found.combinations)
-    assert found.plan is plan and found.coverage and found.combinations[1].perplexity > 1
+    assert found.plan is plan and found.combinations[1].perplexity > 1
     refuse_statistics(found.plan, Statistics.open(backbone.folder / "statistics"))
     known = mtp_pass(plan, known)
     for name in files(backbone):
@@ -314,7 +312,7 @@ def test_inputs_are_those_of_a_draft(made):
         block = build_block(skeleton.plan.view)
         skeleton.fill(block, bind_block(block, skeleton.plan))
         blocks.append(block)
-    batch = next(iter(backbone.batches("mtp")))
+    batch = next(backbone.batches("mtp").batches())
     with torch.no_grad():
         hidden = block_input(skeleton, blocks[0], batch)
         steps = draft_steps(blocks, skeleton.model.get_input_embeddings(), ids=batch.ids, hidden=hidden, num_steps=2)

@@ -34,7 +34,7 @@ def run(plan: Plan, folder: Path) -> Backbone:
 
 
 def last_states(backbone: Backbone, stream: Stream) -> Tensor:
-    return torch.cat([batch.state[0] for batch in backbone.batches(stream)]).float()
+    return torch.cat([batch.state[0] for batch in backbone.batches(stream).batches()]).float()
 
 
 @pytest.fixture(scope="module")

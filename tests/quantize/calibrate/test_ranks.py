@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -163,18 +162,16 @@ def test_two_ranks_find_the_plan_that_one_finds(tmp_path):
         assert other["divergence"] == pytest.approx(plan["divergence"], rel=0.02)
 
 
-def test_ranks_share_the_writing_of_large_statistics_and_a_gpu_that_fails_loses_nothing(tmp_path):
-    """Three ranks write three files a layer; one's GPU fails; one process goes on, and nothing is there twice."""
+def test_a_gpu_that_fails_loses_nothing(tmp_path):
+    """One of three ranks' GPU fails; one process goes on."""
     recipe, one, many = small_recipe(tmp_path, "tiny-glm4-moe.w8a8-smoothquant"), tmp_path / "one", tmp_path / "many"
     assert finished(start(recipe, one)) == [0]
-    failed = start(recipe, many, size=3, kill=("gpu fails", 1), killed_rank=1, in_parts=True)
+    failed = start(recipe, many, size=3, kill=("gpu fails", 1), killed_rank=1)
     assert finished(failed, 60) == [2, 2, 2]
     assert "the GPU must work until the end; got CUDA error: unspecified launch failure. Look at " in error(many, 1)
     assert "all processes must stay until the end; got no answer from another" in error(many, 0)
-    names = [path.name for path in sorted((many / "statistics").iterdir())]
-    assert names == ["layer-00000-00001.safetensors", "layer-00000-00002.safetensors", "layer-00000.safetensors"]
-    stray = Path(shutil.copy(many / "statistics" / names[0], many / "statistics" / "layer-00001-00001.safetensors"))
-    assert finished(start(recipe, many)) == [0] and not stray.exists()
+    assert [path.name for path in (many / "statistics").iterdir()] == ["layer-00000.safetensors"]
+    assert finished(start(recipe, many)) == [0]
     found, expected = (Statistics.open(folder / "statistics") for folder in (many, one))
     assert found.sums == expected.sums and len(found.sums) > 50
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from keepmtp.checkpoints.files import unwritable
 from keepmtp.quantize.calibrate.model import states as module
 from keepmtp.quantize.calibrate.model.states import States
 from keepmtp.quantize.needs import free_memory
@@ -25,12 +26,11 @@ def state(first: int, last: int) -> tuple[torch.Tensor | None, ...]:
     return HIDDEN[first:last].clone(), None, INDICES[first:last].clone()
 
 
-def written(folder: Path, sizes: list[int], *, index: int = 1, room: float = 0.5) -> States:
+def written(folder: Path, sizes: list[int]) -> States:
     """States of 11 rows in batches of these sizes."""
     (folder / "states").mkdir(exist_ok=True)
     found, first = States(folder / "states", ALONE), 0
-    with found.writing(index) as outputs:
-        outputs._room = int(room * outputs._room)
+    with found.writing(1) as outputs:
         for size in sizes:
             outputs.put("calibration", first, state(first, first + size))
             first += size
@@ -43,38 +43,28 @@ def check(found: States, first: int, last: int) -> None:
     assert torch.equal(hidden, HIDDEN[first:last]) and torch.equal(indices, INDICES[first:last])
 
 
-ROOM = {"all in memory": 1.0, "none in memory": 0.0}
-
-
-@pytest.mark.parametrize("room", ROOM.values(), ids=ROOM)
-def test_any_rows_can_be_read_whatever_batches_wrote_them(room, tmp_path):
-    found = written(tmp_path, [4, 4, 3], room=room)
+@pytest.mark.parametrize("free", [10**9, 0], ids=["all in memory", "none in memory"])
+def test_any_rows_can_be_read_whatever_batches_wrote_them(free, tmp_path, monkeypatch):
+    """And nobody changes what is kept."""
+    monkeypatch.setattr(module, "free_host_bytes", lambda: free)
+    found = written(tmp_path, [4, 4, 3])
+    assert len(found._kept) == (3 if free else 0)
     for reader in (found, States(tmp_path / "states", ALONE)):  # this run, and one that goes on after it
         for size in (1, 2, 3, 5, 11):
             for first in range(0, 11, size):
                 check(reader, first, min(first + size, 11))
+                hidden, *_ = reader.read(1, "calibration", first, min(first + size, 11), CPU)
+                assert hidden is not None
+                hidden.zero_()
 
 
 def test_rows_of_other_processes_are_read_from_disk(tmp_path):
-    """As two ranks leave them: each knows its own rows, and finds those of the other."""
+    """As two ranks leave them: each keeps its own rows, and finds those of the other."""
     whole = written(tmp_path, [3, 3, 3, 2])
-    own = [rows for rows in whole._rows[1, "calibration"] if rows.first in (0, 6)]
-    whole._rows[1, "calibration"] = own
+    whole._kept = {path: rows for path, rows in whole._kept.items() if "-000000-" in path.name}
     check(whole, 0, 3)
     check(whole, 2, 8)
     check(whole, 0, 11)
-
-
-def test_what_is_kept_equals_what_is_on_disk_and_nobody_changes_it(tmp_path):
-    found = written(tmp_path, [6, 5])
-    kept = [rows.kept for rows in found._rows[1, "calibration"]]
-    assert all(values is not None for values in kept)
-    for first, last in ((0, 6), (2, 9)):  # one file, and two
-        hidden, *_ = found.read(1, "calibration", first, last, CPU)
-        assert hidden is not None
-        hidden.zero_()
-        check(found, first, last)
-        check(States(tmp_path / "states", ALONE), first, last)
 
 
 def test_a_view_and_a_tensor_of_inference_mode_are_kept_as_tensors_of_their_own(tmp_path):
@@ -85,17 +75,17 @@ def test_a_view_and_a_tensor_of_inference_mode_are_kept_as_tensors_of_their_own(
         with torch.inference_mode():
             outputs.put("calibration", 4, state(4, 11))
     check(found, 0, 11)
-    for rows in found._rows[1, "calibration"]:
-        for value in rows.kept or ():
-            assert value is None or (value.untyped_storage().nbytes() == value.nbytes and not value.is_inference())
+    for value in (value for rows in found._kept.values() for value in rows if value is not None):
+        assert value.untyped_storage().nbytes() == value.nbytes and not value.is_inference()
 
 
-def test_states_of_the_layer_before_are_removed_from_disk_and_memory(tmp_path):
+def test_states_of_the_layer_before_are_removed_but_where_they_are_kept(tmp_path):
     found = written(tmp_path, [11])
-    with found.writing(2) as outputs:
-        outputs.put("calibration", 0, state(0, 11))
-    assert [path.name for path in (tmp_path / "states").iterdir()] == ["00002"]
-    assert found._rows.keys() == {(2, "calibration")} and found.num_done() == 2
+    for index, keeps, left in ((2, False, ["00002"]), (3, True, ["00002", "00003"]), (3, True, ["00002", "00003"])):
+        with found.writing(index, keeps=keeps) as outputs:
+            outputs.put("calibration", 0, state(0, 11))
+        assert sorted(path.name for path in (tmp_path / "states").iterdir()) == left
+        assert {path.parent.name for path in found._kept} == {f"{index:05d}"} and found.num_done() == index
 
 
 def test_an_error_while_a_layer_runs_leaves_the_states_that_it_reads(tmp_path):
@@ -110,14 +100,14 @@ def test_an_error_while_a_layer_runs_leaves_the_states_that_it_reads(tmp_path):
 
 
 def test_a_full_disk_ends_the_layer_in_a_sentence(tmp_path, monkeypatch):
-    real = module.write_at
+    real = module.save
 
-    def write_at(descriptor: int, data: memoryview, position: int) -> None:
-        if "calibration-000004" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(descriptor, data, position)
+    def save(tensors: dict, path: Path, metadata: dict) -> None:
+        if "calibration-000004" in path.name:
+            raise unwritable(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        real(tensors, path, metadata)
 
-    monkeypatch.setattr(module, "write_at", write_at)
+    monkeypatch.setattr(module, "save", save)
     rule = r"calibration-000004-000008\.safetensors: must be writable; got No space left on device\. Make"
     with pytest.raises(CheckpointError, match=rule):
         written(tmp_path, [4, 4, 3])
@@ -128,7 +118,9 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     written(tmp_path, [4, 4, 3])
     path = tmp_path / "states" / "00001" / "calibration-000004-000008.safetensors"
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=rf"^{path}: must be .* got \d+ bytes\. Remove {tmp_path}, and run"):
+    with pytest.raises(
+        CheckpointError, match=rf"^{path}: must be a whole file of states; got .*\. Remove {tmp_path}, and run"
+    ):
         States(tmp_path / "states", ALONE).read(1, "calibration", 5, 6, CPU)
     path.unlink()
     rule = r"00001: rows 3 to 4 of calibration must be there; got not all of them\. Remove"
@@ -137,14 +129,13 @@ def test_missing_and_damaged_files_are_named(tmp_path):
 
 
 def test_processes_of_a_machine_share_its_free_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "free_host_bytes", lambda: 10_000)
-    alone, shared = (States(tmp_path, replace(ALONE, local_size=size)) for size in (1, 4))
-    assert (alone._room(), shared._room()) == (5000, 1250)
-    kept = written(tmp_path, [4, 4, 3])  # what it keeps itself counts as free, and once
-    own = HIDDEN.nbytes + INDICES.nbytes
-    assert kept._room() == (10_000 + own) // 2 - own
-    monkeypatch.setattr(module, "free_host_bytes", lambda: 0)
-    assert kept._room() == 0
+    size = HIDDEN.nbytes + INDICES.nbytes
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 2 * size)
+    for local_size, kept in ((1, 1), (2, 0)):
+        found = States(tmp_path, replace(ALONE, local_size=local_size))
+        with found.writing(1) as outputs:
+            outputs.put("calibration", 0, state(0, 11))
+        assert len(found._kept) == kept
 
 
 def test_free_memory_is_the_machines_or_what_a_container_leaves(tmp_path):
