@@ -62,7 +62,7 @@ WRONG = [
     ("pin tiny-glm4-moe", "Give --out tiny-glm4-moe.yaml."),
     ("quantize nothere.yaml", "See `keepmtp ls models`."),
     ("graft tiny --from tiny", "Add --out NEW, or --dry-run."),
-    ("convert tiny --to modelopt --out new", "Quantize it first."),
+    ("convert tiny --to modelopt --out new", "Quantize the original release."),
     # numbers and files
     ("serve tiny -k 99 --dry-run", "Use -k 4 or less; `keepmtp bench` finds the best."),
     ("serve tiny tiny", "Run it for each."),
