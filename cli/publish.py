@@ -3,7 +3,7 @@
 In: a checkpoint with a green report and a card. Out: a table or JSON; on the Hub, a commit with exactly those files.
 
 Easy to get wrong: what was public once cannot be taken back. The command asks before it sends a byte. A new repository
-becomes public only after its bytes and its loading were checked there. For one that is public already it asks too.
+becomes public only after its bytes were checked there. For one that is public already it asks too.
 """
 
 import os
@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable, size_in_words
-from .options import DryRunOption, JsonOption, chosen_gpus
+from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
 from .tables import answer, counted, say, table
 
@@ -44,10 +44,6 @@ def publish(
         ),
     ] = False,
     dry_run: DryRunOption = False,
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", help="GPU that the dry load of the repository pretends; default: the report's first."),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Upload a checkpoint and its card to the Hub, private by default, and check what arrived.
@@ -56,9 +52,8 @@ def publish(
     says, and every byte on disk hashes to what was measured. Values are read once more: a scale that is NaN or zero,
     or an MTP block of zeros, is refused by its name. Only files of the report and of the card are sent.
 
-    Then sizes and hashes are compared with the Hub's, and the repository is dry-loaded by range requests (checked
-    without vLLM where there is none). A run that was interrupted is continued by the same command. The token is
-    HF_TOKEN or that of `hf auth login`.
+    Then sizes and hashes are compared with the Hub's: what is there is what was measured. A run that was interrupted
+    is continued by the same command. The token is HF_TOKEN or that of `hf auth login`.
 
     Exit status 1 if the report is not green or the repository is not what was sent; 2 for anything else.
 
@@ -80,7 +75,6 @@ def publish(
     url = f"{constants.ENDPOINT}/{repo}"
     tell(f"folder      {os.path.realpath(path)}")
     tell(f"repository  {url}")
-    chosen = next(iter(chosen_gpus([gpu] if gpu else [])), None)
     ready_report(path)
     token = get_token()
     if token is None and not dry_run:
@@ -109,7 +103,7 @@ def publish(
             _confirm(f"{repo} is public, so what is sent can be read on a branch before it is checked")
         elif public and not yes:
             _confirm(f"{repo} would be public")
-        done = publishing.publish(parcel, hub, repo, public=public, update=update, may_be_public=is_public, gpu=chosen)
+        done = publishing.publish(parcel, hub, repo, public=public, update=update, may_be_public=is_public)
     told = {
         "repo": repo,
         "url": url,
@@ -120,7 +114,6 @@ def publish(
         "kept_files": done.kept,
         "other_files": done.others,
         "verified": True,
-        "loaded": done.how,
     }
     answer(told, _published(parcel, url, done), as_json=as_json)
 
@@ -147,7 +140,7 @@ def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[Render
         yield f"sent {sent}; were there already: {kept}"
     else:
         yield f"all {count} files were there already"
-    yield f"checked there: sizes and hashes of {count} files; {done.how}"
+    yield f"checked there: sizes and hashes of {count} files"
     if done.others:
         yield f"not ours and left alone: {', '.join(done.others)}"
 

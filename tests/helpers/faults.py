@@ -44,9 +44,6 @@ STEPS: Mapping[str, tuple[str, int]] = {
     "commit": (f"POST {_OURS}/commit/", 0),
     "look at the commit": (f"GET {_OURS}/revision/{_SHA}", 0),
     "list the commit": (f"GET {_OURS}/tree/{_SHA}", 0),
-    "look at it to load": (f"GET {_OURS}/revision/{_SHA}", 1),
-    "read config.json": (f"GET /{REPO}/resolve/.*/config.json", 0),
-    "read a header": (f"GET /{REPO}/resolve/.*/{SHARD}", 0),
     "go public": (f"PUT {_OURS}/settings", 0),
 }
 """What publish asks, in this order: "METHOD /path", and how many such requests come before."""
@@ -130,9 +127,8 @@ FAULTS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
     "503 once": lambda case: {"status": 503, "headers": {"Retry-After": "0"}},
 }
 PASSING = ("cut once", "503 once", "429 once")
-READ_BACK = ("read config.json", "read a header")
 # Of requests whose answer is no JSON.
-_BYTES = (*READ_BACK, "send", "say it is sent")
+_BYTES = ("send", "say it is sent")
 _OF_JSON = ("no keys", "wrong types", "half of the JSON")
 CASES = [(step, fault) for step in STEPS for fault in FAULTS if not (fault in _OF_JSON and step in _BYTES)]
 
@@ -182,8 +178,6 @@ def _statuses(step: str, fault: str) -> tuple[int, ...]:
         return (-9,)
     if fault in PASSING:
         return (0,)
-    if step in READ_BACK and fault in ("no JSON", "a list", "null", "sent to another host"):
-        return (0, 1, 2)  # the Hub holds something that no loader can read, as far as anybody can see
     return (0, 2)
 
 

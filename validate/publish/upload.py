@@ -1,15 +1,15 @@
-"""Sends a checkpoint and its card to the Hub, compares what arrived, checks it there, and only then lets it be seen.
+"""Sends a checkpoint and its card to the Hub, compares what arrived, and only then lets it be seen.
 
 In: a `Parcel` (upload_set.py) and a repository's name. Out: the commit that holds exactly these files, by their hashes.
 
-Easy to get wrong: a repository that exists may be somebody else's. A file that differs is replaced only on request,
+Easy to get wrong: bytes with the hashes of the report are those that were loaded and served, so nothing is loaded there
+once more. But a repository that exists may be somebody else's. A file that differs is replaced only on request,
 nothing is deleted, and a run that continues after a cut must recognize its own files. A repository that everybody reads
 gets a branch, and its main branch the branch's files once they are checked.
 """
 
 import hashlib
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,19 +22,15 @@ from ...checkpoints.hub_names import is_repo_id, page_of
 from ...checkpoints.identity import listed
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.scratch import ScratchFolder
-from ...recipes.errors import GateError, RecipeError, VLLMError
-from ..check.check import Checked, examine
-from ..dryload.check_on import check_on
-from ..facts.dry_load import GPU, GPUS
-from ..facts.vllm_env import find_vllm
-from .hub import AGAIN, WAITS_SECONDS, Blob, Hub, Remote
+from ...recipes.errors import GateError, RecipeError
+from .hub import AGAIN, Blob, Hub, Remote
 from .upload_set import LocalFile, Parcel
 
 FileState = Literal["new", "same", "differs", "other"]
 """Of a file of the parcel, or of another one that the repository holds, which stays."""
 # The Hub writes this file into every new repository, and after that by itself.
 HUBS_OWN = (".gitattributes",)
-_GPU: GPU = "sm100"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +41,6 @@ class Published:
         commit: that was compared and checked.
         kept: files that were there already.
         others: files there that are not of the parcel.
-        how: in words, how the repository was checked.
     """
 
     commit: str
@@ -53,7 +48,6 @@ class Published:
     num_bytes: int
     kept: list[str]
     others: list[str]
-    how: str
 
 
 def check_name(repo: str) -> None:
@@ -110,7 +104,6 @@ def publish(
     public: bool = False,
     update: bool = False,
     may_be_public: bool = False,
-    gpu: GPU | None = None,
 ) -> Published:
     """Send the parcel, compare and check it there, and then make it public or let the main branch have it.
 
@@ -123,11 +116,10 @@ def publish(
         public: let everybody read it in the end.
         update: replace files that differ.
         may_be_public: the repository was a public one before.
-        gpu: the GPU to pretend for the dry load there; the report's first by default.
 
     Raises:
-        RecipeError: it holds something else, or everybody may read it.
-        GateError: what it holds is not what was sent, or has an error there.
+        RecipeError: it holds something else, other weights too, or everybody may read it.
+        GateError: what it holds is not what was sent.
         HubError: the Hub refuses, or does not answer, or somebody else writes to it.
     """
     if hub.look(repo) is None:
@@ -139,6 +131,9 @@ def publish(
     if not update:
         refuse_overwriting(repo, found)
     missing, others = named(found, "new", "differs"), named(found, "other")
+    if strange := [name for name in others if name.endswith(_WEIGHTS)]:
+        rule, cure = "must hold no weights of another checkpoint: a server would read them", "Delete them there first"
+        raise RecipeError(repo, rule, got=listed(strange), cure=cure)
     message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
     branch, commit = "main", before.commit
     if missing:
@@ -151,7 +146,6 @@ def publish(
     there = _must_be_there(hub, repo, commit)
     try:
         verify(parcel, there, others=others)
-        how = check_there(parcel, there, gpu=gpu, watch=hub.watch)
         if branch == "main":
             _refuse_other_head(hub, there, AGAIN)
         else:
@@ -170,7 +164,6 @@ def publish(
         num_bytes=sum(parcel.files[name].num_bytes for name in missing),
         kept=named(found, "same"),
         others=others,
-        how=how,
     )
 
 
@@ -251,49 +244,3 @@ def _difference(local: LocalFile, there: Blob) -> str:
     # Git's hash says only that the Hub has what is here now, and the report only what was here then.
     is_measured = hashlib.sha256(content).hexdigest() == local.sha256
     return "" if is_measured and git_hash(content) == there.git_hash else "of another git hash there than here"
-
-
-def check_there(
-    parcel: Parcel, remote: Remote, *, gpu: GPU | None = None, watch: Callable[[str], None] = lambda doing: None
-) -> str:
-    """Check a commit by range requests, with vLLM's own loaders if there is a vLLM here; in words, what was tried.
-
-    Args:
-        parcel: what is there; its first dry load is repeated unless `gpu` is given.
-        remote: the commit.
-        gpu: the GPU to pretend.
-        watch: called with words about what is being done.
-
-    Raises:
-        HubError: it cannot be read now.
-        GateError: it has an error there.
-    """
-    first = next(iter(parcel.report.dry), None)
-    tp, k = (first.tp, first.k) if first and gpu is None else (1, 1)
-    wanted = gpu or (first.gpu if first else _GPU)
-    chosen: GPU = next(known for known in GPUS if known == wanted)
-    page = f"huggingface.co/{remote.repo}/tree/{remote.commit}"
-    try:
-        vllm = find_vllm()
-    except VLLMError:
-        vllm = None
-
-    def load() -> Checked:
-        if vllm is None:
-            return examine(page)
-        (checked,) = check_on([page], vllm=vllm, gpus=[chosen], tps=[tp], num_drafts=k, progress=watch)
-        return checked
-
-    checked = load()
-    if checked.refusal is not None:  # a cut, or a Hub that is busy, says nothing about the checkpoint: both pass
-        time.sleep(WAITS_SECONDS[0])
-        checked = load()
-    if checked.refusal is not None:
-        raise HubError(remote.repo, "must be readable there", got=str(checked.refusal).rstrip("."), cure=AGAIN)
-    if not checked.data.ok:
-        worst = checked.data.findings[0]
-        where, rule = f"{remote.repo} at {remote.commit}", "must pass the check there as it did here"
-        raise GateError(where, rule, got=f"{worst.where}: {worst.says}", cure=f"Look: `keepmtp check {remote.repo}`")
-    if vllm is None:
-        return "static check, no dry load: no vLLM here (see `keepmtp doctor`)"
-    return f"dry load on {chosen} at TP {tp} with vLLM {vllm.version}"
