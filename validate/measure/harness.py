@@ -112,8 +112,12 @@ class Host:
             VLLMError: no room for it.
             CheckpointError: a weight cannot be read.
         """
-        if reason := why_no_kernel(self._source, self._setup.vllm):
-            self._copy(reason)
+        try:
+            if reason := why_no_kernel(self._source, self._setup.vllm):
+                self._copy(reason)
+        except BaseException:
+            self._kept.close()  # no context is left that would remove a part of a copy
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -465,18 +465,6 @@ def test_faults_that_pass_lose_nothing(hub, folder):
     whole(hub, folder)
 
 
-@pytest.mark.full
-def test_a_hub_that_does_not_recover_is_given_up_and_nothing_is_sent_twice(publish_here, hub, folder):
-    hub.faults = [Fault("POST .*/commit/", status=503, times=4, headers={"Retry-After": "0"})]
-    ended = publish_here()
-    assert ended.code == 2 and "the Hub must answer; got 503" in ended.err, ended
-    assert "what has arrived is not sent twice" in ended.err
-    sent = {name: count for name, count in hub.put.items() if name}
-    assert publish_here().code == 0
-    assert {name: count for name, count in hub.put.items() if name} == sent
-    whole(hub, folder)
-
-
 def test_a_run_that_is_killed_continues(hub, folder):
     """kill -9 while one shard is under way: the others have arrived, and only that one is sent again."""
     held, shard = threading.Event(), folder / SHARD
