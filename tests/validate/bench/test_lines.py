@@ -3,7 +3,7 @@
 import pytest
 from benches import repetition
 from keepmtp.recipes.errors import CheckpointError
-from keepmtp.validate.measure.bench_lines import BenchHeader, Measured, read_lines
+from keepmtp.validate.measure.bench_lines import BenchHeader, Measured
 from keepmtp.validate.measure.line_file import open_lines
 
 HEADER = BenchHeader(
@@ -25,15 +25,6 @@ HEADER = BenchHeader(
 def measured(k: int, number: int = 0) -> Measured:
     kept = repetition(k, 100.0 + k, number=number)
     return Measured(k=k, concurrency=1, context=0, as_served="native", reason="", repetition=kept)
-
-
-def test_lines_read_back_are_the_same(tmp_path):
-    lines = open_lines(tmp_path / "deep" / "bench.jsonl", HEADER)
-    for line in (measured(0), measured(1), measured(1, number=1)):
-        lines.add(line)
-    again = read_lines(lines.path)
-    assert again.header == HEADER and again.lines == lines.lines
-    assert list(again.lines) == [(0, 1, 0, 0), (1, 1, 0, 0), (1, 1, 0, 1)]
 
 
 def test_a_file_that_is_none_is_named_by_its_line(tmp_path):

@@ -120,13 +120,6 @@ def test_every_window_is_asked_once_of_each_and_gives_the_figures(toys, tmp_path
     assert exact_fact.is_exact and exact_fact.divergence == pytest.approx(exact.mean(), rel=1e-4)
 
 
-def test_the_same_again_serves_nothing(toys, tmp_path):
-    fact = run(tmp_path)
-    for toy in toys.values():
-        toy.asked.clear()
-    assert run(tmp_path) == fact and not any(toy.asked for toy in toys.values())
-
-
 @pytest.mark.parametrize("role", ["source", "checkpoint"])
 def test_a_server_that_dies_ends_the_run_and_the_next_asks_what_is_missing(role, toys, tmp_path):
     whole = run(tmp_path / "undisturbed")

@@ -62,13 +62,6 @@ def test_a_limit_asks_the_first_the_same_way(file):
     assert first.items == whole.items[:4] and first.dataset_sha256 != whole.dataset_sha256
 
 
-def test_chat_has_the_shots_as_turns(file):
-    found = asked(file, shots=2, api="chat")
-    turns = found.items[0].messages
-    assert [turn["role"] for turn in turns] == ["user", "assistant", "user", "assistant", "user"]
-    assert turns[-1]["content"] == f"Question: {ROWS[0]['question']}\nAnswer:" and "#### " in turns[1]["content"]
-
-
 @pytest.mark.parametrize("task", ["gsm8k", "gsm8k_platinum"])
 @pytest.mark.parametrize("protocol", [{}, {"shots": 4}, {"shots": 4, "api": "chat"}, {"limit": 6}])
 def test_scores_are_lm_evals(file, task, protocol, capfd):
