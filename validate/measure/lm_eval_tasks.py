@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -161,17 +162,16 @@ def _sub_config(protocol: Evaluation, group: str) -> dict[str, Any]:
 
 def _groups(protocol: Evaluation, rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by sub-task; with a limit so many in all, in turn from each, because a dataset has one after another."""
+    turns = zip_longest(*_by_group(protocol, rows).values())
+    asked = [row for turn in turns for row in turn if row is not None]
+    return _by_group(protocol, asked[: protocol.limit])
+
+
+def _by_group(protocol: Evaluation, rows: Sequence[Row]) -> dict[str, list[Row]]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(str(row[TASKS[protocol.task].group]), []).append(row)
-    taken, at = dict.fromkeys(groups, 0), 0
-    left = min(protocol.limit or len(rows), len(rows))
-    while left:
-        for group, of_group in groups.items():
-            if at < len(of_group) and left:
-                taken[group], left = at + 1, left - 1
-        at += 1
-    return {group: of_group[: taken[group]] for group, of_group in groups.items() if taken[group]}
+    return groups
 
 
 def _task(protocol: Evaluation, config: dict[str, Any], rows: Rows) -> ConfigurableTask:
