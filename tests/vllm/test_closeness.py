@@ -20,7 +20,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.measure.closeness_stored import FOLDER, SourceStore, read_store
+from keepmtp.validate.measure.closeness_stored import SourceStore, open_store
 from keepmtp.validate.measure.compared import FILE, read_compared
 from keepmtp.validate.measure.divergence import Predicted, compare
 from keepmtp.validate.report.report import verify
@@ -86,7 +86,8 @@ def found(made, text) -> dict:
 
 @pytest.fixture(scope="module")
 def store(made, found) -> SourceStore:
-    return read_store(made.with_name("qwen.report") / FOLDER)
+    evidence = made.with_name("qwen.report")
+    return open_store(evidence, read_compared(evidence / FILE).header.asked, print)
 
 
 def logprobs(model: torch.nn.Module, store: SourceStore) -> list[Predicted]:
