@@ -182,7 +182,8 @@ def test_the_page_of_a_check(keepmtp, extra):
 
 def test_serving_and_scoring(keepmtp, extra):
     """Only what stops before a server: nobody has a vLLM here."""
-    assert NO_VLLM in keepmtp("serve-check", MODEL).stderr
+    lacks = NO_VLLM if extra else "need scipy; got no scipy. Run uv pip install 'keepmtp[report]'"
+    assert lacks in keepmtp("serve-check", MODEL).stderr
     if extra != "evaluate":
         refused(keepmtp("eval", MODEL), install="evaluate")
         refused(keepmtp("all", "tiny-glm4-moe", "--out", "all"), install="evaluate")
