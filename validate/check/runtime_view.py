@@ -171,8 +171,6 @@ class RuntimeView(StoredView):
             name=name,
             kind=kind,
             part=part,
-            role=place.role,
-            layer=place.layer,
             shards=shards,
             members=members,
             loads_quantized=asks,

@@ -62,12 +62,18 @@ class Module:
     name: VLLMName
     kind: Kind
     part: Part
-    role: Role
-    layer: int | None
     shards: tuple[VLLMName, ...]
     members: tuple[Member, ...]
     loads_quantized: bool
     resolution: Resolution
+
+    @property
+    def role(self) -> Role:
+        return "experts" if self.kind == "experts" else self.members[0].place.role
+
+    @property
+    def layer(self) -> int | None:
+        return self.members[0].place.layer
 
 
 class GivenConfig(NamedTuple):
@@ -244,8 +250,6 @@ class StoredView:
             name=name,
             kind=kind,
             part="backbone",
-            role="experts" if kind == "experts" else "state",
-            layer=None,
             shards=shards,
             members=(Member(place=unknown_place(weight.module), weight=weight),),
             loads_quantized=True,

@@ -61,7 +61,6 @@ def serving(model: Any, *, trains: bool = False) -> Iterator[None]:
     Where it `trains`, gradients are kept, and pass activations as if these were not rounded.
 
     Quantized modules have their served weights already (`served.serve_weights`).
-
     """
     quantized = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}
     for name, module in quantized.items():

@@ -74,8 +74,6 @@ class SglangView:
             name=VLLMName(name),
             kind=kind,
             part=part,
-            role=place.role,
-            layer=place.layer,
             shards=shards,
             members=members,
             loads_quantized=asks,
