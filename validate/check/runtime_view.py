@@ -20,7 +20,7 @@ from .dialects.choose import read_dialect
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
 from .dialects.patterns import time_limit
-from .stored_view import Member, Module, StoredView
+from .stored_view import KINDS, Member, Module, StoredView
 from .vllm_module import PLAIN, Dialect, Kind, Resolution
 
 __all__ = ["Member", "Module", "RuntimeView"]
@@ -159,13 +159,10 @@ class RuntimeView(StoredView):
 
     def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
         place = members[0].place
-        kind: Kind = "linear"
-        last = name.rpartition(".")[2]
+        kind, last = KINDS.get(place.role, "linear"), name.rpartition(".")[2]
         shards = tuple(VLLMName(name.replace(last, each)) for each in self._fused.get(last, ()))
-        if place.role == "experts":
-            kind, shards = "experts", tuple(VLLMName(f"{name}.0.{last}") for last in self._projections)
-        elif place.role == "head":
-            kind = "head"
+        if kind == "experts":
+            shards = tuple(VLLMName(f"{name}.0.{last}") for last in self._projections)
         asks = place.row.loads_quantized
         return Module(
             name=name,

@@ -49,6 +49,10 @@ class Member:
     weight: StoredWeight
 
 
+KINDS: Mapping[Role, Kind] = {"experts": "experts", "head": "head"}
+"""What a server asks its quantization config for, by the group of a module; of all others for a linear module."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
     """One module at run time, with the weights on disk that make it up.

@@ -11,18 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ....recipes.family import Part, Role, VLLMName
+from ....recipes.family import Part, VLLMName
 from ....recipes.family_view import Place
 from ....recipes.runtimes.sglang import SglangModel, packed_modules, sglang_model, sglang_module, sglang_stem
 from ..dialects.matching import OneAnswer, plain
 from ..dialects.patterns import time_limit
-from ..runtime_view import Member, Module, RuntimeView
+from ..runtime_view import KINDS, Member, Module, RuntimeView
 from ..vllm_module import Dialect, Kind, Resolution
 from .choose import read_sglang
 
 # The classes of indexers and compressors are among SGLang's kernels, which nothing constructs for the tests.
 _NOT_JUDGED = ("vision", "embedding", "norm", "state", "indexer", "compressor")
-_KINDS: Mapping[Role, Kind] = {"experts": "experts", "head": "head"}
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -60,8 +59,7 @@ class SglangView:
         return dialect.answer.entry if isinstance(dialect, OneAnswer) and not dialect.answer.error else ""
 
     def _module(self, name: str, part: Part, asks: bool, members: tuple[Member, ...]) -> Module:
-        place = members[0].place
-        kind = _KINDS.get(place.role, "linear")
+        kind = KINDS.get(members[0].place.role, "linear")
         shards = tuple(VLLMName(f"{name}.0.{last}") for last in _PROJECTIONS)
         if kind != "experts":
             last = name.rpartition(".")[2]
