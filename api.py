@@ -1,15 +1,17 @@
-"""keepmtp from Python: what the command line does, as functions of values. docs/api.md has an example of each.
+"""keepmtp from Python: what the command line does, as functions of values. docs/api.md has an
+example of each.
 
     load_recipe  ->  plan  ->  quantize  ->  check  ->  report, card
 
-In: names, folders and Hub ids as a command line has them. Out: typed values, which know how they are printed as JSON
-(`value.model_dump(mode="json")`), and files where a name says so.
+In: names, folders and Hub ids as a command line has them. Out: typed values, which know how they
+are printed as JSON (`value.model_dump(mode="json")`), and files where a name says so.
 
-A function raises `KeepMTPError` where the command line prints `error:`; its fields say where, which rule, what is there
-instead and the cure. Nothing is printed: whoever wants to see a long run passes `progress`.
+A function raises `KeepMTPError` where the command line prints `error:`; its fields say where, which
+rule, what is there instead and the cure. Nothing is printed: whoever wants to see a long run passes
+`progress`.
 
-Easy to get wrong: `import keepmtp.api` loads nothing of this. A function loads what it needs when it is called, and a
-type when it is named.
+Easy to get wrong: `import keepmtp.api` loads nothing of this. A function loads what it needs when
+it is called, and a type when it is named.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -92,13 +94,16 @@ def plan(
     mtp_source: str | None = None,
     trust_remote_code: bool = False,
 ) -> "Plan":
-    """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is written.
+    """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is
+    written.
 
     Args:
-        model: as for `load_recipe`; or a checkpoint without a recipe: a folder, a Hub id, the address of its page.
+        model: as for `load_recipe`; or a checkpoint without a recipe: a folder, a Hub id, the
+            address of its page.
         source: folder or Hub id of the released checkpoint; default the recipe's.
         scheme, mtp, calibration: as for `load_recipe`.
-        mtp_source: folder or Hub id of the MTP block, for a release that has none; default the recipe's.
+        mtp_source: folder or Hub id of the MTP block, for a release that has none; default the
+            recipe's.
         trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
 
     Raises:
@@ -106,7 +111,13 @@ def plan(
     """
     from . import pipeline
 
-    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
+    words = {
+        "source": source,
+        "scheme": scheme,
+        "mtp": mtp,
+        "calibration": calibration,
+        "mtp_source": mtp_source,
+    }
     made, recipe_text = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
     return replace(made, recipe_text=recipe_text)
 
@@ -158,15 +169,18 @@ def check(
     runtimes: "Sequence[Runtime]" = ("vllm",),
     progress: Callable[[str], None] | None = None,
 ) -> "CheckData":
-    """Judge one checkpoint by its config.json and headers, with `gpus` by vLLM's loaders, with `values` by its bytes.
+    """Judge one checkpoint by its config.json and headers, with `gpus` by vLLM's loaders, with
+    `values` by its bytes.
 
     Args:
         where: a folder or a Hub id, of keepmtp or of any other tool.
-        gpus: GPUs to pretend: sm89, sm90, sm100, sm120. They need not be there; a vLLM environment must.
+        gpus: GPUs to pretend: sm89, sm90, sm100, sm120. They need not be there; a vLLM environment
+            must.
         tps: tensor-parallel sizes of the dry loads.
         num_drafts: num_speculative_tokens of the dry loads.
         draft: folder or Hub id of a draft that has a checkpoint of its own.
-        values: what is read of the tensors: "scalars", "scales", "unpacked" or "all". Needs the `quantize` extra.
+        values: what is read of the tensors: "scalars", "scales", "unpacked" or "all". Needs the
+            `quantize` extra.
         source: with `values`, the release as a folder or a Hub id; weights are compared with it.
         runtimes: the servers that are to load it: "vllm", "sglang". Dry loads are vLLM's alone.
         progress: called with what is done now.
@@ -201,9 +215,11 @@ def check_all(
     runtimes: "Sequence[Runtime]" = ("vllm",),
     progress: Callable[[str], None] | None = None,
 ) -> "Iterator[Checked]":
-    """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of them.
+    """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of
+    them.
 
-    `any_vllm` also takes a vLLM that keepmtp was not tested with. Dry loads (`gpus`) are vLLM's alone.
+    `any_vllm` also takes a vLLM that keepmtp was not tested with. Dry loads (`gpus`) are vLLM's
+    alone.
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
@@ -238,11 +254,12 @@ def _with_commands(checked: "Checked") -> "Checked":
 
 
 def report(path: str | Path) -> "Report":
-    """Read everything that was measured on a checkpoint, and compare it with the files that it was made from.
+    """Read everything that was measured on a checkpoint, and compare it with the files that it was
+    made from.
 
     Args:
-        path: a checkpoint's folder NAME or its NAME.report, whose report.json is made anew from the result files
-            there; or a report.json.
+        path: a checkpoint's folder NAME or its NAME.report, whose report.json is made anew from the
+            result files there; or a report.json.
 
     Raises:
         KeepMTPError: there is none, or its numbers are not those of the result files.
@@ -255,7 +272,8 @@ def report(path: str | Path) -> "Report":
 
 
 def report_page(full: "Report", folder: str | Path) -> Path:
-    """Write report.html, one page without scripts or requests; returns its path. Needs the `report` extra.
+    """Write report.html, one page without scripts or requests; returns its path. Needs the `report`
+    extra.
 
     Args:
         full: from `report`.
@@ -280,8 +298,8 @@ def card(
 
     Args:
         checkpoint: the folder NAME; what was measured on it is in NAME.report.
-        source: folder of what it was made from, for license, language and task; default what its record names, if
-            that is here.
+        source: folder of what it was made from, for license, language and task; default what its
+            record names, if that is here.
         base_model: ORG/NAME on the Hub that it was made from.
         license_id: as the Hub names it.
         out: where the card goes; default NAME.card.
@@ -290,7 +308,8 @@ def card(
     Returns: the card's folder, and the report that it was made from.
 
     Raises:
-        KeepMTPError: the bytes or the numbers are not those that were measured, or something is not known.
+        KeepMTPError: the bytes or the numbers are not those that were measured, or something is not
+            known.
     """
     from .checkpoints.source_of import folder_it_was_made_from
     from .validate.report import card as cards

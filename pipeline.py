@@ -1,18 +1,20 @@
 """The whole program on one screen: from a recipe to a checkpoint that vLLM serves with MTP.
 
-    recipe       recipes/find.py                           what a person decides, found by its name
-    family       recipes/families/                         what the modules are called, on disk and in vLLM
-    source       checkpoints/source.py                     config.json and headers, from a folder or from the Hub
-    plan         quantize/plan/plan.py                     one decision for every tensor, from headers alone
-    calibrate    quantize/calibrate/layers/backbone.py     statistics, one decoder layer at a time
-    MTP pass     quantize/calibrate/mtp/mtp_pass.py        the MTP block on the backbone's states; its acceptance
-    write        quantize/write/writer.py                  packed shards in <out>.partial
-    check        validate/check/check.py                   the static check
-    values       validate/check/own_values.py              scales and the MTP block; then the final name
+    recipe     recipes/find.py                        what a person decides, found by its name
+    family     recipes/families/                      what modules are called, on disk and in vLLM
+    source     checkpoints/source.py                  config.json and headers, local or on the Hub
+    plan       quantize/plan/plan.py                  one decision a tensor, from headers alone
+    calibrate  quantize/calibrate/layers/backbone.py  statistics, one decoder layer at a time
+    MTP pass   quantize/calibrate/mtp/mtp_pass.py     the MTP block, on the backbone's states
+    write      quantize/write/writer.py               packed shards in <out>.partial
+    check      validate/check/check.py                the static check
+    values     validate/check/own_values.py           scales and the MTP block; then the final name
 
-In: what a command line says. Out: a checkpoint under its final name, or a refusal before a byte is written.
+In: what a command line says. Out: a checkpoint under its final name, or a refusal before a byte is
+written.
 
-Easy to get wrong: under torchrun every process runs this, and only the first one does what is done once.
+Easy to get wrong: under torchrun every process runs this, and only the first one does what is done
+once.
 """
 
 import os
@@ -81,7 +83,8 @@ def plan_for(
     """Return the plan that a command line asks for, from headers alone, and the text of its recipe.
 
     Args:
-        model: a recipe by its name or file, or a checkpoint by its folder, its Hub id or the address of its page.
+        model: a recipe by its name or file, or a checkpoint by its folder, its Hub id or the
+            address of its page.
         source: another checkpoint than the recipe's.
         scheme, mtp, calibration: see `find_recipe`.
         mtp_source: another place of the MTP block than the recipe's, for a release that has none.
@@ -95,7 +98,8 @@ def plan_for(
     if word.is_recipe:
         recipe, text = find_recipe(word.name, **choices)
         where = source or recipe.source
-        # The recipe's revision belongs to the recipe's source. Another repository has a history of its own.
+        # The recipe's revision belongs to the recipe's source. Another repository has a history of
+        # its own.
         revision = "main" if where != recipe.source else word.revision or recipe.revision
         opened = _with_mtp(open_source(where, revision=revision), recipe, mtp_source)
     else:
@@ -121,19 +125,26 @@ def recipe_for(
 
 def _refuse_two_sources(source: str | None) -> None:
     if source is not None:
-        rule, cure = "must be left out where MODEL is itself a checkpoint", "Remove it, or name a recipe as MODEL"
+        rule, cure = (
+            "must be left out where MODEL is itself a checkpoint",
+            "Remove it, or name a recipe as MODEL",
+        )
         raise RecipeError("--source", rule, got=source, cure=cure)
 
 
 def _with_mtp(source: Source, recipe: Recipe, named: str | None) -> Source:
-    """The source with the MTP block that the user names, or else the recipe; a block of its own comes before that."""
+    """The source with the MTP block that the user names, or else the recipe; a block of its own
+    comes before that.
+    """
     if named is not None:
         known = recipe.mtp_source
         revision = known.revision if known is not None and known.source == named else "main"
         return with_mtp_of(source, open_source(named, revision=revision))
     if recipe.mtp_source is None or has_mtp(source):
         return source
-    return with_mtp_of(source, open_source(recipe.mtp_source.source, revision=recipe.mtp_source.revision))
+    return with_mtp_of(
+        source, open_source(recipe.mtp_source.source, revision=recipe.mtp_source.revision)
+    )
 
 
 def quantize(
@@ -150,17 +161,17 @@ def quantize(
     Args:
         plan: from `plan_for`. The plan of a Hub repository is made again when its files are here.
         recipe_text: is written into the checkpoint, unless a search finds another one.
-        out: the output folder; one that an earlier run with this plan has finished is kept. It is called
-            `<out>.partial` until it is whole and has passed its check, of headers and of values. Until then,
-            `<out>.calibration` holds what calibration wrote.
+        out: the output folder; one that an earlier run with this plan has finished is kept. It is
+            called `<out>.partial` until it is whole and has passed its check, of headers and of
+            values. Until then, `<out>.calibration` holds what calibration wrote.
         threads: how many shards are written at the same time; default one a core.
         keep_calibration: keep `<out>.calibration`, for another run with another MTP policy.
         progress: who is called while the run goes on.
 
     Raises:
         RecipeError, CheckpointError: before a byte is written.
-        GateError: no MTP policy of `mtp: auto` is good enough; or the written checkpoint does not pass its own check,
-            of headers and of values, and keeps its partial name.
+        GateError: no MTP policy of `mtp: auto` is good enough; or the written checkpoint does not
+            pass its own check, of headers and of values, and keeps its partial name.
     """
     refuse(plan, out)
     if is_finished(plan, out):
@@ -191,11 +202,17 @@ def quantize(
             if ranks.is_first:
                 publish(partial, out, keep_calibration=keep_calibration)
         ranks.wait()
-    return FinishedRun(plan=plan, out=out, report=report.model_copy(update={"path": str(out)}), calibration=run)
+    return FinishedRun(
+        plan=plan, out=out, report=report.model_copy(update={"path": str(out)}), calibration=run
+    )
 
 
 def plan_before_measuring(
-    recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES, trust_remote_code: bool = False
+    recipe: Recipe,
+    source: Source,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """Call `make_plan`. While `auto` has not chosen yet, plan BF16 and keep the word auto.
 
@@ -205,12 +222,19 @@ def plan_before_measuring(
     if recipe.is_searched:
         recipe = narrowed(recipe, source)
         refuse_budget(choices_of(recipe, source, trust_remote_code=trust_remote_code))
-    made = make_plan(recipe.before_measuring, source, shard_bytes=shard_bytes, trust_remote_code=trust_remote_code)
+    made = make_plan(
+        recipe.before_measuring,
+        source,
+        shard_bytes=shard_bytes,
+        trust_remote_code=trust_remote_code,
+    )
     return replace(made, recipe=recipe)
 
 
 def default_out(recipe: Recipe) -> Path:
-    """Return `out/<model>.<variant>`, the folder that is written where the command line names none."""
+    """Return `out/<model>.<variant>`, the folder that is written where the command line names
+    none.
+    """
     return Path("out") / recipe.name
 
 
@@ -220,15 +244,21 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
     with suppress(OSError):
         partial_path(out).rmdir()  # empty, or another run's
     if plan.recipe.is_searched:
-        plan = make_plan(read_recipe(out / RECIPE), plan.source, trust_remote_code=plan.trust_remote_code)
+        plan = make_plan(
+            read_recipe(out / RECIPE), plan.source, trust_remote_code=plan.trust_remote_code
+        )
     elif plan.recipe.mtp == AUTO:
         chosen = read_record(out / RECORD).recipe.whole["mtp"]
-        plan = make_plan(plan.recipe.resolved(chosen), plan.source, trust_remote_code=plan.trust_remote_code)
+        plan = make_plan(
+            plan.recipe.resolved(chosen), plan.source, trust_remote_code=plan.trust_remote_code
+        )
     return FinishedRun(plan=plan, out=out, report=_checked(out, plan), was_there=True)
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
-    """The plan over files on this disk; what transformers cannot build is refused before it is downloaded."""
+    """The plan over files on this disk; what transformers cannot build is refused before it is
+    downloaded.
+    """
     if plan.source.folder is None and plan.needs_batches:
         from .quantize.calibrate.buildable import backbone_refusal
 
@@ -244,7 +274,9 @@ def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
     return plan
 
 
-def _calibrated(plan: Plan, out: Path, ranks: "Ranks", progress: RunProgress) -> "CalibrationRun | None":
+def _calibrated(
+    plan: Plan, out: Path, ranks: "Ranks", progress: RunProgress
+) -> "CalibrationRun | None":
     if not plan.needs_batches:
         return None
     from .quantize.calibrate.run import calibrate
@@ -254,10 +286,16 @@ def _calibrated(plan: Plan, out: Path, ranks: "Ranks", progress: RunProgress) ->
 
 @contextmanager
 def _claimed(plan: Plan, out: Path, run: "CalibrationRun | None", ranks: "Ranks") -> Iterator[Path]:
-    """The partial folder. The first process holds it against other runs, for all processes of this one."""
+    """The partial folder. The first process holds it against other runs, for all processes of this
+    one.
+    """
     salt = run.salt if run else ""
     refuse_output(plan, out, calibration=salt)
-    with claim(plan, out, calibration=salt) if ranks.is_first else nullcontext(partial_path(out)) as partial:
+    with (
+        claim(plan, out, calibration=salt)
+        if ranks.is_first
+        else nullcontext(partial_path(out)) as partial
+    ):
         ranks.wait()
         yield partial
 
@@ -269,10 +307,14 @@ def _packing_bar(
     if progress.packing is None or not ranks.is_first:
         return nullcontext()
     written = [tensor for tensor in plan.tensors if tensor.outputs]
-    return progress.packing(sum(plan.entries[name].num_bytes for tensor in written for name in tensor.inputs))
+    return progress.packing(
+        sum(plan.entries[name].num_bytes for tensor in written for name in tensor.inputs)
+    )
 
 
-def _checked(folder: Path, plan: Plan, *, reads: bool = False, progress: RunProgress = SILENT) -> CheckData:
+def _checked(
+    folder: Path, plan: Plan, *, reads: bool = False, progress: RunProgress = SILENT
+) -> CheckData:
     """The static check, and that of the values where this process reads them."""
     checked = examine(folder, source=plan.source)
     if not checked.data.ok:

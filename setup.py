@@ -1,6 +1,8 @@
-"""What the package index shows: the README without what works only in a checkout, relative links and the picture.
+"""What the package index shows: the README without what works only in a checkout, relative links
+and the picture.
 
-Everything else is in pyproject.toml. A link whose target is a file becomes its text, which is the file's path.
+Everything else is in pyproject.toml. A link whose target is a file becomes its text, which is the
+file's path.
 """
 
 import re

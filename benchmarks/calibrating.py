@@ -1,12 +1,15 @@
-"""Calibrated runs against plain llm-compressor: the same recipe, the same tokens, each side a process of its own.
+"""Calibrated runs against plain llm-compressor: the same recipe, the same tokens, each side a
+process of its own.
 
-In: nothing. The shipped model for figures of quality, GLM-4.7's layout with 16 and with 128 experts for time and
-memory, and a layer so thin that only the host's work is left. Out: a table, or JSON with --json; exit status 1 if a
-target is missed. Each side has one core and is timed from the start of its process to a finished checkpoint on disk:
-`keepmtp quantize`, and `oneshot` in its sequential pipeline with `save_pretrained`. keepmtp's time includes what llm-
-compressor leaves out: held-out perplexity and acceptance, the static check, and an MTP block in the output.
+In: nothing. The shipped model for figures of quality, GLM-4.7's layout with 16 and with 128 experts
+for time and memory, and a layer so thin that only the host's work is left. Out: a table, or JSON
+with --json; exit status 1 if a target is missed. Each side has one core and is timed from the start
+of its process to a finished checkpoint on disk: `keepmtp quantize`, and `oneshot` in its sequential
+pipeline with `save_pretrained`. keepmtp's time includes what llm- compressor leaves out: held-out
+perplexity and acceptance, the static check, and an MTP block in the output.
 
-Easy to get wrong: wall time on a shared machine. Times are of the processor, and the least of a few runs.
+Easy to get wrong: wall time on a shared machine. Times are of the processor, and the least of a few
+runs.
 """
 
 import argparse
@@ -32,10 +35,12 @@ from releases import source_layout, write_checkpoint
 
 ROOT = Path(__file__).parent.parent
 REPEATS = 3
-# AWQ is not among them: llm-compressor 0.14.0.1 finds no mapping for a GLM whose first layer is dense, and stops.
+# AWQ is not among them: llm-compressor 0.14.0.1 finds no mapping for a GLM whose first layer is
+# dense, and stops.
 VARIANTS = ("nvfp4", "fp8", "w4a16-gptq")
 TIMED = {"nvfp4": (16, 128), "w4a16-gptq": (16,)}
-# GLM-4.7's layout, narrow: models that take longer than an import, with few experts and with as many as real ones.
+# GLM-4.7's layout, narrow: models that take longer than an import, with few experts and with as
+# many as real ones.
 LAYOUT = {
     "first_k_dense_replace": 1,
     "hidden_size": 512,
@@ -52,7 +57,8 @@ LAYOUTS = {
 }
 HOST_EXPERTS = (128, 512)  # routed experts of the thin layer
 
-# Both children end by printing one JSON line. VmHWM, not ru_maxrss: a child starts with its parent's.
+# Both children end by printing one JSON line. VmHWM, not ru_maxrss: a child starts with its
+# parent's.
 PEAK = """
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -207,7 +213,9 @@ def main() -> None:
             for experts in TIMED.get(variant, ())
             for row in speed(variant, experts, Path(folder))
         ]
-        rows += [row for experts in HOST_EXPERTS if "nvfp4" in variants for row in host_time(experts)]
+        rows += [
+            row for experts in HOST_EXPERTS if "nvfp4" in variants for row in host_time(experts)
+        ]
         rows += [search_cost()] if "nvfp4" in variants else []
     if arguments.json:
         print(json.dumps(rows, indent=2))
@@ -216,7 +224,9 @@ def main() -> None:
         for column in ("what", "measured", "target", "met"):
             table.add_column(column)
         for row in rows:
-            table.add_row(row["what"], row["measured"], row["target"], "yes" if row["met"] else "[red]NO[/]")
+            table.add_row(
+                row["what"], row["measured"], row["target"], "yes" if row["met"] else "[red]NO[/]"
+            )
         Console(width=140).print(table)
     sys.exit(not all(row["met"] for row in rows))
 
@@ -225,7 +235,9 @@ def quality(variant: str, folder: Path) -> list[dict]:
     """Held-out perplexity of both sides, and the acceptance that is kept, on the shipped model."""
     recipe, text = find_recipe("tiny-glm4-moe", scheme=variant)
     ours = run_ours(recipe, text, ROOT / "models" / "tiny-glm4-moe", folder / f"{variant}-shipped")
-    peer = run_peer(recipe, text, ROOT / "models" / "tiny-glm4-moe", folder / f"{variant}-peer", perplexity=True)
+    peer = run_peer(
+        recipe, text, ROOT / "models" / "tiny-glm4-moe", folder / f"{variant}-peer", perplexity=True
+    )
     source, served = ours["rows"][:2]
     first = [row["acceptance"]["by_position"]["1"][0] for row in (source, served)]
     kept = first[1] / first[0]
@@ -246,13 +258,17 @@ def quality(variant: str, folder: Path) -> list[dict]:
 
 
 def speed(variant: str, experts: int, folder: Path) -> list[dict]:
-    """Processor time and peak memory of both sides, interleaved, on a model that takes longer than an import."""
+    """Processor time and peak memory of both sides, interleaved, on a model that takes longer than
+    an import.
+    """
     recipe, text = find_recipe("tiny-glm4-moe", scheme=variant)
     # The same share of held-out text as in the recipes of large models.
     text = text.replace("samples: 32", "samples: 128").replace("held_out: 16", "held_out: 8")
     source = folder / f"source-{experts}"
     if not source.is_dir():
-        write_checkpoint(source, *source_layout("glm-4.7", size="tiny", changes=LAYOUTS[experts]), data="random")
+        write_checkpoint(
+            source, *source_layout("glm-4.7", size="tiny", changes=LAYOUTS[experts]), data="random"
+        )
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(ROOT / "models" / "tiny-glm4-moe" / file, source / file)
     seconds, memory = {"ours": [], "peer": []}, {"ours": [], "peer": []}
@@ -264,7 +280,9 @@ def speed(variant: str, experts: int, folder: Path) -> list[dict]:
             seconds[side].append(_processor_seconds() - started)
             shutil.rmtree(out)
     ours, peer = (min(seconds[side]) for side in ("ours", "peer"))
-    ours_memory, peer_memory = (statistics.median(memory[side]) / 2**30 for side in ("ours", "peer"))
+    ours_memory, peer_memory = (
+        statistics.median(memory[side]) / 2**30 for side in ("ours", "peer")
+    )
     return [
         {
             "what": f"{variant}, {experts} experts: time end to end",
@@ -282,7 +300,9 @@ def speed(variant: str, experts: int, folder: Path) -> list[dict]:
 
 
 def host_time(experts: int) -> list[dict]:
-    """What one more batch costs a core in one thin layer, where the arithmetic is next to nothing."""
+    """What one more batch costs a core in one thin layer, where the arithmetic is next to
+    nothing.
+    """
     done = json.loads(_child([sys.executable, "-c", HOST, str(experts)]).stdout.splitlines()[-1])
     ours, peer = (done[side] * 1000 for side in ("ours", "peer"))
     return [
@@ -296,18 +316,25 @@ def host_time(experts: int) -> list[dict]:
 
 
 def search_cost() -> dict:
-    """Calibration with a search under a budget against the same without one, both warm: no time of a start counts."""
+    """Calibration with a search under a budget against the same without one, both warm: no time of
+    a start counts.
+    """
     done = json.loads(_child([sys.executable, "-c", SEARCH, str(REPEATS)]).stdout.splitlines()[-1])
     return {
         "what": "tiny-docs: calibration with backbone: auto against a plain one",
-        "measured": f"{done['searched']:.1f} s against {done['plain']:.1f} s, {done['searched'] / done['plain']:.2f}x",
+        "measured": (
+            f"{done['searched']:.1f} s against {done['plain']:.1f} s, "
+            f"{done['searched'] / done['plain']:.2f}x"
+        ),
         "target": "<= 2x",
         "met": done["searched"] <= 2 * done["plain"],
     }
 
 
 def _processor_seconds() -> float:
-    """Of all children so far: other work on the machine does not count, and threads that wait do not either."""
+    """Of all children so far: other work on the machine does not count, and threads that wait do
+    not either.
+    """
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -321,10 +348,15 @@ def run_ours(recipe: Recipe, text: str, source: Path, out: Path) -> dict:
     return measured | json.loads(done.stderr.splitlines()[-1])
 
 
-def run_peer(recipe: Recipe, text: str, source: Path, out: Path, *, perplexity: bool = False) -> dict:
+def run_peer(
+    recipe: Recipe, text: str, source: Path, out: Path, *, perplexity: bool = False
+) -> dict:
     """One `oneshot` with the preset of the recipe's scheme; its JSON."""
     file = _recipe_file(recipe, text, out)
-    done = _child([sys.executable, "-c", PEER, str(file), str(source), str(out)], PERPLEXITY="1" if perplexity else "")
+    done = _child(
+        [sys.executable, "-c", PEER, str(file), str(source), str(out)],
+        PERPLEXITY="1" if perplexity else "",
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

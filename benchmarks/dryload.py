@@ -1,7 +1,9 @@
-"""The dry load against its limits: a full-size checkpoint in seconds and under 1 GB, growth linear, tiny ones at once.
+"""The dry load against its limits: a full-size checkpoint in seconds and under 1 GB, growth linear,
+tiny ones at once.
 
-In: nothing; sparse checkpoints in a temporary folder (headers alone). Out: a table, or JSON with --json; exit status 1
-if a target is missed. What is timed is the command as people type it, process start and static check included.
+In: nothing; sparse checkpoints in a temporary folder (headers alone). Out: a table, or JSON with
+--json; exit status 1 if a target is missed. What is timed is the command as people type it, process
+start and static check included.
 """
 
 import argparse
@@ -37,42 +39,70 @@ LIMIT_LISTED = 1.5
 
 
 def full_size(folder: Path, num_layers: int) -> Path:
-    """What keepmtp writes for DeepSeek-V4-Flash with that many decoder layers, headers over holes."""
+    """What keepmtp writes for DeepSeek-V4-Flash with that many decoder layers, headers over
+    holes.
+    """
     recipe, _ = find_recipe(FULL)
     ratios = releases.MODELS[recipe.model]["compress_ratios"]
     changes = {"num_hidden_layers": num_layers, "compress_ratios": [*ratios[:num_layers], 0]}
     config, tensors = releases.source_layout(recipe.model, size="full", changes=changes)
-    source = releases.write_checkpoint(folder / f"source-{num_layers}", config, tensors, num_shards=None)
+    source = releases.write_checkpoint(
+        folder / f"source-{num_layers}", config, tensors, num_shards=None
+    )
     plan = make_plan(recipe, open_source(source))
-    outputs = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
-    return releases.write_checkpoint(folder / f"{num_layers}", files_of(plan)["config.json"], outputs, num_shards=None)
+    outputs = {
+        output.name: (output.dtype, output.shape)
+        for tensor in plan.tensors
+        for output in tensor.outputs
+    }
+    return releases.write_checkpoint(
+        folder / f"{num_layers}", files_of(plan)["config.json"], outputs, num_shards=None
+    )
 
 
 def check(*folders: Path) -> tuple[float, float, list[dict]]:
-    """`keepmtp check --gpu sm100`: seconds, seconds of processor time (of both processes), and its reports."""
+    """`keepmtp check --gpu sm100`: seconds, seconds of processor time (of both processes), and its
+    reports.
+    """
     started, worked = time.perf_counter(), processor_seconds()
     words = [KEEPMTP, "check", *map(str, folders), "--gpu", "sm100", "--json"]
     done = subprocess.run(words, capture_output=True, text=True)
     seconds = time.perf_counter() - started
     reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(reports) == len(folders) and all(report["ok"] for report in reports), done.stdout + done.stderr
+    assert len(reports) == len(folders) and all(report["ok"] for report in reports), (
+        done.stdout + done.stderr
+    )
     return seconds, processor_seconds() - worked, reports
 
 
 def listed_by_expert(folder: Path) -> tuple[float, int]:
-    """The static check of modelopt's mixture with an entry an expert, over the same with an entry for all experts."""
+    """The static check of modelopt's mixture with an entry an expert, over the same with an entry
+    for all experts.
+    """
     config, tensors = releases.source_layout(LISTED, size="full")
     names = [name.removesuffix(".weight") for name in tensors if ".experts." in name]
     stored = {name: spec for name, spec in tensors.items() if ".experts." not in name}
     for name in names:
         rows, columns = tensors[f"{name}.weight"][1]
-        stored |= {f"{name}.weight": ("U8", (rows, columns // 2)), f"{name}.weight_scale_2": ("F32", ())}
-        stored |= {f"{name}.weight_scale": ("F8_E4M3", (rows, columns // 16)), f"{name}.input_scale": ("F32", ())}
+        stored |= {
+            f"{name}.weight": ("U8", (rows, columns // 2)),
+            f"{name}.weight_scale_2": ("F32", ()),
+        }
+        stored |= {
+            f"{name}.weight_scale": ("F8_E4M3", (rows, columns // 16)),
+            f"{name}.input_scale": ("F32", ()),
+        }
     took = []
     for entries in (names, sorted({name.partition(".experts.")[0] + ".experts" for name in names})):
         layers = {entry: {"quant_algo": "NVFP4", "group_size": 16} for entry in entries}
-        said = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-        source = as_source(Checkpoint(config=config | {"quantization_config": said}, tensors=stored), folder)
+        said = {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": layers,
+        }
+        source = as_source(
+            Checkpoint(config=config | {"quantization_config": said}, tensors=stored), folder
+        )
         started = time.process_time()
         check_source(source)
         took.append(time.process_time() - started)
@@ -106,7 +136,9 @@ def main() -> int:
             )
         # Of the dry load alone: starting both processes costs the same at every size.
         quarter, half, full = (reports[0]["dry"][0]["seconds"] for *_, reports in runs)
-        bend = ((full - half) / (tensors[2] - tensors[1])) / ((half - quarter) / (tensors[1] - tensors[0]))
+        bend = ((full - half) / (tensors[2] - tensors[1])) / (
+            (half - quarter) / (tensors[1] - tensors[0])
+        )
         rows.append(
             (
                 "seconds a tensor, half to full over quarter to half",
@@ -116,22 +148,36 @@ def main() -> int:
             )
         )
         layouts = {model: releases.source_layout(model, size="tiny") for model in TINY}
-        tiny = [releases.write_checkpoint(Path(scratch) / model, *layout) for model, layout in layouts.items()]
+        tiny = [
+            releases.write_checkpoint(Path(scratch) / model, *layout)
+            for model, layout in layouts.items()
+        ]
         first, *_ = check(tiny[0])
         together, *_ = check(*tiny)
         further = (together - first) / (len(tiny) - 1)
-        rows.append(("one tiny checkpoint", f"{first:.1f} s", f"{LIMIT_FIRST} s", first <= LIMIT_FIRST))
+        rows.append(
+            ("one tiny checkpoint", f"{first:.1f} s", f"{LIMIT_FIRST} s", first <= LIMIT_FIRST)
+        )
         ratio, count = listed_by_expert(Path(scratch))
         what = f"static check, {count:,} entries over one for each layer's experts"
         rows.append((what, f"{ratio:.2f}x", f"{LIMIT_LISTED}x", ratio <= LIMIT_LISTED))
-        rows.append(("each further one", f"{further:.2f} s", f"{LIMIT_FURTHER} s", further <= LIMIT_FURTHER))
+        rows.append(
+            ("each further one", f"{further:.2f} s", f"{LIMIT_FURTHER} s", further <= LIMIT_FURTHER)
+        )
     show(rows, as_json=options.json)
     return 0 if all(is_met for *_, is_met in rows) else 1
 
 
 def show(rows: list[tuple[str, str, str, bool]], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([dict(zip(("what", "measured", "limit", "is_met"), row, strict=True)) for row in rows]))
+        print(
+            json.dumps(
+                [
+                    dict(zip(("what", "measured", "limit", "is_met"), row, strict=True))
+                    for row in rows
+                ]
+            )
+        )
         return
     table = Table(title="dry load")
     for column in ("what", "measured", "limit", ""):

@@ -1,10 +1,13 @@
-"""`make gpu-test`: keepmtp on a GPU against keepmtp on a CPU, and how fast and how large it is there.
+"""`make gpu-test`: keepmtp on a GPU against keepmtp on a CPU, and how fast and how large it is
+there.
 
-In: a device (and --small for sizes that a CPU computes in seconds). Out: a table, its JSON with --json, and on a GPU
-the table of docs/gpu.md. Exit status 1 if anything differs, 2 if the device is not there.
+In: a device (and --small for sizes that a CPU computes in seconds). Out: a table, its JSON with
+--json, and on a GPU the table of docs/gpu.md. Exit status 1 if anything differs, 2 if the device is
+not there.
 
-Easy to get wrong: what is started here has no network and no installed keepmtp. The make target sets PYTHONPATH to a
-folder that holds the checkout under its name, and the wheels that were carried along.
+Easy to get wrong: what is started here has no network and no installed keepmtp. The make target
+sets PYTHONPATH to a folder that holds the checkout under its name, and the wheels that were carried
+along.
 """
 
 import argparse
@@ -26,26 +29,50 @@ try:
     from rich.table import Table
 except ModuleNotFoundError as error:
     print(
-        f"error: GPU_PYTHON: must have PyTorch for its GPU and what docs/gpu.md names; got {sys.executable} without "
+        "error: GPU_PYTHON: must have PyTorch for its GPU and what docs/gpu.md names; got "
+        f"{sys.executable} without "
         f"{error.name}. Name a Python that has it, or carry it there.",
         file=sys.stderr,
     )
     sys.exit(2)
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
-PARTS = ("casts", "finite", "rates", "packing", "collectives", "line", "glm-4.5-air", "deepseek-v3.1")
+PARTS = (
+    "casts",
+    "finite",
+    "rates",
+    "packing",
+    "collectives",
+    "line",
+    "glm-4.5-air",
+    "deepseek-v3.1",
+)
 BEGIN, END = "<!-- begin: written by make gpu-test -->\n", "<!-- end -->\n"
 
 
 def main() -> None:
-    """Run every part, print the rows, write the page; the exit status says whether all is as expected."""
+    """Run every part, print the rows, write the page; the exit status says whether all is as
+    expected.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu to try the program itself.")
-    parser.add_argument("--small", action="store_true", help="Sizes that a CPU computes in seconds.")
     parser.add_argument(
-        "--only", action="append", default=[], help="A part; may be given more than once.", choices=PARTS
+        "--device", default="cuda", help="cuda, cuda:1, or cpu to try the program itself."
     )
-    parser.add_argument("--page", type=Path, help="Write the table here, too; docs/gpu.md after a whole run on a GPU.")
+    parser.add_argument(
+        "--small", action="store_true", help="Sizes that a CPU computes in seconds."
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        help="A part; may be given more than once.",
+        choices=PARTS,
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        help="Write the table here, too; docs/gpu.md after a whole run on a GPU.",
+    )
     parser.add_argument("--json", action="store_true", help="Print the rows as JSON.")
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
@@ -66,17 +93,25 @@ def missing(device: torch.device) -> str:
     if device.type == "cpu" or (torch.accelerator.is_available() and _is_there(device)):
         return ""
     return (
-        f"error: gpu-test: PyTorch must see the device {device}; got PyTorch {torch.__version__} without it. "
-        "Run it on a machine with a GPU, or try the program itself with make gpu-test DEVICE=cpu SMALL=1."
+        f"error: gpu-test: PyTorch must see the device {device}; got PyTorch {torch.__version__} "
+        "without it. "
+        "Run it on a machine with a GPU, or try the program itself with make gpu-test DEVICE=cpu "
+        "SMALL=1."
     )
 
 
 def _is_there(device: torch.device) -> bool:
     own = torch.accelerator.current_accelerator()
-    return own is not None and own.type == device.type and (device.index or 0) < torch.accelerator.device_count()
+    return (
+        own is not None
+        and own.type == device.type
+        and (device.index or 0) < torch.accelerator.device_count()
+    )
 
 
-def parts(device: torch.device, folder: Path, *, small: bool) -> Mapping[str, Callable[[], list[GpuRow]]]:
+def parts(
+    device: torch.device, folder: Path, *, small: bool
+) -> Mapping[str, Callable[[], list[GpuRow]]]:
     """Name -> a function of no arguments that gives the rows of the part."""
     # llm-compressor logs to standard output, also while it is imported.
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
@@ -96,7 +131,9 @@ def parts(device: torch.device, folder: Path, *, small: bool) -> Mapping[str, Ca
 
 
 def measured(all_parts: Mapping[str, Callable[[], list[GpuRow]]], only: list[str]) -> list[GpuRow]:
-    """The rows of the parts that were asked for. A part that ends in an error is a row, and the others go on."""
+    """The rows of the parts that were asked for. A part that ends in an error is a row, and the
+    others go on.
+    """
     rows = []
     for name, part in all_parts.items():
         if only and name not in only:
@@ -106,7 +143,11 @@ def measured(all_parts: Mapping[str, Callable[[], list[GpuRow]]], only: list[str
             rows += part()
         except (RuntimeError, ValueError) as error:  # PyTorch's errors and keepmtp's refusals
             got = f"{type(error).__name__}: {error}".splitlines()[0]
-            rows.append(GpuRow(part=name, what="the whole part", measured=got, expected="no error", met=False))
+            rows.append(
+                GpuRow(
+                    part=name, what="the whole part", measured=got, expected="no error", met=False
+                )
+            )
     return rows
 
 
@@ -119,7 +160,9 @@ def show(rows: list[GpuRow], *, as_json: bool) -> None:
     for column in ("part", "what", "measured", "expected", "met"):
         table.add_column(column)
     for row in rows:
-        table.add_row(row.part, row.what, row.measured, row.expected, _met(row, "yes", "[red]NO[/]"))
+        table.add_row(
+            row.part, row.what, row.measured, row.expected, _met(row, "yes", "[red]NO[/]")
+        )
     Console(width=160).print(table)
 
 
@@ -127,9 +170,17 @@ def write_page(page: Path, rows: list[GpuRow], device: torch.device) -> None:
     """Put the table between the markers of a page."""
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    lines = [f"{machine(device)}\n", "| part | what | measured | expected | met |", "|---|---|---|---|---|"]
+    lines = [
+        f"{machine(device)}\n",
+        "| part | what | measured | expected | met |",
+        "|---|---|---|---|---|",
+    ]
     lines += [
-        f"| {row.part} | {row.what} | {row.measured} | {row.expected} | {_met(row, 'yes', '**no**')} |" for row in rows
+        (
+            f"| {row.part} | {row.what} | {row.measured} | {row.expected} | "
+            f"{_met(row, 'yes', '**no**')} |"
+        )
+        for row in rows
     ]
     page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}")
 
@@ -144,7 +195,9 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         name = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    packages = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "llmcompressor"))
+    packages = ", ".join(
+        f"{each} {version(each)}" for each in ("torch", "transformers", "llmcompressor")
+    )
     return f"Taken on {name}; Python {platform.python_version()}, {packages}."
 
 

@@ -1,6 +1,7 @@
 """Single operations of a device: the bits of its casts and packers, its rates, its collectives.
 
-In: a device. Out: rows. The CPU's bits are the reference: the suite compares them with compressed-tensors.
+In: a device. Out: rows. The CPU's bits are the reference: the suite compares them with
+compressed-tensors.
 """
 
 import tempfile
@@ -19,7 +20,8 @@ from keepmtp.recipes.schemes import SCHEMES, Scheme
 from torch import Tensor
 
 CPU = torch.device("cpu")
-# Each stores weights in its own way; the others differ from one of them in what they do with activations.
+# Each stores weights in its own way; the others differ from one of them in what they do with
+# activations.
 STORED = ("NVFP4A16", "MXFP4A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W8A16", "W8A8")
 # What ranks send to each other: sums of figures and of Hessians, packed weights, scales.
 SENT = (torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.float8_e4m3fn)
@@ -29,7 +31,9 @@ def casts(device: torch.device, *, small: bool) -> list[GpuRow]:
     """FP8 and FP4: every code, and values of every size, to the bit."""
     rows = []
     for name, values in _values(small).items():
-        found, expected = (values.to(where).to(torch.float8_e4m3fn).cpu() for where in (device, CPU))
+        found, expected = (
+            values.to(where).to(torch.float8_e4m3fn).cpu() for where in (device, CPU)
+        )
         rows.append(_compared("casts", f"{name} to FP8 E4M3", found, expected))
     for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
         codes = torch.arange(256, dtype=torch.uint8).view(dtype)
@@ -38,19 +42,34 @@ def casts(device: torch.device, *, small: bool) -> list[GpuRow]:
         rows.append(_compared("casts", f"{str(dtype)[6:]} to F32", found[number], expected[number]))
     for number, weight in enumerate(_weights(small)):
         for name in STORED:
-            found, expected = (pack(SCHEMES[name], [weight.to(where)])[0] for where in (device, CPU))
+            found, expected = (
+                pack(SCHEMES[name], [weight.to(where)])[0] for where in (device, CPU)
+            )
             for suffix, value in expected.items():
-                rows.append(_compared("packed", f"{name} {suffix}, weight {number}", found[suffix].cpu(), value))
+                rows.append(
+                    _compared(
+                        "packed", f"{name} {suffix}, weight {number}", found[suffix].cpu(), value
+                    )
+                )
             if name in ("NVFP4A16", "MXFP4A16"):
                 values = _dequantized(SCHEMES[name], found), _dequantized(SCHEMES[name], expected)
-                rows.append(_compared("packed", f"{name} back to BF16, weight {number}", values[0].cpu(), values[1]))
+                rows.append(
+                    _compared(
+                        "packed",
+                        f"{name} back to BF16, weight {number}",
+                        values[0].cpu(),
+                        values[1],
+                    )
+                )
     return _merged(rows)
 
 
 def _values(small: bool) -> Mapping[str, Tensor]:
     """Values that FP8 can hold: each BF16, and F32 with all kinds of last bits."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    bits = torch.randint(-(2**31), 2**31, (2**14 if small else 2**26,), generator=_seeded()).to(torch.int32)
+    bits = torch.randint(-(2**31), 2**31, (2**14 if small else 2**26,), generator=_seeded()).to(
+        torch.int32
+    )
     found = {"BF16": every, "F32": bits.view(torch.float32)}
     return {name: values[values.abs() <= 448] for name, values in found.items()}
 
@@ -76,9 +95,13 @@ def _dequantized(scheme: Scheme, packed: Mapping[str, Tensor]) -> Tensor:
 def _compared(part: str, what: str, found: Tensor, expected: Tensor) -> GpuRow:
     """Whether two tensors have the same bits, and how many elements have others."""
     found, expected = (value.contiguous().view(-1).view(torch.uint8) for value in (found, expected))
-    different = int((found != expected).sum()) if found.shape == expected.shape else expected.numel()
+    different = (
+        int((found != expected).sum()) if found.shape == expected.shape else expected.numel()
+    )
     measured = f"{different} of {expected.numel()} bytes differ"
-    return GpuRow(part=part, what=what, measured=measured, expected="the CPU's bits", met=not different)
+    return GpuRow(
+        part=part, what=what, measured=measured, expected="the CPU's bits", met=not different
+    )
 
 
 def _merged(rows: list[GpuRow]) -> list[GpuRow]:
@@ -89,25 +112,42 @@ def _merged(rows: list[GpuRow]) -> list[GpuRow]:
         if good := [row for row in own if row.met]:
             what = f"{good[0].what} ... {good[-1].what}"
             measured = f"{len(good)} of {len(own)} comparisons equal"
-            merged.append(GpuRow(part=part, what=what, measured=measured, expected="the CPU's bits"))
+            merged.append(
+                GpuRow(part=part, what=what, measured=measured, expected="the CPU's bits")
+            )
         merged += [row for row in own if not row.met]
     return merged
 
 
 def finite(device: torch.device, *, small: bool) -> list[GpuRow]:
-    """Whether one NaN or infinity among a layer's inputs is found: reductions of a device may skip a NaN."""
+    """Whether one NaN or infinity among a layer's inputs is found: reductions of a device may skip
+    a NaN.
+    """
     linear = torch.nn.Linear(64, 8, bias=False, dtype=torch.bfloat16, device=device)
     rows = []
-    for name, value, is_good in (("1", 1.0, True), ("NaN", nan, False), ("inf", inf, False), ("-inf", -inf, False)):
+    for name, value, is_good in (
+        ("1", 1.0, True),
+        ("NaN", nan, False),
+        ("inf", inf, False),
+        ("-inf", -inf, False),
+    ):
         ranges = InputRanges({"0": linear, "1": linear})
-        values = torch.randn(4, 16 if small else 4096, 64, generator=_seeded()).bfloat16().to(device)
+        values = (
+            torch.randn(4, 16 if small else 4096, 64, generator=_seeded()).bfloat16().to(device)
+        )
         ranges.read("0", values)
         ranges.read("1", values.index_fill(1, torch.tensor([3], device=device), value))
         ranges.end_batch()
         found = ranges.are_finite()
         measured = f"{'finite' if found else 'not finite'}"
         rows.append(
-            GpuRow(part="finite", what=f"inputs with {name}", measured=measured, expected="found", met=found == is_good)
+            GpuRow(
+                part="finite",
+                what=f"inputs with {name}",
+                measured=measured,
+                expected="found",
+                met=found == is_good,
+            )
         )
     return rows
 
@@ -125,7 +165,11 @@ def rates(device: torch.device, *, small: bool) -> list[GpuRow]:
         "copy to pinned host memory": (lambda: host.copy_(values, non_blocking=True), size),
     }
     rows = [
-        GpuRow(part="rates", what=what, measured=_per_second(num_bytes, seconds_of(call, device, repeats=repeats)))
+        GpuRow(
+            part="rates",
+            what=what,
+            measured=_per_second(num_bytes, seconds_of(call, device, repeats=repeats)),
+        )
         for what, (call, num_bytes) in copies.items()
     ]
     seconds = seconds_of(lambda: matrix @ matrix, device, repeats=repeats)
@@ -142,18 +186,25 @@ def packing(device: torch.device, *, small: bool) -> list[GpuRow]:
     for name in STORED:
         scheme = SCHEMES[name]
         seconds = seconds_of(lambda scheme=scheme: pack(scheme, [weight]), device, repeats=3)
-        share = f"{_per_second(weight.nbytes, seconds)} of BF16, {copied / seconds:.1%} of the rate of a copy"
+        share = (
+            f"{_per_second(weight.nbytes, seconds)} of BF16, {copied / seconds:.1%} of the rate "
+            "of a copy"
+        )
         rows.append(GpuRow(part="packing", what=name, measured=share))
     return rows
 
 
 def collectives(device: torch.device, *, small: bool) -> list[GpuRow]:
-    """NCCL (gloo on a CPU) in a group of one: each collective that calibration calls, with each dtype."""
+    """NCCL (gloo on a CPU) in a group of one: each collective that calibration calls, with each
+    dtype.
+    """
     backend = "gloo" if device.type == "cpu" else "nccl"
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(backend, init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
+        dist.init_process_group(
+            backend, init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
+        )
         try:
             found = _exchanged(device, 8 if small else 2**20)
         finally:
@@ -161,7 +212,13 @@ def collectives(device: torch.device, *, small: bool) -> list[GpuRow]:
     what = f"{backend}: all_reduce, broadcast, all_gather_object, barrier"
     dtypes = ", ".join(str(dtype)[6:] for dtype in SENT)
     return [
-        GpuRow(part="collectives", what=what, measured=found, expected=f"as sent: {dtypes}", met=found == "as sent")
+        GpuRow(
+            part="collectives",
+            what=what,
+            measured=found,
+            expected=f"as sent: {dtypes}",
+            met=found == "as sent",
+        )
     ]
 
 

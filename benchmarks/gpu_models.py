@@ -1,9 +1,11 @@
-"""Whole runs on a device: the shipped tiny model against the CPU, and one decoder layer as wide as a real model's.
+"""Whole runs on a device: the shipped tiny model against the CPU, and one decoder layer as wide as
+a real model's.
 
 In: a device and a folder for files. Out: rows.
 
-Easy to get wrong: a GPU adds up in another order than a CPU, so activations differ in their last bits. What is made of
-weights alone must be the CPU's to the bit; what is made of activations is compared within a tolerance.
+Easy to get wrong: a GPU adds up in another order than a CPU, so activations differ in their last
+bits. What is made of weights alone must be the CPU's to the bit; what is made of activations is
+compared within a tolerance.
 """
 
 import sys
@@ -36,7 +38,8 @@ from releases import source_layout, write_checkpoint  # noqa: E402
 
 CPU = torch.device("cpu")
 SMALL = {"samples": 2, "held_out": 2, "sequence_length": 32, "batch_size": 2}
-# A sum of some thousand products in BF16 differs by a few units of its last place (1/256) from one in another order.
+# A sum of some thousand products in BF16 differs by a few units of its last place (1/256) from one
+# in another order.
 SCALE_TOLERANCE = 0.02
 PERPLEXITY_TOLERANCE = 0.01
 ACCEPTANCE_TOLERANCE = 0.02
@@ -48,7 +51,8 @@ ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 8
 DEPTH = {"glm-4.5-air": 46, "deepseek-v3.1": 61}
 
 
-# --- the tiny line ----------------------------------------------------------------------------------------------------
+# --- the tiny line
+# --------------------------------------------------------------------------------------------------
 
 
 def tiny_line(device: torch.device, folder: Path, *, small: bool) -> list[GpuRow]:
@@ -62,18 +66,26 @@ def tiny_line(device: torch.device, folder: Path, *, small: bool) -> list[GpuRow
             sides[side] = _line(name, folder / name / side, where, small=small)
             wait_for(device)
             rows.append(
-                GpuRow(part=name, what=f"time, {side}", measured=f"{time.perf_counter() - started:.1f} s"),
+                GpuRow(
+                    part=name,
+                    what=f"time, {side}",
+                    measured=f"{time.perf_counter() - started:.1f} s",
+                ),
             )
         rows += compared(name, sides["device"], sides["cpu"])
     return rows
 
 
-def _line(name: str, folder: Path, device: torch.device, *, small: bool) -> tuple[dict[str, Any], Path]:
+def _line(
+    name: str, folder: Path, device: torch.device, *, small: bool
+) -> tuple[dict[str, Any], Path]:
     """The figures of a run, and the folder with its checkpoint."""
     recipe, _ = find_recipe(name)
     if small:
         assert recipe.calibration is not None
-        recipe = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update=SMALL)})
+        recipe = recipe.model_copy(
+            update={"calibration": recipe.calibration.model_copy(update=SMALL)}
+        )
     plan = plan_before_measuring(recipe, open_source(ROOT / "models" / recipe.model))
     ranks = Ranks(rank=0, size=1, device=device)
     run = calibrate(plan, folder / "calibration", ranks=ranks)
@@ -85,7 +97,9 @@ def _line(name: str, folder: Path, device: torch.device, *, small: bool) -> tupl
         return dict(run.summary), Path(partial)
 
 
-def compared(name: str, device: tuple[dict[str, Any], Path], cpu: tuple[dict[str, Any], Path]) -> list[GpuRow]:
+def compared(
+    name: str, device: tuple[dict[str, Any], Path], cpu: tuple[dict[str, Any], Path]
+) -> list[GpuRow]:
     """Tensors and figures of two runs."""
     found, expected = (_tensors(folder) for _, folder in (device, cpu))
     rewritten = "gptq" in name
@@ -104,22 +118,37 @@ def compared(name: str, device: tuple[dict[str, Any], Path], cpu: tuple[dict[str
     ]
     if of_data:
         apart = max(_apart(found[key], expected[key]) for key in of_data)
-        rows.append(_within(name, "input scales, largest relative difference", apart, SCALE_TOLERANCE))
+        rows.append(
+            _within(name, "input scales, largest relative difference", apart, SCALE_TOLERANCE)
+        )
     (theirs, _), (ours, _) = cpu, device
     for there, here in zip(theirs["rows"], ours["rows"], strict=True):
         what = f"{there['backbone']} backbone, {there['mtp']} block"
         apart = abs(here["perplexity"] / there["perplexity"] - 1)
-        rows.append(_within(name, f"perplexity, {what}, relative difference", apart, PERPLEXITY_TOLERANCE))
+        rows.append(
+            _within(name, f"perplexity, {what}, relative difference", apart, PERPLEXITY_TOLERANCE)
+        )
         if there["acceptance"] and here["acceptance"]:
             first = [each["acceptance"]["by_position"]["1"][0] for each in (here, there)]
             rows.append(
-                _within(name, f"acceptance, {what}, difference", abs(first[0] - first[1]), ACCEPTANCE_TOLERANCE)
+                _within(
+                    name,
+                    f"acceptance, {what}, difference",
+                    abs(first[0] - first[1]),
+                    ACCEPTANCE_TOLERANCE,
+                )
             )
     return rows
 
 
 def _within(part: str, what: str, apart: float, limit: float) -> GpuRow:
-    return GpuRow(part=part, what=what, measured=f"{apart:.2%}", expected=f"at most {limit:.0%}", met=apart <= limit)
+    return GpuRow(
+        part=part,
+        what=what,
+        measured=f"{apart:.2%}",
+        expected=f"at most {limit:.0%}",
+        met=apart <= limit,
+    )
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -129,18 +158,27 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
 def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
     if one is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
-# --- one wide layer ---------------------------------------------------------------------------------------------------
+# --- one wide layer
+# --------------------------------------------------------------------------------------------------
 
 
 def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -> list[GpuRow]:
-    """One decoder layer of a real model, of random weights: time, tokens a second, and the peak of the memory."""
+    """One decoder layer of a real model, of random weights: time, tokens a second, and the peak of
+    the memory.
+    """
     if device.type != "cpu":
         torch.accelerator.empty_cache()
     ranks = Ranks(rank=0, size=1, device=device)
@@ -159,8 +197,16 @@ def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -
     minutes = seconds * DEPTH[model] * 256 * 2048 / tokens / 60
     sizes = f"{len(data.ids)} x {data.ids.shape[1]} tokens, batches of {calibration.batch_size}"
     rows = [
-        GpuRow(part=model, what=f"one layer, {sizes}", measured=f"{seconds:.1f} s, {tokens / seconds:.3g} tokens/s"),
-        GpuRow(part=model, what=f"{DEPTH[model]} such layers, 256 x 2048 tokens", measured=f"{minutes:.3g} min"),
+        GpuRow(
+            part=model,
+            what=f"one layer, {sizes}",
+            measured=f"{seconds:.1f} s, {tokens / seconds:.3g} tokens/s",
+        ),
+        GpuRow(
+            part=model,
+            what=f"{DEPTH[model]} such layers, 256 x 2048 tokens",
+            measured=f"{minutes:.3g} min",
+        ),
     ]
     return [*rows, *_memory(model, plan, peak_bytes(device))]
 
@@ -169,7 +215,13 @@ def _memory(model: str, plan: Plan, peak: int | None) -> list[GpuRow]:
     """The peak of the device against what `keepmtp plan` says."""
     planned = stations(plan)[0].device_bytes * FRAGMENTS
     if peak is None:
-        return [GpuRow(part=model, what="peak memory", measured=f"planned {planned / 2**30:.3g} GiB, not measured")]
+        return [
+            GpuRow(
+                part=model,
+                what="peak memory",
+                measured=f"planned {planned / 2**30:.3g} GiB, not measured",
+            )
+        ]
     return [
         GpuRow(
             part=model,
@@ -182,7 +234,9 @@ def _memory(model: str, plan: Plan, peak: int | None) -> list[GpuRow]:
 
 
 def wide_plan(model: str, folder: Path, *, small: bool) -> Plan:
-    """A plan over one sparse layer of a real model with random weights; the MTP block holds zeros and is not run."""
+    """A plan over one sparse layer of a real model with random weights; the MTP block holds zeros
+    and is not run.
+    """
     wide = {"samples": 32, "held_out": 8, "sequence_length": 2048, "batch_size": "auto"}
     size, wanted = ("tiny", {**SMALL}) if small else ("full", wide)
     config, tensors = source_layout(model, size=size, changes=ONE_LAYER)
@@ -197,7 +251,9 @@ def wide_plan(model: str, folder: Path, *, small: bool) -> Plan:
 
 
 def fill_with_noise(plan: Plan, folder: Path) -> None:
-    """Small random weights for the backbone, written into the file; all of one dtype repeat the same noise."""
+    """Small random weights for the backbone, written into the file; all of one dtype repeat the
+    same noise.
+    """
     noise = {name: _noise(name) for name in ("BF16", "F32", "F8_E4M3")}
     for tensor in plan.tensors:
         if tensor.part != "backbone":
@@ -205,8 +261,17 @@ def fill_with_noise(plan: Plan, folder: Path) -> None:
         for name in tensor.inputs:
             entry = plan.entries[name]
             is_scale = "scale" in name.rpartition(".")[2] or len(entry.shape) == 1
-            values = torch.full((2**16,), 0.002 if "scale" in name else 1.0) if is_scale else noise[entry.dtype]
-            _repeat(folder / entry.file, entry.start, entry.num_bytes, values.to(TORCH_DTYPES[entry.dtype]))
+            values = (
+                torch.full((2**16,), 0.002 if "scale" in name else 1.0)
+                if is_scale
+                else noise[entry.dtype]
+            )
+            _repeat(
+                folder / entry.file,
+                entry.start,
+                entry.num_bytes,
+                values.to(TORCH_DTYPES[entry.dtype]),
+            )
 
 
 def _noise(dtype: str) -> torch.Tensor:
@@ -232,5 +297,7 @@ def random_tokens(calibration: Calibration, *, vocabulary: int) -> CalibrationDa
     shape = (count, calibration.sequence_length)
     ids = torch.randint(3, vocabulary, shape, generator=torch.Generator().manual_seed(0))
     return CalibrationData(
-        ids=ids[: calibration.samples], held_out_ids=ids[calibration.samples :], provenance={"drawn": "at random"}
+        ids=ids[: calibration.samples],
+        held_out_ids=ids[calibration.samples :],
+        provenance={"drawn": "at random"},
     )

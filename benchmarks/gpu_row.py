@@ -1,6 +1,7 @@
 """One line of the table of `make gpu-test`, and how time and memory of a device are taken.
 
-Easy to get wrong: a GPU computes later than it is asked to. A time counts only between two waits for it.
+Easy to get wrong: a GPU computes later than it is asked to. A time counts only between two waits
+for it.
 """
 
 import time
@@ -55,5 +56,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most bytes that tensors took on the device since `forget_peak`; None for the CPU, which does not count."""
+    """The most bytes that tensors took on the device since `forget_peak`; None for the CPU, which
+    does not count.
+    """
     return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)

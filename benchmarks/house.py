@@ -1,9 +1,11 @@
 """How readable the tree is, in numbers: sizes, density, and what is said twice.
 
-In: the Python files of keepmtp in this checkout. Out: a table, or with --json the same values; `make measure`.
+In: the Python files of keepmtp in this checkout. Out: a table, or with --json the same values;
+`make measure`.
 
-Easy to get wrong: these numbers find a place to look at, and prove nothing. A function of 90 lines in a row of plain
-steps reads better than nine of ten lines. tests/test_house.py holds only those that must not grow.
+Easy to get wrong: these numbers find a place to look at, and prove nothing. A function of 90 lines
+in a row of plain steps reads better than nine of ten lines. tests/test_house.py holds only those
+that must not grow.
 """
 
 import argparse
@@ -46,7 +48,11 @@ def sources() -> list[Path]:
     """The files of the package: what the wheel holds, without tests and scripts."""
     inside = (path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py")))
     return [
-        *(ROOT / name for name in ("__init__.py", "__main__.py", "api.py", "pipeline.py") if (ROOT / name).exists()),
+        *(
+            ROOT / name
+            for name in ("__init__.py", "__main__.py", "api.py", "pipeline.py")
+            if (ROOT / name).exists()
+        ),
         *inside,
     ]
 
@@ -66,7 +72,11 @@ def module_name(path: Path) -> str:
 def prose(path: Path) -> Iterator[str]:
     """The docstrings and comments of a file, each on one line. Messages are not among them."""
     for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield " ".join(node.value.value.split())
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type == tokenize.COMMENT:
@@ -89,9 +99,13 @@ def top_level(tree: ast.Module) -> dict[str, ast.stmt]:
             case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
                 found[node.name] = node
             case ast.Import() | ast.ImportFrom():
-                found |= {alias.asname or alias.name.partition(".")[0]: node for alias in node.names}
+                found |= {
+                    alias.asname or alias.name.partition(".")[0]: node for alias in node.names
+                }
             case ast.If() | ast.Try() | ast.With():
-                waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+                waiting += [
+                    child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
+                ]
             case _:
                 targets = [leaf for leaf in ast.walk(node) if isinstance(leaf, ast.Name)]
                 found |= {leaf.id: node for leaf in targets if isinstance(leaf.ctx, ast.Store)}
@@ -99,7 +113,9 @@ def top_level(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def unresolved_imports() -> list[str]:
-    """Relative imports of the package that name no file of this checkout, or no name that the file defines."""
+    """Relative imports of the package that name no file of this checkout, or no name that the file
+    defines.
+    """
     trees = {module_name(path): parsed(path) for path in sources()}
     names = {module: top_level(tree) for module, tree in trees.items()}
     missing = []
@@ -144,7 +160,9 @@ def homonyms() -> dict[str, list[str]]:
     where: dict[str, list[str]] = {}
     for path in sources():
         for name, node in top_level(parsed(path)).items():
-            is_type = isinstance(node, ast.ClassDef) or (isinstance(node, ast.Assign) and name[1:] != name[1:].upper())
+            is_type = isinstance(node, ast.ClassDef) or (
+                isinstance(node, ast.Assign) and name[1:] != name[1:].upper()
+            )
             if is_type and name[:1].isupper():
                 where.setdefault(name, []).append(str(path.relative_to(ROOT)))
     return {name: files for name, files in sorted(where.items()) if len(files) > 1}
@@ -161,7 +179,9 @@ def percentile(values: list[int], part: float) -> int:
 
 
 def code_tokens(path: Path) -> int:
-    """Tokens that are code: no comment, docstring, line end or indentation, so that no formatter moves the number."""
+    """Tokens that are code: no comment, docstring, line end or indentation, so that no formatter
+    moves the number.
+    """
     text = path.read_text()
     holders = (ast.Module, ast.ClassDef, *FUNCTIONS)
     docs = {
@@ -186,7 +206,11 @@ def with_one_caller(tree: ast.Module) -> list[str]:
     """Private functions of a file that the file names once."""
     names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
     names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    private = [node.name for node in ast.walk(tree) if isinstance(node, FUNCTIONS) and node.name.startswith("_")]
+    private = [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, FUNCTIONS) and node.name.startswith("_")
+    ]
     return [name for name in private if not name.startswith("__") and names.count(name) == 1]
 
 
@@ -198,7 +222,10 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def is_verb(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether the parameters are the options of a verb of the command line."""
-    return any("typer" in ast.unparse(each) or "Annotated" in ast.unparse(each) for each in ast.walk(function.args))
+    return any(
+        "typer" in ast.unparse(each) or "Annotated" in ast.unparse(each)
+        for each in ast.walk(function.args)
+    )
 
 
 def measures() -> dict[str, float]:
@@ -219,8 +246,12 @@ def measures() -> dict[str, float]:
         "function length, median": round(statistics.median(lengths)),
         "function length, p90": percentile(lengths, 0.9),
         "functions over 100 lines": sum(length > 100 for length in lengths),
-        "functions with over 8 parameters": sum(parameters(each) > 8 and not is_verb(each) for each in functions),
-        "ternaries in 1,000 tokens": round(1000 * sum(isinstance(node, ast.IfExp) for node in nodes) / tokens, 2),
+        "functions with over 8 parameters": sum(
+            parameters(each) > 8 and not is_verb(each) for each in functions
+        ),
+        "ternaries in 1,000 tokens": round(
+            1000 * sum(isinstance(node, ast.IfExp) for node in nodes) / tokens, 2
+        ),
         "comprehensions in 1,000 tokens": round(
             1000 * sum(isinstance(node, COMPREHENSIONS) for node in nodes) / tokens, 2
         ),
@@ -237,7 +268,11 @@ def main() -> None:
     """Print the figures, and on request the places that they count."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--places", action="store_true", help="also name twins, names with several definitions, words")
+    parser.add_argument(
+        "--places",
+        action="store_true",
+        help="also name twins, names with several definitions, words",
+    )
     words = parser.parse_args()
     found = measures()
     if words.json:

@@ -1,15 +1,18 @@
-"""One judge for any finished checkpoint: what it predicts and how its drafts are accepted, beside its release.
+"""One judge for any finished checkpoint: what it predicts and how its drafts are accepted, beside
+its release.
 
-In: a release, a finished checkpoint of it (ours in either dialect, llm-compressor's own `save_pretrained`, modelopt's
-export), and held-out text. Out: a `Reading` of each: perplexity, divergence and flips against the release, acceptance
-by tokens drafted, by sequence, so that intervals are paired; and bytes.
+In: a release, a finished checkpoint of it (ours in either dialect, llm-compressor's own
+`save_pretrained`, modelopt's export), and held-out text. Out: a `Reading` of each: perplexity,
+divergence and flips against the release, acceptance by tokens drafted, by sequence, so that
+intervals are paired; and bytes.
 
-It computes as a server would. Nothing is calibrated or packed: weights come from the file, by compressed-tensors' own
-decompression where it has one for the form, and inputs are rounded as vLLM rounds them, with the scales in the file. A
-checkpoint without an MTP block gets the release's.
+It computes as a server would. Nothing is calibrated or packed: weights come from the file, by
+compressed-tensors' own decompression where it has one for the form, and inputs are rounded as vLLM
+rounds them, with the scales in the file. A checkpoint without an MTP block gets the release's.
 
-Easy to get wrong: what vLLM merges. Routed experts have one static input scale for their first projections and one for
-their second, the largest; fused modules in FP8 with a scale a tensor are rounded anew to the largest scale.
+Easy to get wrong: what vLLM merges. Routed experts have one static input scale for their first
+projections and one for their second, the largest; fused modules in FP8 with a scale a tensor are
+rounded anew to the largest scale.
 
 Source: vLLM 0.32.0 fused_moe/oracle/nvfp4.py, quantization/utils/fp8_utils.py and w8a8_utils.py
 (requantize_with_max_scale); compressed-tensors 0.19.0 compressors.
@@ -63,7 +66,9 @@ _ROUNDS = {
     ("int8", False): "W8A8",
     ("int_packed", False): "W4A16",
 }
-"""Stored form, and whether the input scale is static -> the scheme of ours that rounds inputs alike."""
+"""Stored form, and whether the input scale is static -> the scheme of ours that rounds inputs
+alike.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +146,16 @@ class Judge:
         found = target(run, "source", reference=None if run is self._pass else self.release.target)
         block = _block(plan, run.skeleton, Served.of(source))
         accepted = acceptance(found, [block])
-        sizes = {part: sum(e.num_bytes for e in _entries(plan, source, part)) for part in ("backbone", "mtp")}
-        return Reading(target=found, acceptance=accepted, backbone_bytes=sizes["backbone"], mtp_bytes=sizes["mtp"])
+        sizes = {
+            part: sum(e.num_bytes for e in _entries(plan, source, part))
+            for part in ("backbone", "mtp")
+        }
+        return Reading(
+            target=found,
+            acceptance=accepted,
+            backbone_bytes=sizes["backbone"],
+            mtp_bytes=sizes["mtp"],
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +172,11 @@ class Served:
     def without_kv_scales(self) -> Source:
         """The checkpoint's weights alone."""
         source = self.runtime.source
-        kept = {name: e for name, e in source.entries.items() if name.rpartition(".")[2] not in KV_SCALE_LEAVES}
+        kept = {
+            name: e
+            for name, e in source.entries.items()
+            if name.rpartition(".")[2] not in KV_SCALE_LEAVES
+        }
         return replace(source, entries=kept)
 
     def put(self, model: nn.Module, binding: Binding, path: str) -> None:
@@ -171,7 +188,9 @@ class Served:
             path: its path in the model, with a dot; "" for the model itself.
         """
         for name, pieces in binding.items():
-            found = [self._modules[piece.module] for piece in pieces if piece.module in self._modules]
+            found = [
+                self._modules[piece.module] for piece in pieces if piece.module in self._modules
+            ]
             if not name.endswith("weight") or not found:
                 continue
             linear = model.get_submodule(f"{path}{name.rpartition('.')[0]}")
@@ -185,23 +204,32 @@ class Served:
                 serve_cache(model.get_submodule(f"{path}{name.rsplit('.', 2)[0]}"), scales)
 
     def _cache_scales(self, module: HFName) -> tuple[float, float] | None:
-        """Of the FP8 cache of the attention whose projection of keys this is; 1 where others have scales."""
+        """Of the FP8 cache of the attention whose projection of keys this is; 1 where others have
+        scales.
+        """
         attention, _, leaf = module.rpartition(".")
         if leaf != "k_proj" or not self._kv_scales:
             return None
-        named = ((f"{attention}.k_scale", f"{attention}.v_scale"), (f"{module}.k_scale", f"{attention}.v_proj.v_scale"))
+        named = (
+            (f"{attention}.k_scale", f"{attention}.v_scale"),
+            (f"{module}.k_scale", f"{attention}.v_proj.v_scale"),
+        )
         found = next(((keys, values) for keys, values in named if keys in self._kv_scales), None)
         return (self._kv_scales[found[0]], self._kv_scales[found[1]]) if found else (1.0, 1.0)
 
     @cached_property
     def _kv_scales(self) -> Mapping[str, float]:
         source = self.runtime.source
-        entries = [e for e in source.entries.values() if e.name.rpartition(".")[2] in KV_SCALE_LEAVES]
+        entries = [
+            e for e in source.entries.values() if e.name.rpartition(".")[2] in KV_SCALE_LEAVES
+        ]
         return {entry.name: float(read_tensor(source, entry)) for entry in entries}
 
     @cached_property
     def _modules(self) -> Mapping[HFName, tuple[Module, Member]]:
-        """Module on disk -> the module at run time that it is a part of, for those that are packed."""
+        """Module on disk -> the module at run time that it is a part of, for those that are
+        packed.
+        """
         return {
             member.weight.module: (module, member)
             for module in self.runtime.modules
@@ -213,40 +241,63 @@ class Served:
         """[N, K], in BF16."""
         weight = member.weight
         if module.resolution.built.form == "plain":
-            raise _refusal(weight, "a packed weight must be a module that vLLM builds packed", "a plain one")
+            raise _refusal(
+                weight, "a packed weight must be a module that vLLM builds packed", "a plain one"
+            )
         if weight.scheme and SCHEMES[weight.scheme].format != "mxfp4-pack-quantized":
             row = _by_compressed_tensors(weight, self._parts(weight))
         fused = [other.weight for other in _fused(module, member)]
         for leaf in ("weight_scale", "weight_global_scale", "weight_scale_2"):
-            scales = [read_tensor(self.runtime.source, each.parts[leaf]) for each in fused if leaf in each.parts]
+            scales = [
+                read_tensor(self.runtime.source, each.parts[leaf])
+                for each in fused
+                if leaf in each.parts
+            ]
             if scales and scales[0].numel() == 1 and len({float(scale) for scale in scales}) > 1:
                 if weight.form != "fp8_tensor":
-                    raise _refusal(weight, f"modules that vLLM fuses must have one {leaf}", "several")
+                    raise _refusal(
+                        weight, f"modules that vLLM fuses must have one {leaf}", "several"
+                    )
                 largest = max(float(scale) for scale in scales)
-                row = ((row.float() / largest).clamp(-448, 448).to(torch.float8_e4m3fn).float() * largest).to(row.dtype)
+                row = (
+                    (row.float() / largest).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+                    * largest
+                ).to(row.dtype)
         return row
 
     def _input(self, module: Module, member: Member) -> tuple[str, str, float]:
-        """How inputs are rounded: the scheme of ours that does the same, its static scale's name or "", the scale."""
+        """How inputs are rounded: the scheme of ours that does the same, its static scale's name or
+        "", the scale.
+        """
         built, form = module.resolution.built, member.weight.form
         static = sorted(built.leaves & {"input_global_scale", "input_scale"})
         scheme = _ROUNDS.get((form, bool(static)))
         if scheme is None:
             rule = "the judge must know how vLLM rounds the inputs of a stored form"
-            raise _refusal(member.weight, rule, f"{form}, static scales: {', '.join(static) or 'none'}")
+            raise _refusal(
+                member.weight, rule, f"{form}, static scales: {', '.join(static) or 'none'}"
+            )
         if not static:
             return scheme, "", 0.0
         second = _is_second(member)
-        own = [other.weight for other in module.members if module.kind != "experts" or _is_second(other) == second]
+        own = [
+            other.weight
+            for other in module.members
+            if module.kind != "experts" or _is_second(other) == second
+        ]
         scales = [float(read_tensor(self.runtime.source, each.parts[static[0]])) for each in own]
         return (scheme, *_merged(scheme, static[0], scales))
 
     def _parts(self, weight: StoredWeight) -> dict[str, Tensor]:
-        return {leaf: read_tensor(self.runtime.source, entry) for leaf, entry in weight.parts.items()}
+        return {
+            leaf: read_tensor(self.runtime.source, entry) for leaf, entry in weight.parts.items()
+        }
 
 
 def _merged(scheme: str, leaf: str, scales: list[float]) -> tuple[str, float]:
-    """The parameter of the module, and the scale for the largest of the inputs: divisors shrink, multipliers grow."""
+    """The parameter of the module, and the scale for the largest of the inputs: divisors shrink,
+    multipliers grow.
+    """
     if leaf in _DIVISORS:
         return leaf, min(scales)
     if scheme == "NVFP4":  # modelopt's multiplier
@@ -256,7 +307,12 @@ def _merged(scheme: str, leaf: str, scales: list[float]) -> tuple[str, float]:
 
 def _reading_recipe(recipe: Recipe) -> Recipe:
     """Everything in BF16: a plan that reads a checkpoint and decides nothing."""
-    words = {"backbone": dict.fromkeys(recipe.backbone, "bf16"), "mtp": "bf16", "mtp_auto": None, "overrides": ()}
+    words = {
+        "backbone": dict.fromkeys(recipe.backbone, "bf16"),
+        "mtp": "bf16",
+        "mtp_auto": None,
+        "overrides": (),
+    }
     return recipe.model_copy(update=words)
 
 
@@ -269,7 +325,9 @@ def _by_compressed_tensors(weight: StoredWeight, parts: dict[str, Tensor]) -> Te
 
 
 def _fused(module: Module, member: Member) -> Iterable[Member]:
-    """The weights whose scales vLLM makes one: all of a fused module, the first projections of one expert."""
+    """The weights whose scales vLLM makes one: all of a fused module, the first projections of one
+    expert.
+    """
     if module.kind != "experts":
         return module.members
     same = [other for other in module.members if other.place.expert == member.place.expert]
@@ -281,7 +339,9 @@ def _is_second(member: Member) -> bool:
 
 
 def _round_inputs(linear: Any, scheme: str, leaf: str, scale: float) -> None:
-    linear.quantization_scheme = QuantizationScheme(targets=["Linear"], **SCHEMES[scheme].config_group())
+    linear.quantization_scheme = QuantizationScheme(
+        targets=["Linear"], **SCHEMES[scheme].config_group()
+    )
     linear.quantization_status = QuantizationStatus.COMPRESSED
     if leaf:
         linear.register_parameter(leaf, nn.Parameter(torch.tensor([scale]), requires_grad=False))

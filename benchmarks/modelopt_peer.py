@@ -1,8 +1,9 @@
 """modelopt's own whole result: the peer of the modelopt back-end, and of every other recipe.
 
-In: a folder with a checkpoint, token ids, and the name of one of modelopt's presets. Out: its model with its quantizers
-(`calibrated`), or a folder that its own exporter wrote (`exported`). Both run on a CPU; modelopt's fake quantization of
-NVFP4 does not, nor do its presets that sweep, which need its Triton kernels.
+In: a folder with a checkpoint, token ids, and the name of one of modelopt's presets. Out: its model
+with its quantizers (`calibrated`), or a folder that its own exporter wrote (`exported`). Both run
+on a CPU; modelopt's fake quantization of NVFP4 does not, nor do its presets that sweep, which need
+its Triton kernels.
 
 Easy to get wrong: transformers' class has no MTP block, and so the exported folder has none.
 """
@@ -56,7 +57,9 @@ def calibrated(
         return mtq.quantize(model, config, run)
 
 
-def exported(source: Path, batches: Iterable[Tensor], out: Path, preset: str = "NVFP4_DEFAULT_CFG") -> None:
+def exported(
+    source: Path, batches: Iterable[Tensor], out: Path, preset: str = "NVFP4_DEFAULT_CFG"
+) -> None:
     """Write modelopt's own checkpoint to `out`, with the tokenizer of the source."""
     model = calibrated(source, batches, preset)
     from modelopt.torch.export import export_hf_checkpoint
@@ -67,4 +70,6 @@ def exported(source: Path, batches: Iterable[Tensor], out: Path, preset: str = "
 
 def loaded(source: Path) -> Any:
     """The released model, as transformers loads it."""
-    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()

@@ -1,15 +1,20 @@
-"""CPU seconds that packing takes: keepmtp's `pack` against llm-compressor's `model_free_ptq`, same tensors, one run.
+"""CPU seconds that packing takes: keepmtp's `pack` against llm-compressor's `model_free_ptq`, same
+tensors, one run.
 
-Each repeat reads the same checkpoint from disk twice, once for either side, and times one core's work on what was
-read: `pack` here, `ModelFreePtqConverter.process` inside a real `model_free_ptq` call there. Imports, reading, writing
-and the peer's dry run on meta tensors are not counted. Repeats alternate; the best of each side counts, as anything
-else that runs on the machine only ever adds time. The outputs of the last repeat are compared byte for byte.
+Each repeat reads the same checkpoint from disk twice, once for either side, and times one core's
+work on what was
+read: `pack` here, `ModelFreePtqConverter.process` inside a real `model_free_ptq` call there.
+Imports, reading, writing and the peer's dry run on meta tensors are not counted. Repeats alternate;
+the best of each side counts, as anything else that runs on the machine only ever adds time. The
+outputs of the last repeat are compared byte for byte.
 
-A second table compares `pack` with itself where it searches the scales (`search` of a recipe), in turns as well.
+A second table compares `pack` with itself where it searches the scales (`search` of a recipe), in
+turns as well.
 
     python benchmarks/packing.py [--json] [--schemes NVFP4A16,MXFP4] [--repeats 3] [--tensors 4]
 
-Needs the extras `quantize` and `llmcompressor`. Exit status 1 if a ratio misses its target or a byte differs.
+Needs the extras `quantize` and `llmcompressor`. Exit status 1 if a ratio misses its target or a
+byte differs.
 """
 
 import argparse
@@ -25,7 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
 
-# Read when the packages are imported: one thread for either side, and nothing but our table on stdout.
+# Read when the packages are imported: one thread for either side, and nothing but our table on
+# stdout.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TQDM_DISABLE="1")
 os.environ.update(LLM_COMPRESSOR_LOG_DISABLED="true", COMPRESSED_TENSORS_LOG_DISABLED="true")
 
@@ -47,7 +53,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One row: Mparam per CPU second of either side, their ratio, and what it has to reach (0: no target)."""
+    """One row: Mparam per CPU second of either side, their ratio, and what it has to reach (0: no
+    target).
+    """
 
     scheme: str
     keepmtp: float
@@ -64,7 +72,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """One row: Mparam per CPU second with scales of the largest magnitude and with searched ones, and their ratio."""
+    """One row: Mparam per CPU second with scales of the largest magnitude and with searched ones,
+    and their ratio.
+    """
 
     scheme: str
     search: str
@@ -79,7 +89,9 @@ class SearchResult:
 
 
 def write_checkpoint(folder: Path, num_tensors: int, shape: tuple[int, int]) -> None:
-    """A one-shard checkpoint of expert weights with the spread of real ones: normal, rows of different size."""
+    """A one-shard checkpoint of expert weights with the spread of real ones: normal, rows of
+    different size.
+    """
     rng = torch.Generator().manual_seed(0)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "benchmark"}))
@@ -107,23 +119,34 @@ def run_keepmtp(source: Path, scheme: Scheme) -> tuple[float, Tensors]:
 
 
 def measure_search(source: Path, scheme: Scheme, search: str, repeats: int) -> SearchResult:
-    """Alternate packing with and without the search; the best time of each counts. The first call is a warm-up."""
+    """Alternate packing with and without the search; the best time of each counts. The first call
+    is a warm-up.
+    """
     weights = [*load_file(source / "model.safetensors").values()]
     seconds: dict[str, list[float]] = {"": [], search: []}
     for repeat in range(repeats + 1):
         for word, spent in seconds.items():
             start = time.process_time()
             for weight in weights:
-                pack(scheme, [weight], search=word, importance=[torch.linspace(0.1, 10, weight.shape[1])])
+                pack(
+                    scheme,
+                    [weight],
+                    search=word,
+                    importance=[torch.linspace(0.1, 10, weight.shape[1])],
+                )
             if repeat:
                 spent.append(time.process_time() - start)
     num_params = sum(weight.numel() for weight in weights)
     plain, searched = (num_params / min(spent) / 1e6 for spent in seconds.values())
-    return SearchResult(scheme=scheme.name, search=search, plain=plain, searched=searched, ratio=searched / plain)
+    return SearchResult(
+        scheme=scheme.name, search=search, plain=plain, searched=searched, ratio=searched / plain
+    )
 
 
 def run_llmcompressor(source: Path, scheme: Scheme) -> tuple[float, Tensors]:
-    """CPU seconds of the per-shard processing inside `model_free_ptq` and what it wrote, by tensor name."""
+    """CPU seconds of the per-shard processing inside `model_free_ptq` and what it wrote, by tensor
+    name.
+    """
     with tempfile.TemporaryDirectory() as out, timed_process() as seconds:
         model_free_ptq(source, out, scheme=scheme.name, device="cpu")
         tensors = load_file(Path(out) / "model.safetensors")
@@ -132,7 +155,9 @@ def run_llmcompressor(source: Path, scheme: Scheme) -> tuple[float, Tensors]:
 
 @contextmanager
 def timed_process() -> Iterator[list[float]]:
-    """Collect the CPU seconds of each call of the peer's `process` on real tensors, this side of its I/O."""
+    """Collect the CPU seconds of each call of the peer's `process` on real tensors, this side of
+    its I/O.
+    """
     seconds: list[float] = []
     original = ModelFreePtqConverter.process
 
@@ -149,22 +174,31 @@ def timed_process() -> Iterator[list[float]]:
 
 
 def same_bytes(ours: Tensors, theirs: Tensors) -> bool:
-    """Equal names, shapes and bytes; FP8_BLOCK's scales are F32 here and BF16 there, and compared as values."""
+    """Equal names, shapes and bytes; FP8_BLOCK's scales are F32 here and BF16 there, and compared
+    as values.
+    """
     if set(ours) != set(theirs):
         return False
     for name, tensor in ours.items():
         expected = theirs[name].to(tensor.dtype) if name.endswith("_scale") else theirs[name]
         if tensor.dtype != expected.dtype or tensor.shape != expected.shape:
             return False
-        if not torch.equal(tensor.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)):
+        if not torch.equal(
+            tensor.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)
+        ):
             return False
     return True
 
 
 def measure(source: Path, scheme: Scheme, repeats: int) -> Result:
-    """Alternate the two sides; the best time of each counts. The first call of each side is a warm-up."""
+    """Alternate the two sides; the best time of each counts. The first call of each side is a
+    warm-up.
+    """
     num_params = sum(tensor.numel() for tensor in load_file(source / "model.safetensors").values())
-    sides: tuple[Callable[[Path, Scheme], tuple[float, Tensors]], ...] = (run_keepmtp, run_llmcompressor)
+    sides: tuple[Callable[[Path, Scheme], tuple[float, Tensors]], ...] = (
+        run_keepmtp,
+        run_llmcompressor,
+    )
     seconds: list[list[float]] = [[], []]
     outputs: list[Tensors] = [{}, {}]
     for repeat in range(repeats + 1):
@@ -185,7 +219,9 @@ def measure(source: Path, scheme: Scheme, repeats: int) -> Result:
 
 def show(results: list[Result], shape: tuple[int, int], num_tensors: int) -> None:
     """The table, for people."""
-    title = f"Mparam per CPU second, one thread, {num_tensors} BF16 weights of {shape[0]} x {shape[1]}"
+    title = (
+        f"Mparam per CPU second, one thread, {num_tensors} BF16 weights of {shape[0]} x {shape[1]}"
+    )
     table = Table(title=title)
     table.add_column("scheme")
     for column in ("keepmtp", "llm-compressor", "ratio", "target", "same bytes"):
@@ -199,7 +235,10 @@ def show(results: list[Result], shape: tuple[int, int], num_tensors: int) -> Non
 
 def show_searches(results: list[SearchResult]) -> None:
     """The second table, for people."""
-    table = Table(title=f"Mparam per CPU second with searched scales, target {SEARCH_TARGET:.2f} of the plain rate")
+    table = Table(
+        title=f"Mparam per CPU second with searched scales, target {SEARCH_TARGET:.2f} of the "
+        "plain rate"
+    )
     table.add_column("scheme")
     table.add_column("search")
     for column in ("plain", "searched", "ratio"):

@@ -1,15 +1,16 @@
-"""Every variant of the shipped models, and peers' own results, judged on the same held-out text: docs/quality.md.
+"""Every variant of the shipped models, and peers' own results, judged on the same held-out text:
+docs/quality.md.
 
     python benchmarks/quality.py            runs what is missing, then writes docs/quality.{md,json,svg}
     python benchmarks/quality.py --only nvfp4 --model tiny-docs     these rows alone; nothing is written in docs
 
-In: the rows of quality_rows.py. Out: a table for each model, a plot, and the facts behind both. Each row is a recipe
-file, a command on one core in a process of its own, and a finished checkpoint, which `judge.py` reads. A row whose
-recipe, release, versions and held-out text are those of an earlier run is not run again; its checkpoint is removed once
-it is judged.
+In: the rows of quality_rows.py. Out: a table for each model, a plot, and the facts behind both.
+Each row is a recipe file, a command on one core in a process of its own, and a finished checkpoint,
+which `judge.py` reads. A row whose recipe, release, versions and held-out text are those of an
+earlier run is not run again; its checkpoint is removed once it is judged.
 
-Easy to get wrong: times. Processor time of the command, without imports, is compared with that of the NVFP4 row. The
-page gives ratios, without an interval.
+Easy to get wrong: times. Processor time of the command, without imports, is compared with that of
+the NVFP4 row. The page gives ratios, without an interval.
 """
 
 import argparse
@@ -46,7 +47,9 @@ PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors", "nvi
 def main() -> None:
     """Run, judge, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "quality", help="what a later run takes up")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "quality", help="what a later run takes up"
+    )
     parser.add_argument("--only", help="one row")
     parser.add_argument("--model", choices=ALL, help="one model")
     arguments = parser.parse_args()
@@ -67,7 +70,9 @@ def versions() -> dict[str, str]:
 
 
 def run_model(model: str, rows: list[Row], work: Path) -> dict[str, dict[str, Any]]:
-    """What each row's checkpoint does, by row, the release first: counts by sequence, bytes and seconds."""
+    """What each row's checkpoint does, by row, the release first: counts by sequence, bytes and
+    seconds.
+    """
     work.mkdir(parents=True, exist_ok=True)
     release, recipe = _release(model), find_recipe(model, scheme="nvfp4")[0]
     data = held_out(recipe, release, HELD_OUT[model])
@@ -82,7 +87,10 @@ def run_model(model: str, rows: list[Row], work: Path) -> dict[str, dict[str, An
             if before.get("stamp") != stamp:
                 print(f"{model}, row {number} of {len(rows)}: {row.title}", flush=True)
                 seconds = run(row, model, work / f"{row.key}.yaml", Path(folder) / row.key)
-                before = counts(judge.read(Path(folder) / row.key)) | {"seconds": seconds, "stamp": stamp}
+                before = counts(judge.read(Path(folder) / row.key)) | {
+                    "seconds": seconds,
+                    "stamp": stamp,
+                }
                 kept.write_text(json.dumps(before))
                 shutil.rmtree(Path(folder) / row.key)
             found[row.key] = before
@@ -90,7 +98,9 @@ def run_model(model: str, rows: list[Row], work: Path) -> dict[str, dict[str, An
 
 
 def held_out(recipe: Recipe, release: Path, num_sequences: int) -> CalibrationData:
-    """Sequences behind the recipe's own held-out text: no run was calibrated on them, and none chose by them."""
+    """Sequences behind the recipe's own held-out text: no run was calibrated on them, and none
+    chose by them.
+    """
     assert recipe.calibration is not None
     own = recipe.calibration.held_out
     calibration = recipe.calibration.model_copy(update={"held_out": own + num_sequences})
@@ -143,7 +153,9 @@ def run(row: Row, model: str, file: Path, out: Path) -> float:
 
 
 def _become(words: list[str], log: Path) -> NoReturn:
-    """Run a command in this process, which has imported what it needs: an import takes as long as a tiny model."""
+    """Run a command in this process, which has imported what it needs: an import takes as long as a
+    tiny model.
+    """
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -163,7 +175,10 @@ def _become(words: list[str], log: Path) -> NoReturn:
 
 def stamp_of(row: Row, model: str, data: CalibrationData) -> str:
     """SHA-256 of what a row's numbers depend on."""
-    weights = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_release(model).glob("*.safetensors"))]
+    weights = [
+        hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(_release(model).glob("*.safetensors"))
+    ]
     parts = [recipe_text(row, model), row.peer, versions(), weights, dict(data.provenance)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -173,7 +188,9 @@ def _release(model: str) -> Path:
 
 
 def counts(reading: Reading) -> dict[str, Any]:
-    """A reading as sums by sequence: JSON values only; `choices` are compared once all rows are there."""
+    """A reading as sums by sequence: JSON values only; `choices` are compared once all rows are
+    there.
+    """
     target = reading.target
     return {
         "slots": [len(choices) for choices in target.choices],

@@ -1,13 +1,16 @@
-"""docs/quality.md: a table for each model with intervals, what is told apart and what is not, and a plot.
+"""docs/quality.md: a table for each model with intervals, what is told apart and what is not, and a
+plot.
 
-In: counts by sequence of every row, from `quality.py`. Out: docs/quality.json with the figures, and the table and plot
-made of them. The page's words stand outside of the markers and are written by hand.
+In: counts by sequence of every row, from `quality.py`. Out: docs/quality.json with the figures, and
+the table and plot made of them. The page's words stand outside of the markers and are written by
+hand.
 
-A sequence is the sample. Every interval is the jackknife's over the held-out sequences at 95 %, two-sided, and paired:
-a ratio is of two checkpoints on the same sequences, so that what is hard for both cancels out (`acceptance.py`).
+A sequence is the sample. Every interval is the jackknife's over the held-out sequences at 95 %,
+two-sided, and paired: a ratio is of two checkpoints on the same sequences, so that what is hard for
+both cancels out (`acceptance.py`).
 
-Easy to get wrong: an interval says how another text of this kind would come out, not how another model would. And of
-forty rows, two differ from their base by chance.
+Easy to get wrong: an interval says how another text of this kind would come out, not how another
+model would. And of forty rows, two differ from their base by chance.
 """
 
 import json
@@ -28,7 +31,9 @@ KS = (1, 2, 3)
 Facts = Mapping[str, Any]
 
 
-def write_page(counts: Mapping[str, Mapping[str, Facts]], versions: Mapping[str, str], docs: Path) -> None:
+def write_page(
+    counts: Mapping[str, Mapping[str, Facts]], versions: Mapping[str, str], docs: Path
+) -> None:
     """Write the figures, the page's tables and the plot.
 
     Args:
@@ -49,7 +54,7 @@ def write_page(counts: Mapping[str, Mapping[str, Facts]], versions: Mapping[str,
     (docs / "quality.svg").write_text(draw(figures))
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def figures_of(model: str, counts: Mapping[str, Facts]) -> dict[str, Any]:
@@ -79,8 +84,12 @@ def figures_of(model: str, counts: Mapping[str, Facts]) -> dict[str, Any]:
     }
 
 
-def jackknife(values_NF: Tensor, statistic: Callable[[Tensor], float], *, digits: int = 4) -> list[float]:
-    """A statistic of sums over sequences, and how far its interval reaches to either side; so many digits of each."""
+def jackknife(
+    values_NF: Tensor, statistic: Callable[[Tensor], float], *, digits: int = 4
+) -> list[float]:
+    """A statistic of sums over sequences, and how far its interval reaches to either side; so many
+    digits of each.
+    """
     total, count = values_NF.sum(dim=0), len(values_NF)
     without = [statistic(total - row) for row in values_NF]
     mean = sum(without) / count
@@ -90,9 +99,16 @@ def jackknife(values_NF: Tensor, statistic: Callable[[Tensor], float], *, digits
 
 
 def _features(counts: Facts) -> Tensor:
-    """[N, F] float64, by sequence: slots, log likelihood, divergence, known tokens, and the counts of acceptance."""
-    first = torch.tensor([counts[key] for key in ("slots", "log_likelihood", "divergence")], dtype=torch.float64).T
-    return torch.cat([first, first[:, :1] - 1, torch.tensor(counts["accepted"], dtype=torch.float64).flatten(1)], dim=1)
+    """[N, F] float64, by sequence: slots, log likelihood, divergence, known tokens, and the counts
+    of acceptance.
+    """
+    first = torch.tensor(
+        [counts[key] for key in ("slots", "log_likelihood", "divergence")], dtype=torch.float64
+    ).T
+    return torch.cat(
+        [first, first[:, :1] - 1, torch.tensor(counts["accepted"], dtype=torch.float64).flatten(1)],
+        dim=1,
+    )
 
 
 def divergence(sums: Tensor) -> float:
@@ -109,11 +125,15 @@ def accepted_share(sums: Tensor, k: int) -> float:
     """The share of drafted tokens that a server accepts where it drafts `k` a step."""
     size = len(KS)
     reached, accepted = sums[4:].view(2, size, size)[:, k - 1, :k]
-    rates = torch.where(reached > 0, accepted / reached.clamp(min=1e-300), torch.zeros_like(accepted))
+    rates = torch.where(
+        reached > 0, accepted / reached.clamp(min=1e-300), torch.zeros_like(accepted)
+    )
     return float(rates.cumprod(dim=0).mean())
 
 
-def _ratio(own: Facts, other: Facts, statistic: Callable[[Tensor], float], *, digits: int = 4) -> list[float]:
+def _ratio(
+    own: Facts, other: Facts, statistic: Callable[[Tensor], float], *, digits: int = 4
+) -> list[float]:
     pair = torch.cat([_features(own), _features(other)], dim=1)
     half = pair.shape[1] // 2
 
@@ -138,30 +158,49 @@ def _short(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def tables(figures: Facts) -> str:
     """All between the markers, the markers included."""
     parts = [BEGIN]
     for model, found in figures["models"].items():
-        parts += [f"\n## {model}\n", _summary(found), "", *_table(model, found), "", _told_apart(model, found)]
+        parts += [
+            f"\n## {model}\n",
+            _summary(found),
+            "",
+            *_table(model, found),
+            "",
+            _told_apart(model, found),
+        ]
     words = ", ".join(f"{name} {number}" for name, number in figures["versions"].items())
     return "\n".join([*parts, f"\nMade with {words}.", END])
 
 
 def _summary(found: Facts) -> str:
-    shares = ", ".join(f"{share:.1%} at k={k}" for k, share in zip(KS, found["accepted"], strict=True))
+    shares = ", ".join(
+        f"{share:.1%} at k={k}" for k, share in zip(KS, found["accepted"], strict=True)
+    )
     release = found["rows"]["release"]["megabytes"]
     return (
         f"The release: {release[0]:.2f} MB and an MTP block of {release[1]:.2f} MB, perplexity "
-        f"{found['perplexity']:.4g}, of drafted tokens accepted {shares}. Judged on {found['sequences']} sequences, "
+        f"{found['perplexity']:.4g}, of drafted tokens accepted {shares}. Judged on "
+        f"{found['sequences']} sequences, "
         f"{found['slots']:,} slots, of which {found['counting_slots']:,} count for acceptance."
     )
 
 
 def _table(model: str, found: Facts) -> list[str]:
-    head = ["", "variant", "MB", "MTP", "divergence, 10^-3", "of its base's", "flips, %", "perplexity, %"]
+    head = [
+        "",
+        "variant",
+        "MB",
+        "MTP",
+        "divergence, 10^-3",
+        "of its base's",
+        "flips, %",
+        "perplexity, %",
+    ]
     head += [*(f"k={k}" for k in KS), "time"]
     lines = [_line(head), _line(["---"] * len(head))]
     titles = {row.key: row.title for row in rows_of(model)}
@@ -184,17 +223,25 @@ def _table(model: str, found: Facts) -> list[str]:
 
 
 def _told_apart(model: str, found: Facts) -> str:
-    """What the intervals say of each row against its base, and of acceptance against the release's."""
+    """What the intervals say of each row against its base, and of acceptance against the
+    release's.
+    """
     numbers = {row.key: str(number) for number, row in enumerate(rows_of(model), start=1)}
     rows = [row for row in rows_of(model) if row.base]
     sides = {"lower": [], "higher": [], "not told apart": []}
     for row in rows:
         sides[_side(found["rows"][row.key]["against_base"])].append(numbers[row.key])
-    kept = {numbers[row.key]: [_side(found["rows"][row.key]["kept"][str(k)]) for k in KS] for row in rows_of(model)}
-    less, more = ([title for title, each in kept.items() if side in each] for side in ("lower", "higher"))
+    kept = {
+        numbers[row.key]: [_side(found["rows"][row.key]["kept"][str(k)]) for k in KS]
+        for row in rows_of(model)
+    }
+    less, more = (
+        [title for title, each in kept.items() if side in each] for side in ("lower", "higher")
+    )
     parts = [f"{side}: {', '.join(names)}" for side, names in sides.items() if names]
     return (
-        f"Beyond their intervals, divergence against the base: {'; '.join(parts)}. Acceptance at some k below the "
+        f"Beyond their intervals, divergence against the base: {'; '.join(parts)}. Acceptance at "
+        "some k below the "
         f"release's: {', '.join(less) or 'none'}; above it: {', '.join(more) or 'none'}."
     )
 

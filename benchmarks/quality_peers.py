@@ -1,10 +1,13 @@
-"""A peer's own run over a release: its command, its calibration and its export, on the tokens of a recipe.
+"""A peer's own run over a release: its command, its calibration and its export, on the tokens of a
+recipe.
 
     python benchmarks/quality_peers.py llm-compressor|modelopt RECIPE SOURCE OUT
 
-In: a flat recipe, for its scheme, its algorithm and its calibration text. Out: the folder that the peer writes.
+In: a flat recipe, for its scheme, its algorithm and its calibration text. Out: the folder that the
+peer writes.
 
-Easy to get wrong: neither peer keeps the MTP block, and neither is helped. What it cannot do ends this program.
+Easy to get wrong: neither peer keeps the MTP block, and neither is helped. What it cannot do ends
+this program.
 """
 
 import sys
@@ -23,7 +26,9 @@ IGNORE = ["lm_head", "re:.*mlp.gate$", "re:.*in_proj_[ab]$"]
 
 
 def llm_compressor(recipe: Recipe, model: Any, batches: list[Tensor], out: Path) -> None:
-    """`oneshot` in its sequential pipeline with the preset of the recipe's scheme, and `save_pretrained`."""
+    """`oneshot` in its sequential pipeline with the preset of the recipe's scheme, and
+    `save_pretrained`.
+    """
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -33,7 +38,13 @@ def llm_compressor(recipe: Recipe, model: Any, batches: list[Tensor], out: Path)
     modifier = {"minmax": QuantizationModifier, "gptq": GPTQModifier}[recipe.calibration.algorithm]
     loader = DataLoader([{"input_ids": ids} for ids in batches], batch_size=None)
     modifiers = [modifier(targets="Linear", scheme=recipe.backbone["attention"], ignore=IGNORE)]
-    oneshot(model=model, dataset=loader, recipe=modifiers, processor=NoProcessor(), pipeline="sequential")
+    oneshot(
+        model=model,
+        dataset=loader,
+        recipe=modifiers,
+        processor=NoProcessor(),
+        pipeline="sequential",
+    )
     model.save_pretrained(out)
 
 
@@ -66,7 +77,9 @@ def main() -> None:
     recipe = read_recipe(file)
     assert recipe.calibration is not None
     data = calibration_data(recipe.calibration, open_source(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
     batches = [*data.ids.split(recipe.calibration.num_in_batch)]
     {"llm-compressor": llm_compressor, "modelopt": modelopt}[peer](recipe, model, batches, out)
 

@@ -1,4 +1,5 @@
-"""docs/quality.svg: bytes against divergence, and bytes against acceptance, with whiskers, a row for each model.
+"""docs/quality.svg: bytes against divergence, and bytes against acceptance, with whiskers, a row
+for each model.
 
 In: the figures of docs/quality.json. Out: the SVG's text, the same for the same figures.
 
@@ -28,7 +29,13 @@ def draw(figures: Mapping[str, Any]) -> str:
         for (left, right), (model, found) in zip(axes, models.items(), strict=True):
             _points(left, model, found, lambda own: own["divergence"], log=True)
             left.set_title(f"{model}: divergence from the release, nats a slot", fontsize=8)
-            _points(right, model, found, lambda own: [100 * each for each in own["kept"]["3"]], log=False)
+            _points(
+                right,
+                model,
+                found,
+                lambda own: [100 * each for each in own["kept"]["3"]],
+                log=False,
+            )
             right.axhline(100, color="#98a4b3", linewidth=0.8)
             right.set_title(f"{model}: acceptance at k=3, % of the release's", fontsize=8)
         text = io.StringIO()
@@ -42,10 +49,21 @@ def _points(axes: Axes, model: str, found: Mapping[str, Any], figure_of: Any, *,
         own = found["rows"][row.key]
         value, reach = figure_of(own)
         megabytes = sum(own["megabytes"]) or own["megabytes"][0]
-        if not own["megabytes"][1]:  # a peer's checkpoint has no MTP block: the release's is beside it
+        if not own["megabytes"][
+            1
+        ]:  # a peer's checkpoint has no MTP block: the release's is beside it
             megabytes += found["rows"]["release"]["megabytes"][1]
         colour = PEER if row.peer else OURS
-        axes.errorbar(megabytes, value, yerr=reach, fmt="o", markersize=3, linewidth=0.8, color=colour, capsize=2)
+        axes.errorbar(
+            megabytes,
+            value,
+            yerr=reach,
+            fmt="o",
+            markersize=3,
+            linewidth=0.8,
+            color=colour,
+            capsize=2,
+        )
         numbers.setdefault((megabytes, value), []).append(number)
     for place, rows in numbers.items():
         label = ", ".join(map(str, rows))

@@ -1,7 +1,9 @@
-"""The rows of docs/quality.md: variants of the shipped models, each a recipe of its own, and peers' own runs.
+"""The rows of docs/quality.md: variants of the shipped models, each a recipe of its own, and peers'
+own runs.
 
-In: nothing. Out: `ROWS`. A row is a shipped variant with some keys changed; `make quality` writes the recipe, runs it
-and judges the folder. A row of a peer is the peer's own command, on the same calibration text.
+In: nothing. Out: `ROWS`. A row is a shipped variant with some keys changed; `make quality` writes
+the recipe, runs it and judges the folder. A row of a peer is the peer's own command, on the same
+calibration text.
 
 Easy to get wrong: a comparison needs a base. A search is compared with the same scheme without it.
 """
@@ -55,7 +57,9 @@ def _budget(budget: str) -> dict[str, Any]:
 
 
 def _tuned(policy: str) -> dict[str, Any]:
-    """An MTP block trained on text of another file than the one that is judged on, behind the same NVFP4 backbone."""
+    """An MTP block trained on text of another file than the one that is judged on, behind the same
+    NVFP4 backbone.
+    """
     tuned = {"mtp": policy, "steps": 200, "batch_size": 4, "learning_rate": 1e-3, "seed": 0, "loss": "lk_hybrid",
              "draft_steps": 3, "decay": 0.6}  # fmt: skip
     text = {"dataset": "models/docs_held_out.jsonl", "samples": 160, "held_out": 32}
@@ -110,7 +114,9 @@ ROWS: tuple[Row, ...] = (
     Row(key="modelopt-nvfp4", title="modelopt: NVFP4", peer="modelopt", base="nvfp4"),
 )  # fmt: skip
 HELD_OUT = {DOCS: 64, GLM: 96, QWEN: 96}
-"""Sequences that are judged: those behind the recipe's own held-out text, by which a run may choose."""
+"""Sequences that are judged: those behind the recipe's own held-out text, by which a run may
+choose.
+"""
 
 
 def rows_of(model: str) -> list[Row]:

@@ -1,13 +1,14 @@
 """Several processes against one: the same calibrated run, from its data to a finished checkpoint.
 
-In: nothing. GLM-4.7's layout with narrow layers, under minmax. Out: a table, or JSON with --json; exit status 1 if a
-target is missed. Each process has one thread, and its processor time is counted from its first use of the plan on:
-states, statistics, figures and shards are in it, imports are not.
+In: nothing. GLM-4.7's layout with narrow layers, under minmax. Out: a table, or JSON with --json;
+exit status 1 if a target is missed. Each process has one thread, and its processor time is counted
+from its first use of the plan on: states, statistics, figures and shards are in it, imports are
+not.
 
-Easy to get wrong: this machine may have fewer cores than there are processes, and other work on them. So the figure is
-the processor time of the busiest process over that of the single one: what is left of the work where each process has a
-device of its own. Waiting costs no processor time, and every process runs at its own pace there; wall time is printed
-for what it is.
+Easy to get wrong: this machine may have fewer cores than there are processes, and other work on
+them. So the figure is the processor time of the busiest process over that of the single one: what
+is left of the work where each process has a device of its own. Waiting costs no processor time, and
+every process runs at its own pace there; wall time is printed for what it is.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from releases import source_layout, write_checkpoint
 ROOT = Path(__file__).parent.parent
 SIZE = 4
 REPEATS = 2
-# With four processes, each has a quarter of the text and of the shards, and all of the weights to load and to round.
+# With four processes, each has a quarter of the text and of the shards, and all of the weights to
+# load and to round.
 MOST = 0.5
 CHILD = """
 import json, sys, time
@@ -61,7 +63,9 @@ def main() -> None:
         for column in ("what", "measured", "target", "met"):
             table.add_column(column)
         for row in rows:
-            table.add_row(row["what"], row["measured"], row["target"], "yes" if row["met"] else "[red]NO[/]")
+            table.add_row(
+                row["what"], row["measured"], row["target"], "yes" if row["met"] else "[red]NO[/]"
+            )
         Console(width=140).print(table)
     sys.exit(not all(row["met"] for row in rows))
 
@@ -83,9 +87,14 @@ def measured(folder: Path) -> list[dict]:
             found.append(run(recipe, source, folder / f"{size}-{number}", size))
     # Of processor time the least is the truest: caches that others use only add to it.
     single = min(each["processor"] for (each,) in runs[1])
-    busiest, every = (min(part(each["processor"] for each in found) for found in runs[SIZE]) for part in (max, sum))
+    busiest, every = (
+        min(part(each["processor"] for each in found) for found in runs[SIZE])
+        for part in (max, sum)
+    )
     same = weights(folder / "1-0") == weights(folder / f"{SIZE}-0")
-    many, one = (min(max(each["wall"] for each in found) for found in runs[size]) for size in (SIZE, 1))
+    many, one = (
+        min(max(each["wall"] for each in found) for found in runs[size]) for size in (SIZE, 1)
+    )
     walls = f"(wall {many:.0f} s against {one:.0f} s)"
     return [
         {
@@ -100,7 +109,12 @@ def measured(folder: Path) -> list[dict]:
             "target": f"<= {MOST * SIZE}x",
             "met": every <= MOST * SIZE * single,
         },
-        {"what": "the same shards, byte for byte", "measured": str(same), "target": "True", "met": same},
+        {
+            "what": "the same shards, byte for byte",
+            "measured": str(same),
+            "target": "True",
+            "met": same,
+        },
     ]
 
 
@@ -110,7 +124,12 @@ def run(recipe: Path, source: Path, out: Path, size: int) -> list[dict]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-    own = {"LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    own = {
+        "LOCAL_WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     environment = os.environ | shared | own
     words = [sys.executable, "-c", CHILD, str(recipe), str(source), str(out)]
     started = [

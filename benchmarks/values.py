@@ -1,8 +1,9 @@
-"""The value check against its limits: what it adds to reading, to a run of quantize, and what it asks of the Hub.
+"""The value check against its limits: what it adds to reading, to a run of quantize, and what it
+asks of the Hub.
 
-In: nothing; synthetic checkpoints in a temporary folder, of 3.5 GB and of 1.2 GB, and one of full size that is mostly
-holes, on a Hub on loopback. Out: a table, or JSON with --json; exit status 1 if a target is missed. All sides read
-pages that are in memory: a disk makes the ratios smaller.
+In: nothing; synthetic checkpoints in a temporary folder, of 3.5 GB and of 1.2 GB, and one of full
+size that is mostly holes, on a Hub on loopback. Out: a table, or JSON with --json; exit status 1 if
+a target is missed. All sides read pages that are in memory: a disk makes the ratios smaller.
 """
 
 import argparse
@@ -34,7 +35,12 @@ from writing import synthetic
 from written_values import opened
 
 REPEATS = 5
-WIDE = {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 32, "num_hidden_layers": 5}
+WIDE = {
+    "hidden_size": 5120,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 32,
+    "num_hidden_layers": 5,
+}
 GOAL, SHARE_OF_A_RUN, SHARE_OF_THE_SCALES = 3.0, 0.15, 0.05
 
 
@@ -44,7 +50,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     as_json = parser.parse_args().json
     with tempfile.TemporaryDirectory() as folder:
-        rows = [read_all(Path(folder) / "checkpoint"), own_output(Path(folder)), *on_the_hub(Path(folder))]
+        rows = [
+            read_all(Path(folder) / "checkpoint"),
+            own_output(Path(folder)),
+            *on_the_hub(Path(folder)),
+        ]
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
@@ -52,7 +62,9 @@ def main() -> None:
         for column in ("what", "measured", "target", "met"):
             table.add_column(column)
         for row in rows:
-            table.add_row(row["what"], row["measured"], row["target"], "yes" if row["met"] else "[red]NO[/]")
+            table.add_row(
+                row["what"], row["measured"], row["target"], "yes" if row["met"] else "[red]NO[/]"
+            )
         Console(width=140).print(table)
     sys.exit(not all(row["met"] for row in rows))
 
@@ -91,7 +103,10 @@ def own_output(folder: Path) -> dict:
     share = best["values"] / best["whole"]
     num_bytes = sum(entry.num_bytes for entry in chosen(opened(out), "unpacked"))
     return {
-        "what": f"own output, {plan.num_bytes_after / 1e9:.1f} GB, of which {num_bytes / 1e9:.2f} GB are read",
+        "what": (
+            f"own output, {plan.num_bytes_after / 1e9:.1f} GB, of which {num_bytes / 1e9:.2f} GB "
+            "are read"
+        ),
         "ratio": share,
         "measured": f"{share:.1%} of the run's time",
         "target": f"<= {SHARE_OF_A_RUN:.0%}",
@@ -100,14 +115,21 @@ def own_output(folder: Path) -> dict:
 
 
 def on_the_hub(folder: Path) -> list[dict]:
-    """Bytes and requests of a quantization of GLM-4.7 at full size: our order of tensors, and that of their names."""
+    """Bytes and requests of a quantization of GLM-4.7 at full size: our order of tensors, and that
+    of their names.
+    """
     plan = planned("glm-4.7", "NVFP4", "bf16", "full")
     checkpoint = ours("glm-4.7", "NVFP4", size="full")
     by_name = Checkpoint(config=checkpoint.config, tensors=dict(sorted(checkpoint.tensors.items())))
-    places = {"ours": written(folder / "ours", checkpoint, plan), "by name": write(folder / "by-name", by_name)}
+    places = {
+        "ours": written(folder / "ours", checkpoint, plan),
+        "by name": write(folder / "by-name", by_name),
+    }
     with loopback.serving(folder / "hub") as hub:
         constants.ENDPOINT, constants.HF_HUB_CACHE = hub.endpoint, str(folder / "cache")
-        constants.HUGGINGFACE_CO_URL_TEMPLATE = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        constants.HUGGINGFACE_CO_URL_TEMPLATE = (
+            hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        )
         for name, place in places.items():
             hub.link(f"org/{name.replace(' ', '-')}", place)
         return [fetched(name, f"org/{name.replace(' ', '-')}") for name in places]
@@ -122,7 +144,10 @@ def fetched(name: str, repo: str) -> dict:
         runs = joined(runtime.source, chosen(runtime, level))
         asked[level] = sum(run.num_bytes for run in runs), sum(run.num_requests for run in runs)
     took = seconds(lambda: summaries(runtime, chosen(runtime, "scalars")))
-    words = "; ".join(f"{level} {size / 1e6:,.1f} MB by {count:,} requests" for level, (size, count) in asked.items())
+    words = "; ".join(
+        f"{level} {size / 1e6:,.1f} MB by {count:,} requests"
+        for level, (size, count) in asked.items()
+    )
     ratio = asked["scalars"][0] / asked["scales"][0]
     return {
         "what": f"Hub, {num_bytes / 1e9:,.0f} GB, tensors in order: {name}",

@@ -1,7 +1,9 @@
-"""The writer and the planner against their limits: both cores used, memory bounded by tensors, plans in seconds.
+"""The writer and the planner against their limits: both cores used, memory bounded by tensors,
+plans in seconds.
 
-In: nothing; synthetic checkpoints in a temporary folder (about 3 GB). Out: a table, or JSON with --json; exit status 1
-if a target is missed. Ratios come from runs interleaved in one process family, so a busy machine shifts both sides.
+In: nothing; synthetic checkpoints in a temporary folder (about 3 GB). Out: a table, or JSON with
+--json; exit status 1 if a target is missed. Ratios come from runs interleaved in one process
+family, so a busy machine shifts both sides.
 """
 
 import argparse
@@ -22,8 +24,14 @@ from releases import source_layout, write_checkpoint
 
 SCHEMES = ("NVFP4A16", "FP8_BLOCK", "W4A16")
 REPEATS = 3
-# GLM-4.7's layout, narrow enough to be written in seconds: 5 experts' weights of 1536 x 5120 a layer.
-LAYOUT = {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 5, "vocab_size": 4096}
+# GLM-4.7's layout, narrow enough to be written in seconds: 5 experts' weights of 1536 x 5120 a
+# layer.
+LAYOUT = {
+    "hidden_size": 5120,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 5,
+    "vocab_size": 4096,
+}
 
 CHILD = """
 import json, os, re, sys, time
@@ -73,13 +81,17 @@ def main() -> None:
         for column in ("what", "measured", "target", "met"):
             table.add_column(column)
         for row in rows:
-            table.add_row(row["what"], row["measured"], row["target"], "yes" if row["met"] else "[red]NO[/]")
+            table.add_row(
+                row["what"], row["measured"], row["target"], "yes" if row["met"] else "[red]NO[/]"
+            )
         Console(width=120).print(table)
     sys.exit(not all(row["met"] for row in rows))
 
 
 def cores(folder: Path) -> list[dict]:
-    """Wall time on one core over wall time on all, a thread a core; the best of interleaved repeats."""
+    """Wall time on one core over wall time on all, a thread a core; the best of interleaved
+    repeats.
+    """
     num_cores = len(os.sched_getaffinity(0))
     source = synthetic(folder / "cores", num_layers=5)
     rows = []
@@ -89,7 +101,10 @@ def cores(folder: Path) -> list[dict]:
         for repeat in range(REPEATS):
             for threads in best:
                 out = folder / f"cores-{scheme}-{repeat}-{threads}"
-                best[threads] = min(best[threads], child(source, out, "glm-4.7", scheme, threads, threads)["seconds"])
+                best[threads] = min(
+                    best[threads],
+                    child(source, out, "glm-4.7", scheme, threads, threads)["seconds"],
+                )
         ratio = best[1] / best[num_cores]
         goal = 1.7 if num_cores == 2 else 0.85 * num_cores
         rows.append(
@@ -106,14 +121,23 @@ def cores(folder: Path) -> list[dict]:
 
 def memory(folder: Path) -> list[dict]:
     """Peak memory of the writer beyond its imports, at two model sizes."""
-    small = child(synthetic(folder / "small", num_layers=3), folder / "small-out", "glm-4.7", "NVFP4A16", 2)
-    large = child(synthetic(folder / "large", num_layers=12), folder / "large-out", "glm-4.7", "NVFP4A16", 2)
-    extra = {name: run["rss"] - run["rss_before"] for name, run in (("small", small), ("large", large))}
+    small = child(
+        synthetic(folder / "small", num_layers=3), folder / "small-out", "glm-4.7", "NVFP4A16", 2
+    )
+    large = child(
+        synthetic(folder / "large", num_layers=12), folder / "large-out", "glm-4.7", "NVFP4A16", 2
+    )
+    extra = {
+        name: run["rss"] - run["rss_before"] for name, run in (("small", small), ("large", large))
+    }
     # Two units in flight and one being put away, each with its packed result.
     bound = 6 * large["largest_unit"]
     return [
         {
-            "what": f"peak memory, source {small['bytes'] / 2**20:.0f} and {large['bytes'] / 2**20:.0f} MiB",
+            "what": (
+                f"peak memory, source {small['bytes'] / 2**20:.0f} and "
+                f"{large['bytes'] / 2**20:.0f} MiB"
+            ),
             "measured": f"{extra['small'] / 2**20:.0f} and {extra['large'] / 2**20:.0f} MiB above imports",
             "target": f"<= {bound / 2**20:.0f} MiB (6 x the largest unit)",
             "met": max(extra.values()) <= bound,
@@ -122,7 +146,9 @@ def memory(folder: Path) -> list[dict]:
 
 
 def planning(folder: Path) -> list[dict]:
-    """A plan of DeepSeek-V4-Flash at full size, process start included in nothing but the plan itself."""
+    """A plan of DeepSeek-V4-Flash at full size, process start included in nothing but the plan
+    itself.
+    """
     config, tensors = source_layout("dsv4-flash", size="full")
     source = write_checkpoint(folder / "flash", config, tensors, num_shards=None)
     run = child(source, folder / "unused", "dsv4-flash", "nvfp4-fp8", 0)
@@ -138,13 +164,27 @@ def planning(folder: Path) -> list[dict]:
 
 def synthetic(folder: Path, *, num_layers: int) -> Path:
     """A checkpoint with random BF16 weights."""
-    config, tensors = source_layout("glm-4.7", size="tiny", changes={**LAYOUT, "num_hidden_layers": num_layers})
+    config, tensors = source_layout(
+        "glm-4.7", size="tiny", changes={**LAYOUT, "num_hidden_layers": num_layers}
+    )
     return write_checkpoint(folder, config, tensors, num_shards=2, data="random")
 
 
-def child(source: Path, out: Path, model: str, scheme: str, threads: int, num_cores: int = 2) -> dict:
+def child(
+    source: Path, out: Path, model: str, scheme: str, threads: int, num_cores: int = 2
+) -> dict:
     """One run in a process of its own, so that its cores and its peak memory are its own."""
-    words = [sys.executable, "-c", CHILD, str(source), str(out), model, scheme, str(threads), str(num_cores)]
+    words = [
+        sys.executable,
+        "-c",
+        CHILD,
+        str(source),
+        str(out),
+        model,
+        scheme,
+        str(threads),
+        str(num_cores),
+    ]
     result = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
     shutil.rmtree(partial_path(out), ignore_errors=True)  # gives its pages back to the next run
     return result

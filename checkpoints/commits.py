@@ -2,7 +2,8 @@
 
 In: a Hub id and a revision. Out: the commit, or a refusal in one sentence. Nothing is downloaded.
 
-Easy to get wrong: a dataset is asked for before `datasets` is imported, so that a Hub out of reach is found in time.
+Easy to get wrong: a dataset is asked for before `datasets` is imported, so that a Hub out of reach
+is found in time.
 """
 
 from huggingface_hub import HfApi
@@ -36,8 +37,17 @@ def dataset_commit(name: str, revision: str, where: str) -> str:
     kind = "a dataset on the Hub, or a file or folder"
     try:
         with hub_errors(name, revision, kind):
-            return HfApi().dataset_info(name, revision=revision, timeout=_TIMEOUT_SECONDS).sha or revision
+            return (
+                HfApi().dataset_info(name, revision=revision, timeout=_TIMEOUT_SECONDS).sha
+                or revision
+            )
     except NoCheckpointError as error:
-        cure = "Check its name and dataset_revision, ask for access on its page, run `hf auth login`; or where the Hub "
-        cure += f"is reachable run `hf download --repo-type dataset {name} --local-dir DIR`, and name the folder"
+        cure = (
+            "Check its name and dataset_revision, ask for access on its page, run `hf auth "
+            "login`; or where the Hub "
+        )
+        cure += (
+            f"is reachable run `hf download --repo-type dataset {name} --local-dir DIR`, and "
+            "name the folder"
+        )
         raise RecipeError(where, error.rule, got=error.got, cure=cure) from error

@@ -1,10 +1,12 @@
-"""The files of a checkpoint besides its weights: which of them an output gets, and which it does not.
+"""The files of a checkpoint besides its weights: which of them an output gets, and which it does
+not.
 
-In: a folder, or the names of a repository's files. Out: `Companions`: names to carry over, the checkpoint's own Python,
-and the names of everything else.
+In: a folder, or the names of a repository's files. Out: `Companions`: names to carry over, the
+checkpoint's own Python, and the names of everything else.
 
-Easy to get wrong: an output may be published, so a file is carried only if its name is known, and never through a link
-that leaves the folder. A link may lead to any file of the person who runs keepmtp, and a stray file may hold a token.
+Easy to get wrong: an output may be published, so a file is carried only if its name is known, and
+never through a link that leaves the folder. A link may lead to any file of the person who runs
+keepmtp, and a stray file may hold a token.
 """
 
 import os
@@ -38,7 +40,8 @@ _KNOWN = (
     "generation_config.json",
     "*processor_config.json",
     "configuration.json",
-    # MiMo-V2.5's: vLLM reads this folder next to the weights, and goes on without audio if it is missing.
+    # MiMo-V2.5's: vLLM reads this folder next to the weights, and goes on without audio if it is
+    # missing.
     "audio_tokenizer/*.json",
     "audio_tokenizer/*.jinja",
     "audio_tokenizer/model.safetensors",
@@ -61,9 +64,11 @@ class Companions:
     """Names with forward slashes, sorted.
 
     Attributes:
-        carried: tokenizer, templates, generation settings, licence, and a tokenizer of sounds with its weights.
+        carried: tokenizer, templates, generation settings, licence, and a tokenizer of sounds with
+            its weights.
         code: the checkpoint's own Python, which is carried only if the user trusts it.
-        left: everything else but weights and what keepmtp writes anew; a folder has a slash at its end.
+        left: everything else but weights and what keepmtp writes anew; a folder has a slash at its
+            end.
     """
 
     carried: tuple[str, ...] = ()
@@ -88,7 +93,11 @@ def companions_among(names: Iterable[str]) -> Companions:
     carried, code, left = [], [], set()
     for name in sorted(names):
         is_known = _is_one_of(name, _KNOWN)
-        if name.startswith(".") or name in REWRITTEN or (name.endswith(".safetensors") and not is_known):
+        if (
+            name.startswith(".")
+            or name in REWRITTEN
+            or (name.endswith(".safetensors") and not is_known)
+        ):
             continue
         if _is_one_of(name, _CODE):
             code.append(name)
@@ -103,13 +112,16 @@ def companions_among(names: Iterable[str]) -> Companions:
 def inside(folder: Path, name: str) -> Path:
     """The path of a file of a checkpoint, once it is known to be in that checkpoint.
 
-    A snapshot of the Hub's cache is a folder of links to `blobs/` of the same repository: those are its own files.
+    A snapshot of the Hub's cache is a folder of links to `blobs/` of the same repository: those are
+    its own files.
 
     Raises:
         CheckpointError: a link that leaves the folder, or one to nowhere.
     """
     path = folder / name
-    home, target = (Path(os.path.realpath(each)) for each in (folder, path))  # `resolve` raises on a link to itself
+    home, target = (
+        Path(os.path.realpath(each)) for each in (folder, path)
+    )  # `resolve` raises on a link to itself
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
         raise CheckpointError(
@@ -120,7 +132,9 @@ def inside(folder: Path, name: str) -> Path:
         )
     if not path.is_file():
         got = "something else" if path.exists() else "a link to nowhere"
-        raise CheckpointError(path, "must be a regular file", got=got, cure="Restore it, or remove it")
+        raise CheckpointError(
+            path, "must be a regular file", got=got, cure="Restore it, or remove it"
+        )
     return path
 
 
@@ -129,13 +143,18 @@ def code_named_by(config: Mapping[str, Any]) -> tuple[str, ...]:
     auto_map = config.get("auto_map")
     values = auto_map.values() if isinstance(auto_map, Mapping) else ()
     classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    own = {name.rpartition(".")[0] for name in classes if isinstance(name, str) and "--" not in name}
+    own = {
+        name.rpartition(".")[0] for name in classes if isinstance(name, str) and "--" not in name
+    }
     return tuple(sorted(f"{module}.py" for module in own if module))
 
 
 def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether a name fits a pattern; a star never takes a slash."""
-    return any(name.count("/") == pattern.count("/") and fnmatchcase(name.lower(), pattern) for pattern in patterns)
+    return any(
+        name.count("/") == pattern.count("/") and fnmatchcase(name.lower(), pattern)
+        for pattern in patterns
+    )
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -1,16 +1,16 @@
 """Stored forms of released checkpoints back to BF16, one tensor at a time.
 
-In: the packed tensor and its scales as they are in the file, on any device. Out: the weight, [N, K], BF16, same device.
-Codes become F32 through a table of 256 entries, are multiplied by their scale in F32 and rounded to BF16 once; a chunk
-of rows is in F32 at a time.
+In: the packed tensor and its scales as they are in the file, on any device. Out: the weight, [N,
+K], BF16, same device. Codes become F32 through a table of 256 entries, are multiplied by their
+scale in F32 and rounded to BF16 once; a chunk of rows is in F32 at a time.
 
-Easy to get wrong: two of these forms come in two conventions. A second-level NVFP4 scale is a divisor in
-compressed-tensors and a multiplier in modelopt; E8M0 scales (byte e means 2**(e - 127)) are as often stored as plain
-uint8. Of two 4-bit codes in a byte, the low nibble is the even column.
+Easy to get wrong: two of these forms come in two conventions. A second-level NVFP4 scale is a
+divisor in compressed-tensors and a multiplier in modelopt; E8M0 scales (byte e means 2**(e - 127))
+are as often stored as plain uint8. Of two 4-bit codes in a byte, the low nibble is the even column.
 
 Source: compressed-tensors 0.19.0 compressors/* (decompress) and entrypoints/convert/converters
-(fp8block_dequantizer.py, modelopt_nvfp4.py). tests/checkpoints/test_dequantize.py holds these functions against both
-and against float64 arithmetic.
+(fp8block_dequantizer.py, modelopt_nvfp4.py). tests/checkpoints/test_dequantize.py holds these
+functions against both and against float64 arithmetic.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +22,32 @@ from ..recipes.errors import CheckpointError
 from .stored import Form, num_slices, scale_of, weight_of
 from .values import row_ranges
 
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_E2M1_VALUES = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+)
 
 
 def dequantize(
-    form: Form, parts: Mapping[str, Tensor], *, shape: tuple[int, ...], block: tuple[int, int] | None = None
+    form: Form,
+    parts: Mapping[str, Tensor],
+    *,
+    shape: tuple[int, ...],
+    block: tuple[int, int] | None = None,
 ) -> Tensor:
     """A stored weight as values.
 
@@ -36,7 +57,8 @@ def dequantize(
         shape: the logical one.
         block: rows and columns under one scale, for form "fp8_block".
 
-    Returns: `shape`, on the same device. Packed forms come as BF16, a plain weight is returned as it is.
+    Returns: `shape`, on the same device. Packed forms come as BF16, a plain weight is returned as
+    it is.
 
     Raises: CheckpointError if a shape does not fit.
     """
@@ -66,7 +88,9 @@ def dequantize(
             bits, zero_point = 32 * weight.shape[1] // num_columns, parts.get("weight_zero_point")
             return int_packed(weight, scale, bits, (num_rows, num_columns), zero_point)
         case "gptq" | "awq" | "unknown":
-            raise AssertionError(f"{', '.join(parts)}: a form that is not computed is refused before")
+            raise AssertionError(
+                f"{', '.join(parts)}: a form that is not computed is refused before"
+            )
 
 
 def fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -74,8 +98,10 @@ def fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
     Args:
         weight: [N, K], float8_e4m3fn, float8_e5m2 or int8.
-        scale: [ceil(N / rows), ceil(K / columns)], F32, BF16, F16, float8_e8m0fnu or E8M0 as raw uint8.
-        block: rows and columns under one scale, usually (128, 128); blocks at the right and lower edge may be smaller.
+        scale: [ceil(N / rows), ceil(K / columns)], F32, BF16, F16, float8_e8m0fnu or E8M0 as raw
+            uint8.
+        block: rows and columns under one scale, usually (128, 128); blocks at the right and lower
+            edge may be smaller.
 
     Returns: [N, K], BF16.
 
@@ -153,8 +179,8 @@ def nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, *, divisor: bool)
         packed: [N, K // 2], uint8 or int8, two codes a byte.
         scale: [N, K // 16], float8_e4m3fn.
         global_scale: [1] or a scalar, F32.
-        divisor: True for compressed-tensors (`weight_global_scale`): code * (scale / global_scale). False for modelopt
-            (`weight_scale_2`): code * (scale * global_scale).
+        divisor: True for compressed-tensors (`weight_global_scale`): code * (scale / global_scale).
+            False for modelopt (`weight_scale_2`): code * (scale * global_scale).
 
     Returns: [N, K], BF16.
 
@@ -167,7 +193,11 @@ def nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, *, divisor: bool)
 
 
 def int_packed(
-    packed: Tensor, scale: Tensor, bits: int, shape: tuple[int, int], zero_point: Tensor | None = None
+    packed: Tensor,
+    scale: Tensor,
+    bits: int,
+    shape: tuple[int, int],
+    zero_point: Tensor | None = None,
 ) -> Tensor:
     """Integers of compressed-tensors' pack-quantized: offset binary, first column in the low bits.
 
@@ -176,21 +206,26 @@ def int_packed(
         scale: [N, G] with K a multiple of G (G = 1: one scale a row), BF16, F16 or F32.
         bits: 4 or 8.
         shape: (N, K) of the weight, `weight_shape` in the file.
-        zero_point: [ceil(N * bits / 32), G], int32: the codes that mean 0, first row in the low bits; None where all
-            are half the count of codes.
+        zero_point: [ceil(N * bits / 32), G], int32: the codes that mean 0, first row in the low
+            bits; None where all are half the count of codes.
 
     Returns: [N, K], BF16.
 
-    Raises: CheckpointError if a shape does not fit or codes straddle words (other widths than 4 and 8).
+    Raises: CheckpointError if a shape does not fit or codes straddle words (other widths than 4 and
+    8).
     """
     if bits not in (4, 8):
-        raise CheckpointError("weight_packed", "only 4 or 8 bits can be read", got=bits, cure="Use another source")
+        raise CheckpointError(
+            "weight_packed", "only 4 or 8 bits can be read", got=bits, cure="Use another source"
+        )
     num_rows, num_columns = (int(size) for size in shape)
     _expect_shape("weight_packed", packed, (num_rows, -(-num_columns * bits // 32)))
     if scale.ndim != 2 or scale.shape[0] != num_rows or num_columns % scale.shape[1]:
         _expect_shape("weight_scale", scale, (num_rows, 1))
     table, factor = _int_table(bits, packed.device), _scale_to_float(scale)
-    zero = None if zero_point is None else _zero_points(zero_point, bits, (num_rows, scale.shape[1]))
+    zero = (
+        None if zero_point is None else _zero_points(zero_point, bits, (num_rows, scale.shape[1]))
+    )
 
     def chunk(first: int, last: int) -> Tensor:
         codes = _look_up(table, packed[first:last].contiguous().view(torch.uint8))[:, :num_columns]
@@ -210,22 +245,31 @@ def _zero_points(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
     return codes.flatten(0, 1)[: shape[0]].float() - (1 << (bits - 1))
 
 
-def _fp4(packed: Tensor, scale: Tensor, group_size: int, rescale: Callable[[Tensor], Tensor]) -> Tensor:
+def _fp4(
+    packed: Tensor, scale: Tensor, group_size: int, rescale: Callable[[Tensor], Tensor]
+) -> Tensor:
     """E2M1 codes times their groups' scales, after `rescale`."""
     table = _pair_table(torch.tensor(_E2M1_VALUES, device=packed.device))
     num_rows, num_columns = packed.shape[0], packed.shape[1] * 2
     _expect_shape("scale", scale, (num_rows, num_columns // group_size))
 
     def chunk(first: int, last: int) -> Tensor:
-        return _scale_groups(_look_up(table, packed[first:last]), rescale(_scale_to_float(scale[first:last])))
+        return _scale_groups(
+            _look_up(table, packed[first:last]), rescale(_scale_to_float(scale[first:last]))
+        )
 
     return _by_rows((num_rows, num_columns), packed.device, chunk)
 
 
 def _by_rows(
-    shape: tuple[int, int], device: torch.device, chunk: Callable[[int, int], Tensor], max_rows: int = 0
+    shape: tuple[int, int],
+    device: torch.device,
+    chunk: Callable[[int, int], Tensor],
+    max_rows: int = 0,
 ) -> Tensor:
-    """Assemble a BF16 matrix from F32 chunks `chunk(first_row, last_row)`; none crosses a multiple of `max_rows`."""
+    """Assemble a BF16 matrix from F32 chunks `chunk(first_row, last_row)`; none crosses a multiple
+    of `max_rows`.
+    """
     weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
     for top in range(0, shape[0], max_rows or max(1, shape[0])):
         band = weight[top : top + max_rows] if max_rows else weight
@@ -245,7 +289,8 @@ def _scale_to_float(scale: Tensor) -> Tensor:
     return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
 
 
-# Tables. A look-up by byte is several times faster than PyTorch's conversion from FP8 on a CPU, and keeps NaN.
+# Tables. A look-up by byte is several times faster than PyTorch's conversion from FP8 on a CPU, and
+# keeps NaN.
 
 
 def _look_up(table: Tensor, codes: Tensor) -> Tensor:
@@ -261,7 +306,9 @@ def _look_up(table: Tensor, codes: Tensor) -> Tensor:
 def _byte_table(weight: Tensor) -> Tensor:
     """The F32 value of every byte read in the dtype of `weight`: [256]."""
     if weight.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
-        raise CheckpointError("weight", "only FP8 or INT8 can be read", got=weight.dtype, cure="Check the stored form")
+        raise CheckpointError(
+            "weight", "only FP8 or INT8 can be read", got=weight.dtype, cure="Check the stored form"
+        )
     return torch.arange(256, dtype=torch.uint8, device=weight.device).view(weight.dtype).float()
 
 
@@ -281,4 +328,6 @@ def _expect_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a tensor that is not of this shape."""
     if tuple(tensor.shape) != shape:
         rule = f"this stored form has shape {list(shape)}"
-        raise CheckpointError(what, rule, got=list(tensor.shape), cure="Check the source's quantization config")
+        raise CheckpointError(
+            what, rule, got=list(tensor.shape), cure="Check the source's quantization config"
+        )

@@ -1,9 +1,11 @@
-"""What every fact is: one frozen pydantic model, from the place that measures it to report.json, the page and the card.
+"""What every fact is: one frozen pydantic model, from the place that measures it to report.json,
+the page and the card.
 
 In: values that a station measured, or a file that holds them. Out: the same value, checked.
 
-Easy to get wrong: a computed figure (a `computed_field`) is written to a file and never read from one. It is computed
-again from the counts, so a file cannot hold a figure that its counts do not give.
+Easy to get wrong: a computed figure (a `computed_field`) is written to a file and never read from
+one. It is computed again from the counts, so a file cannot hold a figure that its counts do not
+give.
 """
 
 from typing import Annotated, Any

@@ -1,10 +1,10 @@
 """Files that are whole or not there, and folders that one run at a time may use.
 
-In: a path, and text or a file that a caller has filled. Out: the file under its own name. It is on the disk itself, so
-it survives a power cut.
+In: a path, and text or a file that a caller has filled. Out: the file under its own name. It is on
+the disk itself, so it survives a power cut.
 
-Easy to get wrong: a file that is written under its own name. A reader, or the next run, can then find half of it. Each
-file here has the name NAME.partial until it is whole.
+Easy to get wrong: a file that is written under its own name. A reader, or the next run, can then
+find half of it. Each file here has the name NAME.partial until it is whole.
 """
 
 import errno
@@ -41,17 +41,21 @@ def final_path(partial: Path) -> Path:
 
 
 def within(folder: Path, name: str) -> Path:
-    """The path for a file that is written into a folder, under a name that a stranger may have chosen.
+    """The path for a file that is written into a folder, under a name that a stranger may have
+    chosen.
 
-    Every name from a checkpoint, an index, a record or the Hub comes through here before a byte is written. The
-    folders that the name has in it are made.
+    Every name from a checkpoint, an index, a record or the Hub comes through here before a byte is
+    written. The folders that the name has in it are made.
 
     Raises:
         CheckpointError: the path would not be inside the folder, also by a link in it.
     """
     path, home = folder / name, Path(os.path.realpath(folder))
     if "\0" in name or home not in Path(os.path.realpath(path)).parents:
-        rule, cure = "every file of an output must lie in its folder", "Check what names the file, and rename it"
+        rule, cure = (
+            "every file of an output must lie in its folder",
+            "Check what names the file, and rename it",
+        )
         raise CheckpointError(folder, rule, got=repr(name), cure=cure)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -67,11 +71,15 @@ def refuse_name(path: Path) -> None:
         os.fspath(path).encode()
     except UnicodeEncodeError as error:
         got = ascii(error.object[error.start : error.end])
-        raise CheckpointError(path, "every name must be UTF-8", got=got, cure="Rename it") from error
+        raise CheckpointError(
+            path, "every name must be UTF-8", got=got, cure="Rename it"
+        ) from error
 
 
 def complete(path: Path) -> None:
-    """Give the file or folder at `partial_path(path)` its own name; an older file of that name is replaced."""
+    """Give the file or folder at `partial_path(path)` its own name; an older file of that name is
+    replaced.
+    """
     partial = partial_path(path)
     sync(partial)
     os.replace(partial, path)
@@ -79,15 +87,20 @@ def complete(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write a text file so that a reader finds the old one or the new one, never a part; returns `path`.
+    """Write a text file so that a reader finds the old one or the new one, never a part; returns
+    `path`.
 
     Raises:
-        CheckpointError: the folder cannot be written to, or the text has a name whose bytes are no UTF-8.
+        CheckpointError: the folder cannot be written to, or the text has a name whose bytes are no
+            UTF-8.
     """
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
-        got, cure = ascii(text[error.start : error.end]), "Rename the folder or the file that is called so"
+        got, cure = (
+            ascii(text[error.start : error.end]),
+            "Rename the folder or the file that is called so",
+        )
         raise CheckpointError(path, "every name in it must be UTF-8", got=got, cure=cure) from error
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,12 +116,15 @@ def unwritable(path: Path, error: Exception) -> CheckpointError:
 
     Args:
         path: of the file.
-        error: the system's, or a library's that has the system's number in its words: "(os error 28)".
+        error: the system's, or a library's that has the system's number in its words: "(os error
+            28)".
     """
     found = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno or 0 if isinstance(error, OSError) else int(found[1]) if found else 0
     got = os.strerror(number) if number else str(error)
-    return CheckpointError(path, "must be writable", got=got, cure=_CURES.get(number, "Choose another folder"))
+    return CheckpointError(
+        path, "must be writable", got=got, cure=_CURES.get(number, "Choose another folder")
+    )
 
 
 def write_at(descriptor: int, data: bytearray | memoryview, position: int) -> None:
@@ -141,10 +157,14 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def held(folder: Path, rule: str, *, cure: str = "Wait for it, or choose another OUT") -> Iterator[None]:
-    """Lock a folder against other runs for as long as the context lasts; it is made if there is none.
+def held(
+    folder: Path, rule: str, *, cure: str = "Wait for it, or choose another OUT"
+) -> Iterator[None]:
+    """Lock a folder against other runs for as long as the context lasts; it is made if there is
+    none.
 
-    The kernel holds the lock for this process, and frees it when the process ends, killed or not. The folder itself is
+    The kernel holds the lock for this process, and frees it when the process ends, killed or not.
+    The folder itself is
     locked: a lock file would stay in it, or next to it, after the run.
 
     Raises:
@@ -170,7 +190,9 @@ def is_held(folder: Path) -> bool:
 
 
 def _locked(folder: Path) -> int | None:
-    """An open descriptor with the lock on the folder that has this name now; None if another run has it."""
+    """An open descriptor with the lock on the folder that has this name now; None if another run
+    has it.
+    """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:

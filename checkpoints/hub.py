@@ -1,12 +1,15 @@
-"""What is asked of the Hub for a checkpoint: a repository's files, files, and bytes by range requests.
+"""What is asked of the Hub for a checkpoint: a repository's files, files, and bytes by range
+requests.
 
-In: a repository, a commit and a file's name. Out: the answer, or a refusal in one sentence. The header of a file on the
-Hub is judged as that of a local file. Deadlines and the token's rules are those of `hub_client.py`. huggingface_hub
-1.33 reads no range into memory that is there, and compares no header with its file's size.
+In: a repository, a commit and a file's name. Out: the answer, or a refusal in one sentence. The
+header of a file on the Hub is judged as that of a local file. Deadlines and the token's rules are
+those of `hub_client.py`. huggingface_hub 1.33 reads no range into memory that is there, and
+compares no header with its file's size.
 
-Easy to get wrong: the Hub answers for each large file with another address, which is good for an hour or so. It is
-kept, so that a thousand ranges are not two thousand requests, and asked for anew when it has expired. A server may
-ignore the range and send the whole file. So no more is read than was asked for.
+Easy to get wrong: the Hub answers for each large file with another address, which is good for an
+hour or so. It is kept, so that a thousand ranges are not two thousand requests, and asked for anew
+when it has expired. A server may ignore the range and send the whole file. So no more is read than
+was asked for.
 """
 
 import re
@@ -36,7 +39,9 @@ _TIMEOUT_SECONDS = 10
 AT_A_TIME = 16
 """Ranges that are asked for at the same time."""
 GAP_BYTES = 1 << 20
-"""Between two tensors that are asked for together: what 20 MB/s bring in the 50 ms that a request is on its way."""
+"""Between two tensors that are asked for together: what 20 MB/s bring in the 50 ms that a request
+is on its way.
+"""
 _TRIES = 5
 _FIRST_WAIT_SECONDS = 0.25
 _EXPIRED = (401, 403, 404, 410)
@@ -52,7 +57,11 @@ _REFUSALS: tuple[tuple[Any, str, str], ...] = (
         "the Hub repository must not be gated for you",
         "Ask for access on its page and run `hf auth login`",
     ),
-    (RepositoryNotFoundError, "must be {}", "Check the name, or run `hf auth login` if it is private"),
+    (
+        RepositoryNotFoundError,
+        "must be {}",
+        "Check the name, or run `hf auth login` if it is private",
+    ),
     (RevisionNotFoundError, "the revision must exist", "Check revision {}"),
     (EntryNotFoundError, "a checkpoint has a config.json", "Check the repository"),
     (OfflineModeIsEnabled, "the Hub must be reachable", "Unset HF_HUB_OFFLINE or give a folder"),
@@ -66,8 +75,12 @@ _REFUSALS: tuple[tuple[Any, str, str], ...] = (
 
 
 @contextmanager
-def hub_errors(repo: str, revision: str, kind: str = "a folder or a public Hub repository") -> Iterator[None]:
-    """Turns the Hub's exceptions, and those of its client over a mangled answer, into one sentence."""
+def hub_errors(
+    repo: str, revision: str, kind: str = "a folder or a public Hub repository"
+) -> Iterator[None]:
+    """Turns the Hub's exceptions, and those of its client over a mangled answer, into one
+    sentence.
+    """
     install_once()
     try:
         yield
@@ -76,11 +89,15 @@ def hub_errors(repo: str, revision: str, kind: str = "a folder or a public Hub r
     except KeepMTPError:
         raise
     except (*_MALFORMED, EntryNotFoundError, HfHubHTTPError, HTTPError, OSError) as error:
-        rule, cure = next((rule, cure) for kinds, rule, cure in _REFUSALS if isinstance(error, kinds))
+        rule, cure = next(
+            (rule, cure) for kinds, rule, cure in _REFUSALS if isinstance(error, kinds)
+        )
         got = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
         if rule == _REFUSALS[-1][1]:
             got = f"another answer ({type(error).__name__})"
-        raise NoCheckpointError(repo, rule.format(kind), got=got, cure=cure.format(revision)) from error
+        raise NoCheckpointError(
+            repo, rule.format(kind), got=got, cure=cure.format(revision)
+        ) from error
 
 
 def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
@@ -100,7 +117,8 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
 
 
 def fetch(repo: str, name: str, *, commit: str) -> Path | None:
-    """A file in the Hub's cache, downloaded if it is not there yet; None if the repository has none of this name.
+    """A file in the Hub's cache, downloaded if it is not there yet; None if the repository has none
+    of this name.
 
     Raises:
         NoCheckpointError: the Hub does not send it.
@@ -112,7 +130,9 @@ def fetch(repo: str, name: str, *, commit: str) -> Path | None:
             return None
 
 
-def fetch_all(repo: str, patterns: Sequence[str], *, commit: str, to: Path | None, bars: type[Any] | None) -> Path:
+def fetch_all(
+    repo: str, patterns: Sequence[str], *, commit: str, to: Path | None, bars: type[Any] | None
+) -> Path:
     """A folder with a repository's files that fit the patterns: `to`, or in the Hub's cache.
 
     Raises:
@@ -120,7 +140,11 @@ def fetch_all(repo: str, patterns: Sequence[str], *, commit: str, to: Path | Non
     """
     with hub_errors(repo, commit):
         wanted = list(patterns)
-        return Path(snapshot_download(repo, revision=commit, local_dir=to, allow_patterns=wanted, tqdm_class=bars))
+        return Path(
+            snapshot_download(
+                repo, revision=commit, local_dir=to, allow_patterns=wanted, tqdm_class=bars
+            )
+        )
 
 
 def read_remote_header(repo: str, file: str, *, commit: str) -> FileHeader:
@@ -162,7 +186,8 @@ def read_range(
         arrived: called with the number of bytes, whenever that many more are there.
 
     Raises:
-        NoCheckpointError: the Hub does not have it, sends something else, or brings nothing in five answers in a row.
+        NoCheckpointError: the Hub does not have it, sends something else, or brings nothing in five
+            answers in a row.
     """
     failures, size, where = 0, -1, f"{repo}/{file}"
     with hub_errors(repo, commit):
@@ -193,8 +218,14 @@ def read_range(
 
 
 def _parts(url: str, start: int, length: int, where: str) -> Iterator[tuple[int, bytes]]:
-    """The file's size and what one request brings; nothing if the address that the Hub gave before has expired."""
-    headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
+    """The file's size and what one request brings; nothing if the address that the Hub gave before
+    has expired.
+    """
+    headers = {
+        **build_hf_headers(),
+        "Range": f"bytes={start}-{start + length - 1}",
+        "Accept-Encoding": "identity",
+    }
     known = _leads_to.get(url)
     with get_session().stream("GET", known or url, headers=headers) as response:
         if known and response.status_code in _EXPIRED:
@@ -215,4 +246,6 @@ def _parts(url: str, start: int, length: int, where: str) -> Iterator[tuple[int,
 
 
 def _no_part(where: str, got: str) -> NoCheckpointError:
-    return NoCheckpointError(where, "the Hub must send a part of the file", got=got, cure="Run it again")
+    return NoCheckpointError(
+        where, "the Hub must send a part of the file", got=got, cure="Run it again"
+    )

@@ -1,12 +1,14 @@
-"""How huggingface_hub talks to the Hub in keepmtp's process: with deadlines, and with the token for the Hub alone.
+"""How huggingface_hub talks to the Hub in keepmtp's process: with deadlines, and with the token for
+the Hub alone.
 
-In: nothing but the environment: HF_ENDPOINT and KEEPMTP_HUB_TIMEOUT. Out: a client that huggingface_hub makes all its
-requests with.
+In: nothing but the environment: HF_ENDPOINT and KEEPMTP_HUB_TIMEOUT. Out: a client that
+huggingface_hub makes all its requests with.
 
-Easy to get wrong: huggingface_hub 1.33 has no deadline, and passes `timeout=None` where it asks. A deadline for each
-read is none either: a server that sends a byte a minute keeps it. So an answer has so many seconds from the moment when
-the last byte of its request was sent, and more only for the bytes that arrive. And the Hub's own answers say where to
-send a file and where the next page is: that may be another host, which is nobody to give the token to.
+Easy to get wrong: huggingface_hub 1.33 has no deadline, and passes `timeout=None` where it asks. A
+deadline for each read is none either: a server that sends a byte a minute keeps it. So an answer
+has so many seconds from the moment when the last byte of its request was sent, and more only for
+the bytes that arrive. And the Hub's own answers say where to send a file and where the next page
+is: that may be another host, which is nobody to give the token to.
 """
 
 import os
@@ -33,11 +35,15 @@ from ..recipes.errors import KeepMTPError, RecipeError
 SETTING = "KEEPMTP_HUB_TIMEOUT"
 DEFAULT_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 600
-"""If the Hub asks to wait longer than this, the call fails at once. Its rate limits are for windows of 300 seconds."""
+"""If the Hub asks to wait longer than this, the call fails at once. Its rate limits are for windows
+of 300 seconds.
+"""
 SILENCES = 3
 """So many answers in a row may be late. huggingface_hub asks again by itself where it uploads."""
 QUESTION_LIMITS = 10
-"""A question of several requests, such as a list of several pages, has so many times the seconds of one."""
+"""A question of several requests, such as a list of several pages, has so many times the seconds of
+one.
+"""
 AGAIN = "Run the same command again"
 _BYTES_PER_SECOND = 10_000
 """The slowest line that counts as one: an answer gets a second more for so many bytes."""
@@ -56,7 +62,8 @@ class Patience:
         seconds: for one answer.
         until: when the question that is asked now must be answered; None: it may go on.
         stopped: set by Ctrl-C. Every thread that sends or waits then ends at its next step.
-        is_watched: signals are taken for it; it stays stopped until they no longer are, and somebody asks again.
+        is_watched: signals are taken for it; it stays stopped until they no longer are, and
+            somebody asks again.
         silences: answers that were late, since something arrived that had not arrived before.
     """
 
@@ -82,19 +89,27 @@ class Patience:
     def silence(self) -> HubError:
         """The refusal for a Hub that does not answer in time."""
         got = f"no whole answer within {self.seconds:g} s"
-        return HubError(constants.ENDPOINT, "the Hub must answer", got=got, cure=f"{AGAIN}. {SETTING} sets the seconds")
+        return HubError(
+            constants.ENDPOINT,
+            "the Hub must answer",
+            got=got,
+            cure=f"{AGAIN}. {SETTING} sets the seconds",
+        )
 
     def refuse_stopped(self) -> None:
         """End a thread whose work nobody waits for any more.
 
         Raises:
-            HubError: the command is being stopped. The main thread gets what ends the command instead: Python ignores
-                a KeyboardInterrupt that happens to arrive while an object is destroyed.
+            HubError: the command is being stopped. The main thread gets what ends the command
+                instead: Python ignores a KeyboardInterrupt that happens to arrive while an object
+                    is destroyed.
         """
         if self.stopped.is_set():
             if threading.current_thread() is threading.main_thread():
                 self.end()
-            raise HubError(constants.ENDPOINT, "nothing is sent after a stop", got="one", cure=AGAIN)
+            raise HubError(
+                constants.ENDPOINT, "nothing is sent after a stop", got="one", cure=AGAIN
+            )
 
     def stop(self, end: Callable[[], object] = bool) -> None:
         """End every request now, those that wait for the network too.
@@ -139,7 +154,9 @@ def _installed() -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what threads send to the Hub or read from it; Python would wait: a shard takes minutes."""
+    """Ctrl-C and SIGTERM end what threads send to the Hub or read from it; Python would wait: a
+    shard takes minutes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # a program that uses keepmtp has its own way to stop a thread
         return
@@ -161,7 +178,8 @@ def stopped_by_signals() -> Iterator[None]:
         signal.signal(number, stop)
     try:
         yield
-    finally:  # what is stopped stays so: a thread that has not noticed yet would send its shard again
+    # what is stopped stays so: a thread that has not noticed yet would send its shard again
+    finally:
         PATIENCE.is_watched = False
         for number, usual in before.items():
             signal.signal(number, usual)
@@ -174,10 +192,16 @@ def refuse_endpoint(endpoint: str) -> None:
         RecipeError: neither https, nor http to this machine; or an address with a password in it.
     """
     address = _address(endpoint)
-    if address is None or address.userinfo or not (address.scheme == "https" or _is_this_machine(address)):
+    if (
+        address is None
+        or address.userinfo
+        or not (address.scheme == "https" or _is_this_machine(address))
+    ):
         shown = f"{address.scheme}://{address.host}" if address else "no address"
         rule = "a token is sent by https only, or by http to this machine"
-        raise RecipeError("HF_ENDPOINT", rule, got=shown, cure="Set it to https://huggingface.co, or unset it")
+        raise RecipeError(
+            "HF_ENDPOINT", rule, got=shown, cure="Set it to https://huggingface.co, or unset it"
+        )
 
 
 def _seconds() -> float:
@@ -187,7 +211,9 @@ def _seconds() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 86_400:
-        raise RecipeError(SETTING, "must be a number of seconds up to a day", got=text, cure="Unset it for 60")
+        raise RecipeError(
+            SETTING, "must be a number of seconds up to a day", got=text, cure="Unset it for 60"
+        )
     return seconds
 
 
@@ -196,9 +222,14 @@ def _client() -> httpx.Client:
     if (endpoint := _address(constants.ENDPOINT)) and _is_this_machine(endpoint):
         # A proxy of this machine is for other machines, and would read what plain http sends.
         client.close()
-        client = httpx.Client(event_hooks=client.event_hooks, follow_redirects=True, mounts={"http://": None})
+        client = httpx.Client(
+            event_hooks=client.event_hooks, follow_redirects=True, mounts={"http://": None}
+        )
     hooks = client.event_hooks
-    client.event_hooks = {"request": [*hooks["request"], _before], "response": [*hooks["response"], _after]}
+    client.event_hooks = {
+        "request": [*hooks["request"], _before],
+        "response": [*hooks["response"], _after],
+    }
     # httpx 0.28 has no argument for the backend of its pools, and httpcore 1.0 has.
     for transport in (client._transport, *client._mounts.values()):
         if (pool := getattr(transport, "_pool", None)) is not None:
@@ -225,10 +256,17 @@ def _after(response: httpx.Response) -> None:
         if not _is_hub(where):
             rule = "the Hub must answer itself"
             got = f"a redirect to {where.host} for {url.path}"
-            raise HubError(constants.ENDPOINT, rule, got=got, cure="Check HF_ENDPOINT and the network's login page")
+            raise HubError(
+                constants.ENDPOINT,
+                rule,
+                got=got,
+                cure="Check HF_ENDPOINT and the network's login page",
+            )
     if response.status_code in BUSY:
         _wait(response)
-    elif response.request.method == "PUT" and PATIENCE.until is None:  # another part of an upload has arrived
+    elif (
+        response.request.method == "PUT" and PATIENCE.until is None
+    ):  # another part of an upload has arrived
         response.read()
         PATIENCE.silences = 0
 
@@ -284,7 +322,9 @@ def _is_hub(url: httpx.URL) -> bool:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Count what is late, and end what fails because of a stop; a KeyboardInterrupt stays what it is."""
+    """Count what is late, and end what fails because of a stop; a KeyboardInterrupt stays what it
+    is.
+    """
     try:
         yield
     except (httpcore.TimeoutException, httpcore.NetworkError) as error:

@@ -1,4 +1,6 @@
-"""Names of repositories as people write them, read without the Hub's client, which is slow to load."""
+"""Names of repositories as people write them, read without the Hub's client, which is slow to
+load.
+"""
 
 import re
 
@@ -9,7 +11,9 @@ _PAGE = re.compile(
 
 
 def page_of(address: str) -> tuple[str, str | None] | None:
-    """The Hub id and the revision that the address of a repository's page names; None for any other word."""
+    """The Hub id and the revision that the address of a repository's page names; None for any other
+    word.
+    """
     page = _PAGE.fullmatch(address)
     return (page[1], page[2]) if page else None
 

@@ -1,10 +1,13 @@
-"""Exactly which bytes a checkpoint is: SHA-256 of every file of its folder, and one number over all of them.
+"""Exactly which bytes a checkpoint is: SHA-256 of every file of its folder, and one number over all
+of them.
 
 In: a checkpoint folder. Out: an `Identity`. Every result names the identity it was measured on.
-A report takes results of one identity only, and an upload sends only files of the report's identity.
+A report takes results of one identity only, and an upload sends only files of the report's
+identity.
 
-Easy to get wrong: a cache keeps each hash with the file's size and time of change, so that 700 GB is read once. A file
-that changed just before it was read may change again within the clock's step, so its hash is not kept.
+Easy to get wrong: a cache keeps each hash with the file's size and time of change, so that 700 GB
+is read once. A file that changed just before it was read may change again within the clock's step,
+so its hash is not kept.
 """
 
 import hashlib
@@ -26,13 +29,16 @@ from .files import refuse_name, write_whole
 from .safetensors_file import open_regular
 
 ReadingBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Takes the number of bytes to read and returns a context. Its value is called with bytes read, from any thread."""
+"""Takes the number of bytes to read and returns a context. Its value is called with bytes read,
+from any thread.
+"""
 
 CACHE = ".hashes.json"
 _BLOCK_BYTES = 1 << 20
 _MAX_NAMED = 5
 _MAX_JSON_BYTES = 1 << 30
-# Times of change are as coarse as the file system's clock: 2 s on FAT, a second on some network file systems.
+# Times of change are as coarse as the file system's clock: 2 s on FAT, a second on some network
+# file systems.
 _SETTLED_NS = 3_000_000_000
 
 
@@ -49,7 +55,8 @@ class Identity(BaseModel):
     """Exactly these bytes.
 
     Attributes:
-        sha256: over a line "sha256 bytes name" for each file, sorted by name: one number for the checkpoint.
+        sha256: over a line "sha256 bytes name" for each file, sorted by name: one number for the
+            checkpoint.
         files: every file of it, by path with forward slashes.
     """
 
@@ -70,7 +77,10 @@ class _Seen(BaseModel):
 
     def is_as(self, before: "_Seen | None") -> bool:
         """Whether it has the size and the time of change that it had before."""
-        return before is not None and (self.num_bytes, self.mtime_ns) == (before.num_bytes, before.mtime_ns)
+        return before is not None and (self.num_bytes, self.mtime_ns) == (
+            before.num_bytes,
+            before.mtime_ns,
+        )
 
 
 class _Cache(BaseModel):
@@ -82,19 +92,23 @@ class _Cache(BaseModel):
     files: Mapping[str, _Seen]
 
 
-def identify(folder: Path, *, cache: Path | None = None, watch: ReadingBar | None = None) -> Identity:
+def identify(
+    folder: Path, *, cache: Path | None = None, watch: ReadingBar | None = None
+) -> Identity:
     """The bytes of one checkpoint.
 
-    Every regular file counts, and a link counts as the file it points to. Hidden files and folders and `*.partial` do
-    not count: they belong to tools, not to the checkpoint.
+    Every regular file counts, and a link counts as the file it points to. Hidden files and folders
+    and `*.partial` do not count: they belong to tools, not to the checkpoint.
 
     Args:
         folder: with config.json.
-        cache: evidence folder whose `.hashes.json` keeps hashes; it is made if there is none. None: nothing is kept.
+        cache: evidence folder whose `.hashes.json` keeps hashes; it is made if there is none. None:
+            nothing is kept.
         watch: a progress bar; opened only if there is something to read.
 
     Raises:
-        CheckpointError: no config.json, a link to nowhere or to a folder, or a file that changes while it is read.
+        CheckpointError: no config.json, a link to nowhere or to a folder, or a file that changes
+            while it is read.
     """
     settled = time.time_ns() - _SETTLED_NS
     files = dict(sorted(_files(folder)))
@@ -103,13 +117,20 @@ def identify(folder: Path, *, cache: Path | None = None, watch: ReadingBar | Non
     if unread:
         known |= _read_all(unread, watch)
         if cache is not None:
-            kept = {path: file for path, file in sorted(known.items()) if path not in unread or file.mtime_ns < settled}
-            write_whole(cache / CACHE, _Cache(version=1, files=kept).model_dump_json(indent=2) + "\n")
+            kept = {
+                path: file
+                for path, file in sorted(known.items())
+                if path not in unread or file.mtime_ns < settled
+            }
+            write_whole(
+                cache / CACHE, _Cache(version=1, files=kept).model_dump_json(indent=2) + "\n"
+            )
     return _identity(folder, {path: known[path] for path in files})
 
 
 def remembered(folder: Path, *, cache: Path) -> Identity | None:
-    """The bytes of a checkpoint from kept hashes alone; None where a file has none, or another size or time by now.
+    """The bytes of a checkpoint from kept hashes alone; None where a file has none, or another size
+    or time by now.
 
     Raises:
         CheckpointError: as `identify`.
@@ -126,7 +147,9 @@ def _identity(folder: Path, files: Mapping[str, _Seen]) -> Identity:
     for path, file in files.items():
         name = Path(path).relative_to(whole).as_posix()
         if "\n" in name:
-            raise CheckpointError(repr(name), "a file's name must be one line", got="a line break", cure="Rename it")
+            raise CheckpointError(
+                repr(name), "a file's name must be one line", got="a line break", cure="Rename it"
+            )
         facts[name] = FileFact(num_bytes=file.num_bytes, sha256=file.sha256)
     return identity_of(facts)
 
@@ -191,7 +214,10 @@ def _files(folder: Path) -> Iterator[tuple[str, _Seen]]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
             if (path := Path(root, name)).is_symlink():
-                rule, cure = "must be a file or a folder of its own", "Replace the link by what it leads to"
+                rule, cure = (
+                    "must be a file or a folder of its own",
+                    "Replace the link by what it leads to",
+                )
                 raise CheckpointError(path, rule, got="a link to a folder", cure=cure)
         for name in names:
             if not name.startswith(".") and not name.endswith(".partial"):
@@ -204,9 +230,13 @@ def _seen(path: Path) -> _Seen:
     try:
         state = path.stat()
     except FileNotFoundError as error:
-        raise CheckpointError(path, "must be a file", got="a link to nowhere", cure="Restore or delete it") from error
+        raise CheckpointError(
+            path, "must be a file", got="a link to nowhere", cure="Restore or delete it"
+        ) from error
     if not stat.S_ISREG(state.st_mode):
-        raise CheckpointError(path, "must be a regular file", got="something else", cure="Move it away")
+        raise CheckpointError(
+            path, "must be a regular file", got="something else", cure="Move it away"
+        )
     _refuse_large(path, state.st_size)
     return _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
 
@@ -219,13 +249,21 @@ def _refuse_large(path: Path, num_bytes: int) -> None:
 
 
 def _raise(error: OSError) -> None:
-    raise CheckpointError(error.filename, "must be readable", got=error.strerror, cure="Check its permissions")
+    raise CheckpointError(
+        error.filename, "must be readable", got=error.strerror, cure="Check its permissions"
+    )
 
 
 def _read_all(files: Mapping[str, _Seen], watch: ReadingBar | None) -> dict[str, _Seen]:
-    """The files with their hashes. The largest come first, so that no thread has a large one left at the end."""
+    """The files with their hashes. The largest come first, so that no thread has a large one left
+    at the end.
+    """
     paths = sorted(files, key=lambda path: -files[path].num_bytes)
-    bar = watch(sum(file.num_bytes for file in files.values())) if watch else nullcontext(lambda _: None)
+    bar = (
+        watch(sum(file.num_bytes for file in files.values()))
+        if watch
+        else nullcontext(lambda _: None)
+    )
     stop = threading.Event()
     with bar as advance, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         try:
@@ -237,21 +275,28 @@ def _read_all(files: Mapping[str, _Seen], watch: ReadingBar | None) -> dict[str,
 
 
 def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threading.Event) -> _Seen:
-    # Not hashlib.file_digest: a shard of 5 GB would be one step of the bar. Updates release the GIL likewise.
+    # Not hashlib.file_digest: a shard of 5 GB would be one step of the bar. Updates release the GIL
+    # likewise.
     digest, block = hashlib.sha256(), bytearray(_BLOCK_BYTES)
     view, done = memoryview(block), 0
     try:
         with open(path, "rb", buffering=0) as raw:
-            # Stop at the size that was found: a file that grows as fast as it is read would never end.
+            # Stop at the size that was found: a file that grows as fast as it is read would never
+            # end.
             while (count := raw.readinto(block)) and done <= file.num_bytes and not stop.is_set():
                 digest.update(view[:count])
                 advance(count)
                 done += count
             state = os.fstat(raw.fileno())
     except OSError as error:
-        raise CheckpointError(path, "must be readable", got=error.strerror or repr(error), cure="Check it") from error
+        raise CheckpointError(
+            path, "must be readable", got=error.strerror or repr(error), cure="Check it"
+        ) from error
     if (state.st_size, state.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
-        rule, cure = "must not change while it is read", "Wait until it is written, and run this again"
+        rule, cure = (
+            "must not change while it is read",
+            "Wait until it is written, and run this again",
+        )
         raise CheckpointError(path, rule, got="another size or time", cure=cure)
     return file.model_copy(update={"sha256": digest.hexdigest()})
 

@@ -1,10 +1,12 @@
-"""JSON of others, parsed once: a checkpoint's config.json, index and small files; and the lines of a user's file.
+"""JSON of others, parsed once: a checkpoint's config.json, index and small files; and the lines of
+a user's file.
 
-In: a file. Out: its object, the config with the right types, the index as tensor -> file, or a value for each line.
+In: a file. Out: its object, the config with the right types, the index as tensor -> file, or a
+value for each line.
 
-Easy to get wrong: Python's JSON takes what vLLM does not (UTF-16, a byte order mark), and a deep value ends in a
-RecursionError only where somebody copies it. Both are refused here. Infinity is taken: configs of state-space models
-have it.
+Easy to get wrong: Python's JSON takes what vLLM does not (UTF-16, a byte order mark), and a deep
+value ends in a RecursionError only where somebody copies it. Both are refused here. Infinity is
+taken: configs of state-space models have it.
 """
 
 import json
@@ -21,7 +23,13 @@ _CURE = "Download it again"
 _MAX_BYTES = 160 * 1024 * 1024  # an index of a million tensors
 _MAX_COMMAS = 2_000_000  # a short value takes ten times its bytes in memory
 _MAX_DEPTH = 64
-_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 def read_bytes_of(path: Path, where: object, *, cure: str = _CURE) -> bytes:
@@ -33,7 +41,9 @@ def read_bytes_of(path: Path, where: object, *, cure: str = _CURE) -> bytes:
     with open_regular(path, where) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > _MAX_BYTES:
-            raise CheckpointError(where, f"must be at most {_MAX_BYTES} bytes long", got=num_bytes, cure=cure)
+            raise CheckpointError(
+                where, f"must be at most {_MAX_BYTES} bytes long", got=num_bytes, cure=cure
+            )
         return file.read(num_bytes)
 
 
@@ -46,7 +56,8 @@ def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, An
         cure: what to do where it is refused.
 
     Raises:
-        CheckpointError: no regular file, too large, not UTF-8, not JSON, too deep, half a character, or no object.
+        CheckpointError: no regular file, too large, not UTF-8, not JSON, too deep, half a
+            character, or no object.
     """
     return object_of(read_bytes_of(path, where, cure=cure), where, cure=cure)
 
@@ -54,10 +65,14 @@ def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, An
 def object_of(raw: bytes, where: object, *, cure: str = _CURE) -> dict[str, Any]:
     """The object of JSON that was read already; see `read_object`."""
     if raw.count(b",") > _MAX_COMMAS:
-        raise CheckpointError(where, f"must have at most {_MAX_COMMAS} values", got="more", cure=cure)
+        raise CheckpointError(
+            where, f"must have at most {_MAX_COMMAS} values", got="more", cure=cure
+        )
     found = parsed(_decoded(raw, where, cure), where, cure=cure)
     if not isinstance(found, dict):
-        raise CheckpointError(where, "must be a JSON object", got=_KINDS.get(type(found), "a number"), cure=cure)
+        raise CheckpointError(
+            where, "must be a JSON object", got=_KINDS.get(type(found), "a number"), cure=cure
+        )
     return found
 
 
@@ -72,12 +87,16 @@ def parsed(text: str, where: object, *, cure: str = _CURE) -> Any:
     except RecursionError as error:
         raise _too_deep(where, cure) from error
     except ValueError as error:
-        raise CheckpointError(where, "must be JSON", got=str(error) if text else "an empty file", cure=cure) from error
+        raise CheckpointError(
+            where, "must be JSON", got=str(error) if text else "an empty file", cure=cure
+        ) from error
     if _is_deep(found):
         raise _too_deep(where, cure)
     if _has_half_a_character(text, found):
         got = "half of a surrogate pair"
-        raise CheckpointError(where, "every character must be one that UTF-8 can write", got=got, cure=cure)
+        raise CheckpointError(
+            where, "every character must be one that UTF-8 can write", got=got, cure=cure
+        )
     return found
 
 
@@ -118,7 +137,8 @@ def read_index(path: Path, where: object) -> Mapping[str, str]:
     """The index's weight_map: tensor -> file.
 
     Raises:
-        CheckpointError: as `read_object`, or no weight_map, or one that does not map names to names.
+        CheckpointError: as `read_object`, or no weight_map, or one that does not map names to
+            names.
     """
     weight_map = read_object(path, where).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -126,7 +146,9 @@ def read_index(path: Path, where: object) -> Mapping[str, str]:
         raise CheckpointError(where, "weight_map must be an object", got=got, cure=_CURE)
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise CheckpointError(where, f"weight_map: {name} must name a file", got=repr(file), cure=_CURE)
+            raise CheckpointError(
+                where, f"weight_map: {name} must name a file", got=repr(file), cure=_CURE
+            )
     return weight_map
 
 
@@ -139,7 +161,9 @@ def _decoded(raw: bytes, where: object, cure: str) -> str:
 
 
 def _has_half_a_character(text: str, found: Any) -> bool:
-    """Whether a text has `\\ud800` without its other half: Python keeps it, and fails where it is written again."""
+    """Whether a text has `\\ud800` without its other half: Python keeps it, and fails where it is
+    written again.
+    """
     if "\\ud" not in text.lower():
         return False
     try:
@@ -150,7 +174,9 @@ def _has_half_a_character(text: str, found: Any) -> bool:
 
 
 def _too_deep(where: object, cure: str) -> CheckpointError:
-    return CheckpointError(where, f"values must be at most {_MAX_DEPTH} levels deep", got="more levels", cure=cure)
+    return CheckpointError(
+        where, f"values must be at most {_MAX_DEPTH} levels deep", got="more levels", cure=cure
+    )
 
 
 def _is_deep(value: Any) -> bool:

@@ -1,10 +1,12 @@
 """A release without an MTP block, joined with the MTP block of another repository or folder.
 
-In: two opened checkpoints. Out: one `Source`: the release's, with the MTP tensors of the other one under the release's
-names, and the count of MTP layers that is there. Whoever plans, reads or writes sees one checkpoint.
+In: two opened checkpoints. Out: one `Source`: the release's, with the MTP tensors of the other one
+under the release's names, and the count of MTP layers that is there. Whoever plans, reads or writes
+sees one checkpoint.
 
-Easy to get wrong: config.json of the release may count MTP layers that were never published (MiniMax-M3 says seven). So
-the count is that of the tensors. Only the files with MTP tensors are downloaded, stamped and recorded.
+Easy to get wrong: config.json of the release may count MTP layers that were never published
+(MiniMax-M3 says seven). So the count is that of the tensors. Only the files with MTP tensors are
+downloaded, stamped and recorded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,12 +32,15 @@ def with_mtp_of(source: Source, other: Source) -> Source:
 
     Raises:
         RecipeError: no family table for the release.
-        CheckpointError: the release has an MTP block, the other one has none, or it is another model's.
+        CheckpointError: the release has an MTP block, the other one has none, or it is another
+            model's.
     """
     view = find_view(source.config, source.where, source.entries)
     if own := _first_mtp(source, view):
         rule = "mtp_source is for a release without an MTP block of its own"
-        raise CheckpointError(source.where, rule, got=own, cure="Leave mtp_source and --mtp-source away")
+        raise CheckpointError(
+            source.where, rule, got=own, cure="Leave mtp_source and --mtp-source away"
+        )
     renamed = dict(_mtp_entries(other, view))
     if not renamed:
         family = view.family.model_type
@@ -82,21 +87,29 @@ def _in_release(name: str, view: FamilyView) -> str:
     return name
 
 
-def _refuse_other_model(source: Source, other: Source, view: FamilyView, found: Mapping[HFName, Entry]) -> None:
-    """Both must have the same sizes: by config.json, and by what joins embedding and hidden state."""
+def _refuse_other_model(
+    source: Source, other: Source, view: FamilyView, found: Mapping[HFName, Entry]
+) -> None:
+    """Both must have the same sizes: by config.json, and by what joins embedding and hidden
+    state.
+    """
     theirs = other.config.get("text_config") or other.config
     for key in _KEPT:
         ours, given = view.text_config.get(key), theirs.get(key)
         if None not in (ours, given) and ours != given:
             rule = f"{key} must be {ours}, that of {source.where}"
-            raise CheckpointError(f"{other.where}/config.json", rule, got=given, cure="Name another MTP source")
+            raise CheckpointError(
+                f"{other.where}/config.json", rule, got=given, cure="Name another MTP source"
+            )
     hidden = view.text_config.get("hidden_size")
     for name, entry in found.items():
         place = view.place(name)
         is_glue = place is not None and place.role == "glue" and place.leaf == "weight"
         if is_glue and isinstance(hidden, int) and all(size % hidden for size in entry.shape):
             rule = f"{name} must be as wide as hidden_size={hidden} of {source.where}"
-            raise CheckpointError(other.where, rule, got=list(entry.shape), cure="Name another MTP source")
+            raise CheckpointError(
+                other.where, rule, got=list(entry.shape), cure="Name another MTP source"
+            )
 
 
 def _num_layers(view: FamilyView, found: Mapping[HFName, Entry]) -> int:
@@ -108,7 +121,10 @@ def _counting(config: Mapping[str, Any], view: FamilyView, num_layers: int) -> M
     """config.json with the count of MTP layers that are there."""
     outer, _, inner = view.mtp_count_key.partition(".")
     holder = view.text_config
-    counted = {**holder, outer: {**holder.get(outer, {}), inner: num_layers} if inner else num_layers}
+    counted = {
+        **holder,
+        outer: {**holder.get(outer, {}), inner: num_layers} if inner else num_layers,
+    }
     if holder is config:
         return counted
     return {**{key: value for key, value in config.items() if key != outer}, "text_config": counted}

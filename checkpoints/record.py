@@ -2,8 +2,8 @@
 
 In: the parts of a `Record`, or a file. Out: the file's text, or a `Record`.
 
-Easy to get wrong: the recipe that was run is the one in this file. recipe.yaml is the file it came from, before
-`--scheme`, `--mtp` and what `mtp: auto` chose.
+Easy to get wrong: the recipe that was run is the one in this file. recipe.yaml is the file it came
+from, before `--scheme`, `--mtp` and what `mtp: auto` chose.
 """
 
 import json
@@ -78,7 +78,8 @@ class Record(_Part):
     """The file.
 
     Attributes:
-        mtp_source: what the MTP block was read from, where it was not the source; `files` has those with its tensors.
+        mtp_source: what the MTP block was read from, where it was not the source; `files` has those
+            with its tensors.
         calibration: the run's own summary, and None where no batches were needed.
     """
 
@@ -115,4 +116,6 @@ def read_record(path: Path, *, where: object = None, cure: str = CURE) -> Record
         return Record.model_validate(read_object(path, where or path, cure=cure))
     except (CheckpointError, ValidationError) as error:
         got = error.got if isinstance(error, CheckpointError) else first_fault(error)
-        raise CheckpointError(where or path, "must be keepmtp's own record", got=got, cure=cure) from error
+        raise CheckpointError(
+            where or path, "must be keepmtp's own record", got=got, cure=cure
+        ) from error

@@ -1,15 +1,17 @@
-"""One safetensors file: its header, judged and read, or made for a file that is about to be written.
+"""One safetensors file: its header, judged and read, or made for a file that is about to be
+written.
 
-In: a file, the bytes of a header, or the tensors that a file will hold. Out: for every tensor its dtype, shape and byte
-range. No torch is needed; `recipes.schemes.DTYPE_BITS` has the dtypes, and `values.TORCH_DTYPES` what PyTorch calls
-them.
+In: a file, the bytes of a header, or the tensors that a file will hold. Out: for every tensor its
+dtype, shape and byte range. No torch is needed; `recipes.schemes.DTYPE_BITS` has the dtypes, and
+`values.TORCH_DTYPES` what PyTorch calls them.
 
-Easy to get wrong: what a header is, decides the safetensors library alone, because vLLM reads files with it. Python's
-own JSON takes more: UTF-16, NaN, a name twice. So the library judges first, and only a header that it takes is read
-here.
+Easy to get wrong: what a header is, decides the safetensors library alone, because vLLM reads files
+with it. Python's own JSON takes more: UTF-16, NaN, a name twice. So the library judges first, and
+only a header that it takes is read here.
 
-Source: the format in safetensors 0.8 README.md. The library's own reader gives no byte ranges, and its writer needs all
-tensors in memory: so both are here, and statistics, which are small, are written by the library.
+Source: the format in safetensors 0.8 README.md. The library's own reader gives no byte ranges, and
+its writer needs all tensors in memory: so both are here, and statistics, which are small, are
+written by the library.
 """
 
 import json
@@ -82,8 +84,8 @@ def read_header(path: Path, where: str) -> FileHeader:
         where: its name in messages.
 
     Raises:
-        CheckpointError: no regular file, no header that safetensors takes, a dtype that is not known, or tensors that
-            do not fill the file.
+        CheckpointError: no regular file, no header that safetensors takes, a dtype that is not
+            known, or tensors that do not fill the file.
     """
     with open_regular(path, where) as file:
         size = os.fstat(file.fileno()).st_size
@@ -114,13 +116,15 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
         where: the file's name in messages.
 
     Raises:
-        CheckpointError: safetensors does not take it, a name is there twice, a dtype that is not known, or the tensors
-            do not fill the file.
+        CheckpointError: safetensors does not take it, a name is there twice, a dtype that is not
+            known, or the tensors do not fill the file.
     """
     # A tensor's shape and its range are a list each, and up to four commas are in them.
     num_lists = raw.count(b"[")
     if num_lists > 2 * _MAX_TENSORS or raw.count(b",") > 10 * _MAX_TENSORS:
-        raise CheckpointError(where, f"must hold at most {_MAX_TENSORS} tensors", got="more", cure=_SPLIT)
+        raise CheckpointError(
+            where, f"must hold at most {_MAX_TENSORS} tensors", got="more", cure=_SPLIT
+        )
     _judge(raw, where)
     header = json.loads(raw)
     metadata = header.pop(_METADATA, None) or {}
@@ -130,7 +134,10 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
     end, last = LENGTH_BYTES + len(raw), "its header"
     for entry in entries.values():
         if entry.dtype not in DTYPE_BITS:
-            rule, cure = f"{entry.name} must have a known dtype", "Convert it with safetensors first"
+            rule, cure = (
+                f"{entry.name} must have a known dtype",
+                "Convert it with safetensors first",
+            )
             raise CheckpointError(where, rule, got=entry.dtype, cure=cure)
         if entry.start + entry.num_bytes > end:
             end, last = entry.start + entry.num_bytes, entry.name
@@ -141,14 +148,16 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
 
 
 def open_regular(path: Path, where: object, *, cure: str = "") -> BinaryIO:
-    """Open a file to read it; a pipe, a socket, a device or a folder is refused and never waited for.
+    """Open a file to read it; a pipe, a socket, a device or a folder is refused and never waited
+    for.
 
     Raises:
         CheckpointError: no regular file, or one that cannot be opened.
     """
     try:
         if (kind := _other_kind(os.stat(path))) is None:
-            # Without O_NONBLOCK, a pipe that has taken the file's place since then would be waited for.
+            # Without O_NONBLOCK, a pipe that has taken the file's place since then would be waited
+            # for.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             kind = _other_kind(os.fstat(descriptor))
             if kind is None:
@@ -156,14 +165,21 @@ def open_regular(path: Path, where: object, *, cure: str = "") -> BinaryIO:
             os.close(descriptor)
     except (OSError, ValueError) as error:
         got = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(where, "must be a readable file", got=got, cure=cure or "Check the file") from error
-    raise CheckpointError(where, "must be a regular file", got=kind, cure=cure or "Replace it by the file")
+        raise CheckpointError(
+            where, "must be a readable file", got=got, cure=cure or "Check the file"
+        ) from error
+    raise CheckpointError(
+        where, "must be a regular file", got=kind, cure=cure or "Replace it by the file"
+    )
 
 
 def lay_out(
-    tensors: Iterable[tuple[HFName, str, tuple[int, ...]]], *, metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[HFName, str, tuple[int, ...]]],
+    *,
+    metadata: Mapping[str, str] | None = None,
 ) -> FileLayout:
-    """A file of these tensors (name, dtype, shape), one after the other in this order, and a writer's own words.
+    """A file of these tensors (name, dtype, shape), one after the other in this order, and a
+    writer's own words.
 
     Readers map a file, so tensors with wider dtypes should come first.
     """
@@ -183,10 +199,19 @@ def lay_out(
     )
 
 
-def fill(into: memoryview, file: FileIO, entry: Entry, *, where: object, offset: int = 0, cure: str = AGAIN) -> None:
+def fill(
+    into: memoryview,
+    file: FileIO,
+    entry: Entry,
+    *,
+    where: object,
+    offset: int = 0,
+    cure: str = AGAIN,
+) -> None:
     """Fill `into` with one tensor's bytes from `offset` on.
 
-    A plain read, not a map: mapped pages of a 5 GB shard would count as this process's memory until it is closed.
+    A plain read, not a map: mapped pages of a 5 GB shard would count as this process's memory until
+    it is closed.
 
     Args:
         into: as long as what is wanted.
@@ -203,7 +228,9 @@ def fill(into: memoryview, file: FileIO, entry: Entry, *, where: object, offset:
     while into:
         count = file.readinto(into)
         if not count:
-            raise CheckpointError(where, f"{entry.name} must be whole", got="end of file", cure=cure)
+            raise CheckpointError(
+                where, f"{entry.name} must be whole", got="end of file", cure=cure
+            )
         into = into[count:]
 
 
@@ -217,7 +244,9 @@ def sort_metadata(path: Path) -> None:
         header = json.loads(file.read(length))
         header[_METADATA] = dict(sorted(header[_METADATA].items()))
         file.seek(8)
-        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length))
+        file.write(
+            json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        )
 
 
 def _other_kind(state: os.stat_result) -> str | None:
@@ -230,15 +259,20 @@ def _other_kind(state: os.stat_result) -> str | None:
 def _judge(raw: bytes, where: str) -> None:
     """Refuse what safetensors refuses.
 
-    The library gets the header as a file that ends after it. Of a right header it then says that the tensors' bytes are
-    missing, and it says so last of all: `_complaint` of a header known to be right gives these words.
+    The library gets the header as a file that ends after it. Of a right header it then says that
+    the tensors' bytes are missing, and it says so last of all: `_complaint` of a header known to be
+    right gives these words.
     """
     if (complaint := _complaint(raw)) not in ("", _complaint(_RIGHT)):
-        raise CheckpointError(where, "must have a valid safetensors header", got=complaint, cure=AGAIN)
+        raise CheckpointError(
+            where, "must have a valid safetensors header", got=complaint, cure=AGAIN
+        )
 
 
 def _complaint(raw: bytes) -> str:
-    """What safetensors says of a file with this header and nothing after it; "" if it takes the file."""
+    """What safetensors says of a file with this header and nothing after it; "" if it takes the
+    file.
+    """
     from safetensors import SafetensorError, deserialize
 
     try:
@@ -265,7 +299,9 @@ def _refuse_a_name_twice(raw: bytes, where: str) -> None:
 def _entries_of(header: Mapping[str, Any], file: str, first: int) -> dict[HFName, Entry]:
     entries = {}
     for name, info in header.items():
-        if isinstance(info, list):  # the library takes a tensor's three values also without their keys
+        if isinstance(
+            info, list
+        ):  # the library takes a tensor's three values also without their keys
             dtype, shape, (start, end) = info
         else:
             dtype, shape, (start, end) = info["dtype"], info["shape"], info["data_offsets"]

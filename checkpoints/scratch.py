@@ -1,9 +1,11 @@
-"""Folders for what is needed only while a run lasts; those that a killed run has left are removed by the next one.
+"""Folders for what is needed only while a run lasts; those that a killed run has left are removed
+by the next one.
 
-In: how the folder's name starts, and where it is. Out: a `ScratchFolder`, a context manager that holds its path.
+In: how the folder's name starts, and where it is. Out: a `ScratchFolder`, a context manager that
+holds its path.
 
-Easy to get wrong: an old folder may belong to a run that is still at work. The kernel holds a lock on each of them for
-as long as its process lives, and a folder gets its name only once it is locked.
+Easy to get wrong: an old folder may belong to a run that is still at work. The kernel holds a lock
+on each of them for as long as its process lives, and a folder gets its name only once it is locked.
 """
 
 import fcntl
@@ -19,7 +21,8 @@ _NEW = ".keepmtp-new-"
 
 
 class ScratchFolder:
-    """A folder that only this user may open. It goes with its context, or with its process, or with the next one.
+    """A folder that only this user may open. It goes with its context, or with its process, or with
+    the next one.
 
     Attributes:
         path: the folder.
@@ -43,7 +46,12 @@ class ScratchFolder:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
         self.remove()
 
 

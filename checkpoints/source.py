@@ -1,12 +1,13 @@
-"""A released checkpoint seen through its headers: a local folder or a Hub repository, no weight read.
+"""A released checkpoint seen through its headers: a local folder or a Hub repository, no weight
+read.
 
-In: a folder or a Hub id. Out: a `Source`: config.json, and for every tensor its file, dtype, shape and byte range.
-`read` then reads one tensor's bytes at a time.
+In: a folder or a Hub id. Out: a `Source`: config.json, and for every tensor its file, dtype, shape
+and byte range. `read` then reads one tensor's bytes at a time.
 
 The Hub's client is loaded where a repository is read: it takes a quarter of a second.
 
-Easy to get wrong: an MTP block may be in a file that the index does not list (`mtp.safetensors`), and a file may be
-shorter than its header says. Both are found here, before anything is planned.
+Easy to get wrong: an MTP block may be in a file that the index does not list (`mtp.safetensors`),
+and a file may be shorter than its header says. Both are found here, before anything is planned.
 """
 
 import os
@@ -47,8 +48,8 @@ class Source:
         code: its own Python, which is carried only if the user trusts it.
         left: the names of all other files, which are never carried.
         states: the files of a folder as they were when it was opened, by name.
-        mtp_source: the checkpoint that the MTP tensors are from, where it is another one. The files of these tensors
-            begin with `MTP_FILES`, here and in `states`.
+        mtp_source: the checkpoint that the MTP tensors are from, where it is another one. The files
+            of these tensors begin with `MTP_FILES`, here and in `states`.
         mtp_files: the files of `mtp_source` that hold them.
     """
 
@@ -74,7 +75,8 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
         revision: of a Hub repository; "local" where only a folder will do.
 
     Raises:
-        CheckpointError: nothing there, no config.json, an index naming a missing file, a truncated or corrupt shard.
+        CheckpointError: nothing there, no config.json, an index naming a missing file, a truncated
+            or corrupt shard.
     """
     found = _path_of(where)
     if found is not None and found.is_dir():
@@ -90,7 +92,9 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
     if page := page_of(str(where)):
         return _open_hub(page[0], page[1] or revision)
     if revision == "local" or not is_repo_id(str(where)):
-        raise NoCheckpointError(where or "SOURCE", rule, got="no such folder", cure=_cure_of_word(str(where)))
+        raise NoCheckpointError(
+            where or "SOURCE", rule, got="no such folder", cure=_cure_of_word(str(where))
+        )
     return _open_hub(str(where), revision)
 
 
@@ -98,8 +102,8 @@ def download(source: Source, *, to: Path | None = None, bars: type[Any] | None =
     """The same source with its files on this machine (the Hub's cache, or `to`).
 
     Args:
-        source: a Hub repository; a folder is returned as it is. Of a separate MTP source, only the files with its
-            MTP tensors are downloaded.
+        source: a Hub repository; a folder is returned as it is. Of a separate MTP source, only the
+            files with its MTP tensors are downloaded.
         to: where the files go, instead of the Hub's cache.
         bars: a class like tqdm; default the Hub's progress bars.
     """
@@ -115,21 +119,31 @@ def download(source: Source, *, to: Path | None = None, bars: type[Any] | None =
         return replace(source, folder=own.folder, states={**own.states, **stamps}, mtp_source=held)
     if source.folder is not None:
         return source
-    folder = _fetched(source, (*source.companions, *source.code), to, bars, more=("*.safetensors", *REWRITTEN))
+    folder = _fetched(
+        source, (*source.companions, *source.code), to, bars, more=("*.safetensors", *REWRITTEN)
+    )
     return replace(_open_folder(folder, source.where), revision=source.revision)
 
 
 def _fetched(
-    source: Source, names: tuple[str, ...], to: Path | None, bars: type[Any] | None, more: tuple[str, ...] = ()
+    source: Source,
+    names: tuple[str, ...],
+    to: Path | None,
+    bars: type[Any] | None,
+    more: tuple[str, ...] = (),
 ) -> Path:
     """A folder with these files of a repository, and with those that fit the patterns `more`."""
     from .hub import fetch_all
 
-    return fetch_all(source.where, [*more, *map(escape, names)], commit=source.revision, to=to, bars=bars)
+    return fetch_all(
+        source.where, [*more, *map(escape, names)], commit=source.revision, to=to, bars=bars
+    )
 
 
 def small_file(source: Source, name: str) -> Path | None:
-    """A file of the checkpoint that is no shard, downloaded if the source is a repository; None if there is none."""
+    """A file of the checkpoint that is no shard, downloaded if the source is a repository; None if
+    there is none.
+    """
     if source.folder is not None:
         path = source.folder / name
         return path if path.is_file() else None
@@ -159,10 +173,12 @@ def small_object(source: Source, name: str) -> dict[str, Any] | None:
 
 
 def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> None:
-    """Fill `into` with one tensor's bytes from `offset` on, and with those that follow it where `into` is longer.
+    """Fill `into` with one tensor's bytes from `offset` on, and with those that follow it where
+    `into` is longer.
 
     Raises:
-        CheckpointError: the file ends early; see `hub.read_range` for a repository, which is read by ranges.
+        CheckpointError: the file ends early; see `hub.read_range` for a repository, which is read
+            by ranges.
     """
     if source.mtp_source is not None and entry.file.startswith(MTP_FILES):
         theirs = replace(entry, file=entry.file.removeprefix(MTP_FILES))
@@ -170,7 +186,9 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
     if source.folder is None:
         from .hub import read_range
 
-        read_range(source.where, entry.file, commit=source.revision, start=entry.start + offset, into=into)
+        read_range(
+            source.where, entry.file, commit=source.revision, start=entry.start + offset, into=into
+        )
         return
     with open(source.folder / entry.file, "rb", buffering=0) as file:
         fill(into, file, entry, where=f"{source.where}/{entry.file}", offset=offset)
@@ -182,12 +200,16 @@ def _open_folder(folder: Path, where: str) -> Source:
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     companions = companions_in(folder)
     # Before anything is read: what changes from here on is found at the end.
-    states = states_of(folder, ("config.json", INDEX, *present, *companions.carried, *companions.code))
+    states = states_of(
+        folder, ("config.json", INDEX, *present, *companions.carried, *companions.code)
+    )
     config = _config_of(folder / "config.json", where)
     index_path = folder / INDEX
     weight_map = read_index(index_path, f"{where}/{INDEX}") if os.path.lexists(index_path) else None
     indexed = _indexed_files(weight_map, present, where)
-    headers = {file: read_header(folder / file, f"{where}/{file}").entries for file in {*indexed, *present}}
+    headers = {
+        file: read_header(folder / file, f"{where}/{file}").entries for file in {*indexed, *present}
+    }
     opened = _assemble(where, "local", folder, config, weight_map, indexed, headers, companions)
     return replace(opened, states=states)
 
@@ -211,9 +233,13 @@ def _open_hub(repo: str, revision: str) -> Source:
     present = [file for file in files if file.endswith(".safetensors") and "/" not in file]
     indexed = _indexed_files(weight_map, present, repo)
     with ThreadPoolExecutor(max_workers=16) as pool:
-        found = pool.map(lambda file: read_remote_header(repo, file, commit=commit).entries, present)
+        found = pool.map(
+            lambda file: read_remote_header(repo, file, commit=commit).entries, present
+        )
         headers = dict(zip(present, found, strict=True))
-    return _assemble(repo, commit, None, config, weight_map, indexed, headers, companions_among(files))
+    return _assemble(
+        repo, commit, None, config, weight_map, indexed, headers, companions_among(files)
+    )
 
 
 def _assemble(
@@ -233,7 +259,8 @@ def _assemble(
     unindexed: dict[HFName, Entry] = {}
     for file in sorted(headers):
         for name, entry in headers[file].items():
-            # vLLM and transformers read whole files named by the index, so the file decides, not the index's line.
+            # vLLM and transformers read whole files named by the index, so the file decides, not
+            # the index's line.
             target = entries if file in indexed else unindexed
             if name in entries and target is entries:
                 raise CheckpointError(
@@ -264,7 +291,9 @@ def _assemble(
     )
 
 
-def _indexed_files(weight_map: Mapping[str, str] | None, present: list[str], where: str) -> tuple[str, ...]:
+def _indexed_files(
+    weight_map: Mapping[str, str] | None, present: list[str], where: str
+) -> tuple[str, ...]:
     if weight_map is not None:
         files = sorted(set(weight_map.values()))
         for file in files:
@@ -280,8 +309,14 @@ def _indexed_files(weight_map: Mapping[str, str] | None, present: list[str], whe
         return (SINGLE,)
     if len(present) == 1:
         return (present[0],)
-    cure = f"Download {INDEX} too" if present else "Download its weights; those in .bin or GGUF files are not read"
-    raise CheckpointError(where, f"must have {SINGLE} or {INDEX}", got=f"{len(present)} safetensors files", cure=cure)
+    cure = (
+        f"Download {INDEX} too"
+        if present
+        else "Download its weights; those in .bin or GGUF files are not read"
+    )
+    raise CheckpointError(
+        where, f"must have {SINGLE} or {INDEX}", got=f"{len(present)} safetensors files", cure=cure
+    )
 
 
 def _path_of(where: str | Path) -> Path | None:
@@ -289,20 +324,29 @@ def _path_of(where: str | Path) -> Path | None:
         return find_path(where) if str(where) else None
     except OSError as error:  # a name that is too long, a folder that may not be read
         got = error.strerror or repr(error)
-        raise NoCheckpointError(where, "a checkpoint must be readable", got=got, cure="Check its name") from error
+        raise NoCheckpointError(
+            where, "a checkpoint must be readable", got=got, cure="Check its name"
+        ) from error
 
 
 def _config_of(path: Path, where: str) -> Mapping[str, Any]:
     if not os.path.lexists(path):
-        raise _no_config(where, [*os.listdir(path.parent), *sorted(path.parent.glob("*/config.json"))])
+        raise _no_config(
+            where, [*os.listdir(path.parent), *sorted(path.parent.glob("*/config.json"))]
+        )
     return read_config(path, path)
 
 
 def _no_config(where: str, found: Iterable[str | Path]) -> NoCheckpointError:
-    """The refusal of a place without config.json: what these files are instead, and what to do with them."""
+    """The refusal of a place without config.json: what these files are instead, and what to do with
+    them.
+    """
     names, got, cure = [str(name) for name in found], "none", "Check its name"
     if "adapter_config.json" in names:
-        got, cure = "an adapter", "Merge it into its base model (PEFT: merge_and_unload), and name that folder"
+        got, cure = (
+            "an adapter",
+            "Merge it into its base model (PEFT: merge_and_unload), and name that folder",
+        )
     elif any(name.lower().endswith(".gguf") for name in names):
         got, cure = "a GGUF file", _GGUF
     elif inner := next((name for name in names if name.endswith("/config.json")), ""):
@@ -310,7 +354,10 @@ def _no_config(where: str, found: Iterable[str | Path]) -> NoCheckpointError:
     elif any(name.endswith(".safetensors") for name in names):
         got, cure = "weights without it", "Copy config.json from the release that they were made of"
     elif any(name.startswith("tokenizer") for name in names):
-        got, cure = "a tokenizer alone", "Save the model into this folder too, or name the folder that has it"
+        got, cure = (
+            "a tokenizer alone",
+            "Save the model into this folder too, or name the folder that has it",
+        )
     elif not names:
         got, cure = "an empty folder", "Download the checkpoint into it, or name its Hub id"
     return NoCheckpointError(where, "a checkpoint has a config.json", got=got, cure=cure)
@@ -319,18 +366,27 @@ def _no_config(where: str, found: Iterable[str | Path]) -> NoCheckpointError:
 def _cure_of_word(word: str) -> str:
     """What a word that is no checkpoint may have meant."""
     if any(path.stem == word for path in model_files()):
-        return f"{word} is a model's name: run `keepmtp quantize {word}`, and name the folder that it writes"
-    return "Name a folder, ORG/NAME or the address of its page" if "://" in word else "Check its name"
+        return (
+            f"{word} is a model's name: run `keepmtp quantize {word}`, and name the folder that "
+            "it writes"
+        )
+    return (
+        "Name a folder, ORG/NAME or the address of its page" if "://" in word else "Check its name"
+    )
 
 
 def file_sizes(source: Source) -> dict[str, int]:
-    """Size of every safetensors file, part of what a resumed run compares; those of a separate MTP source apart."""
+    """Size of every safetensors file, part of what a resumed run compares; those of a separate MTP
+    source apart.
+    """
     entries = (*source.entries.values(), *source.unindexed.values())
     return _sizes(source, {entry.file for entry in entries if not entry.file.startswith(MTP_FILES)})
 
 
 def mtp_file_sizes(source: Source) -> dict[str, int]:
-    """Size of each file of a separate MTP source that holds MTP tensors; none where there is no such source."""
+    """Size of each file of a separate MTP source that holds MTP tensors; none where there is no
+    such source.
+    """
     return _sizes(source.mtp_source, source.mtp_files) if source.mtp_source is not None else {}
 
 

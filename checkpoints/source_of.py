@@ -1,9 +1,10 @@
-"""Finds what a checkpoint was made from: the source that the user names, or the folder in its record.
+"""Finds what a checkpoint was made from: the source that the user names, or the folder in its
+record.
 
 In: an opened checkpoint with keepmtp.json. Out: the source, opened and not downloaded.
 
-Easy to get wrong: the record has only the folder's name, and that folder may hold another release by now. It is taken
-only if its files have the recorded sizes.
+Easy to get wrong: the record has only the folder's name, and that folder may hold another release
+by now. It is taken only if its files have the recorded sizes.
 """
 
 from collections.abc import Mapping
@@ -42,8 +43,8 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
     """The source that keepmtp.json names, where it is a folder here with the recorded files.
 
     Raises:
-        RecipeError: no record, a Hub repository (a download is the user's decision), or no such folder; `cure` says
-            what to do then.
+        RecipeError: no record, a Hub repository (a download is the user's decision), or no such
+            folder; `cure` says what to do then.
         CheckpointError: the record is not keepmtp's.
     """
     rule = "the source to compare with must be known"
@@ -70,12 +71,16 @@ def folder_it_was_made_from(checkpoint: Path) -> Path | None:
     opened = open_source(checkpoint)
     try:
         return Path(recorded_source(opened, cure=""))
-    except (RecipeError, CheckpointError):  # whoever needs no source refuses a record that is not ours
+    except (
+        RecipeError,
+        CheckpointError,
+    ):  # whoever needs no source refuses a record that is not ours
         return None
 
 
 def refuse_stranger(checkpoint: Source, source: Source) -> None:
-    """Refuse a source that the checkpoint cannot be made from: a comparison with it would mean nothing.
+    """Refuse a source that the checkpoint cannot be made from: a comparison with it would mean
+    nothing.
 
     Raises:
         RecipeError: another family, or another size of what quantizing never changes.
@@ -93,4 +98,7 @@ def _marks(opened: Source) -> Mapping[str, object]:
 
 
 def _has_files(folder: Path, files: Mapping[str, int]) -> bool:
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == size
+        for name, size in files.items()
+    )

@@ -1,10 +1,13 @@
-"""How a checkpoint stores each module's weight: plain, or packed with scales. Headers alone decide it.
+"""How a checkpoint stores each module's weight: plain, or packed with scales. Headers alone decide
+it.
 
-In: the entries of a checkpoint. Out: one `StoredWeight` per module that has a weight, and all other tensors. The plan
-uses it to find what must be dequantized; the static check compares it with what the config says.
+In: the entries of a checkpoint. Out: one `StoredWeight` per module that has a weight, and all other
+tensors. The plan uses it to find what must be dequantized; the static check compares it with what
+the config says.
 
-Easy to get wrong: three conventions share suffixes. `weight_scale` is per block, row or tensor by its shape only, and
-NVFP4's second scale is a divisor (`weight_global_scale`) or a multiplier (`weight_scale_2`).
+Easy to get wrong: three conventions share suffixes. `weight_scale` is per block, row or tensor by
+its shape only, and NVFP4's second scale is a divisor (`weight_global_scale`) or a multiplier
+(`weight_scale_2`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -48,7 +51,8 @@ SCALE_LEAVES = (
     "weight_zero_point",
     "weight_g_idx",
 )
-# GPTQ's and AWQ's: the packed weight, its scales and zero points, and the group of each input channel.
+# GPTQ's and AWQ's: the packed weight, its scales and zero points, and the group of each input
+# channel.
 TRANSPOSED_LEAVES = ("qweight", "scales", "qzeros", "g_idx")
 # Other tensors of a module, or a parameter that has no module ("").
 OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
@@ -106,7 +110,8 @@ def stored_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight]
     """Group a checkpoint's tensors by module.
 
     Returns:
-        The weights by module, and every other tensor (biases, parameters without a module, scales without a weight).
+        The weights by module, and every other tensor (biases, parameters without a module, scales
+        without a weight).
     """
     return _grouped(entries, WEIGHT_LEAVES, (*WEIGHT_LEAVES, *SCALE_LEAVES), _classify)
 
@@ -114,8 +119,8 @@ def stored_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight]
 def transposed_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
     """Group the tensors of GPTQ and AWQ, whose matrices are stored as [input, output].
 
-    GPTQ packs along the inputs: qweight I32 [K / pack, N], scales [groups, N]. AWQ packs along the outputs: qweight I32
-    [K, N / pack]. Both pack qzeros along the outputs.
+    GPTQ packs along the inputs: qweight I32 [K / pack, N], scales [groups, N]. AWQ packs along the
+    outputs: qweight I32 [K, N / pack]. Both pack qzeros along the outputs.
 
     Returns:
         The weights by module, and every other tensor.
@@ -162,11 +167,20 @@ def _transposed(module: HFName, found: Mapping[str, Entry]) -> StoredWeight:
 
 def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
     weight = weight_of(parts)
-    leaves = frozenset(parts) - {"input_scale", "input_scale_2", "input_global_scale", "weight_g_idx"}
+    leaves = frozenset(parts) - {
+        "input_scale",
+        "input_scale_2",
+        "input_global_scale",
+        "weight_g_idx",
+    }
     shape = weight.shape
 
-    def stored(form: Form, logical: tuple[int, ...], scheme: str = "", block: tuple[int, int] | None = None):
-        return StoredWeight(module=module, form=form, parts=parts, shape=logical, scheme=scheme, block=block)
+    def stored(
+        form: Form, logical: tuple[int, ...], scheme: str = "", block: tuple[int, int] | None = None
+    ):
+        return StoredWeight(
+            module=module, form=form, parts=parts, shape=logical, scheme=scheme, block=block
+        )
 
     if leaves == {"weight"} and weight.dtype in FLOATS:
         return stored("plain", shape)
@@ -178,9 +192,13 @@ def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
         return stored("nvfp4", (n, 2 * k), "NVFP4" if "input_global_scale" in parts else "NVFP4A16")
     if leaves == {"weight", "weight_scale", "weight_scale_2"} and weight.dtype == "U8":
         return stored("nvfp4_modelopt", (n, 2 * k))
-    if weight.dtype in ("U8", "I8") and scale.dtype in ("U8", "F8_E8M0") and scale.shape == (n, 2 * k // 32):
-        # With FP8 activations vLLM runs it by its native MXFP4 method; without, as if it were W4A4 (0.32.0,
-        # compressed_tensors_moe.py).
+    if (
+        weight.dtype in ("U8", "I8")
+        and scale.dtype in ("U8", "F8_E8M0")
+        and scale.shape == (n, 2 * k // 32)
+    ):
+        # With FP8 activations vLLM runs it by its native MXFP4 method; without, as if it were W4A4
+        # (0.32.0, compressed_tensors_moe.py).
         return stored("mxfp4", (n, 2 * k), "MXFP4A8")
     if weight.dtype in FP8 and len(leaves) == 2:
         found = _fp8(stored, (n, k), scale, "input_scale" in parts)
@@ -201,39 +219,57 @@ def _fp8(stored, shape: tuple[int, int], scale: Entry, has_input_scale: bool) ->
     if scale.shape in ((n, 1), (n,)):
         return stored("fp8_channel", shape, "FP8_DYNAMIC")
     if len(scale.shape) == 2:
-        rows, columns = (_block_side(size, count) for size, count in zip(shape, scale.shape, strict=True))
+        rows, columns = (
+            _block_side(size, count) for size, count in zip(shape, scale.shape, strict=True)
+        )
         if rows and columns:
-            return stored("fp8_block", shape, "FP8_BLOCK" if (rows, columns) == (128, 128) else "", (rows, columns))
+            return stored(
+                "fp8_block",
+                shape,
+                "FP8_BLOCK" if (rows, columns) == (128, 128) else "",
+                (rows, columns),
+            )
         if num_slices(n, scale.shape[0], 128) and columns == 128:
             return stored("fp8_sliced", shape, block=(128, 128))
     return stored("unknown", shape)
 
 
 def num_slices(rows: int, scales: int, block: int) -> int:
-    """The slices of rows that have blocks of their own, so that each ends in a part block; 0 where none fit.
+    """The slices of rows that have blocks of their own, so that each ends in a part block; 0 where
+    none fit.
 
-    MiMo-V2.5 (XiaomiMiMo/MiMo-V2.5) stores q, k and v of four ranks one after the other, 3392 rows each: 27 blocks for
-    each rank, where blocks over all 13568 rows would be 106.
+    MiMo-V2.5 (XiaomiMiMo/MiMo-V2.5) stores q, k and v of four ranks one after the other, 3392 rows
+    each: 27 blocks for each rank, where blocks over all 13568 rows would be 106.
     """
     counts = (count for count in range(2, 129) if rows % count == 0)
     return next((count for count in counts if count * -(-rows // count // block) == scales), 0)
 
 
 def _block_side(size: int, count: int) -> int:
-    """The block's side that cuts `size` into `count` blocks: 128 wherever it fits, else a power of two; 0 if none."""
+    """The block's side that cuts `size` into `count` blocks: 128 wherever it fits, else a power of
+    two; 0 if none.
+    """
     for side in (128, 32, 64, 256, 512, 16):
         if -(-size // side) == count:
             return side
     return 0
 
 
-def _int_packed(stored, shape: tuple[int, int], scale: Entry, parts: Mapping[str, Entry]) -> StoredWeight:
+def _int_packed(
+    stored, shape: tuple[int, int], scale: Entry, parts: Mapping[str, Entry]
+) -> StoredWeight:
     n, words = shape
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
     zero = parts.get("weight_zero_point")
     for name, scheme in _INTEGERS.items():
         k = words * 32 // scheme.bits
         fits = zero is None or zero.shape == (-(-n // scheme.n_multiple()), groups)
-        if groups * (scheme.group_size or 0) == k and scheme.has_zero_point == (zero is not None) and fits:
+        if (
+            groups * (scheme.group_size or 0) == k
+            and scheme.has_zero_point == (zero is not None)
+            and fits
+        ):
             return stored("int_packed", (n, k), "" if "weight_g_idx" in parts else name)
-    return stored("int_packed", (n, words * (4 if groups * 32 == words else 8)))  # 8 bits in groups of 128, or 4
+    return stored(
+        "int_packed", (n, words * (4 if groups * 32 == words else 8))
+    )  # 8 bits in groups of 128, or 4

@@ -1,9 +1,10 @@
 """Work on the headers of a large checkpoint without looks at whether its values are garbage.
 
-In: a block, or a function. Out: the same, with Python's search for cycles switched off until its end.
+In: a block, or a function. Out: the same, with Python's search for cycles switched off until its
+end.
 
-Easy to get wrong: values that are not in a cycle are freed all the same. A plan makes half a million small ones that
-stay; going through them again and again took a quarter of its time.
+Easy to get wrong: values that are not in a cycle are freed all the same. A plan makes half a
+million small ones that stay; going through them again and again took a quarter of its time.
 """
 
 import gc

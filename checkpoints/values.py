@@ -2,8 +2,8 @@
 
 In: an opened checkpoint, or bytes of it. Out: tensors on the CPU, in the dtype that the file names.
 
-Easy to get wrong: only this module and `dequantize.py` may import torch. Commands that read headers alone run without
-it, so `source.py` and `safetensors_file.py` must not need it.
+Easy to get wrong: only this module and `dequantize.py` may import torch. Commands that read headers
+alone run without it, so `source.py` and `safetensors_file.py` must not need it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,14 +38,16 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 """A safetensors dtype -> PyTorch's; the same dtypes as in `recipes.schemes.DTYPE_BITS`."""
 
-# Elements worked on at a time. On a CPU enough to hide 2 us of overhead a call and little enough to stay in the cache:
-# 128 Ki to 1 Mi are within 30 % of each other, 64 Ki takes twice as long. A GPU wants long kernels.
+# Elements worked on at a time. On a CPU enough to hide 2 us of overhead a call and little enough to
+# stay in the cache: 128 Ki to 1 Mi are within 30 % of each other, 64 Ki takes twice as long. A GPU
+# wants long kernels.
 _CHUNK_CPU = 512 * 1024
 _CHUNK_GPU = 32 * 1024 * 1024
 
 
 def read_tensor(source: Source, entry: Entry, *, pinned: bool = False) -> Tensor:
-    """One tensor of a local source; in pinned memory, from which copies to a GPU are fast, if that is asked for.
+    """One tensor of a local source; in pinned memory, from which copies to a GPU are fast, if that
+    is asked for.
 
     Raises:
         CheckpointError: its file ends early.
@@ -54,10 +56,19 @@ def read_tensor(source: Source, entry: Entry, *, pinned: bool = False) -> Tensor
 
 
 def read_bytes(
-    source: Source, entry: Entry, *, offset: int = 0, length: int | None = None, pinned: bool = False
+    source: Source,
+    entry: Entry,
+    *,
+    offset: int = 0,
+    length: int | None = None,
+    pinned: bool = False,
 ) -> Tensor:
-    """A tensor's bytes from `offset` on, as U8; not zeroed first, which would take as long as reading them."""
-    raw = torch.empty(entry.num_bytes - offset if length is None else length, dtype=torch.uint8, pin_memory=pinned)
+    """A tensor's bytes from `offset` on, as U8; not zeroed first, which would take as long as
+    reading them.
+    """
+    raw = torch.empty(
+        entry.num_bytes - offset if length is None else length, dtype=torch.uint8, pin_memory=pinned
+    )
     read(source, entry, raw.numpy().data, offset=offset)
     return raw
 
@@ -68,7 +79,9 @@ def typed(raw: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def row_ranges(weight: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Row ranges of a matrix [N, K] that make up about one chunk each, starting at multiples of `multiple`."""
+    """Row ranges of a matrix [N, K] that make up about one chunk each, starting at multiples of
+    `multiple`.
+    """
     num_rows, num_columns = weight.shape
     elements = _CHUNK_CPU if weight.device.type == "cpu" else _CHUNK_GPU
     step = max(1, elements // max(1, num_columns * multiple)) * multiple
@@ -77,5 +90,7 @@ def row_ranges(weight: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
 
 
 def changed(value: Tensor, change: Change, dtype: torch.dtype) -> Tensor:
-    """A scale in the other convention (`recipes.conventions`): 1 / x in F32, correctly rounded, or another dtype."""
+    """A scale in the other convention (`recipes.conventions`): 1 / x in F32, correctly rounded, or
+    another dtype.
+    """
     return 1.0 / value.float() if change == "reciprocal" else value.to(dtype)

@@ -1,12 +1,15 @@
-"""`keepmtp all`: quantize, check, serve, evaluate, card; one command after the other, stopped by the first that is red.
+"""`keepmtp all`: quantize, check, serve, evaluate, card; one command after the other, stopped by
+the first that is red.
 
-In: what `keepmtp quantize` takes. Out: a checkpoint, its report and its card, ready for `keepmtp publish`.
+In: what `keepmtp quantize` takes. Out: a checkpoint, its report and its card, ready for `keepmtp
+publish`.
 
-Each station is a process of its own, the very command that is printed before it: what quantizing held in memory is free
-again before a server starts, and what was interrupted can be continued from here or by hand.
+Each station is a process of its own, the very command that is printed before it: what quantizing
+held in memory is free again before a server starts, and what was interrupted can be continued from
+here or by hand.
 
-Easy to get wrong: a finished checkpoint is never written again, so one that another recipe made must not be taken for
-this one's. Its own record is compared before anything runs.
+Easy to get wrong: a finished checkpoint is never written again, so one that another recipe made
+must not be taken for this one's. Its own record is compared before anything runs.
 """
 
 import shlex
@@ -22,7 +25,14 @@ from ..recipes.errors import CheckpointError, RecipeError, printable
 from ..recipes.extras import require_extra
 from ..validate.facts.child import Child, environment
 from .gate import TOO_LITTLE
-from .options import AnyVLLMOption, DryRunOption, ModelCodeOption, ModelOptions, chosen_vllm, refuse_stray_words
+from .options import (
+    AnyVLLMOption,
+    DryRunOption,
+    ModelCodeOption,
+    ModelOptions,
+    chosen_vllm,
+    refuse_stray_words,
+)
 from .tables import say
 
 if TYPE_CHECKING:
@@ -35,18 +45,26 @@ _STATION_SECONDS = 60.0  # it may have a server to end, which takes a third of t
 def everything(
     context: typer.Context,
     choices: ModelOptions,
-    base_model: Annotated[str | None, typer.Option("--base-model", help="As for `keepmtp card`.")] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
-    gpus: Annotated[
-        list[str] | None, typer.Option("--gpu", help="GPUs that the dry load pretends; default sm90 and sm100.")
+    base_model: Annotated[
+        str | None, typer.Option("--base-model", help="As for `keepmtp card`.")
     ] = None,
-    tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel sizes of the dry load.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")
+    ] = None,
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", help="GPUs that the dry load pretends; default sm90 and sm100."),
+    ] = None,
+    tps: Annotated[
+        list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel sizes of the dry load.")
+    ] = None,
     k: Annotated[
         int | None,
         typer.Option(
             "-k",
             min=1,
-            help="serve-check serves with 1 to k drafted tokens a step, and eval with k; default: 1, and the recipe's.",
+            help="serve-check serves with 1 to k drafted tokens a step, and eval with k; default: "
+            "1, and the recipe's.",
         ),
     ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes that quantize, one a GPU.")] = 1,
@@ -54,15 +72,17 @@ def everything(
         bool,
         typer.Option(
             "--serve-check/--no-serve-check",
-            help="Also serve both without drafting and "
-            "with 1 to k tokens, for speed-up and equal outputs: 2 * (k + 1) servers "
-            "more.",
+            help=(
+                "Also serve both without drafting and with 1 to k tokens, for speed-up and equal "
+                "outputs: 2 * (k + 1) servers more."
+            ),
         ),
     ] = True,
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Held-out text, as for `keepmtp closeness`, which runs with it, or where the recipe has a limit."
+            help="Held-out text, as for `keepmtp closeness`, which runs with it, or where the "
+            "recipe has a limit."
         ),
     ] = None,
     run_model_code: ModelCodeOption = False,
@@ -71,12 +91,13 @@ def everything(
 ) -> None:
     """Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.
 
-    A run that was interrupted is continued by the same command: what was measured on the same bytes is not measured
-    again. Exit status is the failing station's: 1 for a red gate, 3 where samples are too few to tell, 2 for bad input.
-    serve-check alone may find too few: eval asks more. A recipe with `gates.min_speedup` is benched, too. Words after
-    `--` go to every `vllm serve`.
+    A run that was interrupted is continued by the same command: what was measured on the same bytes
+    is not measured again. Exit status is the failing station's: 1 for a red gate, 3 where samples
+    are too few to tell, 2 for bad input. serve-check alone may find too few: eval asks more. A
+    recipe with `gates.min_speedup` is benched, too. Words after `--` go to every `vllm serve`.
 
-    Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/out -k 3 -- --tensor-parallel-size 8`
+    Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/out -k 3 --
+    --tensor-parallel-size 8`
     """
     from .. import pipeline
     from ..quantize.write.output import is_empty, tidy
@@ -105,7 +126,13 @@ def everything(
     stations["check"] = [str(out), "--record", *pretended]
     if serving:
         stations["serve-check"] = [str(out), *served, *of_k, *for_vllm]
-    stations["eval"] = [str(out), *served, *of_k, *option_words(run_model_code=run_model_code), *for_vllm]
+    stations["eval"] = [
+        str(out),
+        *served,
+        *of_k,
+        *option_words(run_model_code=run_model_code),
+        *for_vllm,
+    ]
     if text is not None or gates.max_divergence is not None or gates.max_flips is not None:
         text_file(text, recipe.model)
         stations["closeness"] = [str(out), *served, *option_words(text=text), *for_vllm]
@@ -144,7 +171,9 @@ def everything(
 
 
 def option_words(**options: object) -> list[str]:
-    """Options as they are typed: a flag for True, one with each value of a list, nothing for None and False."""
+    """Options as they are typed: a flag for True, one with each value of a list, nothing for None
+    and False.
+    """
     words = []
     for name, value in options.items():
         option = "-k" if name == "k" else f"--{name.replace('_', '-')}"
@@ -170,10 +199,15 @@ def _interpreter(station: str, nproc: int) -> list[str]:
     return [sys.executable, *launcher, "-m", "keepmtp"]
 
 
-def _refuse_measuring(plan: "Plan", k: int | None, extra: tuple[str, ...], *, runs_code: bool) -> None:
+def _refuse_measuring(
+    plan: "Plan", k: int | None, extra: tuple[str, ...], *, runs_code: bool
+) -> None:
     """What would stop the run after hours of quantizing."""
     from ..quantize.plan.own_code import refuse_untrusted_code
-    from ..validate.measure import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
+    from ..validate.measure import (
+        gsm8k,
+        lm_eval_task,
+    )  # lm-eval and datasets, once they are known to be there
 
     refuse_untrusted_code(plan)
     for own in plan.recipe.evaluations:
@@ -192,7 +226,10 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
         made = read_record(out / RECORD).recipe.whole
     except CheckpointError as error:
         raise RecipeError(
-            out, "an existing output must be one of this recipe", got=f"no readable {RECORD}", cure=cure
+            out,
+            "an existing output must be one of this recipe",
+            got=f"no readable {RECORD}",
+            cure=cure,
         ) from error
     if key := other_decision(recipe, made):
         wanted = recipe.model_dump(mode="json")[key]
@@ -201,7 +238,9 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
 
 
 def _is_served(out: Path, k: int) -> bool:
-    """Whether real servers have served exactly these bytes at every k up to this one, without a regression."""
+    """Whether real servers have served exactly these bytes at every k up to this one, without a
+    regression.
+    """
     from ..checkpoints.identity import identify
     from ..validate.facts.results import read_result, report_folder
     from ..validate.measure.harness import ks_up_to

@@ -1,10 +1,11 @@
-"""`keepmtp bench`: how fast vLLM serves a checkpoint, for each number of drafted tokens and each load.
+"""`keepmtp bench`: how fast vLLM serves a checkpoint, for each number of drafted tokens and each
+load.
 
-In: a checkpoint, perhaps what it was made from, and a matrix. Out: tables, bench.json with all repetitions,
-and the report made anew.
+In: a checkpoint, perhaps what it was made from, and a matrix. Out: tables, bench.json with all
+repetitions, and the report made anew.
 
-Easy to get wrong: whatever may be refused is refused before a server is started: a k that vLLM cannot draft, a prompt
-that does not fit, a file that is no list of prompts.
+Easy to get wrong: whatever may be refused is refused before a server is started: a k that vLLM
+cannot draft, a prompt that does not fit, a file that is no list of prompts.
 """
 
 import re
@@ -34,49 +35,69 @@ def bench(
     context: typer.Context,
     served: ServeOptions,
     source: Annotated[
-        str | None, typer.Option(help="What it was made from, folder or Hub id: the same matrix for it too.")
+        str | None,
+        typer.Option(help="What it was made from, folder or Hub id: the same matrix for it too."),
     ] = None,
     k: Annotated[
         str | None,
-        typer.Option("-k", "--k", help="Tokens drafted a step: 0..4, or 0,1,3. Default: 0..4, as far as it can draft."),
+        typer.Option(
+            "-k",
+            "--k",
+            help="Tokens drafted a step: 0..4, or 0,1,3. Default: 0..4, as far as it can draft.",
+        ),
     ] = None,
-    concurrency: Annotated[str, typer.Option(help="Requests in flight, such as 1,8,32.")] = "1,8,32",
+    concurrency: Annotated[
+        str, typer.Option(help="Requests in flight, such as 1,8,32.")
+    ] = "1,8,32",
     contexts: Annotated[
         str,
         typer.Option(
             "--context",
-            help="Bring prompts to so many tokens, such as 1024,8192; 0: as they are. Too short ones get other "
-            "prompts before them.",
+            help=(
+                "Bring prompts to so many tokens, such as 1024,8192; 0: as they are. Too short "
+                "ones get other prompts before them."
+            ),
         ),
     ] = "0",
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Your own: a .jsonl file, each line with `prompt`, `messages` or `turns` (SPEED-Bench); default: "
-            "400 word problems."
+            help=(
+                "Your own: a .jsonl file, each line with `prompt`, `messages` or `turns` "
+                "(SPEED-Bench); default: 400 word problems."
+            )
         ),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=0, help="Requests a repetition; 0: four for each in flight, 16 at least.")
+        int,
+        typer.Option(min=0, help="Requests a repetition; 0: four for each in flight, 16 at least."),
     ] = 0,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 256,
-    repeat: Annotated[int, typer.Option(min=1, help="Repetitions of each cell with each server.")] = 3,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Repetitions of each cell with each server.")
+    ] = 3,
     rounds: Annotated[
-        int, typer.Option(min=1, help="How often each server is started: 2 also shows a machine that drifts.")
+        int,
+        typer.Option(
+            min=1, help="How often each server is started: 2 also shows a machine that drifts."
+        ),
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the order in which prompts are taken.")] = 0,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load; recommend a k.
+    """Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load;
+    recommend a k.
 
-    vLLM's own `vllm bench serve` asks a server that is started for each k; k=0 serves without MTP. All k get the same
-    requests, greedily, through the chat template where there is one, and answers end by themselves. A larger k is
-    recommended only if its slowest repetition is faster than the fastest of the smaller one. Each repetition is kept
-    as it comes: the same command measures only what is missing. Words after `--` go to `vllm serve`.
+    vLLM's own `vllm bench serve` asks a server that is started for each k; k=0 serves without MTP.
+    All k get the same requests, greedily, through the chat template where there is one, and answers
+    end by themselves. A larger k is recommended only if its slowest repetition is faster than the
+    fastest of the smaller one. Each repetition is kept as it comes: the same command measures only
+    what is missing. Words after `--` go to `vllm serve`.
 
     Exit status 1 if a server or a request fails.
 
-    Example: `keepmtp bench /data/out -k 0..4 --concurrency 1,8,32 --prompts qualitative.jsonl -- -tp 8`
+    Example: `keepmtp bench /data/out -k 0..4 --concurrency 1,8,32 --prompts qualitative.jsonl --
+    -tp 8`
     """
     from ..validate.measure import bench as matrix
     from ..validate.measure.bench_prompts import read
@@ -124,8 +145,13 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
         named = _NUMBERS.fullmatch(part.strip())
         low, high = (int(named[1]), int(named[2] or named[1])) if named else (0, -1)
         if not least <= low <= high <= min(_LIMIT, low + _LONGEST_RANGE):
-            rule = f"must be {least} or more, at most {_LIMIT:,}, and a range that goes up, by {_LONGEST_RANGE} at most"
-            raise RecipeError(option, rule, got=part, cure=f"Write {option} 1,8,32 or {option} {least}..4")
+            rule = (
+                f"must be {least} or more, at most {_LIMIT:,}, and a range that goes up, by "
+                f"{_LONGEST_RANGE} at most"
+            )
+            raise RecipeError(
+                option, rule, got=part, cure=f"Write {option} 1,8,32 or {option} {least}..4"
+            )
         found.update(range(low, high + 1))
     return tuple(sorted(found))
 

@@ -1,6 +1,8 @@
-"""What people see of a speed matrix: a row for each load and k, as publishers print it; then what recommends a k.
+"""What people see of a speed matrix: a row for each load and k, as publishers print it; then what
+recommends a k.
 
-In: a `BenchFact`, or a `BenchPlan` before anything is measured. Out: tables and lines. Nothing is decided here.
+In: a `BenchFact`, or a `BenchPlan` before anything is measured. Out: tables and lines. Nothing is
+decided here.
 """
 
 from collections.abc import Iterator
@@ -20,12 +22,16 @@ _COLUMNS = ("", ">k", ">tok/s", ">±", ">over k=0", ">first", ">each", ">length"
 def counted(plan: BenchPlan, num_checkpoints: int) -> dict[str, Any]:
     """What a run would do."""
     repetitions = plan.repeat * plan.rounds
-    requests = sum(map(plan.num_requests, plan.loads)) * len(plan.ks) * repetitions * num_checkpoints
+    requests = (
+        sum(map(plan.num_requests, plan.loads)) * len(plan.ks) * repetitions * num_checkpoints
+    )
     return {
         "checkpoints": num_checkpoints,
         "servers": len(plan.ks) * plan.rounds * num_checkpoints,
         "k": list(plan.ks),
-        "loads": [{"concurrency": concurrency, "context": context} for concurrency, context in plan.loads],
+        "loads": [
+            {"concurrency": concurrency, "context": context} for concurrency, context in plan.loads
+        ],
         "repetitions": repetitions,
         "requests": requests,
         "output_tokens": plan.output_tokens,
@@ -37,26 +43,37 @@ def tables(found: BenchFact) -> Iterator[RenderableType]:
     """A table for each checkpoint; then the recommendations, and what a reader should know."""
     for benched in found.benched:
         chosen = {(row.concurrency, row.context): row.k for row in benched.recommended}
-        rows = [_cells(benched, cell, is_chosen=cell.k == chosen[cell.load]) for cell in benched.cells]
+        rows = [
+            _cells(benched, cell, is_chosen=cell.k == chosen[cell.load]) for cell in benched.cells
+        ]
         yield table(f"bench {benched.path} ({benched.role})", _COLUMNS, rows)
         yield from map(recommendation, benched.recommended)
         yield from benched.slower
         if benched.as_served != "native":
-            yield f"NOT the checkpoint's speed: it was served as a {benched.as_served}. {benched.reason}."
+            yield (
+                f"NOT the checkpoint's speed: it was served as a {benched.as_served}. "
+                f"{benched.reason}."
+            )
         yield ""
     yield from failures(found)
     yield (
-        "tok/s: generated tokens a second; ±: half the distance from the slowest to the fastest repetition; *: "
-        "recommended; first, each: milliseconds to the first token and to each further one, medians; length: tokens a "
-        "step of the target; by position: drafted tokens that were accepted, in %."
+        "tok/s: generated tokens a second; ±: half the distance from the slowest to the fastest "
+        "repetition; *: recommended; first, each: milliseconds to the first token and to each "
+        "further one, medians; length: tokens a step of the target; by position: drafted tokens "
+        "that were accepted, in %."
     )
-    form = "as messages through the chat template" if found.checkpoint.form == "chat" else "as texts"
+    form = (
+        "as messages through the chat template" if found.checkpoint.form == "chat" else "as texts"
+    )
     yield (
-        f"{found.num_prompts:,} prompts of {found.prompts}, {form}, greedily; answers end by themselves or after "
-        f"{found.output_tokens:,} tokens."
+        f"{found.num_prompts:,} prompts of {found.prompts}, {form}, greedily; answers end by "
+        f"themselves or after {found.output_tokens:,} tokens."
     )
     if found.rounds == 1:
-        yield "Each server was started once: what changed on the machine between them shows only with --rounds 2."
+        yield (
+            "Each server was started once: what changed on the machine between them shows only "
+            "with --rounds 2."
+        )
     yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."
 
 

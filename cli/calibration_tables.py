@@ -1,6 +1,7 @@
 """What people see of a calibrated run: what it will do, and what it found.
 
-In: a plan, or the calibration part of report.json. Out: tables and plain dictionaries. Nothing is decided here.
+In: a plan, or the calibration part of report.json. Out: tables and plain dictionaries. Nothing is
+decided here.
 """
 
 from collections import Counter
@@ -22,32 +23,49 @@ from .tables import counted, figure, table
 
 
 def will_do(plan: Plan) -> RenderableType:
-    """The calibration of a plan: data, what batches contribute to which modules, and the MTP pass."""
+    """The calibration of a plan: data, what batches contribute to which modules, and the MTP
+    pass.
+    """
     planned = will_do_json(plan)
     assert planned is not None
     lines = [_data(plan, planned["tokens"])]
     if planned["candidates"]:
         candidates = "; ".join(_in_words(policy) for policy in planned["candidates"])
         lines.append(
-            f"MTP block: auto. The smallest candidate that is shown to keep {planned['min_acceptance']:.1%} of the "
-            f"released model's acceptance is written, at {planned['confidence']:.0%} confidence; until then it is "
-            f"planned as bf16. Candidates: {candidates}."
+            "MTP block: auto. The smallest candidate that is shown to keep "
+            f"{planned['min_acceptance']:.1%} of the released model's acceptance is written, at "
+            f"{planned['confidence']:.0%} confidence; until then it is planned as bf16. "
+            f"Candidates: {candidates}."
         )
     if (tuned := plan.recipe.mtp_tuned) is not None:
         lines.append(
-            f"MTP block: tuned. It is trained for {tuned.steps:,} steps of {tuned.batch_size:,} sequences on what the "
-            f"quantized backbone computes, as {_in_words(tuned.mtp)}, and written where it is shown to draft better "
-            f"than untrained, at {plan.recipe.gates.confidence:.0%} confidence."
+            f"MTP block: tuned. It is trained for {tuned.steps:,} steps of {tuned.batch_size:,} "
+            f"sequences on what the quantized backbone computes, as {_in_words(tuned.mtp)}, and "
+            "written where it is shown to draft better than untrained, at "
+            f"{plan.recipe.gates.confidence:.0%} confidence."
         )
-    says = "the block is run on the backbone's hidden states, and its acceptance is measured without a server."
+    says = (
+        "the block is run on the backbone's hidden states, and its acceptance is measured "
+        "without a server."
+    )
     if not planned["mtp_pass"]["possible"]:
         says = f"not possible, {planned['mtp_pass']['why']}; acceptance is not measured."
     text = Text("\n".join([*lines, f"MTP pass: {says}", ""]))
     columns = ("part", "modules", "stored as", "from batches", ">weights")
     rows = []
     for row in planned["groups"]:
-        rows.append([row["part"], row["modules"], row["stored_as"], row["from_batches"], f"{row['weights']:,}"])
-    return Group(table("calibration: what batches contribute", columns, rows), text) if rows else text
+        rows.append(
+            [
+                row["part"],
+                row["modules"],
+                row["stored_as"],
+                row["from_batches"],
+                f"{row['weights']:,}",
+            ]
+        )
+    return (
+        Group(table("calibration: what batches contribute", columns, rows), text) if rows else text
+    )
 
 
 def _data(plan: Plan, num_tokens: int) -> str:
@@ -56,19 +74,31 @@ def _data(plan: Plan, num_tokens: int) -> str:
     name = calibration_name(calibration)
     named = f"--calibration {name}: " if name else ""
     mix = "; ".join(_texts(texts, is_alone=not calibration.also) for texts in calibration.mix)
-    own = ", answered by the model itself if memory holds it" if calibration.held_out_by == "model" else ""
-    how = f"{calibration.algorithm} ({in_words(calibration.knobs)})" if calibration.knobs else calibration.algorithm
+    own = (
+        ", answered by the model itself if memory holds it"
+        if calibration.held_out_by == "model"
+        else ""
+    )
+    how = (
+        f"{calibration.algorithm} ({in_words(calibration.knobs)})"
+        if calibration.knobs
+        else calibration.algorithm
+    )
     how += " by modelopt" if calibration.backend == "modelopt" else ""
     return (
         f"{named}{how} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
-        f"tokens ({num_tokens:,}) of {mix}; {calibration.held_out:,} more are held out to measure on{own}."
+        f"tokens ({num_tokens:,}) of {mix}; {calibration.held_out:,} more are held out to "
+        f"measure on{own}."
     )
 
 
 def _texts(texts: TextsOfMix, *, is_alone: bool) -> str:
     share = "" if is_alone else f"{texts.share:.0%} "
     subset = f", {texts.subset}" if texts.subset else ""
-    return f"{share}{texts.dataset} ({texts.dataset_revision}{subset}, split {texts.split}, column {texts.column})"
+    return (
+        f"{share}{texts.dataset} ({texts.dataset_revision}{subset}, split {texts.split}, column "
+        f"{texts.column})"
+    )
 
 
 def will_do_json(plan: Plan) -> dict[str, Any] | None:
@@ -90,7 +120,10 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
         candidates = list(candidates_for(auto.candidates, mtp_groups))
     return {
         "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,
-        "groups": [{**dict(zip(names, row, strict=True)), "weights": count} for row, count in sorted(weights.items())],
+        "groups": [
+            {**dict(zip(names, row, strict=True)), "weights": count}
+            for row, count in sorted(weights.items())
+        ],
         "candidates": candidates,
         "min_acceptance": auto.min_acceptance if auto else None,
         "confidence": recipe.gates.confidence if auto else None,
@@ -100,7 +133,9 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
 
 def _from_batches(tensor: TensorPlan, algorithm: str) -> str:
     if tensor.tuned:
-        return "weights and input scales, by training" if tensor.calibrated else "weights, by training"
+        return (
+            "weights and input scales, by training" if tensor.calibrated else "weights, by training"
+        )
     if tensor.calibrated == "weights":
         return f"weights, by {algorithm}"
     if tensor.calibrated == "scales":
@@ -122,9 +157,13 @@ def found(fact: CalibrationFact) -> RenderableType:
     """What a run found: coverage, perplexity and acceptance, and the candidates of `mtp: auto`."""
     rows = []
     for row in fact.rows:
-        shares = " ".join(f"{share:.1%}" for share in row.acceptance.shares) if row.acceptance else "-"
+        shares = (
+            " ".join(f"{share:.1%}" for share in row.acceptance.shares) if row.acceptance else "-"
+        )
         length = figure("{:.2f}", row.acceptance.length if row.acceptance else None)
-        rows.append((row.title, f"{row.perplexity:#.4g}", figure("{:.4f}", row.divergence), shares, length))
+        rows.append(
+            (row.title, f"{row.perplexity:#.4g}", figure("{:.4f}", row.divergence), shares, length)
+        )
     columns = ("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length")
     parts: list[RenderableType] = [table("held-out text, without a server", columns, rows)]
     if fact.search:
@@ -139,38 +178,70 @@ def _search(search: SearchFact) -> Iterator[RenderableType]:
     rows = []
     for plan in search.plans:
         losses = f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", figure("{:.1%}", plan.kept)
-        rows.append((f"{plan.title}{', chosen' * plan.chosen}", f"{plan.bytes:,}", f"{plan.bits:.2f}", *losses))
+        rows.append(
+            (
+                f"{plan.title}{', chosen' * plan.chosen}",
+                f"{plan.bytes:,}",
+                f"{plan.bits:.2f}",
+                *losses,
+            )
+        )
     title = f"plans for {search.budget}, measured on held-out text before calibration"
     yield table(title, ("", ">bytes", ">bits", ">predicted", ">divergence", ">kept"), rows)
     yield Text(
-        f"{search.units:,} units; a better choice could save {search.gap:.1%} of the predicted loss at most.\n"
-        "The recipe that was found is recipe.yaml in the output; it can be edited, and runs without a search.\n"
+        f"{search.units:,} units; a better choice could save {search.gap:.1%} of the predicted "
+        "loss at most.\n"
+        "The recipe that was found is recipe.yaml in the output; it can be edited, and runs "
+        "without a search.\n"
         "bits: of weights and scales, for each weight; kept: part of the release's acceptance.\n"
     )
 
 
 def _remarks(fact: CalibrationFact) -> Iterator[Text]:
     coverage, fewest = fact.coverage, fact.coverage.fewest_tokens
-    least = f"; the fewest, {fewest.tokens:,}, reached {printable(fewest.module)}" if fewest and fewest.tokens else ""
+    least = (
+        f"; the fewest, {fewest.tokens:,}, reached {printable(fewest.module)}"
+        if fewest and fewest.tokens
+        else ""
+    )
     batches = f", in batches of {fact.batch_size:,}" if fact.batch_size else ""
-    yield Text(f"Coverage: {coverage.modules:,} modules calibrated on {fact.data.tokens:,} tokens{batches}{least}.")
     yield Text(
-        f"The quantized backbone chooses the released model's next token at {fact.agreement:.1%} of held-out slots."
+        f"Coverage: {coverage.modules:,} modules calibrated on {fact.data.tokens:,} "
+        f"tokens{batches}{least}."
+    )
+    yield Text(
+        f"The quantized backbone chooses the released model's next token at {fact.agreement:.1%} "
+        "of held-out slots."
     )
     if never := coverage.never_routed:
-        what = f"{counted(len(never), 'expert module')} that the router sent no token, calibrated on all of them"
-        yield _warning("never routed:", f"{what} instead: {_first(never)}. More samples may reach them.")
+        what = (
+            f"{counted(len(never), 'expert module')} that the router sent no token, calibrated "
+            "on all of them"
+        )
+        yield _warning(
+            "never routed:", f"{what} instead: {_first(never)}. More samples may reach them."
+        )
     if fact.data.held_out_by == "model":
         yield Text("The released model wrote the answers of the held-out text itself.")
     if few := coverage.few_tokens:
-        what = f"{counted(len(few), 'expert module')} calibrated on fewer tokens than input channels: {_first(few)}"
-        yield _warning("few tokens:", f"{what}. More samples, or calibration.experts: all, give them more.")
+        what = (
+            f"{counted(len(few), 'expert module')} calibrated on fewer tokens than input "
+            f"channels: {_first(few)}"
+        )
+        yield _warning(
+            "few tokens:", f"{what}. More samples, or calibration.experts: all, give them more."
+        )
     if fact.tuned:
-        yield Text(fact.tuned.says) if fact.tuned.chosen else _warning("not tuned:", fact.tuned.says)
+        yield (
+            Text(fact.tuned.says) if fact.tuned.chosen else _warning("not tuned:", fact.tuned.says)
+        )
     if fact.unmeasured:
         yield _warning("no acceptance:", fact.unmeasured)
     if fact.measured:
-        yield Text("accepted: by position in the draft; length: tokens that a step yields, the target's included.")
+        yield Text(
+            "accepted: by position in the draft; length: tokens that a step yields, the target's "
+            "included."
+        )
 
 
 def _warning(what: str, says: str) -> Text:
@@ -187,7 +258,11 @@ def _candidates(fact: CalibrationFact) -> RenderableType:
         if each.acceptance is None:
             rows.append((each.title, "-", "-", "-", "-", _warning("does not fit", each.refused)))
             continue
-        kept = f"{each.kept:.1%}", figure("{:.1%}", each.kept_at_least), f"{each.acceptance.length:.2f}"
+        kept = (
+            f"{each.kept:.1%}",
+            figure("{:.1%}", each.kept_at_least),
+            f"{each.acceptance.length:.2f}",
+        )
         rows.append((each.title, size_in_words(each.bytes), *kept, _verdict(each, fact)))
     budget = "" if fact.min_acceptance is None else f"; {fact.min_acceptance:.1%} must be kept"
     budget += "" if fact.confidence is None else f", at {fact.confidence:.0%} confidence"
@@ -201,6 +276,10 @@ def _verdict(candidate: CandidateFact, fact: CalibrationFact) -> Text:
         return Text(verdict, "red")
     if verdict == "too few slots to tell":
         needed = f": about {candidate.needed_slots:,} would" if candidate.needed_slots else ""
-        chosen = Text.assemble(("chosen", "green"), ", stays as released; ") if candidate.chosen else Text()
+        chosen = (
+            Text.assemble(("chosen", "green"), ", stays as released; ")
+            if candidate.chosen
+            else Text()
+        )
         return chosen.append(verdict, "yellow").append(needed)
     return Text("chosen", "green") if candidate.chosen else Text(verdict)

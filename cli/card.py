@@ -1,10 +1,10 @@
 """`keepmtp card`: the model card of a checkpoint, from its measurements.
 
-In: a checkpoint folder NAME with NAME.report. Out: NAME.card with README.md, plots, report.json, report.html, and the
-score in the form of the Hub's leaderboards.
+In: a checkpoint folder NAME with NAME.report. Out: NAME.card with README.md, plots, report.json,
+report.html, and the score in the form of the Hub's leaderboards.
 
-Easy to get wrong: a card does not mean that a checkpoint is good. One that failed its gates gets a card too, which says
-so first; `keepmtp publish` refuses it.
+Easy to get wrong: a card does not mean that a checkpoint is good. One that failed its gates gets a
+card too, which says so first; `keepmtp publish` refuses it.
 """
 
 from pathlib import Path
@@ -21,18 +21,23 @@ from .tables import VERDICT_COLOURS, answer
 
 
 def card(
-    path: Annotated[Path, typer.Argument(help="The checkpoint's folder NAME; its measurements are in NAME.report.")],
+    path: Annotated[
+        Path,
+        typer.Argument(help="The checkpoint's folder NAME; its measurements are in NAME.report."),
+    ],
     base_model: Annotated[
         str | None,
         typer.Option(
             "--base-model",
-            help="ORG/NAME on the Hub that it was made from, or `none`; default: what was read from the Hub.",
+            help="ORG/NAME on the Hub that it was made from, or `none`; default: what was read "
+            "from the Hub.",
         ),
     ] = None,
     license_id: Annotated[
         str | None,
         typer.Option(
-            "--license", help="As the Hub names it, like apache-2.0; default: what the source's own card says."
+            "--license",
+            help="As the Hub names it, like apache-2.0; default: what the source's own card says.",
         ),
     ] = None,
     source: Annotated[
@@ -42,16 +47,20 @@ def card(
             "task; default: what keepmtp.json names, if that is here."
         ),
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Where the card goes; default NAME.card.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Where the card goes; default NAME.card.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp publish`.
+    """Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp
+    publish`.
 
-    Every number comes from the result files in NAME.report. A report that differs from them makes no card. The card
-    says what was not measured, and what the gates say. It is made whether they pass or not; exit status 0.
+    Every number comes from the result files in NAME.report. A report that differs from them makes
+    no card. The card says what was not measured, and what the gates say. It is made whether they
+    pass or not; exit status 0.
 
-    A base model is named only if it was read from the Hub. Otherwise the card says that --base-model is the author's
-    word.
+    A base model is named only if it was read from the Hub. Otherwise the card says that
+    --base-model is the author's word.
 
     Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`
     """

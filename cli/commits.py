@@ -2,7 +2,8 @@
 
 In: a plan. Out: a line for people; the record of the checkpoint has the same commits.
 
-Easy to get wrong: this is also where an unreachable dataset is found, before hours of work or an installation.
+Easy to get wrong: this is also where an unreachable dataset is found, before hours of work or an
+installation.
 """
 
 from ..checkpoints.commits import dataset_commit

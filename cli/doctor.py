@@ -1,10 +1,12 @@
-"""`keepmtp doctor`: what is installed here, what can be checked with it, and what would enable the rest.
+"""`keepmtp doctor`: what is installed here, what can be checked with it, and what would enable the
+rest.
 
-In: this Python's package metadata, vLLM's environment, the machine. Out: tables, or JSON. Nothing heavy is imported.
+In: this Python's package metadata, vLLM's environment, the machine. Out: tables, or JSON. Nothing
+heavy is imported.
 
-Easy to get wrong: what is not installed is not broken, because planning and checking need no torch and no vLLM. What
-somebody chose and cannot work is broken: a VLLM_PYTHON without vLLM, a vLLM outside the supported range. The doctor
-finds a token and never shows it.
+Easy to get wrong: what is not installed is not broken, because planning and checking need no torch
+and no vLLM. What somebody chose and cannot work is broken: a VLLM_PYTHON without vLLM, a vLLM
+outside the supported range. The doctor finds a token and never shows it.
 """
 
 import os
@@ -31,7 +33,9 @@ _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ability:
-    """One thing that keepmtp can do: whether it can do it here, why not, and the command that does or enables it."""
+    """One thing that keepmtp can do: whether it can do it here, why not, and the command that does
+    or enables it.
+    """
 
     what: str
     can: bool
@@ -76,10 +80,11 @@ class Diagnosis:
 def doctor(as_json: JsonOption = False) -> None:
     """Say what was found on this machine, what can be checked here, and what would enable the rest.
 
-    Looks at keepmtp's own environment, at vLLM's (VLLM_PYTHON, else .venv-vllm in keepmtp's checkout or next to its
-    environment), at the processor, at NVIDIA GPUs, and whether there is a token for the Hub, which is neither shown
-    nor tried.
-    Exit status 2 if something that was chosen cannot work; what is merely not installed is none of it.
+    Looks at keepmtp's own environment, at vLLM's (VLLM_PYTHON, else .venv-vllm in keepmtp's
+    checkout or next to its environment), at the processor, at NVIDIA GPUs, and whether there is a
+    token for the Hub, which is neither shown nor tried.
+    Exit status 2 if something that was chosen cannot work; what is merely not installed is none of
+    it.
 
     Example: `VLLM_PYTHON=/opt/vllm/bin/python keepmtp doctor`
     """
@@ -89,13 +94,16 @@ def doctor(as_json: JsonOption = False) -> None:
 
 def diagnose() -> Diagnosis:
     """Look at this machine; asks vLLM's Python for versions, a second at most."""
-    packages = {needed.name: _version(needed.name) for extra in EXTRAS for needed in requirements(extra)}
+    packages = {
+        needed.name: _version(needed.name) for extra in EXTRAS for needed in requirements(extra)
+    }
     vllm, no_vllm, is_broken = None, "", False
     try:
         vllm = vllm_env.find_vllm(any_version=True)
         vllm_env.find_vllm()
     except VLLMError as error:
-        # The refusal is about "vllm" where none was named and none is in its usual place: not installed, not broken.
+        # The refusal is about "vllm" where none was named and none is in its usual place: not
+        # installed, not broken.
         no_vllm, is_broken = str(error), error.where != "vllm"
     gpus, (cpu, flags) = vllm_env.gpus_here(), vllm_env.cpu_here()
     features = tuple(flag for flag in vllm_env.CPU_FLAGS if flag in flags)
@@ -111,7 +119,9 @@ def diagnose() -> Diagnosis:
         cpu_features=features,
         token=token,
         broken=(no_vllm,) if is_broken else (),
-        abilities=_abilities({extra: missing(extra) for extra in EXTRAS}, packages, usable, gpus, token),
+        abilities=_abilities(
+            {extra: missing(extra) for extra in EXTRAS}, packages, usable, gpus, token
+        ),
     )
 
 
@@ -135,7 +145,10 @@ def _abilities(
         lacks["token"] = "needs a token with write access", "hf auth login"
     if not vllm:
         lacks["server"] = "needs vLLM", vllm_env.command_for_vllm()
-        lacks["loaders"] = "needs vLLM's own classes, in an environment of their own", vllm_env.command_for_vllm()
+        lacks["loaders"] = (
+            "needs vLLM's own classes, in an environment of their own",
+            vllm_env.command_for_vllm(),
+        )
     elif vllm.build != "cpu" and not gpus:
         cure = "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
         lacks["server"] = "this vLLM is built for CUDA, and no GPU is here", cure
@@ -151,7 +164,13 @@ def _abilities(
         ("calibration with backend: modelopt", quantize, "modelopt"),
         ("tasks, with method=mtp", "keepmtp eval CHECKPOINT", "evaluate", "server"),
         ("model card", "keepmtp card CHECKPOINT", "report"),
-        ("publishing to the Hub", "keepmtp publish CHECKPOINT --repo ORG/NAME", "report", "quantize", "token"),
+        (
+            "publishing to the Hub",
+            "keepmtp publish CHECKPOINT --repo ORG/NAME",
+            "report",
+            "quantize",
+            "token",
+        ),
     ]
     abilities = []
     for what, command, *needs in rows:
@@ -177,7 +196,9 @@ def _version(package: str) -> str:
 
 
 def _parts(found: Diagnosis) -> Iterator[RenderableType]:
-    """What was found, and what can be done with it: a row on a line, so that paths and commands stay whole."""
+    """What was found, and what can be done with it: a row on a line, so that paths and commands
+    stay whole.
+    """
     rows = _found(found)
     width = max(map(len, rows)) + 2
     yield "found"
@@ -188,7 +209,9 @@ def _parts(found: Diagnosis) -> Iterator[RenderableType]:
     told = {""}
     for ability in found.abilities:
         sign = ("yes", "green") if ability.can else ("no ", "yellow")
-        yield Text.assemble("  ", sign, f"  {ability.what}", f": {printable(ability.why)}" if ability.why else "")
+        yield Text.assemble(
+            "  ", sign, f"  {ability.what}", f": {printable(ability.why)}" if ability.why else ""
+        )
         if ability.command not in told:
             yield f"         {ability.command}"
         told.add(ability.command)
@@ -207,7 +230,10 @@ def _found(found: Diagnosis) -> dict[str, str]:
         for name in ("torch", "transformers", "compressed_tensors"):
             rows[f"  {name.replace('_', '-')}"] = getattr(found.vllm, name) or "not installed"
     rows["Hub token"] = f"from {found.token}" if found.token else "none"
-    gpus = [f"{gpu.name}, sm{gpu.capability.replace('.', '')}, {gpu.memory_gib:.0f} GiB" for gpu in found.gpus]
+    gpus = [
+        f"{gpu.name}, sm{gpu.capability.replace('.', '')}, {gpu.memory_gib:.0f} GiB"
+        for gpu in found.gpus
+    ]
     rows |= {"GPU": ", ".join(gpus) or "none", "CPU": found.cpu or "unknown"}
     rows["  features"] = ", ".join(found.cpu_features) or "none that vLLM's CPU kernels ask for"
     return rows

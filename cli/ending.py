@@ -2,7 +2,8 @@
 
 In: a new folder. Out: what was found of it, on standard output.
 
-Easy to get wrong: the folder is there before it is judged, so a stop from outside must say how it is judged again.
+Easy to get wrong: the folder is there before it is judged, so a stop from outside must say how it
+is judged again.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,11 +31,16 @@ class Ending:
     gpus: Annotated[
         list[str] | None,
         typer.Option(
-            "--gpu", help="GPU that vLLM pretends for the dry load at the end; may be repeated. Default sm100."
+            "--gpu",
+            help="GPU that vLLM pretends for the dry load at the end; may be repeated. Default "
+            "sm100.",
         ),
     ] = None
     static_only: Annotated[
-        bool, typer.Option("--static-only", help="End with the check alone: vLLM does not load the result.")
+        bool,
+        typer.Option(
+            "--static-only", help="End with the check alone: vLLM does not load the result."
+        ),
     ] = False
     any_vllm: AnyVLLMOption = False
 
@@ -46,13 +52,26 @@ class Ending:
         return () if self.static_only else tuple(chosen_gpus(self.gpus or [])) or GPUS
 
     def judge(
-        self, out: Path, doing: Callable[[str], None], *, headers: Path | None = None, name: str | None = None
+        self,
+        out: Path,
+        doing: Callable[[str], None],
+        *,
+        headers: Path | None = None,
+        name: str | None = None,
     ) -> "Judged":
-        """Check and load a new folder; where it lacks files, by `headers`, those of the whole called `name`."""
+        """Check and load a new folder; where it lacks files, by `headers`, those of the whole
+        called `name`.
+        """
         from ..cure.judged import judge
 
         with exits.judging(out, is_whole=headers is None):
-            return judge(headers or out, gpus=self.pretended, any_vllm=self.any_vllm, name=name, progress=doing)
+            return judge(
+                headers or out,
+                gpus=self.pretended,
+                any_vllm=self.any_vllm,
+                name=name,
+                progress=doing,
+            )
 
 
 def checked_json(judged: "Judged") -> dict[str, Any]:
@@ -61,7 +80,9 @@ def checked_json(judged: "Judged") -> dict[str, Any]:
 
 
 def end(judged: "Judged", value: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
-    """Print what was made, in lines for people, and what was found of it; end with the status that this comes to."""
+    """Print what was made, in lines for people, and what was found of it; end with the status that
+    this comes to.
+    """
     if as_json:
         print_json(value)
     else:

@@ -1,10 +1,11 @@
-"""`keepmtp eval`: the tasks of a recipe, asked of a checkpoint and its source with method=mtp, and with MTP off.
+"""`keepmtp eval`: the tasks of a recipe, asked of a checkpoint and its source with method=mtp, and
+with MTP off.
 
-In: two checkpoints and a protocol, the recipe's with what the command line changes. Out: a table, gsm8k.json with the
-answers in the same folder, and the report made anew.
+In: two checkpoints and a protocol, the recipe's with what the command line changes. Out: a table,
+gsm8k.json with the answers in the same folder, and the report made anew.
 
-Easy to get wrong: whatever may be refused is refused before a server is started: a row of the dataset, a chat template
-that is not there.
+Easy to get wrong: whatever may be refused is refused before a server is started: a row of the
+dataset, a chat template that is not there.
 """
 
 from collections.abc import Mapping
@@ -39,25 +40,44 @@ class ProtocolOptions:
 
     task: Annotated[
         TaskName | None,
-        typer.Option(metavar="TASK", help=f"Ask this one alone, not all of the recipe: {', '.join(TASKS)}."),
+        typer.Option(
+            metavar="TASK", help=f"Ask this one alone, not all of the recipe: {', '.join(TASKS)}."
+        ),
     ] = None
     dataset: Annotated[
         str | None,
-        typer.Option(help="A .jsonl, .json or .parquet file with the fields of the task's dataset; `hub`: its own."),
+        typer.Option(
+            help="A .jsonl, .json or .parquet file with the fields of the task's dataset; `hub`: "
+            "its own."
+        ),
     ] = None
-    shots: Annotated[int | None, typer.Option(min=0, help="Solved examples before each question.")] = None
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Solved examples before each question.")
+    ] = None
     api: Annotated[
         Literal["completions", "chat"] | None,
-        typer.Option(help="completions: the text as it is. chat: messages, through the model's chat template."),
+        typer.Option(
+            help="completions: the text as it is. chat: messages, through the model's chat "
+            "template."
+        ),
     ] = None
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, at most.")] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, at most.")] = (
+        None
+    )
     k: KOption = None
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None
-    limit: Annotated[int | None, typer.Option(min=2, help="Ask the first so many questions only.")] = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the shots drawn, and of the server.")] = None
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Ask the first so many questions only.")
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the shots drawn, and of the server.")
+    ] = None
     prefix_caching: Annotated[
         bool | None,
-        typer.Option("--prefix-caching/--no-prefix-caching", help="Servers keep what they computed for equal starts."),
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            help="Servers keep what they computed for equal starts.",
+        ),
     ] = None
 
     def of(self, recipe: "tuple[Evaluation, ...]") -> "tuple[Evaluation, ...]":
@@ -65,7 +85,10 @@ class ProtocolOptions:
         changed = {name: value for name, value in asdict(self).items() if value is not None}
         if self.task is None:
             if self.dataset is not None and len(recipe) > 1:
-                rule, got = "belongs to one task, and the recipe lists several", ", ".join(one.task for one in recipe)
+                rule, got = (
+                    "belongs to one task, and the recipe lists several",
+                    ", ".join(one.task for one in recipe),
+                )
                 raise RecipeError("--dataset", rule, got=got, cure="Name one with --task")
             return tuple(_changed(one, changed) for one in recipe)
         for own in recipe:
@@ -89,22 +112,29 @@ def evaluate(
     ] = None,
     plain: Annotated[
         bool,
-        typer.Option("--plain/--no-plain", help="Ask the checkpoint with MTP off, too: does drafting change answers?"),
+        typer.Option(
+            "--plain/--no-plain",
+            help="Ask the checkpoint with MTP off, too: does drafting change answers?",
+        ),
     ] = True,
     run_model_code: ModelCodeOption = False,
 ) -> None:
-    """Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp, under one protocol each.
+    """Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp,
+    under one protocol each.
 
-    lm-evaluation-harness builds the prompts, reads the answers (strict-match and flexible-extract) and scores them;
-    vLLM's draft counters over the same questions give the acceptance. What is not given here is as in the recipe's
-    `evaluation` block. The checkpoint is asked once more with MTP off: greedy decoding promises the same answers, up to
-    near-ties that flip. An error of the server ends the run and is never a wrong answer; the same command then asks
-    only what has no answer yet. Words after `--` go to `vllm serve`.
+    lm-evaluation-harness builds the prompts, reads the answers (strict-match and flexible-extract)
+    and scores them; vLLM's draft counters over the same questions give the acceptance. What is not
+    given here is as in the recipe's `evaluation` block. The checkpoint is asked once more with MTP
+    off: greedy decoding promises the same answers, up to near-ties that flip. An error of the
+    server ends the run and is never a wrong answer; the same command then asks only what has no
+    answer yet. Words after `--` go to `vllm serve`.
 
-    Exit status 1 if a server fails, if score or acceptance lost more than the recipe's gates allow, or if drafting
-    changes right and wrong beyond chance; 3 if the questions are too few to tell. It needs the extra keepmtp[evaluate].
+    Exit status 1 if a server fails, if score or acceptance lost more than the recipe's gates allow,
+    or if drafting changes right and wrong beyond chance; 3 if the questions are too few to tell. It
+    needs the extra keepmtp[evaluate].
 
-    Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 -- --tensor-parallel-size 8`
+    Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 --
+    --tensor-parallel-size 8`
     """
     require_extra("keepmtp eval", "evaluate")
     session = begin("eval", "gsm8k", served, context.args, source)
@@ -112,7 +142,11 @@ def evaluate(
 
     evaluations, gates = _rules(session, recipe)
     protocols = protocol.of(evaluations)
-    if run_model_code and any(TASKS[one.task].runs_code for one in protocols) and not model_code.fence():
+    if (
+        run_model_code
+        and any(TASKS[one.task].runs_code for one in protocols)
+        and not model_code.fence()
+    ):
         session.err.print(model_code.OPEN, highlight=False)
     asked = [lm_eval_task.questions(one, runs_code=run_model_code) for one in protocols]
     for one in protocols:
@@ -125,7 +159,13 @@ def evaluate(
     compared = session.source_of(judged)
     with asking(session.err, as_json=served.as_json) as watch:
         fact = gsm8k.evaluate(
-            judged, compared, asked, setup=setup, confidence=gates.confidence, has_plain=plain, watch=watch
+            judged,
+            compared,
+            asked,
+            setup=setup,
+            confidence=gates.confidence,
+            has_plain=plain,
+            watch=watch,
         )
     judgement = session.keep(fact, judged)
     if judgement is None:
@@ -133,15 +173,25 @@ def evaluate(
 
         tasks = [one.task for one in evaluations]
         judgement = judge(gates=gates, check=None, serve=None, evaluation=fact, listed_tasks=tasks)
-    found = {"evaluation": fact.model_dump(mode="json"), "judgement": judgement.model_dump(mode="json")}
+    found = {
+        "evaluation": fact.model_dump(mode="json"),
+        "judgement": judgement.model_dump(mode="json"),
+    }
     from .eval_tables import shown
 
     status = _status(judgement, fact)
-    answer(found, chain(shown(fact, judgement), [session.places]), as_json=served.as_json, status=status)
+    answer(
+        found,
+        chain(shown(fact, judgement), [session.places]),
+        as_json=served.as_json,
+        status=status,
+    )
 
 
 def _rules(session: Session, recipe: str | None) -> "tuple[tuple[Evaluation, ...], Gates]":
-    """Protocols and gates of the named recipe, or those in the checkpoint's record; without one the defaults."""
+    """Protocols and gates of the named recipe, or those in the checkpoint's record; without one the
+    defaults.
+    """
     from ..recipes.find import find_recipe
     from ..validate.report.gates import limits_in, protocols_in
 
@@ -154,7 +204,8 @@ def _rules(session: Session, recipe: str | None) -> "tuple[tuple[Evaluation, ...
 
 
 def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
-    """One task's with what the command line changes; a task that is asked otherwise brings its own protocol.
+    """One task's with what the command line changes; a task that is asked otherwise brings its own
+    protocol.
 
     A revision belongs to the dataset it was given with.
     """
@@ -179,7 +230,9 @@ def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
             raise fault from error
         option = "--" + (".".join(map(str, first["loc"])) or "dataset").replace("_", "-")
         rule = first["msg"].replace("Input should", "must")
-        raise RecipeError(option, rule, got=repr(first["input"]), cure="See `keepmtp eval --help`") from error
+        raise RecipeError(
+            option, rule, got=repr(first["input"]), cure="See `keepmtp eval --help`"
+        ) from error
 
 
 def _status(judged: "JudgementFact", fact: "EvaluationFact") -> int:

@@ -1,8 +1,10 @@
-"""What `keepmtp eval` found, for people: scores, what they lost, drafts, and what the recipe's gates say of it.
+"""What `keepmtp eval` found, for people: scores, what they lost, drafts, and what the recipe's
+gates say of it.
 
 In: an `EvaluationFact` and a `JudgementFact`. Out: what rich prints.
 
-Easy to get wrong: a score without its protocol, its number of questions and its standard error is no score.
+Easy to get wrong: a score without its protocol, its number of questions and its standard error is
+no score.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,18 +24,24 @@ _MOST_WORD = 8
 
 
 def shown(fact: EvaluationFact, judged: JudgementFact) -> Iterator[RenderableType]:
-    """For each task a row a checkpoint and the differences; then all tasks, the gates, and notes."""
+    """For each task a row a checkpoint and the differences; then all tasks, the gates, and
+    notes.
+    """
     path = fact.checkpoint.path
     for task in fact.by_task:
-        filters = [f">{score.filter.partition('-')[0][:_MOST_WORD]}" for score in task.checkpoint.scores]
+        filters = [
+            f">{score.filter.partition('-')[0][:_MOST_WORD]}" for score in task.checkpoint.scores
+        ]
         columns = ("", *filters, ">n", ">kept", ">by position", ">len", ">tok/s")
-        yield table(f"eval {path}: {task.protocol.title}", columns, (_cells(one) for one in task.arms))
+        yield table(
+            f"eval {path}: {task.protocol.title}", columns, (_cells(one) for one in task.arms)
+        )
         for pair in task.paired:
             low, high = 100 * pair.low, 100 * pair.high
             yield (
-                f"{pair.filter}: {100 * pair.difference:+.2f} points, {100 * pair.confidence:g} % interval {low:+.2f} "
-                f"to {high:+.2f}; {pair.only_source} right by the source alone, {pair.only_checkpoint} by the "
-                "checkpoint alone."
+                f"{pair.filter}: {100 * pair.difference:+.2f} points, {100 * pair.confidence:g} % "
+                f"interval {low:+.2f} to {high:+.2f}; {pair.only_source} right by the source "
+                f"alone, {pair.only_checkpoint} by the checkpoint alone."
             )
     if fact.tasks and fact.source is not None:
         yield _recoveries(fact, judged.gates)
@@ -41,8 +49,8 @@ def shown(fact: EvaluationFact, judged: JudgementFact) -> Iterator[RenderableTyp
     for task in fact.by_task:
         yield from _notes(task)
     yield (
-        "Scores in %, ±: standard error; kept: drafted tokens that were accepted, in %, also by position; len: mean "
-        "accepted length, tokens a step of the target."
+        "Scores in %, ±: standard error; kept: drafted tokens that were accepted, in %, also by "
+        "position; len: mean accepted length, tokens a step of the target."
     )
 
 
@@ -85,10 +93,11 @@ def _notes(fact: TaskFact) -> Iterator[str]:
             yield f"The {one.title} was asked in {one.sittings} sittings."
     protocol, environment = fact.protocol, fact.environment
     yield (
-        f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on {protocol.dataset_name}, "
-        f"{protocol.shots} shots, {protocol.api}, at most {protocol.max_tokens} tokens, greedy, method=mtp with "
-        f"k={protocol.k}, prefix caching {'on' if protocol.prefix_caching else 'off'}, {protocol.concurrency} requests "
-        f"in flight, seed {protocol.seed}."
+        f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on "
+        f"{protocol.dataset_name}, {protocol.shots} shots, {protocol.api}, at most "
+        f"{protocol.max_tokens} tokens, greedy, method=mtp with k={protocol.k}, prefix caching "
+        f"{'on' if protocol.prefix_caching else 'off'}, {protocol.concurrency} requests in "
+        f"flight, seed {protocol.seed}."
     )
     cut = ", ".join(f"{_ROWS[one.role]} {one.num_truncated}" for one in fact.arms)
     empty = ", ".join(f"{_ROWS[one.role]} {one.num_empty}" for one in fact.arms)

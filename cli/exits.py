@@ -1,14 +1,17 @@
-"""How the command ends: the exit status, and one sentence on standard error where something went wrong.
+"""How the command ends: the exit status, and one sentence on standard error where something went
+wrong.
 
-In: the command as a function, and the sentence that says how to go on. Out: the process ends with one of these:
+In: the command as a function, and the sentence that says how to go on. Out: the process ends with
+one of these:
 
-    0     good                                         3     too little was measured to tell
-    1     findings, or a gate is red                   70    a defect of keepmtp, with a traceback
-    2     a refusal: bad input, or this machine        129, 130, 143    stopped by SIGHUP, Ctrl-C, SIGTERM
-    141   the reader of standard output went away
+    0    good                                    3     too little was measured to tell
+    1    findings, or a gate is red              70    a defect of keepmtp, with a traceback
+    2    a refusal: bad input, or this machine   129, 130, 143    stopped by SIGHUP, Ctrl-C, SIGTERM
+    141  the reader of standard output went away
 
-Easy to get wrong: a library's error is a refusal only if a person can do something about it, such as a full disk or a
-Hub that does not answer. Every other exception is a defect, and its traceback is what finds it.
+Easy to get wrong: a library's error is a refusal only if a person can do something about it, such
+as a full disk or a Hub that does not answer. Every other exception is a defect, and its traceback
+is what finds it.
 """
 
 import errno
@@ -36,19 +39,29 @@ STOPPED: Mapping[int, str] = {
 _AGAIN = "run the same command again"
 _OF_SYSTEM: Mapping[int, tuple[str, str]] = {
     errno.ENOENT: ("must be there", "Check the path"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), ("must be yours to read and to write", "Check its permissions")),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("its disk must have room", f"Free some, and {_AGAIN}")),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), ("its disk must answer", f"{DEAD}, and {_AGAIN}")),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), ("must be yours to read and to write", "Check its permissions")
+    ),
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT), ("its disk must have room", f"Free some, and {_AGAIN}")
+    ),
+    **dict.fromkeys(
+        (errno.EIO, errno.ESTALE, errno.ENODEV), ("its disk must answer", f"{DEAD}, and {_AGAIN}")
+    ),
     **dict.fromkeys(
         (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS),
         ("must be a path that the system can use", "Name another path"),
     ),
-    errno.EMFILE: ("more files must be open than the system allows", f"Raise `ulimit -n`, and {_AGAIN}"),
+    errno.EMFILE: (
+        "more files must be open than the system allows",
+        f"Raise `ulimit -n`, and {_AGAIN}",
+    ),
 }
 
 
 class StoppedLate(SystemExit):
-    """Stopped from outside when the output was there already, so that the same command would refuse it.
+    """Stopped from outside when the output was there already, so that the same command would refuse
+    it.
 
     Attributes:
         how_to_go_on: a sentence without its full stop.
@@ -61,7 +74,9 @@ class StoppedLate(SystemExit):
 
 @contextmanager
 def judging(out: Path, *, is_whole: bool = True) -> Iterator[None]:
-    """While a new folder is judged: a stop from outside then says how it is judged again, if it has all files."""
+    """While a new folder is judged: a stop from outside then says how it is judged again, if it has
+    all files.
+    """
     how = f"{out} is written, and not yet judged"
     how += f": `keepmtp check {shlex.quote(str(out))} --gpu sm100` does that" if is_whole else ""
     try:
@@ -112,15 +127,23 @@ def refusal_of(error: BaseException) -> KeepMTPError:
     """The refusal that an error of the system, of the network or of the Hub's client means."""
     first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return KeepMTPError("", "there must be enough memory", got=first_line, cure="Use a machine with more")
+        return KeepMTPError(
+            "", "there must be enough memory", got=first_line, cure="Use a machine with more"
+        )
     if type(error).__name__ == "HFValidationError":
         rule = "a checkpoint is a folder that is there, or ORG/NAME on the Hub"
         return KeepMTPError("", rule, got=first_line, cure="Check the name")
     if not isinstance(error, OSError) or (error.filename is None and error.errno not in _OF_SYSTEM):
         cure = f"Check the network, and {_AGAIN}"
         return KeepMTPError("", "the network must answer", got=first_line, cure=cure)
-    rule, cure = _OF_SYSTEM.get(error.errno or 0, ("the system must allow it", f"Mend that, and {_AGAIN}"))
-    where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else error.filename or ""
+    rule, cure = _OF_SYSTEM.get(
+        error.errno or 0, ("the system must allow it", f"Mend that, and {_AGAIN}")
+    )
+    where = (
+        os.fsdecode(error.filename)
+        if isinstance(error.filename, str | bytes)
+        else error.filename or ""
+    )
     return KeepMTPError(where, rule, got=error.strerror or first_line, cure=cure)
 
 
@@ -151,28 +174,38 @@ def _refuse(error: KeepMTPError) -> NoReturn:
 
 
 def _leave_quietly() -> NoReturn:
-    """End as `cat` does when `head` has seen enough. Python would write what is left at exit, and complain."""
+    """End as `cat` does when `head` has seen enough. Python would write what is left at exit, and
+    complain.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(NO_READER)
 
 
 def _stop(number: int, _: FrameType | None) -> None:
-    """End through every `finally`, so that servers and locks are gone; a second signal does not disturb that."""
+    """End through every `finally`, so that servers and locks are gone; a second signal does not
+    disturb that.
+    """
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def _end_at_once_from_here_on() -> None:
-    """A signal while Python and its libraries leave would be an exception in their code, with a traceback."""
+    """A signal while Python and its libraries leave would be an exception in their code, with a
+    traceback.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _defect(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _defect(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
     sys.__excepthook__(kind, error, traceback)
     if not issubclass(kind, KeyboardInterrupt):
-        says = f"a defect of keepmtp {__version__}, not of your input. Report it with the lines above"
+        says = (
+            f"a defect of keepmtp {__version__}, not of your input. Report it with the lines above"
+        )
         sys.stderr.write(f"error: {says}. Exit status {DEFECT}.\n")
         sys.exit(DEFECT)
 

@@ -1,10 +1,11 @@
-"""`keepmtp explain`: what vLLM does with each module group of a checkpoint, and what a serve log says.
+"""`keepmtp explain`: what vLLM does with each module group of a checkpoint, and what a serve log
+says.
 
-In: a checkpoint, a log, or both. Out: a table for the backbone and the MTP block, the reasons, and the known failure;
-exit status 1 if nothing in the log is known.
+In: a checkpoint, a log, or both. Out: a table for the backbone and the MTP block, the reasons, and
+the known failure; exit status 1 if nothing in the log is known.
 
-Easy to get wrong: a log comes from a pipe as well, and without an end. Only its last part counts, so it is read to its
-end before anything is said.
+Easy to get wrong: a log comes from a pipe as well, and without an end. Only its last part counts,
+so it is read to its end before anything is said.
 """
 
 import shlex
@@ -35,40 +36,57 @@ _TITLES = {"backbone": "the backbone: vLLM's target", "mtp": "the MTP block: vLL
 
 def explain(
     path: Annotated[
-        str | None, typer.Argument(help="The checkpoint: a folder or a Hub id; or none, with --log.")
+        str | None,
+        typer.Argument(help="The checkpoint: a folder or a Hub id; or none, with --log."),
     ] = None,
     log: Annotated[
-        str | None, typer.Option("--log", help="A serve log or a traceback: a file, or - for standard input.")
+        str | None,
+        typer.Option("--log", help="A serve log or a traceback: a file, or - for standard input."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="Also name the kernels, on a pretended sm89, sm90, sm100 or sm120.")
+        str | None,
+        typer.Option(
+            "--gpu", help="Also name the kernels, on a pretended sm89, sm90, sm100 or sm120."
+        ),
     ] = None,
     any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log says of a failure.
+    """Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log says of
+    a failure.
 
-    For each group of modules: what vLLM builds it as, what it is filled from, and which entry of the quantization
-    config decides it. Headers are enough. With --gpu, vLLM's own classes load it, and name the kernels too.
+    For each group of modules: what vLLM builds it as, what it is filled from, and which entry of
+    the quantization config decides it. Headers are enough. With --gpu, vLLM's own classes load it,
+    and name the kernels too.
 
-    With --log, the last 8 MiB are compared with the failures that people report of such checkpoints. Each comes with
-    its threads, the versions of vLLM concerned, the tensor or entry of this checkpoint, and the command that cures it.
+    With --log, the last 8 MiB are compared with the failures that people report of such
+    checkpoints. Each comes with its threads, the versions of vLLM concerned, the tensor or entry of
+    this checkpoint, and the command that cures it.
 
-    Exit status 0 if all is explained, 1 if the log has no failure that is known or nothing can be said of the modules,
-    2 if there is nothing to read.
+    Exit status 0 if all is explained, 1 if the log has no failure that is known or nothing can be
+    said of the modules, 2 if there is nothing to read.
 
     Example: `keepmtp explain nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100`
 
-    Example: `vllm serve out/tiny-glm4-moe.w4a16-fp8 2>&1 | keepmtp explain out/tiny-glm4-moe.w4a16-fp8 --log -`
+    Example: `vllm serve out/tiny-glm4-moe.w4a16-fp8 2>&1 | keepmtp explain
+    out/tiny-glm4-moe.w4a16-fp8 --log -`
     """
     from ..validate.dryload.explain import explain as explanation_of
 
     if path is None and log is None:
         raise RecipeError(
-            "explain", "needs a checkpoint, a log, or both", got="neither", cure="Name a folder, or --log"
+            "explain",
+            "needs a checkpoint, a log, or both",
+            got="neither",
+            cure="Name a folder, or --log",
         )
     if path is None and gpu is not None:
-        raise RecipeError("explain", "--gpu loads a checkpoint", got="no checkpoint", cure="Name its folder or Hub id")
+        raise RecipeError(
+            "explain",
+            "--gpu loads a checkpoint",
+            got="no checkpoint",
+            cure="Name its folder or Hub id",
+        )
     checked = _checked(path, gpu, any_vllm=any_vllm) if path is not None else None
     found = explanation_of(checked, _log(log) if log is not None else None)
     status = 0 if found.is_explained else exits.FINDINGS
@@ -94,7 +112,10 @@ def _log(where: str) -> "Log":
             return read_log(stream)
     status = Path(where).stat()
     if not stat.S_ISREG(status.st_mode):
-        cure = "Name the file that the server wrote, or pipe it: `vllm serve ... 2>&1 | keepmtp explain --log -`"
+        cure = (
+            "Name the file that the server wrote, or pipe it: `vllm serve ... 2>&1 | keepmtp "
+            "explain --log -`"
+        )
         raise RecipeError("--log", "must be a file, or - for standard input", got=where, cure=cure)
     with Path(where).open("rb") as stream:
         stream.seek(max(0, status.st_size - MOST_BYTES - 1))
@@ -104,15 +125,23 @@ def _log(where: str) -> "Log":
 def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
     """The groups of both models, why they are so, and what the log says."""
     if found.path:
-        family = f"{found.family}, {found.dialect}" if found.family else "what vLLM builds of it cannot be told"
+        family = (
+            f"{found.family}, {found.dialect}"
+            if found.family
+            else "what vLLM builds of it cannot be told"
+        )
         yield from wrapped(console, f"{found.path}: {family}")
     yield from _groups(found)
-    named = ((group.why, f"{'MTP ' * (group.part == 'mtp')}{group.modules}") for group in found.groups)
+    named = (
+        (group.why, f"{'MTP ' * (group.part == 'mtp')}{group.modules}") for group in found.groups
+    )
     why = (f"Why {modules}: {reason}." for reason, modules in by_reason(named).items())
     for sentence in (*why, *found.notes, *_verdict(found)):
         yield from wrapped(console, sentence)
     if found.log_version:
-        yield f"The log is of vLLM {found.log_version}; what is said of versions was read up to 0.32."
+        yield (
+            f"The log is of vLLM {found.log_version}; what is said of versions was read up to 0.32."
+        )
     for known in found.answers:
         yield Text.assemble(("\nknown: ", "bold green"), printable(known.failure.name))
         for row in _known(found, known):
@@ -124,7 +153,11 @@ def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
     for line in found.unknown:
         yield Text.assemble(("\nunknown: ", "bold red"), printable(line))
     if not found.answers:
-        what = "No line of the log is a failure that keepmtp knows" if found.log_lines else "The log has no failure"
+        what = (
+            "No line of the log is a failure that keepmtp knows"
+            if found.log_lines
+            else "The log has no failure"
+        )
         yield from wrapped(console, f"{what}: this is unknown.")
         if not found.path:
             yield "`keepmtp check PATH --gpu sm100` lets vLLM's own loaders judge a checkpoint."
@@ -168,8 +201,13 @@ def _known(found: "Explanation", answer: "Recognized") -> Iterator[str]:
     for each in answer.confirmed[:_MOST_CONFIRMED]:
         yield f"In this checkpoint: {each}."
     if (more := len(answer.confirmed) - _MOST_CONFIRMED) > 0:
-        yield f"In this checkpoint: {more} more findings of this kind; `keepmtp check` has them all."
+        yield (
+            f"In this checkpoint: {more} more findings of this kind; `keepmtp check` has them all."
+        )
     if known.is_general and found.path and not answer.confirmed:
-        yield "In this checkpoint: the check finds nothing of this kind, so it may be a defect of that vLLM."
+        yield (
+            "In this checkpoint: the check finds nothing of this kind, so it may be a defect of "
+            "that vLLM."
+        )
     yield f"Versions: {known.concerns}. Sources: {known.sources}."
     yield f"Cure: {known.cure}."

@@ -1,4 +1,5 @@
-"""What `keepmtp check` prints for people: a block for each finding, in a compiler's manner, and the dry loads.
+"""What `keepmtp check` prints for people: a block for each finding, in a compiler's manner, and the
+dry loads.
 
     error: mtp.layers.0.mlp.down_proj.weight and 6 more
       stored as plain BF16, but vLLM builds mtp.layers.0.mlp.down_proj as fp8_channel: ...
@@ -7,10 +8,10 @@
 
 In: a `CheckData`. Out: lines on a console. Nothing is decided here.
 
-Easy to get wrong: people copy the cure. It is on a line of its own that is never wrapped, and so is what it quotes:
-commands in backticks, patterns of vLLM and JSON, which are printed again as config.json has them. A command names this
-checkpoint, where the rule could only say PATH. Only what will happen is wrapped, between words, and in a pipe not even
-that.
+Easy to get wrong: people copy the cure. It is on a line of its own that is never wrapped, and so is
+what it quotes: commands in backticks, patterns of vLLM and JSON, which are printed again as
+config.json has them. A command names this checkpoint, where the rule could only say PATH. Only what
+will happen is wrapped, between words, and in a pipe not even that.
 """
 
 import json
@@ -48,7 +49,8 @@ def show(
     path: str | None = None,
     servers: "Sequence[Runtime]" = ("vllm",),
 ) -> None:
-    """Print the findings of one checkpoint, what vLLM did with it on every pretended GPU, and the verdict.
+    """Print the findings of one checkpoint, what vLLM did with it on every pretended GPU, and the
+    verdict.
 
     Args:
         console: to print on.
@@ -61,12 +63,17 @@ def show(
     for finding in found.findings:
         lines += [*_block(console, finding, with_path(finding.cure, path)), ""]
     if found.dry:
-        lines.append(Text("dry load: vLLM's own classes and loaders on meta tensors", style="italic"))
+        lines.append(
+            Text("dry load: vLLM's own classes and loaders on meta tensors", style="italic")
+        )
         for load in found.dry:
             lines += _dry_load(load, found.facts)
         lines.append("")
     elif found.facts.mtp_layers_follow_k:
-        lines.append(f"vLLM builds an MTP layer for each drafted token: -k up to {found.facts.num_mtp_layers}")
+        lines.append(
+            "vLLM builds an MTP layer for each drafted token: -k up to "
+            f"{found.facts.num_mtp_layers}"
+        )
     for line in (*lines, _verdict(found, servers)):
         say(console, line)
 
@@ -79,11 +86,16 @@ def with_path(words: str, path: str) -> str:
 def pasted(cure: str) -> list[str]:
     """What a cure quotes, each as it is pasted: a command as it is, a pattern as a JSON string."""
     quoted = _QUOTED.finditer(cure)
-    return [json.dumps(found["pattern"]) if found["pattern"] else found["command"] or found["json"] for found in quoted]
+    return [
+        json.dumps(found["pattern"]) if found["pattern"] else found["command"] or found["json"]
+        for found in quoted
+    ]
 
 
 def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
-    """Lines for this terminal, broken between words; one line in a pipe, whose reader has no width."""
+    """Lines for this terminal, broken between words; one line in a pipe, whose reader has no
+    width.
+    """
     if not console.is_terminal:
         return [f"{indent}{words}"]
     return textwrap.wrap(
@@ -111,7 +123,10 @@ def _verdict(found: "CheckData", servers: "Sequence[Runtime]") -> Text:
     from ..validate.facts.vllm_env import SUPPORTED
 
     counts = Counter(finding.severity for finding in found.findings)
-    words = ", ".join(counted(count, severity) for severity, count in sorted(counts.items())) or "no findings"
+    words = (
+        ", ".join(counted(count, severity) for severity, count in sorted(counts.items()))
+        or "no findings"
+    )
     verdict = ("check failed", "red")
     if found.ok:
         is_in_part = any(finding.rule == "family" for finding in found.findings)
@@ -146,6 +161,8 @@ def _kernels(model: "LoadedModel") -> str:
     counts = Counter[str]()
     for kernel in model.kernels:
         if kernel.kernel:
-            mark = {"ok": "", "not": "?", "refused": " refused"}[kernel.outcome.partition(" ")[0].rstrip(":")]
+            mark = {"ok": "", "not": "?", "refused": " refused"}[
+                kernel.outcome.partition(" ")[0].rstrip(":")
+            ]
             counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
     return ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -1,9 +1,10 @@
 """`keepmtp fix`: cure what the check finds and what needs no new values.
 
-In: a checkpoint. Out: a diff with reasons; with --out, a new folder, checked and loaded by vLLM's own loaders.
+In: a checkpoint. Out: a diff with reasons; with --out, a new folder, checked and loaded by vLLM's
+own loaders.
 
-Easy to get wrong: a person who only looks must not change anything. So without --out nothing is written, and the old
-folder is never written to.
+Easy to get wrong: a person who only looks must not change anything. So without --out nothing is
+written, and the old folder is never written to.
 """
 
 import shlex
@@ -27,32 +28,48 @@ if TYPE_CHECKING:
     from ..cure.rewritten import Rewritten
     from ..validate.facts.results import CheckData
 
-_COLOURS = {"---": "bold", "+++": "bold", "+": "green", "-": "red", "#": "bold", "@": "cyan", "~": "green"}
+_COLOURS = {
+    "---": "bold",
+    "+++": "bold",
+    "+": "green",
+    "-": "red",
+    "#": "bold",
+    "@": "cyan",
+    "~": "green",
+}
 
 
 def fix(
-    path: Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id, ours or anyone's.")],
+    path: Annotated[
+        str, typer.Argument(help="A checkpoint: a folder or a Hub id, ours or anyone's.")
+    ],
     ending: Ending,
-    out: Annotated[Path | None, typer.Option("--out", help="The new folder; without it nothing is written.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The new folder; without it nothing is written.")
+    ] = None,
     runtimes: RuntimesOption = None,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new folder.
+    """Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new
+    folder.
 
-    Cured are: ignore lists and targets in the wrong names, MTP files that the index does not list, config.json and
-    hf_quant_config.json that disagree, counts and lists of the wrong length, scales under another name or in another
-    shape or dtype for the same bytes. No value of a weight changes. Each change is printed with its reason.
+    Cured are: ignore lists and targets in the wrong names, MTP files that the index does not list,
+    config.json and hf_quant_config.json that disagree, counts and lists of the wrong length, scales
+    under another name or in another shape or dtype for the same bytes. No value of a weight
+    changes. Each change is printed with its reason.
 
-    With --runtime sglang, names under which SGLang 0.5.23 builds the draft are added to the lists, so that one
-    checkpoint loads in both. What no entry can cure is said with SGLang's file.
+    With --runtime sglang, names under which SGLang 0.5.23 builds the draft are added to the lists,
+    so that one checkpoint loads in both. What no entry can cure is said with SGLang's file.
 
-    Without --out nothing is written. With it, OUT gets the changed files, and hard links of all others: they take no
-    room, and PATH stays as it is. Do not edit a linked file in place: it is one file with PATH's. At the end OUT is
-    checked, and loaded by vLLM's own loaders where there is a vLLM.
+    Without --out nothing is written. With it, OUT gets the changed files, and hard links of all
+    others: they take no room, and PATH stays as it is. Do not edit a linked file in place: it is
+    one file with PATH's. At the end OUT is checked, and loaded by vLLM's own loaders where there is
+    a vLLM.
 
-    Of a Hub id only headers and small files are read. OUT then has the changed files alone; what needs new shards is
-    named, and can be cured in a download. `hf upload PATH OUT . --create-pr` proposes them to its owner.
+    Of a Hub id only headers and small files are read. OUT then has the changed files alone; what
+    needs new shards is named, and can be cured in a download. `hf upload PATH OUT . --create-pr`
+    proposes them to its owner.
 
     What needs new values is named with the command for it, such as `keepmtp graft`.
 
@@ -95,7 +112,9 @@ def fix(
 
 
 def _judged(outcome: "Outcome", out: Path, ending: Ending, *, doing: Any) -> "Judged":
-    """The check and the dry load of OUT; of a repository, whose other files are not here, of headers."""
+    """The check and the dry load of OUT; of a repository, whose other files are not here, of
+    headers.
+    """
     if outcome.source.folder is not None:
         return ending.judge(out, doing)
     with outcome.proposal.headers() as folder:
@@ -103,7 +122,11 @@ def _judged(outcome: "Outcome", out: Path, ending: Ending, *, doing: Any) -> "Ju
 
 
 def _end(
-    path: str, outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None", cures: list[str]
+    path: str,
+    outcome: "Outcome",
+    written: "Rewritten | None",
+    judged: "Judged | None",
+    cures: list[str],
 ) -> Iterator[str]:
     """What is left and how it is cured, and what was written."""
     for reason in outcome.proposal.not_here:
@@ -124,7 +147,11 @@ def _end(
 
 def _name(outcome: "Outcome", written: "Rewritten | None") -> str:
     """What is cured next: the new folder, if it has all of the checkpoint."""
-    return str(written.folder) if written and outcome.source.folder is not None else outcome.source.where
+    return (
+        str(written.folder)
+        if written and outcome.source.folder is not None
+        else outcome.source.where
+    )
 
 
 def _cures(outcome: "Outcome", data: "CheckData", name: str) -> list[str]:

@@ -2,7 +2,8 @@
 
 In: a checkpoint, or the name of a model that has a recipe. Out: a recipe file.
 
-Easy to get wrong: unedited, the file makes the same bytes as `keepmtp quantize` with the checkpoint as MODEL.
+Easy to get wrong: unedited, the file makes the same bytes as `keepmtp quantize` with the checkpoint
+as MODEL.
 """
 
 import sys
@@ -29,9 +30,13 @@ def init(
     from ..checkpoints.files import write_whole
 
     if out.exists():
-        raise RecipeError("--out", "an existing file is never overwritten", got=out, cure="Choose another --out")
+        raise RecipeError(
+            "--out", "an existing file is never overwritten", got=out, cure="Choose another --out"
+        )
     if not out.absolute().parent.is_dir():
-        raise RecipeError("--out", "the folder of the file must exist", got=out, cure="Make it, or choose another")
+        raise RecipeError(
+            "--out", "the folder of the file must exist", got=out, cure="Make it, or choose another"
+        )
     text = _text(model, out, mtp_source)
     write_whole(out, text)
     sys.stdout.write(f"{printable(str(out))}\n")
@@ -46,7 +51,9 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
     if word.is_recipe:
         if mtp_source is not None:
             rule = "belongs to a checkpoint without a block; a model's recipe is copied"
-            raise RecipeError("--mtp-source", rule, got=mtp_source, cure="Edit mtp_source in the copy")
+            raise RecipeError(
+                "--mtp-source", rule, got=mtp_source, cure="Edit mtp_source in the copy"
+            )
         file, _ = named_file(word.name)
         return file.path.read_text()
     source = opened(word, mtp_source)
@@ -55,6 +62,11 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
         raw["mtp_source"] = {"source": mtp_source, "revision": source.mtp_source.revision}
     variants = list(fitting(source, raw))
     if not variants:
-        rule, cure = "a variant of its family must fit", "Copy a recipe of the family and edit it: `keepmtp ls models`"
-        raise RecipeError(source.where, rule, got=f"none of {', '.join(raw['variants'])}", cure=cure)
+        rule, cure = (
+            "a variant of its family must fit",
+            "Copy a recipe of the family and edit it: `keepmtp ls models`",
+        )
+        raise RecipeError(
+            source.where, rule, got=f"none of {', '.join(raw['variants'])}", cure=cure
+        )
     return text_of(raw | {"default": variants[0]}, variants, file=str(out))

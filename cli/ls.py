@@ -1,9 +1,10 @@
-"""`keepmtp ls`: the models that have recipes on one screen; or one model, every recipe, the schemes, the families.
+"""`keepmtp ls`: the models that have recipes on one screen; or one model, every recipe, the
+schemes, the families.
 
 In: nothing, a model's name, or the name of a listing. Out: plain lines, a table, or JSON.
 
-Easy to get wrong: people type this command first, so it must answer at once. It lists recipes without validating them,
-and reads its argument itself: typer 0.29 loads pydantic for an argument.
+Easy to get wrong: people type this command first, so it must answer at once. It lists recipes
+without validating them, and reads its argument itself: typer 0.29 loads pydantic for an argument.
 """
 
 import textwrap
@@ -26,31 +27,48 @@ COLUMNS = {
     "families": ("family", "plan", "check", "backbone", "mtp", "proof"),
 }
 # Columns whose keys are too short for people.
-_HEADS: Mapping[str, str] = {"bits": ">bits", "backbone": "calibrate backbone", "mtp": "calibrate MTP"}
-_TITLES = {"models": "models (* what the bare model name means)", "schemes": "schemes (bits: per weight, on disk)"}
-_MORE = {"families": ["proof: what the draft was compared with. Why not, and notes: --json, and docs/families.md."]}
+_HEADS: Mapping[str, str] = {
+    "bits": ">bits",
+    "backbone": "calibrate backbone",
+    "mtp": "calibrate MTP",
+}
+_TITLES = {
+    "models": "models (* what the bare model name means)",
+    "schemes": "schemes (bits: per weight, on disk)",
+}
+_MORE = {
+    "families": [
+        "proof: what the draft was compared with. Why not, and notes: --json, and docs/families.md."
+    ]
+}
 _LEAST_WIDTH = 40
 
 
 def ls(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the models that have recipes, with their variants; or one model, the schemes, the families.
+    """List the models that have recipes, with their variants; or one model, the schemes, the
+    families.
 
-    WHAT is a model's name: its variants, what each one does, and the command that runs it. Or it is a listing: models
-    (every recipe in a row), schemes, or families. Without it there is a row for each model.
+    WHAT is a model's name: its variants, what each one does, and the command that runs it. Or it is
+    a listing: models (every recipe in a row), schemes, or families. Without it there is a row for
+    each model.
 
     With --json and without WHAT, all three listings are printed for machines.
 
     Example: `keepmtp ls glm-4.7`
     """
     if len(context.args) > 1:
-        raise RecipeError("ls", "shows one model or listing", got=" ".join(context.args), cure="Run it for each")
+        raise RecipeError(
+            "ls", "shows one model or listing", got=" ".join(context.args), cure="Run it for each"
+        )
     what = "".join(context.args)
     recipes = listed()
     chosen = [recipe for recipe in recipes if what in (recipe.model, recipe.name)]
     if what and not chosen and what not in COLUMNS:
         rule = f"must be one of {', '.join(COLUMNS)}, or a model's name"
         names = [*COLUMNS, *dict.fromkeys(recipe.model for recipe in recipes)]
-        raise RecipeError("ls", rule, got=repr(what), cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`"))
+        raise RecipeError(
+            "ls", rule, got=repr(what), cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`")
+        )
     if as_json:
         from .tables import print_json
 
@@ -79,7 +97,9 @@ def screen(recipes: Iterable[Listed], width: int) -> list[str]:
 
 
 def details(variants: Sequence[Listed], width: int) -> list[str]:
-    """One model: its family and source, and for each variant what it does and the command that runs it."""
+    """One model: its family and source, and for each variant what it does and the command that runs
+    it.
+    """
     model, needs_batches = variants[0], False
     lines = [model.model, f"  family  {model.family}", f"  source  {model.source}"]
     for each in variants:
@@ -90,14 +110,21 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
             lines += _wrapped(words, width, "  ", "  ")
         lines.append(f"  keepmtp quantize {each.model if each.is_default else each.name}")
     if needs_batches:
-        lines += ["", *_wrapped("Batches are text that the model runs on first, to calibrate it. That needs", width)]
+        lines += [
+            "",
+            *_wrapped(
+                "Batches are text that the model runs on first, to calibrate it. That needs", width
+            ),
+        ]
         lines.append(f"  {install_command('calibrate')}")
     return lines
 
 
 def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
     """A listing for machines: the columns of its table, and more."""
-    return {"models": lambda: _models(recipes), "schemes": _schemes, "families": _families}[listing]()
+    return {"models": lambda: _models(recipes), "schemes": _schemes, "families": _families}[
+        listing
+    ]()
 
 
 def _models(recipes: Iterable[Listed]) -> list[dict[str, Any]]:
@@ -123,7 +150,11 @@ def _schemes() -> list[dict[str, Any]]:
     found = []
     for scheme in SCHEMES.values():
         # Bits on disk for each weight, scales included, of a 4096 x 4096 matrix.
-        bits = 8 * sum(num_bytes(spec.dtype, spec.shape) for spec in scheme.tensors(4096, 4096)) / 4096**2
+        bits = (
+            8
+            * sum(num_bytes(spec.dtype, spec.shape) for spec in scheme.tensors(4096, 4096))
+            / 4096**2
+        )
         row = {
             "scheme": scheme.name,
             "bits": f"{bits:.2f}",
@@ -144,7 +175,8 @@ def _families() -> list[dict[str, Any]]:
         support = support_of(family)
         names = ", ".join((family.model_type, *family.also))
         found[family.model_type, family.architectures] = {
-            "family": names + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
+            "family": names
+            + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
             "plan": "yes",
             "check": "yes",
             "backbone": "no" if support.backbone else "yes",
@@ -172,5 +204,10 @@ def _print_table(listing: str, found: Iterable[dict[str, Any]]) -> None:
 def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:
     """Lines of at most `width` columns, broken only between words: names have hyphens."""
     return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False, break_long_words=False
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=then,
+        break_on_hyphens=False,
+        break_long_words=False,
     )

@@ -1,10 +1,12 @@
 """The `keepmtp` command: one call a verb, tables for people, `--json` for machines.
 
-In: a command line. Out: the answer on standard output, progress and refusals on standard error, and an exit status.
+In: a command line. Out: the answer on standard output, progress and refusals on standard error, and
+an exit status.
 
-Easy to get wrong: programs read standard output, so everything that is not the answer goes to standard error. And help
-must be there at once: a verb's file is imported only when somebody asks for that verb, and it imports what is slow
-(pydantic, the Hub's client, the other floors) inside the functions that use it.
+Easy to get wrong: programs read standard output, so everything that is not the answer goes to
+standard error. And help must be there at once: a verb's file is imported only when somebody asks
+for that verb, and it imports what is slow (pydantic, the Hub's client, the other floors) inside the
+functions that use it.
 
 `exits.py` has the exit statuses, and what is said when a command ends early.
 """
@@ -39,7 +41,8 @@ class Verb:
         help: the first line of the function's docstring.
         is_hidden: not shown in the help.
         words: how the usage names the words that the function parses itself.
-        how_to_go_on: a sentence without its full stop, for a command that is stopped by Ctrl-C or a signal.
+        how_to_go_on: a sentence without its full stop, for a command that is stopped by Ctrl-C or a
+            signal.
         lone: an option whose value may be left out, and its values; the first one is then meant.
     """
 
@@ -63,21 +66,24 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
     "Make": {
         "ls": Verb(
             "ls",
-            "List the models that have recipes, with their variants; or one model, the schemes, the families.",
+            "List the models that have recipes, with their variants; or one model, the schemes, "
+            "the families.",
             words="[WHAT]",
         ),
         "init": Verb(
             "init",
-            "Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a model's own.",
+            "Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a "
+            "model's own.",
         ),
         "pin": Verb(
             "pin",
-            "Write into a recipe the commits that its model and its datasets have now, so that every "
-            "run reads the same.",
+            "Write into a recipe the commits that its model and its datasets have now, so that "
+            "every run reads the same.",
         ),
         "plan": Verb(
             "plan",
-            "Show what would become of every tensor, from headers alone: no weight is read, nothing is written.",
+            "Show what would become of every tensor, from headers alone: no weight is read, "
+            "nothing is written.",
         ),
         "quantize": Verb(
             "quantize",
@@ -86,18 +92,21 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
         ),
         "extra": Verb(
             "quantize",
-            "Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, calibrate or modelopt.",
+            "Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, "
+            "calibrate or modelopt.",
             function="extra",
             is_hidden=True,
         ),
         "where": Verb(
             "where",
-            "Print the folder that `keepmtp quantize` with the same words has written; the make targets ask this.",
+            "Print the folder that `keepmtp quantize` with the same words has written; the make "
+            "targets ask this.",
             is_hidden=True,
         ),
         "all": Verb(
             "all",
-            "Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.",
+            "Quantize, check, serve, evaluate and write the card, in one go; stops at the first "
+            "red gate.",
             function="everything",
             words=_FOR_VLLM,
             how_to_go_on="The same command goes on: what was finished is not done again",
@@ -106,12 +115,14 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
     "Judge": {
         "check": Verb(
             "check",
-            "Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?",
+            "Judge checkpoints from config.json and headers: will vLLM load them, and will the "
+            "MTP draft be real?",
             lone=("--values", ("scales", "scalars", "all")),
         ),
         "explain": Verb(
             "explain",
-            "Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log says of a failure.",
+            "Tell in plain words what vLLM does with a checkpoint's modules; and what a serve "
+            "log says of a failure.",
         ),
         "gate": Verb(
             "gate",
@@ -119,17 +130,20 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
         ),
         "doctor": Verb(
             "doctor",
-            "Say what was found on this machine, what can be checked here, and what would enable the rest.",
+            "Say what was found on this machine, what can be checked here, and what would enable "
+            "the rest.",
         ),
     },
     "Mend": {
         "fix": Verb(
             "fix",
-            "Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new folder.",
+            "Cure what `keepmtp check` finds and what needs no new values: a diff, and with "
+            "--out a new folder.",
         ),
         "graft": Verb(
             "graft",
-            "Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is broken.",
+            "Put the MTP block of the release into a quantized checkpoint that lost it, or whose "
+            "block is broken.",
             how_to_go_on="The same command goes on: what was fetched and packed is not done again",
         ),
         "convert": Verb(
@@ -146,26 +160,29 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
         ),
         "serve-check": Verb(
             "serve_check",
-            "Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.",
+            "Serve a checkpoint and its source with vLLM, with and without MTP, and compare what "
+            "is accepted.",
             words=_FOR_VLLM,
         ),
         "eval": Verb(
             "eval",
-            "Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp, "
-            "under one protocol each.",
+            "Score a checkpoint and its source on the recipe's tasks, served by vLLM with "
+            "method=mtp, under one protocol each.",
             function="evaluate",
             words=_FOR_VLLM,
             how_to_go_on="The same command asks only the questions that have no answer yet",
         ),
         "bench": Verb(
             "bench",
-            "Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load; recommend a k.",
+            "Measure how fast vLLM serves a checkpoint with and without MTP, for each k and "
+            "load; recommend a k.",
             words=_FOR_VLLM,
             how_to_go_on="The same command measures only what is missing",
         ),
         "closeness": Verb(
             "closeness",
-            "Compare what a served checkpoint and its served source predict on held-out text: divergence and flips.",
+            "Compare what a served checkpoint and its served source predict on held-out text: "
+            "divergence and flips.",
             words=_FOR_VLLM,
             how_to_go_on="The same command asks only the windows that are missing",
         ),
@@ -173,21 +190,26 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
     "Ship": {
         "report": Verb(
             "report",
-            "Make the HTML page of a report.json again: one file without scripts or requests, to send or to print.",
+            "Make the HTML page of a report.json again: one file without scripts or requests, to "
+            "send or to print.",
             function="page",
         ),
         "card": Verb(
             "card",
-            "Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp publish`.",
+            "Write a checkpoint's model card: README.md, plots, the whole report, ready for "
+            "`keepmtp publish`.",
         ),
         "publish": Verb(
             "publish",
-            "Upload a checkpoint and its card to the Hub, private by default, and check what arrived.",
+            "Upload a checkpoint and its card to the Hub, private by default, and check what "
+            "arrived.",
             how_to_go_on="The same command goes on: what was sent is not sent again",
         ),
     },
 }
-VERBS: Mapping[str, Verb] = MappingProxyType({name: verb for group in _GROUPS.values() for name, verb in group.items()})
+VERBS: Mapping[str, Verb] = MappingProxyType(
+    {name: verb for group in _GROUPS.values() for name, verb in group.items()}
+)
 
 
 # Words that no help breaks: a command in backticks, and those with a hyphen.
@@ -200,7 +222,9 @@ class _Command(TyperCommand):
     """One verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words, with `~` expanded. A shell does that in `~/x`, but not in `--out=~/x` or in quotes."""
+        """Read the words, with `~` expanded. A shell does that in `~/x`, but not in `--out=~/x` or
+        in quotes.
+        """
         ours = args.index("--") if "--" in args else len(args)
         words = [re.sub("^(--[^=]*=)?(~.*)", _at_home, word) for word in args[:ours]]
         if (lone := VERBS[str(self.name)].lone) is not None:
@@ -225,7 +249,9 @@ class _Command(TyperCommand):
 
 
 class _Verbs(TyperGroup):
-    """All verbs. The table has names and one-line helps; a verb's file is imported to run it or to show its help."""
+    """All verbs. The table has names and one-line helps; a verb's file is imported to run it or to
+    show its help.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -240,7 +266,9 @@ class _Verbs(TyperGroup):
         """The verbs by group."""
         for title, group in _GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, verb.help) for name, verb in group.items() if not verb.is_hidden])
+                formatter.write_dl(
+                    [(name, verb.help) for name, verb in group.items() if not verb.is_hidden]
+                )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words before the verb."""
@@ -272,16 +300,22 @@ def _in_our_form(words: list[str]) -> Iterator[None]:
         from .usage import refusal_of_usage
 
         verb = VERBS.get(error.ctx.info_name or "") if error.ctx else None
-        raise refusal_of_usage(error, words, is_for_vllm=verb is not None and verb.words == _FOR_VLLM) from error
+        raise refusal_of_usage(
+            error, words, is_for_vllm=verb is not None and verb.words == _FOR_VLLM
+        ) from error
 
 
 def _complete(words: list[str], option: str, values: tuple[str, ...]) -> None:
-    """Give an option that stands alone its first value. A word that is nearly one, and no file, is a typo of it."""
+    """Give an option that stands alone its first value. A word that is nearly one, and no file, is
+    a typo of it.
+    """
     if option not in words:
         return
     at = words.index(option) + 1
     follows = "".join(words[at : at + 1])
-    if follows not in values and (os.path.exists(follows) or not get_close_matches(follows, values)):
+    if follows not in values and (
+        os.path.exists(follows) or not get_close_matches(follows, values)
+    ):
         words.insert(at, values[0])
 
 
@@ -291,7 +325,9 @@ def _at_home(word: re.Match[str]) -> str:
 
 
 def _with_default_false(option: Any) -> Any:
-    """Without a default an option is None. To see that None is no bool, typer 0.29 imports pydantic."""
+    """Without a default an option is None. To see that None is no bool, typer 0.29 imports
+    pydantic.
+    """
     if option is not None:
         option.default = False
     return option
@@ -301,15 +337,21 @@ def _load(name: str) -> Any:
     verb = VERBS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
     settings = {"allow_extra_args": bool(verb.words)}
-    alone.command(name, cls=_Command, hidden=verb.is_hidden, context_settings=settings)(flat(verb.load()))
+    alone.command(name, cls=_Command, hidden=verb.is_hidden, context_settings=settings)(
+        flat(verb.load())
+    )
     command: Any = typer.main.get_command(alone)
     for shown in (command, *command.params):
-        shown.help = shown.help and _QUOTED.sub(lambda quoted: quoted[0].translate(_WHOLE), shown.help)
+        shown.help = shown.help and _QUOTED.sub(
+            lambda quoted: quoted[0].translate(_WHOLE), shown.help
+        )
     return command
 
 
 def flat(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb as typer reads it: where it has a parameter for a group of options, all of them instead."""
+    """A verb as typer reads it: where it has a parameter for a group of options, all of them
+    instead.
+    """
     parameters, groups = list[Parameter](), dict[str, Any]()
     for name, parameter in signature(verb).parameters.items():
         own = [parameter]
@@ -348,16 +390,24 @@ def _version(value: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    # llm-compressor logs to standard output, also while it is imported. LLM_COMPRESSOR_LOG_DISABLED does not work: with
-    # it, the package does not define its level METRIC, and GPTQ logs at that level (0.14.0.1 logger.py).
+    # llm-compressor logs to standard output, also while it is imported. LLM_COMPRESSOR_LOG_DISABLED
+    # does not work: with it, the package does not define its level METRIC, and GPTQ logs at that
+    # level (0.14.0.1 logger.py).
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; the refusal at the end says why
+    os.environ.setdefault(
+        "HF_HUB_VERBOSITY", "error"
+    )  # its retries; the refusal at the end says why
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would mix with ours
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("huggingface_hub").propagate = False  # it has its own handler, and every line would appear twice
+    logging.getLogger(
+        "huggingface_hub"
+    ).propagate = False  # it has its own handler, and every line would appear twice
 
 
 def main() -> None:

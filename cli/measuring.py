@@ -1,9 +1,11 @@
 """What the verbs that measure with servers share: from two checkpoints to a folder of results.
 
-In: the options that all of them have. Out: a `Session`, which knows what is measured and where results go.
+In: the options that all of them have. Out: a `Session`, which knows what is measured and where
+results go.
 
-Easy to get wrong: whatever may be refused is refused before a server is started, which may take half an hour: a source
-that is not found, results of other bytes in the same folder, a disk without room.
+Easy to get wrong: whatever may be refused is refused before a server is started, which may take
+half an hour: a source that is not found, results of other bytes in the same folder, a disk without
+room.
 """
 
 from dataclasses import dataclass
@@ -34,8 +36,10 @@ OriginalOption = Annotated[
     str | None,
     typer.Option(
         "--source",
-        help="What it was made from, folder or Hub id; default: what its keepmtp.json names, if that is a folder here. "
-        "`none`: nothing is compared.",
+        help=(
+            "What it was made from, folder or Hub id; default: what its keepmtp.json names, if "
+            "that is a folder here. `none`: nothing is compared."
+        ),
     ),
 ]
 
@@ -45,13 +49,16 @@ class ServeOptions:
     """A checkpoint that is measured with servers, and where the results go."""
 
     path: Annotated[str, typer.Argument(help="Checkpoint to measure: a folder or a Hub id.")]
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")] = TIMEOUT_SECONDS
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds a server may take to be healthy.")
+    ] = TIMEOUT_SECONDS
     any_vllm: AnyVLLMOption = False
     folder: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="Folder for these results alone; default: NAME.report next to the checkpoint, with all its results.",
+            help="Folder for these results alone; default: NAME.report next to the checkpoint, "
+            "with all its results.",
         ),
     ] = None
     as_json: JsonOption = False
@@ -65,7 +72,8 @@ class Session:
         station: whose result file is written.
         options: of the command line.
         extra: words for `vllm serve`.
-        opened, original: the checkpoint and what it was made from, None where nothing is compared; not downloaded.
+        opened, original: the checkpoint and what it was made from, None where nothing is compared;
+            not downloaded.
         err: where progress goes.
     """
 
@@ -102,11 +110,15 @@ class Session:
         from ..validate.measure.room import refuse_no_room
 
         vllm = chosen_vllm(any_vllm=self.options.any_vllm)
-        if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them
+        if (
+            vllm.build == "cpu"
+        ):  # which refuses some checkpoints only when it is asked to serve them
             require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
         refuse_no_room((self.opened, self.original), vllm, out=self.out, extra=self.extra)
         told = partial(say, self.err)
-        return Setup(vllm=vllm, out=self.out, timeout=self.options.timeout, extra=self.extra, say=told)
+        return Setup(
+            vllm=vllm, out=self.out, timeout=self.options.timeout, extra=self.extra, say=told
+        )
 
     def downloaded(self, source: "Source") -> "Source":
         """The same with its files on this machine."""
@@ -120,10 +132,14 @@ class Session:
         local = self.downloaded(source)
         assert local.folder is not None, "download() gives a folder"
         reading = None if self.options.as_json else bytes_bar(self.err, "reading")
-        return Model(role=role, source=local, identity=identify(local.folder, cache=self.out, watch=reading))
+        return Model(
+            role=role, source=local, identity=identify(local.folder, cache=self.out, watch=reading)
+        )
 
     def checkpoint(self, *but: "Station") -> "Model":
-        """The checkpoint. Results of other bytes are refused, but for those of this station and `but`."""
+        """The checkpoint. Results of other bytes are refused, but for those of this station and
+        `but`.
+        """
         from ..validate.report import report as reports
 
         model = self.model("checkpoint", self.opened)
@@ -138,7 +154,9 @@ class Session:
         source = self.model("source", self.original)
         if source.identity.sha256 == checkpoint.identity.sha256:
             rule = "must be what the checkpoint was made from, not the checkpoint itself"
-            raise RecipeError("--source", rule, got=f"the same bytes in {source.source.where}", cure=_CURE)
+            raise RecipeError(
+                "--source", rule, got=f"the same bytes in {source.source.where}", cure=_CURE
+            )
         return source
 
     @property
@@ -167,11 +185,21 @@ class Session:
         from ..validate.facts.results import write_result
         from ..validate.report import report as reports
 
-        write_result(self.out, self.station, fact, checkpoint=checkpoint.identity, vllm=self.setup.vllm.version)
-        return reports.refresh(self.out, measured=self.station).judgement if self.is_recorded else None
+        write_result(
+            self.out,
+            self.station,
+            fact,
+            checkpoint=checkpoint.identity,
+            vllm=self.setup.vllm.version,
+        )
+        return (
+            reports.refresh(self.out, measured=self.station).judgement if self.is_recorded else None
+        )
 
 
-def begin(verb: str, station: "Station", options: ServeOptions, words: list[str], source: str | None) -> Session:
+def begin(
+    verb: str, station: "Station", options: ServeOptions, words: list[str], source: str | None
+) -> Session:
     """Open both checkpoints.
 
     Args:
@@ -182,7 +210,8 @@ def begin(verb: str, station: "Station", options: ServeOptions, words: list[str]
         source: what the checkpoint was made from; None takes its record's, `none` compares nothing.
 
     Raises:
-        RecipeError, CheckpointError: see `open_source` and `original_of`; or words that keepmtp must choose itself.
+        RecipeError, CheckpointError: see `open_source` and `original_of`; or words that keepmtp
+            must choose itself.
     """
     from ..checkpoints.source import open_source
     from ..checkpoints.source_of import original_of

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ..validate.facts.findings import Runtime
     from ..validate.facts.vllm_env import VLLM
 
-# Names that people type instead of the one that vLLM's kernels go by, without NVIDIA, RTX and signs.
+# Names that people type instead of the one that vLLM's kernels go by, without NVIDIA, RTX and
+# signs.
 _GPU_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("a100", "a10", "a40", "a6000", "3090", "ampere", "sm86"), "sm80"),
     **dict.fromkeys(("l40s", "l4", "4090", "6000ada", "ada"), "sm89"),
@@ -31,27 +32,34 @@ _GPU_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("5090", "pro6000", "gb10", "sm121"), "sm120"),
 }
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of words and tables.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON for machines instead of words and tables.")
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")]
 MtpSourceOption = Annotated[
     str | None,
     typer.Option(
-        help="Folder or Hub id of the MTP block, for a release that has none; default: the recipe's. "
-        "Only its MTP tensors are read.",
+        help=(
+            "Folder or Hub id of the MTP block, for a release that has none; default: the "
+            "recipe's. Only its MTP tensors are read."
+        ),
     ),
 ]
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        help="A model's name, a recipe's full name or a recipe file (see `keepmtp ls`); or a checkpoint: "
-        "a folder, a Hub id, or the address of its page."
+        help=(
+            "A model's name, a recipe's full name or a recipe file (see `keepmtp ls`); or a "
+            "checkpoint: a folder, a Hub id, or the address of its page."
+        )
     ),
 ]
 ModelCodeOption = Annotated[
     bool,
     typer.Option(
         "--run-model-code",
-        help="Tasks such as humaneval may run what the model writes: in bubblewrap, or with your rights without it.",
+        help="Tasks such as humaneval may run what the model writes: in bubblewrap, or with your "
+        "rights without it.",
     ),
 ]
 AnyVLLMOption = Annotated[
@@ -63,7 +71,10 @@ AnyVLLMOption = Annotated[
 ]
 RuntimesOption = Annotated[
     list[str] | None,
-    typer.Option("--runtime", help="The server that is to load it: vllm (the default) or sglang; may be repeated."),
+    typer.Option(
+        "--runtime",
+        help="The server that is to load it: vllm (the default) or sglang; may be repeated.",
+    ),
 ]
 KOption = Annotated[
     int | None,
@@ -77,13 +88,16 @@ class ModelOptions:
 
     model: ModelArgument
     source: Annotated[
-        str | None, typer.Option(help="Folder or Hub id of the released checkpoint; default: the recipe's.")
+        str | None,
+        typer.Option(help="Folder or Hub id of the released checkpoint; default: the recipe's."),
     ] = None
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="Another variant of the model, or a scheme for every quantized group. Needed where MODEL is a "
-            "checkpoint.",
+            help=(
+                "Another variant of the model, or a scheme for every quantized group. Needed "
+                "where MODEL is a checkpoint."
+            ),
         ),
     ] = None
     mtp: Annotated[
@@ -96,8 +110,10 @@ class ModelOptions:
     calibration: Annotated[
         str | None,
         typer.Option(
-            help="A named block of recipes/calibrations.yaml, for schemes that need batches; default: the recipe's, "
-            "else ultrachat-256x2048.",
+            help=(
+                "A named block of recipes/calibrations.yaml, for schemes that need batches; "
+                "default: the recipe's, else ultrachat-256x2048."
+            ),
         ),
     ] = None
     mtp_source: MtpSourceOption = None
@@ -105,8 +121,10 @@ class ModelOptions:
         bool,
         typer.Option(
             "--trust-remote-code",
-            help="You have read the checkpoint's own Python: a recipe with `model_code: checkpoint` may run it, and "
-            "the output gets its .py files.",
+            help=(
+                "You have read the checkpoint's own Python: a recipe with `model_code: "
+                "checkpoint` may run it, and the output gets its .py files."
+            ),
         ),
     ] = False
 
@@ -138,7 +156,9 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
         name = _GPU_NAMES.get(typed, typed)
         meant.add(name)
         if name not in GPUS:
-            cure = did_you_mean(name, (*GPUS, *_GPU_NAMES), otherwise="Name the card, such as H100, or one of these")
+            cure = did_you_mean(
+                name, (*GPUS, *_GPU_NAMES), otherwise="Name the card, such as H100, or one of these"
+            )
             if "," in word:
                 cure = f"Repeat it: {' '.join(f'--gpu {each}' for each in word.split(','))}"
             if name in _GPU_NAMES.values():
@@ -158,8 +178,12 @@ def chosen_runtimes(words: Sequence[str] | None) -> "list[Runtime]":
     words = words or ("vllm",)
     for word in words:
         if word not in RULES_OF:
-            cure = did_you_mean(word, RULES_OF, otherwise="Name one of them; --runtime may be repeated")
-            raise RecipeError("--runtime", f"must be one of {', '.join(RULES_OF)}", got=word, cure=cure)
+            cure = did_you_mean(
+                word, RULES_OF, otherwise="Name one of them; --runtime may be repeated"
+            )
+            raise RecipeError(
+                "--runtime", f"must be one of {', '.join(RULES_OF)}", got=word, cure=cure
+            )
     return [server for server in RULES_OF if server in words]
 
 
@@ -170,7 +194,9 @@ def refuse_stray_words(verb: str, words: Sequence[str]) -> None:
         RecipeError: names it.
     """
     if words and not words[0].startswith("-"):
-        raise RecipeError(verb, "takes one at a time", got=f"also {words[0]}", cure="Run it for each")
+        raise RecipeError(
+            verb, "takes one at a time", got=f"also {words[0]}", cure="Run it for each"
+        )
 
 
 def chosen_vllm(*, any_vllm: bool) -> "VLLM":
@@ -183,6 +209,9 @@ def chosen_vllm(*, any_vllm: bool) -> "VLLM":
 
     vllm = find_vllm(any_version=any_vllm)
     if not is_supported(vllm.version):
-        says = f"vLLM {vllm.version}: keepmtp's rules were read from {SUPPORTED}. What is measured is this version's."
+        says = (
+            f"vLLM {vllm.version}: keepmtp's rules were read from {SUPPORTED}. What is measured "
+            "is this version's."
+        )
         sys.stderr.write(f"warning: {says}\n")
     return vllm

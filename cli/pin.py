@@ -1,6 +1,7 @@
 """`keepmtp pin`: the commits that a recipe's branches are now, written into it.
 
-In: a recipe file, or the name of a recipe that ships. Out: the file or a copy, and what was changed.
+In: a recipe file, or the name of a recipe that ships. Out: the file or a copy, and what was
+changed.
 
 Easy to get wrong: a recipe that ships with keepmtp is never changed in its place.
 """
@@ -16,12 +17,18 @@ from ..recipes.errors import RecipeError, printable
 
 
 def pin(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or a model's name. See `keepmtp ls`.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe file, or a model's name. See `keepmtp ls`.")
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Write a copy; default: the file itself. Needed for a model's name.")
+        Path | None,
+        typer.Option(
+            "--out", help="Write a copy; default: the file itself. Needed for a model's name."
+        ),
     ] = None,
 ) -> None:
-    """Write into a recipe the commits that its model and its datasets have now, so that every run reads the same.
+    """Write into a recipe the commits that its model and its datasets have now, so that every run
+    reads the same.
 
     Comments stay. What changes is printed. A revision that is a commit already is left alone.
 
@@ -35,9 +42,13 @@ def pin(
     file, _ = named_file(recipe)
     if out is None and not is_file_name(recipe):
         rule = "must name the copy of a recipe that ships with keepmtp"
-        raise RecipeError("--out", rule, got="none", cure=f"Give --out {recipe.rpartition('/')[2]}.yaml")
+        raise RecipeError(
+            "--out", rule, got="none", cure=f"Give --out {recipe.rpartition('/')[2]}.yaml"
+        )
     if out is not None and out.exists():
-        raise RecipeError("--out", "an existing file is never overwritten", got=out, cure="Choose another --out")
+        raise RecipeError(
+            "--out", "an existing file is never overwritten", got=out, cure="Choose another --out"
+        )
 
     def commit_of(kind: str, name: str, revision: str) -> str:
         if kind == "model":

@@ -15,23 +15,28 @@ def plan(
     choices: ModelOptions,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="Say what a run needs on so many GPUs, a process each; default: those here."),
+        typer.Option(
+            min=1, help="Say what a run needs on so many GPUs, a process each; default: those here."
+        ),
     ] = None,
     gpu_memory: Annotated[
         str | None,
         typer.Option(
             "--gpu-memory",
             "--gpu",
-            help="Say it for another machine: GiB of one GPU, or its name, such as A100, H100, B200 or 5090.",
+            help="Say it for another machine: GiB of one GPU, or its name, such as A100, H100, "
+            "B200 or 5090.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what would become of every tensor, from headers alone: no weight is read, nothing is written.
+    """Show what would become of every tensor, from headers alone: no weight is read, nothing is
+    written.
 
-    Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors. Of a calibrated recipe it
-    also says what batches contribute to which modules, and whether the backbone and the MTP block can be calibrated.
-    At the end it says what a run needs of memory and disk, here or on a machine that you name.
+    Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors. Of a
+    calibrated recipe it also says what batches contribute to which modules, and whether the
+    backbone and the MTP block can be calibrated. At the end it says what a run needs of memory and
+    disk, here or on a machine that you name.
 
     Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
 
@@ -51,7 +56,9 @@ def plan(
     except NoSchemeError as unchosen:
         if as_json:
             raise
-        sys.stdout.write(f"{printable(str(unchosen.where))}. {unchosen.way_out} Choose one with --scheme.\n")
+        sys.stdout.write(
+            f"{printable(str(unchosen.where))}. {unchosen.way_out} Choose one with --scheme.\n"
+        )
         return
     with uncollected():
         found = needs.needs_of(made, needs.machine_of(gpus, gpu_memory, here=gpus_here()))

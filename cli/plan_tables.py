@@ -1,4 +1,5 @@
-"""A plan for people and machines: fates, calibration, the entries of config.json, and what would stop the run.
+"""A plan for people and machines: fates, calibration, the entries of config.json, and what would
+stop the run.
 
 In: a plan. Out: tables on standard output, or one JSON value. Nothing is decided here.
 
@@ -41,7 +42,9 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
     rows = plan_rows(made)
     columns = ("part", "modules", "fate", ">tensors", ">before", ">after")
     yield tables.table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(rows))
-    why = by_reason((row["reason"], row["modules"]) for row in rows if not row["reason"].startswith("recipe:"))
+    why = by_reason(
+        (row["reason"], row["modules"]) for row in rows if not row["reason"].startswith("recipe:")
+    )
     title = "why, where it is not the recipe's choice"
     yield tables.table(title, ("", ""), ((modules, reason) for reason, modules in why.items()))
     yield totals(made)
@@ -110,7 +113,9 @@ def totals(plan: Plan) -> str:
 
 
 def _config(config: Mapping[str, Any]) -> Iterator[str]:
-    """Targets and ignore list, as the checkpoint's config.json will have them; a pattern is never broken."""
+    """Targets and ignore list, as the checkpoint's config.json will have them; a pattern is never
+    broken.
+    """
     yield "quantization_config, in vLLM's runtime names"
     for group in config.get("config_groups", {}).values():
         for target in group["targets"]:
@@ -126,7 +131,9 @@ def _config(config: Mapping[str, Any]) -> Iterator[str]:
 def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
     command = shlex.join(serve_words(str(folder), max(1, plan.view.num_mtp_layers)))
-    schemes = sorted({t.scheme or "plain" for t in plan.tensors if t.part == "mtp" and len(t.shape) >= 2})
+    schemes = sorted(
+        {t.scheme or "plain" for t in plan.tensors if t.part == "mtp" and len(t.shape) >= 2}
+    )
     block = "kept in BF16" if schemes == ["plain"] else f"stored as {', '.join(schemes)}"
     if any(tensor.tuned for tensor in plan.tensors):
         block = f"tuned, {block}"
@@ -140,7 +147,9 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
     for tensor in plan.tensors:
         dtypes = "/".join(sorted({output.dtype for output in tensor.outputs}))
         stored = tensor.scheme or dtypes or "-"
-        groups[tensor.part, tensor.role, tensor.fate, stored, tensor.form, tensor.reason].append(tensor)
+        groups[tensor.part, tensor.role, tensor.fate, stored, tensor.form, tensor.reason].append(
+            tensor
+        )
     rows = []
     for (part, role, fate, stored, form, reason), tensors in sorted(groups.items()):
         # A copy that is added has the bytes of its original, which are counted there.
@@ -155,14 +164,18 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
                 "reason": reason,
                 "tensors": len(tensors),
                 "bytes_before": sum(plan.entries[name].num_bytes for name in inputs),
-                "bytes_after": sum(output.num_bytes for tensor in tensors for output in tensor.outputs),
+                "bytes_after": sum(
+                    output.num_bytes for tensor in tensors for output in tensor.outputs
+                ),
             }
         )
     return rows
 
 
 def budget_json(plan: Plan) -> dict[str, Any]:
-    """What is known of a search before it: the budget, the units, and the sizes that are possible."""
+    """What is known of a search before it: the budget, the units, and the sizes that are
+    possible.
+    """
     choices = choices_of(plan.recipe, plan.source)
     assert plan.recipe.backbone_auto is not None
     words = {word: choices.uniform(word) for word in plan.recipe.backbone_auto.candidates}
@@ -176,20 +189,31 @@ def budget_json(plan: Plan) -> dict[str, Any]:
 def _budget(plan: Plan) -> Iterator[str]:
     """The same for people; one word for all units is that for those that it suits."""
     found = budget_json(plan)
-    yield f"Budget {found['budget']}: a search chooses the words of {found['units']} units. All files would have"
+    yield (
+        f"Budget {found['budget']}: a search chooses the words of {found['units']} units. All "
+        "files would have"
+    )
     for name, size in found["plans"].items():
         verdict = "fits" if size["fits"] else "does not fit"
-        yield f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  {verdict}"
+        yield (
+            f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  "
+            f"{verdict}"
+        )
     yield ""
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """A plan for machines: totals, rows by module group, the quantization_config, and the calibration."""
+    """A plan for machines: totals, rows by module group, the quantization_config, and the
+    calibration.
+    """
     config, other = config_of(plan), plan.source.mtp_source
     told = {
         "recipe": plan.recipe.model_dump(mode="json"),
         "source": {"name": plan.source.where, "revision": plan.source.revision},
-        "tensors": {"before": len(plan.entries), "after": sum(len(tensor.outputs) for tensor in plan.tensors)},
+        "tensors": {
+            "before": len(plan.entries),
+            "after": sum(len(tensor.outputs) for tensor in plan.tensors),
+        },
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
         "shards": len(plan.shards),
         "carried": list(plan.companions),

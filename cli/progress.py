@@ -1,9 +1,12 @@
-"""How far a long run is: a bar on a terminal, lines in a log, JSON lines for machines. All on standard error.
+"""How far a long run is: a bar on a terminal, lines in a log, JSON lines for machines. All on
+standard error.
 
-In: the steps that a run reports. Out: nothing but what is shown, so that standard output can be piped.
+In: the steps that a run reports. Out: nothing but what is shown, so that standard output can be
+piped.
 
-Easy to get wrong: a terminal has one live bar at a time, and an error must not be printed over it. `run_progress` ends
-the bar of calibration when packing begins, and ends the last bar when the run ends.
+Easy to get wrong: a terminal has one live bar at a time, and an error must not be printed over it.
+`run_progress` ends the bar of calibration when packing begins, and ends the last bar when the run
+ends.
 """
 
 import io
@@ -71,7 +74,9 @@ def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
         else:
             show = shown.enter_context(_parts(console))
             yield RunProgress(
-                calibration=lambda step: show(step.step, step.done, step.total, in_words(step), step),
+                calibration=lambda step: show(
+                    step.step, step.done, step.total, in_words(step), step
+                ),
                 packing=packing,
                 values=bytes_bar(console, "reading values"),
                 download=partial(downloaded, console=console),
@@ -79,7 +84,9 @@ def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
 
 
 @contextmanager
-def spinner(console: Console, *, is_shown: bool = True, in_log: bool = False) -> Iterator[Callable[[str], None]]:
+def spinner(
+    console: Console, *, is_shown: bool = True, in_log: bool = False
+) -> Iterator[Callable[[str], None]]:
     """What servers or loaders do now, on a terminal; with `in_log`, else in lines now and then."""
     is_shown, paced = is_shown and console.is_terminal, Paced()
     columns = SpinnerColumn(), _WHAT, TimeElapsedColumn()
@@ -95,7 +102,9 @@ def spinner(console: Console, *, is_shown: bool = True, in_log: bool = False) ->
 
 
 def bytes_bar(console: Console, label: str) -> BytesBar:
-    """Rate and time left, for packing and for hashing: a bar on a terminal, else lines. Any thread may call it."""
+    """Rate and time left, for packing and for hashing: a bar on a terminal, else lines. Any thread
+    may call it.
+    """
 
     @contextmanager
     def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
@@ -117,7 +126,12 @@ def bytes_bar(console: Console, label: str) -> BytesBar:
 def _bytes(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
     """Called with the number of bytes that are done, and in all."""
     paced = Paced(first_after=_LINE_SECONDS)
-    columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+    columns = (
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(_WHAT, *columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=None)
 
@@ -137,7 +151,9 @@ class Paced:
         first_after: seconds until the first line.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, first_after: float = 0.0) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, first_after: float = 0.0
+    ) -> None:
         self._clock, self._began = clock, clock()
         self._shown_at = self._began + first_after - _LINE_SECONDS
         self._ended = set[str]()
@@ -161,7 +177,9 @@ class Paced:
 
 
 def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> "Source":
-    """The same source with its files on this machine, as `download`: a bar on a terminal, else lines."""
+    """The same source with its files on this machine, as `download`: a bar on a terminal, else
+    lines.
+    """
     from huggingface_hub.utils import tqdm
 
     from ..checkpoints.source import download
@@ -172,7 +190,9 @@ def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> 
         def __init__(self, *words: Any, **settings: Any) -> None:
             self.is_of_bytes = settings.pop("name", "") == "huggingface_hub.snapshot_download"
             # The client's own class is silent: see `_common` in main.py.
-            super(tqdm, self).__init__(*words, **settings | {"disable": not is_shown, "file": io.StringIO()})
+            super(tqdm, self).__init__(
+                *words, **settings | {"disable": not is_shown, "file": io.StringIO()}
+            )
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             """Called by the Hub's client, now and then."""
@@ -187,7 +207,9 @@ def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> 
 
 @contextmanager
 def _parts(console: Console, *, as_json: bool = False) -> "Iterator[Show]":
-    """The parts of a long run: on a terminal a bar for each, with words after it; else a line now and then."""
+    """The parts of a long run: on a terminal a bar for each, with words after it; else a line now
+    and then.
+    """
     is_bar, paced, tasks = console.is_terminal and not as_json, Paced(), {}
     words_column = TextColumn("{task.fields[words]}", markup=False)
     with Progress(_WHAT, BarColumn(), words_column, console=console, disable=not is_bar) as bars:
@@ -240,7 +262,8 @@ def _eta(seconds: float | None) -> str:
 def in_words(step: "CalibrationStep") -> str:
     """`layer 12 of 61  14,203 tok/s  ETA 0:41:10  peak 18.2 GiB`."""
     return (
-        f"{_STEP_WORDS.get(step.step, 'step')} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s"
+        f"{_STEP_WORDS.get(step.step, 'step')} {step.done:,} of {step.total:,}  "
+        f"{step.tokens_per_second:,.0f} tok/s"
         f"{_eta(step.eta_seconds)}  peak {step.memory_gib:.1f} GiB"
     )
 

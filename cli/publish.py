@@ -1,9 +1,11 @@
 """`keepmtp publish`: a checkpoint and its card to the Hub, private unless asked, and checked there.
 
-In: a checkpoint with a green report and a card. Out: a table or JSON; on the Hub, a commit with exactly those files.
+In: a checkpoint with a green report and a card. Out: a table or JSON; on the Hub, a commit with
+exactly those files.
 
-Easy to get wrong: what was public once cannot be taken back. The command asks before it sends a byte. A new repository
-becomes public only after its bytes were checked there. For one that is public already it asks too.
+Easy to get wrong: what was public once cannot be taken back. The command asks before it sends a
+byte. A new repository becomes public only after its bytes were checked there. For one that is
+public already it asks too.
 """
 
 import os
@@ -31,9 +33,14 @@ _RULE = "going public must be confirmed"
 
 
 def publish(
-    path: Annotated[Path, typer.Argument(help="The checkpoint's folder NAME, next to NAME.report and NAME.card.")],
+    path: Annotated[
+        Path,
+        typer.Argument(help="The checkpoint's folder NAME, next to NAME.report and NAME.card."),
+    ],
     repo: Annotated[str, typer.Option("--repo", help="Repository on the Hub, ORG/NAME.")],
-    public: Annotated[bool, typer.Option("--public", help="Let everybody read it, once it is checked there.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody read it, once it is checked there.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask whether to go public.")] = False,
     update: Annotated[
         bool,
@@ -48,14 +55,17 @@ def publish(
 ) -> None:
     """Upload a checkpoint and its card to the Hub, private by default, and check what arrived.
 
-    Nothing is sent unless the report is green, its numbers are those of the result files, the card is what the report
-    says, and every byte on disk hashes to what was measured. Values are read once more: a scale that is NaN or zero,
-    or an MTP block of zeros, is refused by its name. Only files of the report and of the card are sent.
+    Nothing is sent unless the report is green, its numbers are those of the result files, the card
+    is what the report says, and every byte on disk hashes to what was measured. Values are read
+    once more: a scale that is NaN or zero, or an MTP block of zeros, is refused by its name. Only
+    files of the report and of the card are sent.
 
-    Then sizes and hashes are compared with the Hub's: what is there is what was measured. A run that was interrupted
-    is continued by the same command. The token is HF_TOKEN or that of `hf auth login`.
+    Then sizes and hashes are compared with the Hub's: what is there is what was measured. A run
+    that was interrupted is continued by the same command. The token is HF_TOKEN or that of `hf auth
+    login`.
 
-    Exit status 1 if the report is not green or the repository is not what was sent; 2 for anything else.
+    Exit status 1 if the report is not green or the repository is not what was sent; 2 for anything
+    else.
 
     Example: `keepmtp publish /data/GLM-4.7-NVFP4A16 --repo my-org/GLM-4.7-NVFP4A16-MTP --dry-run`
     """
@@ -83,7 +93,9 @@ def publish(
     if public and not dry_run and not yes:
         _refuse_nobody(f"{repo} would be public")
     require_extra("publish", "quantize")  # torch reads the values
-    parcel = prepare(path, repo=repo, watch=bytes_bar(err, "hashing"), reading=bytes_bar(err, "reading values"))
+    parcel = prepare(
+        path, repo=repo, watch=bytes_bar(err, "hashing"), reading=bytes_bar(err, "reading values")
+    )
     hub = Hub(token, watch=tell) if token else None
     before, found, there = None, {}, "nothing was asked: no token"
     with stopped_by_signals():
@@ -93,17 +105,25 @@ def publish(
             found, there = publishing.compare(parcel, before), _in_words(before)
             tell(f"on the Hub  {there}")
         if hub is None or dry_run:
-            answer(_planned_json(parcel, repo, found, there), _planned(parcel, repo, found, there), as_json=as_json)
+            answer(
+                _planned_json(parcel, repo, found, there),
+                _planned(parcel, repo, found, there),
+                as_json=as_json,
+            )
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
         is_public = before is not None and not before.is_private
         tell(f"to send     {counted(len(parcel.files), 'file')}, {size_in_words(parcel.num_bytes)}")
         if is_public and not yes:
-            _confirm(f"{repo} is public, so what is sent can be read on a branch before it is checked")
+            _confirm(
+                f"{repo} is public, so what is sent can be read on a branch before it is checked"
+            )
         elif public and not yes:
             _confirm(f"{repo} would be public")
-        done = publishing.publish(parcel, hub, repo, public=public, update=update, may_be_public=is_public)
+        done = publishing.publish(
+            parcel, hub, repo, public=public, update=update, may_be_public=is_public
+        )
     told = {
         "repo": repo,
         "url": url,
@@ -121,7 +141,9 @@ def publish(
 def _refuse_nobody(what: str) -> None:
     """Refuse where no person can be asked."""
     if not sys.stdin.isatty():
-        raise RecipeError("publish", _RULE, got=f"no terminal to ask on, and {what}", cure="Add --yes")
+        raise RecipeError(
+            "publish", _RULE, got=f"no terminal to ask on, and {what}", cure="Add --yes"
+        )
 
 
 def _confirm(what: str) -> None:
@@ -145,7 +167,9 @@ def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[Render
         yield f"not ours and left alone: {', '.join(done.others)}"
 
 
-def _planned_json(parcel: "Parcel", repo: str, found: "Mapping[str, FileState]", there: str) -> dict[str, Any]:
+def _planned_json(
+    parcel: "Parcel", repo: str, found: "Mapping[str, FileState]", there: str
+) -> dict[str, Any]:
     """What would be sent, and what the Hub holds of it where it was asked."""
     return {
         "repo": repo,
@@ -156,9 +180,12 @@ def _planned_json(parcel: "Parcel", repo: str, found: "Mapping[str, FileState]",
     }
 
 
-def _planned(parcel: "Parcel", repo: str, found: "Mapping[str, FileState]", there: str) -> Iterator[RenderableType]:
+def _planned(
+    parcel: "Parcel", repo: str, found: "Mapping[str, FileState]", there: str
+) -> Iterator[RenderableType]:
     rows = (
-        (name, size_in_words(local.num_bytes), found.get(name, "not asked")) for name, local in parcel.files.items()
+        (name, size_in_words(local.num_bytes), found.get(name, "not asked"))
+        for name, local in parcel.files.items()
     )
     yield table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows)
     yield f"{len(parcel.files)} files, {size_in_words(parcel.num_bytes)}. On the Hub: {there}."
@@ -182,4 +209,6 @@ def _in_words(remote: "Remote | None") -> str:
     if remote is None:
         return "a new private repository"
     kind = "private" if remote.is_private else "PUBLIC"
-    return f"a {kind} repository with {counted(len(remote.files), 'file')}, at commit {remote.commit}"
+    return (
+        f"a {kind} repository with {counted(len(remote.files), 'file')}, at commit {remote.commit}"
+    )

@@ -1,6 +1,7 @@
 """`keepmtp quantize`: a checkpoint, quantized as a recipe says, with its MTP block.
 
-In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; progress on standard error.
+In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; progress on standard
+error.
 
 Easy to get wrong: under torchrun every process runs this, and only the first one prints.
 """
@@ -25,16 +26,21 @@ if TYPE_CHECKING:
 
 def quantize(
     choices: ModelOptions,
-    folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")
+    ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Shards written at the same time; default one for each core.")
+        int | None,
+        typer.Option(min=1, help="Shards written at the same time; default one for each core."),
     ] = None,
     keep_calibration: Annotated[
         bool,
         typer.Option(
             "--keep-calibration",
-            help="Keep OUT.calibration. A run that differs only in --mtp skips the pass over the backbone if "
-            "this folder is there under the name of its own OUT.",
+            help=(
+                "Keep OUT.calibration. A run that differs only in --mtp skips the pass over the "
+                "backbone if this folder is there under the name of its own OUT."
+            ),
         ),
     ] = False,
     dry_run: DryRunOption = False,
@@ -42,26 +48,30 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint and keep its MTP block, as the model's recipe says.
 
-    The output gets its name only when it is whole and has passed the static check and a check of its values: every
-    scale, every weight that is not packed, and the whole MTP block. To resume a killed run, repeat the command; the
-    result has the same bytes.
+    The output gets its name only when it is whole and has passed the static check and a check of
+    its values: every scale, every weight that is not packed, and the whole MTP block. To resume a
+    killed run, repeat the command; the result has the same bytes.
 
-    A recipe with a calibration block (`keepmtp ls models`: batches needed) is calibrated first, one decoder layer at a
-    time, so that neither GPU nor memory has to hold the model. Then the MTP block is calibrated, and its acceptance is
-    measured on held-out text. This needs the extra keepmtp[calibrate], and
-    keepmtp[modelopt] where the recipe says backend: modelopt. Several GPUs share the batches under
-    torchrun or SLURM's srun. Progress goes to standard error, with --json as one JSON line for each step.
+    A recipe with a calibration block (`keepmtp ls models`: batches needed) is calibrated first, one
+    decoder layer at a time, so that neither GPU nor memory has to hold the model. Then the MTP
+    block is calibrated, and its acceptance is measured on held-out text. This needs the extra
+    keepmtp[calibrate], and keepmtp[modelopt] where the recipe says backend: modelopt. Several GPUs
+    share the batches under torchrun or SLURM's srun. Progress goes to standard error, with --json
+    as one JSON line for each step.
 
-    A recipe with `backbone: auto` and a budget is searched first: the words of its units are chosen by how much the
-    answers and the drafts would suffer. The recipe that was found is written to the output as recipe.yaml.
+    A recipe with `backbone: auto` and a budget is searched first: the words of its units are chosen
+    by how much the answers and the drafts would suffer. The recipe that was found is written to the
+    output as recipe.yaml.
 
-    Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out /data/GLM-4.7-NVFP4A16`
+    Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out
+    /data/GLM-4.7-NVFP4A16`
 
     Example: `keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7 --mtp auto`
 
     Example: `keepmtp quantize /data/my-fine-tune --scheme nvfp4a16-fp8`
 
-    Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7`
+    Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source
+    /data/GLM-4.7`
     """
     from .. import api, pipeline
     from ..quantize.needs import needs
@@ -74,16 +84,22 @@ def quantize(
     made, (rank, _) = choices.plan(), place_in_run()
     if dry_run:
         if not rank:
-            plan_tables.show(made, needs.needs_of(made, needs.machine_of(here=gpus_here())), as_json=as_json)
+            plan_tables.show(
+                made, needs.needs_of(made, needs.machine_of(here=gpus_here())), as_json=as_json
+            )
         return
     target = folder or pipeline.default_out(made.recipe)
     refusals.refuse(made, target)
     err = Console(stderr=True, quiet=as_json or bool(rank))
-    if not rank and (line := commits.commits_line(made)):  # which refuses a dataset that is out of reach
+    if not rank and (
+        line := commits.commits_line(made)
+    ):  # which refuses a dataset that is out of reach
         say(err, line)
     say(err, f"{made.recipe.name}: {plan_tables.totals(made)}")
     with run_progress(Console(stderr=True), as_json=as_json) as progress:
-        result = api.quantize(made, target, threads=threads, keep_calibration=keep_calibration, progress=progress)
+        result = api.quantize(
+            made, target, threads=threads, keep_calibration=keep_calibration, progress=progress
+        )
     if rank:
         return
     settings, fact = result.plan.recipe.calibration, None
@@ -113,12 +129,15 @@ def _parts(result: "FinishedRun", fact: "CalibrationFact | None") -> Iterator[Re
 
 
 def extra(choices: ModelOptions) -> None:
-    """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, calibrate or modelopt."""
+    """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, calibrate or
+    modelopt.
+    """
     from ..quantize.plan import own_code
     from ..quantize.write import refusals
     from . import commits
 
-    # The whole plan: what would refuse it, or a Hub out of reach, is known before anything is installed.
+    # The whole plan: what would refuse it, or a Hub out of reach, is known before anything is
+    # installed.
     made = choices.plan()
     own_code.refuse_untrusted_code(made)
     own_code.refuse_no_draft(made)

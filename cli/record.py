@@ -1,10 +1,11 @@
-"""`keepmtp check --record`: keeps what a check found, together with the hashes of the files that it checked.
+"""`keepmtp check --record`: keeps what a check found, together with the hashes of the files that it
+checked.
 
-In: one local checkpoint, and what was found in it. Out: check.json in NAME.report, and report.json and report.html of
-all results there.
+In: one local checkpoint, and what was found in it. Out: check.json in NAME.report, and report.json
+and report.html of all results there.
 
-Easy to get wrong: the files are hashed before the check, so that a file that changes meanwhile does not count as
-checked. Results of other bytes are refused before that, not after a dry load.
+Easy to get wrong: the files are hashed before the check, so that a file that changes meanwhile does
+not count as checked. Results of other bytes are refused before that, not after a dry load.
 """
 
 from collections.abc import Callable
@@ -27,14 +28,18 @@ from .progress import bytes_bar
 def recorder(paths: list[str], err: Console) -> Callable[[Checked], Path]:
     """Hash the one checkpoint that is going to be checked.
 
-    Returns: called with what was found, it writes that and the report of all results, and returns its path.
+    Returns: called with what was found, it writes that and the report of all results, and returns
+    its path.
 
     Raises:
         RecipeError: several checkpoints, or a Hub id.
         CheckpointError: the folder of results holds results of other bytes.
     """
     if len(paths) != 1 or not Path(paths[0]).is_dir():
-        rule, cure = "keeps the check of one folder", "Run it for each, on a checkpoint that lies here"
+        rule, cure = (
+            "keeps the check of one folder",
+            "Run it for each, on a checkpoint that lies here",
+        )
         raise RecipeError("--record", rule, got=" ".join(paths), cure=cure)
     checkpoint = Path(paths[0])
     folder = report_folder(checkpoint)

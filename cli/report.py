@@ -1,10 +1,10 @@
 """`keepmtp report`: report.json and the page made from it, for `check --html` and on its own.
 
-In: what was measured, a checkpoint with an evidence folder, or an old report.json. Out: report.json and report.html in
-one folder.
+In: what was measured, a checkpoint with an evidence folder, or an old report.json. Out: report.json
+and report.html in one folder.
 
-Easy to get wrong: the page needs the `report` extra. A command that will write one calls `require_extra` before its
-work, not after ten minutes of it.
+Easy to get wrong: the page needs the `report` extra. A command that will write one calls
+`require_extra` before its work, not after ten minutes of it.
 """
 
 import sys
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
 
 def page(
     path: Annotated[
-        Path, typer.Argument(help="A checkpoint's folder NAME, its results NAME.report, or a report.json.")
+        Path,
+        typer.Argument(
+            help="A checkpoint's folder NAME, its results NAME.report, or a report.json."
+        ),
     ],
-    folder: Annotated[Path | None, typer.Option("--out", help="Where report.html goes; default beside it.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Where report.html goes; default beside it.")
+    ] = None,
 ) -> None:
-    """Make the HTML page of a report.json again: one file without scripts or requests, to send or to print.
+    """Make the HTML page of a report.json again: one file without scripts or requests, to send or
+    to print.
 
-    The page holds what report.json holds and nothing else. Of a checkpoint NAME or its NAME.report, report.json is made
-    anew first, from the results that the stations left there.
+    The page holds what report.json holds and nothing else. Of a checkpoint NAME or its NAME.report,
+    report.json is made anew first, from the results that the stations left there.
 
     Example: `keepmtp report out/report.json --out pages`
 
@@ -54,7 +60,8 @@ def save(
     source: "Source | None" = None,
     **measured: Any,
 ) -> Path:
-    """Write report.json of one checkpoint, and report.html where it can be made; returns the one to look at.
+    """Write report.json of one checkpoint, and report.html where it can be made; returns the one to
+    look at.
 
     Args:
         folder: made if need be; an older report in it is replaced.
@@ -69,4 +76,6 @@ def save(
     from ..validate.report.report import assemble, write
 
     data = check_data(found, opened=opened, source=source)
-    return write(folder, assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME), **measured))
+    return write(
+        folder, assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME), **measured)
+    )

@@ -1,9 +1,12 @@
-"""`keepmtp serve`: the card's serve line, run: checked before, on a port, with its acceptance watched until it stops.
+"""`keepmtp serve`: the card's serve line, run: checked before, on a port, with its acceptance
+watched until it stops.
 
-In: a checkpoint, and words for `vllm serve` after `--`. Out: a server, a line of acceptance now and then on standard
-error with the server's own log, and at the end its counters on standard output. The exit status is the server's.
+In: a checkpoint, and words for `vllm serve` after `--`. Out: a server, a line of acceptance now and
+then on standard error with the server's own log, and at the end its counters on standard output.
+The exit status is the server's.
 
-Easy to get wrong: everything that can be known is refused before the server starts: it may load for half an hour.
+Easy to get wrong: everything that can be known is refused before the server starts: it may load for
+half an hour.
 """
 
 import shlex
@@ -44,36 +47,55 @@ def serve(
             "-k",
             "--num-speculative-tokens",
             min=0,
-            help="Tokens drafted a step; 0: none. Default: what was measured best, else the recipe's, "
-            "else the number of MTP layers.",
+            help=(
+                "Tokens drafted a step; 0: none. Default: what was measured best, else the "
+                "recipe's, else the number of MTP layers."
+            ),
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in, and everybody on them.")
+        str,
+        typer.Option(
+            help="Address to listen on; 0.0.0.0 lets other machines in, and everybody on them."
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     gpus: Annotated[
         list[str] | None,
-        typer.Option("--gpu", help="Let vLLM's loaders judge it first, on a pretended sm89, sm90, sm100 or sm120."),
+        typer.Option(
+            "--gpu",
+            help="Let vLLM's loaders judge it first, on a pretended sm89, sm90, sm100 or sm120.",
+        ),
     ] = None,
     log: Annotated[
-        Path | None, typer.Option(help="File for the server's log; default: it passes through, on standard error.")
+        Path | None,
+        typer.Option(
+            help="File for the server's log; default: it passes through, on standard error."
+        ),
     ] = None,
-    every: Annotated[float, typer.Option(min=1, help="Seconds between two lines of acceptance.")] = 30.0,
+    every: Annotated[
+        float, typer.Option(min=1, help="Seconds between two lines of acceptance.")
+    ] = 30.0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check it, print the commands for a shell and for Docker, and stop.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check it, print the commands for a shell and for Docker, and stop."
+        ),
     ] = False,
     any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched until it is stopped.
+    """Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched until
+    it is stopped.
 
-    It runs the card's serve line. A checkpoint with an error of the static check is refused. Weights that do not fit
-    one GPU are split over as few of this machine's as hold them. The server stays offline. Words after `--` go to
-    `vllm serve`, such as --max-model-len, or --trust-remote-code once you have read the checkpoint's Python.
+    It runs the card's serve line. A checkpoint with an error of the static check is refused.
+    Weights that do not fit one GPU are split over as few of this machine's as hold them. The server
+    stays offline. Words after `--` go to `vllm serve`, such as --max-model-len, or
+    --trust-remote-code once you have read the checkpoint's Python.
 
-    Ctrl-C or SIGTERM stops the server, and what it accepted is printed. A warning says where the draft is accepted far
-    less often than it was measured: a broken draft loads in silence. The exit status is the server's.
+    Ctrl-C or SIGTERM stops the server, and what it accepted is printed. A warning says where the
+    draft is accepted far less often than it was measured: a broken draft loads in silence. The exit
+    status is the server's.
 
     Example: `keepmtp serve out/tiny-glm4-moe.w4a16-fp8 --port 8001 -- --max-model-len 2048`
 
@@ -86,7 +108,9 @@ def serve(
     err, extra = Console(stderr=True), tuple(context.args)
     refuse_stray_words("serve", extra)
     foreground.refuse_our_words(extra)
-    address = foreground.Address(host=host, port=port, is_tls=bool(value_of(extra, "--ssl-certfile")))
+    address = foreground.Address(
+        host=host, port=port, is_tls=bool(value_of(extra, "--ssl-certfile"))
+    )
     if not dry_run:
         foreground.refuse_taken(address)
     opened, num_mtp_layers = _checked(path, err)
@@ -97,7 +121,11 @@ def serve(
         from .. import api
 
         with spinner(err) as doing:
-            loads: dict[str, Any] = {"tps": [size], "num_drafts": max(1, best.k), "any_vllm": any_vllm}
+            loads: dict[str, Any] = {
+                "tps": [size],
+                "num_drafts": max(1, best.k),
+                "any_vllm": any_vllm,
+            }
             for checked in api.check_all([path], gpus=chosen_gpus(gpus), **loads, progress=doing):
                 _refuse_errors(path, checked)
     if size > 1:
@@ -116,7 +144,11 @@ def serve(
     words = serve_words(str(local.folder), best.k, *listens, *named, *machine, *extra)
     say(err, f"k={best.k}: {best.why}")
     say(err, shlex.join(words))
-    expected = foreground.Expected(drafts=best.measured, measured_by=best.measured_by) if best.measured else None
+    expected = (
+        foreground.Expected(drafts=best.measured, measured_by=best.measured_by)
+        if best.measured
+        else None
+    )
     with nullcontext(sys.stderr.fileno()) if log is None else open(log, "wb") as written:
         life = foreground.serve_until_stopped(
             vllm,
@@ -132,7 +164,11 @@ def serve(
         exits.say_refusal(_failure(life, log))
     if life.doubt:
         compares = f"`keepmtp serve-check {shlex.quote(path)}` compares"
-        say(err, f"warning: {life.doubt}: `{_check(path)} --values` reads the draft's tensors, {compares}")
+        say(
+            err,
+            f"warning: {life.doubt}: `{_check(path)} --values` reads the draft's tensors, "
+            f"{compares}",
+        )
     drafted = foreground.in_words(life) if life.k else "served without drafting"
     told = {"path": path, "why": best.why, **life.model_dump(mode="json")}
     line = f"{path}: {life.seconds:,.0f} s with k={life.k}; {drafted}"
@@ -143,7 +179,8 @@ def _checked(path: str, err: Console) -> "tuple[Source, int]":
     """The opened checkpoint, which has no error, and its number of MTP layers.
 
     Raises:
-        GateError: the check has an error; or, where the packages that read values are there, a scale is wrong.
+        GateError: the check has an error; or, where the packages that read values are there, a
+            scale is wrong.
         KeepMTPError: there is nothing to judge.
     """
     from ..cure.fix import with_commands
@@ -158,7 +195,9 @@ def _checked(path: str, err: Console) -> "tuple[Source, int]":
         checked = with_values(checked, "scalars")
         _refuse_errors(path, checked)
     if warnings := checked.data.findings:
-        say(err, f"check: no errors, {counted(len(warnings), 'warning')}: `{_check(path)}` has them")
+        say(
+            err, f"check: no errors, {counted(len(warnings), 'warning')}: `{_check(path)}` has them"
+        )
     return checked.readable(), checked.data.facts.num_mtp_layers
 
 
@@ -214,7 +253,9 @@ def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: st
     return found
 
 
-def print_commands(opened: "Source", best: "BestK", further: Sequence[str], *, as_json: bool) -> None:
+def print_commands(
+    opened: "Source", best: "BestK", further: Sequence[str], *, as_json: bool
+) -> None:
     """Print the serve line for a shell and for Docker."""
     from ..validate.facts.vllm_env import TESTED
     from ..validate.measure.serve_line import docker_words, serve_words
@@ -223,14 +264,19 @@ def print_commands(opened: "Source", best: "BestK", further: Sequence[str], *, a
     line = serve_words(opened.where, best.k, *further)
     docker = docker_words(model, best.k, *further, version=TESTED[0])
     told = {"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker}
-    answer(told, [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)], as_json=as_json)
+    answer(
+        told, [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)], as_json=as_json
+    )
 
 
 def _refuse_no_kernel(opened: "Source", vllm: "VLLM") -> None:
     from ..validate.measure.bf16_copy import why_no_kernel
 
     if lack := why_no_kernel(opened, vllm):
-        cure = f"Serve it on a GPU; `keepmtp serve-check {shlex.quote(opened.where)}` measures a BF16 copy of it here"
+        cure = (
+            f"Serve it on a GPU; `keepmtp serve-check {shlex.quote(opened.where)}` measures a "
+            "BF16 copy of it here"
+        )
         raise VLLMError(opened.where, "must have kernels on this machine", got=lack, cure=cure)
 
 

@@ -1,10 +1,11 @@
-"""`keepmtp serve-check`: a checkpoint and its source in real vLLM servers, with and without method=mtp.
+"""`keepmtp serve-check`: a checkpoint and its source in real vLLM servers, with and without
+method=mtp.
 
-In: two checkpoints. Out: tables of servers and gates, serve.json, report.json and, with the `report` extra,
-report.html, with the servers' logs in the same folder.
+In: two checkpoints. Out: tables of servers and gates, serve.json, report.json and, with the
+`report` extra, report.html, with the servers' logs in the same folder.
 
-Easy to get wrong: every refusal comes before the first server: a source that is not found, results of other bytes in
-the same folder, a limit in keepmtp.json that is none.
+Easy to get wrong: every refusal comes before the first server: a source that is not found, results
+of other bytes in the same folder, a limit in keepmtp.json that is none.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,17 @@ if TYPE_CHECKING:
     from ..validate.measure.harness import Model
 
 _OWN_GATES = ("findings", "loads", "acceptance")
-_COLUMNS = ("", ">k", ">start", ">accepted", ">by position", ">length", ">tok/s", ">speed-up", ">same")
+_COLUMNS = (
+    "",
+    ">k",
+    ">start",
+    ">accepted",
+    ">by position",
+    ">length",
+    ">tok/s",
+    ">speed-up",
+    ">same",
+)
 
 
 def serve_check(
@@ -47,19 +58,25 @@ def serve_check(
         ),
     ] = 1,
     prompts: Annotated[
-        Path | None, typer.Option(help='Your own: one a line, or .jsonl with "prompt"; default: eight word problems.')
+        Path | None,
+        typer.Option(
+            help='Your own: one a line, or .jsonl with "prompt"; default: eight word problems.'
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated a prompt, at most.")] = 256,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens generated a prompt, at most.")
+    ] = 256,
 ) -> None:
-    """Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.
+    """Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is
+    accepted.
 
-    The gates are those of the recipe that the checkpoint was made by, as in `keepmtp gate`. Exit status 1 if one of
-    them is a regression: a server of the checkpoint does not come up, acceptance lost more than the recipe allows,
-    drafting changes greedy outputs, or the check has an error; 3 if the prompts are too few to tell: the table says how
-    many would do.
+    The gates are those of the recipe that the checkpoint was made by, as in `keepmtp gate`. Exit
+    status 1 if one of them is a regression: a server of the checkpoint does not come up, acceptance
+    lost more than the recipe allows, drafting changes greedy outputs, or the check has an error; 3
+    if the prompts are too few to tell: the table says how many would do.
 
-    Words after `--` go to `vllm serve`. Without a GPU, a checkpoint that vLLM's CPU build has no kernel for is served
-    as a BF16 copy of the same weights, and the report says so.
+    Words after `--` go to `vllm serve`. Without a GPU, a checkpoint that vLLM's CPU build has no
+    kernel for is served as a BF16 copy of the same weights, and the report says so.
 
     Example: `keepmtp serve-check /data/out --source /data/GLM-4.7 -k 3 -- --tensor-parallel-size 8`
     """
@@ -80,14 +97,22 @@ def serve_check(
     checkpoint = session.checkpoint("check")
     original = session.original and session.downloaded(session.original)
     with spinner(session.err, in_log=True) as watch:
-        found = measure.serve_check(checkpoint.source, original, setup=setup, check=check, watch=watch)
+        found = measure.serve_check(
+            checkpoint.source, original, setup=setup, check=check, watch=watch
+        )
     judged = _kept(session, found, checkpoint, original)
     told = {**found.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
-    answer(told, _parts(session, found, judged), as_json=served.as_json, status=exit_status(judged, found))
+    answer(
+        told,
+        _parts(session, found, judged),
+        as_json=served.as_json,
+        status=exit_status(judged, found),
+    )
 
 
 def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
-    """1 for a regression in what this command measures; 3 if the prompts are too few to compare acceptance.
+    """1 for a regression in what this command measures; 3 if the prompts are too few to compare
+    acceptance.
 
     Without a source nothing is compared, by choice.
     """
@@ -98,7 +123,9 @@ def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
     return EXITS[verdict_on(judged, ("acceptance",))] if found.source else 0
 
 
-def _kept(session: Session, found: "ServeCheck", checkpoint: "Model", original: "Source | None") -> "JudgementFact":
+def _kept(
+    session: Session, found: "ServeCheck", checkpoint: "Model", original: "Source | None"
+) -> "JudgementFact":
     """Write the result, and a report of it alone or of all results of the checkpoint."""
     from ..validate.check.check import check_source
     from ..validate.report.check_data import record_static
@@ -112,11 +139,21 @@ def _kept(session: Session, found: "ServeCheck", checkpoint: "Model", original: 
         checked = check_source(checkpoint.source, source=original)
         judged = judge(gates=session.limits(), check=checked, serve=found, evaluation=None)
         version, opened = session.setup.vllm.version, checkpoint.source
-        save(session.out, checked, vllm=version, opened=opened, source=original, serve=found, judgement=judged)
+        save(
+            session.out,
+            checked,
+            vllm=version,
+            opened=opened,
+            source=original,
+            serve=found,
+            judgement=judged,
+        )
     return judged
 
 
-def _parts(session: Session, found: "ServeCheck", judged: "JudgementFact") -> Iterator[RenderableType]:
+def _parts(
+    session: Session, found: "ServeCheck", judged: "JudgementFact"
+) -> Iterator[RenderableType]:
     """One row a server, then the gates, then what a reader should know."""
     from ..validate.report.html import HTML_FILE
     from ..validate.report.report import JSON_FILE
@@ -140,7 +177,11 @@ def _cells(run: "Run") -> tuple[str | Text, ...]:
     if not run.loaded:
         return (str(run.k), Text("failed", "red"), *("-",) * 6)
     by_position = " ".join(f"{100 * share:.0f}" for share in run.acceptance_per_position)
-    same = "-" if run.partings is None else f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
+    same = (
+        "-"
+        if run.partings is None
+        else f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
+    )
     return (
         str(run.k),
         f"{run.seconds_to_health:.0f} s",
@@ -163,8 +204,11 @@ def _notes(found: "ServeCheck") -> Iterator[str]:
             if not run.is_repeatable:
                 yield f"{served.role}, k={run.k}: the same prompt got other tokens the second time."
     yield (
-        "start: seconds to a healthy server; length: mean accepted length, tokens a step of the target; same: outputs "
-        "equal to those of k=0."
+        "start: seconds to a healthy server; length: mean accepted length, tokens a step of the "
+        "target; same: outputs equal to those of k=0."
     )
     environment, num = found.environment, len(found.prompts)
-    yield f"vLLM {environment['vllm']} on {environment['device']}; {num} prompts, {found.seconds:.0f} s in all."
+    yield (
+        f"vLLM {environment['vllm']} on {environment['device']}; {num} prompts, "
+        f"{found.seconds:.0f} s in all."
+    )

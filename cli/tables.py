@@ -2,7 +2,8 @@
 
 In: values, in words. Out: what rich prints. Nothing is decided here.
 
-Easy to get wrong: a name may be a stranger's. What is printed is text, never rich's markup, and moves no cursor.
+Easy to get wrong: a name may be a stranger's. What is printed is text, never rich's markup, and
+moves no cursor.
 """
 
 import json
@@ -21,7 +22,11 @@ from ..recipes.errors import printable
 if TYPE_CHECKING:
     from ..validate.facts.schema import JudgementFact, JudgementWord, ReasonFact
 
-VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {"pass": "green", "regression": "red", "infeasible": "yellow"}
+VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {
+    "pass": "green",
+    "regression": "red",
+    "infeasible": "yellow",
+}
 
 
 def say(console: Console, line: str | Text, style: str = "") -> None:
@@ -30,7 +35,9 @@ def say(console: Console, line: str | Text, style: str = "") -> None:
     console.print(words, highlight=False, soft_wrap=True)
 
 
-def answer(value: object, parts: Iterable[RenderableType], *, as_json: bool, status: int = 0) -> None:
+def answer(
+    value: object, parts: Iterable[RenderableType], *, as_json: bool, status: int = 0
+) -> None:
     """Print the answer of a verb, and end with its status.
 
     Args:
@@ -87,7 +94,9 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text
         if row is None:
             made.add_section()
         else:
-            made.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
+            made.add_row(
+                *(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row)
+            )
     return made
 
 
@@ -99,7 +108,10 @@ def reasons(title: str, found: "Iterable[ReasonFact]") -> Table:
 
 def verdict(path: str, judged: "JudgementFact") -> list[RenderableType]:
     """All gates of a checkpoint, then the verdict."""
-    return [reasons(f"gate {path}", judged.reasons), Text(judged.title, VERDICT_COLOURS[judged.verdict])]
+    return [
+        reasons(f"gate {path}", judged.reasons),
+        Text(judged.title, VERDICT_COLOURS[judged.verdict]),
+    ]
 
 
 def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """What typer says of a command line that it cannot read, as a refusal in keepmtp's form.
 
-In: typer's error and the words that were typed. Out: a refusal, with the nearest name that there is.
+In: typer's error and the words that were typed. Out: a refusal, with the nearest name that there
+is.
 """
 
 import re
@@ -27,7 +28,9 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
     rule, got, cure = error.message.rstrip("."), shlex.join(words), f"See `{where} --help`"
     if isinstance(error, NoSuchOption):
         rule, got = "has no such option", error.option_name
-        known = [each for param in context.command.params for each in param.opts if each.startswith("-")]
+        known = [
+            each for param in context.command.params for each in param.opts if each.startswith("-")
+        ]
         if is_for_vllm and not get_close_matches(got, known):
             cure = "Words for `vllm serve` stand last, after `--`"
         cure = did_you_mean(got, known, otherwise=cure)
@@ -42,7 +45,10 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
             names = re.findall("'([^']+)'", rule.partition(" is not one of ")[2])
             rule = rule.partition(",")[0].replace("Input should", "must")
             if names:
-                rule, cure = f"must be one of {', '.join(names)}", did_you_mean(got, names, otherwise="Name one")
+                rule, cure = (
+                    f"must be one of {', '.join(names)}",
+                    did_you_mean(got, names, otherwise="Name one"),
+                )
     elif rule.startswith("Got unexpected extra"):
         rule = "takes no more words"
     elif unknown := re.match("No such command '(.*?)'", rule):

@@ -1,8 +1,10 @@
-"""`keepmtp where`: the folder that `keepmtp quantize` with the same words has written. The make targets ask it.
+"""`keepmtp where`: the folder that `keepmtp quantize` with the same words has written. The make
+targets ask it.
 
 In: a model and choices. Out: the folder, or a refusal that lists what is there.
 
-Easy to get wrong: nothing is guessed. With two variants in out/, the bare name means the default one, or nothing.
+Easy to get wrong: nothing is guessed. With two variants in out/, the bare name means the default
+one, or nothing.
 """
 
 import glob
@@ -15,7 +17,9 @@ _NEXT_TO_IT = (".partial", ".report", ".card", ".hub", ".calibration")  # of a c
 
 
 def where(choices: ModelOptions) -> None:
-    """Print the folder that `keepmtp quantize` with the same words has written; the make targets ask this."""
+    """Print the folder that `keepmtp quantize` with the same words has written; the make targets
+    ask this.
+    """
     from ..checkpoints.record import RECORD
     from ..recipes.errors import RecipeError, printable
 
@@ -26,7 +30,9 @@ def where(choices: ModelOptions) -> None:
         return
     there = sorted(str(path.parent) for path in Path("out").glob(f"{glob.escape(name)}.*/{RECORD}"))
     there = [path for path in there if not path.endswith(_NEXT_TO_IT)]
-    rule = f"{wanted} must be there" if recipe else "SCHEME must be given where MODEL is a checkpoint"
+    rule = (
+        f"{wanted} must be there" if recipe else "SCHEME must be given where MODEL is a checkpoint"
+    )
     got, cure = f"no out/{name}.*", "Run make quantize, or name a folder by OUT"
     if there:
         got, cure = f"only {', '.join(there)}", "Name one by SCHEME or OUT"
@@ -34,7 +40,9 @@ def where(choices: ModelOptions) -> None:
 
 
 def _names(choices: ModelOptions) -> tuple[str, str]:
-    """The model's part of the folder's name, and the whole; "" where no scheme says which variant is meant."""
+    """The model's part of the folder's name, and the whole; "" where no scheme says which variant
+    is meant.
+    """
     from ..quantize.plan.checkpoint_as_model import model_name, model_word
     from ..recipes.errors import folded
     from ..recipes.find import find_recipe

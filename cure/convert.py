@@ -1,10 +1,11 @@
 """`keepmtp convert`: a finished checkpoint in the other dialect, compressed-tensors' or modelopt's.
 
-In: a folder and a dialect. Out: a `Conversion`, which says all that will be written before a byte is; then a new
-folder. Packed bytes are copied from file to file under their new names; scales of a module are re-expressed; shards
-without a quantized weight are hard links.
+In: a folder and a dialect. Out: a `Conversion`, which says all that will be written before a byte
+is; then a new folder. Packed bytes are copied from file to file under their new names; scales of a
+module are re-expressed; shards without a quantized weight are hard links.
 
-Easy to get wrong: both ways. What 1 / (1 / x) does not restore is kept in keepmtp-convert.json (`convert_record.py`).
+Easy to get wrong: both ways. What 1 / (1 / x) does not restore is kept in keepmtp-convert.json
+(`convert_record.py`).
 """
 
 import json
@@ -21,7 +22,15 @@ from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source, small_bytes
 from ..checkpoints.values import TORCH_DTYPES, changed, typed
 from ..quantize.config.written import config_files, quantization_config, with_quantization
-from ..recipes.conventions import CACHE, FP8_CACHE, Change, Format, cache_scale_in, in_compressed_tensors, in_modelopt
+from ..recipes.conventions import (
+    CACHE,
+    FP8_CACHE,
+    Change,
+    Format,
+    cache_scale_in,
+    in_compressed_tensors,
+    in_modelopt,
+)
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..validate.check.check import examine
@@ -66,7 +75,11 @@ class Conversion:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors in them."""
-        return sum(tensor.num_bytes for tensors in self.proposal.shards_again.values() for tensor in tensors)
+        return sum(
+            tensor.num_bytes
+            for tensors in self.proposal.shards_again.values()
+            for tensor in tensors
+        )
 
     @property
     def num_reexpressed(self) -> int:
@@ -83,8 +96,8 @@ def plan_conversion(where: str, to: Format) -> Conversion:
 
     Raises:
         RecipeError: a Hub repository, or the dialect that the checkpoint has already.
-        CheckpointError: it does not pass its own check, it is in another dialect, or a tensor has a form or a value
-            that the other dialect has no word for.
+        CheckpointError: it does not pass its own check, it is in another dialect, or a tensor has a
+            form or a value that the other dialect has no word for.
     """
     runtime = _checked(where)
     source, first = runtime.source, dialect_of(runtime)
@@ -104,13 +117,20 @@ def plan_conversion(where: str, to: Format) -> Conversion:
             new = _restored(source, matrix, entry, kept, first) or _turned(source, matrix, was, to)
             if not is_way_back and not _is_same(source, _turned(source, matrix, new, first), was):
                 raw = b"" if new.data == entry else was.bytes_from(source)
-                lost[new.name] = FirstTensor(name=was.name, dtype=was.dtype, shape=was.shape, hex=raw.hex())
+                lost[new.name] = FirstTensor(
+                    name=was.name, dtype=was.dtype, shape=was.shape, hex=raw.hex()
+                )
             if new != was:
                 changes.append(new)
                 proposal.retensor(entry, new, why)
     if len(proposal.edits) < len(changes):
-        rule, cure = "no tensor must have the name that another one gets", "Take it out of the checkpoint"
-        raise CheckpointError(where, rule, got=f"{len(changes) - len(proposal.edits)} that do", cure=cure)
+        rule, cure = (
+            "no tensor must have the name that another one gets",
+            "Take it out of the checkpoint",
+        )
+        raise CheckpointError(
+            where, rule, got=f"{len(changes) - len(proposal.edits)} that do", cure=cure
+        )
     files: dict[str, bytes | None] = {HF_QUANT_CONFIG: None, CONVERTED: None}
     if kept is not None and is_way_back:
         files |= _first_configs(runtime, kept)
@@ -123,7 +143,9 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     return Conversion(proposal, first, to, tuple(changes), is_way_back)
 
 
-def convert(planned: Conversion, out: Path, *, progress: Callable[[int], None] = lambda count: None) -> Rewritten:
+def convert(
+    planned: Conversion, out: Path, *, progress: Callable[[int], None] = lambda count: None
+) -> Rewritten:
     """Write the new folder.
 
     Args:
@@ -148,11 +170,14 @@ def _checked(where: str) -> RuntimeView:
         raise CheckpointError(f"{where}: {first.where}", rule, got=first.says, cure=first.cure)
     if checked.runtime.source.folder is None:
         cure = "Download it: `hf download` puts a repository into a folder"
-        raise RecipeError(where, "what is converted must be a folder here", got="a Hub repository", cure=cure)
+        raise RecipeError(
+            where, "what is converted must be a folder here", got="a Hub repository", cure=cure
+        )
     return checked.runtime
 
 
-# --- one tensor -------------------------------------------------------------------------------------------------------
+# --- one tensor
+# --------------------------------------------------------------------------------------------------
 
 
 def _spelled(matrix: StoredMatrix, tensor: NewTensor, to: Format) -> tuple[NewTensor, Change]:
@@ -167,7 +192,8 @@ def _spelled(matrix: StoredMatrix, tensor: NewTensor, to: Format) -> tuple[NewTe
 
 
 def _turned(source: Source, matrix: StoredMatrix, tensor: NewTensor, to: Format) -> NewTensor:
-    """A tensor of a packed module in the other dialect: the wished dtype, F32 where it cannot hold the values.
+    """A tensor of a packed module in the other dialect: the wished dtype, F32 where it cannot hold
+    the values.
 
     Raises:
         CheckpointError: it is re-expressed, and not positive and finite.
@@ -175,13 +201,26 @@ def _turned(source: Source, matrix: StoredMatrix, tensor: NewTensor, to: Format)
     new, change = _spelled(matrix, tensor, to)
     if change == "none":
         return new
-    value = typed(torch.frombuffer(bytearray(tensor.bytes_from(source)), dtype=torch.uint8), tensor.dtype, tensor.shape)
+    value = typed(
+        torch.frombuffer(bytearray(tensor.bytes_from(source)), dtype=torch.uint8),
+        tensor.dtype,
+        tensor.shape,
+    )
     if not bool(((value.float() > 0) & value.float().isfinite()).all()):
-        rule, cure = "a scale that is re-expressed must be positive and finite", "See `keepmtp check --values`"
-        raise CheckpointError(f"{source.where}: {tensor.name}", rule, got=f"{value.flatten().tolist()[:4]}", cure=cure)
-    if change == "dtype" and not torch.equal(value.to(TORCH_DTYPES[new.dtype]).float(), value.float()):
+        rule, cure = (
+            "a scale that is re-expressed must be positive and finite",
+            "See `keepmtp check --values`",
+        )
+        raise CheckpointError(
+            f"{source.where}: {tensor.name}", rule, got=f"{value.flatten().tolist()[:4]}", cure=cure
+        )
+    if change == "dtype" and not torch.equal(
+        value.to(TORCH_DTYPES[new.dtype]).float(), value.float()
+    ):
         new = replace(new, dtype="F32")
-    made = changed(value, change, TORCH_DTYPES[new.dtype]).contiguous().reshape(-1).view(torch.uint8)
+    made = (
+        changed(value, change, TORCH_DTYPES[new.dtype]).contiguous().reshape(-1).view(torch.uint8)
+    )
     return replace(new, data=made.numpy().tobytes())
 
 
@@ -195,7 +234,8 @@ def _is_same(source: Source, one: NewTensor, other: NewTensor) -> bool:
 def _restored(
     source: Source, matrix: StoredMatrix, entry: Entry, kept: Converted | None, dialect: Format
 ) -> NewTensor | None:
-    """The first checkpoint's tensor, if the record has it and the one that is here is still what was made of it.
+    """The first checkpoint's tensor, if the record has it and the one that is here is still what
+    was made of it.
 
     Raises:
         CheckpointError: what the record calls the first one does not become this one.
@@ -205,15 +245,24 @@ def _restored(
     data = bytes.fromhex(was.hex) if was.hex else entry
     tensor = NewTensor(name=HFName(was.name), dtype=was.dtype, shape=was.shape, data=data)
     plain = cache_scale_in("compressed-tensors", was.name) if matrix.scheme == CACHE else was.name
-    if plain.rpartition(".")[0] != matrix.module or _spelled(matrix, tensor, dialect)[0].name != entry.name:
-        where, rule = f"{source.where}/{CONVERTED}: tensors: {entry.name}", "must be a tensor of the same module"
+    if (
+        plain.rpartition(".")[0] != matrix.module
+        or _spelled(matrix, tensor, dialect)[0].name != entry.name
+    ):
+        where, rule = (
+            f"{source.where}/{CONVERTED}: tensors: {entry.name}",
+            "must be a tensor of the same module",
+        )
         raise CheckpointError(where, rule, got=was.name, cure=WITHOUT_IT)
     has_its_bytes = was.hex or tensor.num_bytes == entry.num_bytes
-    is_still = has_its_bytes and _is_same(source, _turned(source, matrix, tensor, dialect), as_it_was(entry))
+    is_still = has_its_bytes and _is_same(
+        source, _turned(source, matrix, tensor, dialect), as_it_was(entry)
+    )
     return tensor if is_still else None
 
 
-# --- the configs ------------------------------------------------------------------------------------------------------
+# --- the configs
+# --------------------------------------------------------------------------------------------------
 
 
 def _configs(runtime: RuntimeView, matrices: list[StoredMatrix], to: Format) -> dict[str, bytes]:
@@ -226,33 +275,46 @@ def _configs(runtime: RuntimeView, matrices: list[StoredMatrix], to: Format) -> 
 
 
 def _first_configs(runtime: RuntimeView, kept: Converted) -> dict[str, bytes]:
-    """The files of the first checkpoint, which may say nothing else than this one but how it is quantized.
+    """The files of the first checkpoint, which may say nothing else than this one but how it is
+    quantized.
 
     Raises:
         CheckpointError: one is no JSON object, or names what else they say.
     """
     where = f"{runtime.source.where}/{CONVERTED}: configs: "
     files = {name: text.encode() for name, text in kept.configs.items() if text is not None}
-    objects = {name: object_of(raw, f"{where}{name}", cure=WITHOUT_IT) for name, raw in files.items()}
+    objects = {
+        name: object_of(raw, f"{where}{name}", cure=WITHOUT_IT) for name, raw in files.items()
+    }
     both = objects.get(CONFIG, {}), runtime.source.config
     was, now = (with_quantization(config, {}, runtime.view) for config in both)
     for key in sorted(was.keys() | now.keys()):
         # NaN and 1.0 are compared as JSON writes them.
-        one, other = (json.dumps([config[key]] if key in config else [], sort_keys=True) for config in (was, now))
+        one, other = (
+            json.dumps([config[key]] if key in config else [], sort_keys=True)
+            for config in (was, now)
+        )
         if one != other:
             rule = "must be that of this checkpoint"
-            raise CheckpointError(f"{where}config.json", rule, got=f"another {key}", cure=WITHOUT_IT)
+            raise CheckpointError(
+                f"{where}config.json", rule, got=f"another {key}", cure=WITHOUT_IT
+            )
     return {**files}
 
 
 def _cache_scheme(runtime: RuntimeView) -> Any:
-    """How the KV cache is quantized: the same key in both dialects, a word in hf_quant_config.json."""
+    """How the KV cache is quantized: the same key in both dialects, a word in
+    hf_quant_config.json.
+    """
     given = quantization_of(runtime.source.config)
     if given is not None and "quantization" not in given:
         return given.get("kv_cache_scheme")
     inner = (given or runtime.hf_quant_config or {}).get("quantization") or {}
     word = inner.get("kv_cache_quant_algo")
     if word not in (None, "FP8"):
-        where, rule = f"{runtime.source.where}/{HF_QUANT_CONFIG}", "both dialects must have a word for the KV cache"
+        where, rule = (
+            f"{runtime.source.where}/{HF_QUANT_CONFIG}",
+            "both dialects must have a word for the KV cache",
+        )
         raise CheckpointError(where, rule, got=word, cure="Quantize the original release anew")
     return dict(FP8_CACHE) if word else None

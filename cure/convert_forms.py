@@ -1,10 +1,12 @@
-"""Which scheme each weight of a finished checkpoint has, by its quantization config and its tensors.
+"""Which scheme each weight of a finished checkpoint has, by its quantization config and its
+tensors.
 
-In: a checkpoint as vLLM sees it, in compressed-tensors' or modelopt's dialect. Out: every matrix with its scheme, or a
-refusal that names the tensor the other dialect has no word for.
+In: a checkpoint as vLLM sees it, in compressed-tensors' or modelopt's dialect. Out: every matrix
+with its scheme, or a refusal that names the tensor the other dialect has no word for.
 
-Easy to get wrong: the tensors alone do not say it. FP8 with a scale a row is FP8_DYNAMIC only if the config quantizes
-activations too; so the group that vLLM takes is compared with the scheme, argument by argument.
+Easy to get wrong: the tensors alone do not say it. FP8 with a scale a row is FP8_DYNAMIC only if
+the config quantizes activations too; so the group that vLLM takes is compared with the scheme,
+argument by argument.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,14 +14,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoints.safetensors_file import Entry
-from ..recipes.conventions import ALGORITHMS, CACHE, CACHE_LEAVES, FORMATS, NOT_FOR_EXPERTS, Format, cache_scale_in
+from ..recipes.conventions import (
+    ALGORITHMS,
+    CACHE,
+    CACHE_LEAVES,
+    FORMATS,
+    NOT_FOR_EXPERTS,
+    Format,
+    cache_scale_in,
+)
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName, Part
 from ..recipes.family_view import Place
 from ..recipes.renamer import renamer
 from ..recipes.schemes import SCHEMES
 from ..validate.check.dialects.choose import quantization_of
-from ..validate.check.dialects.given import CompressedTensorsGiven, GivenArguments, GivenGroup, read_given
+from ..validate.check.dialects.given import (
+    CompressedTensorsGiven,
+    GivenArguments,
+    GivenGroup,
+    read_given,
+)
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.check.vllm_module import VLLMModule
 
@@ -64,20 +79,30 @@ def dialect_of(runtime: RuntimeView) -> Format:
         CheckpointError: another one, or none.
     """
     raw = quantization_of(runtime.source.config) or {}
-    if extra := next((key for key in ("transform_config", "sparsity_config") if raw.get(key)), None):
-        where, rule = f"{runtime.source.where}/config.json: {extra}", "must be empty: modelopt has no word for it"
-        raise CheckpointError(where, rule, got="an entry", cure="Keep the checkpoint in compressed-tensors' dialect")
+    if extra := next(
+        (key for key in ("transform_config", "sparsity_config") if raw.get(key)), None
+    ):
+        where, rule = (
+            f"{runtime.source.where}/config.json: {extra}",
+            "must be empty: modelopt has no word for it",
+        )
+        raise CheckpointError(
+            where, rule, got="an entry", cure="Keep the checkpoint in compressed-tensors' dialect"
+        )
     for name in FORMATS:
         if runtime.dialect.name == name:
             return name
     rule = f"only {' and '.join(FORMATS)} are converted into each other"
-    raise CheckpointError(runtime.source.where, rule, got=runtime.dialect.name, cure="Quantize the original release")
+    raise CheckpointError(
+        runtime.source.where, rule, got=runtime.dialect.name, cure="Quantize the original release"
+    )
 
 
 def caches_in(runtime: RuntimeView) -> list[StoredMatrix]:
     """Attention modules with scales of an FP8 cache, under the names of this dialect.
 
-    vLLM's own names (`self_attn.attn.k_scale`) are the same in both dialects, and their tensors stay as they are.
+    vLLM's own names (`self_attn.attn.k_scale`) are the same in both dialects, and their tensors
+    stay as they are.
     """
     found: dict[HFName, dict[str, Entry]] = {}
     for entry in runtime.others:
@@ -85,7 +110,10 @@ def caches_in(runtime: RuntimeView) -> list[StoredMatrix]:
         module, _, leaf = name.rpartition(".")
         if leaf in CACHE_LEAVES and not module.endswith(".attn"):
             found.setdefault(HFName(module), {})[leaf] = entry
-    return [StoredMatrix(module=module, place=None, scheme=CACHE, parts=parts) for module, parts in found.items()]
+    return [
+        StoredMatrix(module=module, place=None, scheme=CACHE, parts=parts)
+        for module, parts in found.items()
+    ]
 
 
 def matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
@@ -99,13 +127,17 @@ def matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
     found: list[StoredMatrix] = []
     for module, weight in runtime.weights.items():
         if weight.form != "plain" and module not in schemes:
-            raise _wordless(runtime, weight.weight.name, "a quantized module that vLLM has no entry for")
+            raise _wordless(
+                runtime, weight.weight.name, "a quantized module that vLLM has no entry for"
+            )
         scheme, place = schemes.get(module, ""), runtime.placed.get(module)
         matrix = StoredMatrix(module=module, place=place, scheme=scheme, parts=weight.parts)
         if len(weight.shape) < 2 or module.startswith(opaque or "\0"):
             continue
         if to == "modelopt" and matrix.is_of_experts and scheme in NOT_FOR_EXPERTS:
-            raise _wordless(runtime, weight.weight.name, f"{scheme} of routed experts, which modelopt lacks")
+            raise _wordless(
+                runtime, weight.weight.name, f"{scheme} of routed experts, which modelopt lacks"
+            )
         found.append(matrix)
     stacks = [
         StoredMatrix(module=entry.name, place=runtime.placed.get(entry.name))
@@ -122,7 +154,11 @@ def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
         for member in module.members:
             if member.weight.form != "plain":
                 built, entry = module.resolution.built, module.resolution.entry
-                scheme = _of_algorithm(built) if groups is None else _of_group(groups.get((module.part, entry)))
+                scheme = (
+                    _of_algorithm(built)
+                    if groups is None
+                    else _of_group(groups.get((module.part, entry)))
+                )
                 if not scheme:
                     by = f"entry {entry}" if entry else "the config's one algorithm"
                     raise _wordless(runtime, member.weight.weight.name, f"{built.form} by {by}")
@@ -148,7 +184,9 @@ def _of_group(group: GivenGroup | None) -> str:
     given = _complete(group.weights), _complete(group.input_activations)
     for name in ALGORITHMS:
         scheme = SCHEMES[name]
-        wanted = (GivenArguments.model_validate(each or {}) for each in (scheme.weights, scheme.inputs))
+        wanted = (
+            GivenArguments.model_validate(each or {}) for each in (scheme.weights, scheme.inputs)
+        )
         if given == tuple(map(_complete, wanted)):
             return name
     return ""
@@ -162,7 +200,9 @@ def _complete(given: GivenArguments | None) -> dict[str, Any]:
 
 
 def _of_algorithm(built: VLLMModule) -> str:
-    """The scheme of what vLLM builds for a modelopt module; "" if compressed-tensors has none like it here."""
+    """The scheme of what vLLM builds for a modelopt module; "" if compressed-tensors has none like
+    it here.
+    """
     if built.form == "nvfp4_modelopt" and built.group_size == 16:
         return "NVFP4" if "input_scale" in built.leaves else "NVFP4A16"
     if built.form == "fp8_block":
@@ -172,4 +212,6 @@ def _of_algorithm(built: VLLMModule) -> str:
 
 def _wordless(runtime: RuntimeView, name: HFName, got: str) -> CheckpointError:
     rule = f"both dialects must have a word for the form of a tensor: {', '.join(ALGORITHMS)}"
-    return CheckpointError(f"{runtime.source.where}: {name}", rule, got=got, cure="Quantize the original release anew")
+    return CheckpointError(
+        f"{runtime.source.where}: {name}", rule, got=got, cure="Quantize the original release anew"
+    )

@@ -1,11 +1,13 @@
-"""keepmtp-convert.json: what a converted checkpoint needs to become the first one again, byte for byte.
+"""keepmtp-convert.json: what a converted checkpoint needs to become the first one again, byte for
+byte.
 
-In: the configs of the first, and the tensors that the way back does not restore by itself. Out: the file, which the
-converted checkpoint carries; and from the file, what the way back restores.
+In: the configs of the first, and the tensors that the way back does not restore by itself. Out: the
+file, which the converted checkpoint carries; and from the file, what the way back restores.
 
-Easy to get wrong: 1 / (1 / x) is not x for one F32 in seven, and a config has many spellings, so both are kept. But who
-has edited the converted checkpoint wants his own edits: what is kept counts only where what was written is still there.
-And the file may be a stranger's, so that no name and no value in it is taken that a conversion could not have written.
+Easy to get wrong: 1 / (1 / x) is not x for one F32 in seven, and a config has many spellings, so
+both are kept. But who has edited the converted checkpoint wants his own edits: what is kept counts
+only where what was written is still there. And the file may be a stranger's, so that no name and no
+value in it is taken that a conversion could not have written.
 """
 
 import hashlib
@@ -28,7 +30,9 @@ _CONFIGS: tuple[_Config, ...] = get_args(_Config)
 
 
 class FirstTensor(BaseModel):
-    """A tensor of the first checkpoint; `hex` has its bytes, "" where they are those of the converted one."""
+    """A tensor of the first checkpoint; `hex` has its bytes, "" where they are those of the
+    converted one.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,11 +71,16 @@ class Converted(BaseModel):
 
     def restores(self, source: Source) -> bool:
         """Whether the configs are as they were written, so that the first ones take their place."""
-        return all(_sum(small_bytes(source, name)) == self.written.get(name, "") for name in _CONFIGS)
+        return all(
+            _sum(small_bytes(source, name)) == self.written.get(name, "") for name in _CONFIGS
+        )
 
 
 def record_of(
-    source: Source, first: Format, files: Mapping[str, bytes | None], tensors: Mapping[str, FirstTensor]
+    source: Source,
+    first: Format,
+    files: Mapping[str, bytes | None],
+    tensors: Mapping[str, FirstTensor],
 ) -> bytes:
     """The file for a checkpoint that gets `files`, made from `source`."""
     before: dict[_Config, str | None] = dict.fromkeys(_CONFIGS)
@@ -102,7 +111,9 @@ def read_converted(source: Source) -> Converted | None:
         return Converted.model_validate(read_object(path, where, cure=WITHOUT_IT))
     except (CheckpointError, ValidationError) as error:
         got = error.got if isinstance(error, CheckpointError) else first_fault(error)
-        raise CheckpointError(where, "must be what `keepmtp convert` wrote", got=got, cure=WITHOUT_IT) from error
+        raise CheckpointError(
+            where, "must be what `keepmtp convert` wrote", got=got, cure=WITHOUT_IT
+        ) from error
 
 
 def _sum(data: bytes | None) -> str:

@@ -1,9 +1,10 @@
 """`keepmtp fix`: what the check finds and what needs no new values, cured.
 
-In: a checkpoint. Out: an `Outcome`: the changes, each with its reason, the check before and after; and a new folder.
+In: a checkpoint. Out: an `Outcome`: the changes, each with its reason, the check before and after;
+and a new folder.
 
-Easy to get wrong: one cure uncovers another fault. Each round of fixes is judged by the check, from headers, before a
-byte is written, and what is written is the round with the fewest errors.
+Easy to get wrong: one cure uncovers another fault. Each round of fixes is judged by the check, from
+headers, before a byte is written, and what is written is the round with the fewest errors.
 """
 
 import shlex
@@ -60,7 +61,17 @@ FIXES: tuple[tuple[str, Fix], ...] = (
 _OF_BLOCKS = frozenset({"mtp-missing", "mtp-incomplete"})
 # What a graft of the release's MTP block cures where the tensor is one of that block.
 _OF_TENSORS = frozenset(
-    {"glue", "form", "experts", "fused-uniform", "shapes", "unknown-tensor", "draft-head", "empty-weight", "norm"}
+    {
+        "glue",
+        "form",
+        "experts",
+        "fused-uniform",
+        "shapes",
+        "unknown-tensor",
+        "draft-head",
+        "empty-weight",
+        "norm",
+    }
 )
 
 
@@ -100,7 +111,9 @@ class Outcome:
         return f"keepmtp fix {shlex.quote(self.source.where)}{option} --out NEW"
 
 
-def proposed(where: str, *, for_sglang: bool = False, progress: Progress = lambda doing: None) -> Outcome:
+def proposed(
+    where: str, *, for_sglang: bool = False, progress: Progress = lambda doing: None
+) -> Outcome:
     """What fix would do with a checkpoint. Nothing is written.
 
     Args:
@@ -123,12 +136,17 @@ def write(outcome: Outcome, out: Path) -> Rewritten:
     """
     if not outcome.proposal.edits:
         rule = "fix writes a folder only if something changes"
-        raise RecipeError(outcome.source.where, rule, got="nothing that it can cure", cure="Serve it as it is")
+        raise RecipeError(
+            outcome.source.where, rule, got="nothing that it can cure", cure="Serve it as it is"
+        )
     return rewrite(outcome.proposal, out, made_by="fix")
 
 
 def settled(
-    checked: Checked, proposal: Proposal, fixes: Iterable[tuple[str, Fix]], progress: Progress = lambda doing: None
+    checked: Checked,
+    proposal: Proposal,
+    fixes: Iterable[tuple[str, Fix]],
+    progress: Progress = lambda doing: None,
 ) -> tuple[Checked, Proposal]:
     """The round of fixes with the fewest errors, and the check of it.
 
@@ -162,7 +180,9 @@ def _weight(data: CheckData) -> tuple[int, int]:
     return sums["error"], sums["warning"]
 
 
-def _outcome(checked: Checked, *, for_sglang: bool = False, progress: Progress = lambda doing: None) -> Outcome:
+def _outcome(
+    checked: Checked, *, for_sglang: bool = False, progress: Progress = lambda doing: None
+) -> Outcome:
     source, runtime, before = checked.readable(), checked.runtime, checked.data
     checked, proposal = settled(checked, Proposal(source), FIXES, progress)
     obstacles: tuple[str, ...] = ()
@@ -189,22 +209,28 @@ def _name_for_sglang(proposal: Proposal, judged: CheckData) -> tuple[str, ...]:
     obstacles = add_entries_for_sglang(proposal.examined(), proposal)
     after = proposal.examined().data if len(proposal.edits) > had else judged
     if after.findings != judged.findings:
-        got = next((each.says for each in after.findings if each not in judged.findings), "fewer findings")
+        got = next(
+            (each.says for each in after.findings if each not in judged.findings), "fewer findings"
+        )
         rule = "entries for SGLang must leave vLLM's verdict as it is"
         raise RecipeError("--runtime sglang", rule, got=got, cure="Leave out --runtime")
     return obstacles
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands
+# --------------------------------------------------------------------------------------------------
 
 
 def with_commands(checked: Checked) -> Checked:
     """A check whose findings end with the command that cures them, where there is one.
 
-    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM, and for SGLang by those.
+    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM, and for
+    SGLang by those.
     """
     data = checked.data
-    of_vllm = tuple(each for each in data.findings if (each.origin, each.runtime) == ("static", "vllm"))
+    of_vllm = tuple(
+        each for each in data.findings if (each.origin, each.runtime) == ("static", "vllm")
+    )
     of_sglang = [each for each in data.findings if each.runtime == "sglang"]
     if not (of_vllm or of_sglang) or checked.source is None:
         return checked
@@ -216,10 +242,15 @@ def with_commands(checked: Checked) -> Checked:
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked
     # One fix cures what is wrong for both.
-    fix = next((each for each in commands.values() if each == outcome.command(_FOR_SGLANG)), outcome.command())
+    fix = next(
+        (each for each in commands.values() if each == outcome.command(_FOR_SGLANG)),
+        outcome.command(),
+    )
     of_cures = {}
     for each in of_vllm:
-        commands[each] = of_cures[each.cure] = fix if _is_cured(each, outcome) else cure_elsewhere(each, outcome)
+        commands[each] = of_cures[each.cure] = (
+            fix if _is_cured(each, outcome) else cure_elsewhere(each, outcome)
+        )
     findings = []
     for each in data.findings:
         # A dry load has the static check's words for the same tensor.
@@ -230,12 +261,17 @@ def with_commands(checked: Checked) -> Checked:
 
 
 def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
-    """The command for what needs new values, here or in the folder `name`; "" where the finding's own cure says all."""
+    """The command for what needs new values, here or in the folder `name`; "" where the finding's
+    own cure says all.
+    """
     runtime = outcome.runtime
     if runtime is None:
         return ""
-    # What is wrong with the backbone as well is wrong in config.json, and a new block would be wrong there too.
-    of_rule = [each for each in outcome.left if (each.rule, each.severity) == (finding.rule, "error")]
+    # What is wrong with the backbone as well is wrong in config.json, and a new block would be
+    # wrong there too.
+    of_rule = [
+        each for each in outcome.left if (each.rule, each.severity) == (finding.rule, "error")
+    ]
     is_of_block = finding in of_rule and all(runtime.is_mtp_name(each.where) for each in of_rule)
     if finding.rule in _OF_BLOCKS or (finding.rule in _OF_TENSORS and is_of_block):
         where = shlex.quote(name or outcome.source.where)
@@ -246,9 +282,12 @@ def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
 def _is_cured(finding: Finding, outcome: Outcome) -> bool:
     """Whether fix cures it, and brings no other errors."""
     known = {each.key for each in outcome.before.findings}
-    # An MTP block beyond the last layer has the number of that layer in its names: lists wait for the right one.
+    # An MTP block beyond the last layer has the number of that layer in its names: lists wait for
+    # the right one.
     errors = [each for each in outcome.left if each.severity == "error"]
-    return finding in outcome.cured and all(each.key in known and each.rule != "layer-missing" for each in errors)
+    return finding in outcome.cured and all(
+        each.key in known and each.rule != "layer-missing" for each in errors
+    )
 
 
 def _for_sglang(findings: list[Finding], outcome: Outcome) -> dict[Finding, str]:
@@ -256,7 +295,9 @@ def _for_sglang(findings: list[Finding], outcome: Outcome) -> dict[Finding, str]
     if not findings or outcome.runtime is None:
         return {}
     proposal = outcome.proposal
-    with suppress(RecipeError):  # the lists of this dialect cannot be extended: fix alone may still cure it
+    with suppress(
+        RecipeError
+    ):  # the lists of this dialect cannot be extended: fix alone may still cure it
         more = proposal.copy()
         _name_for_sglang(more, outcome.after)
         proposal = more

@@ -1,16 +1,19 @@
-"""Fixes of the lists in a quantization config: they say what is on disk, under the names that vLLM asks for.
+"""Fixes of the lists in a quantization config: they say what is on disk, under the names that vLLM
+asks for.
 
-In: a `Faulty`, in any dialect whose lists keepmtp knows. Out: changes of lists in config.json or hf_quant_config.json,
-in the words of the tool that wrote them.
+In: a `Faulty`, in any dialect whose lists keepmtp knows. Out: changes of lists in config.json or
+hf_quant_config.json, in the words of the tool that wrote them.
 
-Easy to get wrong: an entry that is added may hit more than it means. `model.layers.3*` excludes layers 30 to 39 too, so
-each entry is compared with every module that must stay quantized, as vLLM compares it. Entries that do no harm stay:
-another engine may read them. With an empty `modules_to_not_convert`, vLLM finds the plain modules of an AWQ checkpoint
-in its headers; with one entry it does not look, so the first entry comes with all others. And GPTQ's first expression
-that matches decides, so an exception goes before what is there.
+Easy to get wrong: an entry that is added may hit more than it means. `model.layers.3*` excludes
+layers 30 to 39 too, so each entry is compared with every module that must stay quantized, as vLLM
+compares it. Entries that do no harm stay: another engine may read them. With an empty
+`modules_to_not_convert`, vLLM finds the plain modules of an AWQ checkpoint in its headers; with one
+entry it does not look, so the first entry comes with all others. And GPTQ's first expression that
+matches decides, so an exception goes before what is there.
 
-Source: vLLM 0.32.0 quantization/utils/gptq_utils.py (get_dynamic_override), auto_awq.py (maybe_update_config),
-quark/utils.py (should_ignore_layer), inc/config_parser.py; the classes of validate/check/dialects read them.
+Source: vLLM 0.32.0 quantization/utils/gptq_utils.py (get_dynamic_override), auto_awq.py
+(maybe_update_config), quark/utils.py (should_ignore_layer), inc/config_parser.py; the classes of
+validate/check/dialects read them.
 """
 
 import re
@@ -63,10 +66,18 @@ class _Spelling:
 
 
 _SPELLINGS: Mapping[type, _Spelling] = {
-    CompressedTensors: _Spelling(("ignore",), lambda s: f"re:^{re.escape(s)}", lambda n: f"re:^{re.escape(n)}$"),
-    ModelOpt: _Spelling(("ignore", "exclude_modules", "ignored_layers"), "{}*".format, str, has_whole_names=True),
-    Fp8: _Spelling(("ignored_layers", "modules_to_not_convert"), lambda s: "", str, has_whole_names=True),
-    Gptq: _Spelling(("dynamic",), lambda s: f"-:^{re.escape(s)}", lambda n: f"-:^{re.escape(n)}$", {}),
+    CompressedTensors: _Spelling(
+        ("ignore",), lambda s: f"re:^{re.escape(s)}", lambda n: f"re:^{re.escape(n)}$"
+    ),
+    ModelOpt: _Spelling(
+        ("ignore", "exclude_modules", "ignored_layers"), "{}*".format, str, has_whole_names=True
+    ),
+    Fp8: _Spelling(
+        ("ignored_layers", "modules_to_not_convert"), lambda s: "", str, has_whole_names=True
+    ),
+    Gptq: _Spelling(
+        ("dynamic",), lambda s: f"-:^{re.escape(s)}", lambda n: f"-:^{re.escape(n)}$", {}
+    ),
     Awq: _Spelling(("modules_to_not_convert",), str, str),
     Quark: _Spelling(("exclude",), lambda s: f"re:^{re.escape(s)}.*", str),
     AutoRound: _Spelling(
@@ -79,7 +90,9 @@ _SPELLINGS: Mapping[type, _Spelling] = {
 
 
 def lists_say_what_is_stored(faulty: Faulty) -> None:
-    """Entries that take a quantized module away, and modules that no entry names: F11 to F47, G1, G2, H1."""
+    """Entries that take a quantized module away, and modules that no entry names: F11 to F47, G1,
+    G2, H1.
+    """
     runtime, proposal = faulty.runtime, faulty.proposal
     spelling = _SPELLINGS.get(type(runtime.dialect))
     if spelling is None:
@@ -95,8 +108,12 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
     plain = [(module, found) for module, found in _built(faulty) if _is_plain(module)]
     is_first = isinstance(runtime.dialect, Awq) and not now and bool(faulty.findings)
     missed = [module for module, found in plain if is_first or not _builds_plain(found)]
-    if isinstance(runtime.dialect, Gptq):  # older vLLM does not find in the headers that a linear module is plain
-        missed += [m for m, found in plain if m.part == "mtp" and not found.entry and m not in missed]
+    if isinstance(
+        runtime.dialect, Gptq
+    ):  # older vLLM does not find in the headers that a linear module is plain
+        missed += [
+            m for m, found in plain if m.part == "mtp" and not found.entry and m not in missed
+        ]
     names = [each.where for each in faulty.findings if each.rule == "draft-head"]
     entries = [*_entries_for(runtime, spelling, missed), *map(spelling.of_name, names)]
     if is_first:  # vLLM's own list has the modules of other parts, too
@@ -104,7 +121,11 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
     if added := [entry for entry in entries if entry not in now]:
         names += [module.name for module in missed]
         why = f"plain on disk, and built quantized by vLLM, which calls them so: {_some(names)}"
-        value = [*now, *added] if spelling.value is None else {entry: dict(spelling.value) for entry in added} | now
+        value = (
+            [*now, *added]
+            if spelling.value is None
+            else {entry: dict(spelling.value) for entry in added} | now
+        )
         proposal.set_quantization((key,), value, why)
     if isinstance(runtime.dialect, CompressedTensors):
         _more_targets(faulty)
@@ -119,21 +140,31 @@ def _key(proposal: Proposal, spelling: _Spelling) -> str:
 
 
 def _harmful(runtime: RuntimeView) -> dict[str, str]:
-    """Entries, as written, by which vLLM builds a stored-quantized module plain or fails; and such a module."""
+    """Entries, as written, by which vLLM builds a stored-quantized module plain or fails; and such
+    a module.
+    """
     found = {}
     for module in runtime.modules:
         is_split = any(words in module.resolution.error for words in ("scheme", "not all shards"))
-        if module.loads_quantized and _is_packed(module) and (is_split or _builds_plain(module.resolution)):
+        if (
+            module.loads_quantized
+            and _is_packed(module)
+            and (is_split or _builds_plain(module.resolution))
+        ):
             names = frozenset((module.name, *module.shards))
             dialect = runtime.draft_dialect if module.part == "mtp" else runtime.dialect
             for entry in dialect.entries:
-                if entry.where not in ("targets", "quantized_layers") and dialect.covered(entry, names):
+                if entry.where not in ("targets", "quantized_layers") and dialect.covered(
+                    entry, names
+                ):
                     found[entry.written] = module.name
     return found
 
 
 def _built(faulty: Faulty) -> _Built:
-    """What vLLM would build for each module that it asks the config about, by the config as it is now."""
+    """What vLLM would build for each module that it asks the config about, by the config as it is
+    now.
+    """
     runtime = faulty.runtime
     config, other = (faulty.proposal.value(file, ()) for file in (CONFIG, HF_QUANT_CONFIG))
     target = draft = read_dialect(config, other, dtypes=runtime.dtypes)
@@ -153,32 +184,51 @@ def _built(faulty: Faulty) -> _Built:
 
 def _entries_for(runtime: RuntimeView, spelling: _Spelling, missed: Sequence[Module]) -> list[str]:
     """Entries that reach these modules, and none that is stored quantized."""
-    packed = [name for module in runtime.modules if _is_packed(module) for name in (module.name, *module.shards)]
+    packed = [
+        name
+        for module in runtime.modules
+        if _is_packed(module)
+        for name in (module.name, *module.shards)
+    ]
     layers: dict[tuple[Part, int | None], list[Module]] = defaultdict(list)
     for module in missed:
         layers[module.part, module.layer].append(module)
     found: dict[str, None] = {}
     for (part, layer), modules in layers.items():
-        whole = [m for m in runtime.modules if (m.part, m.layer) == (part, layer) and m.loads_quantized]
+        whole = [
+            m for m in runtime.modules if (m.part, m.layer) == (part, layer) and m.loads_quantized
+        ]
         if part == "mtp" and layer is not None and all(map(_is_plain, whole)):
             entry = spelling.of_stem(runtime.view.runtime_stem(part, layer))
             if entry and not _reached(runtime, part, entry, packed):
                 found[entry] = None
                 # vLLM looks for the parts of a fused module before it looks at modelopt's patterns.
-                modules = [m for m in modules if m.resolution.error and isinstance(runtime.dialect, ModelOpt)]
+                modules = [
+                    m
+                    for m in modules
+                    if m.resolution.error and isinstance(runtime.dialect, ModelOpt)
+                ]
         for module in modules:
             found.update(dict.fromkeys(_names_for(runtime, spelling, module, packed)))
     return _compacted(found, packed)
 
 
-def _names_for(runtime: RuntimeView, spelling: _Spelling, module: Module, packed: Sequence[str]) -> list[str]:
-    """The entries for one module: vLLM's name, or, where a mapper spoils that, the names on disk."""
+def _names_for(
+    runtime: RuntimeView, spelling: _Spelling, module: Module, packed: Sequence[str]
+) -> list[str]:
+    """The entries for one module: vLLM's name, or, where a mapper spoils that, the names on
+    disk.
+    """
     if isinstance(runtime.dialect, CompressedTensors) and module.kind == "experts":
         return [f"re:^{re.escape(module.name)}[.]"]
     ways = [[spelling.of_name(module.name)]]
     if spelling.has_whole_names:
         ways.append(sorted({_disk_name(member.weight.module, module) for member in module.members}))
-    ways = [names for names in ways if not any(_reached(runtime, module.part, name, packed) for name in names)]
+    ways = [
+        names
+        for names in ways
+        if not any(_reached(runtime, module.part, name, packed) for name in names)
+    ]
     for names in ways:
         if any(_reached(runtime, module.part, name, [module.name]) for name in names):
             return names
@@ -187,7 +237,11 @@ def _names_for(runtime: RuntimeView, spelling: _Spelling, module: Module, packed
 
 def _disk_name(name: str, module: Module) -> str:
     """The module's name on disk; of routed experts, the one of all."""
-    return name.partition(".experts.")[0] + ".experts" if module.kind == "experts" and ".experts." in name else name
+    return (
+        name.partition(".experts.")[0] + ".experts"
+        if module.kind == "experts" and ".experts." in name
+        else name
+    )
 
 
 def _reached(runtime: RuntimeView, part: Part, entry: str, names: Iterable[str]) -> Sequence[str]:
@@ -195,7 +249,8 @@ def _reached(runtime: RuntimeView, part: Part, entry: str, names: Iterable[str])
     is_draft = part == "mtp"
     dialect = runtime.draft_dialect if is_draft else runtime.dialect
     rename = renamer(
-        runtime.source.config, "mtp" if is_draft and runtime.view.layout.draft_reads_afresh else "backbone"
+        runtime.source.config,
+        "mtp" if is_draft and runtime.view.layout.draft_reads_afresh else "backbone",
     )
     read = (entry.removeprefix("-:"),)
     if isinstance(dialect, ModelOpt):
@@ -206,10 +261,14 @@ def _reached(runtime: RuntimeView, part: Part, entry: str, names: Iterable[str])
 
 
 def _compacted(entries: Iterable[str], packed: Sequence[str]) -> list[str]:
-    """Regexes that differ in numbers alone are one, unless that one would hit a quantized module."""
+    """Regexes that differ in numbers alone are one, unless that one would hit a quantized
+    module.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
-        groups[re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", entry) if entry.startswith("re:") else entry].append(entry)
+        groups[
+            re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", entry) if entry.startswith("re:") else entry
+        ].append(entry)
     found = []
     for general, each in groups.items():
         is_safe = len(each) > 1 and not any(re.match(general[3:], name) for name in packed)
@@ -218,17 +277,26 @@ def _compacted(entries: Iterable[str], packed: Sequence[str]) -> list[str]:
 
 
 def _more_targets(faulty: Faulty) -> None:
-    """Targets of compressed-tensors in the group whose form a module has; those of no module leave for others."""
+    """Targets of compressed-tensors in the group whose form a module has; those of no module leave
+    for others.
+    """
     runtime, proposal = faulty.runtime, faulty.proposal
     lost = [
         module
         for module, found in _built(faulty)
-        if _is_packed(module) and not found.error and found.built.form not in (_form(module), "unknown")
+        if _is_packed(module)
+        and not found.error
+        and found.built.form not in (_form(module), "unknown")
     ]
     for key, group in (proposal.quantization("config_groups") or {}).items() if lost else ():
         mine = [module for module in lost if _is_form_of(faulty, group, module)]
         if added := dict.fromkeys(map(_target_for, mine)):
-            others = [n for m in runtime.modules if _form(m) != _form(mine[0]) for n in (m.name, *m.shards)]
+            others = [
+                n
+                for m in runtime.modules
+                if _form(m) != _form(mine[0])
+                for n in (m.name, *m.shards)
+            ]
             now = [each for each in group.get("targets") or () if not _is_dead(runtime, each)]
             why = "stored in this group's form, which no target gives them under vLLM's names: "
             why += _some(module.name for module in mine)
@@ -247,12 +315,17 @@ def _is_form_of(faulty: Faulty, group: Mapping[str, Any], module: Module) -> boo
     """Whether a config group builds what the module is stored as, whatever its targets are."""
     config = faulty.runtime.source.config
     alone = {"config_groups": {"group": {**group, "targets": ["Linear"]}}, "ignore": []}
-    dialect = read_dialect({**config, "quantization_config": {**faulty.proposal.quantization(), **alone}}, None)
+    dialect = read_dialect(
+        {**config, "quantization_config": {**faulty.proposal.quantization(), **alone}}, None
+    )
     # A head is named by a target of its own, which is added.
     kind = "experts" if module.kind == "experts" else "linear"
     found = dialect.resolve(module.name, shards=module.shards, kind=kind)
     is_form = not found.error and found.built.form == _form(module)
-    return is_form and not (module.members[0].weight.parts.keys() ^ found.built.leaves) - found.built.optional
+    return (
+        is_form
+        and not (module.members[0].weight.parts.keys() ^ found.built.leaves) - found.built.optional
+    )
 
 
 def _target_for(module: Module) -> str:
@@ -270,7 +343,10 @@ def _more_lines(faulty: Faulty) -> None:
         if form in _ALGORITHMS and _is_packed(module) and _builds_plain(found):
             size = {"group_size": 16} if form == "nvfp4_modelopt" else {}
             for member in module.members[:1] if module.kind == "experts" else module.members:
-                lines[_disk_name(member.weight.module, module)] = {"quant_algo": _ALGORITHMS[form], **size}
+                lines[_disk_name(member.weight.module, module)] = {
+                    "quant_algo": _ALGORITHMS[form],
+                    **size,
+                }
     if lines and now is not None:
         why = f"quantized on disk, and not in quantized_layers: {_some(lines)}"
         faulty.proposal.set_quantization(("quantized_layers",), now | lines, why)
@@ -281,7 +357,9 @@ def _form(module: Module) -> str:
 
 
 def _is_plain(module: Module) -> bool:
-    return module.loads_quantized and all(member.weight.form == "plain" for member in module.members)
+    return module.loads_quantized and all(
+        member.weight.form == "plain" for member in module.members
+    )
 
 
 def _is_packed(module: Module) -> bool:

@@ -1,10 +1,10 @@
 """Entries that SGLang 0.5.23 needs in a quantization config that vLLM reads well.
 
-In: a `Checked`, and the proposal that its config is in. Out: changes of lists in config.json, and the obstacles: why
-SGLang cannot serve the checkpoint with its MTP block, whatever its lists say.
+In: a `Checked`, and the proposal that its config is in. Out: changes of lists in config.json, and
+the obstacles: why SGLang cannot serve the checkpoint with its MTP block, whatever its lists say.
 
-Easy to get wrong: nothing that vLLM asks for may change its answer. Only names that vLLM never asks for are added, and
-`fix` checks the outcome for vLLM again.
+Easy to get wrong: nothing that vLLM asks for may change its answer. Only names that vLLM never asks
+for are added, and `fix` checks the outcome for vLLM again.
 """
 
 import re
@@ -36,14 +36,19 @@ def add_entries_for_sglang(checked: Checked, proposal: Proposal) -> tuple[str, .
     """
     runtime = checked.runtime
     if runtime is None or not proposal.config_place:
-        rule = "needs a model of a family that keepmtp knows, with a quantization_config in config.json"
+        rule = (
+            "needs a model of a family that keepmtp knows, with a quantization_config in "
+            "config.json"
+        )
         raise RecipeError("--runtime sglang", rule, got="another", cure="Leave out --runtime")
     if isinstance(runtime.dialect, CompressedTensors):
         return _compressed_tensors(runtime, proposal)
     if isinstance(runtime.dialect, ModelOpt) and proposal.quantization("ignore") is not None:
         return _modelopt(runtime, proposal)
     rule = "adds entries to compressed-tensors' and modelopt's lists in config.json"
-    raise RecipeError("--runtime sglang", rule, got=runtime.dialect.name, cure="Leave out --runtime")
+    raise RecipeError(
+        "--runtime sglang", rule, got=runtime.dialect.name, cure="Leave out --runtime"
+    )
 
 
 def _compressed_tensors(runtime: RuntimeView, proposal: Proposal) -> tuple[str, ...]:
@@ -60,7 +65,10 @@ def _compressed_tensors(runtime: RuntimeView, proposal: Proposal) -> tuple[str, 
         missing = [each for each in spelled if not _is_named(next(concrete(each)), now)]
         if missing and not (key and "Linear" in now):
             example = next(concrete(min(missing)))
-            why = f"SGLang {VERSION} builds these modules under names of its own, such as {example} ({file})"
+            why = (
+                f"SGLang {VERSION} builds these modules under names of its own, such as "
+                f"{example} ({file})"
+            )
             proposal.set_quantization(place, [*now, *regexes(missing)], why)
     return ()
 
@@ -68,7 +76,9 @@ def _compressed_tensors(runtime: RuntimeView, proposal: Proposal) -> tuple[str, 
 def _is_named(name: str, entries: list[str]) -> bool:
     """Whether one of the entries names a module, as SGLang compares them."""
     return any(
-        re.match(entry[3:], name) if entry.startswith("re:") else name == entry or name.endswith(f".{entry}")
+        re.match(entry[3:], name)
+        if entry.startswith("re:")
+        else name == entry or name.endswith(f".{entry}")
         for entry in entries
     )
 
@@ -84,16 +94,24 @@ def _matrices(runtime: RuntimeView, proposal: Proposal) -> Iterator[StoredMatrix
             if len(weight.shape) >= 2:
                 scheme = "" if weight.form == "plain" else group
                 parts = {} if member.place.row.stacked else weight.parts
-                yield StoredMatrix(module=weight.module, place=member.place, scheme=scheme, parts=parts)
+                yield StoredMatrix(
+                    module=weight.module, place=member.place, scheme=scheme, parts=parts
+                )
 
 
 def _modelopt(runtime: RuntimeView, proposal: Proposal) -> tuple[str, ...]:
     """The same in config.json and, where there is one, in hf_quant_config.json."""
     modules = named_modules(runtime.view, matrices_in(runtime, "compressed-tensors"))
     fit = entries_for_sglang(runtime.view, modules, proposal.quantization())
-    why = f"SGLang {VERSION} builds these modules under names of its own ({sglang_model(runtime.view.config).file})"
+    why = (
+        f"SGLang {VERSION} builds these modules under names of its own "
+        f"({sglang_model(runtime.view.config).file})"
+    )
     file, place = proposal.quantization_at
-    for name, where, key in ((file, place, "ignore"), (HF_QUANT_CONFIG, ("quantization",), "exclude_modules")):
+    for name, where, key in (
+        (file, place, "ignore"),
+        (HF_QUANT_CONFIG, ("quantization",), "exclude_modules"),
+    ):
         listed, rows = (proposal.value(name, (*where, each)) for each in (key, "quantized_layers"))
         if fit.ignore and listed is not None:
             proposal.set(name, (*where, key), [*listed, *fit.ignore], why)

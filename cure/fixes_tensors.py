@@ -1,9 +1,11 @@
-"""Fixes of tensors and of the index: other names, other shapes, other dtypes for the same bytes; no value changes.
+"""Fixes of tensors and of the index: other names, other shapes, other dtypes for the same bytes; no
+value changes.
 
 In: a `Faulty`. Out: changes of tensors, or of what the index lists.
 
-Easy to get wrong: a shard has one header, so one renamed scale means that its whole shard is written again. And a shape
-may be changed only if it has as many elements: two global scales are not one.
+Easy to get wrong: a shard has one header, so one renamed scale means that its whole shard is
+written again. And a shape may be changed only if it has as many elements: two global scales are not
+one.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,11 @@ from .proposal import Faulty
 _FIRST_SCALES = ("weight_scale", "weight_scale_inv", "scale")
 _SCALARS = ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale")
 # Dtypes of the same width: what a weight or a scale must be -> what it may be stored as.
-_VIEWS: Mapping[str, tuple[str, ...]] = {"F8_E4M3": ("U8", "I8"), "U8": ("F8_E8M0", "I8"), "F8_E8M0": ("U8",)}
+_VIEWS: Mapping[str, tuple[str, ...]] = {
+    "F8_E4M3": ("U8", "I8"),
+    "U8": ("F8_E8M0", "I8"),
+    "F8_E8M0": ("U8",),
+}
 _WEIGHTS = {
     "nvfp4": "U8",
     "nvfp4_modelopt": "U8",
@@ -40,7 +46,9 @@ def mtp_files_are_indexed(faulty: Faulty) -> None:
     """Files with MTP tensors that the index does not list: F4, F9, R6."""
     for name, entry in sorted(faulty.runtime.source.unindexed.items()):
         if faulty.runtime.is_mtp_name(name):
-            faulty.proposal.index(entry.file, f"vLLM reads what the index lists, and {entry.file} has MTP tensors")
+            faulty.proposal.index(
+                entry.file, f"vLLM reads what the index lists, and {entry.file} has MTP tensors"
+            )
 
 
 def index_is_written_again(faulty: Faulty) -> None:
@@ -54,7 +62,9 @@ def copies_are_added(faulty: Faulty) -> None:
     for index in sorted(faulty.runtime.found):
         for alias in view.family.aliases:
             name = HFName(view.mtp_stem(index) + alias.path)
-            faulty.proposal.copy_tensor(name, HFName(alias.source), f"{alias.reason}; vLLM 0.32 takes the target's")
+            faulty.proposal.copy_tensor(
+                name, HFName(alias.source), f"{alias.reason}; vLLM 0.32 takes the target's"
+            )
 
 
 def mtp_names_lose_a_prefix(faulty: Faulty) -> None:
@@ -64,11 +74,15 @@ def mtp_names_lose_a_prefix(faulty: Faulty) -> None:
         head, found, rest = name.partition("mtp.")
         if found and head in _PREFIXES and not faulty.runtime.is_mtp_name(name):
             why = "the draft's loader does not strip the vision-language model's prefix"
-            faulty.proposal.retensor(entry, replace(as_it_was(entry), name=HFName(f"{stem}{rest}")), why)
+            faulty.proposal.retensor(
+                entry, replace(as_it_was(entry), name=HFName(f"{stem}{rest}")), why
+            )
 
 
 def kv_scales_leave(faulty: Faulty) -> None:
-    """Scales of the KV cache that the loader of the target or of the draft has no place for: F32."""
+    """Scales of the KV cache that the loader of the target or of the draft has no place for:
+    F32.
+    """
     runtime, loader = faulty.runtime, faulty.runtime.view.family.loader
     for entry in runtime.others:
         is_mtp = runtime.is_mtp_name(entry.name)
@@ -79,13 +93,20 @@ def kv_scales_leave(faulty: Faulty) -> None:
 
 
 def orders_leave_the_draft(faulty: Faulty) -> None:
-    """GPTQ's g_idx in the MTP block, whose loader knows none; without desc_act it is the natural order."""
+    """GPTQ's g_idx in the MTP block, whose loader knows none; without desc_act it is the natural
+    order.
+    """
     runtime = faulty.runtime
-    is_found = any(each.rule == "form" and each.where.endswith(".g_idx") for each in faulty.findings)
+    is_found = any(
+        each.rule == "form" and each.where.endswith(".g_idx") for each in faulty.findings
+    )
     if is_found and not (quantization_of(runtime.source.config) or {}).get("desc_act"):
         for name, entry in runtime.source.entries.items():
             if name.endswith(".g_idx") and runtime.is_mtp_name(name):
-                why = "this draft's loader has no place for g_idx, which without desc_act is the natural order"
+                why = (
+                    "this draft's loader has no place for g_idx, which without desc_act is the "
+                    "natural order"
+                )
                 faulty.proposal.retensor(entry, None, why)
 
 
@@ -94,13 +115,24 @@ def block_scales_are_f32(faulty: Faulty) -> None:
     for module in faulty.runtime.modules:
         for member in module.members:
             scale = member.weight.parts.get("weight_scale")
-            if module.resolution.built.form == "fp8_block" and scale is not None and scale.dtype == "BF16":
-                why = "DeepGEMM asserts float32 scales; a BF16 number is a float32 number, so no value changes"
-                faulty.proposal.retensor(scale, replace(as_it_was(scale), dtype="F32"), why, _widened)
+            if (
+                module.resolution.built.form == "fp8_block"
+                and scale is not None
+                and scale.dtype == "BF16"
+            ):
+                why = (
+                    "DeepGEMM asserts float32 scales; a BF16 number is a float32 number, so no "
+                    "value changes"
+                )
+                faulty.proposal.retensor(
+                    scale, replace(as_it_was(scale), dtype="F32"), why, _widened
+                )
 
 
 def tensors_have_the_form_that_is_built(faulty: Faulty) -> None:
-    """Scales under another name, shapes with the same elements, bytes under another dtype: Fp1, Fp2, Fp5, F24, M3."""
+    """Scales under another name, shapes with the same elements, bytes under another dtype: Fp1,
+    Fp2, Fp5, F24, M3.
+    """
     for module in faulty.runtime.modules:
         built = module.resolution.built
         if module.loads_quantized and not module.resolution.error and built.form in _WEIGHTS:
@@ -115,7 +147,10 @@ def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
     extra, missing = parts.keys() - built.leaves - built.optional, built.leaves - parts.keys()
     if len(extra) == len(missing) == 1 and extra | missing <= {*_FIRST_SCALES}:
         (had,), (wanted,) = extra, missing
-        why = f"vLLM's parameter is {wanted}; {had} has no place, and both are what the weight is multiplied by"
+        why = (
+            f"vLLM's parameter is {wanted}; {had} has no place, and both are what the weight is "
+            "multiplied by"
+        )
         new = replace(as_it_was(parts[had]), name=HFName(f"{member.weight.module}.{wanted}"))
         faulty.proposal.retensor(parts[had], new, why)
     elif not extra and not missing:
@@ -125,12 +160,18 @@ def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
             if (dtype, shape) != (entry.dtype, entry.shape):
                 was, wanted = _words(entry.dtype, entry.shape), _words(dtype, shape)
                 why = f"{leaf} is {was}, and vLLM builds {wanted}; the bytes stay"
-                faulty.proposal.retensor(entry, replace(as_it_was(entry), dtype=dtype, shape=shape), why)
+                faulty.proposal.retensor(
+                    entry, replace(as_it_was(entry), dtype=dtype, shape=shape), why
+                )
 
 
 def _dtype_of(built: VLLMModule, leaf: str, entry: Entry) -> str:
-    """The dtype that the same bytes must have; the one they have, where another one needs other bytes."""
-    if built.form == "mxfp4" and built.renames:  # DeepSeek-V4's loaders take the bytes of E8M0 as they are
+    """The dtype that the same bytes must have; the one they have, where another one needs other
+    bytes.
+    """
+    if (
+        built.form == "mxfp4" and built.renames
+    ):  # DeepSeek-V4's loaders take the bytes of E8M0 as they are
         return entry.dtype
     tables = {"weight": _WEIGHTS, "weight_packed": _WEIGHTS, "weight_scale": _SCALES}
     wanted = tables.get(leaf, {}).get(built.form, "")
@@ -146,7 +187,9 @@ def _shape_of(built: VLLMModule, leaf: str, entry: Entry, weight: Entry) -> tupl
     elif is_scale and built.form == "fp8_channel":
         wanted = {1: weight.shape[:1], 2: (weight.shape[0], 1)}
     elif is_scale and built.form == "fp8_block" and built.block:
-        rows, columns = (-(-size // side) for size, side in zip(weight.shape, built.block, strict=True))
+        rows, columns = (
+            -(-size // side) for size, side in zip(weight.shape, built.block, strict=True)
+        )
         wanted = {2: (rows, columns), 4: (rows, 1, columns, 1)}
     shape = wanted.get(built.scale_ndim, entry.shape)
     return shape if prod(shape) == prod(entry.shape) else entry.shape

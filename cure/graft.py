@@ -1,16 +1,17 @@
 """`keepmtp graft`: the MTP block of the release, put into a checkpoint that lost it.
 
-In: the opened checkpoint, the opened release, and one word for the block. Out: a `Graft`: the plan of the block, and
-the checkpoint as it will be. `graft_write.py` writes it.
+In: the opened checkpoint, the opened release, and one word for the block. Out: a `Graft`: the plan
+of the block, and the checkpoint as it will be. `graft_write.py` writes it.
 
-The packing is that of `keepmtp quantize`: a plan with the block alone (`quantize/plan/mtp_alone.py`). Lists of modules
-are those of `keepmtp fix`: with the block in its place, they say what is stored. What the new checkpoint will be is
-checked from headers before a byte is written.
+The packing is that of `keepmtp quantize`: a plan with the block alone
+(`quantize/plan/mtp_alone.py`). Lists of modules are those of `keepmtp fix`: with the block in its
+place, they say what is stored. What the new checkpoint will be is checked from headers before a
+byte is written.
 
-Easy to get wrong: vLLM reads whole files that the index names. So tensors of an old block must leave their files: a
-file with nothing else is left out, and one with tensors of the backbone is written again without them. In config.json,
-lists with one value for each layer: the release's have the MTP layers at their end, and a tool that drops the block
-cuts them.
+Easy to get wrong: vLLM reads whole files that the index names. So tensors of an old block must
+leave their files: a file with nothing else is left out, and one with tensors of the backbone is
+written again without them. In config.json, lists with one value for each layer: the release's have
+the MTP layers at their end, and a tool that drops the block cuts them.
 """
 
 import re
@@ -39,7 +40,9 @@ from .graft_fetch import ranges_of
 from .graft_refusals import block_entries, refuse_another_model, refuse_untrained_release
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
 
-_ABOUT_THE_BLOCK = frozenset({"mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head"})
+_ABOUT_THE_BLOCK = frozenset(
+    {"mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head"}
+)
 _ABOUT_MTP = re.compile(r"mtp|nextn|n_predict", re.IGNORECASE)
 
 
@@ -76,19 +79,22 @@ class Graft:
         return len(ranges_of(block_entries(self.plan))) if self.plan.source.folder is None else 0
 
 
-def plan_graft(quantized: Source, source: Source, *, mtp: str | None = None, is_replaced: bool = False) -> Graft:
+def plan_graft(
+    quantized: Source, source: Source, *, mtp: str | None = None, is_replaced: bool = False
+) -> Graft:
     """Decide everything from headers, and check the result.
 
     Args:
         quantized: the checkpoint that lacks its MTP block, or whose block is broken.
         source: the release that it was made from.
-        mtp: `source`, `bf16` or a scheme; None for `source` where the checkpoint's dialect can say it, else `bf16`.
+        mtp: `source`, `bf16` or a scheme; None for `source` where the checkpoint's dialect can say
+            it, else `bf16`.
         is_replaced: take the release's block also in place of one that is good.
 
     Raises:
         RecipeError: another family or another width; a word that is not possible.
-        CheckpointError: a tensor with another shape, a block that is there and good, no block in the release, an
-            unknown dialect, or a result that would not load.
+        CheckpointError: a tensor with another shape, a block that is there and good, no block in
+            the release, an unknown dialect, or a result that would not load.
     """
     refuse_untrained_release(source)
     checked = examine_source(quantized)
@@ -96,7 +102,9 @@ def plan_graft(quantized: Source, source: Source, *, mtp: str | None = None, is_
     refuse_another_model(quantized, source)
     dialect, family = ours.dialect, ours.view.family
     if isinstance(dialect, UnknownDialect):
-        rule = "graft writes compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound and Quark"
+        rule = (
+            "graft writes compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound and Quark"
+        )
         cure = "Quantize the release with keepmtp, which keeps its MTP block"
         raise CheckpointError("config.json: quantization_config", rule, got=dialect.name, cure=cure)
     proposal = Proposal(quantized)
@@ -104,21 +112,32 @@ def plan_graft(quantized: Source, source: Source, *, mtp: str | None = None, is_
     view = FamilyView(family=family, config=proposal.value(CONFIG, ()))
     runtime = RuntimeView(source=quantized, view=view)
     both = (*quantized.entries.values(), *quantized.unindexed.values())
-    old = [entry for entry in both if runtime.is_mtp_name(entry.name)]  # whole or not, also under a wrong prefix
+    old = [
+        entry for entry in both if runtime.is_mtp_name(entry.name)
+    ]  # whole or not, also under a wrong prefix
     if old and not is_replaced:
         _refuse_good_block(checked)
-    word = mtp or ("source" if isinstance(dialect, CompressedTensors | Fp8 | Unquantized) else "bf16")
-    plan = plan_mtp_alone(source, view, word, as_released=word == "source" and isinstance(dialect, Fp8))
+    word = mtp or (
+        "source" if isinstance(dialect, CompressedTensors | Fp8 | Unquantized) else "bf16"
+    )
+    plan = plan_mtp_alone(
+        source, view, word, as_released=word == "source" and isinstance(dialect, Fp8)
+    )
     _refuse_unsayable(plan, dialect, word)
     proposal.put_shards(old, _shards_of(plan))
     if proposal.shards_again and quantized.folder is None:
-        rule = f"{next(iter(proposal.shards_again))} has tensors of the old block and of the backbone"
+        rule = (
+            f"{next(iter(proposal.shards_again))} has tensors of the old block and of the backbone"
+        )
         cure = f"Download it: hf download {quantized.where} --local-dir FOLDER"
-        raise CheckpointError(quantized.where, f"{rule}, and is written again", got="a Hub repository", cure=cure)
+        raise CheckpointError(
+            quantized.where, f"{rule}, and is written again", got="a Hub repository", cure=cure
+        )
     if isinstance(dialect, CompressedTensors):
         _name_in_compressed_tensors(proposal, plan)
     checked = proposal.examined()
-    # Without a finding too: some schemes of AutoRound and Quark are not judged, and the block must be on the list.
+    # Without a finding too: some schemes of AutoRound and Quark are not judged, and the block must
+    # be on the list.
     lists_say_what_is_stored(Faulty(_readable(checked), checked.data.findings, proposal))
     checked, proposal = settled(proposal.examined(), proposal, LIST_FIXES)
     _refuse_broken_block(checked)
@@ -129,7 +148,14 @@ def _shards_of(plan: Plan) -> dict[str, list[Entry]]:
     """The headers of the block's files."""
     return {
         shard.file: [
-            Entry(name=o.name, file=shard.file, dtype=o.dtype, shape=o.shape, start=0, num_bytes=o.num_bytes)
+            Entry(
+                name=o.name,
+                file=shard.file,
+                dtype=o.dtype,
+                shape=o.shape,
+                start=0,
+                num_bytes=o.num_bytes,
+            )
             for o in shard.outputs
         ]
         for shard in plan.shards
@@ -153,7 +179,12 @@ def _count_mtp_layers(proposal: Proposal, released: Mapping[str, Any], family: F
             if key in counts or _ABOUT_MTP.search(key):
                 proposal.set(CONFIG, (*path, key), value, "the release describes its MTP block so")
             elif _is_cut(proposal.value(CONFIG, (*path, key)), value):
-                proposal.set(CONFIG, (*path, key), value, "the release has a value for each layer, MTP layers too")
+                proposal.set(
+                    CONFIG,
+                    (*path, key),
+                    value,
+                    "the release has a value for each layer, MTP layers too",
+                )
 
 
 def _is_cut(value: Any, released: Any) -> bool:
@@ -164,14 +195,20 @@ def _is_cut(value: Any, released: Any) -> bool:
 
 
 def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
-    """The groups and the ignored modules that quantize writes for the block, next to those of the backbone."""
+    """The groups and the ignored modules that quantize writes for the block, next to those of the
+    backbone.
+    """
     raw, made = proposal.quantization(), config_of(plan).value
     if not made["config_groups"]:
         return  # the lists are all that says a plain block
     ignore = [*dict.fromkeys([*(raw.get("ignore") or ()), *made["ignore"]])]
-    proposal.set_quantization(("ignore",), ignore, "vLLM builds these modules of the MTP block plain")
+    proposal.set_quantization(
+        ("ignore",), ignore, "vLLM builds these modules of the MTP block plain"
+    )
     groups = {**(raw.get("config_groups") or {})}
-    groups |= {f"mtp_{number}": group for number, group in enumerate(made["config_groups"].values())}
+    groups |= {
+        f"mtp_{number}": group for number, group in enumerate(made["config_groups"].values())
+    }
     # A group without a format of its own has that of the whole.
     for group in groups.values():
         group["format"] = group.get("format") or raw.get("format")
@@ -182,14 +219,19 @@ def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
     proposal.set_quantization(("config_groups",), groups, why)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals
+# --------------------------------------------------------------------------------------------------
 
 
 def _readable(checked: Checked) -> RuntimeView:
-    """Refuse a checkpoint that the check cannot read, such as a config.json with values of another type."""
+    """Refuse a checkpoint that the check cannot read, such as a config.json with values of another
+    type.
+    """
     if checked.runtime is None:
         first = checked.data.findings[0]
-        raise CheckpointError(first.where, "the check must be able to read it", got=first.says, cure=first.cure)
+        raise CheckpointError(
+            first.where, "the check must be able to read it", got=first.says, cure=first.cure
+        )
     return checked.runtime
 
 
@@ -200,7 +242,10 @@ def _refuse_good_block(checked: Checked) -> None:
         return
     if any(_is_about_the_block(each, runtime) for each in checked.data.findings):
         return
-    got = f"{facts.num_mtp_tensors:,} tensors in {', '.join(facts.mtp_forms)}, and no finding about them"
+    got = (
+        f"{facts.num_mtp_tensors:,} tensors in {', '.join(facts.mtp_forms)}, and no finding "
+        "about them"
+    )
     cure = "Use it as it is, or say --replace to take the release's block all the same"
     rule = "graft gives a block to a checkpoint that lacks a good one"
     raise CheckpointError(checked.data.path, rule, got=got, cure=cure)
@@ -215,14 +260,26 @@ def _refuse_unsayable(plan: Plan, dialect: Dialect, word: str) -> None:
     """Refuse a packed block in a dialect that graft has no words for."""
     packed = next((tensor for tensor in plan.tensors if tensor.scheme), None)
     if packed is not None and not isinstance(dialect, CompressedTensors):
-        rule = f"graft writes a packed MTP block in compressed-tensors only; this checkpoint is {dialect.name}"
-        raise RecipeError("--mtp", rule, got=f"{word}, so {packed.scheme} for {packed.name}", cure="Use --mtp bf16")
+        rule = (
+            "graft writes a packed MTP block in compressed-tensors only; this checkpoint is "
+            f"{dialect.name}"
+        )
+        raise RecipeError(
+            "--mtp",
+            rule,
+            got=f"{word}, so {packed.scheme} for {packed.name}",
+            cure="Use --mtp bf16",
+        )
 
 
 def _refuse_broken_block(checked: Checked) -> None:
-    """Refuse a checkpoint whose new block would not load: a broad entry of the old config reaches it."""
+    """Refuse a checkpoint whose new block would not load: a broad entry of the old config reaches
+    it.
+    """
     runtime = _readable(checked)
     for each in checked.data.findings:
         if _is_about_the_block(each, runtime):
             rule = "the new MTP block must be built as it is stored"
-            raise CheckpointError(each.where, rule, got=each.says, cure=f"{each.cure}, in {checked.data.path}")
+            raise CheckpointError(
+                each.where, rule, got=each.says, cure=f"{each.cure}, in {checked.data.path}"
+            )

@@ -1,10 +1,10 @@
 """The bytes of a release's MTP block, brought here from the Hub by range requests.
 
-In: tensors of a repository. Out: files of holes with the repository's names and offsets, in which only these tensors
-have bytes; and a `Source` over them.
+In: tensors of a repository. Out: files of holes with the repository's names and offsets, in which
+only these tensors have bytes; and a `Source` over them.
 
-Easy to get wrong: what a killed run has left. A range counts as here once its line is in the list of ranges, and the
-line is written after its bytes.
+Easy to get wrong: what a killed run has left. A range counts as here once its line is in the list
+of ranges, and the line is written after its bytes.
 """
 
 import json
@@ -51,7 +51,9 @@ def ranges_of(entries: Iterable[Entry]) -> list[Range]:
     ]
 
 
-def fetch(source: Source, entries: Iterable[Entry], folder: Path, progress: Callable[[int], None]) -> Source:
+def fetch(
+    source: Source, entries: Iterable[Entry], folder: Path, progress: Callable[[int], None]
+) -> Source:
     """Bring these tensors here; what an earlier run brought into `folder` is not asked for again.
 
     Args:
@@ -76,7 +78,14 @@ def fetch(source: Source, entries: Iterable[Entry], folder: Path, progress: Call
         # One piece in memory for each connection, at most 1 GiB in all.
         buffer = bytearray(piece.num_bytes)
         into = memoryview(buffer)
-        read_range(source.where, piece.file, commit=source.revision, start=piece.start, into=into, arrived=progress)
+        read_range(
+            source.where,
+            piece.file,
+            commit=source.revision,
+            start=piece.start,
+            into=into,
+            arrived=progress,
+        )
         descriptor = os.open(within(folder, piece.file), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             write_at(descriptor, buffer, piece.start)
@@ -92,4 +101,6 @@ def fetch(source: Source, entries: Iterable[Entry], folder: Path, progress: Call
                 job.result()
         finally:
             pool.shutdown(cancel_futures=True)
-    return replace(source, folder=folder, states=states_of(folder, sorted({piece.file for piece in wanted})))
+    return replace(
+        source, folder=folder, states=states_of(folder, sorted({piece.file for piece in wanted}))
+    )

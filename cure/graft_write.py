@@ -1,12 +1,14 @@
-"""Carries out a graft: brings the release's MTP block here, judges its values, packs it, and writes the new folder.
+"""Carries out a graft: brings the release's MTP block here, judges its values, packs it, and writes
+the new folder.
 
-In: a `Graft`. Out: OUT, whole or not there: new shards with the block, new config files and index, and hard links.
+In: a `Graft`. Out: OUT, whole or not there: new shards with the block, new config files and index,
+and hard links.
 
-Only the block's tensors are read, from a Hub repository by range requests. They are kept under OUT.partial until the
-end, so a run that was killed asks only for what it had not yet.
+Only the block's tensors are read, from a Hub repository by range requests. They are kept under
+OUT.partial until the end, so a run that was killed asks only for what it had not yet.
 
-Easy to get wrong: what the value check only warns of. A block of chance, or with norms as they were made, may be served
-by whoever measures it; but nobody wants it put into another checkpoint.
+Easy to get wrong: what the value check only warns of. A block of chance, or with norms as they were
+made, may be served by whoever measures it; but nobody wants it put into another checkpoint.
 """
 
 import os
@@ -46,17 +48,20 @@ def carry_out(
     reading: Bar = no_bar,
     packing: Bar = no_bar,
 ) -> Rewritten:
-    """Write the new folder; a run that was killed is continued by the same call, with the same bytes.
+    """Write the new folder; a run that was killed is continued by the same call, with the same
+    bytes.
 
     Args:
         graft: from `plan_graft`.
         out: the new folder; nothing may be there.
         threads: files that are packed at the same time; default one a core.
-        fetching, reading, packing: bars for the bytes from the Hub, for those that are judged, and for packing.
+        fetching, reading, packing: bars for the bytes from the Hub, for those that are judged, and
+            for packing.
 
     Raises:
         RecipeError: see `rewritten.rewrite`.
-        CheckpointError: the release's block was never trained, a file ends early, or a folder changed meanwhile.
+        CheckpointError: the release's block was never trained, a file ends early, or a folder
+            changed meanwhile.
     """
     release, num_bytes = graft.plan.source, graft.plan.num_bytes_after
     if release.folder is None:
@@ -92,7 +97,9 @@ def _refuse_untrained_block(plan: Plan, reading: Bar) -> None:
     """Read every tensor of the block once, and refuse values that no trained block has."""
     entries = {entry.name: entry for entry in block_entries(plan)}
     source = replace(plan.source, entries=entries, unindexed={})
-    runtime = RuntimeView(source=source, view=find_view(source.config, source.where, source.entries))
+    runtime = RuntimeView(
+        source=source, view=find_view(source.config, source.where, source.entries)
+    )
     for found in check_values(runtime, "all", watch=Watch(reading=reading)).findings:
         if found.severity == "error" or found.rule in _UNTRAINED:
             rule = "the release's MTP block must hold what a trained model holds"

@@ -2,8 +2,9 @@
 
 In: the file's bytes before and after, and the reasons. Out: lines of text.
 
-Easy to get wrong: the comma after an item is no part of it. A list that gets one more item has one changed line here,
-not two; so lines have no comma at their end. Files are the same if their values are, however they are indented.
+Easy to get wrong: the comma after an item is no part of it. A list that gets one more item has one
+changed line here, not two; so lines have no comma at their end. Files are the same if their values
+are, however they are indented.
 """
 
 import json
@@ -15,10 +16,14 @@ from typing import Any
 from ..recipes.errors import printable
 
 _MOST_LINES = 14  # of one run that only adds or only removes
-_MOST_COMPARED = 20_000  # lines: difflib takes minutes for an index in which thousands of lines change
+_MOST_COMPARED = (
+    20_000  # lines: difflib takes minutes for an index in which thousands of lines change
+)
 
 
-def json_diff(name: str, before: bytes | None, after: bytes | None, reasons: Iterable[str] = ()) -> list[str]:
+def json_diff(
+    name: str, before: bytes | None, after: bytes | None, reasons: Iterable[str] = ()
+) -> list[str]:
     """The lines of a unified diff; [] if the values are the same.
 
     Args:
@@ -29,13 +34,23 @@ def json_diff(name: str, before: bytes | None, after: bytes | None, reasons: Ite
     old, new = _lines(before), _lines(after)
     if old == new:
         return []
-    names = ("/dev/null" if before is None else f"a/{name}"), ("/dev/null" if after is None else f"b/{name}")
+    names = (
+        ("/dev/null" if before is None else f"a/{name}"),
+        ("/dev/null" if after is None else f"b/{name}"),
+    )
     if len(old) + len(new) <= _MOST_COMPARED:
         _, _, *body = unified_diff(old, new, n=2, lineterm="")
     else:
         there, now = set(old), set(new)
-        gone, added = [line for line in old if line not in now], [line for line in new if line not in there]
-        body = [f"@@ -{len(old)} +{len(new)} @@", *(f"-{line}" for line in gone), *(f"+{line}" for line in added)]
+        gone, added = (
+            [line for line in old if line not in now],
+            [line for line in new if line not in there],
+        )
+        body = [
+            f"@@ -{len(old)} +{len(new)} @@",
+            *(f"-{line}" for line in gone),
+            *(f"+{line}" for line in added),
+        ]
     lines = [f"--- {names[0]}", f"+++ {names[1]}", *(f"# {why}" for why in dict.fromkeys(reasons))]
     for _, run in groupby(body, key=lambda line: line[0]):
         lines += _cut([*run])
@@ -43,7 +58,9 @@ def json_diff(name: str, before: bytes | None, after: bytes | None, reasons: Ite
 
 
 def in_form_of(before: bytes | None, value: Mapping[str, Any]) -> bytes:
-    """A JSON file with these values, indented and escaped as it was, so that a diff shows no more than what changed."""
+    """A JSON file with these values, indented and escaped as it was, so that a diff shows no more
+    than what changed.
+    """
     text = (before or b"").decode("utf-8", errors="replace")
     second = text.split("\n", 2)[1] if text.count("\n") else ""
     indent = len(second) - len(second.lstrip(" ")) or 2
@@ -63,4 +80,8 @@ def _cut(lines: list[str]) -> list[str]:
     if len(lines) <= _MOST_LINES or lines[0][0] not in "+-":
         return lines
     kept = _MOST_LINES // 2
-    return [*lines[:kept], f"{lines[0][0]}  ... {len(lines) - 2 * kept:,} more lines ...", *lines[-kept:]]
+    return [
+        *lines[:kept],
+        f"{lines[0][0]}  ... {len(lines) - 2 * kept:,} more lines ...",
+        *lines[-kept:],
+    ]

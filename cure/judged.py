@@ -1,9 +1,10 @@
 """How every cure ends: the check, and vLLM's own loaders where there is a vLLM.
 
-In: a folder that is finished, or one of headers. Out: what was found, and why vLLM was not asked, if it was not.
+In: a folder that is finished, or one of headers. Out: what was found, and why vLLM was not asked,
+if it was not.
 
-Easy to get wrong: a vLLM that is not there is no finding. A person without one still gets the check, and
-the reason why vLLM was not asked.
+Easy to get wrong: a vLLM that is not there is no finding. A person without one still gets the
+check, and the reason why vLLM was not asked.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +60,9 @@ def judge(
         from ..validate.facts.vllm_env import find_vllm
 
         try:
-            (checked,) = check_on([str(folder)], vllm=find_vllm(any_version=any_vllm), gpus=gpus, progress=progress)
+            (checked,) = check_on(
+                [str(folder)], vllm=find_vllm(any_version=any_vllm), gpus=gpus, progress=progress
+            )
         except VLLMError as error:
             no_vllm = error
     if checked is None:
@@ -72,6 +75,7 @@ def named(checked: Checked, folder: Path, name: str) -> Checked:
     """What was found of a folder, under the name that people know the checkpoint by."""
     data = checked.data
     findings = tuple(
-        finding.model_copy(update={"where": finding.where.replace(str(folder), name)}) for finding in data.findings
+        finding.model_copy(update={"where": finding.where.replace(str(folder), name)})
+        for finding in data.findings
     )
     return checked._replace(data=data.model_copy(update={"path": name, "findings": findings}))

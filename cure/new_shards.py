@@ -1,9 +1,10 @@
-"""New shards of a rewritten checkpoint: tensors with new bytes, and tensors of other shards under new names.
+"""New shards of a rewritten checkpoint: tensors with new bytes, and tensors of other shards under
+new names.
 
 In: `NewTensor`s. Out: a safetensors file, written part by part, on the disk.
 
-Easy to get wrong: vLLM reads whole files that the index names, so a tensor must not stay in an old shard when it is
-written in a new one. A touched shard is written again, whole, under its own name.
+Easy to get wrong: vLLM reads whole files that the index names, so a tensor must not stay in an old
+shard when it is written in a new one. A touched shard is written again, whole, under its own name.
 """
 
 import os
@@ -61,7 +62,11 @@ def as_it_was(entry: Entry) -> NewTensor:
 
 
 def write_shard(
-    path: Path, tensors: Iterable[NewTensor], source: Source, *, written: Callable[[int], None] = lambda count: None
+    path: Path,
+    tensors: Iterable[NewTensor],
+    source: Source,
+    *,
+    written: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Write a shard. Wider dtypes come first, since readers map the file.
 
@@ -84,7 +89,9 @@ def write_shard(
                 written(len(part))
         file.flush()
         os.fsync(file.fileno())
-        assert file.tell() == layout.num_bytes, f"{path}: a tensor's bytes are not those of its shape"
+        assert file.tell() == layout.num_bytes, (
+            f"{path}: a tensor's bytes are not those of its shape"
+        )
 
 
 def _parts(source: Source, tensor: NewTensor) -> Iterable[bytes | memoryview]:

@@ -1,10 +1,12 @@
-"""A checkpoint as it would be after some changes: judged from headers before a byte is written, then written.
+"""A checkpoint as it would be after some changes: judged from headers before a byte is written,
+then written.
 
-In: an opened checkpoint, and changes of its JSON files, its index and its tensors, each with the reason. Out: a diff; a
-folder of headers for the check and the dry load; and what `rewritten.rewrite` writes.
+In: an opened checkpoint, and changes of its JSON files, its index and its tensors, each with the
+reason. Out: a diff; a folder of headers for the check and the dry load; and what
+`rewritten.rewrite` writes.
 
-Easy to get wrong: a change is made to what the changes before it have left. So tensors are named by file and name of
-the moment, and each knows the old bytes that it is made from.
+Easy to get wrong: a change is made to what the changes before it have left. So tensors are named by
+file and name of the moment, and each knows the old bytes that it is made from.
 """
 
 import json
@@ -59,7 +61,9 @@ class Edit:
 
 
 class Faulty(NamedTuple):
-    """What a fix looks at and changes: a checkpoint of a known family, with its findings, as it would be by now."""
+    """What a fix looks at and changes: a checkpoint of a known family, with its findings, as it
+    would be by now.
+    """
 
     runtime: RuntimeView
     findings: Sequence[Finding]
@@ -72,7 +76,8 @@ class Proposal:
     Attributes:
         source: as it is.
         edits: those that were made, in their order.
-        not_here: reasons of those that need the shards on this machine, for a repository that was not downloaded.
+        not_here: reasons of those that need the shards on this machine, for a repository that was
+            not downloaded.
         made_shards: names of new shards that somebody else writes.
     """
 
@@ -100,10 +105,13 @@ class Proposal:
         for name in ("edits", "_whole", "_indexed", "_touched"):
             setattr(other, name, getattr(self, name).copy())
         other._docs = deepcopy(self._docs)
-        other._shards = defaultdict(dict, {file: dict(tensors) for file, tensors in self._shards.items()})
+        other._shards = defaultdict(
+            dict, {file: dict(tensors) for file, tensors in self._shards.items()}
+        )
         return other
 
-    # --- JSON files ---------------------------------------------------------------------------------------------------
+    # --- JSON files
+    # ----------------------------------------------------------------------------------------------
 
     def value(self, file: str, place: JSONPath) -> Any:
         """A copy of a value of a JSON file; None if it is not there."""
@@ -129,8 +137,12 @@ class Proposal:
 
     @property
     def config_place(self) -> JSONPath | None:
-        """Where config.json has its quantization config, as `choose.quantization_of` looks for it."""
-        return next((place for place in _PLACES if isinstance(self.value(CONFIG, place), dict)), None)
+        """Where config.json has its quantization config, as `choose.quantization_of` looks for
+        it.
+        """
+        return next(
+            (place for place in _PLACES if isinstance(self.value(CONFIG, place), dict)), None
+        )
 
     @property
     def quantization_at(self) -> tuple[str, JSONPath]:
@@ -151,7 +163,8 @@ class Proposal:
         file, place = self.quantization_at
         self.set(file, (*place, *keys), value, why)
 
-    # --- tensors and the index ----------------------------------------------------------------------------------------
+    # --- tensors and the index
+    # ----------------------------------------------------------------------------------------
 
     def retensor(
         self,
@@ -160,7 +173,9 @@ class Proposal:
         why: str,
         convert: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """Give a tensor another name, dtype or shape, or leave it out; `convert` makes its bytes, which else stay."""
+        """Give a tensor another name, dtype or shape, or leave it out; `convert` makes its bytes,
+        which else stay.
+        """
         if self.source.folder is None:
             self.not_here[why] = None
             return
@@ -170,7 +185,9 @@ class Proposal:
             return
         says = "left out"
         if new is not None:
-            if new.name != old.name and any(new.name in tensors for tensors in self._shards.values()):
+            if new.name != old.name and any(
+                new.name in tensors for tensors in self._shards.values()
+            ):
                 return
             if new.data == entry:
                 new = replace(new, data=old.data, convert=convert or old.convert)
@@ -188,7 +205,9 @@ class Proposal:
         if self.source.folder is None:
             self.not_here[why] = None
             return
-        tensors = {name: tensor for file in self._indexed for name, tensor in self._shards[file].items()}
+        tensors = {
+            name: tensor for file in self._indexed for name, tensor in self._shards[file].items()
+        }
         if name not in tensors and of in tensors:
             self._shards[COPIES][name] = replace(tensors[of], name=name)
             self._indexed.add(COPIES)
@@ -219,8 +238,13 @@ class Proposal:
             self._touched.add(entry.file)
         for file, entries in made.items():
             if self._shards[file]:
-                rule, cure = f"{file} must hold nothing but the MTP block", "Give it another name, also in the index"
-                raise CheckpointError(self.source.where, rule, got=next(iter(self._shards[file])), cure=cure)
+                rule, cure = (
+                    f"{file} must hold nothing but the MTP block",
+                    "Give it another name, also in the index",
+                )
+                raise CheckpointError(
+                    self.source.where, rule, got=next(iter(self._shards[file])), cure=cure
+                )
             self._shards[file] = {entry.name: as_it_was(entry) for entry in entries}
         self._touched |= made.keys()
         self._indexed |= made.keys()
@@ -233,11 +257,14 @@ class Proposal:
 
     @property
     def shards_again(self) -> dict[str, list[NewTensor]]:
-        """The shards that are written from old tensors, with their tensors in the order that they had."""
+        """The shards that are written from old tensors, with their tensors in the order that they
+        had.
+        """
         files = sorted(self._touched & self._indexed - self.made_shards)
         return {file: [*self._shards[file].values()] for file in files if self._shards[file]}
 
-    # --- what becomes of it -------------------------------------------------------------------------------------------
+    # --- what becomes of it
+    # -------------------------------------------------------------------------------------------
 
     def files(self) -> dict[str, bytes | None]:
         """The small files that change, with the index; None for one that is left out."""
@@ -251,7 +278,9 @@ class Proposal:
         return found
 
     def diffs(self) -> list[str]:
-        """The lines of a diff of every small file that changes, and a line for each kind of change of a tensor."""
+        """The lines of a diff of every small file that changes, and a line for each kind of change
+        of a tensor.
+        """
         lines = []
         for name, data in sorted(self.files().items()):
             if name in (CONFIG, HF_QUANT_CONFIG, INDEX):
@@ -268,7 +297,9 @@ class Proposal:
 
     @contextmanager
     def headers(self) -> Iterator[Path]:
-        """A folder that the check and vLLM can read it from: JSON files, and headers with holes for the weights."""
+        """A folder that the check and vLLM can read it from: JSON files, and headers with holes for
+        the weights.
+        """
         with ScratchFolder("keepmtp-proposal-") as folder:
             small = {name: small_bytes(self.source, name) for name in (CONFIG, INDEX, *SMALL_FILES)}
             small |= dict.fromkeys(self.source.code, b"")
@@ -285,7 +316,9 @@ class Proposal:
         with self.headers() as folder:
             return named(examine(folder, runtimes=runtimes), folder, self.source.where)
 
-    def write_shards(self, folder: Path, written: Callable[[int], None] = lambda count: None) -> None:
+    def write_shards(
+        self, folder: Path, written: Callable[[int], None] = lambda count: None
+    ) -> None:
         """Write the shards that are made from old tensors."""
         for file, tensors in self.shards_again.items():
             write_shard(within(folder, file), tensors, self.source, written=written)
@@ -293,7 +326,9 @@ class Proposal:
     def described(self) -> str:
         """All that is written in shards but the bytes of old tensors, which are the source's."""
         files = sorted(self._touched)
-        return json.dumps([[f, *[[t.name, t.dtype, t.shape] for t in self._shards[f].values()]] for f in files])
+        return json.dumps(
+            [[f, *[[t.name, t.dtype, t.shape] for t in self._shards[f].values()]] for f in files]
+        )
 
     def _entries(self, file: str) -> list[Entry]:
         """The header of one shard."""
@@ -301,22 +336,40 @@ class Proposal:
         for tensor in self._shards[file].values():
             size = tensor.num_bytes
             found.append(
-                Entry(name=tensor.name, file=file, dtype=tensor.dtype, shape=tensor.shape, start=start, num_bytes=size)
+                Entry(
+                    name=tensor.name,
+                    file=file,
+                    dtype=tensor.dtype,
+                    shape=tensor.shape,
+                    start=start,
+                    num_bytes=size,
+                )
             )
             start += size
         return found
 
     def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""
-        if not (self._is_index_new or self._touched or self._indexed != {e.file for e in self.source.entries.values()}):
+        if not (
+            self._is_index_new
+            or self._touched
+            or self._indexed != {e.file for e in self.source.entries.values()}
+        ):
             return None
-        tensors = [(tensor, file) for file in sorted(self._indexed) for tensor in self._shards[file].values()]
+        tensors = [
+            (tensor, file)
+            for file in sorted(self._indexed)
+            for tensor in self._shards[file].values()
+        ]
         old = small_object(self.source, INDEX) or {}
         if not old and len({file for _, file in tensors}) == 1:
             return None
         files = {str(tensor.name): file for tensor, file in tensors}
         given, listed = old.get("metadata"), old.get("weight_map", {})
-        metadata = {**(given if isinstance(given, dict) else {}), "total_size": sum(t.num_bytes for t, _ in tensors)}
+        metadata = {
+            **(given if isinstance(given, dict) else {}),
+            "total_size": sum(t.num_bytes for t, _ in tensors),
+        }
         if (listed, given) == (files, metadata):
             return None
         # Names stay where they were, so that little changes.

@@ -1,16 +1,19 @@
 """A new folder from a finished checkpoint: whole or not there, and the old one stays as it is.
 
-In: a `Proposal`. Out: OUT, a checkpoint of its own. What did not change is a hard link, so it takes no room and no
-time; a copy where the file system cannot link. Of a Hub repository that is not here, OUT has the changed files alone.
-OUT/.keepmtp/cure.json stays there: by it the same command finds that it has finished before.
+In: a `Proposal`. Out: OUT, a checkpoint of its own. What did not change is a hard link, so it takes
+no room and no time; a copy where the file system cannot link. Of a Hub repository that is not here,
+OUT has the changed files alone. OUT/.keepmtp/cure.json stays there: by it the same command finds
+that it has finished before.
 
-Every regular file of the old folder is kept, its own Python too: it is a person's own copy on his own disk, nothing in
-it is run, and `publish` asks again what may travel. keepmtp.json and recipe.yaml are left out: they say how the old
-folder was made, and the new one was not made so. Hidden files are left out as well.
+Every regular file of the old folder is kept, its own Python too: it is a person's own copy on his
+own disk, nothing in it is run, and `publish` asks again what may travel. keepmtp.json and
+recipe.yaml are left out: they say how the old folder was made, and the new one was not made so.
+Hidden files are left out as well.
 
-Easy to get wrong: a hard link is a second name of the same file. Who writes into a file of OUT writes into the old
-checkpoint. So new shards are written first, while the folder has no links; a file that is changed is made anew under
-OUT.partial and never opened where it was; and the old folder is compared again at the end.
+Easy to get wrong: a hard link is a second name of the same file. Who writes into a file of OUT
+writes into the old checkpoint. So new shards are written first, while the folder has no links; a
+file that is changed is made anew under OUT.partial and never opened where it was; and the old
+folder is compared again at the end.
 """
 
 import errno
@@ -45,7 +48,8 @@ from ..recipes.errors import RecipeError
 from .proposal import Proposal
 
 _STAMP = f"{WORK}/cure.json"
-# What a file system says that cannot make this link: another disk, links that are not allowed or too many.
+# What a file system says that cannot make this link: another disk, links that are not allowed or
+# too many.
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
 _CHANGED = "Run the same command again: it reads the checkpoint anew"
 
@@ -105,8 +109,9 @@ def rewrite(
         out: where; nothing may be there.
         made_by: the command in words: two commands never share what a killed one has left.
         also_read: another checkpoint that shards are made from.
-        make_shards: writes into the folder that it gets the shards that are not made from old tensors. What it keeps
-            in the folder's `.keepmtp` is still there when a killed command runs again.
+        make_shards: writes into the folder that it gets the shards that are not made from old
+            tensors. What it keeps in the folder's `.keepmtp` is still there when a killed command
+            runs again.
         num_bytes: how much that will be.
         written: called with numbers of bytes of the other new shards.
 
@@ -118,8 +123,20 @@ def rewrite(
     small = {name: data for name, data in files.items() if data is not None}
     gone = {name for name, data in files.items() if data is None} | {*proposal.empty_shards}
     source, again = proposal.source, proposal.shards_again
-    command = _sum([made_by, *_states(source), *(_states(also_read) if also_read else ()), proposal.described(), files])
-    if (found := _stamp_in(out)) is not None and found.command == command and _is_as_written(out, found):
+    command = _sum(
+        [
+            made_by,
+            *_states(source),
+            *(_states(also_read) if also_read else ()),
+            proposal.described(),
+            files,
+        ]
+    )
+    if (
+        (found := _stamp_in(out)) is not None
+        and found.command == command
+        and _is_as_written(out, found)
+    ):
         _tidy(out)
         return found.model_copy(update={"folder": out, "is_from_before": True})
     refuse_place(source, out)
@@ -145,7 +162,11 @@ def rewrite(
             sync(Path(root))
         copied = sorted({*kept} - {*linked})
         done = Rewritten(
-            command=command, new=tuple(sorted(new)), linked=tuple(linked), copied=tuple(copied), folder=out
+            command=command,
+            new=tuple(sorted(new)),
+            linked=tuple(linked),
+            copied=tuple(copied),
+            folder=out,
         )
         write_whole(partial / _STAMP, done.model_dump_json())
         complete(out)
@@ -157,14 +178,17 @@ def kept_files(source: Source) -> tuple[str, ...]:
     """Names of the old folder's files that a new one gets, sorted; see the top of this file.
 
     Raises:
-        CheckpointError: one is a link out of the folder, or to nowhere. A shard may be one: its header was read.
+        CheckpointError: one is a link out of the folder, or to nowhere. A shard may be one: its
+            header was read.
     """
     if source.folder is None:
         return ()
     found = []
     for root, folders, names in os.walk(source.folder):  # it passes over folders that are links
         folders[:] = [name for name in folders if not name.startswith(".")]
-        visible = [name for name in names if not name.startswith(".") and not name.endswith(".partial")]
+        visible = [
+            name for name in names if not name.startswith(".") and not name.endswith(".partial")
+        ]
         found += [str(Path(root, name).relative_to(source.folder)) for name in visible]
     kept = sorted(name for name in found if name not in (RECORD, RECIPE))
     for name in kept:
@@ -198,7 +222,9 @@ def _remove(path: Path) -> None:
 
 
 def _is_linked(source: Source, name: str, path: Path) -> bool:
-    """Give the old file a second name, or copy it where it can have none. A link of the Hub's cache: its blob."""
+    """Give the old file a second name, or copy it where it can have none. A link of the Hub's
+    cache: its blob.
+    """
     assert source.folder is not None
     old = Path(os.path.realpath(source.folder / name))
     try:
@@ -213,7 +239,9 @@ def _is_linked(source: Source, name: str, path: Path) -> bool:
 
 
 def _refuse_full_disk(source: Source, out: Path, needed: int, kept: Iterable[str]) -> None:
-    """Refuse a disk that is too small for the new files, and for the copies where it cannot link."""
+    """Refuse a disk that is too small for the new files, and for the copies where it cannot
+    link.
+    """
     parent = next(path for path in out.absolute().parents if path.is_dir())
     if source.folder is not None:
         states = [os.stat(source.folder / name) for name in kept]
@@ -227,12 +255,17 @@ def _refuse_full_disk(source: Source, out: Path, needed: int, kept: Iterable[str
 
 def _states(source: Source) -> list[Any]:
     """What tells a checkpoint from another one. A link changes the ctime."""
-    files = [f"{name} {state.model_dump(exclude={'ctime_ns'})}" for name, state in sorted(source.states.items())]
+    files = [
+        f"{name} {state.model_dump(exclude={'ctime_ns'})}"
+        for name, state in sorted(source.states.items())
+    ]
     return [source.where, source.revision, *files]
 
 
 def _sum(parts: list[Any]) -> str:
-    return hashlib.sha256("\0".join([__version__, *map(repr, parts)]).encode(errors="surrogatepass")).hexdigest()
+    return hashlib.sha256(
+        "\0".join([__version__, *map(repr, parts)]).encode(errors="surrogatepass")
+    ).hexdigest()
 
 
 def _is_as_written(out: Path, found: Rewritten) -> bool:

@@ -1,1 +1,3 @@
-"""WHAT: schemes, family tables and recipes. Pure Python and data; nothing here imports torch or transformers."""
+"""WHAT: schemes, family tables and recipes. Pure Python and data; nothing here imports torch or
+transformers.
+"""

@@ -1,9 +1,12 @@
-"""How large a checkpoint may become where a recipe leaves the schemes to a search: `96GiB`, or `4.75 bits`.
+"""How large a checkpoint may become where a recipe leaves the schemes to a search: `96GiB`, or
+`4.75 bits`.
 
-In: what a recipe writes. Out: a `Budget`. Bytes are those of all files of the finished checkpoint. Bits are those of
-weights and scales of the modules that the search decides about, divided by the number of their weights.
+In: what a recipe writes. Out: a `Budget`. Bytes are those of all files of the finished checkpoint.
+Bits are those of weights and scales of the modules that the search decides about, divided by the
+number of their weights.
 
-Easy to get wrong: GB is 10^9 bytes and GiB is 2^30. GPUs are sold by the second and called by the first.
+Easy to get wrong: GB is 10^9 bytes and GiB is 2^30. GPUs are sold by the second and called by the
+first.
 """
 
 import re
@@ -38,7 +41,12 @@ def read_budget(written: str) -> Budget:
     amount = float(found["amount"]) if found else 0.0
     if found is None or not amount:
         rule = "must be bytes of the checkpoint or bits of a weight, such as 96GiB or 4.75 bits"
-        raise RecipeError("", rule, got=repr(written), cure="Give a number and its unit: B, KB, MiB, GiB, TB or bits")
+        raise RecipeError(
+            "",
+            rule,
+            got=repr(written),
+            cure="Give a number and its unit: B, KB, MiB, GiB, TB or bits",
+        )
     if found["unit"] == "bits":
         return Budget(bits=amount)
     return Budget(num_bytes=int(amount * _bytes_of(found["unit"])))

@@ -1,10 +1,12 @@
 """What type each key of config.json must have, for the keys that keepmtp reads.
 
-In: a parsed config.json. Out: nothing, or a refusal that names the key. Whoever reads a key after that may rely on its
+In: a parsed config.json. Out: nothing, or a refusal that names the key. Whoever reads a key after
+that may rely on its
 type: the families' tables, the plan, the check.
 
-Easy to get wrong: a key may be in `text_config` too, and null means that it is not given. A count has an upper limit,
-because names are made for every layer and expert that config.json promises, and a file may be anybody's.
+Easy to get wrong: a key may be in `text_config` too, and null means that it is not given. A count
+has an upper limit, because names are made for every layer and expert that config.json promises, and
+a file may be anybody's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +35,9 @@ class _Kind:
 
 
 def _whole(most: int = _MAX_SIZE) -> _Kind:
-    return _Kind(words=f"a whole number from 0 to {most}", fits=lambda value: _is_whole(value, most))
+    return _Kind(
+        words=f"a whole number from 0 to {most}", fits=lambda value: _is_whole(value, most)
+    )
 
 
 def _is_whole(value: object, most: int) -> bool:
@@ -41,15 +45,22 @@ def _is_whole(value: object, most: int) -> bool:
 
 
 def _list_of(kind: _Kind, words: str) -> _Kind:
-    return _Kind(words=words, fits=lambda value: isinstance(value, list) and all(map(kind.fits, value)))
+    return _Kind(
+        words=words, fits=lambda value: isinstance(value, list) and all(map(kind.fits, value))
+    )
 
 
 def _either(one: _Kind, other: _Kind) -> _Kind:
-    return _Kind(words=f"{one.words} or {other.words}", fits=lambda value: one.fits(value) or other.fits(value))
+    return _Kind(
+        words=f"{one.words} or {other.words}",
+        fits=lambda value: one.fits(value) or other.fits(value),
+    )
 
 
 _OBJECT = _Kind(words="an object", fits=lambda value: isinstance(value, dict))
-_TEXT = _Kind(words="a short text", fits=lambda value: isinstance(value, str) and len(value) <= _MAX_TEXT)
+_TEXT = _Kind(
+    words="a short text", fits=lambda value: isinstance(value, str) and len(value) <= _MAX_TEXT
+)
 _TEXTS = _list_of(_TEXT, "a list of short texts")
 _LAYERS = _Kind(
     words=f"a list of at most {_MAX_LAYERS} short texts",
@@ -82,7 +93,8 @@ _KINDS = {
 
 
 def refuse_wrong_types(config: Mapping[str, Any], where: object) -> None:
-    """Refuse a config.json with a key that keepmtp reads and that has another type, or a number out of its range.
+    """Refuse a config.json with a key that keepmtp reads and that has another type, or a number out
+    of its range.
 
     Args:
         config: the file, parsed.
@@ -94,7 +106,9 @@ def refuse_wrong_types(config: Mapping[str, Any], where: object) -> None:
     for key, kind in _kinds().items():
         for name, value in _values(config, key):
             if value is not None and not kind.fits(value):
-                raise CheckpointError(where, f"{name} must be {kind.words}", got=repr(value), cure=CURE)
+                raise CheckpointError(
+                    where, f"{name} must be {kind.words}", got=repr(value), cure=CURE
+                )
 
 
 def _values(config: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
@@ -114,13 +128,17 @@ def _at(holder: Mapping[str, Any], key: str) -> Any:
 
 @cache
 def _kinds() -> Mapping[str, _Kind]:
-    """The kind of every key, those that the families' tables name too; an object comes before what is in it."""
+    """The kind of every key, those that the families' tables name too; an object comes before what
+    is in it.
+    """
     found: dict[str, _Kind] = {}
     for family in families().values():
         for key in family.mtp_count_keys:
             found |= {key.partition(".")[0]: _OBJECT} if "." in key else {}
             found[key] = _whole(_MAX_MTP_LAYERS)
-        found |= dict.fromkeys((*family.mtp_parts_keys, *family.layer_list_keys), _either(_TEXT, _LAYERS))
+        found |= dict.fromkeys(
+            (*family.mtp_parts_keys, *family.layer_list_keys), _either(_TEXT, _LAYERS)
+        )
         if family.draft and family.draft.streams:
             found[family.draft.streams] = _whole(_MAX_LAYERS)
         if family.num_layers_key:

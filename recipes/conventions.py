@@ -1,15 +1,16 @@
 """Two conventions for the same packed bytes: compressed-tensors' names and scales, and modelopt's.
 
-In: a scheme and a tensor of it as `Scheme.tensors` lists it. Out: the same tensor in modelopt's convention, and what
-becomes of its values. `quantize/` writes a checkpoint in either convention, and `cure/` converts a finished one.
+In: a scheme and a tensor of it as `Scheme.tensors` lists it. Out: the same tensor in modelopt's
+convention, and what becomes of its values. `quantize/` writes a checkpoint in either convention,
+and `cure/` converts a finished one.
 
-Easy to get wrong: NVFP4's common scales are reciprocals of each other. compressed-tensors stores a divisor, modelopt a
-multiplier. The packed bytes were computed with the divisor, so the multiplier is 1 / divisor, as vLLM computes it for
-compressed-tensors, and not amax / 2688 once more.
+Easy to get wrong: NVFP4's common scales are reciprocals of each other. compressed-tensors stores a
+divisor, modelopt a multiplier. The packed bytes were computed with the divisor, so the multiplier
+is 1 / divisor, as vLLM computes it for compressed-tensors, and not amax / 2688 once more.
 
-Source: vLLM 0.32.0 quantization/modelopt.py: the `create_weights` of KNvfp4Static, KNvfp4Dynamic, KFp8StaticTensor,
-KFp8StaticChannel, KFp8Block128, ModelOptNvFp4FusedMoE and ModelOptFp8MoEMethod; for FP8 blocks of experts under
-MIXED_PRECISION, Fp8MoEMethod in fp8.py.
+Source: vLLM 0.32.0 quantization/modelopt.py: the `create_weights` of KNvfp4Static, KNvfp4Dynamic,
+KFp8StaticTensor, KFp8StaticChannel, KFp8Block128, ModelOptNvFp4FusedMoE and ModelOptFp8MoEMethod;
+for FP8 blocks of experts under MIXED_PRECISION, Fp8MoEMethod in fp8.py.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,9 @@ FORMATS = ("compressed-tensors", "modelopt")
 Format = Literal["compressed-tensors", "modelopt"]
 
 Change = Literal["none", "reciprocal", "dtype"]
-"""What becomes of the values: nothing, 1 / x, or the same numbers in another dtype. Shapes have as many elements."""
+"""What becomes of the values: nothing, 1 / x, or the same numbers in another dtype. Shapes have as
+many elements.
+"""
 
 ALGORITHMS: Mapping[str, str] = MappingProxyType(
     {
@@ -37,7 +40,9 @@ ALGORITHMS: Mapping[str, str] = MappingProxyType(
 FP8_CACHE: Mapping[str, object] = MappingProxyType(
     {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 )
-"""`kv_cache_scheme` of both conventions: E4M3 with one scale for all keys of a layer, and one for all values."""
+"""`kv_cache_scheme` of both conventions: E4M3 with one scale for all keys of a layer, and one for
+all values.
+"""
 
 CACHE_LEAVES = ("k_scale", "v_scale")
 """The scales of an FP8 cache, of all keys and of all values of a layer."""
@@ -64,7 +69,9 @@ class Spelling:
     change: Change = "none"
 
 
-def in_modelopt(scheme: str, leaf: str, dtype: str, shape: tuple[int, ...], *, of_experts: bool) -> Spelling:
+def in_modelopt(
+    scheme: str, leaf: str, dtype: str, shape: tuple[int, ...], *, of_experts: bool
+) -> Spelling:
     """How modelopt writes a tensor of a packed module.
 
     Args:
@@ -88,42 +95,60 @@ def in_modelopt(scheme: str, leaf: str, dtype: str, shape: tuple[int, ...], *, o
         if of_experts:
             return Spelling(leaf="weight_scale_inv", dtype="F32", shape=shape, change=change)
         return Spelling(leaf=leaf, dtype="F32", shape=(*shape[:1], 1, *shape[1:], 1), change=change)
-    return Spelling(leaf=leaf, dtype="F32", shape=shape[:1] if scheme == "FP8_DYNAMIC" else (), change=change)
+    return Spelling(
+        leaf=leaf, dtype="F32", shape=shape[:1] if scheme == "FP8_DYNAMIC" else (), change=change
+    )
 
 
 def cache_scale_in(convention: Format, name: str) -> str:
-    """The name of a scale of the KV cache: `self_attn.k_scale`, or under modelopt `self_attn.k_proj.k_scale`.
+    """The name of a scale of the KV cache: `self_attn.k_scale`, or under modelopt
+    `self_attn.k_proj.k_scale`.
 
-    vLLM maps both to the parameters of its class `Attention` (quantization/base_config.py: `get_cache_scale_mapper`,
-    model_loader/weight_utils.py: `maybe_remap_kv_scale_name`). A name that is vLLM's own (`self_attn.attn.k_scale`)
-    stays.
+    vLLM maps both to the parameters of its class `Attention` (quantization/base_config.py:
+    `get_cache_scale_mapper`, model_loader/weight_utils.py: `maybe_remap_kv_scale_name`). A name
+    that is vLLM's own (`self_attn.attn.k_scale`) stays.
     """
     holder, _, leaf = name.rpartition(".")
     if holder.endswith(".attn"):
         return name
     projection = f"{leaf[0]}_proj"
     holder = holder.removesuffix(f".{projection}")
-    return f"{holder}.{leaf}" if convention == "compressed-tensors" else f"{holder}.{projection}.{leaf}"
+    return (
+        f"{holder}.{leaf}"
+        if convention == "compressed-tensors"
+        else f"{holder}.{projection}.{leaf}"
+    )
 
 
 _DIVISORS = {other: name for name, other in _COMMON.items()}
 
 
 def in_compressed_tensors(scheme: str, leaf: str, dtype: str, shape: tuple[int, ...]) -> Spelling:
-    """How compressed-tensors writes a tensor of a module in modelopt's convention: the way back of `in_modelopt`.
+    """How compressed-tensors writes a tensor of a module in modelopt's convention: the way back of
+    `in_modelopt`.
 
-    A scale that compressed-tensors writes in BF16 is said to be BF16 here; where its values are not, it stays F32.
+    A scale that compressed-tensors writes in BF16 is said to be BF16 here; where its values are
+    not, it stays F32.
     """
     if scheme == CACHE:
-        return Spelling(leaf=leaf, dtype="BF16", shape=(1,), change="none" if dtype == "BF16" else "dtype")
+        return Spelling(
+            leaf=leaf, dtype="BF16", shape=(1,), change="none" if dtype == "BF16" else "dtype"
+        )
     if scheme.startswith("NVFP4"):
         if leaf in _DIVISORS:
             return Spelling(leaf=_DIVISORS[leaf], dtype="F32", shape=(1,), change="reciprocal")
-        return Spelling(leaf="weight_packed" if leaf == "weight" else leaf, dtype=dtype, shape=shape)
+        return Spelling(
+            leaf="weight_packed" if leaf == "weight" else leaf, dtype=dtype, shape=shape
+        )
     if leaf == "weight":
         return Spelling(leaf=leaf, dtype=dtype, shape=shape)
     if scheme == "FP8_BLOCK":
         blocks = (shape[0], shape[2]) if len(shape) == 4 else shape
         return Spelling(leaf="weight_scale", dtype=dtype, shape=blocks)
     change: Change = "none" if dtype == "BF16" else "dtype"
-    return Spelling(leaf=leaf, dtype="BF16", shape=(*shape[:1], 1) if scheme == "FP8_DYNAMIC" else (1,), change=change)
+    return Spelling(
+        leaf=leaf,
+        dtype="BF16",
+        shape=(*shape[:1], 1) if scheme == "FP8_DYNAMIC" else (1,),
+        change=change,
+    )

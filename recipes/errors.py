@@ -1,10 +1,10 @@
 """The refusals of keepmtp. It raises them before it writes a byte.
 
-In: four fields: where, rule, got and cure. Out: an error whose message is one sentence and its cure:
-`<where>: <rule>; got <value>. <what to do>.`
+In: four fields: where, rule, got and cure. Out: an error whose message is one sentence and its
+cure: `<where>: <rule>; got <value>. <what to do>.`
 
-Easy to get wrong: the message is for people. Code reads the fields, never the sentence. The fields are as they came;
-the message is cut and `printable`, because a name or a value may be a stranger's.
+Easy to get wrong: the message is for people. Code reads the fields, never the sentence. The fields
+are as they came; the message is cut and `printable`, because a name or a value may be a stranger's.
 """
 
 from collections.abc import Iterable
@@ -22,16 +22,20 @@ _MAX_PART = 4000
 def printable(text: str) -> str:
     r"""A text that moves no cursor, turns no line around and can be encoded.
 
-    Control characters, line breaks, escapes, bidirectional overrides, invisible characters and lone surrogates become
-    `\x1b`, `\u202e` and the like, as in Python's `repr`.
+    Control characters, line breaks, escapes, bidirectional overrides, invisible characters and lone
+    surrogates become `\x1b`, `\u202e` and the like, as in Python's `repr`.
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def shortened(text: str, limit: int = MAX_GOT) -> str:
-    """A text, `printable`, of at most about `limit` characters; a longer one says how long it was."""
+    """A text, `printable`, of at most about `limit` characters; a longer one says how long it
+    was.
+    """
     if len(text) > limit:
         return f"{printable(text[:limit])[:limit]}... ({len(text)} characters)"
     return printable(text)
@@ -41,8 +45,8 @@ class KeepMTPError(ValueError):
     """A refusal. The command line prints it as one line, without a traceback.
 
     Attributes:
-        where: the file, tensor, option or command that the rule is about. Empty where only a caller knows it; the
-            caller adds it with `at`.
+        where: the file, tensor, option or command that the rule is about. Empty where only a caller
+            knows it; the caller adds it with `at`.
         rule: what must be true.
         got: what is there instead.
         cure: what to do.
@@ -65,7 +69,12 @@ class KeepMTPError(ValueError):
 
     def at(self, where: object) -> Self:
         """The same refusal, with a place in front of its own."""
-        return type(self)(f"{where}: {self.where}" if self.where else where, self.rule, got=self.got, cure=self.cure)
+        return type(self)(
+            f"{where}: {self.where}" if self.where else where,
+            self.rule,
+            got=self.got,
+            cure=self.cure,
+        )
 
     def with_cure(self, cure: str) -> Self:
         """The same refusal, with another cure."""
@@ -81,7 +90,9 @@ class CheckpointError(KeepMTPError):
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no checkpoint at this place, or nobody can reach it from here. Nothing is known of its files."""
+    """There is no checkpoint at this place, or nobody can reach it from here. Nothing is known of
+    its files.
+    """
 
 
 class VLLMError(KeepMTPError):
@@ -101,7 +112,10 @@ def did_you_mean(word: object, known: Iterable[str], *, otherwise: str) -> str:
     """A cure that suggests the nearest known name, if there is one that is near."""
     said, names = folded(str(word)), {folded(str(name)): name for name in known}
     near = get_close_matches(said, names, n=1, cutoff=0.75)
-    near = near or [name for name in sorted(names, key=len) if said and said.startswith(f"{name}-")][-1:]
+    near = (
+        near
+        or [name for name in sorted(names, key=len) if said and said.startswith(f"{name}-")][-1:]
+    )
     near = near or [name for name in names if said and name.startswith(f"{said}-")][:1]
     return f"Did you mean {names[near[0]]}?" if near else otherwise
 

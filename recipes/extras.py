@@ -1,9 +1,11 @@
 """Which packages a job needs, checked before the job begins.
 
-In: the name of one of keepmtp's extras. Out: nothing, or a refusal that says what to install. The list comes from the
-metadata of the installed package, so it is the list that pip used. The check imports no package, so it is fast.
+In: the name of one of keepmtp's extras. Out: nothing, or a refusal that says what to install. The
+list comes from the metadata of the installed package, so it is the list that pip used. The check
+imports no package, so it is fast.
 
-Easy to get wrong: an extra may include another (`keepmtp[quantize]`). A package with the wrong version is missing.
+Easy to get wrong: an extra may include another (`keepmtp[quantize]`). A package with the wrong
+version is missing.
 """
 
 import shlex
@@ -28,7 +30,9 @@ def requirements(extra: str) -> list[Requirement]:
 
 
 def missing(extra: str) -> list[str]:
-    """The packages of an extra that are not installed: "torch", or "torch>=2.8" where the version is wrong."""
+    """The packages of an extra that are not installed: "torch", or "torch>=2.8" where the version
+    is wrong.
+    """
     return sorted({lack for needed in requirements(extra) if (lack := _lack(needed))})
 
 
@@ -45,20 +49,30 @@ def require_extra(where: object, extra: str, *, otherwise: str = "") -> None:
     """
     if absent := missing(extra):
         cure = f"Run {install_command(extra)}" + (f", or {otherwise}" if otherwise else "")
-        raise RecipeError(where, f"needs keepmtp's `{extra}` extra", got=f"no {' and no '.join(absent)}", cure=cure)
+        raise RecipeError(
+            where,
+            f"needs keepmtp's `{extra}` extra",
+            got=f"no {' and no '.join(absent)}",
+            cure=cure,
+        )
 
 
 def install_command(extra: str) -> str:
     """The command that adds an extra to this installation of keepmtp, pasted anywhere.
 
-    keepmtp is on no package index. It is installed here, so pip and uv take it as it is, and fetch what the extra adds.
-    A `pip` of another Python would look for keepmtp itself, so this Python is named.
+    keepmtp is on no package index. It is installed here, so pip and uv take it as it is, and fetch
+    what the extra adds. A `pip` of another Python would look for keepmtp itself, so this Python is
+    named.
     """
     wanted, python = f"'{_PACKAGE}[{extra}]'", shlex.quote(sys.executable)
-    # Asked of the metadata: setuptools takes a search for the module as pip at work and drops its own distutils. Then
-    # torch's extensions, and so modelopt, cannot be imported any more.
+    # Asked of the metadata: setuptools takes a search for the module as pip at work and drops its
+    # own distutils. Then torch's extensions, and so modelopt, cannot be imported any more.
     has_pip = any(distributions(name="pip"))
-    return f"{python} -m pip install {wanted}" if has_pip else f"uv pip install {wanted} --python {python}"
+    return (
+        f"{python} -m pip install {wanted}"
+        if has_pip
+        else f"uv pip install {wanted} --python {python}"
+    )
 
 
 def _declared(extra: str) -> Iterator[Requirement]:

@@ -1,12 +1,12 @@
 """The vocabulary of a family table: what each tensor on disk is, and what vLLM calls it.
 
-In: nothing. Out: the types that a family file (recipes/families/<model_type>.py) is written in. A family file is data:
-rows, stems and config keys. `family_view` applies it to a config.json. Nothing here reads a checkpoint or knows a
-scheme.
+In: nothing. Out: the types that a family file (recipes/families/<model_type>.py) is written in. A
+family file is data: rows, stems and config keys. `family_view` applies it to a config.json. Nothing
+here reads a checkpoint or knows a scheme.
 
-Easy to get wrong: vLLM compares `ignore` and `targets` with the prefix that it *constructs* a module with. That prefix
-is fused (qkv_proj). In some families it has another number (MTP block 0 is layer `num_hidden_layers`). It mostly lacks
-the `.mtp_block` of parameter names.
+Easy to get wrong: vLLM compares `ignore` and `targets` with the prefix that it *constructs* a
+module with. That prefix is fused (qkv_proj). In some families it has another number (MTP block 0 is
+layer `num_hidden_layers`). It mostly lacks the `.mtp_block` of parameter names.
 """
 
 import re
@@ -20,28 +20,39 @@ VLLMName = NewType("VLLMName", str)
 """A module prefix as vLLM gives it to its quantization config."""
 
 Role = Literal[
-    "attention", "linear_attention", "dense_mlp", "experts", "shared_experts",  # what recipes choose schemes for
-    "indexer", "compressor", "router", "glue", "norm", "state", "embedding", "head", "vision",  # kept as they are
+    # what recipes choose schemes for
+    "attention", "linear_attention", "dense_mlp", "experts", "shared_experts",
+    # kept as they are
+    "indexer", "compressor", "router", "glue", "norm", "state", "embedding", "head", "vision",
 ]  # fmt: skip
-QUANTIZABLE_ROLES: tuple[Role, ...] = ("attention", "linear_attention", "dense_mlp", "shared_experts", "experts")
+QUANTIZABLE_ROLES: tuple[Role, ...] = (
+    "attention",
+    "linear_attention",
+    "dense_mlp",
+    "shared_experts",
+    "experts",
+)
 Part = Literal["backbone", "mtp"]
 
 Proof = Literal["vllm", "vllm, attention by a reference", "source"]
 """How it is known that a draft computes as vLLM's does; docs/mtp.md says what each word means."""
 
 INDEX = "(?:0|[1-9][0-9]{0,5})"
-"""The index of a layer or an expert in a name, as a regex: as checkpoints write it, and not without end."""
+"""The index of a layer or an expert in a name, as a regex: as checkpoints write it, and not without
+end.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved:
-    """q, k and v in one matrix, whose rows come in slices: each has rows of q, then of k, then of v.
+    """q, k and v in one matrix, whose rows come in slices: each has rows of q, then of k, then of
+    v.
 
     Attributes:
         into: paths of the three modules that keepmtp writes instead.
         count: key of config.json that counts the slices.
-        sliding: key of the list that has a 1 for each layer with sliding attention. The sizes of such a layer, and of
-            an MTP layer, are under the keys with `swa_` before them.
+        sliding: key of the list that has a 1 for each layer with sliding attention. The sizes of
+            such a layer, and of an MTP layer, are under the keys with `swa_` before them.
     """
 
     into: tuple[str, ...]
@@ -54,22 +65,28 @@ class Row:
     """One module of a block.
 
     Attributes:
-        path: module path under the stem, `{e}` for the index of an expert. For a parameter without a module, its full
-            path.
-        runtime: vLLM's path under the runtime stem where it differs: the fused module, or the router of experts.
-        shares: modules with the same value (`{e}` filled in) are one fused parameter and need one global scale.
-        why_kept: if not empty, the reason why no recipe quantizes the module. A quantized form in the source may stay.
+        path: module path under the stem, `{e}` for the index of an expert. For a parameter without
+            a module, its full path.
+        runtime: vLLM's path under the runtime stem where it differs: the fused module, or the
+            router of experts.
+        shares: modules with the same value (`{e}` filled in) are one fused parameter and need one
+            global scale.
+        why_kept: if not empty, the reason why no recipe quantizes the module. A quantized form in
+            the source may stay.
         loads_quantized: whether vLLM's module has slots for packed weights and scales.
         aliases: other runtime names that some vLLM versions ask for.
-        stacked: for a 3-D expert parameter [E, n * I, K], the projections along I. When it is quantized, each expert
-            and projection becomes a tensor of its own under `runtime`.
-        takes_tensor_scale: False where vLLM's fused module cannot load one scale for a whole tensor.
-        in_every_layer: False where only layers of one kind have the module; the others do not miss it.
-        interleaved: the rows of q, k and v in it, where they are not in the order that vLLM computes with.
-        is_drafts_own: for an embedding or head of the MTP block: vLLM's draft keeps it. Other drafts get the target's
-            once they are loaded.
-        table_scale: for a part of a table whose rows are looked up: path of the one scale that all parts share where
-            they are stored in FP8.
+        stacked: for a 3-D expert parameter [E, n * I, K], the projections along I. When it is
+            quantized, each expert and projection becomes a tensor of its own under `runtime`.
+        takes_tensor_scale: False where vLLM's fused module cannot load one scale for a whole
+            tensor.
+        in_every_layer: False where only layers of one kind have the module; the others do not miss
+            it.
+        interleaved: the rows of q, k and v in it, where they are not in the order that vLLM
+            computes with.
+        is_drafts_own: for an embedding or head of the MTP block: vLLM's draft keeps it. Other
+            drafts get the target's once they are loaded.
+        table_scale: for a part of a table whose rows are looked up: path of the one scale that all
+            parts share where they are stored in FP8.
     """
 
     path: str
@@ -88,13 +105,17 @@ class Row:
 
     @property
     def unstacked(self) -> tuple[str, ...]:
-        """Paths of the tensors that a stacked parameter becomes: one for each expert and projection."""
+        """Paths of the tensors that a stacked parameter becomes: one for each expert and
+        projection.
+        """
         return tuple(f"{self.runtime}.{{e}}.{name}" for name in self.stacked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stem:
-    """The prefix of a repeated block: `{i}` is the index on disk, `{n}` continues the count of the decoder layers."""
+    """The prefix of a repeated block: `{i}` is the index on disk, `{n}` continues the count of the
+    decoder layers.
+    """
 
     disk: str
     runtime: str
@@ -105,7 +126,8 @@ class Stem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renames:
-    """How vLLM changes names in a quantization config: `hf_to_vllm_mapper.get_rename_mapper()` of the target's class.
+    """How vLLM changes names in a quantization config: `hf_to_vllm_mapper.get_rename_mapper()` of
+    the target's class.
 
     vLLM replaces substrings first, then prefixes. It never renames a regex.
     """
@@ -119,18 +141,23 @@ class Loader:
     """What vLLM's draft class does with a checkpoint that does not fit it.
 
     Attributes:
-        unknown_name: the exception for a tensor without a parameter; "" where vLLM skips it in silence.
+        unknown_name: the exception for a tensor without a parameter; "" where vLLM skips it in
+            silence.
         drops_scales: vLLM skips a `.weight_scale` without a parameter in silence, outside experts.
-        refuses_missing_mtp: vLLM raises if an MTP layer is absent. The other classes load nothing and draft from noise.
-        takes_kv_scales: the class loads the scales of the KV cache inside the MTP layer, or leaves them alone.
-        draft_kv_names: under which names it reads them: "usual" ones, vLLM's "own" alone (`self_attn.attn.k_scale`), or
-            "" where it never does and computes with 1.
+        refuses_missing_mtp: vLLM raises if an MTP layer is absent. The other classes load nothing
+            and draft from noise.
+        takes_kv_scales: the class loads the scales of the KV cache inside the MTP layer, or leaves
+            them alone.
+        draft_kv_names: under which names it reads them: "usual" ones, vLLM's "own" alone
+            (`self_attn.attn.k_scale`), or "" where it never does and computes with 1.
         backbone_takes_kv_scales: the target's class does so with those of the backbone.
         mtp_leaves: the leaves that a module of the MTP block may have; () for any.
         needs: keys of config.json that the classes read without a default.
         missing_count: the exception when config.json does not count MTP layers.
-        num_layers_used: number of MTP layers that vLLM reads, where it ignores the others; 0 for all.
-        builds_as_drafted: vLLM builds an MTP layer for each drafted token, and leaves alone those beyond.
+        num_layers_used: number of MTP layers that vLLM reads, where it ignores the others; 0 for
+            all.
+        builds_as_drafted: vLLM builds an MTP layer for each drafted token, and leaves alone those
+            beyond.
     """
 
     unknown_name: Literal["KeyError", "ValueError", ""] = "KeyError"
@@ -141,7 +168,9 @@ class Loader:
     backbone_takes_kv_scales: bool = True
     mtp_leaves: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    missing_count: Literal["ZeroDivisionError", "AttributeError", "NotImplementedError"] = "ZeroDivisionError"
+    missing_count: Literal["ZeroDivisionError", "AttributeError", "NotImplementedError"] = (
+        "ZeroDivisionError"
+    )
     num_layers_used: int = 0
     builds_as_drafted: bool = False
 
@@ -166,21 +195,23 @@ class Layout:
     Attributes:
         layers: the decoder layers.
         mtp: the MTP layers; None where they continue the decoder layers (`model.layers.{N}`).
-        mtp_runtime: their prefix in vLLM, where they continue the decoder layers on disk but not in vLLM.
+        mtp_runtime: their prefix in vLLM, where they continue the decoder layers on disk but not in
+            vLLM.
         top: modules outside layers.
         mtp_top: modules of the MTP block outside its layers.
         opaque: (prefix on disk, prefix in vLLM, role) of parts that keepmtp copies whole.
         unread: prefixes on disk of those parts that vLLM drops on purpose.
         head: the target's head on disk.
-        draft_head: a head that the draft constructs with the quantization config although it uses the target's.
+        draft_head: a head that the draft constructs with the quantization config although it uses
+            the target's.
         renames: the mapper of the target's class; None where it has none.
-        draft_reads_afresh: the draft reads the quantization config from config.json again, so the target's mapper has
-            not changed it.
+        draft_reads_afresh: the draft reads the quantization config from config.json again, so the
+            target's mapper has not changed it.
         draft_renames: the mapper of the draft's class in that case; None where it has none.
-        draft_reads_text_config: it reads it from the language model's part of config.json; keepmtp writes it in both
-            places.
-        draft_renumbers: the draft adds the number of decoder layers to the layer in `mtp.` entries, but not under
-            compressed-tensors.
+        draft_reads_text_config: it reads it from the language model's part of config.json; keepmtp
+            writes it in both places.
+        draft_renumbers: the draft adds the number of decoder layers to the layer in `mtp.` entries,
+            but not under compressed-tensors.
     """
 
     layers: Stem
@@ -203,36 +234,42 @@ class Layout:
 class Draft:
     """What an MTP layer computes before and after its decoder layer, as vLLM's draft class does it.
 
-    Paths are those on disk under the layer's stem, or full paths where `Layout.mtp_top` has them. The default names are
-    DeepSeek's.
+    Paths are those on disk under the layer's stem, or full paths where `Layout.mtp_top` has them.
+    The default names are DeepSeek's.
 
     Attributes:
-        model_type: transformers builds the decoder layer with the configuration and classes of this model_type.
+        model_type: transformers builds the decoder layer with the configuration and classes of this
+            model_type.
         classes: the first part of the names of those classes.
         decoder: class of the decoder layer; "" for `<classes>DecoderLayer`.
-        rotary: class of the rotary embedding; "" for `<classes>RotaryEmbedding`, None where there is none.
-        rope_types: kinds of rotary embedding that the layer takes by name, "own" for the one of its attention; () where
-            the model has one kind.
-        position_axes: 3 where the rotary embedding wants positions by axis (M-RoPE); for text they are equal.
-        layers: one entry for each decoder layer of one MTP layer: what config.json would say for such a layer at index
-            0 of the backbone.
-        renames: (path in a backbone layer, path in the MTP layer), where the names differ; first parts of paths.
+        rotary: class of the rotary embedding; "" for `<classes>RotaryEmbedding`, None where there
+            is none.
+        rope_types: kinds of rotary embedding that the layer takes by name, "own" for the one of its
+            attention; () where the model has one kind.
+        position_axes: 3 where the rotary embedding wants positions by axis (M-RoPE); for text they
+            are equal.
+        layers: one entry for each decoder layer of one MTP layer: what config.json would say for
+            such a layer at index 0 of the backbone.
+        renames: (path in a backbone layer, path in the MTP layer), where the names differ; first
+            parts of paths.
         plain_residual: the block lacks the hyper-connections of the backbone's layers.
         embedding_norm: norm of the next token's embedding.
         hidden_norm: norm of the hidden state.
-        projections: one matrix for both, concatenated; or one for the embedding and one for the hidden state, added.
+        projections: one matrix for both, concatenated; or one for the embedding and one for the
+            hidden state, added.
         hidden_first: the hidden state comes before the embedding in the concatenation.
         final_norm: norm after the decoder layer; "" for none.
         head: a head of the draft's own; "" where it uses the target's.
         zeroes_first: the embedding at position 0 is zero.
-        chains_normed: the next draft step reads the state after the final norm, not the one before it.
+        chains_normed: the next draft step reads the state after the final norm, not the one before
+            it.
         reads_normed: the first step reads the target's state after its final norm.
         streams: key of config.json that counts residual streams of the hidden state; "" for one.
         joint_norm: `hidden_norm` is over all streams together, not over each one.
-        collapse: class of the module that makes one stream of several before the final norm, the first part of its
-            parameters' names, and that part on disk.
-        can_keep_choice: later draft steps read the keys that the first one's indexer chose, if config.json says so
-            (`index_share_for_mtp_iteration`).
+        collapse: class of the module that makes one stream of several before the final norm, the
+            first part of its parameters' names, and that part on disk.
+        can_keep_choice: later draft steps read the keys that the first one's indexer chose, if
+            config.json says so (`index_share_for_mtp_iteration`).
         proof: what its results were compared with (`Proof`).
     """
 
@@ -268,39 +305,55 @@ class Family:
     Attributes:
         model_type: `config.json: model_type`, also the file's name.
         also: other model_types with the same tables (text-only twins, ...).
-        architectures: for releases with the model_type of another family: the architectures that identify them.
+        architectures: for releases with the model_type of another family: the architectures that
+            identify them.
         layouts: by `architectures[0]`; "*" is for all others.
-        with_vision: the architecture that vLLM gives a config.json with a `vision_config`; "" for the one it has.
+        with_vision: the architecture that vLLM gives a config.json with a `vision_config`; "" for
+            the one it has.
         block: modules of a decoder layer; an MTP layer may have them too.
         linear_block: modules that only a linear-attention layer has, or that differ there.
         mtp_block: modules that only an MTP layer has, or that differ there.
         mtp_lacks: paths of `block` that an MTP layer does not have.
-        num_layers_key: the config key that counts the decoder layers; "" where the checkpoint is only a draft.
-        layer_list_keys: config keys whose list has one entry for each decoder layer, where no key counts them.
-        layers_at_runtime: decoder layers in vLLM for one on disk; the number of an MTP layer depends on it.
-        mtp_count_keys: config keys that promise MTP layers. The first one found counts, at top level or in text_config;
-            a dot goes one level down.
-        mtp_count_default: number of layers where no key gives one: what vLLM assumes, or what the releases have.
-        mtp_parts_keys: config keys whose list has one entry for each layer on disk of one MTP layer.
+        num_layers_key: the config key that counts the decoder layers; "" where the checkpoint is
+            only a draft.
+        layer_list_keys: config keys whose list has one entry for each decoder layer, where no key
+            counts them.
+        layers_at_runtime: decoder layers in vLLM for one on disk; the number of an MTP layer
+            depends on it.
+        mtp_count_keys: config keys that promise MTP layers. The first one found counts, at top
+            level or in text_config; a dot goes one level down.
+        mtp_count_default: number of layers where no key gives one: what vLLM assumes, or what the
+            releases have.
+        mtp_parts_keys: config keys whose list has one entry for each layer on disk of one MTP
+            layer.
         one_mixer: a layer has attention or experts, never both.
-        layer_types_count_mtp: `layer_types` in config.json also lists the MTP layers, after the decoder layers.
+        layer_types_count_mtp: `layer_types` in config.json also lists the MTP layers, after the
+            decoder layers.
         aliases: copies to add to an MTP layer when the source has none.
         loader: what vLLM's draft class does with faults.
         config_extras: keys that this family's runtime wants inside quantization_config.
-        config_changes: keys of config.json that differ in what keepmtp writes, because it writes other names.
-        rerouted_format: a `format` that makes vLLM read only experts and leave linears plain. keepmtp writes
-            mixed-precision instead.
-        modelopt_by_module: vLLM builds a module that no exclude entry reaches: a head without a name, or attention that
-            is plain under one algorithm. modelopt's config then names the algorithm of each module (MIXED_PRECISION).
-        fp8_table_key: key of text_config that makes vLLM hold a table in FP8 ("float8_e4m3fn"), whatever the
-            quantization config says.
-        mtp_source_prefixes: (prefix in a checkpoint of the MTP block alone, prefix in a release), where they differ.
-        norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes nothing.
-        draft: how an MTP layer computes; None where keepmtp cannot run it, so cannot calibrate or measure it.
+        config_changes: keys of config.json that differ in what keepmtp writes, because it writes
+            other names.
+        rerouted_format: a `format` that makes vLLM read only experts and leave linears plain.
+            keepmtp writes mixed-precision instead.
+        modelopt_by_module: vLLM builds a module that no exclude entry reaches: a head without a
+            name, or attention that is plain under one algorithm. modelopt's config then names the
+            algorithm of each module (MIXED_PRECISION).
+        fp8_table_key: key of text_config that makes vLLM hold a table in FP8 ("float8_e4m3fn"),
+            whatever the quantization config says.
+        mtp_source_prefixes: (prefix in a checkpoint of the MTP block alone, prefix in a release),
+            where they differ.
+        norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes
+            nothing.
+        draft: how an MTP layer computes; None where keepmtp cannot run it, so cannot calibrate or
+            measure it.
         no_draft: why not.
-        built_as: the model_type whose classes in transformers are those of the backbone, where none has this name.
-        no_fp8_cache: why its attention layers have no scales of an FP8 cache, where the tables do not show it.
-        no_backbone: why the backbone cannot be calibrated, where transformers would say it in words of its classes.
+        built_as: the model_type whose classes in transformers are those of the backbone, where none
+            has this name.
+        no_fp8_cache: why its attention layers have no scales of an FP8 cache, where the tables do
+            not show it.
+        no_backbone: why the backbone cannot be calibrated, where transformers would say it in words
+            of its classes.
         notes: one line that a person should know, shown by `keepmtp ls families`.
     """
 

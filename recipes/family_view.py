@@ -1,9 +1,11 @@
 """A family table applied to one checkpoint: what each tensor is, on disk and in vLLM.
 
-In: a `Family` and a config.json. Out: a `FamilyView`. It gives each name on disk (HFName) its place: the row of the
-table, the layer, the expert, and the name at run time (VLLMName). No other module turns one into the other.
+In: a `Family` and a config.json. Out: a `FamilyView`. It gives each name on disk (HFName) its
+place: the row of the table, the layer, the expert, and the name at run time (VLLMName). No other
+module turns one into the other.
 
-Easy to get wrong: an MTP layer has one index on disk and may have another number in vLLM (`runtime_number`).
+Easy to get wrong: an MTP layer has one index on disk and may have another number in vLLM
+(`runtime_number`).
 """
 
 import re
@@ -28,8 +30,8 @@ class Place:
         part: backbone or MTP block.
         layer: index of the decoder layer or MTP layer on disk; None outside layers.
         expert: routed expert's index, if the row has one.
-        leaf: the part of the tensor's name after the module ("weight", "bias", "weight_scale_inv", ...); "" for a
-            parameter without a module.
+        leaf: the part of the tensor's name after the module ("weight", "bias", "weight_scale_inv",
+            ...); "" for a parameter without a module.
         module: the module's name on disk.
         runtime: vLLM's module, fused.
         shares: key of the fused group that has one global scale; "" if the module is not fused.
@@ -55,7 +57,9 @@ class Place:
 
 
 def unknown_place(module: HFName) -> Place:
-    """The place of a module that the family's table does not know: no server calls it otherwise than the disk does."""
+    """The place of a module that the family's table does not know: no server calls it otherwise
+    than the disk does.
+    """
     row = Row(path=module, role="state", why_kept=_UNKNOWN)
     return _outside_layers(row, "backbone", leaf="", runtime=module)
 
@@ -77,14 +81,16 @@ class FamilyView:
 
     @cached_property
     def text_config(self) -> Mapping[str, Any]:
-        """The part of config.json for the language model: `text_config` in vision-language models, else all of it.
+        """The part of config.json for the language model: `text_config` in vision-language models,
+        else all of it.
 
         Nemotron Omni calls it `llm_config`.
         """
         return self.config.get("text_config") or self.config.get("llm_config") or self.config
 
     def number(self, *keys: str) -> int:
-        """The first of these keys that the language model's config has, a whole number; 0 where it has none.
+        """The first of these keys that the language model's config has, a whole number; 0 where it
+        has none.
 
         Raises:
             CheckpointError: it is something else.
@@ -92,7 +98,10 @@ class FamilyView:
         key = next((key for key in keys if self.text_config.get(key)), keys[0])
         value = self.text_config.get(key) or 0
         if type(value) is not int or not 0 <= value < 2**31:
-            rule, cure = f"{key} must be a whole number", "Take config.json from the original release"
+            rule, cure = (
+                f"{key} must be a whole number",
+                "Take config.json from the original release",
+            )
             raise CheckpointError("config.json", rule, got=repr(value), cure=cure)
         return value
 
@@ -114,8 +123,10 @@ class FamilyView:
             "config.json",
             f"{' or '.join((key, *lists))} must say how many decoder layers there are",
             got="nothing" if not lists else "none of them",
-            cure=f"Take the key from the original release; if that lacks it too, keepmtp's table for "
-            f"{self.family.model_type} does not know this release",
+            cure=(
+                "Take the key from the original release; if that lacks it too, keepmtp's table "
+                f"for {self.family.model_type} does not know this release"
+            ),
         )
 
     @cached_property
@@ -142,7 +153,9 @@ class FamilyView:
         return self.family.mtp_count_keys[0]
 
     def place(self, name: HFName) -> Place | None:
-        """What the tensor `name` is, or None if the table has no row for it. It is looked up once, and kept."""
+        """What the tensor `name` is, or None if the table has no row for it. It is looked up once,
+        and kept.
+        """
         if name not in self._places:
             self._places[name] = self._looked_up(name)
         return self._places[name]
@@ -154,7 +167,9 @@ class FamilyView:
     def _looked_up(self, name: HFName) -> Place | None:
         if found := self._top.get(name) or self._top.get(name.rpartition(".")[0]):
             row, part = found
-            return _outside_layers(row, part, leaf=name[len(row.path) + 1 :], runtime=row.runtime or row.path)
+            return _outside_layers(
+                row, part, leaf=name[len(row.path) + 1 :], runtime=row.runtime or row.path
+            )
         for part, regex, stem in self._stems:
             if match := regex.match(name):
                 index, rest = int(match[1]), match[2]
@@ -164,8 +179,15 @@ class FamilyView:
         for prefix, runtime, role in self.layout.opaque:
             if name.startswith(prefix):
                 module, _, leaf = name.rpartition(".")
-                row = Row(path=module, role=role, why_kept="not part of the language model", loads_quantized=False)
-                return _outside_layers(row, "backbone", leaf=leaf, runtime=runtime + module[len(prefix) :])
+                row = Row(
+                    path=module,
+                    role=role,
+                    why_kept="not part of the language model",
+                    loads_quantized=False,
+                )
+                return _outside_layers(
+                    row, "backbone", leaf=leaf, runtime=runtime + module[len(prefix) :]
+                )
         return None
 
     def is_mtp(self, name: HFName) -> bool:
@@ -175,7 +197,8 @@ class FamilyView:
 
     @cached_property
     def disk_modules(self) -> Mapping[str, tuple[HFName, ...]]:
-        """For each runtime module, its modules on disk by the table, also those that the checkpoint lacks.
+        """For each runtime module, its modules on disk by the table, also those that the checkpoint
+        lacks.
 
         `{e}` is the index of a routed expert. A parameter without a module has its own name.
         """
@@ -185,7 +208,9 @@ class FamilyView:
         first = 0 if self.layout.mtp else self.num_layers
         blocks: list[tuple[Part, str, int]] = []
         for index in range(self.num_layers):
-            blocks.append(("backbone", "linear" if index in self._linear_layers else "backbone", index))
+            blocks.append(
+                ("backbone", "linear" if index in self._linear_layers else "backbone", index)
+            )
         for index in range(self.num_mtp_layers):
             blocks.append(("mtp", "mtp", first + index))
         for part, kind, index in blocks:
@@ -206,7 +231,11 @@ class FamilyView:
         layers = list(layers)
         own = [row.path for row in self.family.mtp_block if row.role in ("glue", "norm", "state")]
         names = [self.mtp_stem(index) + path for index in layers for path in own]
-        names += [row.path for row in self.layout.mtp_top if row.role in ("glue", "norm")] if layers else []
+        names += (
+            [row.path for row in self.layout.mtp_top if row.role in ("glue", "norm")]
+            if layers
+            else []
+        )
         return [HFName(name) for name in names]
 
     def mtp_layers_of(self, names: Iterable[HFName]) -> set[int]:
@@ -224,14 +253,18 @@ class FamilyView:
         interleaved, config = place.row.interleaved, self.text_config
         assert interleaved is not None, place.row.path
         kinds = config.get(interleaved.sliding)
-        is_sliding = place.part == "mtp" or (isinstance(kinds, list) and kinds[place.layer or 0 :][:1] == [1])
+        is_sliding = place.part == "mtp" or (
+            isinstance(kinds, list) and kinds[place.layer or 0 :][:1] == [1]
+        )
         keys = ["num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"]
         keys = [interleaved.count, *(f"swa_{key}" if is_sliding else key for key in keys)]
         sizes = [size for key in keys if isinstance(size := config.get(key), int) and size > 0]
         if len(sizes) < len(keys):
             rule = f"the rows of {place.module} need {', '.join(keys)}"
             cure = "Take config.json from the original release"
-            raise CheckpointError("config.json", rule, got=[config.get(key) for key in keys], cure=cure)
+            raise CheckpointError(
+                "config.json", rule, got=[config.get(key) for key in keys], cure=cure
+            )
         count, heads, groups, head, value = sizes
         return count, heads * head // count, groups * head // count, groups * value // count
 
@@ -253,7 +286,9 @@ class FamilyView:
 
     @cached_property
     def last_shards(self) -> frozenset[str]:
-        """Paths of the rows that come last in their fused module, and of all rows that are not fused."""
+        """Paths of the rows that come last in their fused module, and of all rows that are not
+        fused.
+        """
         last: dict[str, str] = {}
         for row in (*self.family.block, *self.family.linear_block, *self.family.mtp_block):
             last[row.shares or row.path] = row.path
@@ -261,7 +296,10 @@ class FamilyView:
 
     @cached_property
     def _top(self) -> dict[str, tuple[Row, Part]]:
-        parts: tuple[tuple[Part, tuple[Row, ...]], ...] = (("backbone", self.layout.top), ("mtp", self.layout.mtp_top))
+        parts: tuple[tuple[Part, tuple[Row, ...]], ...] = (
+            ("backbone", self.layout.top),
+            ("mtp", self.layout.mtp_top),
+        )
         return {row.path: (row, part) for part, rows in parts for row in rows}
 
     @cached_property
@@ -287,9 +325,13 @@ class FamilyView:
 
     @cached_property
     def _linear_layers(self) -> frozenset[int]:
-        """Layers with linear attention: by `layer_types`, by Ling's groups, or by Kimi's list (counted from 1)."""
+        """Layers with linear attention: by `layer_types`, by Ling's groups, or by Kimi's list
+        (counted from 1).
+        """
         if types := self.text_config.get("layer_types"):
-            return frozenset(index for index, kind in enumerate(types) if kind == "linear_attention")
+            return frozenset(
+                index for index, kind in enumerate(types) if kind == "linear_attention"
+            )
         if group := self.text_config.get("layer_group_size"):
             return frozenset(index for index in range(self.num_layers) if (index + 1) % group)
         kda = (self.text_config.get("linear_attn_config") or {}).get("kda_layers", ())
@@ -329,7 +371,9 @@ class FamilyView:
         )
 
     def _alone(self, runtime: str) -> str:
-        """The module's name; latent attention without low-rank queries does not fuse its first projection."""
+        """The module's name; latent attention without low-rank queries does not fuse its first
+        projection.
+        """
         if self.text_config.get("q_lora_rank", 0) is None and runtime.endswith("fused_qkv_a_proj"):
             return runtime.replace("fused_qkv_a_proj", "kv_a_proj_with_mqa")
         return runtime
@@ -346,7 +390,14 @@ def _outside_layers(row: Row, part: Part, *, leaf: str, runtime: str) -> Place:
     """The place of a tensor that is in no layer."""
     module = HFName(row.path)
     return Place(
-        row=row, part=part, layer=None, expert=None, leaf=leaf, module=module, runtime=VLLMName(runtime), shares=""
+        row=row,
+        part=part,
+        layer=None,
+        expert=None,
+        leaf=leaf,
+        module=module,
+        runtime=VLLMName(runtime),
+        shares="",
     )
 
 

@@ -1,14 +1,16 @@
-"""A model file for a checkpoint that has no recipe: the variants that every family has, in the words of its family.
+"""A model file for a checkpoint that has no recipe: the variants that every family has, in the
+words of its family.
 
-In: a checkpoint's names. Out: the mapping of a model file (`model_file`), as a person would write it; and its text,
-with comments for the person who edits it. A value that a person typed, such as a folder's path, may be no plain YAML,
-so each is dumped.
+In: a checkpoint's names. Out: the mapping of a model file (`model_file`), as a person would write
+it; and its text, with comments for the person who edits it. A value that a person typed, such as a
+folder's path, may be no plain YAML, so each is dumped.
 
-A variant of a shipped recipe of the same family is taken as it is. The variants of `COMMON` that no such recipe has are
-made from the family's first recipe: it says which groups stay plain, and what becomes of the MTP block.
+A variant of a shipped recipe of the same family is taken as it is. The variants of `COMMON` that no
+such recipe has are made from the family's first recipe: it says which groups stay plain, and what
+becomes of the MTP block.
 
-Easy to get wrong: a shipped recipe says `source` of a release in FP8. In a fine-tune that is stored in BF16, this word
-would quantize nothing, so there it becomes FP8_BLOCK.
+Easy to get wrong: a shipped recipe says `source` of a release in FP8. In a fine-tune that is stored
+in BF16, this word would quantize nothing, so there it becomes FP8_BLOCK.
 """
 
 from collections import Counter
@@ -41,9 +43,9 @@ _HEAD = """\
 #   keepmtp quantize {file} --scheme NAME   another one
 """
 _VARIANTS = """\
-# One word for each group: a scheme (`keepmtp ls schemes`), bf16, or source for the form that the release has.
+# One word for each group: a scheme (`keepmtp ls schemes`), bf16, or source for the released form.
 # mtp is the word for the MTP block. auto would take the smallest form that keeps enough acceptance.
-# calibration is null, or the text that the model is run on: a block, or the name of a block that ships with keepmtp.
+# calibration is null, or the text that the model is run on: a block, or the name of a shipped one.
 variants:
 """
 _TAIL = """\
@@ -59,7 +61,9 @@ COMMON: Mapping[str, tuple[str, str]] = {
     "fp8-dynamic": ("FP8_DYNAMIC", "FP8_DYNAMIC"),
     "nvfp4-fp8": ("NVFP4", ""),
 }
-"""Variant -> the scheme of the heavy group, and of the other quantized groups; "" leaves them in the family's form."""
+"""Variant -> the scheme of the heavy group, and of the other quantized groups; "" leaves them in
+the family's form.
+"""
 
 
 def model_mapping(
@@ -74,12 +78,18 @@ def model_mapping(
         source: its folder or Hub id.
         revision: of a Hub id; "local" for a folder.
 
-    Returns: the keys of a shipped file. Not every variant need fit: a width may be wrong for a scheme.
+    Returns: the keys of a shipped file. Not every variant need fit: a width may be wrong for a
+    scheme.
     """
     groups = _groups(view, names)
-    is_plain = not any("quantization_config" in holder for holder in (view.config, view.text_config))
+    is_plain = not any(
+        "quantization_config" in holder for holder in (view.config, view.text_config)
+    )
     shipped = shipped_variants(view.family.model_type)
-    made = {name: _variant(name, groups, shipped, is_plain=is_plain) for name in dict.fromkeys([*COMMON, *shipped])}
+    made = {
+        name: _variant(name, groups, shipped, is_plain=is_plain)
+        for name in dict.fromkeys([*COMMON, *shipped])
+    }
     variants = {name: variant for name, variant in made.items() if variant is not None}
     return {
         "model": model,
@@ -94,7 +104,9 @@ def model_mapping(
 
 @cache
 def shipped_variants(family: str) -> Mapping[str, Mapping[str, Any]]:
-    """The flat recipes of a family by variant, the first file's first; not those of the models that keepmtp ships."""
+    """The flat recipes of a family by variant, the first file's first; not those of the models that
+    keepmtp ships.
+    """
     found: dict[str, Mapping[str, Any]] = {}
     for path in model_files():
         raw = load_shipped(path)
@@ -111,43 +123,63 @@ def _groups(view: FamilyView, names: Iterable[HFName]) -> dict[Part, list[str]]:
         place = view.place(name)
         if place is not None and not place.row.why_kept:
             found[place.part].add(place.role)
-    return {part: [role for role in QUANTIZABLE_ROLES if role in roles] for part, roles in found.items()}
+    return {
+        part: [role for role in QUANTIZABLE_ROLES if role in roles] for part, roles in found.items()
+    }
 
 
 def _variant(
-    name: str, groups: Mapping[Part, list[str]], shipped: Mapping[str, Mapping[str, Any]], *, is_plain: bool
+    name: str,
+    groups: Mapping[Part, list[str]],
+    shipped: Mapping[str, Mapping[str, Any]],
+    *,
+    is_plain: bool,
 ) -> dict[str, Any] | None:
-    """One line of the model file; None where the variant says nothing about this checkpoint's heavy group."""
+    """One line of the model file; None where the variant says nothing about this checkpoint's heavy
+    group.
+    """
     chosen = groups["backbone"] or groups["mtp"]  # a draft of its own has no backbone
     heavy = next((group for group in ("experts", "dense_mlp", *chosen) if group in chosen), "")
     own = shipped.get(name)
     is_own = own is not None and (heavy in own["backbone"] or not groups["backbone"])
     if not is_own and name not in COMMON:
         return None
-    base = own if own is not None and is_own else shipped.get("nvfp4a16-fp8") or next(iter(shipped.values()), None)
+    base = (
+        own
+        if own is not None and is_own
+        else shipped.get("nvfp4a16-fp8") or next(iter(shipped.values()), None)
+    )
     words = {group: _word(group, base) for group in chosen}
     if not is_own:
         words = _with_common(words, heavy, *COMMON[name])
     if is_plain and words.get(heavy) == "source":
         return None
-    words = {group: "FP8_BLOCK" if is_plain and word == "source" else word for group, word in words.items()}
+    words = {
+        group: "FP8_BLOCK" if is_plain and word == "source" else word
+        for group, word in words.items()
+    }
     # Its algorithm rewrites weights, also where no scheme needs batches.
     is_rewritten = is_own and own is not None and own["calibration"] is not None
     return _line(words, base, is_draft=not groups["backbone"], is_rewritten=is_rewritten)
 
 
 def _word(group: str, base: Mapping[str, Any] | None) -> str:
-    """What the family's recipe says of a group; of a group that it does not name, what it says of most."""
+    """What the family's recipe says of a group; of a group that it does not name, what it says of
+    most.
+    """
     backbone: Mapping[str, str] = base["backbone"] if base else {}
     if group in backbone:
         return backbone[group]
-    quantized = Counter(word for name, word in backbone.items() if word != "bf16" and name != "experts")
+    quantized = Counter(
+        word for name, word in backbone.items() if word != "bf16" and name != "experts"
+    )
     return quantized.most_common(1)[0][0] if quantized else _USUAL
 
 
 def _with_common(words: Mapping[str, str], heavy: str, scheme: str, rest: str) -> dict[str, str]:
     return {
-        group: scheme if group == heavy else rest if rest and word != "bf16" else word for group, word in words.items()
+        group: scheme if group == heavy else rest if rest and word != "bf16" else word
+        for group, word in words.items()
     }
 
 
@@ -157,7 +189,9 @@ def _line(
     """A variant in the form of a model file, with a summary that says each word."""
     mtp: Any = words if is_draft else base["mtp"] if base else "bf16"
     backbone = {} if is_draft else words
-    needs_batches = is_rewritten or any(word in SCHEMES and SCHEMES[word].needs_calibration for word in words.values())
+    needs_batches = is_rewritten or any(
+        word in SCHEMES and SCHEMES[word].needs_calibration for word in words.values()
+    )
     calibration = _calibration(base) if needs_batches else None
     summary = summary_of(backbone, mtp, is_calibrated=needs_batches)
     return {**backbone, "mtp": mtp, "calibration": calibration, "summary": summary}
@@ -170,7 +204,8 @@ def _calibration(base: Mapping[str, Any] | None) -> object:
     return named or block or DEFAULT_CALIBRATION
 
 
-# --- its text ---------------------------------------------------------------------------------------------------------
+# --- its text
+# --------------------------------------------------------------------------------------------------
 
 
 def text_of(raw: Mapping[str, Any], variants: Sequence[str], *, file: str) -> str:
@@ -181,9 +216,15 @@ def text_of(raw: Mapping[str, Any], variants: Sequence[str], *, file: str) -> st
         variants: those of its variants that are written.
         file: the name of the file, for the commands in its head.
     """
-    keys = [f"{key}: {on_one_line(raw[key])}  # {comment}\n" for key, comment in _COMMENTS.items() if key in raw]
+    keys = [
+        f"{key}: {on_one_line(raw[key])}  # {comment}\n"
+        for key, comment in _COMMENTS.items()
+        if key in raw
+    ]
     lines: list[str] = []
     for name in variants:
         lines.append(f"  {name}:\n")
-        lines += [f"    {key}: {on_one_line(value)}\n" for key, value in raw["variants"][name].items()]
+        lines += [
+            f"    {key}: {on_one_line(value)}\n" for key, value in raw["variants"][name].items()
+        ]
     return f"{_HEAD.format(file=file)}\n{''.join(keys)}\n{_VARIANTS}{''.join(lines)}\n{_TAIL}"

@@ -1,13 +1,14 @@
-"""Recipe files: which recipe a command line names, how a file is read, and which recipes ship with keepmtp.
+"""Recipe files: which recipe a command line names, how a file is read, and which recipes ship with
+keepmtp.
 
-In: a model's name, a recipe's full name, a file, or the Hub id of a model that has a recipe. Out: a `Recipe`, and its
-text for the checkpoint's recipe.yaml.
+In: a model's name, a recipe's full name, a file, or the Hub id of a model that has a recipe. Out: a
+`Recipe`, and its text for the checkpoint's recipe.yaml.
 
-A file is a flat recipe or a model file (`model_file`). A variant of a model file is expanded to a flat recipe before it
-is validated, and the checkpoint carries that flat recipe.
+A file is a flat recipe or a model file (`model_file`). A variant of a model file is expanded to a
+flat recipe before it is validated, and the checkpoint carries that flat recipe.
 
-Easy to get wrong: `--scheme` names a variant first, and a scheme only where the file has no such variant. On the
-command line, case does not count and `-` is `_`; in a file they do.
+Easy to get wrong: `--scheme` names a variant first, and a scheme only where the file has no such
+variant. On the command line, case does not count and `-` is `_`; in a file they do.
 """
 
 import shlex
@@ -66,7 +67,9 @@ def read_file(path: Path) -> RecipeFile:
     """
     raw, text = read_yaml(path)
     if is_model_file(raw):
-        return RecipeFile(path=path, default=raw.get("default", ""), flat=flat_recipes(raw, path), text=None)
+        return RecipeFile(
+            path=path, default=raw.get("default", ""), flat=flat_recipes(raw, path), text=None
+        )
     variant = validated(raw, path).variant
     return RecipeFile(path=path, default=variant, flat={variant: raw}, text=text)
 
@@ -75,7 +78,8 @@ def read_recipe(path: Path) -> Recipe:
     """Parse and validate a flat recipe, or the default recipe of a model file.
 
     Raises:
-        RecipeError: not YAML, an unknown key, a missing one, or a value outside its range; names file and key.
+        RecipeError: not YAML, an unknown key, a missing one, or a value outside its range; names
+            file and key.
     """
     file = read_file(path)
     return file.recipe(file.default)
@@ -87,7 +91,8 @@ def find_recipe(
     """The recipe a command line names, and its text in the flat form.
 
     Args:
-        model: a recipe file, a recipe's full name, a model's name (then its default recipe), or its Hub id.
+        model: a recipe file, a recipe's full name, a model's name (then its default recipe), or its
+            Hub id.
         scheme: another variant of the model, or a scheme for every quantized group.
         mtp: policy for the MTP block instead of the recipe's.
         calibration: a named block instead of the recipe's.
@@ -107,7 +112,9 @@ def named_file(model: str) -> tuple[RecipeFile, str]:
     """
     if is_file_name(model):
         if not Path(model).is_file():
-            raise RecipeError("MODEL", "a recipe file must exist", got=Path(model), cure="See `keepmtp ls models`")
+            raise RecipeError(
+                "MODEL", "a recipe file must exist", got=Path(model), cure="See `keepmtp ls models`"
+            )
         file = read_file(Path(model))
         return file, file.default
     if found := _lookup(model):
@@ -115,7 +122,9 @@ def named_file(model: str) -> tuple[RecipeFile, str]:
     rule, cure = "must be a model's name, a recipe's full name or a recipe file", "See `keepmtp ls`"
     if Path(model).is_dir():
         cure = f"`keepmtp init {shlex.quote(model)} --out NEW.yaml` writes one for a checkpoint"
-    raise RecipeError("MODEL", rule, got=repr(model), cure=did_you_mean(model, _shipped_files(), otherwise=cure))
+    raise RecipeError(
+        "MODEL", rule, got=repr(model), cure=did_you_mean(model, _shipped_files(), otherwise=cure)
+    )
 
 
 def is_file_name(model: str) -> bool:
@@ -129,16 +138,26 @@ def is_recipe_name(model: str) -> bool:
 
 
 def choose(
-    file: RecipeFile, named: str, *, scheme: str | None = None, mtp: str | None = None, calibration: str | None = None
+    file: RecipeFile,
+    named: str,
+    *,
+    scheme: str | None = None,
+    mtp: str | None = None,
+    calibration: str | None = None,
 ) -> tuple[Recipe, str]:
-    """One recipe of a file with what a command line changes, and the text of the variant that it began with.
+    """One recipe of a file with what a command line changes, and the text of the variant that it
+    began with.
 
     Raises:
         RecipeError: no such variant, scheme, policy or block, or a block that nothing needs.
     """
     variant = named if scheme is None else _spelled(scheme, file.flat) or named
     recipe, text = file.recipe(variant), file.recipe_text(variant)
-    override = None if scheme is None or _spelled(scheme, file.flat) else _scheme(scheme, recipe.model, file)
+    override = (
+        None
+        if scheme is None or _spelled(scheme, file.flat)
+        else _scheme(scheme, recipe.model, file)
+    )
     block = None if calibration is None else _named_block(calibration)
     if override is None and mtp is None and block is None:
         return recipe, text
@@ -150,12 +169,16 @@ def choose(
     )
     if block is not None and changed.calibration is None:
         rule = "must be left out where no scheme needs batches"
-        raise RecipeError("--calibration", rule, got=f"{calibration} for {changed.name}", cure="Remove it")
+        raise RecipeError(
+            "--calibration", rule, got=f"{calibration} for {changed.name}", cure="Remove it"
+        )
     return changed, text
 
 
 def calibration_name(calibration: Calibration) -> str:
-    """The name of the block in recipes/calibrations.yaml that a recipe's calibration is; "" for one of its own."""
+    """The name of the block in recipes/calibrations.yaml that a recipe's calibration is; "" for one
+    of its own.
+    """
     for name, raw in calibrations().items():
         block = Calibration.model_validate(raw)
         if block.model_copy(update={"algorithm": calibration.algorithm}) == calibration:
@@ -171,12 +194,20 @@ def shipped_recipes() -> list[Recipe]:
 def data_free_alternative(recipe: Recipe) -> str:
     """What to give as `--scheme` for the nearest recipe of the same model that needs no batches."""
     wanted = {
-        group: SCHEMES[word].data_free or word if word in SCHEMES else word for group, word in recipe.backbone.items()
+        group: SCHEMES[word].data_free or word if word in SCHEMES else word
+        for group, word in recipe.backbone.items()
     }
     others = [other for other in _recipes_of(recipe.model) if other.calibration is None]
     if others:
         return max(others, key=lambda other: len(other.backbone.items() & wanted.items())).variant
-    return next((SCHEMES[name].data_free for name in recipe.calibrated_schemes() if SCHEMES[name].data_free), "W4A16")
+    return next(
+        (
+            SCHEMES[name].data_free
+            for name in recipe.calibrated_schemes()
+            if SCHEMES[name].data_free
+        ),
+        "W4A16",
+    )
 
 
 def _spelled(word: str, known: Iterable[str]) -> str | None:
@@ -207,7 +238,9 @@ def _named_block(name: str) -> Calibration:
 
 
 def _usual_block(file: RecipeFile) -> Calibration:
-    """The block for a choice that needs batches, on a recipe without any: that of another variant, else the default."""
+    """The block for a choice that needs batches, on a recipe without any: that of another variant,
+    else the default.
+    """
     blocks = [flat["calibration"] for flat in file.flat.values() if flat.get("calibration")]
     raw = blocks[0] if blocks else calibrations()[DEFAULT_CALIBRATION]
     return Calibration.model_validate({**raw, "algorithm": "minmax"})
@@ -227,7 +260,9 @@ def _shipped_file(model: str) -> RecipeFile:
 
 @cache
 def _recipes_of(model: str) -> tuple[Recipe, ...]:
-    """The shipped recipes of a model, in the order of its file; none for a model that does not ship."""
+    """The shipped recipes of a model, in the order of its file; none for a model that does not
+    ship.
+    """
     if model not in _shipped_files():
         return ()
     file = _shipped_file(model)
@@ -247,7 +282,9 @@ def unknown_model(name: str) -> RecipeError:
 
 
 def _lookup(name: str) -> tuple[RecipeFile, str] | None:
-    """The shipped file of a model's name, of a recipe's full name or of a Hub id, and the variant that is meant."""
+    """The shipped file of a model's name, of a recipe's full name or of a Hub id, and the variant
+    that is meant.
+    """
     if name in _shipped_files():
         file = _shipped_file(name)
         return file, file.default

@@ -1,12 +1,14 @@
 """The knobs of calibration algorithms, by the names that llm-compressor gives them.
 
-In: the blocks `gptq`, `awq` and `autoround` of a recipe's calibration. Out: frozen values, and `arguments`, with which
-the algorithm's modifier is built. Without its block an algorithm runs with the defaults here. They are those of
-llm-compressor, but for one: AutoRound does not compile its layers.
+In: the blocks `gptq`, `awq` and `autoround` of a recipe's calibration. Out: frozen values, and
+`arguments`, with which the algorithm's modifier is built. Without its block an algorithm runs with
+the defaults here. They are those of llm-compressor, but for one: AutoRound does not compile its
+layers.
 
 Easy to get wrong: `actorder: null` switches the order off; leaving `actorder` out means `static`.
 
-Source: llm-compressor 0.14.0.1 modifiers/gptq/base.py, modifiers/transform/awq/base.py and modifiers/autoround/base.py.
+Source: llm-compressor 0.14.0.1 modifiers/gptq/base.py, modifiers/transform/awq/base.py and
+modifiers/autoround/base.py.
 """
 
 from collections.abc import Mapping
@@ -18,10 +20,15 @@ from .errors import RecipeError
 
 
 def _order_without_a_tensor(written: object) -> object:
-    """An order of columns that is stored in a tensor of its own is one that vLLM 0.32 refuses to load."""
+    """An order of columns that is stored in a tensor of its own is one that vLLM 0.32 refuses to
+    load.
+    """
     if written in ("group", "dynamic", True):
         rule = "must be static, weight or null"
-        cure = "Use weight: compressed-tensors 0.19 and vLLM 0.32 have removed orders that need a g_idx tensor"
+        cure = (
+            "Use weight: compressed-tensors 0.19 and vLLM 0.32 have removed orders that need a "
+            "g_idx tensor"
+        )
         raise RecipeError("", rule, got=str(written), cure=cure)
     return written
 
@@ -42,13 +49,17 @@ class GPTQKnobs(_Knobs):
     """How GPTQ goes through the columns of a weight. No choice changes which tensors are stored.
 
     Attributes:
-        actorder: the order of the columns. `static`, or `weight`, its other name: those with the largest inputs come
-            first, each with the scale of the group that it is stored in. null: as they are stored.
-        dampening_frac: of the mean of the Hessian's diagonal, added to the diagonal before it is inverted.
+        actorder: the order of the columns. `static`, or `weight`, its other name: those with the
+            largest inputs come first, each with the scale of the group that it is stored in. null:
+            as they are stored.
+        dampening_frac: of the mean of the Hessian's diagonal, added to the diagonal before it is
+            inverted.
         block_size: columns whose errors are spread at a time.
     """
 
-    actorder: Annotated[Literal["static", "weight"] | None, BeforeValidator(_order_without_a_tensor)] = "static"
+    actorder: Annotated[
+        Literal["static", "weight"] | None, BeforeValidator(_order_without_a_tensor)
+    ] = "static"
     dampening_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
     block_size: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 128
 
@@ -58,7 +69,8 @@ class AWQKnobs(_Knobs):
 
     Attributes:
         n_grid: scales that are tried.
-        duo_scaling: whether a scale is made of inputs and weights, or of inputs alone; `both` tries half of each.
+        duo_scaling: whether a scale is made of inputs and weights, or of inputs alone; `both` tries
+            half of each.
     """
 
     n_grid: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 20
@@ -69,7 +81,10 @@ class AWQKnobs(_Knobs):
         """A grid goes from 0 to 1: with fewer points llm-compressor divides by zero."""
         least = {"both": 4, True: 3, False: 2}[self.duo_scaling]
         if self.n_grid < least:
-            rule = f"n_grid must be at least {least} where duo_scaling is {str(self.duo_scaling).lower()}"
+            rule = (
+                f"n_grid must be at least {least} where duo_scaling is "
+                f"{str(self.duo_scaling).lower()}"
+            )
             raise RecipeError("", rule, got=str(self.n_grid), cure="Raise it")
         return self
 
@@ -80,7 +95,8 @@ class AutoRoundKnobs(_Knobs):
     Attributes:
         iters: steps for each layer.
         lr: of the offsets and of the clipping; null for 1 / iters.
-        batch_size: sequences in a step. It is not `calibration.batch_size`, which says how many a forward computes.
+        batch_size: sequences in a step. It is not `calibration.batch_size`, which says how many a
+            forward computes.
         enable_torch_compile: compiled layers are faster on a GPU, and have other last bits.
     """
 
@@ -90,5 +106,9 @@ class AutoRoundKnobs(_Knobs):
     enable_torch_compile: Annotated[bool, Field(strict=True)] = False
 
 
-KNOBS: Mapping[str, type[_Knobs]] = {"gptq": GPTQKnobs, "awq": AWQKnobs, "autoround": AutoRoundKnobs}
+KNOBS: Mapping[str, type[_Knobs]] = {
+    "gptq": GPTQKnobs,
+    "awq": AWQKnobs,
+    "autoround": AutoRoundKnobs,
+}
 """Algorithm -> its knobs; the key of a calibration block is the algorithm's name."""

@@ -1,10 +1,12 @@
 """A time limit for a stranger's regular expressions.
 
-In: an expression, and the names that it is matched to. Out: the matches, or a refusal that names the expression.
+In: an expression, and the names that it is matched to. Out: the matches, or a refusal that names
+the expression.
 
-Easy to get wrong: an expression such as `([a-z0-9._]+)*!` tries every way to cut a name, and never comes to an end. The
-limit is of processor time, counted by a timer that interrupts `re` itself: another regex engine would be quick where
-vLLM's is not. Only a main thread can be interrupted; in others there is no limit.
+Easy to get wrong: an expression such as `([a-z0-9._]+)*!` tries every way to cut a name, and never
+comes to an end. The limit is of processor time, counted by a timer that interrupts `re` itself:
+another regex engine would be quick where vLLM's is not. Only a main thread can be interrupted; in
+others there is no limit.
 """
 
 import signal
@@ -17,7 +19,9 @@ from typing import TypeVar
 from .errors import KeepMTPError
 
 MATCHING_SECONDS = 2.0
-"""For all matches of one check or plan. A usual match takes a microsecond, a checkpoint has some thousand modules."""
+"""For all matches of one check or plan. A usual match takes a microsecond, a checkpoint has some
+thousand modules.
+"""
 SIMPLER = "Write it without repeats inside of repeats, or list the modules' names"
 _TICK = 0.02
 _NOTHING = ("", "")
@@ -28,7 +32,9 @@ class MatchClock:
     """State: what is matched now, and how many ticks each expression has had."""
 
     def __init__(self, refusal: Callable[[str, str], KeepMTPError]) -> None:
-        """`refusal` makes the error of the slowest expression, and of what was found: the time, and the last name."""
+        """`refusal` makes the error of the slowest expression, and of what was found: the time, and
+        the last name.
+        """
         self._refusal = refusal
         self._now = _NOTHING
         self._ticks: Counter[str] = Counter()
@@ -52,7 +58,9 @@ class MatchClock:
             self._is_on = False
 
     def timed(self, work: Callable[[str], T], expression: str, name: str) -> T:
-        """What `work` says of a name; the time counts for this expression. Outside of a limit it has one of its own."""
+        """What `work` says of a name; the time counts for this expression. Outside of a limit it
+        has one of its own.
+        """
         if not self._is_on:
             with self.limit():
                 return self._counted(work, expression, name)

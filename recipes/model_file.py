@@ -1,24 +1,27 @@
-"""A model file: all recipes of one model, one line for each variant. Which of them ship with keepmtp.
+"""A model file: all recipes of one model, one line for each variant. Which of them ship with
+keepmtp.
 
-In: the YAML mapping of `recipes/models/<model>.yaml`, or of a file of that form. Out: the flat mapping of each variant,
-as `schema.Recipe` reads it, and its text. For example:
+In: the YAML mapping of `recipes/models/<model>.yaml`, or of a file of that form. Out: the flat
+mapping of each variant, as `schema.Recipe` reads it, and its text. For example:
 
     groups: [attention, dense_mlp, shared_experts, experts]
     default: nvfp4a16-fp8
     variants:
-      nvfp4-fp8: {experts: NVFP4, rest: FP8_DYNAMIC, mtp: bf16, calibration: ultrachat-256x2048, summary: ...}
+      nvfp4-fp8: {experts: NVFP4, rest: FP8_DYNAMIC, mtp: bf16, calibration: ultrachat-256x2048,
+      summary: ...}
 
-`groups` names the module groups that the model has. `rest` gives one word to all groups that the variant does not name.
-`calibration` is the name of a block in `recipes/calibrations.yaml`, a block, or null. Each of `BLOCKS` may be a key
-of the file, for all variants, or of one variant.
+`groups` names the module groups that the model has. `rest` gives one word to all groups that the
+variant does not name. `calibration` is the name of a block in `recipes/calibrations.yaml`, a block,
+or null. Each of `BLOCKS` may be a key of the file, for all variants, or of one variant.
 
-Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not merged. The file's
-`mtp_auto` is only for the variants with `mtp: auto`; where there is none, these get what `--mtp auto` tries.
-`rest: auto` leaves the backbone to a search, and `mtp: auto` then its block too: the file's `budget` and
-`backbone_auto` are only for the variants that search.
+Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not
+merged. The file's `mtp_auto` is only for the variants with `mtp: auto`; where there is none, these
+get what `--mtp auto` tries.
+`rest: auto` leaves the backbone to a search, and `mtp: auto` then its block too: the file's
+`budget` and `backbone_auto` are only for the variants that search.
 `mtp_tuned` is only for those with `mtp: tuned`, and must be there.
-`keepmtp ls` must answer at once, so nothing here loads pydantic: the values are checked by `find.read_file` and
-`schema.validated` before a recipe is used.
+`keepmtp ls` must answer at once, so nothing here loads pydantic: the values are checked by
+`find.read_file` and `schema.validated` before a recipe is used.
 """
 
 from collections.abc import Collection, Mapping
@@ -51,7 +54,8 @@ _OF_A_VARIANT = ("summary", "mtp", "calibration")
 _AUTO, _TUNED, _LOCAL = "auto", "tuned", "local"
 _HERE = Path(__file__).parent
 _MODELS = _HERE / "models"
-_SHIPPED = "models"  # the folder of the small models that keepmtp ships, and the start of their names in recipes
+# the folder of the small models that keepmtp ships, and the start of their names in recipes
+_SHIPPED = "models"
 _HOME = _HERE.parent  # the checkout, or the installed package
 
 
@@ -87,7 +91,9 @@ def shipped_path(name: str) -> Path | None:
 
 
 def find_path(name: str | Path) -> Path | None:
-    """The file or folder in the current folder, else among the shipped models; None if it is in neither."""
+    """The file or folder in the current folder, else among the shipped models; None if it is in
+    neither.
+    """
     path = Path(name)
     places = (path, _HOME / path) if path.parts[:1] == (_SHIPPED,) else (path,)
     return next((place for place in places if place.exists()), None)
@@ -112,15 +118,18 @@ def flat_recipes(raw: Mapping[str, Any], where: object) -> dict[str, dict[str, A
         where: the file, for refusals.
 
     Raises:
-        RecipeError: an unknown key, group, variant or calibration, or a missing one. The values are checked by
-            `schema.validated`.
+        RecipeError: an unknown key, group, variant or calibration, or a missing one. The values are
+            checked by `schema.validated`.
     """
     _refuse_unknown(where, raw, (*_OF_THE_MODEL, *BLOCKS, *_OF_A_SEARCH), "a model file")
     _refuse_missing(where, raw, _OF_THE_MODEL)
     groups, variants = _groups(raw["groups"], where), raw["variants"]
     if not isinstance(variants, Mapping) or not variants:
         raise RecipeError(
-            f"{where}: variants", "must be a mapping of names", got=repr(variants), cure="Name one variant or more"
+            f"{where}: variants",
+            "must be a mapping of names",
+            got=repr(variants),
+            cure="Name one variant or more",
         )
     if raw["default"] not in list(variants):
         raise _unknown(f"{where}: default", "must be a variant", raw["default"], variants)
@@ -134,14 +143,23 @@ def flat_recipes(raw: Mapping[str, Any], where: object) -> dict[str, dict[str, A
 
 def flat_text(recipe: Mapping[str, Any]) -> str:
     """A flat recipe as YAML: every key on its own line, mappings inside a list on one line."""
-    return yaml.dump(_mappings_of_lists_inline(recipe), Dumper=_Dumper, sort_keys=False, width=10_000)
+    return yaml.dump(
+        _mappings_of_lists_inline(recipe), Dumper=_Dumper, sort_keys=False, width=10_000
+    )
 
 
 def _flat(raw: Mapping[str, Any], name: str, groups: Collection[str], where: str) -> dict[str, Any]:
     variant = raw["variants"][name]
     if not isinstance(variant, Mapping):
-        raise RecipeError(where, "a variant is a mapping", got=repr(variant), cure="Write {group: scheme, mtp: ...}")
-    _refuse_unknown(where, variant, (*_OF_A_VARIANT, *BLOCKS, *_OF_A_SEARCH, *groups, "rest"), "a variant")
+        raise RecipeError(
+            where,
+            "a variant is a mapping",
+            got=repr(variant),
+            cure="Write {group: scheme, mtp: ...}",
+        )
+    _refuse_unknown(
+        where, variant, (*_OF_A_VARIANT, *BLOCKS, *_OF_A_SEARCH, *groups, "rest"), "a variant"
+    )
     _refuse_missing(where, variant, _OF_A_VARIANT)
     flat = {
         "model": raw["model"],
@@ -204,7 +222,9 @@ def _calibration(named: object, where: str) -> object:
     return calibrations()[named]
 
 
-def _refuse_unknown(where: object, raw: Mapping[str, Any], known: Collection[str], what: str) -> None:
+def _refuse_unknown(
+    where: object, raw: Mapping[str, Any], known: Collection[str], what: str
+) -> None:
     for key, value in raw.items():
         if key not in known:
             from .schema import cure_of_key  # which imports this file
@@ -221,10 +241,14 @@ def _refuse_missing(where: object, raw: Mapping[str, Any], needed: Collection[st
 
 
 def _unknown(where: str, rule: str, got: object, known: Collection[str]) -> RecipeError:
-    return RecipeError(where, rule, got=repr(got), cure=did_you_mean(got, known, otherwise="Name one of them"))
+    return RecipeError(
+        where, rule, got=repr(got), cure=did_you_mean(got, known, otherwise="Name one of them")
+    )
 
 
-def summary_of(backbone: Mapping[str, str], mtp: str | Mapping[str, str], *, is_calibrated: bool) -> str:
+def summary_of(
+    backbone: Mapping[str, str], mtp: str | Mapping[str, str], *, is_calibrated: bool
+) -> str:
     """The summary of a recipe with these words; groups that have the same word stand together."""
     block = mtp if isinstance(mtp, str) else _said(mtp)
     parts = [*filter(None, [_said(backbone)]), f"MTP block {block}"]
@@ -238,7 +262,8 @@ def _said(words: Mapping[str, str]) -> str:
     return ", ".join(f"{word} {'/'.join(names)}" for word, names in groups.items())
 
 
-# --- YAML -------------------------------------------------------------------------------------------------------------
+# --- YAML
+# --------------------------------------------------------------------------------------------------
 
 
 class _Inline(dict[str, Any]):
@@ -270,7 +295,8 @@ def _mappings_of_lists_inline(value: Any) -> Any:
     return value
 
 
-# --- listings ---------------------------------------------------------------------------------------------------------
+# --- listings
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +311,9 @@ class Listed:
     source: str
     needs_batches: bool
     knobs: str = ""
-    """How it searches scales, and what it says to its algorithm: `gptq: actorder null, block_size 64`."""
+    """How it searches scales, and what it says to its algorithm: `gptq: actorder null, block_size
+    64`.
+    """
 
     @property
     def name(self) -> str:
@@ -295,7 +323,11 @@ class Listed:
 
 def listed() -> list[Listed]:
     """Every shipped recipe that can be run, by model, the default variant first."""
-    flat = [recipe for path in model_files() for recipe in flat_recipes(load_shipped(path), path).values()]
+    flat = [
+        recipe
+        for path in model_files()
+        for recipe in flat_recipes(load_shipped(path), path).values()
+    ]
     rows = [
         Listed(
             model=recipe["model"],
@@ -314,7 +346,9 @@ def listed() -> list[Listed]:
 
 
 def _knobs(recipe: Mapping[str, Any]) -> str:
-    """How a recipe searches scales, and the knobs of its algorithm, which are under the algorithm's name."""
+    """How a recipe searches scales, and the knobs of its algorithm, which are under the algorithm's
+    name.
+    """
     calibration = recipe["calibration"] or {}
     said = [f"search: {recipe['search']}"] if recipe.get("search") else []
     algorithm = calibration.get("algorithm")
@@ -326,13 +360,21 @@ def _knobs(recipe: Mapping[str, Any]) -> str:
 def in_words(knobs: Mapping[str, Any]) -> str:
     """Knobs as they are in YAML: "actorder null, duo_scaling true"."""
     words = {None: "null", True: "true", False: "false"}
-    said = {key: words[value] if value is None or isinstance(value, bool) else value for key, value in knobs.items()}
+    said = {
+        key: words[value] if value is None or isinstance(value, bool) else value
+        for key, value in knobs.items()
+    }
     return ", ".join(f"{key} {value}" for key, value in said.items())
 
 
 def _is_here(recipe: Mapping[str, Any]) -> bool:
-    """Whether the files that a recipe names are on this machine; what is on the Hub is not asked for."""
+    """Whether the files that a recipe names are on this machine; what is on the Hub is not asked
+    for.
+    """
     calibration = recipe["calibration"] or {}
     if recipe["revision"] == _LOCAL and find_path(recipe["source"]) is None:
         return False
-    return calibration.get("dataset_revision") != _LOCAL or find_path(calibration["dataset"]) is not None
+    return (
+        calibration.get("dataset_revision") != _LOCAL
+        or find_path(calibration["dataset"]) is not None
+    )

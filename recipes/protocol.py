@@ -1,11 +1,13 @@
-"""How a checkpoint is evaluated, and what its results must be: the `evaluation` and `gates` blocks of a recipe.
+"""How a checkpoint is evaluated, and what its results must be: the `evaluation` and `gates` blocks
+of a recipe.
 
-In: YAML. Out: frozen values. The defaults here are for a recipe without these blocks, so every default is part of the
+In: YAML. Out: frozen values. The defaults here are for a recipe without these blocks, so every
+default is part of the
 protocol: reports and model cards print each of them.
 
-Easy to get wrong: two scores can be compared only if every field of `Evaluation` is the same. A GSM8K score changes by
-several points with the shots, the chat template and the filter that reads the answer. What a recipe leaves out is the
-task's own (tasks.py), not one default for all tasks.
+Easy to get wrong: two scores can be compared only if every field of `Evaluation` is the same. A
+GSM8K score changes by several points with the shots, the chat template and the filter that reads
+the answer. What a recipe leaves out is the task's own (tasks.py), not one default for all tasks.
 """
 
 from collections.abc import Mapping
@@ -38,13 +40,16 @@ class Evaluation(Frozen):
     """One protocol, for the source and for the checkpoint.
 
     Attributes:
-        task: a task of lm-evaluation-harness (tasks.py). It has the prompt, the stop words and the filters.
-        dataset: None for the task's own on the Hub, or a file of rows with the fields that the task's dataset has.
+        task: a task of lm-evaluation-harness (tasks.py). It has the prompt, the stop words and the
+            filters.
+        dataset: None for the task's own on the Hub, or a file of rows with the fields that the
+            task's dataset has.
         dataset_revision: Hub revision; None for the newest. A file has none.
         shots: solved examples before each question. The shots for a file are other rows of it.
-        api: `completions` sends the text as it is. `chat` sends messages through the model's chat template, with the
-            shots as earlier turns.
-        max_tokens: limit of the tokens for each answer. An answer that is cut there counts like the others.
+        api: `completions` sends the text as it is. `chat` sends messages through the model's chat
+            template, with the shots as earlier turns.
+        max_tokens: limit of the tokens for each answer. An answer that is cut there counts like the
+            others.
         k: drafted tokens in each step (method=mtp).
         concurrency: number of requests at the same time.
         limit: number of questions, from the first; None for all.
@@ -52,7 +57,8 @@ class Evaluation(Frozen):
         repeats: runs; each asks every question once.
         temperature: 0 is greedy.
         top_p: least share of probability that is drawn from.
-        prefix_caching: the server keeps what it computed for the start of a prompt, for the next prompt that starts so.
+        prefix_caching: the server keeps what it computed for the start of a prompt, for the next
+            prompt that starts so.
     """
 
     task: TaskName = "gsm8k"
@@ -76,13 +82,21 @@ class Evaluation(Frozen):
         if not isinstance(given, Mapping):
             return given
         task = given.get("task", "gsm8k")
-        return {**TASKS[task].protocol, **given} if isinstance(task, str) and task in TASKS else dict(given)
+        return (
+            {**TASKS[task].protocol, **given}
+            if isinstance(task, str) and task in TASKS
+            else dict(given)
+        )
 
     @model_serializer(mode="wrap")
     def _without_sampling(self, handler: SerializerFunctionWrapHandler):
-        """One greedy run of a task that is asked greedily is written, and hashed, as before there were others."""
+        """One greedy run of a task that is asked greedily is written, and hashed, as before there
+        were others.
+        """
         fields = handler(self)
-        is_plain = "temperature" not in TASKS[self.task].protocol and _GREEDY.items() <= fields.items()
+        is_plain = (
+            "temperature" not in TASKS[self.task].protocol and _GREEDY.items() <= fields.items()
+        )
         return {name: value for name, value in fields.items() if not (is_plain and name in _GREEDY)}
 
     @property
@@ -100,20 +114,27 @@ class Evaluation(Frozen):
         if self.dataset is not None and Path(self.dataset).suffix not in _FILES:
             raise RecipeError(
                 "dataset",
-                f"must be a {', '.join(_FILES[:-1])} or {_FILES[-1]} file, or left out for the task's own on the Hub",
+                f"must be a {', '.join(_FILES[:-1])} or {_FILES[-1]} file, or left out for the "
+                "task's own on the Hub",
                 got=repr(self.dataset),
                 cure="Name a file of rows with the fields that the task's dataset has",
             )
         if self.dataset is not None and self.dataset_revision is not None:
             raise RecipeError(
-                "dataset_revision", "must be left out for a file", got=repr(self.dataset_revision), cure="Remove it"
+                "dataset_revision",
+                "must be left out for a file",
+                got=repr(self.dataset_revision),
+                cure="Remove it",
             )
         return self
 
     @model_validator(mode="after")
     def _runs_differ(self) -> "Evaluation":
         if self.repeats > 1 and not self.temperature:
-            rule, cure = "must be 1 where temperature is 0, because all runs are the same", "Set a temperature"
+            rule, cure = (
+                "must be 1 where temperature is 0, because all runs are the same",
+                "Set a temperature",
+            )
             raise RecipeError("repeats", rule, got=self.repeats, cure=cure)
         return self
 
@@ -123,13 +144,17 @@ def _each_once(tasks: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:
     for name in names:
         if names.count(name) > 1:
             cure = "Leave one out: the answers to a task are in one file"
-            raise RecipeError("evaluation", "must name each task once", got=f"{name} twice", cure=cure)
+            raise RecipeError(
+                "evaluation", "must name each task once", got=f"{name} twice", cure=cure
+            )
     return tasks
 
 
 _Listed = Annotated[tuple[Evaluation, ...], Field(min_length=1), AfterValidator(_each_once)]
 _BY_FORM = Discriminator(lambda value: "groups" if isinstance(value, (list, tuple)) else "word")
-Evaluations = Annotated[Annotated[Evaluation, Tag("word")] | Annotated[_Listed, Tag("groups")], _BY_FORM]
+Evaluations = Annotated[
+    Annotated[Evaluation, Tag("word")] | Annotated[_Listed, Tag("groups")], _BY_FORM
+]
 """One protocol, or a list of them, one for each task."""
 
 
@@ -145,15 +170,18 @@ class Gates(Frozen):
         max_drop: of the GSM8K score, as a share of all questions (0.02: two points).
         filter: the gate uses the score of this filter; the report has both.
         min_acceptance: least share of the source's draft acceptance.
-        min_mean_recovery: least mean over the tasks of the checkpoint's score, as a share of the source's; None: no
-            gate.
+        min_mean_recovery: least mean over the tasks of the checkpoint's score, as a share of the
+            source's; None: no gate.
         max_worst_drop: of each task's score, as a share of its questions; None: no gate.
-        max_divergence: from the source on held-out text as served, nats a token (`keepmtp closeness`); None: no gate.
-        max_flips: share of tokens where the first choice may be another than the source's; None: no gate.
-        confidence: of each judgement, one-sided. If the limit is between the estimate and its bound, the gate neither
-            passes nor fails: there are too few samples.
-        min_speedup: least tokens a second with drafting over those without it, for one request at a time on a GPU; the
-            slowest repetition of one k must reach it against the fastest without drafting. None: no such gate.
+        max_divergence: from the source on held-out text as served, nats a token (`keepmtp
+            closeness`); None: no gate.
+        max_flips: share of tokens where the first choice may be another than the source's; None: no
+            gate.
+        confidence: of each judgement, one-sided. If the limit is between the estimate and its
+            bound, the gate neither passes nor fails: there are too few samples.
+        min_speedup: least tokens a second with drafting over those without it, for one request at a
+            time on a GPU; the slowest repetition of one k must reach it against the fastest without
+            drafting. None: no such gate.
     """
 
     max_drop: Annotated[float, Field(gt=0, lt=1)] = 0.02

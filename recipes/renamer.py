@@ -1,13 +1,15 @@
 """How vLLM rewrites the names in a quantization config before it compares them with its modules.
 
-In: config.json. Out: a `Renamer`: the mapper of the target's model class, which the family file holds. The check reads
-foreign entries with it, and what keepmtp writes is chosen so that it stays itself.
+In: config.json. Out: a `Renamer`: the mapper of the target's model class, which the family file
+holds. The check reads foreign entries with it, and what keepmtp writes is chosen so that it stays
+itself.
 
-Easy to get wrong: vLLM never renames a regex. The mapper also drops names that the model does not load, but vLLM keeps
-such entries since 0.32.
+Easy to get wrong: vLLM never renames a regex. The mapper also drops names that the model does not
+load, but vLLM keeps such entries since 0.32.
 
-Source: vLLM 0.32.0 quantization/utils/config_utils.py, modelopt.py (apply_vllm_mapper), model_executor/models/{utils,
-qwen3_vl,qwen3_5,qwen3_next,mimo}.py, models/deepseek_v4/nvidia/model.py; compared with the real functions by
+Source: vLLM 0.32.0 quantization/utils/config_utils.py, modelopt.py (apply_vllm_mapper),
+model_executor/models/{utils, qwen3_vl,qwen3_5,qwen3_next,mimo}.py,
+models/deepseek_v4/nvidia/model.py; compared with the real functions by
 tests/validate/check/test_dialects.py.
 """
 
@@ -25,10 +27,11 @@ _LAYER = re.compile(r"(?<=\.layers\.)\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renamer:
-    """The mapper of a model class, applied to entries; `renames` is None where the class has no mapper.
+    """The mapper of a model class, applied to entries; `renames` is None where the class has no
+    mapper.
 
-    `mtp_offset` is what the draft's class adds to the layer of `mtp.` entries after that; compressed-tensors' paths are
-    spared.
+    `mtp_offset` is what the draft's class adds to the layer of `mtp.` entries after that;
+    compressed-tensors' paths are spared.
     """
 
     renames: Renames | None = None
@@ -52,11 +55,17 @@ class Renamer:
         return entry
 
     def before(self, name: str, others: Iterable[str] = ()) -> str | None:
-        """A spelling that becomes `name`: itself, one of `others`, or one that a rule turns into it, or None."""
+        """A spelling that becomes `name`: itself, one of `others`, or one that a rule turns into
+        it, or None.
+        """
         found = [name, *others]
         if self.renames is not None:
             found += [name.replace(new, old, 1) for old, new in self.renames.substrings if new]
-            found += [old + name.removeprefix(new) for old, new in self.renames.prefixes if name.startswith(new)]
+            found += [
+                old + name.removeprefix(new)
+                for old, new in self.renames.prefixes
+                if name.startswith(new)
+            ]
         return next((word for word in found if self.name(word) == name), None)
 
     def path(self, entry: str) -> str:

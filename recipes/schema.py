@@ -1,9 +1,11 @@
 """A recipe: everything that a person decides about one quantized checkpoint.
 
-In: a flat mapping: a flat recipe file, or one variant of a model file (`find`). Out: a frozen `Recipe`. Nothing that
-changes numbers has a default: a recipe that does not say what happens to a module group is refused.
+In: a flat mapping: a flat recipe file, or one variant of a model file (`find`). Out: a frozen
+`Recipe`. Nothing that changes numbers has a default: a recipe that does not say what happens to a
+module group is refused.
 
-Easy to get wrong: `source` means "as the released checkpoint stores it". For an FP8 release that is FP8, not BF16.
+Easy to get wrong: `source` means "as the released checkpoint stores it". For an FP8 release that is
+FP8, not BF16.
 """
 
 import re
@@ -33,13 +35,18 @@ from .protocol import Evaluation, Evaluations, Gates, listed
 from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS
 
 KEEP_WORDS = ("source", "bf16")
-"""`source`: stored as released. `bf16`: dequantized if the release is quantized, else as released."""
+"""`source`: stored as released. `bf16`: dequantized if the release is quantized, else as
+released.
+"""
 AUTO = "auto"
-"""For the MTP block: the cheapest of the candidates that keeps enough acceptance, measured during the run. For module
-groups of the backbone: what a search finds under the recipe's `budget`, unit by unit, and then the block's units too.
+"""For the MTP block: the cheapest of the candidates that keeps enough acceptance, measured during
+the run. For module groups of the backbone: what a search finds under the recipe's `budget`, unit by
+unit, and then the block's units too.
 """
 TUNED = "tuned"
-"""For the MTP block only: trained on what the quantized backbone computes, if that is shown to raise acceptance."""
+"""For the MTP block only: trained on what the quantized backbone computes, if that is shown to
+raise acceptance.
+"""
 
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -62,7 +69,10 @@ def _known_role(word: str) -> str:
         return word
     rule = f"must be one of the module groups {', '.join(QUANTIZABLE_ROLES)}"
     raise RecipeError(
-        "", rule, got=repr(word), cure=did_you_mean(word, QUANTIZABLE_ROLES, otherwise="Name one of them")
+        "",
+        rule,
+        got=repr(word),
+        cure=did_you_mean(word, QUANTIZABLE_ROLES, otherwise="Name one of them"),
     )
 
 
@@ -80,7 +90,9 @@ def _name_or_regex(written: str) -> str:
         re.compile(written.removeprefix("re:") if written.startswith("re:") else "")
     except (re.error, RecursionError, OverflowError) as error:
         got = f"{written}, of which Python says: {error}"
-        raise RecipeError("", "must be a name, or re: and a regex", got=got, cure="Correct it") from error
+        raise RecipeError(
+            "", "must be a name, or re: and a regex", got=got, cure="Correct it"
+        ) from error
     return written
 
 
@@ -98,23 +110,32 @@ Name = Annotated[str, AfterValidator(_plain_name)]
 NameOrRegex = Annotated[str, AfterValidator(_name_or_regex)]
 Decision = Annotated[str, AfterValidator(_known_decision)]
 Group = Annotated[str, AfterValidator(_known_role)]
-# The tags choose one branch by the value's type, so that an error is about the written value, not the other branch.
+# The tags choose one branch by the value's type, so that an error is about the written value, not
+# the other branch.
 _BY_TYPE = Discriminator(lambda value: "groups" if isinstance(value, dict) else "word")
 _ByGroup = Annotated[dict[Group, Decision], Tag("groups")]
 Candidate = Annotated[Annotated[Decision, Tag("word")] | _ByGroup, _BY_TYPE]
-BackbonePolicy = Annotated[dict[Group, Annotated[str, AfterValidator(_known_policy)]], BeforeValidator(_all_groups)]
-MtpPolicy = Annotated[Annotated[str, AfterValidator(_known_policy), Tag("word")] | _ByGroup, _BY_TYPE]
+BackbonePolicy = Annotated[
+    dict[Group, Annotated[str, AfterValidator(_known_policy)]], BeforeValidator(_all_groups)
+]
+MtpPolicy = Annotated[
+    Annotated[str, AfterValidator(_known_policy), Tag("word")] | _ByGroup, _BY_TYPE
+]
 
 
 class MtpSource(Frozen):
-    """Where the MTP block of a release without one is: a Hub id or a folder, and its revision ("local" for folders)."""
+    """Where the MTP block of a release without one is: a Hub id or a folder, and its revision
+    ("local" for folders).
+    """
 
     source: Annotated[str, Field(min_length=1)]
     revision: Annotated[str, Field(min_length=1)]
 
 
 class Override(Frozen):
-    """An exception to the group's scheme: modules by name on disk, or by `re:` and a regex of the whole name."""
+    """An exception to the group's scheme: modules by name on disk, or by `re:` and a regex of the
+    whole name.
+    """
 
     modules: NameOrRegex
     scheme: Decision
@@ -137,13 +158,16 @@ class Texts(Frozen):
     """Where texts to calibrate on are from.
 
     Attributes:
-        dataset: Hub id, a local .jsonl, .json or .parquet file, or a folder with a copy of a Hub dataset.
+        dataset: Hub id, a local .jsonl, .json or .parquet file, or a folder with a copy of a Hub
+            dataset.
         dataset_revision: Hub revision; "local" for files and folders.
         subset: the configuration of a dataset that has several; null for its default.
         split: of the dataset; "train" for a single file.
-        column: texts, or conversations as lists of {role, content}, which go through the model's chat template.
-        prompt_column: texts that users wrote; each comes directly before its text of `column`. Calibration uses them,
-            but acceptance counts only what a model writes. Null where a text is not an answer.
+        column: texts, or conversations as lists of {role, content}, which go through the model's
+            chat template.
+        prompt_column: texts that users wrote; each comes directly before its text of `column`.
+            Calibration uses them, but acceptance counts only what a model writes. Null where a text
+            is not an answer.
         chat: whether prompt and text become two turns, which go through the model's chat template.
     """
 
@@ -158,7 +182,9 @@ class Texts(Frozen):
     @model_validator(mode="after")
     def _chat_has_two_sides(self) -> Self:
         if self.chat and self.prompt_column is None:
-            raise RecipeError("", "chat needs a prompt_column", got="none", cure="Name it, or leave out chat")
+            raise RecipeError(
+                "", "chat needs a prompt_column", got="none", cure="Name it, or leave out chat"
+            )
         return self
 
 
@@ -172,35 +198,41 @@ class Calibration(Texts):
     """Everything that is needed to repeat a calibrated run.
 
     Attributes:
-        backend: whose code observes activations and chooses scales, for either `format`: llm-compressor's, or NVIDIA's
-            modelopt, which needs the extra `modelopt`.
-        algorithm: minmax observes activations only; the others also rewrite the weights of the schemes in
-            `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
+        backend: whose code observes activations and chooses scales, for either `format`:
+            llm-compressor's, or NVIDIA's modelopt, which needs the extra `modelopt`.
+        algorithm: minmax observes activations only; the others also rewrite the weights of the
+            schemes in `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
         gptq, awq, autoround: the algorithm's knobs; without them, its defaults.
         also: other datasets, with their shares; what they leave is the first one's.
         samples: sequences to calibrate on.
         held_out: other sequences, from other rows, to measure acceptance and perplexity on.
-        held_out_by: who writes the held-out answers: `dataset`, or `model`, the released model itself, if memory holds
-            all of it. On its own text every slot counts for acceptance, as on a server.
+        held_out_by: who writes the held-out answers: `dataset`, or `model`, the released model
+            itself, if memory holds all of it. On its own text every slot counts for acceptance, as
+            on a server.
         sequence_length: tokens in each sequence; rows follow each other without padding.
-        batch_size: sequences in one batch, on each rank; `auto` for as many as fit the memory that is free when the
-            run begins.
+        batch_size: sequences in one batch, on each rank; `auto` for as many as fit the memory that
+            is free when the run begins.
         seed: for the order of the rows.
-        experts: whose tokens a routed expert's statistics are of: `all` of them, or `routed`, those that the router
-            sends it. An expert that it sends none is calibrated on all of them.
-        attention: `eager` computes all scores, as llm-compressor does; `sdpa` leaves it to a kernel of PyTorch's that
-            does not keep them, for long sequences. Its last bits differ.
-        model_code: `checkpoint` lets the checkpoint's own Python build the model and encode conversations.
-        decorated_forward: what to do with a model whose forward is wrapped in no_grad or inference_mode.
+        experts: whose tokens a routed expert's statistics are of: `all` of them, or `routed`, those
+            that the router sends it. An expert that it sends none is calibrated on all of them.
+        attention: `eager` computes all scores, as llm-compressor does; `sdpa` leaves it to a kernel
+            of PyTorch's that does not keep them, for long sequences. Its last bits differ.
+        model_code: `checkpoint` lets the checkpoint's own Python build the model and encode
+            conversations.
+        decorated_forward: what to do with a model whose forward is wrapped in no_grad or
+            inference_mode.
     """
 
     backend: Literal["llmcompressor", "modelopt"] = "llmcompressor"
-    algorithm: Literal["minmax", "gptq", "awq", "smoothquant", "autoround", "mse", "four-over-six", "local-hessian"]
+    algorithm: Literal[
+        "minmax", "gptq", "awq", "smoothquant", "autoround", "mse", "four-over-six", "local-hessian"
+    ]
     also: tuple[TextsOfMix, ...] = ()
     samples: _Count
     held_out: _Count
     held_out_by: Literal["dataset", "model"] = "dataset"
-    # The last position has no next token to judge: one token alone gives neither perplexity nor acceptance.
+    # The last position has no next token to judge: one token alone gives neither perplexity nor
+    # acceptance.
     sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]
     batch_size: _BatchSize
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
@@ -236,9 +268,15 @@ class Calibration(Texts):
 
     @model_serializer(mode="wrap")
     def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A recipe without knobs or another back-end is written, and hashed, as before there were any."""
+        """A recipe without knobs or another back-end is written, and hashed, as before there were
+        any.
+        """
         absent = {**dict.fromkeys(KNOBS), "backend": "llmcompressor"}
-        return {key: value for key, value in handler(self).items() if key not in absent or value != absent[key]}
+        return {
+            key: value
+            for key, value in handler(self).items()
+            if key not in absent or value != absent[key]
+        }
 
     @model_validator(mode="after")
     def _knobs_are_the_algorithms(self) -> Self:
@@ -252,7 +290,11 @@ class Calibration(Texts):
     @model_validator(mode="before")
     @classmethod
     def _vllm_loads_the_result(cls, raw: Any) -> Any:
-        algorithm = raw.get("algorithm") if isinstance(raw, dict) and raw.get("backend") == "modelopt" else None
+        algorithm = (
+            raw.get("algorithm")
+            if isinstance(raw, dict) and raw.get("backend") == "modelopt"
+            else None
+        )
         if algorithm in _WITH_PRE_QUANT_SCALE:
             rule = f"modelopt's {algorithm} writes pre_quant_scale, which vLLM 0.32 does not load"
             raise RecipeError("", rule, got=f"algorithm: {algorithm}", cure=f"Use {_BY_MODELOPT}")
@@ -263,16 +305,25 @@ class Calibration(Texts):
         is_modelopt = self.backend == "modelopt"
         if is_modelopt and self.algorithm not in {"minmax", *SWEEPS}:
             cure = f"Use {_BY_MODELOPT}; or remove backend"
-            raise RecipeError("", f"{self.algorithm} is llm-compressor's", got="backend: modelopt", cure=cure)
+            raise RecipeError(
+                "", f"{self.algorithm} is llm-compressor's", got="backend: modelopt", cure=cure
+            )
         if self.algorithm in SWEEPS and not is_modelopt:
-            raise RecipeError("", f"{self.algorithm} is modelopt's", got=f"backend: {self.backend}", cure=_ASK_MODELOPT)
+            raise RecipeError(
+                "",
+                f"{self.algorithm} is modelopt's",
+                got=f"backend: {self.backend}",
+                cure=_ASK_MODELOPT,
+            )
         return self
 
     @model_validator(mode="after")
     def _searches_see_every_token(self) -> "Calibration":
         if self.algorithm == "awq" and self.experts == "routed":
             rule = "experts: routed must come with algorithm minmax, gptq or smoothquant"
-            cure = "Set experts: all, since AWQ compares what all experts compute of the same tokens"
+            cure = (
+                "Set experts: all, since AWQ compares what all experts compute of the same tokens"
+            )
             raise RecipeError("", rule, got="awq", cure=cure)
         return self
 
@@ -288,9 +339,10 @@ class MtpAuto(Frozen):
     """How `mtp: auto` chooses.
 
     Attributes:
-        min_acceptance: part of the released model's acceptance that the block must keep on held-out text, at the
-            confidence of the recipe's gates. No text shows that all of it is kept.
-        candidates: policies, tried in this order. The smallest that is shown to keep enough acceptance is chosen.
+        min_acceptance: part of the released model's acceptance that the block must keep on held-out
+            text, at the confidence of the recipe's gates. No text shows that all of it is kept.
+        candidates: policies, tried in this order. The smallest that is shown to keep enough
+            acceptance is chosen.
     """
 
     min_acceptance: Annotated[float, Field(gt=0, lt=1)]
@@ -300,7 +352,9 @@ class MtpAuto(Frozen):
     def _each_once(self) -> "MtpAuto":
         for index, candidate in enumerate(self.candidates):
             if candidate in self.candidates[:index]:
-                raise RecipeError("", "candidates must differ", got=f"{candidate!r} twice", cure="Remove one")
+                raise RecipeError(
+                    "", "candidates must differ", got=f"{candidate!r} twice", cure="Remove one"
+                )
         return self
 
 
@@ -309,9 +363,10 @@ class BackboneAuto(Frozen):
 
     Attributes:
         candidates: words for a unit: schemes, `source` or `bf16`.
-        draft_weight: how much a nat by which the drafts' distribution moves counts against a nat of the answers' one.
-        min_acceptance: part of the released model's acceptance that the plan must keep on held-out text, as for
-            `mtp_auto`; without it none is asked for.
+        draft_weight: how much a nat by which the drafts' distribution moves counts against a nat of
+            the answers' one.
+        min_acceptance: part of the released model's acceptance that the plan must keep on held-out
+            text, as for `mtp_auto`; without it none is asked for.
         tokens: of the calibration text, on which sensitivities are measured.
     """
 
@@ -324,7 +379,9 @@ class BackboneAuto(Frozen):
     def _each_once(self) -> Self:
         for index, candidate in enumerate(self.candidates):
             if candidate in self.candidates[:index]:
-                raise RecipeError("", "candidates must differ", got=f"{candidate} twice", cure="Remove one")
+                raise RecipeError(
+                    "", "candidates must differ", got=f"{candidate} twice", cure="Remove one"
+                )
         return self
 
 
@@ -332,14 +389,18 @@ class MtpTuned(Frozen):
     """How `mtp: tuned` trains the block.
 
     Attributes:
-        mtp: how the block is stored and computed with, while it is trained and afterwards: a word or a mapping by
-            group. Without `source`: a tuned block has no stored form of the release's.
+        mtp: how the block is stored and computed with, while it is trained and afterwards: a word
+            or a mapping by group. Without `source`: a tuned block has no stored form of the
+            release's.
         steps: of the optimizer.
         batch_size: sequences of the calibration text in each step, those of all processes together.
-        learning_rate: AdamW's highest; it rises over the first tenth of the steps and falls to 0 at the last.
+        learning_rate: AdamW's highest; it rises over the first tenth of the steps and falls to 0 at
+            the last.
         seed: of the order of the sequences.
-        loss: of a draft against the target's distribution; `calibrate.draft_loss` says what each is.
-        draft_steps: how many tokens ahead the block is run, each step on what the one before computed.
+        loss: of a draft against the target's distribution; `calibrate.draft_loss` says what each
+            is.
+        draft_steps: how many tokens ahead the block is run, each step on what the one before
+            computed.
         decay: the weight of each further draft step, as a part of the one before.
         frozen: module groups that are not trained, such as experts where memory is short.
     """
@@ -367,11 +428,14 @@ DEFAULT_AUTO = MtpAuto.model_validate(USUAL_AUTO)
 """What `--mtp auto` tries where the recipe has no `mtp_auto`."""
 
 
-def candidates_for(candidates: Iterable[str | Mapping[str, str]], groups: Collection[str]) -> tuple[Candidate, ...]:
-    """The candidates that are different policies for an MTP block with these module groups, in order.
+def candidates_for(
+    candidates: Iterable[str | Mapping[str, str]], groups: Collection[str]
+) -> tuple[Candidate, ...]:
+    """The candidates that are different policies for an MTP block with these module groups, in
+    order.
 
-    One list is for every family. A mapping loses the groups that the block lacks. If it then has one word for all of
-    the block's groups, it becomes that word.
+    One list is for every family. A mapping loses the groups that the block lacks. If it then has
+    one word for all of the block's groups, it becomes that word.
     """
     found: list[Candidate] = []
     for candidate in candidates:
@@ -395,24 +459,30 @@ class Recipe(Frozen):
         family: model_type of the family table.
         source: Hub id or local folder of the released checkpoint.
         revision: Hub revision; "local" for folders.
-        backbone: module group -> scheme, `source`, `bf16` or `auto`; every group that the model has must be named. The
-            word `auto` alone is that for every group.
-        mtp: the same for the MTP block: one word for all of it, a mapping by group, `auto` or `tuned`.
-        mtp_auto: how `auto` chooses; only with `mtp: auto`, and where no group of the backbone is `auto`.
+        backbone: module group -> scheme, `source`, `bf16` or `auto`; every group that the model has
+            must be named. The word `auto` alone is that for every group.
+        mtp: the same for the MTP block: one word for all of it, a mapping by group, `auto` or
+            `tuned`.
+        mtp_auto: how `auto` chooses; only with `mtp: auto`, and where no group of the backbone is
+            `auto`.
         mtp_tuned: how the block is trained, and its schemes; only with `mtp: tuned`.
         budget: with groups that are `auto`: how large the checkpoint may become (`budget.py`).
         backbone_auto: with them: what the search may choose.
         overrides: exceptions; the first match wins, and each must match something.
-        keep: names (or `re:` regexes) of tensors outside the family table that keepmtp copies as they are.
+        keep: names (or `re:` regexes) of tensors outside the family table that keepmtp copies as
+            they are.
         calibration: how batches are chosen; null for data-free recipes.
-        mtp_source: where the MTP block is, for a release that has none of its own; only its MTP tensors are read.
+        mtp_source: where the MTP block is, for a release that has none of its own; only its MTP
+            tensors are read.
         format: whose names, scales and config the checkpoint has; the packed bytes are the same.
-        kv_cache: FP8 gives each attention layer scales for an FP8 cache, from calibration; null leaves the cache alone.
-        search: how scales of weights are chosen: `mse` takes those of least squared error, `four-over-six` the better
-            of two for each NVFP4 group, `imatrix` is `mse` with errors that count by the mean square of their input
-            channels; null takes what the largest magnitude asks for.
-        evaluation: how the result is scored: one protocol, or a list with one for each task; `protocol.Evaluation` has
-            the defaults.
+        kv_cache: FP8 gives each attention layer scales for an FP8 cache, from calibration; null
+            leaves the cache alone.
+        search: how scales of weights are chosen: `mse` takes those of least squared error,
+            `four-over-six` the better of two for each NVFP4 group, `imatrix` is `mse` with errors
+            that count by the mean square of their input channels; null takes what the largest
+            magnitude asks for.
+        evaluation: how the result is scored: one protocol, or a list with one for each task;
+            `protocol.Evaluation` has the defaults.
         gates: what the result must keep of its source; `protocol.Gates` has the defaults.
     """
 
@@ -473,9 +543,13 @@ class Recipe(Frozen):
         return read_budget(self.budget)
 
     def with_words(self, word: str) -> "Recipe":
-        """With one word for all that a search decides about, its block included; not validated again."""
+        """With one word for all that a search decides about, its block included; not validated
+        again.
+        """
         changed: dict[str, Any] = {
-            "backbone": {group: word if own == AUTO else own for group, own in self.backbone.items()}
+            "backbone": {
+                group: word if own == AUTO else own for group, own in self.backbone.items()
+            }
         }
         if self.mtp == AUTO:
             changed |= {"mtp": word, "mtp_auto": None}
@@ -483,7 +557,9 @@ class Recipe(Frozen):
 
     @property
     def mtp_policy(self) -> str | dict[str, str]:
-        """The schemes of the MTP block: its word or mapping, under `mtp: tuned` those that it is trained for."""
+        """The schemes of the MTP block: its word or mapping, under `mtp: tuned` those that it is
+        trained for.
+        """
         return self.mtp_tuned.mtp if self.mtp_tuned else self.mtp
 
     @property
@@ -506,7 +582,9 @@ class Recipe(Frozen):
         return {*self.backbone_auto.candidates} if self.backbone_auto else set()
 
     def calibrated_schemes(self) -> list[str]:
-        """The schemes of this recipe with tensors that depend on data: static scales or rewritten weights."""
+        """The schemes of this recipe with tensors that depend on data: static scales or rewritten
+        weights.
+        """
         return self._calibrated(self.decisions())
 
     def calibrated_mtp_schemes(self) -> list[str]:
@@ -517,22 +595,32 @@ class Recipe(Frozen):
         rewritten = REWRITES[self.calibration.algorithm] if self.calibration else frozenset()
         schemes = sorted(words & SCHEMES.keys())
         weighted = SEARCHES["imatrix"] if self.search == "imatrix" else frozenset()
-        return [name for name in schemes if name in rewritten | weighted or SCHEMES[name].needs_calibration]
+        return [
+            name
+            for name in schemes
+            if name in rewritten | weighted or SCHEMES[name].needs_calibration
+        ]
 
     @model_validator(mode="after")
     def _what_is_measured_is_explained(self) -> "Recipe":
         """A block is given where its word is, and nowhere else."""
         if self.is_searched and self.mtp_auto is not None:
             cure = "Remove it: the units of the block have the candidates of backbone_auto"
-            raise RecipeError("", "mtp_auto must be left out where backbone is auto", got="both", cure=cure)
+            raise RecipeError(
+                "", "mtp_auto must be left out where backbone is auto", got="both", cure=cure
+            )
         words, cure = f"mtp: {self.mtp}", "It holds min_acceptance and candidates"
-        example = "Such as `budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`"
+        example = (
+            "Such as `budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`"
+        )
         if not self.is_searched:
             _refuse_alone("mtp_auto", self.mtp_auto, self.mtp == AUTO, "mtp is auto", words, cure)
             example = "Remove it"
         words_of_backbone = f"backbone: {', '.join({*self.backbone.values()})}"
         for key, part in {"budget": self.budget, "backbone_auto": self.backbone_auto}.items():
-            _refuse_alone(key, part, self.is_searched, "backbone is auto", words_of_backbone, example)
+            _refuse_alone(
+                key, part, self.is_searched, "backbone is auto", words_of_backbone, example
+            )
         cure = "It holds mtp, steps, learning_rate and loss"
         _refuse_alone("mtp_tuned", self.mtp_tuned, self.mtp == TUNED, "mtp is tuned", words, cure)
         return self
@@ -543,17 +631,27 @@ class Recipe(Frozen):
             return self
         algorithm = self.calibration.algorithm if self.calibration else "minmax"
         if algorithm != "minmax":
-            rule = f"search: {self.search} chooses the scales of weights that are rounded to nearest"
+            rule = (
+                f"search: {self.search} chooses the scales of weights that are rounded to nearest"
+            )
             cure = "Remove search, or set algorithm: minmax"
             raise RecipeError(
-                "", rule, got=f"calibration.algorithm {algorithm}, which has scales of its own", cure=cure
+                "",
+                rule,
+                got=f"calibration.algorithm {algorithm}, which has scales of its own",
+                cure=cure,
             )
         if self.search == "imatrix" and self.is_searched:
-            cure = "Use search: mse, or set search: imatrix in the recipe that is found, OUT/recipe.yaml"
+            cure = (
+                "Use search: mse, or set search: imatrix in the recipe that is found, "
+                "OUT/recipe.yaml"
+            )
             rule = "search: imatrix must come with a word for every group"
             raise RecipeError("", rule, got="backbone: auto", cure=cure)
         if not self.is_searched and not SEARCHES[self.search] & self.decisions():
-            rule = f"search: {self.search} must come with {', '.join(sorted(SEARCHES[self.search]))}"
+            rule = (
+                f"search: {self.search} must come with {', '.join(sorted(SEARCHES[self.search]))}"
+            )
             got = ", ".join(sorted(self.decisions() & SCHEMES.keys())) or "no scheme"
             raise RecipeError("", rule, got=got, cure="Use one of these schemes, or remove search")
         return self
@@ -572,17 +670,31 @@ class Recipe(Frozen):
         words = sorted(self.decisions() & SCHEMES.keys())
         if self.calibration is None:
             reasons = [
-                (self.measures_mtp, f"mtp: {self.mtp}", " to measure acceptance on, or choose a policy yourself"),
-                (self.is_searched, "backbone: auto", " to measure sensitivities on, or choose the words yourself"),
+                (
+                    self.measures_mtp,
+                    f"mtp: {self.mtp}",
+                    " to measure acceptance on, or choose a policy yourself",
+                ),
+                (
+                    self.is_searched,
+                    "backbone: auto",
+                    " to measure sensitivities on, or choose the words yourself",
+                ),
                 (
                     self.kv_cache is not None,
                     f"kv_cache: {self.kv_cache}",
                     ", or remove kv_cache: vLLM then serves an FP8 cache with scales of 1",
                 ),
-                (self.search == "imatrix", "search: imatrix", ", or use search: mse, which needs none"),
+                (
+                    self.search == "imatrix",
+                    "search: imatrix",
+                    ", or use search: mse, which needs none",
+                ),
             ]
             for scheme in self.calibrated_schemes()[:1]:
-                reasons.append((True, scheme, f", or use {SCHEMES[scheme].data_free}, which needs none"))
+                reasons.append(
+                    (True, scheme, f", or use {SCHEMES[scheme].data_free}, which needs none")
+                )
             for is_needed, what, way in reasons:
                 if is_needed:
                     rule = f"calibration must be given for {what}"
@@ -591,17 +703,21 @@ class Recipe(Frozen):
         algorithm = self.calibration.algorithm
         if algorithm != "minmax" and not REWRITES[algorithm] & set(words):
             rule = (
-                f"calibration.algorithm {algorithm} rewrites weights of {', '.join(sorted(REWRITES[algorithm]))} only"
+                f"calibration.algorithm {algorithm} rewrites weights of "
+                f"{', '.join(sorted(REWRITES[algorithm]))} only"
             )
             got = ", ".join(words) or "no scheme"
-            raise RecipeError("", rule, got=got, cure="Use one of these schemes, or another algorithm")
+            raise RecipeError(
+                "", rule, got=got, cure="Use one of these schemes, or another algorithm"
+            )
         if not self.uses_batches():
             rule = "calibration must be null where no scheme needs it"
             raise RecipeError("", rule, got="a dataset", cure="Remove it")
         return self
 
     def resolved(self, mtp: str | dict[str, str]) -> "Recipe":
-        """This recipe with a policy for the MTP block that is known, as after `mtp: auto` has chosen.
+        """This recipe with a policy for the MTP block that is known, as after `mtp: auto` has
+        chosen.
 
         It is not validated again: perhaps only the choice needed the calibration block.
         """
@@ -617,8 +733,8 @@ class Recipe(Frozen):
     ) -> "Recipe":
         """This recipe with what a command line chooses.
 
-        Weights of `scheme` are rounded to nearest, unless `calibration` names an algorithm that rewrites them. The
-        result has no calibration if nothing in it needs batches.
+        Weights of `scheme` are rounded to nearest, unless `calibration` names an algorithm that
+        rewrites them. The result has no calibration if nothing in it needs batches.
 
         Args:
             scheme: for every quantized group.
@@ -631,7 +747,9 @@ class Recipe(Frozen):
         if scheme is not None:
             variant = scheme.lower().replace("_", "-")
             chosen = {*SCHEMES, AUTO}
-            changed["backbone"] = {group: scheme if word in chosen else word for group, word in self.backbone.items()}
+            changed["backbone"] = {
+                group: scheme if word in chosen else word for group, word in self.backbone.items()
+            }
             changed |= {"budget": None, "backbone_auto": None}
             if self.calibration:
                 nearest = {"algorithm": "minmax", **dict.fromkeys(KNOBS)}
@@ -656,10 +774,17 @@ class Recipe(Frozen):
 
     def uses_batches(self) -> bool:
         """Whether a run of this recipe computes with text."""
-        return self.measures_mtp or self.is_searched or self.kv_cache is not None or bool(self.calibrated_schemes())
+        return (
+            self.measures_mtp
+            or self.is_searched
+            or self.kv_cache is not None
+            or bool(self.calibrated_schemes())
+        )
 
 
-def _refuse_alone(key: str, part: object, is_wanted: bool, when: str, words: str, cure: str) -> None:
+def _refuse_alone(
+    key: str, part: object, is_wanted: bool, when: str, words: str, cure: str
+) -> None:
     """Refuse a block without the word that it explains, or the word without its block."""
     if is_wanted == (part is not None):
         return
@@ -690,7 +815,8 @@ def validated(raw: Mapping[str, Any], where: object) -> Recipe:
         where: the file or the options that they are from, for the refusal.
 
     Raises:
-        RecipeError: an unknown key, a missing one, or a value outside its range; names `where` and the key.
+        RecipeError: an unknown key, a missing one, or a value outside its range; names `where` and
+            the key.
     """
     try:
         return Recipe.model_validate(raw)
@@ -702,12 +828,21 @@ def _refusal(error: ValidationError, where: object) -> RecipeError:
     """The first thing that is wrong; pydantic's own words only where there are no better ones."""
     # A misspelled key shows up as unknown and as missing; the first says more.
     first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-    key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "number", "[key]")) or "recipe"
+    key = (
+        ".".join(
+            str(part) for part in first["loc"] if part not in ("word", "groups", "number", "[key]")
+        )
+        or "recipe"
+    )
     if first["type"] == "extra_forbidden":
         *parents, last = map(str, first["loc"])
-        known = next((_PARTS[part] for part in reversed(parents) if part in _PARTS), Recipe).model_fields
+        known = next(
+            (_PARTS[part] for part in reversed(parents) if part in _PARTS), Recipe
+        ).model_fields
         cure = cure_of_key(last, known)
-        return RecipeError(where, f"{key} is not a key of a recipe", got=repr(first["input"]), cure=cure)
+        return RecipeError(
+            where, f"{key} is not a key of a recipe", got=repr(first["input"]), cure=cure
+        )
     if first["type"] == "missing":
         cure = "Add it: nothing that changes numbers has a default"
         return RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
@@ -717,7 +852,11 @@ def _refusal(error: ValidationError, where: object) -> RecipeError:
 
 
 def cure_of_key(key: str, known: Collection[str]) -> str:
-    """The key that an unknown one is probably a misspelling of, or the parts of a recipe that have it."""
+    """The key that an unknown one is probably a misspelling of, or the parts of a recipe that have
+    it.
+    """
     parts = [part for part, model in _PARTS.items() if key in model.model_fields]
-    otherwise = f"It is a key of {' and of '.join(parts)}" if parts else f"The keys are {', '.join(known)}"
+    otherwise = (
+        f"It is a key of {' and of '.join(parts)}" if parts else f"The keys are {', '.join(known)}"
+    )
     return did_you_mean(key, known, otherwise=otherwise)

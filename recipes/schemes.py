@@ -1,13 +1,15 @@
 """What each quantization scheme stores: tensors, dtypes, shapes, and the widths it needs.
 
-In: a weight's logical shape [N, K] (N output channels, K input channels). Out: the tensors that replace `weight`, and
-the two argument blocks of compressed-tensors' `config_groups`. `quantize/pack/pack.py` computes the numbers.
+In: a weight's logical shape [N, K] (N output channels, K input channels). Out: the tensors that
+replace `weight`, and the two argument blocks of compressed-tensors' `config_groups`.
+`quantize/pack/pack.py` computes the numbers.
 
-Easy to get wrong: a global scale of NVFP4 is a divisor (448 * 6 / amax) in compressed-tensors and a multiplier in
-modelopt. Modules that vLLM fuses must have the same one, because vLLM keeps one value for the fused module.
+Easy to get wrong: a global scale of NVFP4 is a divisor (448 * 6 / amax) in compressed-tensors and a
+multiplier in modelopt. Modules that vLLM fuses must have the same one, because vLLM keeps one value
+for the fused module.
 
-Source: compressed-tensors 0.19.0 quantization/quant_scheme.py (presets) and compressors/*. Tests compare the shapes
-with those of compressed-tensors' own compressors.
+Source: compressed-tensors 0.19.0 quantization/quant_scheme.py (presets) and compressors/*. Tests
+compare the shapes with those of compressed-tensors' own compressors.
 """
 
 from collections.abc import Mapping
@@ -18,7 +20,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a packed module: `suffix` replaces `weight` in the name; dtype is the name in safetensors."""
+    """One tensor of a packed module: `suffix` replaces `weight` in the name; dtype is the name in
+    safetensors.
+    """
 
     suffix: str
     dtype: str
@@ -33,7 +37,8 @@ class Scheme:
         format: compressed-tensors' compression format.
         weights: `config_groups[*].weights`.
         inputs: `config_groups[*].input_activations`, or None for weight-only schemes.
-        group_size: input channels for each scale; K must be a multiple. None where one scale is for all of K.
+        group_size: input channels for each scale; K must be a multiple. None where one scale is for
+            all of K.
         block: rows and columns for each scale in block schemes.
         shares_global_scale: modules that vLLM fuses need the same global scale.
         needs_calibration: input scales are static, so the model must run on batches.
@@ -57,7 +62,9 @@ class Scheme:
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether one of its scales is one value for a whole tensor; modules that vLLM fuses have it in common."""
+        """Whether one of its scales is one value for a whole tensor; modules that vLLM fuses have
+        it in common.
+        """
         return self.shares_global_scale or self.weights["strategy"] == "tensor"
 
     @property
@@ -66,7 +73,9 @@ class Scheme:
         return not self.weights["symmetric"]
 
     def tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
-        """The tensors on disk for a weight [num_rows, num_columns], in the order they are written."""
+        """The tensors on disk for a weight [num_rows, num_columns], in the order they are
+        written.
+        """
         return self.weight_tensors(num_rows, num_columns) + self.extra
 
     def weight_tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
@@ -102,10 +111,13 @@ class Scheme:
                 )
             case "float-quantized" if self.block:
                 rows, columns = self.block
-                # DeepGEMM asserts float32 block scales; BF16 ones fail at the first forward on Hopper and Blackwell.
+                # DeepGEMM asserts float32 block scales; BF16 ones fail at the first forward on
+                # Hopper and Blackwell.
                 main = (
                     TensorSpec(suffix="weight", dtype="F8_E4M3", shape=(n, k)),
-                    TensorSpec(suffix="weight_scale", dtype="F32", shape=(-(-n // rows), -(-k // columns))),
+                    TensorSpec(
+                        suffix="weight_scale", dtype="F32", shape=(-(-n // rows), -(-k // columns))
+                    ),
                 )
             case "float-quantized":
                 scale_shape = (1,) if self.weights["strategy"] == "tensor" else (n, 1)
@@ -148,7 +160,9 @@ def _args(**given: Any) -> Mapping[str, Any]:
     return MappingProxyType(base | given)
 
 
-_FP4_WEIGHT = _args(num_bits=4, strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
+_FP4_WEIGHT = _args(
+    num_bits=4, strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"
+)
 _MXFP4_WEIGHT = _args(num_bits=4, strategy="group", group_size=32, scale_dtype="torch.uint8")
 _INPUT_GLOBAL_SCALE = (TensorSpec(suffix="input_global_scale", dtype="F32", shape=(1,)),)
 _INPUT_SCALE = (TensorSpec(suffix="input_scale", dtype="BF16", shape=(1,)),)
@@ -183,7 +197,7 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType({
         ),
         Scheme(
             name="MXFP4A16", format="mxfp4-pack-quantized", bits=4, group_size=32,
-            summary="4-bit floats, power-of-two scale per 32, activations 16-bit (vLLM 0.32: 4-bit where it can)",
+            summary="4-bit floats, power-of-two scale per 32, activations 16-bit (vLLM 0.32: 4-bit " "where it can)",
             weights=_MXFP4_WEIGHT, hardware="sm80 and newer",
         ),
         Scheme(
@@ -199,7 +213,7 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType({
         ),
         Scheme(
             name="FP8_BLOCK", format="float-quantized", bits=8, block=(128, 128),
-            summary="8-bit floats, scale per 128x128 block, activations per token and 128 channels on the fly",
+            summary="8-bit floats, scale per 128x128 block, activations per token and 128 channels " "on the fly",
             weights=_args(strategy="block", block_structure=[128, 128]),
             inputs=_args(strategy="group", group_size=128, dynamic=True), hardware="sm89 and newer",
         ),
@@ -238,7 +252,9 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType({
 REWRITES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "minmax": frozenset(),
-        "gptq": frozenset({"W4A16", "W4A16_G32", "W4A16_ASYM", "NVFP4", "NVFP4A16", "W8A16", "W8A8"}),
+        "gptq": frozenset(
+            {"W4A16", "W4A16_G32", "W4A16_ASYM", "NVFP4", "NVFP4A16", "W8A16", "W8A8"}
+        ),
         "awq": frozenset({"W4A16", "W4A16_G32", "W4A16_ASYM", "W8A16", "NVFP4A16"}),
         "smoothquant": frozenset({"W8A8"}),
         "autoround": frozenset({"W4A16", "W4A16_G32", "W4A16_ASYM", "W8A16"}),
@@ -247,24 +263,41 @@ REWRITES: Mapping[str, frozenset[str]] = MappingProxyType(
         "local-hessian": frozenset({"NVFP4", "NVFP4A16"}),
     }
 )
-"""Calibration algorithm -> the schemes whose weights it rewrites. Weights of other schemes are rounded to nearest."""
+"""Calibration algorithm -> the schemes whose weights it rewrites. Weights of other schemes are
+rounded to nearest.
+"""
 
 SWEEPS = frozenset({"mse", "four-over-six", "local-hessian"})
-"""Of these, modelopt's: they choose the scale of each group among candidates, and no value of the layer changes."""
+"""Of these, modelopt's: they choose the scale of each group among candidates, and no value of the
+layer changes.
+"""
 
 _SWEPT = frozenset(
-    {"NVFP4", "NVFP4A16", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_G32", "W4A16_ASYM", "W8A16", "W8A8"}
+    {
+        "NVFP4",
+        "NVFP4A16",
+        "FP8_DYNAMIC",
+        "FP8_BLOCK",
+        "W4A16",
+        "W4A16_G32",
+        "W4A16_ASYM",
+        "W8A16",
+        "W8A8",
+    }
 )
 SEARCHES: Mapping[str, frozenset[str]] = MappingProxyType(
     {"mse": _SWEPT, "four-over-six": frozenset({"NVFP4", "NVFP4A16"}), "imatrix": _SWEPT}
 )
-"""Search of scales -> the schemes that it has a meaning for; the weights of others are rounded as without it.
+"""Search of scales -> the schemes that it has a meaning for; the weights of others are rounded as
+without it.
 
-Not MXFP4, whose scales are powers of two, and not FP8 with one scale a tensor, where the best one takes 0.5 % of the
-squared error away at most."""
+Not MXFP4, whose scales are powers of two, and not FP8 with one scale a tensor, where the best one
+takes 0.5 % of the squared error away at most."""
 
 RESCALING = frozenset({"awq", "smoothquant"})
-"""Algorithms that move scale from one module to the next: modules next to the rewritten weights may change too."""
+"""Algorithms that move scale from one module to the next: modules next to the rewritten weights may
+change too.
+"""
 
 # Bits of one element of a safetensors dtype.
 DTYPE_BITS: Mapping[str, int] = MappingProxyType({

@@ -1,14 +1,14 @@
 """Which families can be calibrated: what transformers' classes said of each release's names.
 
-In: a family. Out: a `Support`: whether its backbone and its MTP block can be calibrated, and what the draft was
-compared with.
+In: a family. Out: a `Support`: whether its backbone and its MTP block can be calibrated, and what
+the draft was compared with.
 
-The answers for backbones are in calibrated_families.json, which tests/helpers/support.py writes: it binds transformers'
-class to the names of every release that has a recipe. `keepmtp ls` and `keepmtp plan` read it, so neither torch nor a
-download is needed.
+The answers for backbones are in calibrated_families.json, which tests/helpers/support.py writes: it
+binds transformers' class to the names of every release that has a recipe. `keepmtp ls` and `keepmtp
+plan` read it, so neither torch nor a download is needed.
 
-Easy to get wrong: an MTP block is calibrated on its backbone's states. Where the backbone cannot be built, a `Draft` in
-the family's table is of no use.
+Easy to get wrong: an MTP block is calibrated on its backbone's states. Where the backbone cannot be
+built, a `Draft` in the family's table is of no use.
 """
 
 import json
@@ -24,7 +24,8 @@ SUPPORT_FILE = Path(__file__).parent / "calibrated_families.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """What keepmtp does with a family besides planning, writing and checking, which it does with all of them.
+    """What keepmtp does with a family besides planning, writing and checking, which it does with
+    all of them.
 
     Attributes:
         backbone: why the backbone cannot be calibrated; "" if it can.
@@ -38,7 +39,9 @@ class Support:
 
 
 def support_of(family: Family) -> Support:
-    """What can be calibrated of a family; the answer for its first release counts for all of them."""
+    """What can be calibrated of a family; the answer for its first release counts for all of
+    them.
+    """
     tried = iter(_reasons().get(family.model_type, {}).values())
     backbone = family.no_backbone or next(tried, "no release of it has a recipe, so none was tried")
     mtp = backbone or family.no_draft
@@ -46,7 +49,9 @@ def support_of(family: Family) -> Support:
 
 
 def why_not_calibrated(family: Family, model: str) -> str:
-    """Why the backbone of a recipe's model cannot be calibrated; "" if it can, or if it was not tried."""
+    """Why the backbone of a recipe's model cannot be calibrated; "" if it can, or if it was not
+    tried.
+    """
     reasons = _reasons().get(family.model_type, {})
     return reasons.get(model, next(iter(reasons.values()), ""))
 

@@ -1,12 +1,14 @@
-"""The tasks that `keepmtp eval` knows: which of lm-evaluation-harness's they are, and how each is asked by default.
+"""The tasks that `keepmtp eval` knows: which of lm-evaluation-harness's they are, and how each is
+asked by default.
 
 In: nothing. Out: `TASKS`, a row for each task.
 
-Easy to get wrong: a score says nothing without its protocol, so a recipe that only names a task still has all of one.
-Shots and token limits are those of lm-eval 0.4.13's own file of the task (`file`), with two exceptions. GSM8K keeps the
-8 shots of chain-of-thought papers. GPQA-Diamond, MATH-500 and AIME are sampled as cards of reasoning models say
-(DeepSeek-R1: temperature 0.6, top_p 0.95, 32,768 tokens), because such a model repeats itself without end where it is
-decoded greedily. Cards average AIME over 8 to 64 runs: here 8, and 4 of GPQA-Diamond's 198 questions.
+Easy to get wrong: a score says nothing without its protocol, so a recipe that only names a task
+still has all of one. Shots and token limits are those of lm-eval 0.4.13's own file of the task
+(`file`), with two exceptions. GSM8K keeps the 8 shots of chain-of-thought papers. GPQA-Diamond,
+MATH-500 and AIME are sampled as cards of reasoning models say (DeepSeek-R1: temperature 0.6, top_p
+0.95, 32,768 tokens), because such a model repeats itself without end where it is decoded greedily.
+Cards average AIME over 8 to 64 runs: here 8, and 4 of GPQA-Diamond's 198 questions.
 """
 
 from collections.abc import Mapping
@@ -41,9 +43,11 @@ class TaskRow:
         headline: the score that cards show and gates judge.
         protocol: fields of `Evaluation`, where a recipe does not say otherwise.
         packages: that this task needs beyond the other tasks.
-        group: the column that says which of lm-eval's sub-tasks a row belongs to; "" where the task is one.
+        group: the column that says which of lm-eval's sub-tasks a row belongs to; "" where the task
+            is one.
         max_shots: solved examples, at most; None: as many as there are rows to draw from.
-        shown_by: the column that is filled only in rows that are shots; "" where each row may be one.
+        shown_by: the column that is filled only in rows that are shots; "" where each row may be
+            one.
         has_own_lengths: lm-eval's file says how long an answer may be, and no protocol allows more.
         runs_code: answers are programs, and are run.
     """
@@ -80,7 +84,9 @@ _AIME: dict[str, Any] = {
 
 TASKS: Mapping[str, TaskRow] = {
     "gsm8k": TaskRow(file="gsm8k/gsm8k", hub="openai/gsm8k", **_GSM8K),
-    "gsm8k_platinum": TaskRow(file="gsm8k_platinum/gsm8k-platinum", hub="madrylab/gsm8k-platinum", **_GSM8K),
+    "gsm8k_platinum": TaskRow(
+        file="gsm8k_platinum/gsm8k-platinum", hub="madrylab/gsm8k-platinum", **_GSM8K
+    ),
     "mmlu_pro": TaskRow(
         file="mmlu_pro/mmlu_pro_{}",
         hub="TIGER-Lab/MMLU-Pro",

@@ -1,10 +1,11 @@
 """A recipe's YAML, read as data of a few plain types, or refused in one sentence.
 
-In: a file. Out: a mapping of texts, numbers, true, false, null, lists and mappings with texts as keys.
+In: a file. Out: a mapping of texts, numbers, true, false, null, lists and mappings with texts as
+keys.
 
-Easy to get wrong: PyYAML follows aliases, so 600 bytes can become gigabytes; it takes the last of two equal keys; and
-it recurses as deep as the file says. So the parser's events are looked at first. They come one by one, and nothing is
-built from them.
+Easy to get wrong: PyYAML follows aliases, so 600 bytes can become gigabytes; it takes the last of
+two equal keys; and it recurses as deep as the file says. So the parser's events are looked at
+first. They come one by one, and nothing is built from them.
 """
 
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
     """The mapping of anybody's YAML file, and the file's text.
 
     Raises:
-        RecipeError: no file, too large, not UTF-8, not YAML, too deep, an alias, a tag, a key twice, a value of another
-            type; says on which line.
+        RecipeError: no file, too large, not UTF-8, not YAML, too deep, an alias, a tag, a key
+            twice, a value of another type; says on which line.
     """
     text = _text_of(path)
     try:
@@ -45,7 +46,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
         raise RecipeError(path, _RULE, got=" ".join(str(error).split()), cure=cure) from error
     if not isinstance(found, dict):
         got = "nothing" if found is None else type(found).__name__
-        raise RecipeError(path, _RULE, got=got, cure="`keepmtp init MODEL --out NEW.yaml` writes one to edit")
+        raise RecipeError(
+            path, _RULE, got=got, cure="`keepmtp init MODEL --out NEW.yaml` writes one to edit"
+        )
     _refuse_other_types(found, "", path)
     return found, text
 
@@ -62,24 +65,34 @@ def _load(text: str) -> Any:
 
 def _text_of(path: Path) -> str:
     if not path.is_file():
-        raise RecipeError(path, "a recipe must be a file", got="none", cure="See `keepmtp ls models`")
+        raise RecipeError(
+            path, "a recipe must be a file", got="none", cure="See `keepmtp ls models`"
+        )
     try:
         with open(path, "rb") as file:
             raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
-            raise RecipeError(path, f"a recipe is at most {_MAX_BYTES} bytes long", got="more", cure="Shorten it")
+            raise RecipeError(
+                path, f"a recipe is at most {_MAX_BYTES} bytes long", got="more", cure="Shorten it"
+            )
         return raw.decode("utf-8")
     except OSError as error:
         got = error.strerror or repr(error)
-        raise RecipeError(path, "a recipe must be readable", got=got, cure="Check its permissions") from error
+        raise RecipeError(
+            path, "a recipe must be readable", got=got, cure="Check its permissions"
+        ) from error
     except UnicodeDecodeError as error:
         got = f"{error.reason} at byte {error.start}"
-        raise RecipeError(path, "a recipe must be text in UTF-8", got=got, cure="Save it as UTF-8") from error
+        raise RecipeError(
+            path, "a recipe must be text in UTF-8", got=got, cure="Save it as UTF-8"
+        ) from error
 
 
 @dataclass(slots=True)
 class _Open:
-    """A list or mapping whose end has not come; a mapping has `keys`, and is or is not waiting for a value."""
+    """A list or mapping whose end has not come; a mapping has `keys`, and is or is not waiting for
+    a value.
+    """
 
     keys: set[str] | None
     waits: bool = False
@@ -91,7 +104,9 @@ def _look_through(text: str, path: Path) -> None:
     for event in yaml.parse(text, Loader=_LOADER):
         where = f"{path}: line {event.start_mark.line + 1}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise RecipeError(where, "a recipe has no anchors or aliases", got="one", cure="Write the value out")
+            raise RecipeError(
+                where, "a recipe has no anchors or aliases", got="one", cure="Write the value out"
+            )
         if getattr(event, "tag", None):
             raise RecipeError(where, "a recipe has no tags", got=event.tag, cure="Remove it")
         if isinstance(event, yaml.CollectionEndEvent):
@@ -102,35 +117,50 @@ def _look_through(text: str, path: Path) -> None:
                     _refuse_key(event, keys, where)
                 opened[-1].waits = not opened[-1].waits
             if isinstance(event, yaml.CollectionStartEvent):
-                opened.append(_Open(keys=set() if isinstance(event, yaml.MappingStartEvent) else None))
+                opened.append(
+                    _Open(keys=set() if isinstance(event, yaml.MappingStartEvent) else None)
+                )
         if len(opened) > _MAX_DEPTH:
-            raise RecipeError(where, f"a recipe is at most {_MAX_DEPTH} levels deep", got="more", cure="Mend it")
+            raise RecipeError(
+                where, f"a recipe is at most {_MAX_DEPTH} levels deep", got="more", cure="Mend it"
+            )
 
 
 def _refuse_key(event: yaml.Event, keys: set[str], where: str) -> None:
     if not isinstance(event, yaml.ScalarEvent):
         raise RecipeError(where, "a key must be a text", got="a list or a mapping", cure="Mend it")
     if event.value in keys:
-        raise RecipeError(where, f"{event.value} must be given once", got="it twice", cure="Remove one of the two")
+        raise RecipeError(
+            where, f"{event.value} must be given once", got="it twice", cure="Remove one of the two"
+        )
     keys.add(event.value)
 
 
 def _refuse_other_types(value: Any, place: str, path: Path) -> None:
-    """Refuse what YAML knows and no recipe has: dates, infinity, numbers that nothing counts, keys that are no text."""
+    """Refuse what YAML knows and no recipe has: dates, infinity, numbers that nothing counts, keys
+    that are no text.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
                 got = f"{key!r}, which YAML reads as {type(key).__name__}"
-                raise RecipeError(path, f"{place}a key must be a text", got=got, cure="Put it in quotes")
+                raise RecipeError(
+                    path, f"{place}a key must be a text", got=got, cure="Put it in quotes"
+                )
             _refuse_other_types(inner, f"{place}{key}.", path)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             _refuse_other_types(inner, f"{place}{index}.", path)
     elif isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:
         got = repr(value) if isinstance(value, float) else f"a number of {value.bit_length()} bits"
-        raise RecipeError(path, f"{place.removesuffix('.')} must be a usual number", got=got, cure="Correct it")
+        raise RecipeError(
+            path, f"{place.removesuffix('.')} must be a usual number", got=got, cure="Correct it"
+        )
     elif value is not None and not isinstance(value, str | int | float):
         rule = f"{place.removesuffix('.')} must be a text, a number, a list or a mapping"
         raise RecipeError(
-            path, rule, got=f"{value}, which YAML reads as {type(value).__name__}", cure="Put it in quotes"
+            path,
+            rule,
+            got=f"{value}, which YAML reads as {type(value).__name__}",
+            cure="Put it in quotes",
         )

@@ -1,7 +1,8 @@
-"""How the suite is shared among worker processes; and a Hub on loopback (hub.py) for tests that read a repository.
+"""How the suite is shared among worker processes; and a Hub on loopback (hub.py) for tests that
+read a repository.
 
-A file stays on one worker, since its fixtures are what takes long, and so do all files that use vLLM's dry loaders:
-`make test` says --dist loadfile.
+A file stays on one worker, since its fixtures are what takes long, and so do all files that use
+vLLM's dry loaders: `make test` says --dist loadfile.
 """
 
 import os
@@ -18,7 +19,8 @@ from hub import serving
 from xdist.scheduler import LoadFileScheduling
 
 TESTS = Path(__file__).parent
-# Of a worker and what it starts: llm-compressor and two models in one, two vLLM servers of 1.5 GiB in another.
+# Of a worker and what it starts: llm-compressor and two models in one, two vLLM servers of 1.5 GiB
+# in another.
 WORKER_GIB = 5
 # What takes half a minute and more, longest first; the rest follows in order.
 LONG = (
@@ -68,7 +70,8 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before anything imports torch. Workers fill the cores by themselves, and what they start inherits this.
+    # Before anything imports torch. Workers fill the cores by themselves, and what they start
+    # inherits this.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -83,7 +86,11 @@ class Files(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "dry loads" if Path(file).stem.removeprefix("test_") in DRY and "vllm" in Path(file).parts else file
+        return (
+            "dry loads"
+            if Path(file).stem.removeprefix("test_") in DRY and "vllm" in Path(file).parts
+            else file
+        )
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | None:
@@ -92,7 +99,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | N
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first where workers share the suite; and of a large product, what `make test` leaves out is marked."""
+    """Long files first where workers share the suite; and of a large product, what `make test`
+    leaves out is marked.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {TESTS / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
@@ -116,13 +125,19 @@ def built(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(built, tmp_path_factory) -> Callable[[str], Path]:
-    """The bin folder of an environment that has one extra of the wheel and nothing else; made once for each."""
-    return cache(lambda extra: wheel.install(built, extra, tmp_path_factory.mktemp(extra or "none") / "env"))
+    """The bin folder of an environment that has one extra of the wheel and nothing else; made once
+    for each.
+    """
+    return cache(
+        lambda extra: wheel.install(built, extra, tmp_path_factory.mktemp(extra or "none") / "env")
+    )
 
 
 @pytest.fixture
 def hub_at(monkeypatch, tmp_path):
-    """Points huggingface_hub at an endpoint; its constants were read from the environment when it was imported."""
+    """Points huggingface_hub at an endpoint; its constants were read from the environment when it
+    was imported.
+    """
     from huggingface_hub import constants, hf_api
 
     def point(endpoint: str) -> None:
@@ -138,7 +153,9 @@ def hub_at(monkeypatch, tmp_path):
 
 @pytest.fixture
 def serve_hub(hub_at, tmp_path_factory) -> Iterator[Callable[[Path], list[str]]]:
-    """Serves a folder as the repository org/model; returns the list that the requests are noted in."""
+    """Serves a folder as the repository org/model; returns the list that the requests are noted
+    in.
+    """
     with ExitStack() as servers:
 
         def serve(folder: Path) -> list[str]:

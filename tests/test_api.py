@@ -1,4 +1,6 @@
-"""keepmtp.api: the page's examples run, the names are lazy, and the command line is built on them."""
+"""keepmtp.api: the page's examples run, the names are lazy, and the command line is built on
+them.
+"""
 
 import inspect
 import re
@@ -15,7 +17,17 @@ from killed import small_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "api.md"
-HEAVY = {"huggingface_hub", "httpx", "numpy", "pydantic", "rich", "torch", "transformers", "typer", "yaml"}
+HEAVY = {
+    "huggingface_hub",
+    "httpx",
+    "numpy",
+    "pydantic",
+    "rich",
+    "torch",
+    "transformers",
+    "typer",
+    "yaml",
+}
 
 
 def loaded(code: str) -> set[str]:
@@ -28,7 +40,9 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
     """Top to bottom, in one folder; a command in a comment is run as a command."""
     monkeypatch.chdir(tmp_path)
     known: dict[str, object] = {}
-    parts = re.findall(r"<!-- (keepmtp [^\n]*) -->|```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    parts = re.findall(
+        r"<!-- (keepmtp [^\n]*) -->|```python\n(.*?)```", PAGE.read_text(), re.DOTALL
+    )
     assert len(parts) >= 8
     for command, code in parts:
         if command:
@@ -50,7 +64,9 @@ def test_a_back_end_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch)
         return version(name)
 
     monkeypatch.setattr("keepmtp.recipes.extras.version", version_without)
-    with pytest.raises(api.KeepMTPError, match=r"needs keepmtp's `modelopt` extra; got no nvidia-modelopt\. Run "):
+    with pytest.raises(
+        api.KeepMTPError, match=r"needs keepmtp's `modelopt` extra; got no nvidia-modelopt\. Run "
+    ):
         api.quantize(api.plan(str(recipe)), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == [recipe.name]
 
@@ -64,7 +80,10 @@ def test_every_name_is_on_the_page_and_has_types():
         if inspect.isfunction(value):
             signature = inspect.signature(value)
             assert signature.return_annotation is not inspect.Signature.empty
-            assert all(each.annotation is not inspect.Parameter.empty for each in signature.parameters.values())
+            assert all(
+                each.annotation is not inspect.Parameter.empty
+                for each in signature.parameters.values()
+            )
     assert get_type_hints(api.KeepMTPError.at)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         api.nothing  # noqa: B018

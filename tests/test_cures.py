@@ -1,4 +1,5 @@
-"""A command that keepmtp prints or documents is one that exists, with its options, where it is printed.
+"""A command that keepmtp prints or documents is one that exists, with its options, where it is
+printed.
 
 In: every string of the package, and the pages. Out: nothing, or the command that nobody can run.
 """
@@ -19,21 +20,35 @@ ROOT = Path(__file__).parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
 VARIABLES = set(re.findall(r"\b([A-Z][A-Z_0-9]*)\b", MAKEFILE))
-# A wheel has no Makefile. These files know that they are in a checkout, or are called by make alone.
+# A wheel has no Makefile. These files know that they are in a checkout, or are called by make
+# alone.
 SPEAK_OF_MAKE = {"cli/where.py", "validate/facts/vllm_env.py"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands in backticks, and those that a sentence begins or ends with.
-QUOTED = re.compile(r"`((?:keepmtp|make) [^`]+)`|(?:[Rr]un|target:) ((?:keepmtp|make) [a-z-]+(?: [^`.;]*)?)")
+QUOTED = re.compile(
+    r"`((?:keepmtp|make) [^`]+)`|(?:[Rr]un|target:) ((?:keepmtp|make) [a-z-]+(?: [^`.;]*)?)"
+)
 
 
 def strings(path: Path) -> Iterator[str]:
     """Every string of a file, an f-string with an X for each value."""
     tree = house.parsed(path)
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    inside = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            yield "".join(
+                part.value if isinstance(part, ast.Constant) else "X" for part in node.values
+            )
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inside
+        ):
             yield node.value
 
 
@@ -44,7 +59,9 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def options_of(verb: str) -> set[str]:
     known = main._load(verb)
-    return {"--help", "-h"} | {name for option in known.params for name in (*option.opts, *option.secondary_opts)}
+    return {"--help", "-h"} | {
+        name for option in known.params for name in (*option.opts, *option.secondary_opts)
+    }
 
 
 def fault(words: list[str]) -> str:
@@ -52,11 +69,23 @@ def fault(words: list[str]) -> str:
     program, name, *rest = words
     if program == "make":
         unknown = [word for word in rest if "=" in word and word.partition("=")[0] not in VARIABLES]
-        return f"no target {name}" if name not in TARGETS else f"no variable {unknown[0]}" if unknown else ""
+        return (
+            f"no target {name}"
+            if name not in TARGETS
+            else f"no variable {unknown[0]}"
+            if unknown
+            else ""
+        )
     if name not in main.VERBS:
-        return "" if name.startswith("-") or not re.fullmatch(r"[a-z-]+", name) else f"no verb {name}"
+        return (
+            "" if name.startswith("-") or not re.fullmatch(r"[a-z-]+", name) else f"no verb {name}"
+        )
     ours = rest[: rest.index("--")] if "--" in rest else rest
-    unknown = [word for word in ours if re.match(r"--?[a-z]", word) and word.strip(",)") not in options_of(name)]
+    unknown = [
+        word
+        for word in ours
+        if re.match(r"--?[a-z]", word) and word.strip(",)") not in options_of(name)
+    ]
     return f"keepmtp {name} has no {unknown[0]}" if unknown else ""
 
 
@@ -102,12 +131,21 @@ def test_every_verb_can_be_loaded():
 def test_an_extra_is_added_to_this_installation():
     """keepmtp is on no index: the command names this Python, where it is installed already."""
     for path in house.sources():
-        bare = [text for text in strings(path) if re.search(r"(?<!-m )(?<!uv )\bpip install '?keepmtp", text)]
+        bare = [
+            text
+            for text in strings(path)
+            if re.search(r"(?<!-m )(?<!uv )\bpip install '?keepmtp", text)
+        ]
         assert bare == [] or path.name == "card_page.py", path
     assert install_command("report").endswith("-m pip install 'keepmtp[report]'")
 
 
 def test_a_command_that_was_said_leaves_modelopt_importable():
-    """Looking for the module pip would make setuptools drop its distutils, which torch's extensions are built by."""
-    lines = "from keepmtp.recipes.extras import install_command; install_command('modelopt'); import setuptools"
+    """Looking for the module pip would make setuptools drop its distutils, which torch's extensions
+    are built by.
+    """
+    lines = (
+        "from keepmtp.recipes.extras import install_command; install_command('modelopt'); import "
+        "setuptools"
+    )
     subprocess.run([sys.executable, "-c", lines], check=True, capture_output=True)

@@ -1,4 +1,6 @@
-"""What `make dist` makes: an sdist with everything, the wheel built from it, and a page for the package index."""
+"""What `make dist` makes: an sdist with everything, the wheel built from it, and a page for the
+package index.
+"""
 
 import importlib.util
 import re
@@ -20,7 +22,9 @@ GENERATED = {"PKG-INFO", "setup.cfg"}
 @pytest.fixture(scope="module")
 def description(built) -> str:
     """The long description, as HTML, as the package index renders it."""
-    (name,) = [name for name in zipfile.ZipFile(built).namelist() if name.endswith(".dist-info/METADATA")]
+    (name,) = [
+        name for name in zipfile.ZipFile(built).namelist() if name.endswith(".dist-info/METADATA")
+    ]
     metadata = message_from_bytes(zipfile.ZipFile(built).read(name))
     assert metadata["Description-Content-Type"] == "text/markdown"
     html = markdown.render(str(metadata.get_payload(decode=True), "utf-8"))
@@ -33,7 +37,9 @@ def test_the_sdist_holds_what_git_tracks(built):
     """Tests, models, docs and the Makefile too: who unpacks it can run `make test`."""
     with tarfile.open(sdist_of(built)) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    assert {name for name in names if not name.startswith("keepmtp.egg-info/")} == set(tracked()) | GENERATED
+    assert {name for name in names if not name.startswith("keepmtp.egg-info/")} == set(
+        tracked()
+    ) | GENERATED
 
 
 @pytest.mark.full
@@ -76,6 +82,8 @@ def test_links_in_the_docs_lead_somewhere():
 
 
 def test_the_changelog_knows_this_version():
-    """Its headings are in the order of Keep a Changelog: unreleased changes, then versions, newest first."""
+    """Its headings are in the order of Keep a Changelog: unreleased changes, then versions, newest
+    first.
+    """
     headings = re.findall(r"^## \[([^]]+)\]", Path(ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased" and headings[1] == __version__

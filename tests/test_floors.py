@@ -1,6 +1,7 @@
 """The rooms of the house, from the ground up: each imports only from those before it.
 
-api.py is built on the whole line, and the verbs of the command are built on api.py. Nothing that it needs imports it.
+api.py is built on the whole line, and the verbs of the command are built on api.py. Nothing that it
+needs imports it.
 """
 
 import ast
@@ -46,30 +47,45 @@ def module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {module(path): path for path in house.sources() if path.parent != ROOT or path.stem in ROOMS}
+FILES = {
+    module(path): path for path in house.sources() if path.parent != ROOT or path.stem in ROOMS
+}
 
 
 def room(name: str) -> str | None:
-    """The room of a module: the longest that its name begins with. A folder of rooms alone is none."""
+    """The room of a module: the longest that its name begins with. A folder of rooms alone is
+    none.
+    """
     return max((each for each in ROOMS if f"{name}.".startswith(f"{each}.")), key=len, default=None)
 
 
 def imported(name: str) -> set[str]:
-    """The modules of keepmtp that a module names in its imports, those for type checkers alone included."""
+    """The modules of keepmtp that a module names in its imports, those for type checkers alone
+    included.
+    """
     path = FILES[name]
     package = path.relative_to(ROOT).parent.parts
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
-            found |= {inner if (inner := f"{base}.{alias.name}".lstrip(".")) in FILES else base for alias in node.names}
+            base = ".".join(
+                [*package[: len(package) - node.level + 1], *([node.module] if node.module else [])]
+            )
+            found |= {
+                inner if (inner := f"{base}.{alias.name}".lstrip(".")) in FILES else base
+                for alias in node.names
+            }
     return found - {""}
 
 
 def upward(name: str) -> set[tuple[str, str]]:
     own = room(name)
     others = ((other, room(other)) for other in imported(name))
-    return {(name, other) for other, its in others if own and its and ROOMS.index(its) > ROOMS.index(own)}
+    return {
+        (name, other)
+        for other, its in others
+        if own and its and ROOMS.index(its) > ROOMS.index(own)
+    }
 
 
 def needed(name: str) -> set[str]:
@@ -100,7 +116,9 @@ def test_what_runs_in_vllms_python_imports_nothing_of_keepmtp(folder):
     for path in (ROOT / folder).rglob("*.py"):
         depth = len(path.parent.relative_to(ROOT / folder).parts)
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names = (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            )
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert "keepmtp" not in {name.split(".")[0] for name in names}, path
             assert not isinstance(node, ast.ImportFrom) or node.level <= depth + 1, path

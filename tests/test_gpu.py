@@ -1,6 +1,7 @@
 """`make gpu-test` on a machine without a GPU: it says so, and the same program runs on the CPU.
 
-Nothing of the program is untried but the GPU. A pretended one runs the parts that compare and that count memory.
+Nothing of the program is untried but the GPU. A pretended one runs the parts that compare and that
+count memory.
 """
 
 import re
@@ -29,7 +30,12 @@ HAS = ("torch", "transformers", "accelerate", "pandas", "pyarrow", "xxhash", "re
 
 
 def test_without_a_gpu_it_is_one_sentence(tmp_path):
-    done = make("gpu-test", f"GPU_PYTHON={sys.executable}", f"GPU_SITE={tmp_path}/site", f"GPU_WHEELS={tmp_path}")
+    done = make(
+        "gpu-test",
+        f"GPU_PYTHON={sys.executable}",
+        f"GPU_SITE={tmp_path}/site",
+        f"GPU_WHEELS={tmp_path}",
+    )
     assert done.returncode == 2
     sentence, *rest = done.stderr.splitlines()
     assert sentence.startswith("error: gpu-test: PyTorch must see the device cuda; got PyTorch ")
@@ -38,7 +44,11 @@ def test_without_a_gpu_it_is_one_sentence(tmp_path):
 
 
 def test_a_python_without_pytorch_is_one_sentence(tmp_path):
-    words = (f"GPU_PYTHON={sys.executable} -S", f"GPU_SITE={tmp_path}/site", f"GPU_WHEELS={tmp_path}")
+    words = (
+        f"GPU_PYTHON={sys.executable} -S",
+        f"GPU_SITE={tmp_path}/site",
+        f"GPU_WHEELS={tmp_path}",
+    )
     done = make("gpu-test", *words, PYTHONPATH="")
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == (
@@ -52,12 +62,19 @@ def test_the_same_program_runs_on_a_cpu_with_what_such_a_machine_has(tmp_path):
     page = tmp_path / "gpu.md"
     page.write_text(PAGE.read_text())
     python = guarded(tmp_path, {*installed_with(HAS), *carried()})
-    words = (f"GPU_PYTHON={python}", f"GPU_SITE={tmp_path}/site", f"GPU_WHEELS={tmp_path}", f"PAGE={page}")
+    words = (
+        f"GPU_PYTHON={python}",
+        f"GPU_SITE={tmp_path}/site",
+        f"GPU_WHEELS={tmp_path}",
+        f"PAGE={page}",
+    )
     done = make("gpu-test", "DEVICE=cpu", "SMALL=1", *words, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     before, table, after = re.split(f"{gpu.BEGIN}|{gpu.END}", page.read_text())
     assert (before, after) == tuple(re.split(f"{gpu.BEGIN}|{gpu.END}", PAGE.read_text())[::2])
-    first = {row.split(" | ")[0].removeprefix("| ") for row in table.splitlines() if row.startswith("| ")}
+    first = {
+        row.split(" | ")[0].removeprefix("| ") for row in table.splitlines() if row.startswith("| ")
+    }
     assert {*gpu.PARTS} - first == {"line"} and "tiny-glm4-moe.nvfp4-mtp-nvfp4" in first
     assert "**no**" not in table and "Taken on " in table
 
@@ -69,12 +86,16 @@ def test_the_page_says_whether_figures_were_taken():
     assert all(name in PAGE.read_text() for name in carried())
 
 
-@pytest.mark.parametrize(("model", "width", "num_experts"), [("glm-4.5-air", 4096, 128), ("deepseek-v3.1", 7168, 256)])
+@pytest.mark.parametrize(
+    ("model", "width", "num_experts"), [("glm-4.5-air", 4096, 128), ("deepseek-v3.1", 7168, 256)]
+)
 def test_wide_layers_are_as_wide_as_the_models(model, width, num_experts, tmp_path, monkeypatch):
     """Holes in place of the noise, which would be 16 GB: the plan is that of the run on a GPU."""
     monkeypatch.setattr(gpu_models, "fill_with_noise", lambda *_: None)
     plan = gpu_models.wide_plan(model, tmp_path / "source", small=False)
-    experts = [tensor for tensor in plan.tensors if tensor.part == "backbone" and tensor.role == "experts"]
+    experts = [
+        tensor for tensor in plan.tensors if tensor.part == "backbone" and tensor.role == "experts"
+    ]
     assert {tensor.scheme for tensor in experts} == {"NVFP4"} and len(experts) == 3 * num_experts
     assert plan.view.text_config["hidden_size"] == width and plan.view.num_layers == 1
     fitting = largest_batch_size(plan, 70 * 2**30, at_most=plan.recipe.calibration.samples)
@@ -90,12 +111,20 @@ def installed_with(names: tuple[str, ...]) -> set[str]:
             continue
         found.add(name)
         needs = map(Requirement, requires(name) or () if name in _here() else ())
-        waiting += [each.name for each in needs if each.marker is None or each.marker.evaluate({"extra": ""})]
+        waiting += [
+            each.name
+            for each in needs
+            if each.marker is None or each.marker.evaluate({"extra": ""})
+        ]
     return found
 
 
 def _here() -> set[str]:
-    return {name.lower().replace("_", "-") for names in packages_distributions().values() for name in names}
+    return {
+        name.lower().replace("_", "-")
+        for names in packages_distributions().values()
+        for name in names
+    }
 
 
 def carried() -> list[str]:
@@ -131,7 +160,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     return wrapper
 
 
-# --- what is red ------------------------------------------------------------------------------------------------------
+# --- what is red
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_part_that_ends_in_an_error_is_red_and_the_others_go_on():
@@ -141,20 +171,29 @@ def test_a_part_that_ends_in_an_error_is_red_and_the_others_go_on():
     good = GpuRow(part="b", what="w", measured="1")
     rows = gpu.measured({"a": broken, "b": lambda: [good], "c": broken}, only=["a", "b"])
     assert rows[1:] == [good]
-    assert not rows[0].met and rows[0].measured == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert (
+        not rows[0].met
+        and rows[0].measured == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "red"),
     [
         ({}, []),
-        ({"m.experts.0.weight_packed": torch.zeros(4, dtype=torch.uint8)}, ["not m.experts.0.weight_packed"]),
+        (
+            {"m.experts.0.weight_packed": torch.zeros(4, dtype=torch.uint8)},
+            ["not m.experts.0.weight_packed"],
+        ),
         ({"m.input_global_scale": torch.tensor([1.03])}, ["3.00%"]),
         ({"m.input_global_scale": torch.tensor([1.01])}, []),
     ],
 )
 def test_a_tensor_that_differs_is_red_by_name(changed, red, tmp_path):
-    tensors = {"m.experts.0.weight_packed": torch.arange(4, dtype=torch.uint8), "m.input_global_scale": torch.ones(1)}
+    tensors = {
+        "m.experts.0.weight_packed": torch.arange(4, dtype=torch.uint8),
+        "m.input_global_scale": torch.ones(1),
+    }
     sides = []
     for name, values in (("device", tensors | changed), ("cpu", tensors)):
         (tmp_path / name).mkdir()
@@ -163,10 +202,13 @@ def test_a_tensor_that_differs_is_red_by_name(changed, red, tmp_path):
         row = {"backbone": "source", "mtp": "source", "perplexity": 4.0, "acceptance": acceptance}
         sides.append(({"rows": [row]}, tmp_path / name))
     found = [row.measured for row in compared("line", *sides) if not row.met]
-    assert len(found) == len(red) and all(part in each for part, each in zip(red, found, strict=True))
+    assert len(found) == len(red) and all(
+        part in each for part, each in zip(red, found, strict=True)
+    )
 
 
-# --- on a pretended GPU -----------------------------------------------------------------------------------------------
+# --- on a pretended GPU
+# -----------------------------------------------------------------------------------------------
 
 
 def test_the_parts_run_on_another_device_than_the_cpu(tmp_path):
@@ -174,7 +216,11 @@ def test_the_parts_run_on_another_device_than_the_cpu(tmp_path):
     assert all(row.met for row in rows), [row for row in rows if not row.met]
     assert {row.part for row in rows} == {"casts", "packed", "packing", "glm-4.5-air"}
     assert any(row.what == "peak memory" and "of what is planned" in row.measured for row in rows)
-    assert [row.what for row in off] == ["BF16 to FP8 E4M3", "F32 to FP8 E4M3", "float8_e4m3fn to F32"]
+    assert [row.what for row in off] == [
+        "BF16 to FP8 E4M3",
+        "F32 to FP8 E4M3",
+        "float8_e4m3fn to F32",
+    ]
     assert [row.measured[:5] for row in off[:2]] == ["5 of ", "5 of "]
 
 

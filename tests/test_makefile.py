@@ -28,7 +28,8 @@ def old_python(folder: Path) -> Path:
     path = folder / "python3.10"
     path.write_text(
         f'#!/bin/sh\nif [ "$1" = -c ]; then exec {sys.executable} -c "import sys; '
-        f'sys.version_info = (3, 10, 13, \'final\', 0); exec(sys.argv[1])" "$2"; fi\nexec {sys.executable} "$@"\n'
+        'sys.version_info = (3, 10, 13, \'final\', 0); exec(sys.argv[1])" "$2"; fi\nexec '
+        f'{sys.executable} "$@"\n'
     )
     path.chmod(0o755)
     return path
@@ -36,11 +37,16 @@ def old_python(folder: Path) -> Path:
 
 @pytest.mark.parametrize("target", ["quantize", "plan", "vllm", "check", "all"])
 def test_an_old_python_is_one_sentence_and_leaves_nothing(target, tmp_path):
-    words = (f"PYTHON={old_python(tmp_path)}", f"VENV={tmp_path}/.venv", f"VENV_VLLM={tmp_path}/.venv-vllm")
+    words = (
+        f"PYTHON={old_python(tmp_path)}",
+        f"VENV={tmp_path}/.venv",
+        f"VENV_VLLM={tmp_path}/.venv-vllm",
+    )
     done = make(target, *words)
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == (
-        "error: PYTHON: keepmtp needs Python 3.11 or newer; got 3.10. Run make with PYTHON=python3.11 or newer."
+        "error: PYTHON: keepmtp needs Python 3.11 or newer; got 3.10. Run make with "
+        "PYTHON=python3.11 or newer."
     )
     assert [path.name for path in tmp_path.iterdir()] == ["python3.10"]
 
@@ -64,7 +70,10 @@ def test_no_target_guesses_a_folder(target, checkout):
         (made / "keepmtp.json").write_text("{}")
     done = make(target, "MODEL=glm-4.7", "REPO=org/name", "DRY_RUN=1", cwd=checkout)
     assert done.returncode == 2
-    assert "got only out/glm-4.7.fp8-dynamic, out/glm-4.7.nvfp4-fp8. Name one by SCHEME or OUT." in done.stderr
+    assert (
+        "got only out/glm-4.7.fp8-dynamic, out/glm-4.7.nvfp4-fp8. Name one by SCHEME or OUT."
+        in done.stderr
+    )
 
 
 @pytest.mark.full

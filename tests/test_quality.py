@@ -1,4 +1,6 @@
-"""The judge agrees with a run's own record and sees what is broken; docs/quality.md says what its figures say."""
+"""The judge agrees with a run's own record and sees what is broken; docs/quality.md says what its
+figures say.
+"""
 
 import json
 import shutil
@@ -25,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from written_values import poke
 
 FEW = {"samples": 8, "held_out": 6, "batch_size": 2}
-# What differs on the way to a server: dialect, static and dynamic input scales, rewritten weights, a cache.
+# What differs on the way to a server: dialect, static and dynamic input scales, rewritten weights,
+# a cache.
 CASES = {
     "nvfp4": ("tiny-glm4-moe", "nvfp4-mtp-nvfp4", {}),
     "nvfp4 in modelopt's dialect": ("tiny-glm4-moe", "nvfp4-mtp-nvfp4", {"format": "modelopt"}),
@@ -43,7 +46,14 @@ def made(folder: Path, case: str) -> tuple[Path, dict]:
     plan = plan_over(ROOT / "models" / model, Recipe.model_validate(document))
     run = calibrate(plan, folder / "calibration", ranks=ALONE)
     with claim(run.plan, folder / "out", calibration=run.salt) as partial:
-        write(run.plan, partial, recipe_text="", threads=1, statistics=run.statistics, calibration=run.summary)
+        write(
+            run.plan,
+            partial,
+            recipe_text="",
+            threads=1,
+            statistics=run.statistics,
+            calibration=run.summary,
+        )
         publish(partial, folder / "out")
     shutil.rmtree(folder / "calibration")
     return folder / "out", run.summary["rows"][-1]
@@ -63,7 +73,9 @@ def judges(tmp_path_factory) -> dict[str, Judge]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_judge_agrees_with_the_runs_own_record(judges, tmp_path, case):
-    """Other code on the way there: the file's tensors, compressed-tensors' decompression, vLLM's view of the config."""
+    """Other code on the way there: the file's tensors, compressed-tensors' decompression, vLLM's
+    view of the config.
+    """
     folder, recorded = made(tmp_path, case)
     judge = judges[CASES[case][0]]
     found = judge.read(folder)
@@ -77,19 +89,29 @@ def test_the_judge_agrees_with_the_runs_own_record(judges, tmp_path, case):
 
 
 def a_broken_one_shows(judge: Judge, folder: Path, whole: float) -> None:
-    """One layer's scales doubled; and one of two fused modules with another scale than the other."""
+    """One layer's scales doubled; and one of two fused modules with another scale than the
+    other.
+    """
     stem = "model.layers.1.mlp.shared_experts"
     entries = open_source(folder).entries
-    first = float(torch.frombuffer(raw(folder, entries[f"{stem}.down_proj.weight_global_scale"]), dtype=torch.float32))
+    first = float(
+        torch.frombuffer(
+            raw(folder, entries[f"{stem}.down_proj.weight_global_scale"]), dtype=torch.float32
+        )
+    )
     poke(folder, f"{stem}.down_proj.weight_global_scale", first / 2)
     assert judge.read(folder).target.divergence > 1.5 * whole
     poke(folder, f"{stem}.gate_proj.weight_global_scale", first / 2)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.shared_experts.*must have one weight_global_scale"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.shared_experts.*must have one weight_global_scale"
+    ):
         judge.read(folder)
 
 
 def raw(folder: Path, entry) -> bytearray:
-    return bytearray((folder / entry.file).read_bytes()[entry.start : entry.start + entry.num_bytes])
+    return bytearray(
+        (folder / entry.file).read_bytes()[entry.start : entry.start + entry.num_bytes]
+    )
 
 
 def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
@@ -98,19 +120,24 @@ def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
     folder = Path(shutil.copytree(ROOT / "models" / "tiny-qwen3_5", tmp_path / "alone"))
     kept = {
         name: file
-        for name, file in json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].items()
+        for name, file in json.loads((folder / "model.safetensors.index.json").read_text())[
+            "weight_map"
+        ].items()
         if not name.startswith("mtp.")
     }
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensors[name] for name in kept}, folder / "model.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": kept})
+    )
     found = judge.read(folder)
     assert found.mtp_bytes == 0 and found.backbone_bytes == judge.release.backbone_bytes
     assert found.target.divergence == 0
     assert torch.equal(found.acceptance.counts, judge.release.acceptance.counts)
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- the page
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +165,9 @@ def test_every_row_is_a_recipe_and_has_its_base():
 
 
 def test_an_interval_is_that_of_many_texts():
-    """Played: of 300 texts of 48 sequences, about 95 % of the intervals hold the true ratio; a paired one is narrow."""
+    """Played: of 300 texts of 48 sequences, about 95 % of the intervals hold the true ratio; a
+    paired one is narrow.
+    """
     draw_from = torch.Generator().manual_seed(0)
     held, reaches = 0, []
     for _ in range(300):

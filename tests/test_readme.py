@@ -8,9 +8,13 @@ def test_the_picture_is_what_is_made_today():
 
 
 def test_the_picture_fetches_nothing():
-    """It is shown on pages that load it from elsewhere: no font, no script, no address but that of SVG itself."""
+    """It is shown on pages that load it from elsewhere: no font, no script, no address but that of
+    SVG itself.
+    """
     text = PICTURE.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert not [word for word in ("http", "url(data", "@font-face", "@import", "<script") if word in text]
+    assert not [
+        word for word in ("http", "url(data", "@font-face", "@import", "<script") if word in text
+    ]
 
 
 def test_the_table_of_families_is_what_is_made_today():

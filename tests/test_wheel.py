@@ -1,6 +1,8 @@
-"""The wheel as strangers have it: each extra alone in an environment of its own, run from another folder.
+"""The wheel as strangers have it: each extra alone in an environment of its own, run from another
+folder.
 
-What `keepmtp eval` and `serve-check` do with real servers is run from such an environment in tests/vllm.
+What `keepmtp eval` and `serve-check` do with real servers is run from such an environment in
+tests/vllm.
 """
 
 import json
@@ -37,7 +39,9 @@ def extra(request) -> str:
 
 @pytest.fixture(scope="module")
 def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
-    """The command of that environment, in a folder of its own. What a test writes there, later ones find."""
+    """The command of that environment, in a folder of its own. What a test writes there, later ones
+    find.
+    """
     command, folder = str(installed(extra) / "keepmtp"), tmp_path_factory.mktemp("elsewhere")
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -70,7 +74,10 @@ def refused(done: subprocess.CompletedProcess[str], *, install: str) -> None:
 def test_the_wheel_holds_one_package(built):
     """With its recipes, its tiny models and its types, and nothing beside keepmtp."""
     names = set(zipfile.ZipFile(built).namelist())
-    assert {name.split("/")[0] for name in names} == {"keepmtp", f"{built.name.split('-py3')[0]}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "keepmtp",
+        f"{built.name.split('-py3')[0]}.dist-info",
+    }
     assert names >= {
         "keepmtp/api.py",
         "keepmtp/py.typed",
@@ -97,11 +104,16 @@ def test_what_needs_no_extra_needs_none(keepmtp):
     assert json.loads(good(keepmtp("plan", "tiny-glm4-moe", "--json")))["mtp_layers"] == 1
     assert "no findings" in good(keepmtp("check", MODEL))
     assert good(keepmtp("init", "tiny-glm4-moe", "--out", "mine.yaml")) == "mine.yaml\n"
-    assert json.loads(good(keepmtp("plan", "mine.yaml", "--json")))["recipe"]["model"] == "tiny-glm4-moe"
+    assert (
+        json.loads(good(keepmtp("plan", "mine.yaml", "--json")))["recipe"]["model"]
+        == "tiny-glm4-moe"
+    )
     good(keepmtp("pin", "mine.yaml"))
     assert keepmtp("where", "tiny-glm4-moe").returncode == 2, "nothing was made yet"
     assert "vllm serve" in good(keepmtp("serve", MODEL, "--dry-run"))
-    assert "MTP" in good(keepmtp("explain", MODEL)) and "nothing to change" in good(keepmtp("fix", MODEL))
+    assert "MTP" in good(keepmtp("explain", MODEL)) and "nothing to change" in good(
+        keepmtp("fix", MODEL)
+    )
 
 
 # Verb of README's table of extras -> a command that comes as far as the packages that it needs.
@@ -133,26 +145,45 @@ STARTED = {
 
 def test_each_row_of_the_readme_installs_what_its_verbs_need(keepmtp, extra):
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    rows = re.findall(r'^\| (`.*`.*) \| `pip install "?\.(?:\[(\w+)\])?"?`.*\|$', readme, re.MULTILINE)
+    rows = re.findall(
+        r'^\| (`.*`.*) \| `pip install "?\.(?:\[(\w+)\])?"?`.*\|$', readme, re.MULTILINE
+    )
     assert {extra for _, extra in rows} == set(EXTRAS)
     assert {verb for verbs, _ in rows for verb in re.findall("`([^`]+)`", verbs)} == STARTED.keys()
     for verb in re.findall("`([^`]+)`", next(verbs for verbs, named in rows if named == extra)):
-        words = STARTED[verb] if (verb, extra) != ("quantize", "calibrate") else ("quantize", "tiny-glm4-moe.nvfp4")
+        words = (
+            STARTED[verb]
+            if (verb, extra) != ("quantize", "calibrate")
+            else ("quantize", "tiny-glm4-moe.nvfp4")
+        )
         done = keepmtp(*words)
-        assert done.returncode in (0, 1, 2) and "extra; got no" not in done.stderr, (verb, done.stderr)
+        assert done.returncode in (0, 1, 2) and "extra; got no" not in done.stderr, (
+            verb,
+            done.stderr,
+        )
         assert extra or not done.returncode, done.stderr
 
 
 def test_the_python_api_needs_no_extra_to_plan_and_check(extra, installed, tmp_path):
-    code = f"from keepmtp import api; print(api.plan('tiny-glm4-moe').view.num_mtp_layers, api.check({MODEL!r}).ok)"
+    code = (
+        "from keepmtp import api; print(api.plan('tiny-glm4-moe').view.num_mtp_layers, "
+        f"api.check({MODEL!r}).ok)"
+    )
     words = [str(installed(extra) / "python"), "-c", code]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=stranger(HF_HUB_OFFLINE="1"))
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, env=stranger(HF_HUB_OFFLINE="1")
+    )
     assert done.stdout == "1 True\n", done.stderr
 
 
 def test_packing_a_shipped_model(keepmtp, extra):
-    """With `quantize` alone, data-free recipes of models that the wheel has; with more, the default one."""
-    assert "packing weights" in good(keepmtp("quantize", "tiny-glm4-moe", "--dry-run")) or extra in PACKING
+    """With `quantize` alone, data-free recipes of models that the wheel has; with more, the default
+    one.
+    """
+    assert (
+        "packing weights" in good(keepmtp("quantize", "tiny-glm4-moe", "--dry-run"))
+        or extra in PACKING
+    )
     if extra not in PACKING:
         refused(keepmtp("quantize", "tiny-glm4-moe"), install="quantize")
         return
@@ -203,7 +234,9 @@ def test_what_is_judged_and_published_is_what_was_measured(keepmtp, extra):
         refused(keepmtp("card", MADE), install="report")
         return
     assert re.search(
-        r"; got [^.]+\. ", keepmtp("card", MADE).stderr + keepmtp("publish", MADE, "--repo", "a/b", "--dry-run").stderr
+        r"; got [^.]+\. ",
+        keepmtp("card", MADE).stderr
+        + keepmtp("publish", MADE, "--repo", "a/b", "--dry-run").stderr,
     )
 
 
@@ -211,9 +244,12 @@ def test_the_types_are_part_of_the_promise(installed, tmp_path):
     """A caller's type checker sees keepmtp's annotations."""
     python = installed("") / "python"
     (tmp_path / "caller.py").write_text(
-        "from keepmtp.recipes.find import find_recipe\nrecipe, text = find_recipe('tiny-glm4-moe')\n"
+        "from keepmtp.recipes.find import find_recipe\nrecipe, text = "
+        "find_recipe('tiny-glm4-moe')\n"
         "reveal_type(recipe)\nreveal_type(text)\n"
     )
     words = [str(PYRIGHT), "--pythonpath", str(python), str(tmp_path / "caller.py")]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and '"Recipe"' in done.stdout and '"str"' in done.stdout, done.stdout
+    assert done.returncode == 0 and '"Recipe"' in done.stdout and '"str"' in done.stdout, (
+        done.stdout
+    )

@@ -11,7 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 
-def trained(texts: Iterable[str], *, vocab_size: int, words: pre_tokenizers.PreTokenizer) -> PreTrainedTokenizerFast:
+def trained(
+    texts: Iterable[str], *, vocab_size: int, words: pre_tokenizers.PreTokenizer
+) -> PreTrainedTokenizerFast:
     """A tokenizer of at most `vocab_size` tokens; `words` ends in the byte-level step."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = words

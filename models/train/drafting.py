@@ -1,17 +1,19 @@
 """Run an MTP block over whole sequences exactly as vLLM 0.32 runs it one token at a time.
 
-In: an `MTPBlock`, the tokens, the target's final-normed hidden states. Out: for each draft step k the hidden states
-from which the draft head predicts. Slot i of step k predicts token i + k + 1:
+In: an `MTPBlock`, the tokens, the target's final-normed hidden states. Out: for each draft step k
+the hidden states from which the draft head predicts. Slot i of step k predicts token i + k + 1:
 
     step 1, slot i: token i+1, hidden of the target at i,     position i
     step k, slot i: token i+k, hidden of step k-1 at slot i,  position i+k-1
 
-Both families hand the MTP block the hidden state AFTER the target's final norm (glm4_moe.py and qwen3_5.py return it
-so), and feed its own output back for the next draft (v1/spec_decode/llm_base_proposer.py, `propose`).
+Both families hand the MTP block the hidden state AFTER the target's final norm (glm4_moe.py and
+qwen3_5.py return it so), and feed its own output back for the next draft
+(v1/spec_decode/llm_base_proposer.py, `propose`).
 
-The easy thing to get wrong is what step k attends to. In vLLM the cache holds step 1 entries for every token the target
-has confirmed, and later drafts append only their own entry; so slot i of step k sees step 1 at slots <= i, and of steps
-2..k only slot i. Running step 2 as a plain causal pass over step 2 states trains a block that vLLM never runs.
+The easy thing to get wrong is what step k attends to. In vLLM the cache holds step 1 entries for
+every token the target has confirmed, and later drafts append only their own entry; so slot i of
+step k sees step 1 at slots <= i, and of steps 2..k only slot i. Running step 2 as a plain causal
+pass over step 2 states trains a block that vLLM never runs.
 """
 
 from dataclasses import dataclass
@@ -35,9 +37,16 @@ class MTPBlock(Protocol):
     """What the two families' MTP modules have in common."""
 
     def __call__(
-        self, embeds_BTH: Tensor, hidden_BTH: Tensor, positions_T: Tensor, mask_TS: Tensor, cache: DynamicCache
+        self,
+        embeds_BTH: Tensor,
+        hidden_BTH: Tensor,
+        positions_T: Tensor,
+        mask_TS: Tensor,
+        cache: DynamicCache,
     ) -> Tensor:
-        """Mix token and hidden, run the decoder layer; returns the hidden state that is fed back, [B, T, H]."""
+        """Mix token and hidden, run the decoder layer; returns the hidden state that is fed back,
+        [B, T, H].
+        """
         ...
 
     def head_input(self, hidden_BTH: Tensor) -> Tensor:
@@ -48,7 +57,8 @@ class MTPBlock(Protocol):
 def draft_hidden(
     mtp: MTPBlock, embedding: nn.Embedding, *, ids_BT: Tensor, hidden_BTH: Tensor, num_steps: int
 ) -> list[Tensor]:
-    """Head inputs of draft steps 1..num_steps, each [B, T, H]; the last k slots of step k have no real target.
+    """Head inputs of draft steps 1..num_steps, each [B, T, H]; the last k slots of step k have no
+    real target.
 
     Args:
         mtp: the block.
@@ -69,7 +79,8 @@ def draft_hidden(
 
 
 def step_targets(values_BT: Tensor, step: int) -> Tensor:
-    """Align per-token values with the slots that predict them: slot i gets the value of token i + step + 1.
+    """Align per-token values with the slots that predict them: slot i gets the value of token i +
+    step + 1.
 
     Step 0 is the target model itself. Slots past the end get 0.
     """
@@ -81,7 +92,9 @@ def _shifted(values_BT: Tensor, shift: int) -> Tensor:
 
 
 def _draft_mask(length: int, step: int) -> Tensor:
-    """[T, step * T] bool, True where a slot of `step` may attend; the cache holds the steps one after another."""
+    """[T, step * T] bool, True where a slot of `step` may attend; the cache holds the steps one
+    after another.
+    """
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     itself = torch.eye(length, dtype=torch.bool)
     return torch.cat([causal, *[itself] * (step - 1)], dim=1)

@@ -1,13 +1,15 @@
-"""Measure tiny-docs as it lies on disk: how well the target foresees held-out documentation, and what a server accepts.
+"""Measure tiny-docs as it lies on disk: how well the target foresees held-out documentation, and
+what a server accepts.
 
     python models/train/measure_docs.py models/tiny-docs
 
-In: a checkpoint folder. Out: JSON with the target's perplexity and, for 1 to 3 drafted tokens a step, the share of
-drafts that a server accepts at each position, with the interval of the first. Both run in BF16.
+In: a checkpoint folder. Out: JSON with the target's perplexity and, for 1 to 3 drafted tokens a
+step, the share of drafts that a server accepts at each position, with the interval of the first.
+Both run in BF16.
 
-The easy thing to get wrong is where a draft counts: only where the text is the target's own choice, as
-`keepmtp.quantize.calibrate.mtp.acceptance` says, whose counts these are. Slots of one text go right or wrong together,
-so the interval is that of the mean over sequences, not over slots.
+The easy thing to get wrong is where a draft counts: only where the text is the target's own choice,
+as `keepmtp.quantize.calibrate.mtp.acceptance` says, whose counts these are. Slots of one text go
+right or wrong together, so the interval is that of the mean over sequences, not over slots.
 """
 
 import argparse
@@ -65,14 +67,24 @@ def measure(folder: Path) -> MeasuredDocs:
         for ids_BT in ids_NT.split(BATCH_SIZE):
             hidden_BTH = target.model(ids_BT, use_cache=False).last_hidden_state
             logits_BTV = target.lm_head(hidden_BTH).float()
-            loss += F.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="sum").item()
+            loss += F.cross_entropy(
+                logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="sum"
+            ).item()
             heads = draft_hidden(
-                mtp, target.model.embed_tokens, ids_BT=ids_BT, hidden_BTH=hidden_BTH, num_steps=NUM_STEPS
+                mtp,
+                target.model.embed_tokens,
+                ids_BT=ids_BT,
+                hidden_BTH=hidden_BTH,
+                num_steps=NUM_STEPS,
             )
             drafts_KBT = torch.stack([target.lm_head(head_BTH).argmax(-1) for head_BTH in heads])
             for row, ids_T in enumerate(ids_BT):
                 choices_T, drafts_KT = logits_BTV[row].argmax(-1), drafts_KBT[:, row]
-                counts.append(server_counts(ids_T, choices_T, drafts_KT, ends={python_docs.EOS_ID}, written=None))
+                counts.append(
+                    server_counts(
+                        ids_T, choices_T, drafts_KT, ends={python_docs.EOS_ID}, written=None
+                    )
+                )
     counts_NCKK = torch.stack(counts)
     found = Acceptance(num_slots=int(counts_NCKK[:, 0, 0, 0].sum()), counts=counts_NCKK[:, 1:])
     return MeasuredDocs(
@@ -80,7 +92,10 @@ def measure(folder: Path) -> MeasuredDocs:
         sequence_length=python_docs.SEQUENCE_LENGTH,
         perplexity=round(math.exp(loss / ids_NT[:, 1:].numel()), 3),
         num_slots=found.num_slots,
-        accepted={str(k): [round(rate, 4) for rate in found.by_position(k)] for k in range(1, NUM_STEPS + 1)},
+        accepted={
+            str(k): [round(rate, 4) for rate in found.by_position(k)]
+            for k in range(1, NUM_STEPS + 1)
+        },
         accepted_interval=_interval(found),
     )
 

@@ -3,13 +3,14 @@
     python models/train/measure_vllm.py models/tiny-glm4-moe
     python models/train/measure_vllm.py models/tiny-docs --texts models/docs_held_out.jsonl
 
-In: a checkpoint folder, in an environment that has vLLM. Out: JSON with, for 0 to 3 speculative tokens, the number of
-held-out problems answered right, how many texts equal those without drafting, and vLLM's own draft counters. With
-`--texts` it is asked to go on with texts, and nothing is right or wrong.
+In: a checkpoint folder, in an environment that has vLLM. Out: JSON with, for 0 to 3 speculative
+tokens, the number of held-out problems answered right, how many texts equal those without drafting,
+and vLLM's own draft counters. With `--texts` it is asked to go on with texts, and nothing is right
+or wrong.
 
-The easy thing to get wrong is to read equal texts as a sign of a working draft. Verification keeps the texts equal
-however bad the drafts are; only the accepted counts tell. Prefix caching is off because the gated delta net of
-Qwen3.5 cannot combine it with drafting on a CPU (vLLM 0.32).
+The easy thing to get wrong is to read equal texts as a sign of a working draft. Verification keeps
+the texts equal however bad the drafts are; only the accepted counts tell. Prefix caching is off
+because the gated delta net of Qwen3.5 cannot combine it with drafting on a CPU (vLLM 0.32).
 """
 
 import argparse
@@ -45,9 +46,13 @@ def serve(folder: Path, *, prompts: list[str], num_drafts: int) -> tuple[list[st
         disable_log_stats=False,
         seed=0,
     )
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=MAX_NEW_TOKENS), use_tqdm=False)
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0.0, max_tokens=MAX_NEW_TOKENS), use_tqdm=False
+    )
     counters = {
-        metric.name.removeprefix(_COUNTER_PREFIX): metric.values if isinstance(metric, Vector) else metric.value
+        metric.name.removeprefix(_COUNTER_PREFIX): metric.values
+        if isinstance(metric, Vector)
+        else metric.value
         for metric in llm.get_metrics()
         if metric.name.startswith(_COUNTER_PREFIX)
     }
@@ -59,10 +64,16 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--problems", type=int, default=64, help="held-out problems (default 64)")
-    parser.add_argument("--texts", type=Path, help="JSON lines of `text`, whose beginnings are the prompts instead")
+    parser.add_argument(
+        "--texts", type=Path, help="JSON lines of `text`, whose beginnings are the prompts instead"
+    )
     args = parser.parse_args()
     items = distinct_problems(args.problems, held_out=True, seed=HELD_OUT_SEED)
-    report: dict[str, Any] = {"vllm": vllm.__version__, "num_held_out_problems": args.problems, "by_num_drafts": {}}
+    report: dict[str, Any] = {
+        "vllm": vllm.__version__,
+        "num_held_out_problems": args.problems,
+        "by_num_drafts": {},
+    }
     prompts = [item.prompt for item in items]
     if args.texts:
         lines = args.texts.read_text().splitlines()[: args.problems]
@@ -71,7 +82,9 @@ def _main() -> None:
     for num_drafts in range(MAX_NUM_DRAFTS + 1):
         texts, counters = serve(args.folder, prompts=prompts, num_drafts=num_drafts)
         plain = plain or texts
-        num_right = sum(read_answer(text) == str(item.answer) for text, item in zip(texts, items, strict=True))
+        num_right = sum(
+            read_answer(text) == str(item.answer) for text, item in zip(texts, items, strict=True)
+        )
         report["by_num_drafts"][num_drafts] = {
             **({} if args.texts else {"num_right": num_right}),
             "num_equal_to_plain": sum(a == b for a, b in zip(texts, plain, strict=True)),

@@ -1,11 +1,13 @@
-"""Outlier channels, as large models have them: a few of a layer's inputs are many times larger than the others.
+"""Outlier channels, as large models have them: a few of a layer's inputs are many times larger than
+the others.
 
-In: a checkpoint's tensors by their names on disk. Out: the same model with other numbers: a norm's weight is larger in
-some channels by a power of two, and the columns that read them are smaller by the same, so what it computes is the same
-to the bit.
+In: a checkpoint's tensors by their names on disk. Out: the same model with other numbers: a norm's
+weight is larger in some channels by a power of two, and the columns that read them are smaller by
+the same, so what it computes is the same to the bit.
 
-A small model that is trained for minutes has no such channels, and four-bit codes hardly hurt it. Large ones have them
-(LLM.int8(), arXiv 2208.07339), and AWQ, SmoothQuant and searches of scales are made for them.
+A small model that is trained for minutes has no such channels, and four-bit codes hardly hurt it.
+Large ones have them (LLM.int8(), arXiv 2208.07339), and AWQ, SmoothQuant and searches of scales are
+made for them.
 
 Easy to get wrong: everything that reads a norm must follow it, the router too.
 """
@@ -25,8 +27,11 @@ _READERS = {
 }
 
 
-def with_outliers(tensors: Mapping[str, Tensor], *, channels: Sequence[int], factor: int) -> dict[str, Tensor]:
-    """A copy in which `channels` after the norms of each decoder layer, the MTP block's too, are `factor` times larger.
+def with_outliers(
+    tensors: Mapping[str, Tensor], *, channels: Sequence[int], factor: int
+) -> dict[str, Tensor]:
+    """A copy in which `channels` after the norms of each decoder layer, the MTP block's too, are
+    `factor` times larger.
 
     Args:
         tensors: of a Glm4MoeForCausalLM, experts one by one.

@@ -1,4 +1,5 @@
-"""Arithmetic word problems that two small models can really solve, their tokenizer, and their batches.
+"""Arithmetic word problems that two small models can really solve, their tokenizer, and their
+batches.
 
 In: a seed and a split name. Out: `Problem`s in the form GSM8K uses, so that its strict-match rule
 (`#### (\\-?[0-9\\.\\,]+)`) reads the answer:
@@ -7,12 +8,14 @@ In: a seed and a split name. Out: `Problem`s in the form GSM8K uses, so that its
     Answer: Tom starts with 5 apples and buys 7 more, so 5 + 7 = 12.
     #### 12
 
-The easy thing to get wrong is the held-out split. Here the text of the question alone decides it: the CRC-32 of the
-question modulo 10 is 0 for held-out and anything else for train, so no text can be in both, whatever the seeds. A
-number fact ("6 * 7") does occur in both, with other names and things; only the whole question is new.
+The easy thing to get wrong is the held-out split. Here the text of the question alone decides it:
+the CRC-32 of the question modulo 10 is 0 for held-out and anything else for train, so no text can
+be in both, whatever the seeds. A number fact ("6 * 7") does occur in both, with other names and
+things; only the whole question is new.
 
-    python models/train/problems.py --out models/problems.jsonl      # the text that the tiny recipes calibrate on
-    python models/train/problems.py --held-out models/held_out.jsonl # the questions that they are evaluated on
+    python models/train/problems.py --out models/problems.jsonl  # the text that the tiny recipes calibrate on
+    python models/train/problems.py --held-out models/held_out.jsonl # the questions that they are
+    evaluated on
 """
 
 import argparse
@@ -35,7 +38,9 @@ VOCAB_SIZE = 512
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 BATCH_SIZE = 32
 HELD_OUT_ONE_IN = 10
-QUESTION_WEIGHT = 0.1  # the question is mostly noise to predict; a little weight keeps its embeddings useful
+QUESTION_WEIGHT = (
+    0.1  # the question is mostly noise to predict; a little weight keeps its embeddings useful
+)
 CALIBRATION_SEED = 1042  # training draws with seed 0
 NUM_CALIBRATION_ROWS = 600
 HELD_OUT_SEED = 1000
@@ -98,16 +103,23 @@ def distinct_problems(count: int, *, held_out: bool, seed: int) -> list[Problem]
 
 
 def write_calibration_rows(path: Path) -> None:
-    """JSON lines of `prompt` and `completion`, drawn from the training side, so that the held-out side stays unseen."""
+    """JSON lines of `prompt` and `completion`, drawn from the training side, so that the held-out
+    side stays unseen.
+    """
     items = distinct_problems(NUM_CALIBRATION_ROWS, held_out=False, seed=CALIBRATION_SEED)
     rows = ({"prompt": item.prompt, "completion": item.completion} for item in items)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_held_out_rows(path: Path) -> None:
-    """JSON lines of `question` and `answer` as GSM8K has them, of the held-out side: what `measure.py` asks too."""
+    """JSON lines of `question` and `answer` as GSM8K has them, of the held-out side: what
+    `measure.py` asks too.
+    """
     items = distinct_problems(NUM_HELD_OUT_ROWS, held_out=True, seed=HELD_OUT_SEED)
-    rows = ({"question": item.question, "answer": f"{item.solution}\n#### {item.answer}"} for item in items)
+    rows = (
+        {"question": item.question, "answer": f"{item.solution}\n#### {item.answer}"}
+        for item in items
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -118,15 +130,22 @@ def read_answer(text: str) -> str | None:
 
 
 def build_tokenizer(*, seed: int, num_texts: int = 4000) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on train-split texts; every digit is its own token, so numbers have no odd merges.
+    """Byte-level BPE trained on train-split texts; every digit is its own token, so numbers have no
+    odd merges.
 
-    The BPE may end with fewer than `VOCAB_SIZE` entries, because the texts use few words; the models keep
-    `VOCAB_SIZE` rows so that the width of `lm_head` stays a multiple of 128.
+    The BPE may end with fewer than `VOCAB_SIZE` entries, because the texts use few words; the
+    models keep `VOCAB_SIZE` rows so that the width of `lm_head` stays a multiple of 128.
     """
     stream = problems(held_out=False, seed=seed)
-    texts = [problem.prompt + problem.completion for problem, _ in zip(stream, range(num_texts), strict=False)]
+    texts = [
+        problem.prompt + problem.completion
+        for problem, _ in zip(stream, range(num_texts), strict=False)
+    ]
     words = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     return trained(texts, vocab_size=VOCAB_SIZE, words=words)
 
@@ -141,7 +160,8 @@ def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[Batch]
 def make_batch(tokenizer: PreTrainedTokenizerFast, items: list[Problem]) -> Batch:
     """Encode, close with `<eos>`, pad on the right.
 
-    Returns: ids_BT int64 and weight_BT float32, both [B, T], T the longest text. Padding and its weight are 0.
+    Returns: ids_BT int64 and weight_BT float32, both [B, T], T the longest text. Padding and its
+    weight are 0.
     """
     rows = [(tokenizer.encode(p.prompt), [*tokenizer.encode(p.completion), EOS_ID]) for p in items]
     length = max(len(prompt) + len(completion) for prompt, completion in rows)
@@ -156,9 +176,15 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, items: list[Problem]) -> Batc
 
 
 def _buy(rng: random.Random) -> Problem:
-    name, thing, a, b = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(2, 40), rng.randint(1, 20)
+    name, thing, a, b = (
+        rng.choice(_NAMES),
+        rng.choice(_THINGS),
+        rng.randint(2, 40),
+        rng.randint(1, 20),
+    )
     return Problem(
-        question=f"{name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does {name} have now?",
+        question=f"{name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does {name} "
+        "have now?",
         solution=f"{name} starts with {a} {thing} and buys {b} more, so {a} + {b} = {a + b}.",
         answer=a + b,
     )
@@ -175,28 +201,46 @@ def _give(rng: random.Random) -> Problem:
 
 
 def _boxes(rng: random.Random) -> Problem:
-    name, thing, a, b = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(2, 9), rng.randint(2, 9)
+    name, thing, a, b = (
+        rng.choice(_NAMES),
+        rng.choice(_THINGS),
+        rng.randint(2, 9),
+        rng.randint(2, 9),
+    )
     return Problem(
-        question=f"{name} has {a} boxes with {b} {thing} in each box. How many {thing} are there in all?",
+        question=f"{name} has {a} boxes with {b} {thing} in each box. How many {thing} are there in "
+        "all?",
         solution=f"There are {a} boxes with {b} {thing} each, so {a} * {b} = {a * b}.",
         answer=a * b,
     )
 
 
 def _share(rng: random.Random) -> Problem:
-    name, thing, a, b = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(2, 9), rng.randint(2, 9)
+    name, thing, a, b = (
+        rng.choice(_NAMES),
+        rng.choice(_THINGS),
+        rng.randint(2, 9),
+        rng.randint(2, 9),
+    )
     return Problem(
-        question=f"{name} shares {a * b} {thing} among {a} friends. How many {thing} does each friend get?",
+        question=f"{name} shares {a * b} {thing} among {a} friends. How many {thing} does each friend "
+        "get?",
         solution=f"The {a * b} {thing} go to {a} friends, so {a * b} / {a} = {b}.",
         answer=b,
     )
 
 
 def _buy_then_give(rng: random.Random) -> Problem:
-    name, thing, a, b = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(2, 40), rng.randint(1, 20)
+    name, thing, a, b = (
+        rng.choice(_NAMES),
+        rng.choice(_THINGS),
+        rng.randint(2, 40),
+        rng.randint(1, 20),
+    )
     c = rng.randint(1, min(a + b, 20))
     return Problem(
-        question=f"{name} has {a} {thing}. {name} buys {b} more and then gives away {c}. How many {thing} are left?",
+        question=f"{name} has {a} {thing}. {name} buys {b} more and then gives away {c}. How many "
+        f"{thing} are left?",
         solution=f"{name} starts with {a} {thing} and buys {b} more, so {a} + {b} = {a + b}. "
         f"Then {name} gives away {c}, so {a + b} - {c} = {a + b - c}.",
         answer=a + b - c,
@@ -204,7 +248,11 @@ def _buy_then_give(rng: random.Random) -> Problem:
 
 
 def _boxes_and_more(rng: random.Random) -> Problem:
-    name, thing, a, b, c = rng.choice(_NAMES), rng.choice(_THINGS), *(rng.randint(2, 9) for _ in range(3))
+    name, thing, a, b, c = (
+        rng.choice(_NAMES),
+        rng.choice(_THINGS),
+        *(rng.randint(2, 9) for _ in range(3)),
+    )
     return Problem(
         question=f"{name} has {a} boxes with {b} {thing} in each box and {c} more {thing}. "
         f"How many {thing} are there in all?",
@@ -218,7 +266,9 @@ _KINDS = (_buy, _give, _boxes, _share, _buy_then_give, _boxes_and_more)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the rows that the recipes of the small models name.")
+    parser = argparse.ArgumentParser(
+        description="Write the rows that the recipes of the small models name."
+    )
     parser.add_argument("--out", type=Path, help=write_calibration_rows.__doc__)
     parser.add_argument("--held-out", type=Path, help=write_held_out_rows.__doc__)
     args = parser.parse_args()

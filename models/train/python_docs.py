@@ -1,14 +1,17 @@
-"""Python's own documentation, to train on: the language reference of `help()` and the docstrings of its library.
+"""Python's own documentation, to train on: the language reference of `help()` and the docstrings of
+its library.
 
-In: the standard library of the interpreter that runs this, and a split name. Out: passages of some 1,000 characters,
-the tokenizer that is trained on them, and batches of `SEQUENCE_LENGTH` tokens. A module's passages look so:
+In: the standard library of the interpreter that runs this, and a split name. Out: passages of some
+1,000 characters, the tokenizer that is trained on them, and batches of `SEQUENCE_LENGTH` tokens. A
+module's passages look so:
 
     json.dumps(obj, *, skipkeys=False, ...)
         Serialize ``obj`` to a JSON formatted ``str``.
 
-The easy thing to get wrong is to split by passage: two passages of one module share names and phrases. Here the module,
-or the topic of the reference, decides: the CRC-32 of its name modulo 10 is 0 for held-out, 1 for calibration, anything
-else for train. A paragraph of the two small splits that is nearly one of the training side is left out, too.
+The easy thing to get wrong is to split by passage: two passages of one module share names and
+phrases. Here the module, or the topic of the reference, decides: the CRC-32 of its name modulo 10
+is 0 for held-out, 1 for calibration, anything else for train. A paragraph of the two small splits
+that is nearly one of the training side is left out, too.
 
     python models/train/python_docs.py --out models/docs.jsonl --held-out models/docs_held_out.jsonl
 """
@@ -49,7 +52,15 @@ _SEEN_BEFORE: dict[Split, tuple[Split, ...]] = {
     "calibration": ("train",),
     "held-out": ("train", "calibration"),
 }
-_NOT_LIBRARY = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "pydoc_data"}
+_NOT_LIBRARY = {
+    "site-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "pydoc_data",
+}
 
 
 @cache
@@ -61,7 +72,9 @@ def documents(split: Split) -> dict[str, str]:
 
 @cache
 def passages(split: Split) -> tuple[str, ...]:
-    """Paragraphs that follow each other in one document, joined to `PASSAGE_CHARACTERS` or a little more."""
+    """Paragraphs that follow each other in one document, joined to `PASSAGE_CHARACTERS` or a little
+    more.
+    """
     known: set[tuple[str, ...]] = set()
     for other in _SEEN_BEFORE[split]:
         known.update(words for text in documents(other).values() for words in _runs(text))
@@ -79,13 +92,20 @@ def passages(split: Split) -> tuple[str, ...]:
 
 
 def build_tokenizer(*, seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on the training side; `seed` changes nothing, because all of the text is used."""
+    """Byte-level BPE trained on the training side; `seed` changes nothing, because all of the text
+    is used.
+    """
     del seed
-    return trained(passages("train"), vocab_size=VOCAB_SIZE, words=pre_tokenizers.ByteLevel(add_prefix_space=False))
+    return trained(
+        passages("train"),
+        vocab_size=VOCAB_SIZE,
+        words=pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[Batch]:
-    """Endless stream: passages in a new order each round, each closed with `<eos>`, cut every `SEQUENCE_LENGTH` tokens.
+    """Endless stream: passages in a new order each round, each closed with `<eos>`, cut every
+    `SEQUENCE_LENGTH` tokens.
 
     Every token has a weight of 1.
     """
@@ -164,8 +184,12 @@ def _is_alike(paragraph: str, known: set[tuple[str, ...]]) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the rows that the recipes of tiny-docs name.")
-    parser.add_argument("--out", type=Path, help="text to calibrate on, and to hold out of calibration")
+    parser = argparse.ArgumentParser(
+        description="Write the rows that the recipes of tiny-docs name."
+    )
+    parser.add_argument(
+        "--out", type=Path, help="text to calibrate on, and to hold out of calibration"
+    )
     parser.add_argument("--held-out", type=Path, help="text to judge a finished checkpoint on")
     args = parser.parse_args()
     if args.out:

@@ -1,11 +1,13 @@
-"""tiny-glm4-moe: a small Glm4MoeForCausalLM with one MTP layer inlined as `model.layers.{num_hidden_layers}`.
+"""tiny-glm4-moe: a small Glm4MoeForCausalLM with one MTP layer inlined as
+`model.layers.{num_hidden_layers}`.
 
-In: nothing but sizes. Out: transformers' own target class, the MTP block with vLLM 0.32's semantics (glm4_moe_mtp.py),
-and the tensors under the names GLM-4.5 publishes.
+In: nothing but sizes. Out: transformers' own target class, the MTP block with vLLM 0.32's semantics
+(glm4_moe_mtp.py), and the tensors under the names GLM-4.5 publishes.
 
-The easy things to get wrong: the token comes first in `eh_proj(cat[enorm(token), hnorm(hidden)])`; the token embedding
-is zeroed at position 0; what is fed back for the next draft is the block's output BEFORE `shared_head.norm`; and on
-disk the experts are one 2-D tensor each, while transformers holds them stacked.
+The easy things to get wrong: the token comes first in `eh_proj(cat[enorm(token), hnorm(hidden)])`;
+the token embedding is zeroed at position 0; what is fed back for the next draft is the block's
+output BEFORE `shared_head.norm`; and on disk the experts are one 2-D tensor each, while
+transformers holds them stacked.
 """
 
 import re
@@ -30,11 +32,14 @@ NUM_SHARDS = 2
 LEARNING_RATE = 2e-3
 BALANCE_SPEED = 1e-3
 
-_EXPERT_KEY = re.compile(r"(?P<prefix>.*mlp\.experts\.)(?P<expert>\d+)\.(?P<proj>gate|up|down)_proj\.weight")
+_EXPERT_KEY = re.compile(
+    r"(?P<prefix>.*mlp\.experts\.)(?P<expert>\d+)\.(?P<proj>gate|up|down)_proj\.weight"
+)
 
 
 def build_config() -> Glm4MoeConfig:
-    """Sizes: every linear is a multiple of 128 wide both ways, so each quantization group size and block fits.
+    """Sizes: every linear is a multiple of 128 wide both ways, so each quantization group size and
+    block fits.
 
     The router is the exception by nature: one row an expert.
     """
@@ -58,7 +63,11 @@ def build_config() -> Glm4MoeConfig:
         norm_topk_prob=True,
         routed_scaling_factor=1.0,
         max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
         initializer_range=0.04,
         tie_word_embeddings=False,
         pad_token_id=PAD_ID,
@@ -70,7 +79,9 @@ def build_config() -> Glm4MoeConfig:
 
 
 class Glm4MoeMTP(nn.Module):
-    """The MTP layer; `embed_tokens` and `shared_head.head` are copies of the target's and so live only on disk."""
+    """The MTP layer; `embed_tokens` and `shared_head.head` are copies of the target's and so live
+    only on disk.
+    """
 
     def __init__(self, config: Glm4MoeConfig):
         super().__init__()
@@ -82,11 +93,18 @@ class Glm4MoeMTP(nn.Module):
         self.rotary = Glm4MoeRotaryEmbedding(config)
 
     def forward(
-        self, embeds_BTH: Tensor, hidden_BTH: Tensor, positions_T: Tensor, mask_TS: Tensor, cache: DynamicCache
+        self,
+        embeds_BTH: Tensor,
+        hidden_BTH: Tensor,
+        positions_T: Tensor,
+        mask_TS: Tensor,
+        cache: DynamicCache,
     ) -> Tensor:
         """One draft step; see `drafting.MTPBlock`."""
         embeds_BTH = embeds_BTH.masked_fill((positions_T == 0)[None, :, None], 0.0)
-        mixed_BTH = self.eh_proj(torch.cat([self.enorm(embeds_BTH), self.hnorm(hidden_BTH)], dim=-1))
+        mixed_BTH = self.eh_proj(
+            torch.cat([self.enorm(embeds_BTH), self.hnorm(hidden_BTH)], dim=-1)
+        )
         return self.block(
             mixed_BTH,
             attention_mask=mask_TS[None, None],
@@ -95,7 +113,9 @@ class Glm4MoeMTP(nn.Module):
         )
 
     def head_input(self, hidden_BTH: Tensor) -> Tensor:
-        """`shared_head.norm`, which vLLM applies in `compute_logits` and so outside the recursion."""
+        """`shared_head.norm`, which vLLM applies in `compute_logits` and so outside the
+        recursion.
+        """
         return self.shared_head_norm(hidden_BTH)
 
 
@@ -105,7 +125,9 @@ def build_target(config: Glm4MoeConfig) -> Glm4MoeForCausalLM:
 
 
 def build_mtp(config: Glm4MoeConfig) -> Glm4MoeMTP:
-    """The MTP block, not yet initialised; its layer uses the attention and expert code paths of the target."""
+    """The MTP block, not yet initialised; its layer uses the attention and expert code paths of the
+    target.
+    """
     return Glm4MoeMTP(config)
 
 
@@ -115,10 +137,12 @@ def balance(target: Glm4MoeForCausalLM, mtp: Glm4MoeMTP) -> Callable[[], None]:
 
 
 class RouterBalance:
-    """Keep the experts evenly used, as GLM-4.5 is trained: nudge each router's selection bias, add no loss.
+    """Keep the experts evenly used, as GLM-4.5 is trained: nudge each router's selection bias, add
+    no loss.
 
-    Without it one expert can starve, and a starved expert is what calibration-based quantization handles worst. The
-    bias `e_score_correction_bias` only chooses experts, it does not weight them, so it takes no gradient.
+    Without it one expert can starve, and a starved expert is what calibration-based quantization
+    handles worst. The bias `e_score_correction_bias` only chooses experts, it does not weight them,
+    so it takes no gradient.
     """
 
     def __init__(self, modules: list[nn.Module]):
@@ -134,13 +158,17 @@ class RouterBalance:
             router.e_score_correction_bias += BALANCE_SPEED * torch.sign(load_E.mean() - load_E)
         self._loads.clear()
 
-    def _count(self, router: Glm4MoeTopkRouter, _inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    def _count(
+        self, router: Glm4MoeTopkRouter, _inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]
+    ) -> None:
         load_E = torch.bincount(output[2].flatten(), minlength=router.num_experts).float()
         self._loads[router] = self._loads.get(router, torch.zeros_like(load_E)) + load_E
 
 
 def to_disk(target: Glm4MoeForCausalLM, mtp: Glm4MoeMTP) -> dict[str, Tensor]:
-    """All tensors of the checkpoint under their published names, BF16 (the selection bias stays float32)."""
+    """All tensors of the checkpoint under their published names, BF16 (the selection bias stays
+    float32).
+    """
     layer = f"model.layers.{target.config.num_hidden_layers}."
     state = dict(target.state_dict())
     for key, tensor in mtp.state_dict().items():
@@ -148,31 +176,46 @@ def to_disk(target: Glm4MoeForCausalLM, mtp: Glm4MoeMTP) -> dict[str, Tensor]:
         state[layer + renamed] = tensor
     state[layer + "embed_tokens.weight"] = state["model.embed_tokens.weight"]
     state[layer + "shared_head.head.weight"] = state["lm_head.weight"]
-    flat = {name: part for key, tensor in state.items() for name, part in _split_experts(key, tensor)}
+    flat = {
+        name: part for key, tensor in state.items() for name, part in _split_experts(key, tensor)
+    }
     return {
-        name: tensor.detach().to(torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16).clone()
+        name: tensor.detach()
+        .to(torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
+        .clone()
         for name, tensor in flat.items()
     }
 
 
 def mtp_from_disk(tensors: dict[str, Tensor], config: Glm4MoeConfig) -> MTPBlock:
-    """The MTP block of a checkpoint, strictly: every tensor of layer `num_hidden_layers` is used."""
+    """The MTP block of a checkpoint, strictly: every tensor of layer `num_hidden_layers` is
+    used.
+    """
     layer = f"model.layers.{config.num_hidden_layers}."
-    own = {name.removeprefix(layer): tensor for name, tensor in tensors.items() if name.startswith(layer)}
+    own = {
+        name.removeprefix(layer): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(layer)
+    }
     del own["embed_tokens.weight"], own["shared_head.head.weight"]
     mixers = ("enorm", "hnorm", "eh_proj", "shared_head")
     state = {
-        (key if key.startswith(mixers) else f"block.{key}").replace("shared_head.norm.", "shared_head_norm."): tensor
+        (key if key.startswith(mixers) else f"block.{key}").replace(
+            "shared_head.norm.", "shared_head_norm."
+        ): tensor
         for key, tensor in _stack_experts(own).items()
     }
     mtp = Glm4MoeMTP(config)
-    # assign keeps the dtypes of the disk; casting the whole module would also round the rotary frequencies.
+    # assign keeps the dtypes of the disk; casting the whole module would also round the rotary
+    # frequencies.
     mtp.load_state_dict(state, assign=True)
     return mtp.eval()
 
 
 def _split_experts(key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Stacked [E, ...] expert tensors to one 2-D tensor per expert and projection; anything else unchanged."""
+    """Stacked [E, ...] expert tensors to one 2-D tensor per expert and projection; anything else
+    unchanged.
+    """
     prefix, is_expert, rest = key.partition("mlp.experts.")
     if not is_expert:
         yield key, tensor
@@ -192,9 +235,13 @@ def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {key: match for key in tensors if (match := _EXPERT_KEY.fullmatch(key))}
     stacked = {key: tensor for key, tensor in tensors.items() if key not in found}
     for prefix in {match["prefix"] for match in found.values()}:
-        num_experts = 1 + max(int(match["expert"]) for match in found.values() if match["prefix"] == prefix)
+        num_experts = 1 + max(
+            int(match["expert"]) for match in found.values() if match["prefix"] == prefix
+        )
         gate, up, down = (
-            torch.stack([tensors[f"{prefix}{expert}.{proj}_proj.weight"] for expert in range(num_experts)])
+            torch.stack(
+                [tensors[f"{prefix}{expert}.{proj}_proj.weight"] for expert in range(num_experts)]
+            )
             for proj in ("gate", "up", "down")
         )
         stacked[f"{prefix}gate_up_proj"] = torch.cat([gate, up], dim=1)

@@ -1,11 +1,13 @@
-"""tiny-qwen3_5: a small dense Qwen3_5ForCausalLM (gated delta net and full attention) with one `mtp.*` block.
+"""tiny-qwen3_5: a small dense Qwen3_5ForCausalLM (gated delta net and full attention) with one
+`mtp.*` block.
 
-In: nothing but sizes. Out: transformers' own text model, the MTP block with vLLM 0.32's semantics (qwen3_5_mtp.py), and
-the tensors under the names Qwen publishes.
+In: nothing but sizes. Out: transformers' own text model, the MTP block with vLLM 0.32's semantics
+(qwen3_5_mtp.py), and the tensors under the names Qwen publishes.
 
-The easy things to get wrong: the token comes first in `fc(cat[norm(token), norm(hidden)])`; nothing is masked at
-position 0; what is fed back for the next draft is the output AFTER `mtp.norm`; and the norm weights are zero-centred,
-so a fresh norm is all zeros and a converter that "fixes" them to ones breaks the model.
+The easy things to get wrong: the token comes first in `fc(cat[norm(token), norm(hidden)])`; nothing
+is masked at position 0; what is fed back for the next draft is the output AFTER `mtp.norm`; and the
+norm weights are zero-centred, so a fresh norm is all zeros and a converter that "fixes" them to
+ones breaks the model.
 """
 
 from collections.abc import Callable
@@ -31,7 +33,8 @@ _LAYER_TYPES = ["linear_attention", "linear_attention", "full_attention"]
 
 
 def build_config() -> Qwen3_5TextConfig:
-    """Sizes: every linear is a multiple of 128 wide both ways, except `in_proj_a` and `in_proj_b` (one row a head).
+    """Sizes: every linear is a multiple of 128 wide both ways, except `in_proj_a` and `in_proj_b`
+    (one row a head).
 
     No `mrope_section`: the model is text only, and vLLM's CPU drafter has no M-RoPE path.
     """
@@ -49,7 +52,11 @@ def build_config() -> Qwen3_5TextConfig:
         linear_key_head_dim=128,
         linear_value_head_dim=128,
         max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
         initializer_range=0.05,
         tie_word_embeddings=False,
         pad_token_id=PAD_ID,
@@ -62,7 +69,9 @@ def build_config() -> Qwen3_5TextConfig:
 
 
 class Qwen3_5MTP(nn.Module):
-    """The MTP block; its attribute names are the published ones, `embed_tokens` and `lm_head` are the target's."""
+    """The MTP block; its attribute names are the published ones, `embed_tokens` and `lm_head` are
+    the target's.
+    """
 
     def __init__(self, config: Qwen3_5TextConfig):
         super().__init__()
@@ -75,12 +84,21 @@ class Qwen3_5MTP(nn.Module):
         self.rotary = Qwen3_5TextRotaryEmbedding(config)
 
     def forward(
-        self, embeds_BTH: Tensor, hidden_BTH: Tensor, positions_T: Tensor, mask_TS: Tensor, cache: DynamicCache
+        self,
+        embeds_BTH: Tensor,
+        hidden_BTH: Tensor,
+        positions_T: Tensor,
+        mask_TS: Tensor,
+        cache: DynamicCache,
     ) -> Tensor:
         """One draft step; see `drafting.MTPBlock`."""
-        tokens_BTH, states_BTH = self.pre_fc_norm_embedding(embeds_BTH), self.pre_fc_norm_hidden(hidden_BTH)
+        tokens_BTH, states_BTH = (
+            self.pre_fc_norm_embedding(embeds_BTH),
+            self.pre_fc_norm_hidden(hidden_BTH),
+        )
         mixed_BTH = self.fc(torch.cat([tokens_BTH, states_BTH], dim=-1))
-        # The rotary module wants one row of positions per M-RoPE axis; for text the three are equal.
+        # The rotary module wants one row of positions per M-RoPE axis; for text the three are
+        # equal.
         positions_3BT = positions_T.expand(3, mixed_BTH.shape[0], -1)
         output_BTH = self.layers[0](
             mixed_BTH,
@@ -106,20 +124,29 @@ def build_mtp(config: Qwen3_5TextConfig) -> Qwen3_5MTP:
 
 
 def balance(_target: Qwen3_5ForCausalLM, _mtp: Qwen3_5MTP) -> Callable[[], None]:
-    """What training calls after each optimizer step: nothing, a dense model has no experts to balance."""
+    """What training calls after each optimizer step: nothing, a dense model has no experts to
+    balance.
+    """
     return lambda: None
 
 
 def to_disk(target: Qwen3_5ForCausalLM, mtp: Qwen3_5MTP) -> dict[str, Tensor]:
     """All tensors of the checkpoint under their published names, BF16."""
-    state = dict(target.state_dict()) | {f"mtp.{key}": tensor for key, tensor in mtp.state_dict().items()}
+    state = dict(target.state_dict()) | {
+        f"mtp.{key}": tensor for key, tensor in mtp.state_dict().items()
+    }
     return {name: tensor.detach().to(torch.bfloat16).clone() for name, tensor in state.items()}
 
 
 def mtp_from_disk(tensors: dict[str, Tensor], config: Qwen3_5TextConfig) -> MTPBlock:
     """The MTP block of a checkpoint, strictly: every `mtp.*` tensor is used."""
-    own = {name.removeprefix("mtp."): tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    own = {
+        name.removeprefix("mtp."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("mtp.")
+    }
     mtp = Qwen3_5MTP(config)
-    # assign keeps the dtypes of the disk; casting the whole module would also round the rotary frequencies.
+    # assign keeps the dtypes of the disk; casting the whole module would also round the rotary
+    # frequencies.
     mtp.load_state_dict(own, assign=True)
     return mtp.eval()

@@ -1,14 +1,17 @@
-"""Train one of the tiny checkpoints from nothing, write it as its big relatives are published, and measure it.
+"""Train one of the tiny checkpoints from nothing, write it as its big relatives are published, and
+measure it.
 
     python models/train/train.py tiny-glm4-moe --out out/tiny-glm4-moe
 
-In: a model name. Out: a checkpoint folder (config, tokenizer, sharded BF16 safetensors with an index) and
-`training.json` with the figures `measure.py` finds on the files. Target and MTP block are trained together:
+In: a model name. Out: a checkpoint folder (config, tokenizer, sharded BF16 safetensors with an
+index) and `training.json` with the figures `measure.py` finds on the files. Target and MTP block
+are trained together:
 
     loss = next token + 0.7 * draft position 1 + 0.3 * draft position 2 (recursive, as vLLM drafts)
 
-The easy thing to get wrong is to call it reproducible across machines. The same seed gives the same bytes on one
-machine with one thread count; another CPU sums in another order and ends elsewhere, with about the same figures.
+The easy thing to get wrong is to call it reproducible across machines. The same seed gives the same
+bytes on one machine with one thread count; another CPU sums in another order and ends elsewhere,
+with about the same figures.
 """
 
 import argparse
@@ -38,7 +41,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-MODELS: dict[str, ModuleType] = {"tiny-docs": tiny_docs, "tiny-glm4-moe": tiny_glm4_moe, "tiny-qwen3_5": tiny_qwen3_5}
+MODELS: dict[str, ModuleType] = {
+    "tiny-docs": tiny_docs,
+    "tiny-glm4-moe": tiny_glm4_moe,
+    "tiny-qwen3_5": tiny_qwen3_5,
+}
 LOSS_WEIGHTS = (1.0, 0.7, 0.3)  # next token, draft position 1, draft position 2
 WARMUP_STEPS = 50
 FINAL_LR_FRACTION = 0.02
@@ -66,7 +73,15 @@ def run(name: str, *, out: Path, num_steps: int, stop_after: int, seed: int, thr
     mtp = family.build_mtp(target.config)
     _init_matrices(mtp, std=target.config.initializer_range)
     started = time.monotonic()
-    _train(family, target=target, mtp=mtp, tokenizer=tokenizer, num_steps=num_steps, stop_after=stop_after, seed=seed)
+    _train(
+        family,
+        target=target,
+        mtp=mtp,
+        tokenizer=tokenizer,
+        num_steps=num_steps,
+        stop_after=stop_after,
+        seed=seed,
+    )
     seconds = time.monotonic() - started
 
     tensors = family.to_disk(target, mtp)
@@ -103,8 +118,12 @@ def _train(
 ) -> None:
     """Update both by `stop_after` batches, with the learning rates of a run of `num_steps`."""
     parameters = [*target.parameters(), *mtp.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=family.LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, num_steps))
+    optimizer = torch.optim.AdamW(
+        parameters, lr=family.LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _lr_factor(step, num_steps)
+    )
     after_step = family.balance(target, mtp)
     batches = family.TEXT.batches(tokenizer, seed=seed)
     target.train()
@@ -120,15 +139,26 @@ def _train(
         schedule.step()
         after_step()
         if step == 1 or step % 50 == 0:
-            shown = [f"{part.item():.3f}/{hit.item():.3f}" for part, hit in zip(losses, hits, strict=True)]
-            log.info("step %d: loss/top-1 of next token, draft 1, draft 2: %s", step, "  ".join(shown))
+            shown = [
+                f"{part.item():.3f}/{hit.item():.3f}"
+                for part, hit in zip(losses, hits, strict=True)
+            ]
+            log.info(
+                "step %d: loss/top-1 of next token, draft 1, draft 2: %s", step, "  ".join(shown)
+            )
 
 
-def _losses(target: PreTrainedModel, mtp: nn.Module, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+def _losses(
+    target: PreTrainedModel, mtp: nn.Module, batch: Batch
+) -> tuple[list[Tensor], list[Tensor]]:
     """Loss and top-1 rate (completion tokens only) of the next token and of each draft position."""
     hidden_BTH = target.model(batch.ids_BT, use_cache=False).last_hidden_state
     drafts = draft_hidden(
-        mtp, target.model.embed_tokens, ids_BT=batch.ids_BT, hidden_BTH=hidden_BTH, num_steps=len(LOSS_WEIGHTS) - 1
+        mtp,
+        target.model.embed_tokens,
+        ids_BT=batch.ids_BT,
+        hidden_BTH=hidden_BTH,
+        num_steps=len(LOSS_WEIGHTS) - 1,
     )
     losses, hits = [], []
     for step, head_BTH in enumerate([hidden_BTH, *drafts]):
@@ -155,7 +185,9 @@ def _lr_factor(step: int, num_steps: int) -> float:
 
 
 def _init_matrices(module: nn.Module, *, std: float) -> None:
-    """Matrices as transformers initialises the target's; norms and biases keep their constructors' values."""
+    """Matrices as transformers initialises the target's; norms and biases keep their constructors'
+    values.
+    """
     for name, parameter in module.named_parameters():
         if parameter.dim() >= 2:
             nn.init.normal_(parameter, std=std)
@@ -163,10 +195,14 @@ def _init_matrices(module: nn.Module, *, std: float) -> None:
             nn.init.zeros_(parameter)
 
 
-def _write_checkpoint(folder: Path, target: PreTrainedModel, *, tensors: dict[str, Tensor], num_shards: int) -> None:
+def _write_checkpoint(
+    folder: Path, target: PreTrainedModel, *, tensors: dict[str, Tensor], num_shards: int
+) -> None:
     target.config.architectures = [type(target).__name__]
     target.config.save_pretrained(folder)
-    ids = {key: getattr(target.config, key) for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    ids = {
+        key: getattr(target.config, key) for key in ("pad_token_id", "bos_token_id", "eos_token_id")
+    }
     GenerationConfig(**ids).save_pretrained(folder)
     total_bytes = sum(_num_bytes(tensor) for tensor in tensors.values())
     shards: list[dict[str, Tensor]] = [{} for _ in range(num_shards)]
@@ -176,10 +212,17 @@ def _write_checkpoint(folder: Path, target: PreTrainedModel, *, tensors: dict[st
         bytes_before += _num_bytes(tensor)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = "model.safetensors" if num_shards == 1 else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+        file = (
+            "model.safetensors"
+            if num_shards == 1
+            else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+        )
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     _write_json(folder / "model.safetensors.index.json", index)
 
 
@@ -189,7 +232,9 @@ def _num_bytes(tensor: Tensor) -> int:
 
 def _versions() -> dict[str, str]:
     modules = (torch, transformers, tokenizers, safetensors)
-    return {"python": platform.python_version()} | {module.__name__: module.__version__ for module in modules}
+    return {"python": platform.python_version()} | {
+        module.__name__: module.__version__ for module in modules
+    }
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -201,14 +246,27 @@ def _main() -> None:
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("--out", type=Path, help="new folder (default: out/<model>)")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--stop-after", type=int, help="end here, amid the schedule of --steps (default: at its end)")
+    parser.add_argument(
+        "--stop-after",
+        type=int,
+        help="end here, amid the schedule of --steps (default: at its end)",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="part of what makes a run repeatable (default 1)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="part of what makes a run repeatable (default 1)"
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     out = args.out or Path("out") / args.model
     stop = args.stop_after or args.steps
-    run(args.model, out=out, num_steps=args.steps, stop_after=stop, seed=args.seed, threads=args.threads)
+    run(
+        args.model,
+        out=out,
+        num_steps=args.steps,
+        stop_after=stop,
+        seed=args.seed,
+        threads=args.threads,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Everything a plan needs from batches: data -> search -> backbone pass -> MTP pass -> statistics for the writer.
+"""Everything a plan needs from batches: data -> search -> backbone pass -> MTP pass -> statistics
+for the writer.
 
-In: a plan over a local source whose recipe has a calibration block. Out: a `CalibrationRun`: the plan with the MTP
-policy decided, the statistics it takes its tensors from, and the figures that go into the checkpoint's provenance.
+In: a plan over a local source whose recipe has a calibration block. Out: a `CalibrationRun`: the
+plan with the MTP policy decided, the statistics it takes its tensors from, and the figures that go
+into the checkpoint's provenance.
 
-Easy to get wrong: everything that can be refused is refused before the backbone pass, which may take hours.
+Easy to get wrong: everything that can be refused is refused before the backbone pass, which may
+take hours.
 """
 
 from collections.abc import Mapping
@@ -52,7 +55,9 @@ class CalibrationRun:
     recipe_text: str = ""
 
 
-def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallback | None = None) -> CalibrationRun:
+def calibrate(
+    plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallback | None = None
+) -> CalibrationRun:
     """Run both passes, resuming what an earlier run left in `folder`.
 
     Args:
@@ -80,7 +85,9 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
         if settled.recipe.is_searched:
             found = search(settled, data, folder / "search", ranks=ranks, progress=progress)
             settled = found.plan
-        backbone = calibrate_backbone(settled, data, folder, device=ranks.device, ranks=ranks, progress=progress)
+        backbone = calibrate_backbone(
+            settled, data, folder, device=ranks.device, ranks=ranks, progress=progress
+        )
         mtp = mtp_pass(settled, backbone, progress=progress)
         ranks.wait()
         salt = fingerprint(settled, data, ranks.size)
@@ -96,7 +103,8 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
         **mtp.summary(),
         **({"search": found.fact.model_dump(mode="json")} if found else {}),
     }
-    # The record holds the recipe as it was written, and the number that was chosen is in the summary.
+    # The record holds the recipe as it was written, and the number that was chosen is in the
+    # summary.
     recipe = mtp.plan.recipe.model_copy(update={"calibration": plan.calibration})
     return CalibrationRun(
         plan=replace(mtp.plan, recipe=recipe),
@@ -113,7 +121,11 @@ def _data(plan: Plan, folder: Path, device: torch.device) -> CalibrationData:
         data = calibration_data(plan.calibration, plan.source)
     except RecipeError as error:
         raise refuse_shrunk_dataset(error, folder) from error
-    return with_own_text(plan, data, folder, device=device) if plan.calibration.held_out_by == "model" else data
+    return (
+        with_own_text(plan, data, folder, device=device)
+        if plan.calibration.held_out_by == "model"
+        else data
+    )
 
 
 def _coverage(backbone: Backbone) -> dict[str, Any]:

@@ -1,20 +1,25 @@
-"""Modules and their schemes -> the quantization config in compressed-tensors' dialect, for vLLM and for SGLang.
+"""Modules and their schemes -> the quantization config in compressed-tensors' dialect, for vLLM and
+for SGLang.
 
-In: the named modules of a plan or of a finished checkpoint. Out: `config_groups` whose targets cover exactly the
-quantized modules, and an `ignore` list that covers exactly the others. Every entry is a regex anchored at both ends,
-because vLLM matches `re:` from the start only, and lists every spelling under which a module may be asked for: the
-fused runtime name, its shards, the routed experts' projections (w1 or gate_proj, by vLLM's version), and the name on
-disk for tools that read those.
+In: the named modules of a plan or of a finished checkpoint. Out: `config_groups` whose targets
+cover exactly the quantized modules, and an `ignore` list that covers exactly the others. Every
+entry is a regex anchored at both ends, because vLLM matches `re:` from the start only, and lists
+every spelling under which a module may be asked for: the fused runtime name, its shards, the routed
+experts' projections (w1 or gate_proj, by vLLM's version), and the name on disk for tools that read
+those.
 
-Easy to get wrong: in vLLM 0.32 a module that no target matches is silently unquantized, and one that an ignore entry
-covers by accident (`model.layers.1` hits layers 10 to 19) is too. Layer numbers are therefore written as exact ranges.
-SGLang raises for a module of the draft that neither a target nor an ignore entry names, so a plain draft needs entries
-as much as a quantized one. A draft that it builds under the name of a backbone layer gets that layer's scheme: an entry
-for it would change what vLLM reads.
+Easy to get wrong: in vLLM 0.32 a module that no target matches is silently unquantized, and one
+that an ignore entry covers by accident (`model.layers.1` hits layers 10 to 19) is too. Layer
+numbers are therefore written as exact ranges. SGLang raises for a module of the draft that neither
+a target nor an ignore entry names, so a plain draft needs entries as much as a quantized one. A
+draft that it builds under the name of a backbone layer gets that layer's scheme: an entry for it
+would change what vLLM reads.
 
-Source of the keys: compressed-tensors 0.19.0 quantization/quant_config.py; of the matching rules: vLLM 0.32.0
-quantization/compressed_tensors/{utils,compressed_tensors}.py, quantization/utils/config_utils.py, and SGLang 0.5.23,
-layers/quantization/compressed_tensors/{compressed_tensors,utils}.py and the files in recipes/runtimes/sglang.py.
+Source of the keys: compressed-tensors 0.19.0 quantization/quant_config.py; of the matching rules:
+vLLM 0.32.0 quantization/compressed_tensors/{utils,compressed_tensors}.py,
+quantization/utils/config_utils.py, and SGLang 0.5.23,
+layers/quantization/compressed_tensors/{compressed_tensors,utils}.py and the files in
+recipes/runtimes/sglang.py.
 """
 
 import re
@@ -34,7 +39,9 @@ ByScheme = dict[str, set[Spellings]]
 """Spellings by scheme, "" for plain."""
 
 
-def compressed_tensors_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[dict[str, Any], list[str]]:
+def compressed_tensors_config(
+    view: FamilyView, modules: Iterable[NamedModule]
+) -> tuple[dict[str, Any], list[str]]:
     """The value of config.json's `quantization_config`, and what stands against SGLang."""
     modules = list(modules)
     by_scheme: ByScheme = defaultdict(set)
@@ -44,8 +51,9 @@ def compressed_tensors_config(view: FamilyView, modules: Iterable[NamedModule]) 
     for scheme, spelled in added.items():
         by_scheme[scheme] |= spelled
     ignored = by_scheme.pop("", set())
-    # transformers 5.17 (integrations/compressed_tensors.get_experts_scheme) takes the first group whose targets
-    # mention "experts" for the routed ones; a group with shared experts alone must not come before it.
+    # transformers 5.17 (integrations/compressed_tensors.get_experts_scheme) takes the first group
+    # whose targets mention "experts" for the routed ones; a group with shared experts alone must
+    # not come before it.
     routed = {module.scheme for module in modules if module.place.role == "experts"}
     schemes = sorted(by_scheme, key=lambda scheme: (scheme not in routed, scheme))
     groups = {
@@ -55,7 +63,9 @@ def compressed_tensors_config(view: FamilyView, modules: Iterable[NamedModule]) 
     formats = {SCHEMES[scheme].format for scheme in schemes}
     if len(formats) != 1 or view.family.rerouted_format in formats:
         formats = {"mixed-precision"}
-    opaque = [f"re:^(?:{re.escape(runtime)}|{re.escape(disk)})" for disk, runtime, _ in view.layout.opaque]
+    opaque = [
+        f"re:^(?:{re.escape(runtime)}|{re.escape(disk)})" for disk, runtime, _ in view.layout.opaque
+    ]
     config = {
         "quant_method": "compressed-tensors",
         "format": formats.pop(),
@@ -68,11 +78,14 @@ def compressed_tensors_config(view: FamilyView, modules: Iterable[NamedModule]) 
     return config, obstacles
 
 
-# --- SGLang -----------------------------------------------------------------------------------------------------------
+# --- SGLang
+# --------------------------------------------------------------------------------------------------
 
 
 def _for_sglang(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:
-    """The spellings that only SGLang asks about; or what stands against it, and nothing is added."""
+    """The spellings that only SGLang asks about; or what stands against it, and nothing is
+    added.
+    """
     if obstacle := no_draft(view):
         return {}, [obstacle]
     known = [module for module in modules if module.place.is_known]
@@ -87,7 +100,9 @@ def _for_sglang(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[BySch
 
 
 def added_names(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:
-    """The spellings to add, by scheme, and that two modules of different schemes would have one name."""
+    """The spellings to add, by scheme, and that two modules of different schemes would have one
+    name.
+    """
     modules = list(modules)
     spelled_by_vllm = {name for module in modules for name in concrete(module.spelled)}
     asked, clashes = sglang_asks(view, modules)
@@ -99,7 +114,9 @@ def added_names(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[BySch
 
 
 def _without_kernel(modules: Iterable[NamedModule]) -> Iterator[str]:
-    """Schemes that SGLang has no class for, of experts, of linears, or of what it absorbs into attention."""
+    """Schemes that SGLang has no class for, of experts, of linears, or of what it absorbs into
+    attention.
+    """
     modules = list(modules)
     is_mixed = len({SCHEMES[module.scheme].format for module in modules if module.scheme}) > 1
     for module in modules:
@@ -109,7 +126,16 @@ def _without_kernel(modules: Iterable[NamedModule]) -> Iterator[str]:
         elif scheme == "W8A8" and place.role == "experts":
             yield f"it has experts in W8A8 for NPUs only ({_CONFIG})"
         elif is_mixed and scheme.startswith(("W4A16", "W8A16")) and place.role == "experts":
-            yield f"it takes experts in {scheme} only where all of the checkpoint is pack-quantized ({_CONFIG})"
-        elif place.module.endswith(".kv_b_proj") and (scheme == "FP8_BLOCK" or "4" in scheme or scheme == "W8A16"):
-            words = "its blocks' size from the target Linear alone" if scheme == "FP8_BLOCK" else "an unpacked weight"
+            yield (
+                f"it takes experts in {scheme} only where all of the checkpoint is "
+                f"pack-quantized ({_CONFIG})"
+            )
+        elif place.module.endswith(".kv_b_proj") and (
+            scheme == "FP8_BLOCK" or "4" in scheme or scheme == "W8A16"
+        ):
+            words = (
+                "its blocks' size from the target Linear alone"
+                if scheme == "FP8_BLOCK"
+                else "an unpacked weight"
+            )
             yield f"it reads {words} for kv_b_proj, which is in {scheme} ({_WEIGHTS})"

@@ -1,19 +1,23 @@
-"""Modules and their schemes -> the quantization config in modelopt's dialect, for vLLM and for SGLang.
+"""Modules and their schemes -> the quantization config in modelopt's dialect, for vLLM and for
+SGLang.
 
-In: the named modules of a checkpoint. Out: one algorithm, or MIXED_PRECISION with an algorithm for each module, and the
-names of what stays plain.
+In: the named modules of a checkpoint. Out: one algorithm, or MIXED_PRECISION with an algorithm for
+each module, and the names of what stays plain.
 
-Easy to get wrong: vLLM compares an entry as a whole name, as a substring and as a glob, so `model.layers.1` also
-excludes layers 10 to 19, and `mtp.layers.0*` misses `mtp.fc` (vllm #38832). Plain modules are therefore listed by whole
-names, and a block that is plain as a whole by one glob that ends in `.*`. The mapper of the target's class rewrites
-entries, so a name is written in the spelling that is vLLM's own afterwards; names on disk follow, for other readers.
-An entry for SGLang, such as `self_attn.qkv_proj` for a draft that it builds without a prefix, may so exclude every
-layer in vLLM. Under one NVFP4 algorithm most of SGLang's drafts are plain whatever the config says, and need no entry.
+Easy to get wrong: vLLM compares an entry as a whole name, as a substring and as a glob, so
+`model.layers.1` also excludes layers 10 to 19, and `mtp.layers.0*` misses `mtp.fc` (vllm #38832).
+Plain modules are therefore listed by whole names, and a block that is plain as a whole by one glob
+that ends in `.*`. The mapper of the target's class rewrites entries, so a name is written in the
+spelling that is vLLM's own afterwards; names on disk follow, for other readers. An entry for
+SGLang, such as `self_attn.qkv_proj` for a draft that it builds without a prefix, may so exclude
+every layer in vLLM. Under one NVFP4 algorithm most of SGLang's drafts are plain whatever the config
+says, and need no entry.
 
-Source: vLLM 0.32.0 quantization/modelopt.py: ModelOptQuantConfigBase.from_config and is_layer_excluded,
-ModelOptMixedPrecisionConfig._resolve_quant_algo; model_loader/weight_utils.py for the producer's name. SGLang 0.5.23,
-layers/quantization/modelopt_quant.py (is_layer_excluded, ModelOptMixedPrecisionConfig), layers/quantization/utils.py
-(is_layer_skipped) and configs/model_config.py (_parse_modelopt_quant_config).
+Source: vLLM 0.32.0 quantization/modelopt.py: ModelOptQuantConfigBase.from_config and
+is_layer_excluded, ModelOptMixedPrecisionConfig._resolve_quant_algo; model_loader/weight_utils.py
+for the producer's name. SGLang 0.5.23, layers/quantization/modelopt_quant.py (is_layer_excluded,
+ModelOptMixedPrecisionConfig), layers/quantization/utils.py (is_layer_skipped) and
+configs/model_config.py (_parse_modelopt_quant_config).
 """
 
 import re
@@ -25,7 +29,13 @@ from ...recipes.conventions import ALGORITHMS, MIXED_FOR_EXPERTS
 from ...recipes.errors import RecipeError
 from ...recipes.family_view import FamilyView
 from ...recipes.renamer import Renamer, renamer
-from ...recipes.runtimes.sglang import SglangModel, container, is_excluded, sglang_model, sglang_stem
+from ...recipes.runtimes.sglang import (
+    SglangModel,
+    container,
+    is_excluded,
+    sglang_model,
+    sglang_stem,
+)
 from .modules import NamedModule, RuntimeModule, concrete, runtime_modules
 from .sglang import no_draft, sglang_asks, unnamed
 
@@ -34,7 +44,9 @@ _CONFIG = "layers/quantization/modelopt_quant.py"
 _METHODS = "configs/model_config.py"
 
 
-def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[dict[str, Any], list[str]]:
+def modelopt_config(
+    view: FamilyView, modules: Iterable[NamedModule]
+) -> tuple[dict[str, Any], list[str]]:
     """The value of config.json's `quantization_config`, and what stands against SGLang.
 
     Args:
@@ -42,7 +54,8 @@ def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[d
         modules: quantized ones in schemes of `conventions.ALGORITHMS`.
 
     Raises:
-        RecipeError: several algorithms, and vLLM's mapper turns every spelling of a module into another name.
+        RecipeError: several algorithms, and vLLM's mapper turns every spelling of a module into
+            another name.
     """
     modules = list(modules)
     fused = runtime_modules(modules)
@@ -61,7 +74,11 @@ def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[d
         config["group_size"] = 16
     if is_mixed:
         config["quantized_layers"] = names.quantized_layers(fused)
-    config |= {"ignore": names.excluded(fused), "kv_cache_scheme": None, **view.family.config_extras}
+    config |= {
+        "ignore": names.excluded(fused),
+        "kv_cache_scheme": None,
+        **view.family.config_extras,
+    }
     added = entries_for_sglang(view, modules, config)
     config["ignore"] += added.ignore
     if added.quantized_layers:
@@ -80,7 +97,10 @@ def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
         **{key: config[key] for key in ("group_size", "quantized_layers") if key in config},
         "exclude_modules": config["ignore"],
     }
-    return {"producer": {"name": "modelopt", "version": f"keepmtp-{__version__}"}, "quantization": inner}
+    return {
+        "producer": {"name": "modelopt", "version": f"keepmtp-{__version__}"},
+        "quantization": inner,
+    }
 
 
 def _row(scheme: str) -> dict[str, Any]:
@@ -89,15 +109,18 @@ def _row(scheme: str) -> dict[str, Any]:
     return {"quant_algo": ALGORITHMS[scheme], **size}
 
 
-# --- vLLM's names -----------------------------------------------------------------------------------------------------
+# --- vLLM's names
+# --------------------------------------------------------------------------------------------------
 
 
 class _Names:
     """The names of a checkpoint's modules as vLLM's mappers leave them.
 
     Attributes:
-        draft_stems: runtime prefixes of the MTP layers and of what is next to them, each with its last dot.
-        draft_heads: heads that the draft builds with the quantization config: placeholders for the target's.
+        draft_stems: runtime prefixes of the MTP layers and of what is next to them, each with its
+            last dot.
+        draft_heads: heads that the draft builds with the quantization config: placeholders for the
+            target's.
     """
 
     def __init__(self, view: FamilyView) -> None:
@@ -105,7 +128,9 @@ class _Names:
         layers = [view.runtime_stem("mtp", first + index) for index in range(view.num_mtp_layers)]
         heads = [row.runtime or row.path for row in view.family.mtp_block if row.role == "head"]
         self.view = view
-        self.draft_stems = tuple(dict.fromkeys(re.sub(r"^mtp\..*", "mtp.", stem) for stem in layers))
+        self.draft_stems = tuple(
+            dict.fromkeys(re.sub(r"^mtp\..*", "mtp.", stem) for stem in layers)
+        )
         self.draft_heads = [stem + head for stem in layers for head in heads]
         self.draft_heads += filter(None, [view.layout.draft_head])
         self._mappers = (renamer(view.config), renamer(view.config, "mtp"))
@@ -115,13 +140,24 @@ class _Names:
         return self._mappers[name.startswith(self.draft_stems)]
 
     def written(self, module: RuntimeModule, *, otherwise: str) -> list[str]:
-        """A module by vLLM's name, as it must be written, and by its names on disk, where these say something else."""
+        """A module by vLLM's name, as it must be written, and by its names on disk, where these say
+        something else.
+        """
         mapper = self.mapper(module.name)
         first = mapper.before(module.name, module.asked) or otherwise
-        return [first, *(name for name in module.members if mapper.name(name) != module.name and name != first)]
+        return [
+            first,
+            *(
+                name
+                for name in module.members
+                if mapper.name(name) != module.name and name != first
+            ),
+        ]
 
     def surviving(self, entry: str) -> str:
-        """How to write an entry of the exclude list, so that it is still itself after the mapper."""
+        """How to write an entry of the exclude list, so that it is still itself after the
+        mapper.
+        """
         mapper = self.mapper(entry)
         if entry in mapper.modelopt(entry):
             return entry
@@ -134,14 +170,21 @@ class _Names:
             if not module.scheme:
                 continue
             if self.mapper(module.name).before(module.name, module.asked) is None:
-                rule = f"one algorithm must be enough for modelopt's config of a {self.view.family.model_type}"
+                rule = (
+                    "one algorithm must be enough for modelopt's config of a "
+                    f"{self.view.family.model_type}"
+                )
                 got = f"several, and vLLM renames every entry that could name {module.name}"
-                raise RecipeError("format: modelopt", rule, got=got, cure="Use one scheme, or compressed-tensors")
+                raise RecipeError(
+                    "format: modelopt", rule, got=got, cure="Use one scheme, or compressed-tensors"
+                )
             layers |= dict.fromkeys(self.written(module, otherwise=""), _row(module.scheme))
         return layers
 
     def excluded(self, modules: Sequence[RuntimeModule]) -> list[str]:
-        """Exactly the plain modules: an MTP block that is plain as a whole by glob, all others by name."""
+        """Exactly the plain modules: an MTP block that is plain as a whole by glob, all others by
+        name.
+        """
         stems = self.draft_stems
         quantized = [module.name for module in modules if module.scheme]
         is_draft_plain = not any(name.startswith(stems) for name in quantized)
@@ -153,7 +196,9 @@ class _Names:
             entries += [self.surviving(f"{stem}*") for stem in stems]
         for head in self.draft_heads:
             # A substring is enough to exclude a quantized one.
-            if not (is_draft_plain and head.startswith(stems)) and not any(head in name for name in quantized):
+            if not (is_draft_plain and head.startswith(stems)) and not any(
+                head in name for name in quantized
+            ):
                 entries.append(self.surviving(head))
         entries += [f"{runtime}*" for _, runtime, _ in self.view.layout.opaque]
         if not any("lm_head" in name for name in quantized):
@@ -161,7 +206,8 @@ class _Names:
         return list(dict.fromkeys(entries))
 
 
-# --- SGLang -----------------------------------------------------------------------------------------------------------
+# --- SGLang
+# --------------------------------------------------------------------------------------------------
 
 
 class SglangEntries(NamedTuple):
@@ -178,43 +224,68 @@ class SglangEntries(NamedTuple):
     obstacles: tuple[str, ...] = ()
 
 
-def entries_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Mapping[str, Any]) -> SglangEntries:
+def entries_for_sglang(
+    view: FamilyView, modules: Iterable[NamedModule], config: Mapping[str, Any]
+) -> SglangEntries:
     """What a config in modelopt's dialect must add for SGLang, and what stands against it."""
     if obstacle := no_draft(view):
         return SglangEntries(obstacles=(obstacle,))
     method = _method(config)
     if not method:
-        return SglangEntries(obstacles=(f"it has no method for {config['quant_algo']} without NVFP4 ({_METHODS})",))
-    model, known = sglang_model(view.config), [module for module in modules if module.place.is_known]
+        return SglangEntries(
+            obstacles=(f"it has no method for {config['quant_algo']} without NVFP4 ({_METHODS})",)
+        )
+    model, known = (
+        sglang_model(view.config),
+        [module for module in modules if module.place.is_known],
+    )
     # What SGLang builds plain by itself is not asked about, but for the draft's head.
-    asked = [module for module in known if not (method in model.plain_under and module.place.part == "mtp")]
+    asked = [
+        module
+        for module in known
+        if not (method in model.plain_under and module.place.part == "mtp")
+    ]
     names, clashes = sglang_asks(view, asked, container)
     listed, ignore = config.get("quantized_layers"), config["ignore"]
-    plain = [name for name, module, _ in names if not module.scheme and not is_excluded(name, ignore)]
+    plain = [
+        name for name, module, _ in names if not module.scheme and not is_excluded(name, ignore)
+    ]
     rows = {
         name: _row(module.scheme)
         for name, module, _ in names
         if module.scheme and listed is not None and name not in listed
     }
     if not any(module.scheme for module in known if module.place.role == "head"):
-        plain += [head for head in (model.head, model.draft_head) if head and not is_excluded(head, ignore)]
+        plain += [
+            head
+            for head in (model.head, model.draft_head)
+            if head and not is_excluded(head, ignore)
+        ]
     entries = tuple(dict.fromkeys(_as_entries(view, asked, plain)))
-    swallowed = [(name, module) for name, module, _ in names if is_excluded(name, [*ignore, *entries])]
+    swallowed = [
+        (name, module) for name, module, _ in names if is_excluded(name, [*ignore, *entries])
+    ]
     obstacles = [
         *clashes,
         *unnamed(view, known),
         *_without_method(known),
         *_reached(entries, known),
         *(
-            f"an entry for a plain module excludes {name} too, which is in {module.scheme} ({_CONFIG})"
+            (
+                f"an entry for a plain module excludes {name} too, which is in {module.scheme} "
+                f"({_CONFIG})"
+            )
             for name, module in swallowed
             if module.scheme
         ),
     ]
-    # vLLM 0.32.0, quantization/modelopt.py (ModelOptMixedPrecisionConfig._resolve_quant_algo): to it such a row is of a
-    # module below the one with an empty prefix.
+    # vLLM 0.32.0, quantization/modelopt.py (ModelOptMixedPrecisionConfig._resolve_quant_algo): to
+    # it such a row is of a module below the one with an empty prefix.
     if name := next((row for row in rows if row.startswith(".")), None):
-        obstacles.append(f"it asks for {name}, and vLLM would quantize its draft's head by such a row ({_CONFIG})")
+        obstacles.append(
+            f"it asks for {name}, and vLLM would quantize its draft's head by such a row "
+            f"({_CONFIG})"
+        )
     if method == "modelopt_fp4":
         obstacles += _forced_plain(model, known)
     if obstacles:
@@ -235,7 +306,9 @@ def _method(config: Mapping[str, Any]) -> str:
 
 def _as_entries(view: FamilyView, asked: list[NamedModule], plain: list[str]) -> list[str]:
     """The entries for plain names: a draft that is plain as a whole is one glob."""
-    drafted = [module for module in asked if module.place.part == "mtp" and module.place.layer is not None]
+    drafted = [
+        module for module in asked if module.place.part == "mtp" and module.place.layer is not None
+    ]
     stems = set[str]()
     if not any(module.scheme for module in drafted):
         stems = {sglang_stem(view, "mtp", module.place.layer or 0) or "" for module in drafted}
@@ -244,7 +317,10 @@ def _as_entries(view: FamilyView, asked: list[NamedModule], plain: list[str]) ->
         for stem in sorted(filter(None, stems))
         if not re.match(r"model\.layers\.\d", stem) and any(name.startswith(stem) for name in plain)
     )
-    return [*(f"{stem}*" for stem in globs), *(name for name in plain if not name.startswith(globs))]
+    return [
+        *(f"{stem}*" for stem in globs),
+        *(name for name in plain if not name.startswith(globs)),
+    ]
 
 
 def _reached(entries: Iterable[str], modules: list[NamedModule]) -> Iterator[str]:
@@ -271,6 +347,9 @@ def _without_method(modules: list[NamedModule]) -> Iterator[str]:
         if scheme == "FP8_DYNAMIC":
             yield f"it has no class for {ALGORITHMS[scheme]} ({_CONFIG})"
         elif scheme == "FP8_BLOCK" and place.role != "experts":
-            yield f"it reads the scales of {ALGORITHMS[scheme]} from weight_scale_inv alone ({_CONFIG})"
+            yield (
+                f"it reads the scales of {ALGORITHMS[scheme]} from weight_scale_inv alone "
+                f"({_CONFIG})"
+            )
         elif scheme.startswith("NVFP4") and place.module.endswith(".kv_b_proj"):
             yield f"it reads an unpacked weight for kv_b_proj, which is in {scheme} ({_CONFIG})"

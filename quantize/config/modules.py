@@ -1,10 +1,11 @@
-"""The modules that a quantization config names, how each is spelled, and anchored regexes that cover exactly a set.
+"""The modules that a quantization config names, how each is spelled, and anchored regexes that
+cover exactly a set.
 
-In: the matrices of a checkpoint, each with its place and its scheme. Out: a `NamedModule` for each, once for all routed
-experts; the runtime modules that they make up; regexes for many of them.
+In: the matrices of a checkpoint, each with its place and its scheme. Out: a `NamedModule` for each,
+once for all routed experts; the runtime modules that they make up; regexes for many of them.
 
-Easy to get wrong: stems of one kind differ by the layer's number alone, so that one regex covers a range of layers; a
-block with another number at run time than on disk has stems of its own.
+Easy to get wrong: stems of one kind differ by the layer's number alone, so that one regex covers a
+range of layers; a block with another number at run time than on disk has stems of its own.
 """
 
 import re
@@ -19,7 +20,9 @@ from ...recipes.runtimes.sglang import table_paths
 
 
 class Matrix(Protocol):
-    """A matrix that a server may ask the quantization config about: a `TensorPlan`, or what `cure/` finds on disk."""
+    """A matrix that a server may ask the quantization config about: a `TensorPlan`, or what `cure/`
+    finds on disk.
+    """
 
     @property
     def module(self) -> HFName: ...
@@ -31,7 +34,9 @@ class Matrix(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Spellings:
-    """A module's spellings, split into where its block is and what follows: the unit the regexes are built from."""
+    """A module's spellings, split into where its block is and what follows: the unit the regexes
+    are built from.
+    """
 
     stems: tuple[str, ...]
     layer: int | None
@@ -40,7 +45,9 @@ class Spellings:
 
 @dataclass(frozen=True, slots=True)
 class NamedModule:
-    """A module on disk, once for all routed experts, with its scheme, "" for plain, and its spellings."""
+    """A module on disk, once for all routed experts, with its scheme, "" for plain, and its
+    spellings.
+    """
 
     place: Place
     scheme: str
@@ -55,7 +62,8 @@ class RuntimeModule:
         name: the prefix vLLM constructs it with.
         scheme: what is written for it, "" for plain.
         members: its modules on disk; () for routed experts.
-        asked: the names under which some version of vLLM, or a reader of names on disk, looks it up.
+        asked: the names under which some version of vLLM, or a reader of names on disk, looks it
+            up.
     """
 
     name: VLLMName
@@ -106,7 +114,9 @@ def spell(view: FamilyView, place: Place) -> Spellings:
 
 
 def without_number(stem: str, layer: int) -> str:
-    """The regex of a block's stem, with `{}` for the layer's number: `regexes` writes a range for all layers there."""
+    """The regex of a block's stem, with `{}` for the layer's number: `regexes` writes a range for
+    all layers there.
+    """
     return re.escape("{}".join(stem.rsplit(str(layer), 1))).replace(r"\{\}", "{}")
 
 
@@ -124,7 +134,9 @@ def concrete(spelled: Spellings) -> Iterator[str]:
 
 
 def regexes(modules: Iterable[Spellings]) -> list[str]:
-    """Anchored regexes that cover exactly `modules`: one for each parent module and set of layers."""
+    """Anchored regexes that cover exactly `modules`: one for each parent module and set of
+    layers.
+    """
     layers: dict[tuple[tuple[str, ...], tuple[str, ...]], set[int]] = defaultdict(set)
     for module in modules:
         layers[module.stems, module.paths] |= set() if module.layer is None else {module.layer}

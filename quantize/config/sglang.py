@@ -1,7 +1,9 @@
-"""What SGLang 0.5.23 makes of a checkpoint's modules, in either dialect: what it cannot build, whatever a config says.
+"""What SGLang 0.5.23 makes of a checkpoint's modules, in either dialect: what it cannot build,
+whatever a config says.
 
-In: a family's view and the named modules. Out: obstacles, half a sentence each, with SGLang's file: why SGLang cannot
-serve the checkpoint with its MTP block. Then nothing is added to a config for SGLang.
+In: a family's view and the named modules. Out: obstacles, half a sentence each, with SGLang's file:
+why SGLang cannot serve the checkpoint with its MTP block. Then nothing is added to a config for
+SGLang.
 
 Source: SGLang 0.5.23 and the files in recipes/runtimes/sglang.py.
 """
@@ -25,7 +27,8 @@ def no_draft(view: FamilyView) -> str:
 def sglang_asks(
     view: FamilyView, modules: Iterable[NamedModule], rename: Callable[[str], str] = str
 ) -> tuple[list[tuple[str, NamedModule, Spellings]], list[str]]:
-    """The names that SGLang asks for, each with its module and as regexes; and names of modules of two schemes.
+    """The names that SGLang asks for, each with its module and as regexes; and names of modules of
+    two schemes.
 
     Args:
         view: the family's names.
@@ -43,7 +46,9 @@ def sglang_asks(
             if other.scheme == module.scheme:
                 asked.append((name, module, spelled))
                 continue
-            both = " and ".join(f"{each.place.module} ({each.scheme or 'plain'})" for each in (module, other))
+            both = " and ".join(
+                f"{each.place.module} ({each.scheme or 'plain'})" for each in (module, other)
+            )
             clashes.append(f"it asks for {name} for both {both} ({file})")
     return asked, clashes
 
@@ -67,6 +72,9 @@ def unnamed(view: FamilyView, modules: Iterable[NamedModule]) -> Iterator[str]:
             continue
         is_built = place.layer is None or sglang_stem(view, place.part, place.layer) is not None
         if place.part == "mtp" and model.plain_draft:
-            yield f"it builds the MTP layer plain, and {place.module} is in {module.scheme} ({model.file})"
+            yield (
+                f"it builds the MTP layer plain, and {place.module} is in {module.scheme} "
+                f"({model.file})"
+            )
         elif is_built and not sglang_spelling(view, place)[1]:
             yield f"it builds {place.module} plain, and it is in {module.scheme} ({model.file})"

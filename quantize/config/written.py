@@ -1,9 +1,12 @@
-"""The one writer of quantization configs: for a plan, and for the matrices of a finished checkpoint.
+"""The one writer of quantization configs: for a plan, and for the matrices of a finished
+checkpoint.
 
-In: matrices, each with its place and its scheme, and a dialect. Out: the `quantization_config` of config.json for vLLM
-and, where nothing stands against it, for SGLang; config.json with it; and what modelopt's readers look for next to it.
+In: matrices, each with its place and its scheme, and a dialect. Out: the `quantization_config` of
+config.json for vLLM and, where nothing stands against it, for SGLang; config.json with it; and what
+modelopt's readers look for next to it.
 
-Easy to get wrong: where vLLM looks. Some drafts read the config from the language model's part of config.json.
+Easy to get wrong: where vLLM looks. Some drafts read the config from the language model's part of
+config.json.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,8 +31,8 @@ class QuantizationConfig:
 
     Attributes:
         value: of its `quantization_config`.
-        obstacles: why SGLang cannot serve the checkpoint with its MTP block, half a sentence each, with SGLang's file;
-            () where it resolves every module.
+        obstacles: why SGLang cannot serve the checkpoint with its MTP block, half a sentence each,
+            with SGLang's file; () where it resolves every module.
     """
 
     value: dict[str, Any]
@@ -44,7 +47,11 @@ class QuantizationConfig:
 
 
 def quantization_config(
-    view: FamilyView, matrices: Iterable[Matrix], *, format: Format, cache: Mapping[str, Any] | None = None
+    view: FamilyView,
+    matrices: Iterable[Matrix],
+    *,
+    format: Format,
+    cache: Mapping[str, Any] | None = None,
 ) -> QuantizationConfig:
     """The quantization config of these matrices.
 
@@ -62,8 +69,12 @@ def quantization_config(
     return QuantizationConfig(value=value | {"kv_cache_scheme": cache}, obstacles=tuple(obstacles))
 
 
-def with_quantization(config: Mapping[str, Any], quantization: Mapping[str, Any], view: FamilyView) -> dict[str, Any]:
-    """A config.json with this quantization config, and without any other in the places where vLLM looks for one."""
+def with_quantization(
+    config: Mapping[str, Any], quantization: Mapping[str, Any], view: FamilyView
+) -> dict[str, Any]:
+    """A config.json with this quantization config, and without any other in the places where vLLM
+    looks for one.
+    """
     made = {key: value for key, value in config.items() if key != "compression_config"}
     is_wanted_twice = view.layout.draft_reads_text_config
     for name in ("text_config", "llm_config"):
@@ -77,18 +88,23 @@ def with_quantization(config: Mapping[str, Any], quantization: Mapping[str, Any]
 def config_files(
     config: Mapping[str, Any], quantization: Mapping[str, Any], view: FamilyView
 ) -> dict[str, dict[str, Any]]:
-    """config.json with this quantization config, and what modelopt's readers look for next to it."""
+    """config.json with this quantization config, and what modelopt's readers look for next to
+    it.
+    """
     files = {"config.json": with_quantization(config, quantization, view)}
     if quantization["quant_method"] == "modelopt":
         files[HF_QUANT_CONFIG] = hf_quant_config(quantization)
     return files
 
 
-# --- of a plan --------------------------------------------------------------------------------------------------------
+# --- of a plan
+# --------------------------------------------------------------------------------------------------
 
 
 def matrices_of(plan: Plan) -> list[TensorPlan]:
-    """The plan's weights of two and more dimensions: what a Linear, an expert stack, an embedding or a head holds."""
+    """The plan's weights of two and more dimensions: what a Linear, an expert stack, an embedding
+    or a head holds.
+    """
     opaque = tuple(disk for disk, _, _ in plan.view.layout.opaque)
     return [
         tensor
@@ -101,22 +117,29 @@ def matrices_of(plan: Plan) -> list[TensorPlan]:
 
 
 def modules_of(plan: Plan) -> list[RuntimeModule]:
-    """Every module of the plan that vLLM may ask its quantization config about, by its fused runtime name."""
+    """Every module of the plan that vLLM may ask its quantization config about, by its fused
+    runtime name.
+    """
     return runtime_modules(named_modules(plan.view, matrices_of(plan)))
 
 
 def config_of(plan: Plan) -> QuantizationConfig:
-    """The quantization config that a plan writes, in the dialect that the recipe's `format` names."""
+    """The quantization config that a plan writes, in the dialect that the recipe's `format`
+    names.
+    """
     cache = None if plan.recipe.kv_cache is None else dict(FP8_CACHE)
     return quantization_config(plan.view, matrices_of(plan), format=plan.recipe.format, cache=cache)
 
 
 def files_of(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The config files of a plan: the source's config.json has a new quantization_config instead of its own."""
+    """The config files of a plan: the source's config.json has a new quantization_config instead of
+    its own.
+    """
     family = plan.view.family
     config = {**plan.source.config, **family.config_changes}
     if family.fp8_table_key and any(
-        tensor.place.row.table_scale and tensor.outputs[0].dtype == FP8_TABLE for tensor in plan.tensors
+        tensor.place.row.table_scale and tensor.outputs[0].dtype == FP8_TABLE
+        for tensor in plan.tensors
     ):  # a table in FP8, which the quantization config cannot say
         config["text_config"] = {**config["text_config"], family.fp8_table_key: "float8_e4m3fn"}
     return config_files(config, config_of(plan).value, plan.view)

@@ -22,7 +22,9 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPU:
-    """One NVIDIA GPU as nvidia-smi lists it; `capability` like "9.0", memory 0 where it is not known."""
+    """One NVIDIA GPU as nvidia-smi lists it; `capability` like "9.0", memory 0 where it is not
+    known.
+    """
 
     name: str
     capability: str

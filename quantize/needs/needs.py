@@ -1,9 +1,10 @@
 """What a run needs, on this machine or one that is named; and the refusal where it cannot fit.
 
-In: a plan, and `--gpus` and `--gpu-memory`. Out: `Needs`, its lines for people, or a refusal with the way out.
+In: a plan, and `--gpus` and `--gpu-memory`. Out: `Needs`, its lines for people, or a refusal with
+the way out.
 
-Easy to get wrong: what is counted is within a factor (`memory.py`). A run is refused only where it would not fit
-even if less is needed than was counted; in between, people are warned.
+Easy to get wrong: what is counted is within a factor (`memory.py`). A run is refused only where it
+would not fit even if less is needed than was counted; in between, people are warned.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,15 @@ from ...recipes.support import why_not_calibrated
 from ..plan.plan import Plan
 from .cards import GPU, Card, card_of
 from .free_memory import free_host_bytes
-from .memory import CONTEXT_BYTES, FRAGMENTS, MAX_TOKENS, StationMemory, largest_batch_size, peak, stations
+from .memory import (
+    CONTEXT_BYTES,
+    FRAGMENTS,
+    MAX_TOKENS,
+    StationMemory,
+    largest_batch_size,
+    peak,
+    stations,
+)
 from .room import calibration_bytes, output_bytes
 
 SURE = 1.25
@@ -59,12 +68,14 @@ class Needs:
 
     Attributes:
         machine: for which machine it is said.
-        backbone: why the backbone cannot be calibrated; "" if it can, None where it is not calibrated.
+        backbone: why the backbone cannot be calibrated; "" if it can, None where it is not
+            calibrated.
         mtp: why the MTP block can be neither calibrated nor measured; likewise.
         batch_size: of each process; None without calibration.
         device, device_station: the most that one GPU holds, and when; None without calibration.
         device_there: the memory of a GPU.
-        host, host_station: the most that one process takes of main memory; None without calibration.
+        host, host_station: the most that one process takes of main memory; None without
+            calibration.
         host_there: free now; None where another machine is meant.
         states, output: on the disk: until the output is whole, and afterwards.
     """
@@ -83,7 +94,9 @@ class Needs:
     output: int
 
 
-def machine_of(gpus: int | None = None, gpu_memory: str | None = None, *, here: Sequence[GPU] = ()) -> Machine:
+def machine_of(
+    gpus: int | None = None, gpu_memory: str | None = None, *, here: Sequence[GPU] = ()
+) -> Machine:
     """The machine that the options name, or this one, which has the GPUs `here`.
 
     Raises:
@@ -95,7 +108,12 @@ def machine_of(gpus: int | None = None, gpu_memory: str | None = None, *, here: 
         card = Card(name=here[0].name, memory_bytes=int(here[0].memory_gib * 2**30))
         return Machine(card=card, gpus=gpus or len(here), host_bytes=free_host_bytes())
     if gpus is not None:
-        raise RecipeError("--gpus", "needs --gpu-memory where no GPU is", got=gpus, cure="Add --gpu-memory 80 or H100")
+        raise RecipeError(
+            "--gpus",
+            "needs --gpu-memory where no GPU is",
+            got=gpus,
+            cure="Add --gpu-memory 80 or H100",
+        )
     return Machine(card=None, gpus=0, host_bytes=free_host_bytes())
 
 
@@ -147,10 +165,17 @@ def lines(found: Needs) -> list[str]:
     said = [f"Needs, counted for {found.machine}{batches}:"]
     if found.batch_size is not None:
         for part, why_not in (("backbone", found.backbone), ("MTP block", found.mtp)):
-            said.append(f"  {part:<10} {f'cannot be calibrated: {why_not}' if why_not else 'can be calibrated'}")
+            said.append(
+                f"  {part:<10} "
+                f"{f'cannot be calibrated: {why_not}' if why_not else 'can be calibrated'}"
+            )
     if found.device is not None and found.device_there is not None:
-        there = f"{size_in_words(found.device_there)} there{_fits(found.device, found.device_there)}"
-        said.append(f"  GPU        {size_in_words(found.device)} at most, {found.device_station}; {there}")
+        there = (
+            f"{size_in_words(found.device_there)} there{_fits(found.device, found.device_there)}"
+        )
+        said.append(
+            f"  GPU        {size_in_words(found.device)} at most, {found.device_station}; {there}"
+        )
     if found.host is not None:
         line = f"  memory     {size_in_words(found.host)} a process, {found.host_station}"
         if found.host_there is not None:
@@ -161,7 +186,8 @@ def lines(found: Needs) -> list[str]:
 
 
 def refuse_too_large(plan: Plan, machine: Machine) -> None:
-    """Refuse a calibration that cannot fit the memory of the machine, whatever is wrong with the count.
+    """Refuse a calibration that cannot fit the memory of the machine, whatever is wrong with the
+    count.
 
     Raises:
         RecipeError: names the station, and a batch size that fits or a scheme without batches.
@@ -189,11 +215,18 @@ def refuse_too_large(plan: Plan, machine: Machine) -> None:
         )
 
 
-def _peaks(plan: Plan, machine: Machine, batch_size: int, *, least: bool) -> tuple[StationMemory, StationMemory]:
-    """The stations with most on the device and on the host; without a GPU the host holds everything."""
+def _peaks(
+    plan: Plan, machine: Machine, batch_size: int, *, least: bool
+) -> tuple[StationMemory, StationMemory]:
+    """The stations with most on the device and on the host; without a GPU the host holds
+    everything.
+    """
     found = stations(plan, batch_size=batch_size, least=least)
     if machine.card is None:
-        found = [StationMemory(name=each.name, device={}, host={**each.host, **each.device}) for each in found]
+        found = [
+            StationMemory(name=each.name, device={}, host={**each.host, **each.device})
+            for each in found
+        ]
     return peak(found)
 
 

@@ -1,8 +1,10 @@
-"""How much room an output needs on its disk: weights, other files, hashes, and what calibration keeps until the end.
+"""How much room an output needs on its disk: weights, other files, hashes, and what calibration
+keeps until the end.
 
 In: a plan and a folder. Out: a number of bytes, or a refusal.
 
-Easy to get wrong: what a killed run left is counted once: it is on the disk already, and is written over or kept.
+Easy to get wrong: what a killed run left is counted once: it is on the disk already, and is written
+over or kept.
 """
 
 import os
@@ -14,7 +16,8 @@ from ...checkpoints.files import partial_path, two_sizes
 from ...recipes.errors import RecipeError
 from ..plan.plan import Plan
 
-# A line of the index and, in the files of hashes, one for each tensor that is read: name, 64 digits and quotes.
+# A line of the index and, in the files of hashes, one for each tensor that is read: name, 64 digits
+# and quotes.
 _BYTES_A_NAME = 200
 _FIXED_BYTES = 1_000_000  # recipe, record, headers of shards
 
@@ -47,18 +50,24 @@ def refuse_full_disk(plan: Plan, out: Path, *, with_calibration: bool) -> None:
 
 
 def output_bytes(plan: Plan) -> int:
-    """Of the finished folder, and of the hashes that an unfinished one has; a little more than it will be."""
+    """Of the finished folder, and of the hashes that an unfinished one has; a little more than it
+    will be.
+    """
     states = plan.source.states
-    others = sum(states[name].num_bytes for name in (*plan.companions, "config.json") if name in states)
+    others = sum(
+        states[name].num_bytes for name in (*plan.companions, "config.json") if name in states
+    )
     num_names = sum(len(tensor.inputs) + len(tensor.outputs) for tensor in plan.tensors)
     return plan.num_bytes_after + others + num_names * _BYTES_A_NAME + _FIXED_BYTES
 
 
 def calibration_bytes(plan: Plan) -> int:
-    """Of statistics, and of the hidden states before and after a layer; 0 for a plan without batches.
+    """Of statistics, and of the hidden states before and after a layer; 0 for a plan without
+    batches.
 
-    There are three streams of BF16 states: the calibration text, and the held-out text twice. Where batches decide
-    something about the MTP block, there is the calibration text as a server computes it, too.
+    There are three streams of BF16 states: the calibration text, and the held-out text twice. Where
+    batches decide something about the MTP block, there is the calibration text as a server computes
+    it, too.
     """
     calibration = plan.recipe.calibration
     is_auto = plan.recipe.measures_mtp or plan.recipe.is_searched
@@ -69,9 +78,12 @@ def calibration_bytes(plan: Plan) -> int:
         calibration.samples * (1 + plan.may_calibrate_mtp) + 2 * calibration.held_out
     ) * calibration.sequence_length
     rewritten = [
-        tensor for tensor in plan.tensors if tensor.calibrated == "weights" or tensor.may_change or tensor.tuned
+        tensor
+        for tensor in plan.tensors
+        if tensor.calibrated == "weights" or tensor.may_change or tensor.tuned
     ]
-    # A search keeps what every layer returns for a part of the text, and then four plans on the held-out text.
+    # A search keeps what every layer returns for a part of the text, and then four plans on the
+    # held-out text.
     searched = calibration.samples // 4 * plan.view.num_layers + 10 * calibration.held_out
     num_tokens += plan.recipe.is_searched * searched * calibration.sequence_length
     statistics = sum(output.num_bytes for tensor in rewritten for output in tensor.outputs)
@@ -80,7 +92,9 @@ def calibration_bytes(plan: Plan) -> int:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes on the disk; a shard that is being written has its full length before it has its bytes."""
+    """Bytes on the disk; a shard that is being written has its full length before it has its
+    bytes.
+    """
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:

@@ -1,10 +1,12 @@
 """MXFP4 weights as NVFP4 without rounding.
 
-In: the members of a fused group as DeepSeek-V4 releases them: E2M1 codes and a power of two per 32 channels. Out: the
-same codes as NVFP4, whose scale per 16 channels and global scale can say any 18 neighbouring powers of two exactly.
+In: the members of a fused group as DeepSeek-V4 releases them: E2M1 codes and a power of two per 32
+channels. Out: the same codes as NVFP4, whose scale per 16 channels and global scale can say any 18
+neighbouring powers of two exactly.
 
-Rounding such weights again costs accuracy for nothing: a block whose largest code is 4 would get a scale of 4/6 and
-every code a new error. Easy to get wrong: blocks of zeros carry arbitrary exponents and must not widen the range.
+Rounding such weights again costs accuracy for nothing: a block whose largest code is 4 would get a
+scale of 4/6 and every code a new error. Easy to get wrong: blocks of zeros carry arbitrary
+exponents and must not widen the range.
 """
 
 from collections.abc import Sequence
@@ -18,14 +20,15 @@ _MAGNITUDE_BITS = 0x77
 
 
 def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]] | None:
-    """The NVFP4 tensors with exactly the same values, one dict per member, or None if the exponents span too much.
+    """The NVFP4 tensors with exactly the same values, one dict per member, or None if the exponents
+    span too much.
 
     Args:
-        members: (packed [N_i, K // 2] uint8 or int8, low nibble the even column; scale [N_i, K // 32], E8M0 as uint8 or
-            float8_e8m0fnu) of modules that share a global scale at run time.
+        members: (packed [N_i, K // 2] uint8 or int8, low nibble the even column; scale [N_i, K //
+            32], E8M0 as uint8 or float8_e8m0fnu) of modules that share a global scale at run time.
 
-    Returns: `weight_packed` uint8 [N, K // 2], `weight_scale` float8_e4m3fn [N, K // 16] and `weight_global_scale` F32
-        [1], a divisor: value = code * weight_scale / weight_global_scale.
+    Returns: `weight_packed` uint8 [N, K // 2], `weight_scale` float8_e4m3fn [N, K // 16] and
+        `weight_global_scale` F32 [1], a divisor: value = code * weight_scale / weight_global_scale.
     """
     exponents = [scale.view(torch.uint8).to(torch.int16) - 127 for _, scale in members]
     occupied = [_has_values(packed, scale.shape[1]) for packed, scale in members]
@@ -38,7 +41,9 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
     return [
         {
             "weight_packed": packed.view(torch.uint8),
-            "weight_scale": _e4m3_powers((exponent + shift).clamp(_BOTTOM, _TOP)).repeat_interleave(2, dim=1),
+            "weight_scale": _e4m3_powers((exponent + shift).clamp(_BOTTOM, _TOP)).repeat_interleave(
+                2, dim=1
+            ),
             "weight_global_scale": global_scale,
         }
         for (packed, _), exponent in zip(members, exponents, strict=True)
@@ -53,4 +58,8 @@ def _has_values(packed: Tensor, num_blocks: int) -> Tensor:
 def _e4m3_powers(exponent: Tensor) -> Tensor:
     """2**exponent as float8_e4m3fn, exponents in [-9, 8]."""
     table = torch.tensor([2.0**power for power in range(_BOTTOM, _TOP + 1)], device=exponent.device)
-    return table.to(torch.float8_e4m3fn).view(torch.uint8)[(exponent - _BOTTOM).long()].view(torch.float8_e4m3fn)
+    return (
+        table.to(torch.float8_e4m3fn)
+        .view(torch.uint8)[(exponent - _BOTTOM).long()]
+        .view(torch.float8_e4m3fn)
+    )

@@ -1,4 +1,5 @@
-"""What the packing of every scheme is made of: working memory, largest magnitudes, linear scales, 4-bit codes in bytes.
+"""What the packing of every scheme is made of: working memory, largest magnitudes, linear scales,
+4-bit codes in bytes.
 
 In: a chunk of a weight's rows in BF16 or F32, and its scales. Out: tensors on the same device.
 
@@ -23,14 +24,16 @@ MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
 class Workspace:
     """Buffers for the F32 stage of a chunk, used again for the next one.
 
-    Fresh ones of this size go back to the system when they are freed, and the page faults of getting them again took
-    as long as the arithmetic.
+    Fresh ones of this size go back to the system when they are freed, and the page faults of
+    getting them again took as long as the arithmetic.
     """
 
     scaled: Tensor  # F32 [elements]
     spare: Tensor  # I32 [elements]
     codes: Tensor  # U8 [2, elements]
-    importance: Tensor | None  # F32 [K], what the squared error of each input channel counts; None for all the same
+    importance: (
+        Tensor | None
+    )  # F32 [K], what the squared error of each input channel counts; None for all the same
 
     def counts(self, num_rows: int, group_size: int) -> Tensor | None:
         """The importance of each value of some rows: F32 [groups, members]."""
@@ -43,8 +46,9 @@ class Workspace:
 Kernel = Callable[[Scheme, Tensor, Mapping[str, Tensor], Workspace, str], None]
 
 
-# Largest magnitudes, taken on the integer view: the order of non-negative floats is the order of their bits, integer
-# maxima are several times faster than BF16 ones, and NaN and Inf come out on top instead of getting lost.
+# Largest magnitudes, taken on the integer view: the order of non-negative floats is the order of
+# their bits, integer maxima are several times faster than BF16 ones, and NaN and Inf come out on
+# top instead of getting lost.
 
 
 def magnitude_bits(values: Tensor) -> Tensor:
@@ -57,7 +61,12 @@ def finite(amax_bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Magnitudes back in `dtype`, unless one of them is Inf or NaN."""
     infinity = 0xFF << MANTISSA_BITS[dtype]
     if int(amax_bits.max()) >= infinity:
-        raise CheckpointError("weight", "every value must be finite", got="NaN or Inf", cure="Get an intact checkpoint")
+        raise CheckpointError(
+            "weight",
+            "every value must be finite",
+            got="NaN or Inf",
+            cure="Get an intact checkpoint",
+        )
     return amax_bits.view(dtype)
 
 
@@ -68,7 +77,9 @@ def group_amax(values_NK: Tensor, group_size: int) -> Tensor:
 
 
 def divided(amax: Tensor, divisor: float) -> Tensor:
-    """amax / divisor in the dtype of amax. A CUDA division by a Python number multiplies by its reciprocal instead."""
+    """amax / divisor in the dtype of amax. A CUDA division by a Python number multiplies by its
+    reciprocal instead.
+    """
     return amax / torch.full((), divisor, dtype=amax.dtype, device=amax.device)
 
 
@@ -79,7 +90,9 @@ def linear_scale(amax: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
 
 
 def store_nibbles(codes: Tensor, packed: Tensor) -> None:
-    """Two codes a byte, the even column in the low nibble: U8 [2 * B] of 0..15, overwritten, into B bytes."""
+    """Two codes a byte, the even column in the low nibble: U8 [2 * B] of 0..15, overwritten, into B
+    bytes.
+    """
     pairs = codes.view(torch.int16)
     # The low byte of a little-endian pair is the even column; the cast keeps this byte.
     packed.view(torch.uint8).view(-1).copy_(pairs.bitwise_or_(pairs >> 4))
@@ -98,10 +111,12 @@ def in_units_of(values: Tensor, scale: Tensor, work: Workspace) -> Tensor:
 def swept(
     sweep: Sweep, values: Tensor, scale: Tensor, work: Workspace, zero: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The scale of least error for each group [N, groups], in the dtype of `scale`, and the values in F32.
+    """The scale of least error for each group [N, groups], in the dtype of `scale`, and the values
+    in F32.
 
-    A scale that was chosen for the values as they are is used on them as they are: no quotient is rounded to BF16.
-    `zero` has the shape of `scale`: the groups' zero points, which are the sweep's classes.
+    A scale that was chosen for the values as they are is used on them as they are: no quotient is
+    rounded to BF16. `zero` has the shape of `scale`: the groups' zero points, which are the sweep's
+    classes.
     """
     group_size = values.shape[1] // scale.shape[1]
     scaled = in_units_of(values, scale.float(), work).view(-1, group_size)
@@ -113,6 +128,8 @@ def swept(
 
 
 def times(scale: Tensor, ratio: Tensor) -> Tensor:
-    """Scales times ratios, in the dtype of the scales; the smallest ones stay as they are rather than become 0."""
+    """Scales times ratios, in the dtype of the scales; the smallest ones stay as they are rather
+    than become 0.
+    """
     product = (scale.float() * ratio).to(scale.dtype)
     return torch.where(product == 0, scale, product)

@@ -1,21 +1,25 @@
-"""The scale of least squared error for every group of a weight, among the scales that its scheme can store.
+"""The scale of least squared error for every group of a weight, among the scales that its scheme
+can store.
 
-In: values in units of the scale that the largest magnitude asks for, group by group. Out: which candidate scale each
-group takes. `pack.py` computes the first scale, and rounds with the one that is chosen here.
+In: values in units of the scale that the largest magnitude asks for, group by group. Out: which
+candidate scale each group takes. `pack.py` computes the first scale, and rounds with the one that
+is chosen here.
 
-One pass finds the errors of all candidates. What a value adds to the error of each candidate depends on the value in
-units of the first scale alone. So it is a row of a table, and the error of a group is the sum of its values' rows. A
-table holds integers, and no sum of them is rounded: every device and every order chooses the same scales. (Where values
-count differently, sums are rounded, in F32: of two scales that are as good, devices may take different ones.)
+One pass finds the errors of all candidates. What a value adds to the error of each candidate
+depends on the value in units of the first scale alone. So it is a row of a table, and the error of
+a group is the sum of its values' rows. A table holds integers, and no sum of them is rounded: every
+device and every order chooses the same scales. (Where values count differently, sums are rounded,
+in F32: of two scales that are as good, devices may take different ones.)
 
-Easy to get wrong: candidates are what is stored. NVFP4's scale is an E4M3 number, and the next one is up to an eighth
-away, so its candidates are the neighbours of the first code, and what they do to a value differs from code to code. A
-table therefore has classes: one for each place of the first code in its binade, and for codes at either end.
+Easy to get wrong: candidates are what is stored. NVFP4's scale is an E4M3 number, and the next one
+is up to an eighth away, so its candidates are the neighbours of the first code, and what they do to
+a value differs from code to code. A table therefore has classes: one for each place of the first
+code in its binade, and for codes at either end.
 
-Source: the sweeps of nvidia-modelopt 0.47.0 (torch/quantization/calib/mse.py: NVFP4MSECalibrator tries all 126 E4M3
-scales) and of llm-compressor 0.14.0.1 (observers/mse.py and
-observers/imatrix.py). Both compute the error of each candidate for itself; tests/quantize/test_search.py compares the
-errors.
+Source: the sweeps of nvidia-modelopt 0.47.0 (torch/quantization/calib/mse.py: NVFP4MSECalibrator
+tries all 126 E4M3 scales) and of llm-compressor 0.14.0.1 (observers/mse.py and
+observers/imatrix.py). Both compute the error of each candidate for itself;
+tests/quantize/test_search.py compares the errors.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +32,9 @@ from torch import Tensor
 # A sum of F32 integers is exact below this.
 _EXACT = 2.0**24
 _MOST_IN_A_BAG = 128
-# Steps from NVFP4's first E4M3 code, itself first. Of 32,768 groups each of normal and of long-tailed weights at most
-# one is better off further away; of evenly distributed ones 0.5 % are, with 0.1 % of the squared error.
+# Steps from NVFP4's first E4M3 code, itself first. Of 32,768 groups each of normal and of
+# long-tailed weights at most one is better off further away; of evenly distributed ones 0.5 % are,
+# with 0.1 % of the squared error.
 _STEPS = (0, -1, -2, 1, 2, 3, 4, 5, 6, 7)
 _LAST_CODE = 126
 _TOP_OF_NVFP4 = 9.2
@@ -55,32 +60,47 @@ class Sweep:
     per_unit: float
     is_signed: bool
 
-    def best(self, scaled: Tensor, classes: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
+    def best(
+        self, scaled: Tensor, classes: Tensor | None = None, counts: Tensor | None = None
+    ) -> Tensor:
         """The candidate of least error for each group, the first of several.
 
         Args:
             scaled: F32 [G, members], values in units of the first scale, contiguous; overwritten.
             classes: int64 [G]; None for the only one.
-            counts: F32 [G, members], what the squared error of each value counts; None for all the same.
+            counts: F32 [G, members], what the squared error of each value counts; None for all the
+                same.
 
         Returns: int64 [G].
         """
         return self.errors(scaled, classes, counts).argmin(-1)
 
-    def errors(self, scaled: Tensor, classes: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
-        """The error of each candidate, in units of the table: F32 or F64 [G, candidates]. Arguments as of `best`."""
+    def errors(
+        self, scaled: Tensor, classes: Tensor | None = None, counts: Tensor | None = None
+    ) -> Tensor:
+        """The error of each candidate, in units of the table: F32 or F64 [G, candidates]. Arguments
+        as of `best`.
+        """
         num_groups, members = scaled.shape
         if not self.is_signed:
             scaled.abs_()
         zero = self.first[:1] if classes is None else self.first[classes].unsqueeze(1)
-        # Half a row more, since the cast to integers cuts off. Rows past either end are of scales that rounded to 0.
-        rows = scaled.mul_(self.per_unit).add_(zero + 0.5).clamp_(0, len(self.table) - 1).to(torch.int32)
+        # Half a row more, since the cast to integers cuts off. Rows past either end are of scales
+        # that rounded to 0.
+        rows = (
+            scaled.mul_(self.per_unit)
+            .add_(zero + 0.5)
+            .clamp_(0, len(self.table) - 1)
+            .to(torch.int32)
+        )
         bag = min(members, _MOST_IN_A_BAG)
         if rest := -members % bag:
             rows = torch.nn.functional.pad(rows, (0, rest), value=int(self.first[0]))
             counts = None if counts is None else torch.nn.functional.pad(counts, (0, rest))
         each = None if counts is None else counts.reshape(-1, bag)
-        sums = torch.nn.functional.embedding_bag(rows.view(-1, bag), self.table, mode="sum", per_sample_weights=each)
+        sums = torch.nn.functional.embedding_bag(
+            rows.view(-1, bag), self.table, mode="sum", per_sample_weights=each
+        )
         sums = sums.view(num_groups, -1, self.table.shape[1])
         return sums.squeeze(1) if sums.shape[1] == 1 else sums.double().sum(1)
 
@@ -95,13 +115,24 @@ def nvfp4_sweep(device: torch.device) -> Sweep:
     ratios = values[reached.clamp(1, _LAST_CODE)] / values[codes]
     is_code = (reached >= 1) & (reached <= _LAST_CODE)
     return _sweep(
-        ratios, _nearest_e2m1, low=0.0, high=_TOP_OF_NVFP4, levels=2560, bag=16, device=device, allowed=is_code
+        ratios,
+        _nearest_e2m1,
+        low=0.0,
+        high=_TOP_OF_NVFP4,
+        levels=2560,
+        bag=16,
+        device=device,
+        allowed=is_code,
     )
 
 
-# Codes below 8 are subnormal, each with steps of its own, and from the last codes not every step leads to one. All
-# others are alike in each binade.
-_CODE_OF_CLASS = (*range(1, 8), *range(64, 72), *range(_LAST_CODE - max(_STEPS) + 1, _LAST_CODE + 1))
+# Codes below 8 are subnormal, each with steps of its own, and from the last codes not every step
+# leads to one. All others are alike in each binade.
+_CODE_OF_CLASS = (
+    *range(1, 8),
+    *range(64, 72),
+    *range(_LAST_CODE - max(_STEPS) + 1, _LAST_CODE + 1),
+)
 
 
 @cache
@@ -123,9 +154,12 @@ def nvfp4_step(chosen: Tensor) -> Tensor:
 
 @cache
 def integer_sweep(bits: int, group: int, device: torch.device) -> Sweep:
-    """Symmetric integers: finer ratios for 8 bits, where a scale that clips more than a little is never best."""
+    """Symmetric integers: finer ratios for 8 bits, where a scale that clips more than a little is
+    never best.
+    """
     half = (2**bits - 1) / 2
-    # A whole row of 8-bit integers loses little to its largest value, and wants a scale that is hardly smaller.
+    # A whole row of 8-bit integers loses little to its largest value, and wants a scale that is
+    # hardly smaller.
     of_8_bits = range(123, 147) if group <= _MOST_IN_A_BAG else range(120, 132)
     numbers = (32, range(21, 45)) if bits == 4 else (128, of_8_bits)
     ratios = _ratios(*numbers)
@@ -134,14 +168,18 @@ def integer_sweep(bits: int, group: int, device: torch.device) -> Sweep:
         return scaled.round().clamp(-half - 0.5, half - 0.5)
 
     bag = min(group, _MOST_IN_A_BAG)
-    return _sweep(ratios, nearest, low=-1.02 * half, high=1.02 * half, levels=2048, bag=bag, device=device)
+    return _sweep(
+        ratios, nearest, low=-1.02 * half, high=1.02 * half, levels=2048, bag=bag, device=device
+    )
 
 
 @cache
 def shifted_sweep(group: int, device: torch.device) -> Sweep:
-    """4-bit integers with a zero point, which is their class; values are counted from the lowest code.
+    """4-bit integers with a zero point, which is their class; values are counted from the lowest
+    code.
 
-    The first scale covers the whole range, so most candidates are below 1 and clip; the zero point stays.
+    The first scale covers the whole range, so most candidates are below 1 and clip; the zero point
+    stays.
     """
     zeros = torch.arange(16.0).view(-1, 1, 1)
 
@@ -150,13 +188,17 @@ def shifted_sweep(group: int, device: torch.device) -> Sweep:
 
     ratios = _ratios(96, range(76, 102)).repeat(16, 1)
     bag = min(group, _MOST_IN_A_BAG)
-    # Past either end: half a step by the rounding of the zero point, and what the BF16 scale is off by.
-    return _sweep(ratios, nearest, low=-0.7, high=15.7, levels=2048, bag=bag, device=device, zeros=zeros)
+    # Past either end: half a step by the rounding of the zero point, and what the BF16 scale is off
+    # by.
+    return _sweep(
+        ratios, nearest, low=-0.7, high=15.7, levels=2048, bag=bag, device=device, zeros=zeros
+    )
 
 
 @cache
 def float8_sweep(group: int, device: torch.device) -> Sweep:
-    """E4M3 values. They are as dense in each binade, so what a scale does to them is much the same at twice the scale.
+    """E4M3 values. They are as dense in each binade, so what a scale does to them is much the same
+    at twice the scale.
 
     Candidates go from 1 to 2; below 1 the largest value is clipped.
     """
@@ -165,7 +207,15 @@ def float8_sweep(group: int, device: torch.device) -> Sweep:
         return scaled.clamp(max=448.0).to(torch.float8_e4m3fn).float()
 
     bag = min(group, _MOST_IN_A_BAG)
-    return _sweep(_ratios(32, range(31, 64)), nearest, low=0.0, high=1.02 * 448, levels=4096, bag=bag, device=device)
+    return _sweep(
+        _ratios(32, range(31, 64)),
+        nearest,
+        low=0.0,
+        high=1.02 * 448,
+        levels=4096,
+        bag=bag,
+        device=device,
+    )
 
 
 def _ratios(divisor: int, numbers: Sequence[int]) -> Tensor:

@@ -1,10 +1,11 @@
 """The tensors that a quantized unit of the plan becomes: the one place where weights are packed.
 
-In: a unit (the members of one fused group, or a whole stack of experts), and what calibration gave. Out: the tensors of
-each module. The writer puts them into the file; calibration decompresses them into the model that it measures.
+In: a unit (the members of one fused group, or a whole stack of experts), and what calibration gave.
+Out: the tensors of each module. The writer puts them into the file; calibration decompresses them
+into the model that it measures.
 
-Easy to get wrong: a second way to round a weight. A measurement with weights that were rounded otherwise than those in
-the file describes a checkpoint that nobody has.
+Easy to get wrong: a second way to round a weight. A measurement with weights that were rounded
+otherwise than those in the file describes a checkpoint that nobody has.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +52,9 @@ class PackedModule:
 
 
 ReadWeights = Callable[[TensorPlan, int | None], Sequence[Tensor]]
-"""The weights of the modules that a tensor of the plan, or one expert of a stack, becomes: [N, K] in floating point."""
+"""The weights of the modules that a tensor of the plan, or one expert of a stack, becomes: [N, K]
+in floating point.
+"""
 
 
 def packed_groups(
@@ -78,16 +81,22 @@ def packed_groups(
     """
     scheme = SCHEMES[unit[0].scheme]
     read = read or from_source(plan, device)
-    experts: Sequence[int | None] = range(unit[0].shape[0]) if any(t.stacked for t in unit) else [None]
+    experts: Sequence[int | None] = (
+        range(unit[0].shape[0]) if any(t.stacked for t in unit) else [None]
+    )
     for expert in experts:
         modules = [named for tensor in unit for named in _modules(tensor, expert)]
         weights = ()
         if not _is_given(scheme, modules, given):
-            importance = [_importance(name, given) for name, _ in modules] if unit[0].weighted else ()
+            importance = (
+                [_importance(name, given) for name, _ in modules] if unit[0].weighted else ()
+            )
             weights = _packed(plan, unit, scheme, expert, device, read, importance)
         yield [
             PackedModule(module=name, outputs=outputs, tensors=_tensors(outputs, computed, given))
-            for (name, outputs), computed in zip(modules, weights or [{}] * len(modules), strict=True)
+            for (name, outputs), computed in zip(
+                modules, weights or [{}] * len(modules), strict=True
+            )
         ]
 
 
@@ -113,7 +122,9 @@ def _modules(tensor: TensorPlan, expert: int | None) -> list[tuple[HFName, tuple
     return [(HFName(group[0].name.rpartition(".")[0]), group) for group in groups]
 
 
-def _is_given(scheme: Scheme, modules: Sequence[tuple[HFName, tuple[Output, ...]]], given: Calibrations) -> bool:
+def _is_given(
+    scheme: Scheme, modules: Sequence[tuple[HFName, tuple[Output, ...]]], given: Calibrations
+) -> bool:
     """Whether nothing is left to be packed: an algorithm rewrote every weight of the group."""
     static = {spec.suffix for spec in scheme.extra}
     names = [output.name for _, outputs in modules for output in outputs]
@@ -129,9 +140,14 @@ def _packed(
     read: ReadWeights,
     importance: Sequence[Tensor],
 ) -> list[dict[str, Tensor]]:
-    """The weights of one fused group, without rounding where source and scheme have the same codes."""
+    """The weights of one fused group, without rounding where source and scheme have the same
+    codes.
+    """
     if scheme.format == "nvfp4-pack-quantized" and all(tensor.form == "mxfp4" for tensor in unit):
-        members = [{leaf: value.to(device) for leaf, value in stored(plan, tensor).items()} for tensor in unit]
+        members = [
+            {leaf: value.to(device) for leaf, value in stored(plan, tensor).items()}
+            for tensor in unit
+        ]
         exact = mxfp4_as_nvfp4([(weight_of(member), scale_of(member)) for member in members])
         if exact is not None:
             return exact
@@ -147,17 +163,25 @@ def _importance(module: HFName, given: Calibrations) -> Tensor:
     """How much each input channel of a module counts, F32 [K].
 
     Raises:
-        CheckpointError: a value is no such number; by then the layer's activations have been found to be finite.
+        CheckpointError: a value is no such number; by then the layer's activations have been found
+            to be finite.
     """
     name = importance_of(module)
     found = given.read(name)
     if not bool((found >= 0).all() & found.isfinite().all()):
-        rule, cure = "every value must be finite and not negative", "Remove search: imatrix, or use search: mse"
+        rule, cure = (
+            "every value must be finite and not negative",
+            "Remove search: imatrix, or use search: mse",
+        )
         raise CheckpointError(name, rule, got="NaN, Inf or a negative number", cure=cure)
     return found
 
 
-def _tensors(outputs: Sequence[Output], computed: Mapping[str, Tensor], given: Calibrations) -> dict[str, Tensor]:
+def _tensors(
+    outputs: Sequence[Output], computed: Mapping[str, Tensor], given: Calibrations
+) -> dict[str, Tensor]:
     """By the last component of their names; what calibration gave comes first."""
     leaves = {output.name.rpartition(".")[2]: output.name for output in outputs}
-    return {leaf: given.read(name) if name in given else computed[leaf] for leaf, name in leaves.items()}
+    return {
+        leaf: given.read(name) if name in given else computed[leaf] for leaf, name in leaves.items()
+    }

@@ -1,9 +1,12 @@
-"""Reads weights of a source as the plan names them: in floating point, whatever form they are stored in.
+"""Reads weights of a source as the plan names them: in floating point, whatever form they are
+stored in.
 
-In: a plan over a local source, and one of its tensors. Out: the weight [N, K] (or a parameter of any shape),
-dequantized if the source stores it packed. The writer packs what this returns, and calibration computes with it.
+In: a plan over a local source, and one of its tensors. Out: the weight [N, K] (or a parameter of
+any shape), dequantized if the source stores it packed. The writer packs what this returns, and
+calibration computes with it.
 
-Easy to get wrong: the tensors of a packed weight have the module's name and differ in the last component only.
+Easy to get wrong: the tensors of a packed weight have the module's name and differ in the last
+component only.
 """
 
 import torch
@@ -33,7 +36,9 @@ def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU) -> Tensor:
 
 
 def separate(weight_NK: Tensor, slices: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """q, k and v of a matrix whose rows are interleaved (`TensorPlan.slices`), each with its rows in order."""
+    """q, k and v of a matrix whose rows are interleaved (`TensorPlan.slices`), each with its rows
+    in order.
+    """
     parts_of_slices = weight_NK.unflatten(0, (-1, sum(slices))).split(slices, dim=1)
     return tuple(part.flatten(0, 1) for part in parts_of_slices)
 

@@ -1,9 +1,10 @@
 """MODEL where it is no recipe but a checkpoint: a folder, a Hub id, or the address of its page.
 
-In: the word on the command line. Out: the opened checkpoint, and the variants of its family as a recipe file.
+In: the word on the command line. Out: the opened checkpoint, and the variants of its family as a
+recipe file.
 
-Easy to get wrong: `keepmtp plan glm-4.7` means the recipe also where the current folder has a folder of this name. A
-recipe's name comes first, and `./glm-4.7` names the folder.
+Easy to get wrong: `keepmtp plan glm-4.7` means the recipe also where the current folder has a
+folder of this name. A recipe's name comes first, and `./glm-4.7` names the folder.
 """
 
 import re
@@ -30,7 +31,9 @@ _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
 
 
 class NoSchemeError(RecipeError):
-    """MODEL is a checkpoint, and nothing chooses among the variants that fit it; the cure names them."""
+    """MODEL is a checkpoint, and nothing chooses among the variants that fit it; the cure names
+    them.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,12 @@ def recipe_of_checkpoint(
     if scheme is None:
         _refuse_without_scheme(source, raw)
     raw["default"] = next(fitting(source, raw), raw["default"])
-    file = RecipeFile(path=Path(source.where), default=raw["default"], flat=flat_recipes(raw, source.where), text=None)
+    file = RecipeFile(
+        path=Path(source.where),
+        default=raw["default"],
+        flat=flat_recipes(raw, source.where),
+        text=None,
+    )
     return *choose(file, file.default, scheme=scheme, mtp=mtp, calibration=calibration), source
 
 
@@ -106,7 +114,11 @@ def family_mapping(source: Source) -> dict[str, Any]:
     """
     view = find_view(source.config, source.where, source.entries)
     return model_mapping(
-        view, source.entries, model=model_name(source.where), source=source.where, revision=source.revision
+        view,
+        source.entries,
+        model=model_name(source.where),
+        source=source.where,
+        revision=source.revision,
     )
 
 
@@ -127,7 +139,10 @@ def model_name(where: str) -> str:
     path = Path(where)
     folder = path.resolve() if path.is_dir() else path
     cached = _CACHED.search(folder.as_posix())
-    return re.sub(r"[^\w.-]+", "-", cached[1] if cached else folder.name, flags=re.ASCII).strip("-.") or "model"
+    return (
+        re.sub(r"[^\w.-]+", "-", cached[1] if cached else folder.name, flags=re.ASCII).strip("-.")
+        or "model"
+    )
 
 
 def _refuse_without_scheme(source: Source, raw: dict[str, Any]) -> None:

@@ -1,13 +1,16 @@
-"""What a search under a budget may choose: the units of a model, the words each can have, and what each word costs.
+"""What a search under a budget may choose: the units of a model, the words each can have, and what
+each word costs.
 
-In: a recipe with `backbone: auto`, and a source's headers. Out: `Choices`, or a refusal where no plan fits the budget.
-torch is not needed, and no weight is read.
+In: a recipe with `backbone: auto`, and a source's headers. Out: `Choices`, or a refusal where no
+plan fits the budget. torch is not needed, and no weight is read.
 
-A unit is what vLLM gives one scheme: the modules that it fuses (q, k and v; gate and up), or all routed experts of a
-layer. A word is left out of a unit that it does not suit, by the same rules as in a plan.
+A unit is what vLLM gives one scheme: the modules that it fuses (q, k and v; gate and up), or all
+routed experts of a layer. A word is left out of a unit that it does not suit, by the same rules as
+in a plan.
 
-Easy to get wrong: a budget in bytes is that of all files. A tensor has a line in the index and one in the header of its
-file besides its bytes, and modules of small experts have hundreds of thousands of these lines.
+Easy to get wrong: a budget in bytes is that of all files. A tensor has a line in the index and one
+in the header of its file besides its bytes, and modules of small experts have hundreds of thousands
+of these lines.
 """
 
 from collections import defaultdict
@@ -24,7 +27,14 @@ from ...recipes.family import QUANTIZABLE_ROLES, HFName, Part, Role
 from ...recipes.family_view import FamilyView
 from ...recipes.schema import AUTO, Recipe
 from .decide import Given, Patterns, decide_other, decide_weight, matching_limit
-from .plan import SHARD_BYTES, Plan, make_plan, refuse_calibration, refuse_wordless, with_separate_mtp
+from .plan import (
+    SHARD_BYTES,
+    Plan,
+    make_plan,
+    refuse_calibration,
+    refuse_wordless,
+    with_separate_mtp,
+)
 from .tensor_plan import TensorPlan
 
 # Of a tensor's two lines, in the index and in the header of its file, besides its name.
@@ -34,7 +44,10 @@ _BYTES_OF_A_MODULE, _BYTES_OF_SMALL_FILES = 120, 40_000
 
 SWEEP_TOKENS = 2_048
 """Tokens of a batch that a search sends forward and back."""
-_SHARE, _FEWEST = 8, 4  # of the calibration text, at most one of so many sequences is looked at, but so many at least
+_SHARE, _FEWEST = (
+    8,
+    4,
+)  # of the calibration text, at most one of so many sequences is looked at, but so many at least
 
 Assignment = Mapping[str, str]
 """Unit -> word."""
@@ -80,7 +93,9 @@ class ChoiceUnit:
     options: tuple[Option, ...]
 
     def option(self, word: str) -> Option:
-        """The option of a word; where the word is left out, one that does the same or the largest."""
+        """The option of a word; where the word is left out, one that does the same or the
+        largest.
+        """
         return next((each for each in self.options if each.word == word), self.largest)
 
     @property
@@ -120,8 +135,12 @@ class Choices:
         return limit.num_bytes - self.fixed_bytes
 
     def cost(self, option: Option) -> int:
-        """What an option takes of the budget: under bits its tensors, under bytes their lines in files too."""
-        return option.num_bytes + (0 if self.recipe.size_limit.bits is not None else option.line_bytes)
+        """What an option takes of the budget: under bits its tensors, under bytes their lines in
+        files too.
+        """
+        return option.num_bytes + (
+            0 if self.recipe.size_limit.bits is not None else option.line_bytes
+        )
 
     @cached_property
     def smallest(self) -> dict[str, str]:
@@ -139,11 +158,15 @@ class Choices:
 
     def num_bytes(self, assignment: Assignment) -> int:
         """Bytes of all files of the checkpoint with these words; a little more than they are."""
-        return self.fixed_bytes + sum(each.num_bytes + each.line_bytes for each in self._options(assignment))
+        return self.fixed_bytes + sum(
+            each.num_bytes + each.line_bytes for each in self._options(assignment)
+        )
 
     def bits(self, assignment: Assignment) -> float:
         """Bits of weights and scales for each weight of the units."""
-        return 8 * sum(each.num_bytes for each in self._options(assignment)) / max(1, self.num_weights)
+        return (
+            8 * sum(each.num_bytes for each in self._options(assignment)) / max(1, self.num_weights)
+        )
 
     def _options(self, assignment: Assignment) -> list[Option]:
         return [unit.option(assignment[unit.name]) for unit in self.units]
@@ -154,8 +177,15 @@ class Choices:
 
     def plan(self, assignment: Assignment) -> Plan:
         """The plan with these words, as far as weights go: for measuring, not for writing."""
-        chosen = {tensor.name: tensor for unit in self.units for tensor in unit.option(assignment[unit.name]).tensors}
-        return replace(self.base, tensors=tuple(chosen.get(tensor.name, tensor) for tensor in self.base.tensors))
+        chosen = {
+            tensor.name: tensor
+            for unit in self.units
+            for tensor in unit.option(assignment[unit.name]).tensors
+        }
+        return replace(
+            self.base,
+            tensors=tuple(chosen.get(tensor.name, tensor) for tensor in self.base.tensors),
+        )
 
 
 def choices_of(recipe: Recipe, source: Source, *, trust_remote_code: bool = False) -> Choices:
@@ -175,13 +205,16 @@ def choices_of(recipe: Recipe, source: Source, *, trust_remote_code: bool = Fals
     searched = _searched(recipe, base)
     assert recipe.backbone_auto is not None
     decided: dict[str, dict[HFName, TensorPlan | RecipeError]] = {
-        word: dict(_decided(recipe.with_words(word), base, searched)) for word in recipe.backbone_auto.candidates
+        word: dict(_decided(recipe.with_words(word), base, searched))
+        for word in recipe.backbone_auto.candidates
     }
     members: dict[str, list[TensorPlan]] = defaultdict(list)
     for tensor in searched.values():
         members[f"{tensor.part}:{tensor.runtime}"].append(tensor)
     units = tuple(_unit(name, tensors, decided, base) for name, tensors in members.items())
-    fixed = sum(sum(_bytes_of(base, tensor)) for tensor in base.tensors if tensor.name not in searched)
+    fixed = sum(
+        sum(_bytes_of(base, tensor)) for tensor in base.tensors if tensor.name not in searched
+    )
     return Choices(recipe, base, units, fixed + _bytes_of_files(base))
 
 
@@ -206,7 +239,9 @@ def refuse_budget(choices: Choices) -> None:
 
 
 def rows_looked_at(recipe: Recipe) -> int:
-    """Sequences of the calibration text on which sensitivities are measured, and of held-out text for each plan."""
+    """Sequences of the calibration text on which sensitivities are measured, and of held-out text
+    for each plan.
+    """
     calibration, auto = recipe.calibration, recipe.backbone_auto
     assert calibration is not None and auto is not None
     most = max(_FEWEST, calibration.samples // _SHARE)
@@ -214,17 +249,24 @@ def rows_looked_at(recipe: Recipe) -> int:
     return min(calibration.samples, max(_FEWEST, min(wanted, most)))
 
 
-# --- units ------------------------------------------------------------------------------------------------------------
+# --- units
+# --------------------------------------------------------------------------------------------------
 
 
 def narrowed(recipe: Recipe, source: Source) -> Recipe:
-    """Without the groups that the model lacks, where `backbone: auto` means `auto` for every group there may be."""
+    """Without the groups that the model lacks, where `backbone: auto` means `auto` for every group
+    there may be.
+    """
     if {group for group, word in recipe.backbone.items() if word == AUTO} != {*QUANTIZABLE_ROLES}:
         return recipe
-    view = FamilyView(family=find_family(source.config, source.where, source.entries), config=source.config)
+    view = FamilyView(
+        family=find_family(source.config, source.where, source.entries), config=source.config
+    )
     places = filter(None, map(view.place, source.entries))
     have = {place.role for place in places if place.part == "backbone"}
-    return recipe.model_copy(update={"backbone": {group: AUTO for group in recipe.backbone if group in have}})
+    return recipe.model_copy(
+        update={"backbone": {group: AUTO for group in recipe.backbone if group in have}}
+    )
 
 
 def _searched(recipe: Recipe, base: Plan) -> dict[HFName, TensorPlan]:
@@ -237,7 +279,11 @@ def _searched(recipe: Recipe, base: Plan) -> dict[HFName, TensorPlan]:
             is_auto = recipe.mtp == AUTO if tensor.part == "mtp" else tensor.role in groups
             if place.row.why_kept or not is_auto or len(tensor.shape) < 2 or not tensor.outputs:
                 continue
-            if tensor.fate in ("keep", "dequantize") and patterns.override(place.module) is None and not tensor.slices:
+            if (
+                tensor.fate in ("keep", "dequantize")
+                and patterns.override(place.module) is None
+                and not tensor.slices
+            ):
                 found[tensor.name] = tensor
     return found
 
@@ -300,7 +346,8 @@ def _unit(
     )
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
+# --- bytes
+# --------------------------------------------------------------------------------------------------
 
 
 def _bytes_of(base: Plan, tensor: TensorPlan) -> tuple[int, int]:
@@ -314,7 +361,9 @@ def _bytes_of(base: Plan, tensor: TensorPlan) -> tuple[int, int]:
 def _bytes_of_files(base: Plan) -> int:
     """Of config.json, tokenizer and other files; at most so many."""
     states = base.source.states
-    others = sum(states[name].num_bytes for name in (*base.companions, "config.json") if name in states)
+    others = sum(
+        states[name].num_bytes for name in (*base.companions, "config.json") if name in states
+    )
     num_files = 1 + base.num_bytes_before // SHARD_BYTES
     modules = sum(len(tensor.shape) > 1 for tensor in base.tensors)
     return others + modules * _BYTES_OF_A_MODULE + num_files * 64 + _BYTES_OF_SMALL_FILES

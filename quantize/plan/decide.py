@@ -1,11 +1,12 @@
 """One fate for each tensor: what the recipe says of it, and whether it can be done.
 
-In: a weight or another tensor of the source, and `Given` (recipe, source, family, patterns). Out: its `TensorPlan`, or
-a refusal that names the tensor.
+In: a weight or another tensor of the source, and `Given` (recipe, source, family, patterns). Out:
+its `TensorPlan`, or a refusal that names the tensor.
 
-Easy to get wrong: "the source's form" has two meanings. A weight whose bytes are already those of the scheme is kept,
-whatever the recipe calls the scheme. The word `source` keeps a stored form only where the runtime loads this module
-quantized and knows the names of its scales; elsewhere the weight becomes BF16.
+Easy to get wrong: "the source's form" has two meanings. A weight whose bytes are already those of
+the scheme is kept, whatever the recipe calls the scheme. The word `source` keeps a stored form only
+where the runtime loads this module quantized and knows the names of its scales; elsewhere the
+weight becomes BF16.
 """
 
 import re
@@ -21,7 +22,15 @@ from ...recipes.family_view import FamilyView, Place, unknown_place
 from ...recipes.match_clock import SIMPLER, MatchClock
 from ...recipes.schema import TUNED, Recipe
 from ...recipes.schemes import SCHEMES, Scheme
-from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output, separated_outputs
+from .tensor_plan import (
+    Fate,
+    Output,
+    TensorPlan,
+    packed_outputs,
+    renamed_outputs,
+    same_output,
+    separated_outputs,
+)
 
 FP8_TABLE = "F8_E4M3"
 _FP8_ROWS = "FP8 rows with one scale, which vLLM looks up as they are"
@@ -45,7 +54,9 @@ class Patterns:
             pattern: re.compile(pattern[3:] if pattern.startswith("re:") else re.escape(pattern))
             for pattern in (*(override.modules for override in recipe.overrides), *recipe.keep)
         }
-        self._overrides = tuple((override.modules, override.scheme) for override in recipe.overrides)
+        self._overrides = tuple(
+            (override.modules, override.scheme) for override in recipe.overrides
+        )
         self._keep = recipe.keep
         self._matched: set[str] = set()
 
@@ -59,7 +70,9 @@ class Patterns:
 
     def keeps(self, name: HFName) -> bool:
         """Whether the recipe's `keep` names this tensor."""
-        hits = [each for each in self._keep if _clock.timed(self._compiled[each].fullmatch, each, name)]
+        hits = [
+            each for each in self._keep if _clock.timed(self._compiled[each].fullmatch, each, name)
+        ]
         self._matched.update(hits)
         return bool(hits)
 
@@ -104,7 +117,9 @@ def decide_weight(weight: StoredWeight, given: Given) -> TensorPlan:
         return _tensor(weight, place, "keep", "", reason, (same_output(weight.weight),))
     if word == "source" and _can_stay_quantized(weight, place, given.view):
         outputs = renamed_outputs(weight, weight.scheme)
-        return _tensor(weight, place, "keep", weight.scheme, "as in the source, scales renamed", outputs)
+        return _tensor(
+            weight, place, "keep", weight.scheme, "as in the source, scales renamed", outputs
+        )
     if word == "source" and not place.row.why_kept:
         raise RecipeError(
             _group(place, given.recipe),
@@ -128,7 +143,8 @@ def _refuse_missing_scale(weight: StoredWeight, place: Place, source: Source) ->
 
 
 def decide_other(entry: Entry, given: Given) -> TensorPlan:
-    """The fate of a tensor that is no matrix: a bias, a parameter without a module, a buffer that is recomputed.
+    """The fate of a tensor that is no matrix: a bias, a parameter without a module, a buffer that
+    is recomputed.
 
     Raises:
         CheckpointError: the family does not know the tensor, or it is a scale without its weight.
@@ -137,14 +153,30 @@ def decide_other(entry: Entry, given: Given) -> TensorPlan:
         return _kept(entry.name, (entry,), entry.shape, given)
     if _RECOMPUTED.search(entry.name):
         place = unknown_place(entry.name)
-        return _placed(place, entry.name, (entry.name,), "drop", "every model class computes it", entry.shape, ())
+        return _placed(
+            place,
+            entry.name,
+            (entry.name,),
+            "drop",
+            "every model class computes it",
+            entry.shape,
+            (),
+        )
     place = _place(entry.name, given)
-    if place.row.stacked and place.leaf == "":  # a 3-D expert parameter is a weight whose name has no `.weight`
-        weight = StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
+    if (
+        place.row.stacked and place.leaf == ""
+    ):  # a 3-D expert parameter is a weight whose name has no `.weight`
+        weight = StoredWeight(
+            module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape
+        )
         return decide_weight(weight, given)
-    if not place.row.stacked and (place.leaf in ("weight", *OTHER_LEAVES) or place.role == "vision"):
+    if not place.row.stacked and (
+        place.leaf in ("weight", *OTHER_LEAVES) or place.role == "vision"
+    ):
         reason = place.row.why_kept or "a bias, not a matrix"
-        return _placed(place, entry.name, (entry.name,), "keep", reason, entry.shape, (same_output(entry),))
+        return _placed(
+            place, entry.name, (entry.name,), "keep", reason, entry.shape, (same_output(entry),)
+        )
     raise CheckpointError(
         f"{given.source.where}: {entry.name}",
         f"{place.leaf!r} must belong to a weight of {place.module}",
@@ -154,21 +186,29 @@ def decide_other(entry: Entry, given: Given) -> TensorPlan:
 
 
 def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[TensorPlan]:
-    """Copies that the MTP block needs under its own names, where the source has the origin but not the copy."""
+    """Copies that the MTP block needs under its own names, where the source has the origin but not
+    the copy.
+    """
     plans = []
     for index in range(view.num_mtp_layers):
         for alias in view.family.aliases:
-            name, origin = HFName(view.mtp_stem(index) + alias.path), entries.get(HFName(alias.source))
+            name, origin = (
+                HFName(view.mtp_stem(index) + alias.path),
+                entries.get(HFName(alias.source)),
+            )
             if name in entries or origin is None:
                 continue
             place = view.place(name)
             assert place is not None, f"alias {name} has no row in family {view.family.model_type}"
             output = Output(name, origin.dtype, origin.shape)
-            plans.append(_placed(place, name, (origin.name,), "add", alias.reason, origin.shape, (output,)))
+            plans.append(
+                _placed(place, name, (origin.name,), "add", alias.reason, origin.shape, (output,))
+            )
     return plans
 
 
-# --- what the recipe says ---------------------------------------------------------------------------------------------
+# --- what the recipe says
+# ---------------------------------------------------------------------------------------------
 
 
 def _place(name: HFName, given: Given) -> Place:
@@ -220,7 +260,8 @@ def _group(place: Place, recipe: Recipe) -> str:
     return f"{recipe.name}: {place.part} {place.role}"
 
 
-# --- what can be done -------------------------------------------------------------------------------------------------
+# --- what can be done
+# -------------------------------------------------------------------------------------------------
 
 
 def _to_scheme(
@@ -229,20 +270,34 @@ def _to_scheme(
     is_tuned = place.part == "mtp" and given.recipe.mtp == TUNED
     if _same_bytes(weight.scheme, scheme.name) and not is_tuned:
         outputs = renamed_outputs(weight, scheme.name)
-        return _tensor(weight, place, "keep", scheme.name, f"the source stores {scheme.name} already", outputs)
+        return _tensor(
+            weight, place, "keep", scheme.name, f"the source stores {scheme.name} already", outputs
+        )
     where = _group(place, given.recipe)
     _refuse_shape(where, name, weight, place, scheme)
     _refuse_width(where, name, weight, place, scheme, given.view)
-    return _tensor(weight, place, "quantize", scheme.name, reason, packed_outputs(place, scheme.name, weight.shape))
+    return _tensor(
+        weight,
+        place,
+        "quantize",
+        scheme.name,
+        reason,
+        packed_outputs(place, scheme.name, weight.shape),
+    )
 
 
-def _separated(weight: StoredWeight, name: HFName, place: Place, reason: str, given: Given) -> TensorPlan:
-    """q, k and v in three matrices, each with its rows in order: vLLM takes those at any number of ranks."""
+def _separated(
+    weight: StoredWeight, name: HFName, place: Place, reason: str, given: Given
+) -> TensorPlan:
+    """q, k and v in three matrices, each with its rows in order: vLLM takes those at any number of
+    ranks.
+    """
     count, *slices = given.view.slices(place)
     if len(weight.shape) != 2 or weight.shape[0] != count * sum(slices):
         raise CheckpointError(
             f"{given.source.where}: {name}",
-            f"its rows must be {count} slices of {' + '.join(map(str, slices))} rows of q, k and v, by config.json",
+            f"its rows must be {count} slices of {' + '.join(map(str, slices))} rows of q, k and "
+            "v, by config.json",
             got=f"shape {list(weight.shape)}",
             cure="Take config.json from the original release",
         )
@@ -252,15 +307,21 @@ def _separated(weight: StoredWeight, name: HFName, place: Place, reason: str, gi
 
 @cache
 def _same_bytes(stored: str, wanted: str) -> bool:
-    """Whether a weight in one scheme has the bytes that another would write; names and dtypes of scales may differ."""
+    """Whether a weight in one scheme has the bytes that another would write; names and dtypes of
+    scales may differ.
+    """
     if not stored:
         return False
-    suffixes = [{spec.suffix for spec in SCHEMES[scheme].tensors(128, 128)} for scheme in (wanted, stored)]
+    suffixes = [
+        {spec.suffix for spec in SCHEMES[scheme].tensors(128, 128)} for scheme in (wanted, stored)
+    ]
     return SCHEMES[stored].weights == SCHEMES[wanted].weights and suffixes[0] <= suffixes[1]
 
 
 def _can_stay_quantized(weight: StoredWeight, place: Place, view: FamilyView) -> bool:
-    """Whether the runtime loads this module quantized, and its loader knows the names of the scales."""
+    """Whether the runtime loads this module quantized, and its loader knows the names of the
+    scales.
+    """
     if not weight.scheme or not place.row.loads_quantized:
         return False
     known = view.family.loader.mtp_leaves
@@ -276,13 +337,18 @@ def _refuse_unreadable(weight: StoredWeight, name: HFName, place: Place, source:
     if weight.form in (*NOT_COMPUTED, "mxfp8") or is_foreign_integer or is_sliced:
         raise CheckpointError(
             f"{source.where}: {name}",
-            "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that a scheme has",
-            got=", ".join(f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items()),
+            "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that a "
+            "scheme has",
+            got=", ".join(
+                f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items()
+            ),
             cure="Start from the original release",
         )
 
 
-def _refuse_shape(where: str, name: HFName, weight: StoredWeight, place: Place, scheme: Scheme) -> None:
+def _refuse_shape(
+    where: str, name: HFName, weight: StoredWeight, place: Place, scheme: Scheme
+) -> None:
     if len(weight.shape) != (3 if place.row.stacked else 2):
         raise RecipeError(
             where,
@@ -293,7 +359,8 @@ def _refuse_shape(where: str, name: HFName, weight: StoredWeight, place: Place, 
     if scheme.has_tensor_scale and not place.row.takes_tensor_scale:
         raise RecipeError(
             where,
-            f"vLLM cannot load one scale a tensor into {place.runtime.rpartition('.')[2]} of this family",
+            f"vLLM cannot load one scale a tensor into {place.runtime.rpartition('.')[2]} of "
+            "this family",
             got=f"{scheme.name} for {name}",
             cure=f"Set {place.role}: FP8_DYNAMIC, FP8_BLOCK or bf16",
         )
@@ -313,11 +380,13 @@ def _refuse_width(
     if rows % scheme.n_multiple():
         raise RecipeError(
             where,
-            f"{scheme.name} needs N divisible by {scheme.n_multiple()}: zero points of so many rows are one word",
+            f"{scheme.name} needs N divisible by {scheme.n_multiple()}: zero points of so many "
+            "rows are one word",
             got=f"N={rows} in {name}",
             cure=f"Set {place.role}: W4A16, or override this module",
         )
-    # vLLM 0.32.0 (fp8_utils.validate_fp8_block_shape) lets only the last shard of a fused module end in a part block.
+    # vLLM 0.32.0 (fp8_utils.validate_fp8_block_shape) lets only the last shard of a fused module
+    # end in a part block.
     may_be_ragged = place.row.path in view.last_shards and place.role != "experts"
     if scheme.block and rows % scheme.block[0] and not may_be_ragged:
         raise RecipeError(
@@ -328,11 +397,17 @@ def _refuse_width(
         )
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values
+# --------------------------------------------------------------------------------------------------
 
 
 def _tensor(
-    weight: StoredWeight, place: Place, fate: Fate, scheme: str, reason: str, outputs: tuple[Output, ...]
+    weight: StoredWeight,
+    place: Place,
+    fate: Fate,
+    scheme: str,
+    reason: str,
+    outputs: tuple[Output, ...],
 ) -> TensorPlan:
     """A weight with its scales."""
     is_shared = fate == "quantize" and SCHEMES[scheme].has_tensor_scale and bool(place.shares)
@@ -376,8 +451,12 @@ def _placed(
     )
 
 
-def _kept(name: HFName, entries: tuple[Entry, ...], shape: tuple[int, ...], given: Given) -> TensorPlan:
+def _kept(
+    name: HFName, entries: tuple[Entry, ...], shape: tuple[int, ...], given: Given
+) -> TensorPlan:
     """A tensor that the recipe's `keep` names, which the family's table mostly does not know."""
     place = given.view.place(name) or unknown_place(HFName(name.rpartition(".")[0] or name))
     inputs = tuple(entry.name for entry in entries)
-    return _placed(place, name, inputs, "keep", "recipe: keep", shape, tuple(map(same_output, entries)))
+    return _placed(
+        place, name, inputs, "keep", "recipe: keep", shape, tuple(map(same_output, entries))
+    )

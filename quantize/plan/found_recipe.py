@@ -1,10 +1,11 @@
 """What a search found, as a recipe that a person can read, edit and run again without a search.
 
-In: the choices of a search, and a word for each unit. Out: a recipe without `auto`: for each module group the word that
-most of its bytes have, and overrides for the units with another one, a line for all layers with the same modules.
+In: the choices of a search, and a word for each unit. Out: a recipe without `auto`: for each module
+group the word that most of its bytes have, and overrides for the units with another one, a line for
+all layers with the same modules.
 
-Easy to get wrong: overrides are tried in their order, and the first match wins. Those of the user come first: what they
-name was never searched.
+Easy to get wrong: overrides are tried in their order, and the first match wins. Those of the user
+come first: what they name was never searched.
 """
 
 import re
@@ -29,7 +30,10 @@ def found_recipe(choices: Choices, assignment: Assignment) -> Recipe:
     recipe = choices.recipe
     words = _words_of_groups(choices.units, assignment)
     changed: dict[str, Any] = {
-        "backbone": {g: words.get(("backbone", g), "bf16") if w == AUTO else w for g, w in recipe.backbone.items()},
+        "backbone": {
+            g: words.get(("backbone", g), "bf16") if w == AUTO else w
+            for g, w in recipe.backbone.items()
+        },
         "budget": None,
         "backbone_auto": None,
     }
@@ -37,11 +41,15 @@ def found_recipe(choices: Choices, assignment: Assignment) -> Recipe:
         of_block = {group: word for (part, group), word in words.items() if part == "mtp"}
         same = {*of_block.values()}
         changed["mtp"] = same.pop() if len(same) == 1 else of_block or "bf16"
-    exceptions = [unit for unit in choices.units if assignment[unit.name] != words[unit.part, unit.role]]
+    exceptions = [
+        unit for unit in choices.units if assignment[unit.name] != words[unit.part, unit.role]
+    ]
     overrides = (*recipe.overrides, *_overrides(exceptions, assignment))
     made = recipe.model_copy(update=changed | {"overrides": overrides})
     summary = summary_of(made.backbone, made.mtp, is_calibrated=True)
-    return made.model_copy(update={"summary": f"{summary}, and {len(overrides)} overrides: found for {recipe.budget}"})
+    return made.model_copy(
+        update={"summary": f"{summary}, and {len(overrides)} overrides: found for {recipe.budget}"}
+    )
 
 
 def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) -> Plan:
@@ -51,24 +59,36 @@ def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) ->
         RecipeError: a unit has another word: an override matches what it was not made for.
     """
     base, recipe = choices.base, found_recipe(choices, assignment)
-    plan = make_plan(recipe, base.source, shard_bytes=shard_bytes, trust_remote_code=base.trust_remote_code)
+    plan = make_plan(
+        recipe, base.source, shard_bytes=shard_bytes, trust_remote_code=base.trust_remote_code
+    )
     schemes = {tensor.name: (tensor.fate, tensor.scheme) for tensor in plan.tensors}
     for unit in choices.units:
         for tensor in unit.option(assignment[unit.name]).tensors:
             if schemes[tensor.name] != (tensor.fate, tensor.scheme):
-                rule = f"the plan that was found must give {tensor.module} the word {assignment[unit.name]}"
+                rule = (
+                    f"the plan that was found must give {tensor.module} the word "
+                    f"{assignment[unit.name]}"
+                )
                 cure = "Please report this recipe"
-                raise RecipeError(recipe.name, rule, got=schemes[tensor.name][1] or "plain", cure=cure)
+                raise RecipeError(
+                    recipe.name, rule, got=schemes[tensor.name][1] or "plain", cure=cure
+                )
     return plan
 
 
 def found_text(recipe: Recipe) -> str:
-    """The recipe as a file. A calibration block that nothing needs any more is left out, for it would be refused."""
+    """The recipe as a file. A calibration block that nothing needs any more is left out, for it
+    would be refused.
+    """
     calibration = recipe.calibration
     assert calibration is not None, f"{recipe.name}: a search has batches"
     if not recipe.uses_batches():
         calibration = None
-    elif calibration.algorithm != "minmax" and not REWRITES[calibration.algorithm] & recipe.decisions():
+    elif (
+        calibration.algorithm != "minmax"
+        and not REWRITES[calibration.algorithm] & recipe.decisions()
+    ):
         calibration = calibration.model_copy(update={"algorithm": "minmax"})
     raw = recipe.model_dump(mode="json", exclude_defaults=True)
     raw["calibration"] = calibration and calibration.model_dump(mode="json", exclude_defaults=True)
@@ -76,7 +96,9 @@ def found_text(recipe: Recipe) -> str:
     return flat_text(raw)
 
 
-def _words_of_groups(units: Iterable[ChoiceUnit], assignment: Assignment) -> dict[tuple[str, str], str]:
+def _words_of_groups(
+    units: Iterable[ChoiceUnit], assignment: Assignment
+) -> dict[tuple[str, str], str]:
     """(part, group) -> the word of most of its weights."""
     weights: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for unit in units:
@@ -84,7 +106,8 @@ def _words_of_groups(units: Iterable[ChoiceUnit], assignment: Assignment) -> dic
     return {group: counts.most_common(1)[0][0] for group, counts in weights.items()}
 
 
-# --- overrides --------------------------------------------------------------------------------------------------------
+# --- overrides
+# --------------------------------------------------------------------------------------------------
 
 
 def _overrides(units: Sequence[ChoiceUnit], assignment: Assignment) -> list[Override]:
@@ -92,7 +115,9 @@ def _overrides(units: Sequence[ChoiceUnit], assignment: Assignment) -> list[Over
     layers: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
     for unit in units:
         modules = tuple(sorted({_templated(tensor.module) for tensor in unit.options[0].tensors}))
-        layers[assignment[unit.name], modules].append(-1 if unit.layer is None else _layer_on_disk(unit))
+        layers[assignment[unit.name], modules].append(
+            -1 if unit.layer is None else _layer_on_disk(unit)
+        )
     return [
         Override(modules=f"re:{_pattern(modules, numbers)}", scheme=word)
         for (word, modules), numbers in sorted(layers.items())

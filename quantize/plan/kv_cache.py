@@ -1,15 +1,17 @@
 """Which attention layers of a plan have scales of an FP8 KV cache, and under which names.
 
-In: the recipe, the family, and the tensors that are planned already. Out: the scales to be calibrated, two for each
-attention layer of vLLM's class `Attention`, those of the MTP block too; or a refusal that says why there is no place
-for them.
+In: the recipe, the family, and the tensors that are planned already. Out: the scales to be
+calibrated, two for each attention layer of vLLM's class `Attention`, those of the MTP block too; or
+a refusal that says why there is no place for them.
 
-Easy to get wrong: the config's entry holds for the draft as well, whether or not its loader takes scales. Where it has
-no way in, the draft's cache is FP8 all the same, with scales of 1, and is measured so. Latent attention caches one
-vector for keys and values: compressed-tensors' entry never reaches its class.
+Easy to get wrong: the config's entry holds for the draft as well, whether or not its loader takes
+scales. Where it has no way in, the draft's cache is FP8 all the same, with scales of 1, and is
+measured so. Latent attention caches one vector for keys and values: compressed-tensors' entry never
+reaches its class.
 
-Source: vLLM 0.32.0 layers/attention/{attention,mla_attention}.py, quantization/kv_cache.py, the draft classes that the
-family files name; seen in dry loads of every family (tests/vllm/test_kv_cache.py).
+Source: vLLM 0.32.0 layers/attention/{attention,mla_attention}.py, quantization/kv_cache.py, the
+draft classes that the family files name; seen in dry loads of every family
+(tests/vllm/test_kv_cache.py).
 """
 
 from collections.abc import Iterable
@@ -25,8 +27,11 @@ from .tensor_plan import Output, TensorPlan
 _REASON = "recipe: kv_cache; scale of an FP8 cache from calibration data"
 
 
-def with_cache_scales(recipe: Recipe, view: FamilyView, tensors: Iterable[TensorPlan]) -> list[TensorPlan]:
-    """The tensors, each projection of keys with its cache, and the scales that calibration will find.
+def with_cache_scales(
+    recipe: Recipe, view: FamilyView, tensors: Iterable[TensorPlan]
+) -> list[TensorPlan]:
+    """The tensors, each projection of keys with its cache, and the scales that calibration will
+    find.
 
     Raises:
         RecipeError: this family's attention has no place for them; it names the reason.
@@ -37,7 +42,9 @@ def with_cache_scales(recipe: Recipe, view: FamilyView, tensors: Iterable[Tensor
     cached = [tensor for tensor in tensors if tensor.cache is not None]
     if not any(tensor.part == "backbone" for tensor in cached):
         raise _refusal(recipe, view, "no attention layer with a projection of keys")
-    return tensors + [_scale(projection, name) for projection in cached for name in projection.cache or ()]
+    return tensors + [
+        _scale(projection, name) for projection in cached for name in projection.cache or ()
+    ]
 
 
 def _with_cache(view: FamilyView, tensor: TensorPlan) -> TensorPlan:
@@ -47,13 +54,18 @@ def _with_cache(view: FamilyView, tensor: TensorPlan) -> TensorPlan:
 
 def _refusal(recipe: Recipe, view: FamilyView, why: str) -> RecipeError:
     rule = f"vLLM must have a place for scales of an FP8 cache in {view.family.model_type}"
-    return RecipeError(f"{recipe.name}: kv_cache", rule, got=why, cure="Remove kv_cache from the recipe")
+    return RecipeError(
+        f"{recipe.name}: kv_cache", rule, got=why, cure="Remove kv_cache from the recipe"
+    )
 
 
 def no_place(view: FamilyView) -> str:
     """Why no attention layer of the backbone takes scales; "" if they do."""
     if view.text_config.get("kv_lora_rank"):
-        return "latent attention, whose one cache for keys and values vLLM does not look up in compressed-tensors"
+        return (
+            "latent attention, whose one cache for keys and values vLLM does not look up in "
+            "compressed-tensors"
+        )
     if view.family.no_fp8_cache:
         return view.family.no_fp8_cache
     if not view.family.loader.backbone_takes_kv_scales:
@@ -62,15 +74,21 @@ def no_place(view: FamilyView) -> str:
 
 
 def attention_of(tensor: TensorPlan) -> HFName:
-    """The attention module on disk that a projection of keys belongs to; "" for all other tensors."""
+    """The attention module on disk that a projection of keys belongs to; "" for all other
+    tensors.
+    """
     is_projection = tensor.role == "attention" and len(tensor.shape) == 2 and tensor.fate != "drop"
-    if not is_projection or not any(_parent_leaf(output.name) == "k_proj" for output in tensor.outputs):
+    if not is_projection or not any(
+        _parent_leaf(output.name) == "k_proj" for output in tensor.outputs
+    ):
         return HFName("")
     return HFName(tensor.module.rpartition(".")[0])
 
 
 def scale_names(view: FamilyView, part: Part, module: HFName) -> tuple[HFName, ...]:
-    """The names of an attention module's scales in compressed-tensors' convention; none where no loader takes them."""
+    """The names of an attention module's scales in compressed-tensors' convention; none where no
+    loader takes them.
+    """
     known = view.family.loader.draft_kv_names if part == "mtp" else "usual"
     holder = f"{module}.attn" if known == "own" else module
     return tuple(HFName(f"{holder}.{leaf}") for leaf in CACHE_LEAVES) if known else ()

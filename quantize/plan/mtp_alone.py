@@ -1,10 +1,11 @@
 """The plan of an MTP block alone, for a checkpoint that lacks it.
 
-In: the headers of a release, the config.json of the checkpoint that gets the block, and one word for it. Out: a `Plan`
-with the tensors of the block and no others. Decisions, packing and shards are those of a whole checkpoint.
+In: the headers of a release, the config.json of the checkpoint that gets the block, and one word
+for it. Out: a `Plan` with the tensors of the block and no others. Decisions, packing and shards are
+those of a whole checkpoint.
 
-Easy to get wrong: which config.json. Tensors come from the release, but vLLM names modules by the config.json of the
-checkpoint that it serves. Both must call the same tensors the MTP block.
+Easy to get wrong: which config.json. Tensors come from the release, but vLLM names modules by the
+config.json of the checkpoint that it serves. Both must call the same tensors the MTP block.
 """
 
 from collections.abc import Mapping
@@ -29,10 +30,14 @@ from .plan import (
 from .tensor_plan import TensorPlan, same_output
 
 FILE_STEM = "model-mtp"
-"""How the names of the block's files start; with `model-` in front, as tools expect that download a model's files."""
+"""How the names of the block's files start; with `model-` in front, as tools expect that download a
+model's files.
+"""
 
 
-def plan_mtp_alone(source: Source, view: FamilyView, word: str, *, as_released: bool = False) -> Plan:
+def plan_mtp_alone(
+    source: Source, view: FamilyView, word: str, *, as_released: bool = False
+) -> Plan:
     """Decide what becomes of each tensor of a release's MTP block.
 
     Args:
@@ -53,7 +58,9 @@ def plan_mtp_alone(source: Source, view: FamilyView, word: str, *, as_released: 
         if not view.is_mtp(name):
             rule = f"both must call {name} a tensor of the MTP block"
             cure = "Name the release that the checkpoint was made from"
-            raise CheckpointError(source.where, rule, got="another name in the checkpoint", cure=cure)
+            raise CheckpointError(
+                source.where, rule, got="another name in the checkpoint", cure=cure
+            )
     recipe = _recipe(source, view, "bf16" if as_released else word)
     weights, others = stored_weights(block.values())
     given = Given(recipe=recipe, source=source, view=view, patterns=Patterns(recipe))
@@ -64,7 +71,11 @@ def plan_mtp_alone(source: Source, view: FamilyView, word: str, *, as_released: 
     tensors += added_aliases(view, entries)
     refuse_disagreeing_fusions(recipe, tensors)
     plan = Plan(
-        recipe=recipe, source=source, view=view, tensors=tuple(sorted(tensors, key=plan_order)), file_stem=FILE_STEM
+        recipe=recipe,
+        source=source,
+        view=view,
+        tensors=tuple(sorted(tensors, key=plan_order)),
+        file_stem=FILE_STEM,
     )
     refuse_calibration(plan)
     return plan

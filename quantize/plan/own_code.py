@@ -1,9 +1,10 @@
-"""What must be run for a plan and cannot be: the checkpoint's own Python without trust, or its MTP block.
+"""What must be run for a plan and cannot be: the checkpoint's own Python without trust, or its MTP
+block.
 
 In: a plan. Out: a refusal, or the words for a plan that leaves code out.
 
-Easy to get wrong: a recipe may come from a stranger too. `model_code: checkpoint` says that a recipe needs the code;
-only `--trust-remote-code` says that the user has read it.
+Easy to get wrong: a recipe may come from a stranger too. `model_code: checkpoint` says that a
+recipe needs the code; only `--trust-remote-code` says that the user has read it.
 """
 
 from ...checkpoints.companions import code_named_by
@@ -21,18 +22,30 @@ def refuse_untrusted_code(plan: Plan) -> None:
         RecipeError: names the files.
     """
     calibration = plan.recipe.calibration
-    if calibration is not None and calibration.model_code == "checkpoint" and not plan.trust_remote_code:
-        where, rule = plan.recipe.name, f"a recipe that runs the checkpoint's own Python needs {FLAG}"
+    if (
+        calibration is not None
+        and calibration.model_code == "checkpoint"
+        and not plan.trust_remote_code
+    ):
+        where, rule = (
+            plan.recipe.name,
+            f"a recipe that runs the checkpoint's own Python needs {FLAG}",
+        )
         if not plan.source.code:
             rule = "a recipe that runs the checkpoint's own Python needs one that has it"
-            cure = f"Copy the release's into it, or use --scheme {data_free_alternative(plan.recipe)}"
+            cure = (
+                f"Copy the release's into it, or use --scheme {data_free_alternative(plan.recipe)}"
+            )
             raise RecipeError(where, rule, got=f"no .py file in {plan.source.where}", cure=cure)
         cure = f"Read {', '.join(plan.source.code)} of {plan.source.where}, then add {FLAG}"
-        raise RecipeError(where, rule, got="calibration.model_code: checkpoint without it", cure=cure)
+        raise RecipeError(
+            where, rule, got="calibration.model_code: checkpoint without it", cure=cure
+        )
 
 
 def refuse_no_draft(plan: Plan) -> None:
-    """Refuse to calibrate or to measure an MTP block that cannot be run here. The family says which can.
+    """Refuse to calibrate or to measure an MTP block that cannot be run here. The family says which
+    can.
 
     Raises:
         RecipeError: says why it cannot be run.
@@ -49,9 +62,14 @@ def refuse_no_draft(plan: Plan) -> None:
 
 
 def code_left_out(plan: Plan) -> str:
-    """What an output lacks without the checkpoint's own Python: a sentence, empty where nothing is left out."""
+    """What an output lacks without the checkpoint's own Python: a sentence, empty where nothing is
+    left out.
+    """
     if plan.trust_remote_code or not plan.source.code:
         return ""
     named = [name for name in code_named_by(plan.source.config) if name in plan.source.code]
     needed = f"auto_map in config.json names {', '.join(named)}. " if named else ""
-    return f"not carried: {', '.join(plan.source.code)}, the checkpoint's own Python. {needed}Carry it: {FLAG}"
+    return (
+        f"not carried: {', '.join(plan.source.code)}, the checkpoint's own Python. {needed}Carry "
+        f"it: {FLAG}"
+    )

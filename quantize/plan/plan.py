@@ -1,10 +1,12 @@
 """The plan: one fate for every tensor of the source, decided from headers before any work.
 
-In: a recipe, and a source's config.json and headers. Out: a `Plan`. The writer, the ignore list, the size estimate,
-the static check's expectations and the model card all read this one value, so they cannot disagree.
+In: a recipe, and a source's config.json and headers. Out: a `Plan`. The writer, the ignore list,
+the size estimate, the static check's expectations and the model card all read this one value, so
+they cannot disagree.
 
-Easy to get wrong: a decision is per module at *run time*. Modules that vLLM fuses must agree, a module whose runtime
-class has no slot for scales must stay plain, and an MTP block promised by config.json must be there.
+Easy to get wrong: a decision is per module at *run time*. Modules that vLLM fuses must agree, a
+module whose runtime class has no slot for scales must stay plain, and an MTP block promised by
+config.json must be there.
 """
 
 import re
@@ -34,7 +36,8 @@ _NUMBERS = re.compile(r"(\d+)")
 _NEVER_TRAINED = ("embedding", "head", "state", "vision")
 _GET_IT = "Get the MTP block from the original release: most tools drop it"
 _LOST = (
-    "Add --mtp-source with a checkpoint that has the block: the original release, since most tools drop it, or another "
+    "Add --mtp-source with a checkpoint that has the block: the original release, since most "
+    "tools drop it, or another "
     "repository where the release has none. llm-compressor quantizes a model that never had one"
 )
 Unit = tuple[TensorPlan, ...]
@@ -55,8 +58,10 @@ class Plan:
     """Everything that will happen, before it does.
 
     Attributes:
-        trust_remote_code: the user lets the checkpoint's own Python run, and travel with the output.
-        recipe_text: the recipe as the checkpoint will carry it; "" where only the decisions are asked for.
+        trust_remote_code: the user lets the checkpoint's own Python run, and travel with the
+            output.
+        recipe_text: the recipe as the checkpoint will carry it; "" where only the decisions are
+            asked for.
         file_stem: how the names of the output files start.
     """
 
@@ -78,20 +83,26 @@ class Plan:
     @cached_property
     def num_bytes_before(self) -> int:
         """Bytes of the source tensors that are consumed."""
-        consumed = {name for tensor in self.tensors if tensor.fate != "add" for name in tensor.inputs}
+        consumed = {
+            name for tensor in self.tensors if tensor.fate != "add" for name in tensor.inputs
+        }
         entries = self.entries
         return sum(entries[name].num_bytes for name in consumed)
 
     @cached_property
     def num_bytes_after(self) -> int:
         """Bytes of the tensors to be written."""
-        return sum(self.on_disk(output).num_bytes for tensor in self.tensors for output in tensor.outputs)
+        return sum(
+            self.on_disk(output).num_bytes for tensor in self.tensors for output in tensor.outputs
+        )
 
     @cached_property
     def spelled(self) -> Mapping[HFName, Spelled]:
-        """Outputs that the recipe's `format` writes otherwise, by their names in compressed-tensors' convention.
+        """Outputs that the recipe's `format` writes otherwise, by their names in
+        compressed-tensors' convention.
 
-        Calibration, packing and `TensorPlan.outputs` know compressed-tensors' names only; the writer turns them.
+        Calibration, packing and `TensorPlan.outputs` know compressed-tensors' names only; the
+        writer turns them.
         """
         if self.recipe.format == "compressed-tensors":
             return {}
@@ -120,16 +131,23 @@ class Plan:
     def shards(self) -> tuple[Shard, ...]:
         """The output files, filled in order up to `shard_bytes`; a unit is never split.
 
-        The MTP block has files of its own, the last ones, so that a loader of the draft can leave out the backbone's:
-        vLLM 0.32.0 by `is_unused_checkpoint_weight` of its draft class, and sglang #35395 by the index. Embedding and
-        head, which target and draft share, stay in the first files.
+        The MTP block has files of its own, the last ones, so that a loader of the draft can leave
+        out the backbone's: vLLM 0.32.0 by `is_unused_checkpoint_weight` of its draft class, and
+        sglang #35395 by the index. Embedding and head, which target and draft share, stay in the
+        first files.
         """
         parts = groupby(self.units, key=lambda unit: unit[0].part)
-        groups = [group for _, units in parts for group in filled(units, self.shard_bytes, self.on_disk)]
-        return tuple(self._shard(units, number, len(groups)) for number, units in enumerate(groups, start=1))
+        groups = [
+            group for _, units in parts for group in filled(units, self.shard_bytes, self.on_disk)
+        ]
+        return tuple(
+            self._shard(units, number, len(groups)) for number, units in enumerate(groups, start=1)
+        )
 
     def _shard(self, units: list[Unit], number: int, count: int) -> Shard:
-        outputs = [self.on_disk(output) for unit in units for tensor in unit for output in tensor.outputs]
+        outputs = [
+            self.on_disk(output) for unit in units for tensor in unit for output in tensor.outputs
+        ]
         return Shard(
             file=f"{self.file_stem}-{number:05d}-of-{count:05d}.safetensors",
             units=tuple(units),
@@ -138,43 +156,60 @@ class Plan:
 
     @property
     def needs_calibration(self) -> list[str]:
-        """Schemes of this plan that need batches, the KV cache's among them, and the word for a tuned MTP block."""
+        """Schemes of this plan that need batches, the KV cache's among them, and the word for a
+        tuned MTP block.
+        """
         schemes = {tensor.scheme or CACHE for tensor in self.tensors if tensor.calibrated}
         return sorted(schemes | {f"mtp: {TUNED}" for tensor in self.tensors if tensor.tuned})
 
     @property
     def needs_batches(self) -> bool:
-        """Whether text is run: for a scheme, for an algorithm, or to measure what `auto` or `tuned` decide."""
+        """Whether text is run: for a scheme, for an algorithm, or to measure what `auto` or `tuned`
+        decide.
+        """
         return bool(self.needs_calibration) or self.recipe.measures_mtp or self.recipe.is_searched
 
     @property
     def calibration(self) -> Calibration:
         """The recipe's block of a plan that is calibrated."""
-        assert self.recipe.calibration is not None, f"{self.recipe.name}: nothing says what to calibrate on"
+        assert self.recipe.calibration is not None, (
+            f"{self.recipe.name}: nothing says what to calibrate on"
+        )
         return self.recipe.calibration
 
     @property
     def may_calibrate_mtp(self) -> bool:
-        """Whether tensors of the MTP block need batches; under `mtp: auto`, those of a candidate."""
+        """Whether tensors of the MTP block need batches; under `mtp: auto`, those of a
+        candidate.
+        """
         if self.recipe.mtp == AUTO and self.recipe.calibrated_mtp_schemes():
             return True
-        return any(tensor.calibrated or tensor.tuned for tensor in self.tensors if tensor.part == "mtp")
+        return any(
+            tensor.calibrated or tensor.tuned for tensor in self.tensors if tensor.part == "mtp"
+        )
 
 
 def make_plan(
-    recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES, trust_remote_code: bool = False
+    recipe: Recipe,
+    source: Source,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """Decide the fate of every tensor.
 
     Args:
-        recipe: what to do with each module group; `mtp: auto` has been resolved to one of its candidates.
+        recipe: what to do with each module group; `mtp: auto` has been resolved to one of its
+            candidates.
         source: the released checkpoint's headers.
         shard_bytes: upper bound for an output file, unless one unit alone is larger.
-        trust_remote_code: the user lets the checkpoint's own Python run, and travel with the output.
+        trust_remote_code: the user lets the checkpoint's own Python run, and travel with the
+            output.
 
     Raises:
-        RecipeError: the recipe does not fit the model: a group without a decision or without modules, a width that a
-            scheme cannot take, fused modules that disagree, a pattern that matches nothing.
+        RecipeError: the recipe does not fit the model: a group without a decision or without
+            modules, a width that a scheme cannot take, fused modules that disagree, a pattern that
+            matches nothing.
         CheckpointError: a tensor outside the family table, or a promised MTP block that is absent.
     """
     assert recipe.mtp != AUTO, f"{recipe.name}: a plan is of one candidate"
@@ -215,11 +250,13 @@ def make_plan(
 def refuse_calibration(plan: Plan) -> None:
     """Refuse static input scales where the runtime feeds a module an input that no batch has.
 
-    vLLM 0.32.0 folds latent attention's kv_b_proj into the query and the output, and gets its weight by running an
-    identity matrix through the layer (get_and_maybe_dequant_weights in quantization/utils/quant_utils.py, called by
-    split_kv_b_proj in layers/attention/mla_attention.py). Schemes that scale their inputs on the fly take ones and
-    zeros exactly. A static scale s rounds 1 / s to E4M3 (FP8; NVFP4's scale of a group likewise), so the whole weight
-    is off by one factor of up to 1/16, and clipped where the inputs of calibration were below 1.
+    vLLM 0.32.0 folds latent attention's kv_b_proj into the query and the output, and gets its
+    weight by running an identity matrix through the layer (get_and_maybe_dequant_weights in
+    quantization/utils/quant_utils.py, called by split_kv_b_proj in
+    layers/attention/mla_attention.py). Schemes that scale their inputs on the fly take ones and
+    zeros exactly. A static scale s rounds 1 / s to E4M3 (FP8; NVFP4's scale of a group likewise),
+    so the whole weight is off by one factor of up to 1/16, and clipped where the inputs of
+    calibration were below 1.
 
     Raises:
         RecipeError: names the module and what to override it with.
@@ -229,13 +266,14 @@ def refuse_calibration(plan: Plan) -> None:
         if is_absorbed and tensor.fate == "quantize" and SCHEMES[tensor.scheme].needs_calibration:
             raise RecipeError(
                 f"{plan.recipe.name}: {tensor.part} {tensor.role}",
-                "vLLM reads kv_b_proj through an identity matrix, which static input scales distort",
+                "vLLM reads kv_b_proj through an identity matrix, which static input scales "
+                "distort",
                 got=f"{tensor.scheme} for {tensor.name}",
                 cure="Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16",
             )
 
 
-# --- recipe and model must fit ----------------------------------------------------------------------------------------
+# --- recipe and model must fit --------------------------------------------------------------------
 
 
 def _refuse_other_family(recipe: Recipe, family: Family, source: Source) -> None:
@@ -255,7 +293,9 @@ def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
 
 
 def _refuse_lost_layers(view: FamilyView, source: Source) -> None:
-    """Each layer of the backbone that config.json counts has a tensor: a download that was cut has not."""
+    """Each layer of the backbone that config.json counts has a tensor: a download that was cut has
+    not.
+    """
     stems = [view.disk_stem("backbone", index) for index in range(view.num_layers)]
     depth = stems[0].count(".") if stems else 0
     held = {".".join([*name.split(".", depth)[:depth], ""]) for name in source.entries}
@@ -270,7 +310,9 @@ def _refuse_lost_layers(view: FamilyView, source: Source) -> None:
 
 
 def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFName]) -> None:
-    """config.json and the tensors' names must agree on the MTP layers, and every module of the block must be there."""
+    """config.json and the tensors' names must agree on the MTP layers, and every module of the
+    block must be there.
+    """
     promised, found = view.num_mtp_layers, view.mtp_layers_of(names)
     where = f"{source.where}/config.json"
     if promised and not any(map(view.is_mtp, names)):
@@ -349,33 +391,41 @@ def refuse_disagreeing_fusions(recipe: Recipe, tensors: Iterable[TensorPlan]) ->
         if other.scheme != tensor.scheme:
             raise RecipeError(
                 recipe.name,
-                f"vLLM fuses {other.module} and {tensor.module} into {tensor.runtime}, so they need one scheme",
+                f"vLLM fuses {other.module} and {tensor.module} into {tensor.runtime}, so they "
+                "need one scheme",
                 got=f"{other.scheme or 'plain'} and {tensor.scheme or 'plain'}",
                 cure="Give both the same scheme, or `bf16`",
             )
 
 
 def refuse_wordless(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
-    """Refuse what vLLM's modelopt loader has no word for: schemes, and scales a row for routed experts."""
+    """Refuse what vLLM's modelopt loader has no word for: schemes, and scales a row for routed
+    experts.
+    """
     for tensor in tensors:
-        is_known = tensor.scheme in ALGORITHMS and not (tensor.role == "experts" and tensor.scheme in NOT_FOR_EXPERTS)
+        is_known = tensor.scheme in ALGORITHMS and not (
+            tensor.role == "experts" and tensor.scheme in NOT_FOR_EXPERTS
+        )
         if tensor.scheme and not is_known:
             of_experts = " of routed experts" if tensor.scheme in ALGORITHMS else ""
             raise RecipeError(
                 f"{recipe.name}: {tensor.part} {tensor.role}",
-                f"vLLM's loader of modelopt checkpoints must have a word for {tensor.scheme}{of_experts}",
+                "vLLM's loader of modelopt checkpoints must have a word for "
+                f"{tensor.scheme}{of_experts}",
                 got=f"none, for {tensor.name}",
                 cure=f"Use {_WORDS_OF[tensor.role == 'experts']}, or format: compressed-tensors",
             )
 
 
 _WORDS_OF = {
-    is_experts: ", ".join(word for word in ALGORITHMS if not (is_experts and word in NOT_FOR_EXPERTS))
+    is_experts: ", ".join(
+        word for word in ALGORITHMS if not (is_experts and word in NOT_FOR_EXPERTS)
+    )
     for is_experts in (False, True)
 }
 
 
-# --- what batches give ------------------------------------------------------------------------------------------------
+# --- what batches give ----------------------------------------------------------------------------
 
 
 def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorPlan]:
@@ -384,7 +434,9 @@ def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorP
     marked = [_marked(tensor, recipe, algorithm) for tensor in tensors]
     if algorithm not in RESCALING:
         return marked
-    rewritten = {(t.part, t.layer) for t in marked if t.calibrated == "weights" and t.layer is not None}
+    rewritten = {
+        (t.part, t.layer) for t in marked if t.calibrated == "weights" and t.layer is not None
+    }
     return [
         tensor._replace(may_change=True, reason=f"{tensor.reason}; {algorithm} may rescale it")
         if (tensor.part, tensor.layer) in rewritten and _can_be_rescaled(tensor)
@@ -412,32 +464,46 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
             reasons.append("input scales from calibration data")
         elif is_weighted:
             calibrated = "scales"
-    is_trained = tuned is not None and tensor.role not in (*_NEVER_TRAINED, *tuned.frozen) and _is_weight(tensor)
+    is_trained = (
+        tuned is not None
+        and tensor.role not in (*_NEVER_TRAINED, *tuned.frozen)
+        and _is_weight(tensor)
+    )
     if is_trained:
         reasons.append("tuned")
     if len(reasons) == 1:
         return tensor
     reason = "; ".join(reasons)
-    return tensor._replace(reason=reason, calibrated=calibrated, weighted=is_weighted, tuned=is_trained)
+    return tensor._replace(
+        reason=reason, calibrated=calibrated, weighted=is_weighted, tuned=is_trained
+    )
 
 
 def _is_weight(tensor: TensorPlan) -> bool:
-    """Whether this is a weight or a bias that is written in floating point or packed anew; no buffer, no table."""
+    """Whether this is a weight or a bias that is written in floating point or packed anew; no
+    buffer, no table.
+    """
     if tensor.fate == "keep" and (tensor.form != "plain" or tensor.scheme):
         return False
     is_float = all(output.dtype in ("BF16", "F16", "F32") for output in tensor.outputs)
     named = tensor.name.endswith((".weight", ".bias")) or bool(tensor.stacked)
-    return named and (tensor.fate == "quantize" or (tensor.fate in ("keep", "dequantize") and is_float))
+    return named and (
+        tensor.fate == "quantize" or (tensor.fate in ("keep", "dequantize") and is_float)
+    )
 
 
 def _can_be_rescaled(tensor: TensorPlan) -> bool:
-    """Whether this run computes the tensor's values anew, or could: its bytes are not those of a stored scheme."""
+    """Whether this run computes the tensor's values anew, or could: its bytes are not those of a
+    stored scheme.
+    """
     if tensor.calibrated == "weights" or tensor.role == "state":
         return False
-    return tensor.fate in ("quantize", "dequantize") or (tensor.fate == "keep" and tensor.form == "plain")
+    return tensor.fate in ("quantize", "dequantize") or (
+        tensor.fate == "keep" and tensor.form == "plain"
+    )
 
 
-# --- orders -----------------------------------------------------------------------------------------------------------
+# --- orders ---------------------------------------------------------------------------------------
 
 
 def _as_planned(output: Output) -> Output:
@@ -466,7 +532,9 @@ def _disk_order(output: Output) -> tuple[int, str]:
 
 
 def plan_order(tensor: TensorPlan) -> tuple[bool, int, list[str | int]]:
-    """The backbone before the MTP block; in each, layer by layer, and by name with numbers as numbers."""
+    """The backbone before the MTP block; in each, layer by layer, and by name with numbers as
+    numbers.
+    """
     layer = tensor.layer if tensor.layer is not None else -1
     natural: list[str | int] = [*_NUMBERS.split(tensor.name)]
     natural[1::2] = map(int, natural[1::2])  # every second part is a number

@@ -1,10 +1,10 @@
 """What happens to one tensor: the values that a plan is made of.
 
-In: a weight as it is stored, and the scheme it will have. Out: `TensorPlan`, and the `Output`s that a scheme puts on
-disk for it.
+In: a weight as it is stored, and the scheme it will have. Out: `TensorPlan`, and the `Output`s that
+a scheme puts on disk for it.
 
-Easy to get wrong: the outputs of a 3-D expert parameter. Where it is quantized, it becomes one set of tensors for each
-expert and each projection, under the names of single experts.
+Easy to get wrong: the outputs of a 3-D expert parameter. Where it is quantized, it becomes one set
+of tensors for each expert and each projection, under the names of single experts.
 """
 
 from collections.abc import Iterator
@@ -50,8 +50,10 @@ class TensorPlan(NamedTuple):
 
     Attributes:
         name: the weight's or tensor's name on disk, without a packed form's suffix (`....weight`).
-        inputs: every source tensor this consumes; across a plan each source tensor is consumed once.
-        fate: quantize to `scheme`; keep the bytes; dequantize to BF16; add a copy of `inputs`; drop.
+        inputs: every source tensor this consumes; across a plan each source tensor is consumed
+            once.
+        fate: quantize to `scheme`; keep the bytes; dequantize to BF16; add a copy of `inputs`;
+            drop.
         scheme: the form at run time: a scheme's name, or "" for plain tensors.
         reason: why, for people.
         form: how the source stores it.
@@ -59,15 +61,18 @@ class TensorPlan(NamedTuple):
         unit: tensors with the same unit are computed together and are written to one shard.
         place: what it is on disk and in vLLM.
         block: rows and columns per scale of the stored form, for block forms.
-        slices: for a matrix whose rows are interleaved, the rows of each output in one of its slices.
-        calibrated: which outputs need batches. "scales": the static input scales, while the weight is packed from the
-            source; where `weighted`, packing needs them, too. "weights": every output, because an algorithm rewrites
-            the weight. "cache": a scale of the KV cache, which no source tensor is the origin of.
-        cache: of the projection of keys, where the attention has an FP8 cache: the names of its scales, of keys and of
-            values; () where no loader takes them, and they are 1. None for all other tensors.
+        slices: for a matrix whose rows are interleaved, the rows of each output in one of its
+            slices.
+        calibrated: which outputs need batches. "scales": the static input scales, while the weight
+            is packed from the source; where `weighted`, packing needs them, too. "weights": every
+            output, because an algorithm rewrites the weight. "cache": a scale of the KV cache,
+            which no source tensor is the origin of.
+        cache: of the projection of keys, where the attention has an FP8 cache: the names of its
+            scales, of keys and of values; () where no loader takes them, and they are 1. None for
+            all other tensors.
         weighted: the scales of the weight are searched by the importance of its input channels.
-        may_change: the algorithm moves scale between the modules of this layer, so batches may also give all outputs of
-            this one, unit by unit.
+        may_change: the algorithm moves scale between the modules of this layer, so batches may also
+            give all outputs of this one, unit by unit.
         tuned: training gives every output of this tensor of the MTP block.
     """
 
@@ -113,7 +118,9 @@ class TensorPlan(NamedTuple):
 
     @property
     def stacked(self) -> tuple[str, ...]:
-        """Projections in a 3-D expert tensor, which becomes one tensor an expert where it is quantized."""
+        """Projections in a 3-D expert tensor, which becomes one tensor an expert where it is
+        quantized.
+        """
         return self.place.row.stacked
 
     @property
@@ -121,16 +128,24 @@ class TensorPlan(NamedTuple):
         """The outputs that need batches."""
         if self.calibrated in ("weights", "cache") or self.tuned:
             return self.outputs
-        suffixes = {spec.suffix for spec in SCHEMES[self.scheme].extra} if self.calibrated else set()
-        return tuple(output for output in self.outputs if output.name.rpartition(".")[2] in suffixes)
+        suffixes = (
+            {spec.suffix for spec in SCHEMES[self.scheme].extra} if self.calibrated else set()
+        )
+        return tuple(
+            output for output in self.outputs if output.name.rpartition(".")[2] in suffixes
+        )
 
     @property
     def importances(self) -> tuple[Output, ...]:
-        """What calibration gives the packer, and no checkpoint has: the importance of each module's input channels."""
+        """What calibration gives the packer, and no checkpoint has: the importance of each module's
+        input channels.
+        """
         if not self.weighted:
             return ()
         modules = dict.fromkeys(output.name.rpartition(".")[0] for output in self.outputs)
-        return tuple(Output(importance_of(HFName(name)), "F32", self.shape[-1:]) for name in modules)
+        return tuple(
+            Output(importance_of(HFName(name)), "F32", self.shape[-1:]) for name in modules
+        )
 
 
 def importance_of(module: HFName) -> HFName:
@@ -139,14 +154,18 @@ def importance_of(module: HFName) -> HFName:
 
 
 def modelopt_outputs(tensor: TensorPlan) -> Iterator[tuple[HFName, Spelled]]:
-    """The outputs of a quantized tensor in modelopt's convention, by their names in compressed-tensors'."""
+    """The outputs of a quantized tensor in modelopt's convention, by their names in
+    compressed-tensors'.
+    """
     if tensor.calibrated == "cache":
         name = HFName(cache_scale_in("modelopt", tensor.name))
         yield tensor.name, Spelled(output=Output(name, "F32", ()), change="dtype")
         return
     for output in tensor.outputs:
         module, _, leaf = output.name.rpartition(".")
-        other = in_modelopt(tensor.scheme, leaf, output.dtype, output.shape, of_experts=tensor.role == "experts")
+        other = in_modelopt(
+            tensor.scheme, leaf, output.dtype, output.shape, of_experts=tensor.role == "experts"
+        )
         written = Output(HFName(f"{module}.{other.leaf}"), other.dtype, other.shape)
         yield output.name, Spelled(output=written, change=other.change)
 
@@ -157,7 +176,9 @@ def same_output(entry: Entry) -> Output:
 
 
 def packed_outputs(place: Place, scheme: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
-    """The outputs for a weight that is quantized: one set of tensors, or one a projection of each stacked expert."""
+    """The outputs for a weight that is quantized: one set of tensors, or one a projection of each
+    stacked expert.
+    """
     stacked = place.row.stacked
     if not stacked:
         return _outputs_of(place.module, scheme, shape)
@@ -171,7 +192,9 @@ def packed_outputs(place: Place, scheme: str, shape: tuple[int, ...]) -> tuple[O
     return tuple(outputs)
 
 
-def separated_outputs(weight: StoredWeight, place: Place, slices: tuple[int, ...]) -> tuple[Output, ...]:
+def separated_outputs(
+    weight: StoredWeight, place: Place, slices: tuple[int, ...]
+) -> tuple[Output, ...]:
     """The outputs for a matrix with interleaved rows: a plain one for each of q, k and v."""
     assert place.row.interleaved is not None
     num_rows, num_columns = weight.shape
@@ -184,20 +207,32 @@ def separated_outputs(weight: StoredWeight, place: Place, slices: tuple[int, ...
 
 
 def renamed_outputs(weight: StoredWeight, scheme: str) -> tuple[Output, ...]:
-    """The outputs for a weight that keeps its bytes under the scheme's names; float scales keep their precision."""
+    """The outputs for a weight that keeps its bytes under the scheme's names; float scales keep
+    their precision.
+    """
     scale = weight.parts.get("weight_scale")
     outputs = _outputs_of(weight.module, scheme, weight.shape)
     if scale is None or scale.dtype not in ("F32", "F16"):
         return outputs
-    return tuple(output._replace(dtype=scale.dtype) if output.dtype == "BF16" else output for output in outputs)
+    return tuple(
+        output._replace(dtype=scale.dtype) if output.dtype == "BF16" else output
+        for output in outputs
+    )
 
 
 def _outputs_of(module: HFName, scheme: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
-    return tuple([Output(HFName(f"{module}.{suffix}"), dtype, size) for suffix, dtype, size in _specs(scheme, *shape)])
+    return tuple(
+        [
+            Output(HFName(f"{module}.{suffix}"), dtype, size)
+            for suffix, dtype, size in _specs(scheme, *shape)
+        ]
+    )
 
 
 @cache
 def _specs(scheme: str, num_rows: int, num_columns: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Suffix, dtype and shape of a scheme's tensors. A model has a few shapes, and each of its experts has them."""
+    """Suffix, dtype and shape of a scheme's tensors. A model has a few shapes, and each of its
+    experts has them.
+    """
     specs = SCHEMES[scheme].tensors(num_rows, num_columns)
     return [(spec.suffix, spec.dtype, spec.shape) for spec in specs]

@@ -1,12 +1,14 @@
 """How many processes share a run, and which one this is: as torchrun says it, or SLURM's srun.
 
-In: the environment. Out: a `ProcessPlace`. torch is not imported, so the command line can ask at once.
+In: the environment. Out: a `ProcessPlace`. torch is not imported, so the command line can ask at
+once.
 
-Easy to get wrong: an sbatch script itself has SLURM_NTASKS too, and so has a shell under `srun --pty`; a process in
-them is alone. So SLURM's names count only in a step of srun, and where MASTER_ADDR says where the processes meet. A
-person sets that for this.
+Easy to get wrong: an sbatch script itself has SLURM_NTASKS too, and so has a shell under `srun
+--pty`; a process in them is alone. So SLURM's names count only in a step of srun, and where
+MASTER_ADDR says where the processes meet. A person sets that for this.
 
-Source: PyTorch 2.13 distributed/run.py (names of torchrun); srun(1), "OUTPUT ENVIRONMENT VARIABLES".
+Source: PyTorch 2.13 distributed/run.py (names of torchrun); srun(1), "OUTPUT ENVIRONMENT
+VARIABLES".
 """
 
 import os
@@ -44,9 +46,18 @@ def place_of_process() -> ProcessPlace:
     if _number("WORLD_SIZE", 1) > 1:
         size = _number("WORLD_SIZE", 1)
         local_size = _number("LOCAL_WORLD_SIZE", size)
-        return ProcessPlace(rank=_number("RANK", 0), size=size, local=_number("LOCAL_RANK", 0), local_size=local_size)
+        return ProcessPlace(
+            rank=_number("RANK", 0),
+            size=size,
+            local=_number("LOCAL_RANK", 0),
+            local_size=local_size,
+        )
     size = _number("SLURM_NTASKS", 1)
-    if size == 1 or "RANK" in os.environ or not (os.environ.get("MASTER_ADDR") and "SLURM_STEP_ID" in os.environ):
+    if (
+        size == 1
+        or "RANK" in os.environ
+        or not (os.environ.get("MASTER_ADDR") and "SLURM_STEP_ID" in os.environ)
+    ):
         return ProcessPlace()
     return ProcessPlace(
         rank=_number("SLURM_PROCID", 0),
@@ -58,17 +69,21 @@ def place_of_process() -> ProcessPlace:
 
 
 def refuse_processes(calibration: "Calibration", size: int, where: str) -> None:
-    """Refuse more processes than there are sequences, or than the algorithm can use: one would have nothing to do.
+    """Refuse more processes than there are sequences, or than the algorithm can use: one would have
+    nothing to do.
 
-    Source of what modelopt shares: nvidia-modelopt 0.47.0 local_hessian_calibrate ("Treat local_hessian as single-rank
-    for now").
+    Source of what modelopt shares: nvidia-modelopt 0.47.0 local_hessian_calibrate ("Treat
+    local_hessian as single-rank for now").
 
     Raises:
         RecipeError: says how many there may be.
     """
     if calibration.algorithm == "autoround" and size > 1:
         rule = "algorithm: autoround must run in one process"
-        cure = "Start one process, or use gptq: auto-round's own processes each keep what was best on their own text"
+        cure = (
+            "Start one process, or use gptq: auto-round's own processes each keep what was best "
+            "on their own text"
+        )
         raise RecipeError(where, rule, got=str(size), cure=cure)
     if calibration.samples < size:
         rule, got = "every process must have a sequence of calibration text", calibration.samples
@@ -76,7 +91,12 @@ def refuse_processes(calibration: "Calibration", size: int, where: str) -> None:
         raise RecipeError(where, rule, got=f"{got} samples for {size} processes", cure=cure)
     if calibration.algorithm == "local-hessian" and size > 1:
         rule = "local-hessian must run in one process, since modelopt sums its Hessians over none"
-        raise RecipeError(where, rule, got=f"{size} processes", cure="Start one, or set calibration.algorithm: mse")
+        raise RecipeError(
+            where,
+            rule,
+            got=f"{size} processes",
+            cure="Start one, or set calibration.algorithm: mse",
+        )
 
 
 def _number(name: str, default: int) -> int:
@@ -86,7 +106,9 @@ def _number(name: str, default: int) -> int:
 def _tasks_on_node(size: int) -> int:
     """From `8(x2),4`: eight tasks on each of the first two nodes, four on the third."""
     counts: list[int] = []
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+    for count, repeat in re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    ):
         counts += [int(count)] * int(repeat or 1)
     node = _number("SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else size

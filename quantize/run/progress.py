@@ -2,7 +2,8 @@
 
 In: how many steps are done, and since when. Out: a `CalibrationStep` for a caller's callback.
 
-Easy to get wrong: steps of an earlier run count as done, but this process did not spend its time on them.
+Easy to get wrong: steps of an earlier run count as done, but this process did not spend its time on
+them.
 """
 
 import resource
@@ -34,7 +35,9 @@ ProgressCallback = Callable[[CalibrationStep], None]
 
 
 BytesBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Called with the number of bytes in all. Returns a context, whose value is called with the bytes done since then."""
+"""Called with the number of bytes in all. Returns a context, whose value is called with the bytes
+done since then.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,8 @@ class RunProgress:
     Attributes:
         calibration: called after each step.
         packing: called with the number of source bytes when packing begins.
-        values: called with the number of bytes of the output whose values are read, before it gets its name.
+        values: called with the number of bytes of the output whose values are read, before it gets
+            its name.
         download: brings a source to this machine, and shows how far it is.
     """
 
@@ -58,7 +62,14 @@ SILENT = RunProgress()
 
 
 def progress_since(
-    started: float, step: str, *, done: int, total: int, num_here: int, tokens: int, device: "torch.device"
+    started: float,
+    step: str,
+    *,
+    done: int,
+    total: int,
+    num_here: int,
+    tokens: int,
+    device: "torch.device",
 ) -> CalibrationStep:
     """The progress of a run.
 

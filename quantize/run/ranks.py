@@ -1,13 +1,16 @@
-"""The processes of a run: one on its own, or those that torchrun or srun started, each with its device and its share.
+"""The processes of a run: one on its own, or those that torchrun or srun started, each with its
+device and its share.
 
-In: the place of this process (`processes.py`). Out: a `Ranks`. Every rank calibrates with its share of the sequences;
-llm-compressor's modifiers sum up over the ranks (NCCL on GPUs, gloo on CPUs).
+In: the place of this process (`processes.py`). Out: a `Ranks`. Every rank calibrates with its share
+of the sequences; llm-compressor's modifiers sum up over the ranks (NCCL on GPUs, gloo on CPUs).
 
-Easy to get wrong: a rank that dies must not leave the others waiting for it. Their connections to it break, or the
-launcher ends them; either way they end with a sentence that says why. So the ranks wait for each other over gloo, which
-notices a broken connection at once, also where tensors go over NCCL. A wait longer than `TIMEOUT` ends them too.
+Easy to get wrong: a rank that dies must not leave the others waiting for it. Their connections to
+it break, or the launcher ends them; either way they end with a sentence that says why. So the ranks
+wait for each other over gloo, which notices a broken connection at once, also where tensors go over
+NCCL. A wait longer than `TIMEOUT` ends them too.
 
-A GPU that fails leaves errors of many classes, and nothing more can be computed on it by this process.
+A GPU that fails leaves errors of many classes, and nothing more can be computed on it by this
+process.
 """
 
 import os
@@ -73,9 +76,11 @@ class Ranks:
             dist.barrier()
 
     def share(self, num_rows: int, batch_size: int) -> range:
-        """This rank's rows of so many: whole batches where every rank gets one, else as many rows as the others.
+        """This rank's rows of so many: whole batches where every rank gets one, else as many rows
+        as the others.
 
-        Whole batches are those of a single process, so that each computes what it would compute there.
+        Whole batches are those of a single process, so that each computes what it would compute
+        there.
         """
         unit = batch_size if -(-num_rows // batch_size) >= self.size else 1
         num_units = -(-num_rows // unit)
@@ -95,7 +100,9 @@ class Ranks:
             try:
                 told = [find()]
             except KeepMTPError as error:
-                told = [_Refused(type(error), str(error.where), error.rule, str(error.got), error.cure)]
+                told = [
+                    _Refused(type(error), str(error.where), error.rule, str(error.got), error.cure)
+                ]
         dist.broadcast_object_list(told, src=0)
         (found,) = told
         if isinstance(found, _Refused):
@@ -142,10 +149,13 @@ def joined() -> Iterator[Ranks]:
     """The ranks of this run: those a launcher started, or this process alone.
 
     Raises:
-        RecipeError: a node has fewer GPUs than processes; inside, wherever another process or this one's GPU is gone.
+        RecipeError: a node has fewer GPUs than processes; inside, wherever another process or this
+            one's GPU is gone.
     """
     place = place_of_process()
-    ranks = Ranks(rank=place.rank, size=place.size, device=_device_of(place), local_size=place.local_size)
+    ranks = Ranks(
+        rank=place.rank, size=place.size, device=_device_of(place), local_size=place.local_size
+    )
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
     with naming_lost_device(ranks):
@@ -155,7 +165,9 @@ def joined() -> Iterator[Ranks]:
         with _ended_by_launcher(place), _naming_lost_peers(place):
             os.environ.setdefault("MASTER_PORT", _MASTER_PORT)
             backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
+            dist.init_process_group(
+                backend, rank=place.rank, world_size=place.size, timeout=TIMEOUT
+            )
             _refuse_shared_gpu(ranks, place)
             yield ranks
         # Not after an error: leaving a group in good order needs all of its members.
@@ -164,7 +176,9 @@ def joined() -> Iterator[Ranks]:
 
 @contextmanager
 def naming_lost_device(ranks: Ranks) -> Iterator[None]:
-    """Turns what a GPU raises that has failed, or left its bus, into a refusal; what is done is on the disk."""
+    """Turns what a GPU raises that has failed, or left its bus, into a refusal; what is done is on
+    the disk.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -174,7 +188,8 @@ def naming_lost_device(ranks: Ranks) -> Iterator[None]:
             f"{ranks.device} of {ranks} on {socket.gethostname()}",
             "the GPU must work until the end",
             got=_first_line(error),
-            cure="Look at `nvidia-smi` and at `dmesg` for Xid errors; the same command goes on where this run stopped, "
+            cure="Look at `nvidia-smi` and at `dmesg` for Xid errors; the same command goes on "
+            "where this run stopped, "
             "also with fewer processes if the algorithm is minmax or smoothquant",
         ) from error
 
@@ -182,7 +197,8 @@ def naming_lost_device(ranks: Ranks) -> Iterator[None]:
 def _device_of(place: ProcessPlace) -> torch.device:
     """A GPU of its own for each process on a node, or the CPU.
 
-    A launcher may show a process no GPU but its own (`srun --gpus-per-task 1`). That is then number 0.
+    A launcher may show a process no GPU but its own (`srun --gpus-per-task 1`). That is then number
+    0.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -191,7 +207,9 @@ def _device_of(place: ProcessPlace) -> torch.device:
         return torch.device("cuda", place.local)
     if num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         return torch.device("cuda", 0)
-    raise _without_gpu(f"rank {place.rank} of {place.size}", f"{place.local_size} processes for {num_gpus} GPUs")
+    raise _without_gpu(
+        f"rank {place.rank} of {place.size}", f"{place.local_size} processes for {num_gpus} GPUs"
+    )
 
 
 def _refuse_shared_gpu(ranks: Ranks, place: ProcessPlace) -> None:
@@ -208,15 +226,25 @@ def _without_gpu(where: str, got: str) -> RecipeError:
     return RecipeError(where, "every process must have a GPU of its own", got=got, cure=cure)
 
 
-_LOST_DEVICE = ("CUDA error", "CUDA driver error", "CUDA-capable device", "uncorrectable ECC", "CUBLAS_STATUS_")
-"""Words of errors that torch raises when a device has failed; torch.AcceleratorError says so by its class."""
+_LOST_DEVICE = (
+    "CUDA error",
+    "CUDA driver error",
+    "CUDA-capable device",
+    "uncorrectable ECC",
+    "CUBLAS_STATUS_",
+)
+"""Words of errors that torch raises when a device has failed; torch.AcceleratorError says so by its
+class.
+"""
 
 
 def _is_of_lost_device(error: RuntimeError) -> bool:
     """Whether a device failed; running out of its memory is another matter."""
     if isinstance(error, torch.OutOfMemoryError | dist.DistError):
         return False
-    return isinstance(error, torch.AcceleratorError) or any(word in str(error) for word in _LOST_DEVICE)
+    return isinstance(error, torch.AcceleratorError) or any(
+        word in str(error) for word in _LOST_DEVICE
+    )
 
 
 @contextmanager
@@ -231,12 +259,16 @@ def _naming_lost_peers(place: ProcessPlace) -> Iterator[None]:
 
 
 def _is_about_peers(error: RuntimeError) -> bool:
-    """Whether a collective failed; gloo raises plain RuntimeErrors that name its own source files."""
+    """Whether a collective failed; gloo raises plain RuntimeErrors that name its own source
+    files.
+    """
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _peers_must_stay(place: ProcessPlace, got: str) -> RecipeError:
-    return RecipeError(place.launcher, "all processes must stay until the end", got=got, cure=_RESUME)
+    return RecipeError(
+        place.launcher, "all processes must stay until the end", got=got, cure=_RESUME
+    )
 
 
 def _first_line(error: RuntimeError) -> str:
@@ -245,7 +277,9 @@ def _first_line(error: RuntimeError) -> str:
 
 @contextmanager
 def _ended_by_launcher(place: ProcessPlace) -> Iterator[None]:
-    """Turns the SIGTERM that a launcher sends to the other processes, when one has ended, into a refusal."""
+    """Turns the SIGTERM that a launcher sends to the other processes, when one has ended, into a
+    refusal.
+    """
 
     def say(_number: int, _frame: FrameType | None) -> None:
         raise _peers_must_stay(place, "SIGTERM, which it sends when one of them has ended")

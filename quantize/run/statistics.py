@@ -1,12 +1,13 @@
-"""The results of calibration: a folder of safetensors files, one a layer, in the names of the finished checkpoint.
+"""The results of calibration: a folder of safetensors files, one a layer, in the names of the
+finished checkpoint.
 
-In: tensors that depend on data. Static input scales; every tensor of a module whose weight an algorithm rewrote, packed
-already; plain tensors that were rescaled; the importance of input channels, which the packer reads. Out: a `Statistics`
-from which the writer copies them. A plan says which of its outputs come from here, and both sides are compared before
-anything is written.
+In: tensors that depend on data. Static input scales; every tensor of a module whose weight an
+algorithm rewrote, packed already; plain tensors that were rescaled; the importance of input
+channels, which the packer reads. Out: a `Statistics` from which the writer copies them. A plan says
+which of its outputs come from here, and both sides are compared before anything is written.
 
-Easy to get wrong: with a scale that is missing, or one too many, the checkpoint still loads, but drafts and answers are
-noise.
+Easy to get wrong: with a scale that is missing, or one too many, the checkpoint still loads, but
+drafts and answers are noise.
 """
 
 import hashlib
@@ -60,17 +61,24 @@ class Statistics:
             fingerprint: what `fingerprint` in every file's metadata has to be; None for anything.
 
         Raises:
-            CheckpointError: a file is damaged, belongs to another run, or repeats a tensor of another file.
+            CheckpointError: a file is damaged, belongs to another run, or repeats a tensor of
+                another file.
         """
         entries: dict[HFName, Entry] = {}
         sums: dict[HFName, str] = {}
         for path in sorted(folder.glob("*.safetensors")):
             header = _read(path)
             if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
-                raise _refusal(path, "must come from this recipe, source and dataset", "statistics of another run")
+                raise _refusal(
+                    path,
+                    "must come from this recipe, source and dataset",
+                    "statistics of another run",
+                )
             for name, entry in header.entries.items():
                 if name in entries:
-                    raise _refusal(path, f"{name} must be in one file only", f"also in {entries[name].file}")
+                    raise _refusal(
+                        path, f"{name} must be in one file only", f"also in {entries[name].file}"
+                    )
                 entries[name] = entry
             sums |= json.loads(header.metadata.get(_SUMS, "{}"))
         return cls(folder=folder, entries=entries, sums=sums)
@@ -85,7 +93,8 @@ class Statistics:
         """One tensor, on the CPU.
 
         Raises:
-            CheckpointError: the file has become shorter since it was opened, or has other bytes than were written.
+            CheckpointError: the file has become shorter since it was opened, or has other bytes
+                than were written.
         """
         return next(value for _, value in self.read_all([name]))
 
@@ -103,11 +112,15 @@ class Statistics:
         raw, path = torch.empty(entry.num_bytes, dtype=torch.uint8), self.folder / entry.file
         fill(raw.numpy().data, file, entry, where=path, cure=_cure(path))
         if entry.name in self.sums and self.sums[entry.name] != _sum(raw):
-            raise _refusal(path, f"{entry.name} must have the bytes that calibration wrote", "others")
+            raise _refusal(
+                path, f"{entry.name} must have the bytes that calibration wrote", "others"
+            )
         return typed(raw, entry.dtype, entry.shape)
 
 
-def write_statistics(path: Path, tensors: Mapping[HFName, Tensor], metadata: Mapping[str, str]) -> None:
+def write_statistics(
+    path: Path, tensors: Mapping[HFName, Tensor], metadata: Mapping[str, str]
+) -> None:
     """Write one file, whole or not at all; it survives a power cut once this returns.
 
     Args:
@@ -148,12 +161,14 @@ def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str])
 
 
 def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
-    """Compare what a plan takes from calibration with what is there, both ways, and check the scales of whole tensors.
+    """Compare what a plan takes from calibration with what is there, both ways, and check the
+    scales of whole tensors.
 
     Raises:
         RecipeError: the plan needs statistics, and there are none.
-        CheckpointError: a tensor is missing, unknown, or not of the planned dtype and shape; a scale is no positive
-            number; modules that are one at run time have different global scales.
+        CheckpointError: a tensor is missing, unknown, or not of the planned dtype and shape; a
+            scale is no positive number; modules that are one at run time have different global
+            scales.
     """
     if statistics is None:
         if plan.needs_calibration:
@@ -166,13 +181,17 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
         return
     allowed: dict[HFName, Output] = {}
     for unit in plan.units:
-        changeable = [tensor for tensor in unit if tensor.calibrated or tensor.may_change or tensor.tuned]
+        changeable = [
+            tensor for tensor in unit if tensor.calibrated or tensor.may_change or tensor.tuned
+        ]
         if changeable:
             allowed |= _of_unit(changeable, statistics)
     for name, entry in statistics.entries.items():
         path = statistics.folder / entry.file
         if name not in allowed:
-            raise _refusal(path, "every tensor must be one that the plan takes from calibration", name)
+            raise _refusal(
+                path, "every tensor must be one that the plan takes from calibration", name
+            )
         wanted = allowed[name]
         if (entry.dtype, entry.shape) != (wanted.dtype, wanted.shape):
             rule = f"{name} must be {wanted.dtype}{list(wanted.shape)}"
@@ -187,15 +206,22 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     for name, value in scales.items():
         if not 0 < value < math.inf:
             path = statistics.folder / statistics.entries[name].file
-            cure = "The activations or weights of this module are not finite: choose a data-free scheme for it"
+            cure = (
+                "The activations or weights of this module are not finite: choose a data-free "
+                "scheme for it"
+            )
             raise CheckpointError(path, f"{name} must be a positive number", got=value, cure=cure)
     for unit in plan.units:
         if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
             continue
         first: dict[tuple[str, str], HFName] = {}
-        for name in (output.name for tensor in unit for output in tensor.outputs if output.name in scales):
+        for name in (
+            output.name for tensor in unit for output in tensor.outputs if output.name in scales
+        ):
             # Members of a fused group have one parent; a stacked unit holds one group an expert.
-            other = first.setdefault((name.rpartition(".")[0].rpartition(".")[0], _leaf(name)), name)
+            other = first.setdefault(
+                (name.rpartition(".")[0].rpartition(".")[0], _leaf(name)), name
+            )
             if scales[other] != scales[name]:
                 raise CheckpointError(
                     statistics.folder,
@@ -211,15 +237,25 @@ def _leaf(name: HFName) -> str:
 
 def _of_unit(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, Output]:
     """What one unit may take from the statistics, once what it must take is found there."""
-    given = {output.name: output for tensor in unit for output in (*tensor.outputs, *tensor.importances)}
-    required = {output.name for tensor in unit for output in (*tensor.calibrated_outputs, *tensor.importances)}
+    given = {
+        output.name: output for tensor in unit for output in (*tensor.outputs, *tensor.importances)
+    }
+    required = {
+        output.name
+        for tensor in unit
+        for output in (*tensor.calibrated_outputs, *tensor.importances)
+    }
     optional = {output.name for tensor in unit if tensor.may_change for output in tensor.outputs}
-    if any(name in statistics for name in optional - required):  # modules that share a global scale change together
+    if any(
+        name in statistics for name in optional - required
+    ):  # modules that share a global scale change together
         required |= optional
     for name in sorted(required):
         if name not in statistics:
             cure = _cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-"))
-            raise CheckpointError(statistics.folder, f"calibration must give {name}", got="no such tensor", cure=cure)
+            raise CheckpointError(
+                statistics.folder, f"calibration must give {name}", got="no such tensor", cure=cure
+            )
     return {name: output for name, output in given.items() if name in required}
 
 
@@ -236,7 +272,9 @@ def _refusal(path: Path, rule: str, got: str) -> CheckpointError:
 
 
 def _cure(path: Path) -> str:
-    """What to do about a file of statistics. A layer's inputs are gone once the next one is done, so all start anew."""
+    """What to do about a file of statistics. A layer's inputs are gone once the next one is done,
+    so all start anew.
+    """
     again = "and run the same command again"
     if path.parent.name == "mtp":
         return f"Remove {path.parent}, {again}: the MTP block is trained anew"

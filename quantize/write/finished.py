@@ -1,11 +1,12 @@
 """Shards that an earlier run finished: which bytes they had, and what they were made from.
 
-In: a shard that was written, or one that an earlier run left. Out: a file of hashes, or the reason why the shard must
-be written again.
+In: a shard that was written, or one that an earlier run left. Out: a file of hashes, or the reason
+why the shard must be written again.
 
-Easy to get wrong: that a file has a shard's name says nothing about its bytes. A disk may have lost some, so they are
-read again; and the source may have become another one, so the stamps of its files are compared. Hashes of what is read
-would say more of a source that was moved, but they double the work, and a shard is written again as fast as compared.
+Easy to get wrong: that a file has a shard's name says nothing about its bytes. A disk may have lost
+some, so they are read again; and the source may have become another one, so the stamps of its files
+are compared. Hashes of what is read would say more of a source that was moved, but they double the
+work, and a shard is written again as fast as compared.
 """
 
 import hashlib
@@ -44,11 +45,18 @@ def finished_path(folder: Path, shard: Shard) -> Path:
 
 def remember(path: Path, plan: Plan, shard: Shard, *, written: str) -> None:
     """Write a shard's file of hashes."""
-    write_whole(path, FinishedShard(written=written, files=_files_of(plan, shard)).model_dump_json())
+    write_whole(
+        path, FinishedShard(written=written, files=_files_of(plan, shard)).model_dump_json()
+    )
 
 
 def fault_of(
-    plan: Plan, shard: Shard, folder: Path, layout: FileLayout, *, is_stopped: Callable[[], bool] = lambda: False
+    plan: Plan,
+    shard: Shard,
+    folder: Path,
+    layout: FileLayout,
+    *,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> str:
     """Why a shard that is there must be written again; "" if it is what this run would write.
 
@@ -86,11 +94,16 @@ def written_sum(header: bytes, sums: Mapping[HFName, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _written_in(path: Path, shard: Shard, layout: FileLayout, is_stopped: Callable[[], bool]) -> str:
+def _written_in(
+    path: Path, shard: Shard, layout: FileLayout, is_stopped: Callable[[], bool]
+) -> str:
     """The same of a file; "" if its header or its length is another."""
     sums: dict[HFName, bytes] = {}
     with open(path, "rb", buffering=0) as file:
-        if path.stat().st_size != layout.num_bytes or file.read(len(layout.header)) != layout.header:
+        if (
+            path.stat().st_size != layout.num_bytes
+            or file.read(len(layout.header)) != layout.header
+        ):
             return ""
         for output in shard.outputs:  # in the order of their bytes
             if is_stopped():

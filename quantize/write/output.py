@@ -1,10 +1,11 @@
 """The output folder without its shards: refusals, config.json, index, record, and the final name.
 
-In: a plan. Out: small files, written whole or not at all. No weight is read and torch is not needed, so a refusal
-costs nothing.
+In: a plan. Out: small files, written whole or not at all. No weight is read and torch is not
+needed, so a refusal costs nothing.
 
-Easy to get wrong: only the same plan may continue from a killed run's shards. OUT.partial/.keepmtp has the fingerprint
-of that plan and the hashes of its finished shards; it is removed when the folder has its final name.
+Easy to get wrong: only the same plan may continue from a killed run's shards. OUT.partial/.keepmtp
+has the fingerprint of that plan and the hashes of its finished shards; it is removed when the
+folder has its final name.
 """
 
 import hashlib
@@ -21,7 +22,16 @@ from typing import Any
 
 from ... import __version__
 from ...checkpoints.companions import inside
-from ...checkpoints.files import WORK, complete, final_path, held, is_held, partial_path, within, write_whole
+from ...checkpoints.files import (
+    WORK,
+    complete,
+    final_path,
+    held,
+    is_held,
+    partial_path,
+    within,
+    write_whole,
+)
 from ...checkpoints.identity import listed
 from ...checkpoints.record import RECIPE, RECORD, Record, read_record
 from ...checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
@@ -48,12 +58,12 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
     Args:
         plan: what will be written.
         out: where.
-        calibration: what `fingerprint` takes by that name; None while it is not known yet, so that an unfinished
-            output is not compared.
+        calibration: what `fingerprint` takes by that name; None while it is not known yet, so that
+            an unfinished output is not compared.
 
     Raises:
-        RecipeError: there is something, it is inside the source, its disk is too small or cannot be written, or its
-            unfinished part is another run's.
+        RecipeError: there is something, it is inside the source, its disk is too small or cannot be
+            written, or its unfinished part is another run's.
     """
     config_of(plan)  # `format: modelopt` has no entry for some modules
     refuse_place(plan.source, out)
@@ -64,10 +74,11 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
 
 @contextmanager
 def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
-    """The partial folder, marked as this plan's and held against other runs for as long as the context lasts.
+    """The partial folder, marked as this plan's and held against other runs for as long as the
+    context lasts.
 
-    Nothing in it is read or written before it is held: two runs that start at the same time would mix their plans.
-    `calibration` is what `fingerprint` takes.
+    Nothing in it is read or written before it is held: two runs that start at the same time would
+    mix their plans. `calibration` is what `fingerprint` takes.
 
     Raises:
         RecipeError: another run holds it, or see `refuse_output`.
@@ -86,17 +97,24 @@ def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
         yield partial
 
 
-def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[str, Any] | None = None) -> None:
-    """Write all files but the shards: config.json, index, tokenizer and other files, recipe, record.
+def finish(
+    plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[str, Any] | None = None
+) -> None:
+    """Write all files but the shards: config.json, index, tokenizer and other files, recipe,
+    record.
 
     Raises:
-        CheckpointError: the source was written to since it was opened, or the folder has a file of something else.
+        CheckpointError: the source was written to since it was opened, or the folder has a file of
+            something else.
     """
     configs = files_of(plan)
     for name, content in configs.items():
         write_whole(partial / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
-    index = {"metadata": {"total_size": plan.num_bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {
+        "metadata": {"total_size": plan.num_bytes_after},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     write_whole(partial / INDEX, json.dumps(index, indent=2) + "\n")
     assert plan.source.folder is not None
     for name in plan.companions:
@@ -104,14 +122,22 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[
     write_whole(partial / RECIPE, recipe_text)
     write_whole(partial / RECORD, record_of(plan, calibration).text())
     _refuse_strays(plan, partial, configs)
-    cure = "Run the same command again: it compares what is written with the source, and writes anew what differs"
+    cure = (
+        "Run the same command again: it compares what is written with the source, and writes "
+        "anew what differs"
+    )
     if plan.needs_calibration:
-        cure = f"Remove {partial} and {calibration_folder(final_path(partial))}, and run the same command again"
+        cure = (
+            f"Remove {partial} and {calibration_folder(final_path(partial))}, and run the same "
+            "command again"
+        )
     _refuse_changed(plan.source, cure)
 
 
 def _refuse_changed(source: Source, cure: str) -> None:
-    """Refuse a source that was written to since it was opened, and likewise a separate MTP source."""
+    """Refuse a source that was written to since it was opened, and likewise a separate MTP
+    source.
+    """
     assert source.folder is not None
     own = {name: state for name, state in source.states.items() if not name.startswith(MTP_FILES)}
     refuse_changed(source.folder, own, cure=cure)
@@ -128,7 +154,9 @@ def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:
 
 
 def tidy(out: Path, *, keep_calibration: bool) -> None:
-    """Remove what a finished output does not need. The folder of hashes is last: it shows a later run what to do."""
+    """Remove what a finished output does not need. The folder of hashes is last: it shows a later
+    run what to do.
+    """
     if not (out / WORK).is_dir():
         return
     if not keep_calibration:
@@ -137,9 +165,11 @@ def tidy(out: Path, *, keep_calibration: bool) -> None:
 
 
 def is_finished(plan: Plan, out: Path) -> bool:
-    """Whether an output is there that this plan would make: by the same recipe, source and versions.
+    """Whether an output is there that this plan would make: by the same recipe, source and
+    versions.
 
-    A source folder counts as the same if none of its files was written to since the output was made.
+    A source folder counts as the same if none of its files was written to since the output was
+    made.
     """
     if out.is_symlink() or not (out / RECORD).is_file():
         return False
@@ -157,8 +187,12 @@ def is_finished(plan: Plan, out: Path) -> bool:
         all(record.recipe.whole.get(key) == value for key, value in recipe.items())
         and (not plan.recipe.is_searched or _searched_for(record) == asked(plan.recipe))
         and record.keepmtp == __version__
-        and record.versions == {"python": platform.python_version(), **_versions(*record.versions.keys() - {"python"})}
-        and all((out / name).is_file() == (name in plan.companions) for name in (*plan.companions, *plan.source.code))
+        and record.versions
+        == {"python": platform.python_version(), **_versions(*record.versions.keys() - {"python"})}
+        and all(
+            (out / name).is_file() == (name in plan.companions)
+            for name in (*plan.companions, *plan.source.code)
+        )
         and _is_same_source(plan, record, (out / RECORD).stat().st_mtime_ns)
     )
 
@@ -177,7 +211,9 @@ def _searched_for(record: Record) -> object:
 
 
 def _is_same_source(plan: Plan, record: Record, made_ns: int) -> bool:
-    """Whether a record's source is this plan's, and no file was written to since. A Hub's commit never changes."""
+    """Whether a record's source is this plan's, and no file was written to since. A Hub's commit
+    never changes.
+    """
     source, calibration = plan.source, plan.recipe.calibration
     if (record.source.name, record.source.revision) != (_name_of(source), source.revision):
         return False
@@ -189,9 +225,17 @@ def _is_same_source(plan: Plan, record: Record, made_ns: int) -> bool:
     if source.folder is None:
         return True
     states = list(source.states.values())
-    for dataset in filter(None, (find_path(texts.dataset) for texts in (calibration.mix if calibration else ()))):
-        files = [dataset] if dataset.is_file() else [path for path in dataset.rglob("*") if path.is_file()]
-        states += states_of(dataset.parent, (str(path.relative_to(dataset.parent)) for path in files)).values()
+    for dataset in filter(
+        None, (find_path(texts.dataset) for texts in (calibration.mix if calibration else ()))
+    ):
+        files = (
+            [dataset]
+            if dataset.is_file()
+            else [path for path in dataset.rglob("*") if path.is_file()]
+        )
+        states += states_of(
+            dataset.parent, (str(path.relative_to(dataset.parent)) for path in files)
+        ).values()
     is_older = all(max(state.mtime_ns, state.ctime_ns) < made_ns for state in states)
     return is_older and record.source.files == file_sizes(source)
 
@@ -207,7 +251,9 @@ def is_empty(out: Path) -> bool:
 
 
 def refuse_place(source: Source, out: Path) -> None:
-    """Refuse a path that cannot become an output made from `source`, whatever the disk has room for."""
+    """Refuse a path that cannot become an output made from `source`, whatever the disk has room
+    for.
+    """
     if got := _found_at(out):
         rule, cure = "an existing output is never overwritten", "Choose another OUT"
         if got == _MOUNT:
@@ -216,14 +262,21 @@ def refuse_place(source: Source, out: Path) -> None:
     folder = source.folder
     if folder is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
         raise RecipeError(
-            out, "the output must lie outside the source", got=f"a folder in {folder}", cure="Choose another OUT"
+            out,
+            "the output must lie outside the source",
+            got=f"a folder in {folder}",
+            cure="Choose another OUT",
         )
     parent = next(path for path in out.absolute().parents if path.exists() or path.is_symlink())
     if not parent.is_dir():
-        raise RecipeError(out, "must be in a folder", got=f"{parent}, a file", cure="Choose another OUT")
+        raise RecipeError(
+            out, "must be in a folder", got=f"{parent}, a file", cure="Choose another OUT"
+        )
     if not os.access(parent, os.W_OK | os.X_OK):
         got = f"{parent}, which you cannot write to"
-        raise RecipeError(out, "must be in a folder that can be written to", got=got, cure="Choose another OUT")
+        raise RecipeError(
+            out, "must be in a folder that can be written to", got=got, cure="Choose another OUT"
+        )
 
 
 _MOUNT = "the root of a disk"
@@ -254,20 +307,38 @@ def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -
     if found == wanted or is_new:
         return
     if not is_ours and is_held(partial):
-        raise RecipeError(partial, _ONE_RUN, got="another run at work", cure="Wait for it, or choose another OUT")
+        raise RecipeError(
+            partial, _ONE_RUN, got="another run at work", cure="Wait for it, or choose another OUT"
+        )
     raise RecipeError(
         partial,
-        "an unfinished output can only be resumed with the same recipe, source, calibration data and keepmtp version",
+        "an unfinished output can only be resumed with the same recipe, source, calibration data "
+        "and keepmtp version",
         got="another plan",
         cure="Remove it, or choose another OUT",
     )
 
 
 def _refuse_strays(plan: Plan, partial: Path, configs: Iterable[str]) -> None:
-    """Refuse files that no part of this run wrote: they would be served and published with the output."""
-    own = {*configs, INDEX, RECIPE, RECORD, *plan.companions, *(shard.file for shard in plan.shards)}
-    files = (path.relative_to(partial) for path in partial.rglob("*") if not path.is_dir() or path.is_symlink())
-    strays = sorted(path.as_posix() for path in files if path.parts[0] != WORK and path.as_posix() not in own)
+    """Refuse files that no part of this run wrote: they would be served and published with the
+    output.
+    """
+    own = {
+        *configs,
+        INDEX,
+        RECIPE,
+        RECORD,
+        *plan.companions,
+        *(shard.file for shard in plan.shards),
+    }
+    files = (
+        path.relative_to(partial)
+        for path in partial.rglob("*")
+        if not path.is_dir() or path.is_symlink()
+    )
+    strays = sorted(
+        path.as_posix() for path in files if path.parts[0] != WORK and path.as_posix() not in own
+    )
     if strays:
         raise CheckpointError(
             partial,
@@ -278,22 +349,35 @@ def _refuse_strays(plan: Plan, partial: Path, configs: Iterable[str]) -> None:
 
 
 def fingerprint(plan: Plan, calibration: str = "") -> str:
-    """SHA-256 over what decides the output's bytes besides the source's: recipe, decisions, headers, versions.
+    """SHA-256 over what decides the output's bytes besides the source's: recipe, decisions,
+    headers, versions.
 
     The source's bytes are compared shard by shard (`finished.py`).
 
     Args:
         plan: over a local source.
-        calibration: identifies the batches, such as the hash of their ids; counts only where the plan needs batches.
+        calibration: identifies the batches, such as the hash of their ids; counts only where the
+            plan needs batches.
     """
     assert plan.source.folder is not None
     digest = hashlib.sha256()
-    recipe = plan.recipe.model_dump(mode="json", exclude={"evaluation", "gates"})  # they change no byte of a shard
+    recipe = plan.recipe.model_dump(
+        mode="json", exclude={"evaluation", "gates"}
+    )  # they change no byte of a shard
     versions = [__version__, _versions("torch")]
-    for part in (recipe, files_of(plan)["config.json"], file_sizes(plan.source), plan.companions, versions):
+    for part in (
+        recipe,
+        files_of(plan)["config.json"],
+        file_sizes(plan.source),
+        plan.companions,
+        versions,
+    ):
         digest.update(json.dumps(part).encode() + b"\0")
     if plan.source.mtp_source is not None:
-        digest.update(json.dumps([plan.source.mtp_source.revision, mtp_file_sizes(plan.source)]).encode() + b"\0")
+        digest.update(
+            json.dumps([plan.source.mtp_source.revision, mtp_file_sizes(plan.source)]).encode()
+            + b"\0"
+        )
     for tensor in plan.tensors:
         digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {tensor.outputs}\n".encode())
     if plan.needs_calibration:
@@ -310,7 +394,9 @@ def record_of(plan: Plan, calibration: Mapping[str, Any] | None = None) -> Recor
             "keepmtp": __version__,
             "recipe": plan.recipe.model_dump(mode="json"),
             "source": _recorded(source, file_sizes(source)),
-            "mtp_source": _recorded(source.mtp_source, mtp_file_sizes(source)) if source.mtp_source else None,
+            "mtp_source": _recorded(source.mtp_source, mtp_file_sizes(source))
+            if source.mtp_source
+            else None,
             "calibration": dict(calibration) if calibration else None,
             "tensors": dict(Counter(tensor.fate for tensor in plan.tensors)),
             "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},

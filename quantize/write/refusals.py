@@ -2,8 +2,8 @@
 
 In: a plan and an output folder. Out: nothing, or a refusal in one sentence. torch is not needed.
 
-Easy to get wrong: a refusal must be known from the plan alone. A run over a large checkpoint takes hours, and what can
-be refused at its start is refused there.
+Easy to get wrong: a refusal must be known from the plan alone. A run over a large checkpoint takes
+hours, and what can be refused at its start is refused there.
 """
 
 from pathlib import Path
@@ -21,9 +21,9 @@ def refuse(plan: Plan, out: Path) -> None:
     """Refuse a run that cannot succeed here. One that has succeeded is not refused.
 
     Raises:
-        RecipeError: the output folder cannot be used; or the checkpoint's own Python is needed and not trusted; or the
-            MTP block must be run and cannot be; or a package that packs or calibrates is not installed; or there are
-            more processes than sequences.
+        RecipeError: the output folder cannot be used; or the checkpoint's own Python is needed and
+            not trusted; or the MTP block must be run and cannot be; or a package that packs or
+            calibrates is not installed; or there are more processes than sequences.
     """
     if not is_finished(plan, out):
         refuse_output(plan, out, calibration=None if plan.needs_batches else "")
@@ -51,7 +51,9 @@ def extra_of(plan: Plan) -> str:
     if not plan.needs_batches:
         return "quantize"
     calibration = plan.recipe.calibration
-    return "modelopt" if calibration is not None and calibration.backend == "modelopt" else "calibrate"
+    return (
+        "modelopt" if calibration is not None and calibration.backend == "modelopt" else "calibrate"
+    )
 
 
 def refusals(plan: Plan) -> list[str]:

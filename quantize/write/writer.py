@@ -1,15 +1,17 @@
 """Writes the shards that a plan describes, from its source.
 
-In: a plan over a local source, and the statistics of calibration if it needs them. Out: the shards, and the other files
-of `output.py`, in a folder that gets its final name only when it is whole. What calibration gave is copied; everything
-else is packed from the source.
+In: a plan over a local source, and the statistics of calibration if it needs them. Out: the shards,
+and the other files of `output.py`, in a folder that gets its final name only when it is whole. What
+calibration gave is copied; everything else is packed from the source.
 
-The plan fixes every output's name, dtype and shape, so a shard's header is written first, and each tensor directly at
-its place. Memory holds only the tensors that are being written, whatever the size of shards. A shard gets its name when
-it is complete. After a kill, the next run keeps the complete ones, once their hashes are compared (`finished.py`), and
-writes the others again, with the same bytes.
+The plan fixes every output's name, dtype and shape, so a shard's header is written first, and each
+tensor directly at its place. Memory holds only the tensors that are being written, whatever the
+size of shards. A shard gets its name when it is complete. After a kill, the next run keeps the
+complete ones, once their hashes are compared (`finished.py`), and writes the others again, with the
+same bytes.
 
-Easy to get wrong: safetensors allows any offset for a tensor, but readers map the file, so wider dtypes come first.
+Easy to get wrong: safetensors allows any offset for a tensor, but readers map the file, so wider
+dtypes come first.
 """
 
 import hashlib
@@ -66,23 +68,33 @@ def write(
         progress: called with source bytes done.
         statistics: what calibration gave; None for a plan without calibrated tensors.
         calibration: the provenance's account of it.
-        ranks: processes that share the work and a file system; each calls this and returns when all is written.
+        ranks: processes that share the work and a file system; each calls this and returns when all
+            is written.
 
     Raises:
         RecipeError: the plan needs statistics, and there are none.
-        CheckpointError: see `refuse_statistics`, before a byte is written; a source weight holds NaN or infinity, or a
-            file ends early.
+        CheckpointError: see `refuse_statistics`, before a byte is written; a source weight holds
+            NaN or infinity, or a file ends early.
     """
     refuse_statistics(plan, statistics)
     ranks = ranks or Ranks(rank=0, size=1, device=torch.device("cpu"))
-    write_shards(plan, partial, threads=threads, progress=progress, statistics=statistics, ranks=ranks)
+    write_shards(
+        plan, partial, threads=threads, progress=progress, statistics=statistics, ranks=ranks
+    )
     ranks.wait()
     if ranks.is_first:
         finish(plan, partial, recipe_text=recipe_text, calibration=calibration)
     ranks.wait()
     own = plan.shards[ranks.rank :: ranks.size]
     if progress:
-        progress(sum(_source_bytes(plan, unit) for shard in plan.shards if shard not in own for unit in shard.units))
+        progress(
+            sum(
+                _source_bytes(plan, unit)
+                for shard in plan.shards
+                if shard not in own
+                for unit in shard.units
+            )
+        )
 
 
 def write_shards(
@@ -102,7 +114,14 @@ def write_shards(
     with _one_torch_thread_each(), ThreadPoolExecutor(max(1, threads // ranks.local_size)) as pool:
         jobs = [
             pool.submit(
-                _write_shard, plan, shard, folder, devices[number % len(devices)], progress or _ignore, stop, given
+                _write_shard,
+                plan,
+                shard,
+                folder,
+                devices[number % len(devices)],
+                progress or _ignore,
+                stop,
+                given,
             )
             for number, shard in enumerate(own)
         ]
@@ -118,7 +137,8 @@ def _ignore(_: int) -> None:
     """For callers that do not watch."""
 
 
-# --- one shard ------------------------------------------------------------------------------------------------------
+# --- one shard
+# --------------------------------------------------------------------------------------------------
 
 
 def _write_shard(
@@ -161,12 +181,17 @@ def _fitting(plan: Plan, unit: tuple[TensorPlan, ...], device: torch.device) -> 
             plan.recipe.name,
             f"{unit[0].name} must fit {device} while it is packed",
             got="out of memory",
-            cure="Free the device of other processes, or pack fewer weights at a time with --threads 1",
+            cure="Free the device of other processes, or pack fewer weights at a time with "
+            "--threads 1",
         ) from error
 
 
-def _is_finished(plan: Plan, shard: Shard, folder: Path, layout: FileLayout, stop: threading.Event) -> bool:
-    """Whether an earlier run has written this shard; one that is not as it was written is removed."""
+def _is_finished(
+    plan: Plan, shard: Shard, folder: Path, layout: FileLayout, stop: threading.Event
+) -> bool:
+    """Whether an earlier run has written this shard; one that is not as it was written is
+    removed.
+    """
     final = folder / shard.file
     if not final.is_file():
         return False
@@ -181,12 +206,15 @@ def _source_bytes(plan: Plan, unit: tuple[TensorPlan, ...]) -> int:
     return sum(plan.entries[name].num_bytes for tensor in unit for name in tensor.inputs)
 
 
-# --- one unit -------------------------------------------------------------------------------------------------------
+# --- one unit
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where the tensors of a shard go, and the hashes of what went there. A tensor's pieces follow each other."""
+    """Where the tensors of a shard go, and the hashes of what went there. A tensor's pieces follow
+    each other.
+    """
 
     file: FileIO
     starts: Mapping[HFName, int]
@@ -254,7 +282,9 @@ class _Job:
             self.place.write(self.plan.on_disk(output).name, raw, at=offset)
 
     def _put_renamed(self, tensor: TensorPlan) -> None:
-        """Packed weights keep their bytes; scales get compressed-tensors' names and, exactly, its dtypes."""
+        """Packed weights keep their bytes; scales get compressed-tensors' names and, exactly, its
+        dtypes.
+        """
         found = parts(self.plan, tensor)
         for output in tensor.outputs:
             suffix = output.name.rpartition(".")[2]
@@ -267,14 +297,18 @@ class _Job:
                 value = value.view(torch.uint8)
             elif output.dtype == "F32" and value.dtype == torch.uint8:  # E8M0 without its name
                 value = value.view(torch.float8_e8m0fnu)
-            self._put((output,), {suffix: value.to(TORCH_DTYPES[output.dtype]).reshape(output.shape)})
+            self._put(
+                (output,), {suffix: value.to(TORCH_DTYPES[output.dtype]).reshape(output.shape)}
+            )
 
     def _put(self, outputs: tuple[Output, ...], tensors: Mapping[str, torch.Tensor]) -> None:
         """Write one module's tensors."""
         for output in outputs:
             value = tensors[output.name.rpartition(".")[2]].cpu().contiguous()
             got = (tuple(value.shape), value.dtype)
-            assert got == (output.shape, TORCH_DTYPES[output.dtype]), f"{output.name}: planned {output}, computed {got}"
+            assert got == (output.shape, TORCH_DTYPES[output.dtype]), (
+                f"{output.name}: planned {output}, computed {got}"
+            )
             if other := self.plan.spelled.get(output.name):
                 value = changed(value, other.change, TORCH_DTYPES[other.output.dtype])
             self.place.write(self.plan.on_disk(output).name, value.reshape(-1).view(torch.uint8))

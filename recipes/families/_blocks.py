@@ -29,7 +29,10 @@ def plain(role: Role, *paths: str) -> tuple[Row, ...]:
 
 def kept(role: Role, reason: str, *paths: str, loads_quantized: bool = False) -> tuple[Row, ...]:
     """Rows of modules that no recipe quantizes; mostly vLLM has no slots for their scales."""
-    return tuple(Row(path=path, role=role, why_kept=reason, loads_quantized=loads_quantized) for path in paths)
+    return tuple(
+        Row(path=path, role=role, why_kept=reason, loads_quantized=loads_quantized)
+        for path in paths
+    )
 
 
 def gated_mlp(stem: str, role: Role) -> tuple[Row, ...]:
@@ -39,12 +42,18 @@ def gated_mlp(stem: str, role: Role) -> tuple[Row, ...]:
 
 
 def routed_experts(
-    stem: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", *, aliases: bool = False
+    stem: str,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    *,
+    aliases: bool = False,
 ) -> tuple[Row, ...]:
-    """`stem`.{e}.<gate|up|down>: in vLLM one RoutedExperts module, with one global scale for w13 of each expert.
+    """`stem`.{e}.<gate|up|down>: in vLLM one RoutedExperts module, with one global scale for w13 of
+    each expert.
 
-    With `aliases`, the rows also have the names gate_proj, up_proj and down_proj: vLLM before 0.32 asked for those,
-    even if the checkpoint had other names.
+    With `aliases`, the rows also have the names gate_proj, up_proj and down_proj: vLLM before 0.32
+    asked for those, even if the checkpoint had other names.
     """
     w13 = f"{stem}.{{e}}.w13"
     other = {gate: "gate_proj", up: "up_proj", down: "down_proj"} if aliases else {}
@@ -58,7 +67,9 @@ def routed_experts(
 
 
 def nested(parent: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The same rows for a block that is under `parent` on disk and directly under the stem in vLLM."""
+    """The same rows for a block that is under `parent` on disk and directly under the stem in
+    vLLM.
+    """
     return tuple(
         replace(
             row, path=parent + row.path, runtime=row.runtime or row.path, shares=row.shares and parent + row.shares,
@@ -69,21 +80,38 @@ def nested(parent: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 GQA = (
-    *fused("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", role="attention"),
+    *fused(
+        "self_attn.qkv_proj",
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        role="attention",
+    ),
     *plain("attention", "self_attn.o_proj"),
     *kept("norm", NORM, "self_attn.q_norm", "self_attn.k_norm"),
 )
 
 # q_proj is not fused where the model has no q_lora_rank.
 MLA = (
-    *fused("self_attn.fused_qkv_a_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", role="attention"),
-    *plain("attention", "self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj"),
+    *fused(
+        "self_attn.fused_qkv_a_proj",
+        "self_attn.q_a_proj",
+        "self_attn.kv_a_proj_with_mqa",
+        role="attention",
+    ),
+    *plain(
+        "attention",
+        "self_attn.q_proj",
+        "self_attn.q_b_proj",
+        "self_attn.kv_b_proj",
+        "self_attn.o_proj",
+    ),
     *kept("norm", NORM, "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"),
 )
 
 # The sparse-attention indexer of DeepSeek-V3.2 and GLM-5.
 INDEXER = (
-    *kept("indexer", "vLLM builds wk_weights_proj without a quantization config; its scores pick the keys to read",
+    *kept("indexer", "vLLM builds wk_weights_proj without a quantization config; its scores pick the keys to " "read",
           "self_attn.indexer.wk", "self_attn.indexer.weights_proj"),
     *kept("indexer", "its scores pick the keys to read", "self_attn.indexer.wq_b", loads_quantized=True),
     *kept("norm", NORM, "self_attn.indexer.k_norm"),
@@ -99,7 +127,8 @@ DEEPSEEK_MLP = (
     *kept("router", ROUTER, "mlp.gate"),
 )
 
-# The layer that continues the decoder layers as MTP block. vLLM constructs the head as `model.layers.{N}.head`.
+# The layer that continues the decoder layers as MTP block. vLLM constructs the head as
+# `model.layers.{N}.head`.
 DEEPSEEK_MTP = (
     *kept("glue", EH_PROJ_IS_NN_LINEAR, "eh_proj"),
     *kept("norm", NORM, "enorm", "hnorm", "shared_head.norm"),
@@ -114,4 +143,8 @@ TOP = (
 )
 
 # The usual layout: MTP layers continue the decoder layers.
-INLINED = {"*": Layout(layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP)}
+INLINED = {
+    "*": Layout(
+        layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP
+    )
+}

@@ -3,8 +3,8 @@
 In: a config.json. Out: yes or no.
 
 Easy to get wrong: vLLM compares some models by model_type and some by their first architecture.
-Source: vLLM 0.32.0 config/speculative.py, SpeculativeConfig.hf_config_override; tests/recipes/test_families.py compares
-the names with it.
+Source: vLLM 0.32.0 config/speculative.py, SpeculativeConfig.hf_config_override;
+tests/recipes/test_families.py compares the names with it.
 """
 
 from collections.abc import Mapping

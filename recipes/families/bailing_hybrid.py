@@ -1,9 +1,11 @@
-"""Ling and Ring 2.5 and 2.6: lightning attention with a latent-attention layer in each group, one inlined MTP layer.
+"""Ling and Ring 2.5 and 2.6: lightning attention with a latent-attention layer in each group, one
+inlined MTP layer.
 
-vLLM 0.32.0: model_executor/models/bailing_moe_linear.py, bailing_moe_mtp.py. On disk the mixer is `attention`, in vLLM
-`self_attn`, its last projection `dense` in lightning layers and `o_proj` in latent ones. The draft's head is built as
-`model.layers.{N}.shared_head.head`. Both loaders skip unknown names in silence: a tensor in the wrong name leaves
-random weights. Ling 3 has the same model_type: bailing_hybrid_v3.py.
+vLLM 0.32.0: model_executor/models/bailing_moe_linear.py, bailing_moe_mtp.py. On disk the mixer is
+`attention`, in vLLM `self_attn`, its last projection `dense` in lightning layers and `o_proj` in
+latent ones. The draft's head is built as `model.layers.{N}.shared_head.head`. Both loaders skip
+unknown names in silence: a tensor in the wrong name leaves random weights. Ling 3 has the same
+model_type: bailing_hybrid_v3.py.
 """
 
 from ..family import Family, Layout, Loader, Row, Stem

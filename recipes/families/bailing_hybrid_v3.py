@@ -1,9 +1,11 @@
-"""Ling 3: delta attention (KDA) with a gated latent-attention layer in each group, one inlined MTP layer.
+"""Ling 3: delta attention (KDA) with a gated latent-attention layer in each group, one inlined MTP
+layer.
 
-vLLM 0.32.0: model_executor/models/bailing_moe_v3.py, bailing_moe_v3_mtp.py. The releases have Ling 2.5's model_type:
-the architecture identifies them. Under compressed-tensors q, k, v and b of a delta layer are one module, `qkvb_proj`.
-Its last shard has one row for each head. The last projection is `dense` in latent layers and `o_proj` in delta layers.
-Both loaders skip unknown names in silence.
+vLLM 0.32.0: model_executor/models/bailing_moe_v3.py, bailing_moe_v3_mtp.py. The releases have Ling
+2.5's model_type: the architecture identifies them. Under compressed-tensors q, k, v and b of a
+delta layer are one module, `qkvb_proj`. Its last shard has one row for each head. The last
+projection is `dense` in latent layers and `o_proj` in delta layers. Both loaders skip unknown names
+in silence.
 """
 
 from ..family import Family, Layout, Loader, Renames, Row, Stem

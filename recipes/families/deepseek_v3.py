@@ -1,8 +1,9 @@
-"""DeepSeek-V3, V3.1 and R1 (and Kimi-K2 configs of the same model_type): latent attention, one inlined MTP layer.
+"""DeepSeek-V3, V3.1 and R1 (and Kimi-K2 configs of the same model_type): latent attention, one
+inlined MTP layer.
 
-vLLM 0.32.0: model_executor/models/deepseek_v2.py, deepseek_mtp.py. The draft's head is constructed as
-`model.layers.{N}.head`; an entry `...shared_head.head` does not reach it. Released weights are FP8 in 128x128 blocks
-(`weight_scale_inv`), MTP block included.
+vLLM 0.32.0: model_executor/models/deepseek_v2.py, deepseek_mtp.py. The draft's head is constructed
+as `model.layers.{N}.head`; an entry `...shared_head.head` does not reach it. Released weights are
+FP8 in 128x128 blocks (`weight_scale_inv`), MTP block included.
 """
 
 from ..family import Draft, Family, Loader

@@ -1,7 +1,8 @@
 """DeepSeek-V3.2: DeepSeek-V3 with a sparse-attention indexer, in the MTP layer too.
 
-vLLM 0.32.0: models/deepseek_v32/{nvidia,amd}/mtp.py. `indexer.wk` and `weights_proj` are fused into wk_weights_proj,
-which is built without a quantization config (an FP8 block `wk` is dequantized on load, a packed one is a KeyError).
+vLLM 0.32.0: models/deepseek_v32/{nvidia,amd}/mtp.py. `indexer.wk` and `weights_proj` are fused into
+wk_weights_proj, which is built without a quantization config (an FP8 block `wk` is dequantized on
+load, a packed one is a KeyError).
 """
 
 from ..family import Draft, Family, Loader

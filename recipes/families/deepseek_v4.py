@@ -1,9 +1,11 @@
-"""DeepSeek-V4 Flash and Pro: fused latent attention with compressors, hyper-connections, MTP under `mtp.{i}`.
+"""DeepSeek-V4 Flash and Pro: fused latent attention with compressors, hyper-connections, MTP under
+`mtp.{i}`.
 
-vLLM 0.32.0: models/deepseek_v4/nvidia/{model,mtp}.py. The released weights are FP8 in 128x128 blocks and MXFP4 experts,
-scales in `.scale` (ue8m0). The draft is constructed as `model.layers.{num_hidden_layers + i}`: entries in the names on
-disk (`mtp.0.*`) never match. Compressors and the indexer's projections are built without a quantization config.
-vLLM before 0.32 asked for experts as gate_proj/up_proj/down_proj, 0.32 asks for w1/w3/w2.
+vLLM 0.32.0: models/deepseek_v4/nvidia/{model,mtp}.py. The released weights are FP8 in 128x128
+blocks and MXFP4 experts, scales in `.scale` (ue8m0). The draft is constructed as
+`model.layers.{num_hidden_layers + i}`: entries in the names on disk (`mtp.0.*`) never match.
+Compressors and the indexer's projections are built without a quantization config. vLLM before 0.32
+asked for experts as gate_proj/up_proj/down_proj, 0.32 asks for w1/w3/w2.
 """
 
 from ..family import Alias, Draft, Family, Layout, Loader, Renames, Row, Stem
@@ -65,9 +67,9 @@ FAMILY = Family(
     ),
     aliases=(
         Alias(path="emb.tok_emb.weight", source="embed.weight",
-              reason="vLLM before 0.32 reads the draft's embedding only here; without it acceptance is 0 % in silence"),
+              reason="vLLM before 0.32 reads the draft's embedding only here; without it acceptance " "is 0 % in silence"),
         Alias(path="head.weight", source="head.weight",
-              reason="vLLM before 0.32 reads the draft's head only here; without it acceptance is 0 % in silence"),
+              reason="vLLM before 0.32 reads the draft's head only here; without it acceptance is 0 " "% in silence"),
     ),
     loader=Loader(
         refuses_missing_mtp=True, backbone_takes_kv_scales=False, needs=("compress_ratios", "num_hash_layers"),
@@ -80,5 +82,5 @@ FAMILY = Family(
         final_norm="norm", zeroes_first=True, chains_normed=False, reads_normed=False, streams="hc_mult",
         collapse=("DeepseekV4HyperHead", "hc_", "hc_head_"), proof="vllm, attention by a reference",
     ),
-    notes="on disk mtp.{i}, in vLLM model.layers.{num_hidden_layers + i}; embedding and head copies are added",
+    notes="on disk mtp.{i}, in vLLM model.layers.{num_hidden_layers + i}; embedding and head " "copies are added",
 )  # fmt: skip

@@ -1,9 +1,11 @@
-"""dots3-note: sparse and sliding-window latent attention, routed experts, one inlined dense MTP layer, own embedding.
+"""dots3-note: sparse and sliding-window latent attention, routed experts, one inlined dense MTP
+layer, own embedding.
 
-vLLM 0.32.0: models/dots3_note/nvidia/{model,mtp,multimodal}.py. The draft is constructed as `model.layers.{N}`, the
-target as `language_model.model.layers.{i}`. The target's mapper puts `language_model.` before every plain entry that
-starts with `model.`, so only regexes reach the draft. The draft keeps an embedding of its own and takes the target's
-head, although it builds one as `model.layers.{N}.head`.
+vLLM 0.32.0: models/dots3_note/nvidia/{model,mtp,multimodal}.py. The draft is constructed as
+`model.layers.{N}`, the target as `language_model.model.layers.{i}`. The target's mapper puts
+`language_model.` before every plain entry that starts with `model.`, so only regexes reach the
+draft. The draft keeps an embedding of its own and takes the target's head, although it builds one
+as `model.layers.{N}.head`.
 """
 
 from dataclasses import replace
@@ -11,7 +13,9 @@ from dataclasses import replace
 from ..family import Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import DEEPSEEK_MLP, EMBEDDING, HEAD, INDEXER, MLA, NORM, NORMS, kept
 
-GLUE = "joins embedding and hidden state for the whole draft: small, and everything passes through it"
+GLUE = (
+    "joins embedding and hidden state for the whole draft: small, and everything passes through it"
+)
 HEAD_GATE = "one row a head, scales that head's whole output"
 
 
@@ -58,5 +62,5 @@ FAMILY = Family(
     mtp_count_default=1,
     loader=Loader(refuses_missing_mtp=True),
     no_draft="transformers has no class for dots3-note's layers",
-    notes="MTP is model.layers.{N} and model.mtp.embed_tokens; names in vLLM have no language_model. there",
+    notes="MTP is model.layers.{N} and model.mtp.embed_tokens; names in vLLM have no " "language_model. there",
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """EXAONE 4.5: a dense vision-language model with sliding and full attention, MTP under `mtp.*`.
 
-vLLM 0.32.0: model_executor/models/exaone4_5.py, exaone4_5_mtp.py, and exaone4.py for the layers: norms follow
-attention and MLP, none comes before. The target is constructed as `language_model.model.*`, the draft as `mtp.*`.
+vLLM 0.32.0: model_executor/models/exaone4_5.py, exaone4_5_mtp.py, and exaone4.py for the layers:
+norms follow attention and MLP, none comes before. The target is constructed as
+`language_model.model.*`, the draft as `mtp.*`.
 """
 
 from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
@@ -41,5 +42,5 @@ FAMILY = Family(
         final_norm="mtp.norm",
         zeroes_first=False, chains_normed=True, proof="vllm",
     ),
-    notes="MTP is mtp.*, outside the language model; vLLM assumes one MTP layer when config.json names none",
+    notes="MTP is mtp.*, outside the language model; vLLM assumes one MTP layer when config.json " "names none",
 )  # fmt: skip

@@ -1,8 +1,10 @@
-"""K-EXAONE: sliding and full attention with q/k norms, routed experts, one dense MTP layer under `mtp.*`.
+"""K-EXAONE: sliding and full attention with q/k norms, routed experts, one dense MTP layer under
+`mtp.*`.
 
-vLLM 0.32.0: model_executor/models/exaone_moe.py, exaone_moe_mtp.py. The draft is built as `mtp.*` with the
-quantization config, `mtp.fc` included. The target's embedding and head are built with an empty prefix: no entry of a
-quantization config can name them, which modelopt's dialect needs (it quantizes a head that is not excluded).
+vLLM 0.32.0: model_executor/models/exaone_moe.py, exaone_moe_mtp.py. The draft is built as `mtp.*`
+with the quantization config, `mtp.fc` included. The target's embedding and head are built with an
+empty prefix: no entry of a quantization config can name them, which modelopt's dialect needs (it
+quantizes a head that is not excluded).
 """
 
 from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
@@ -17,7 +19,9 @@ FAMILY = Family(
             mtp=Stem(disk="mtp.layers.{i}.", runtime="mtp.layers.{i}."),
             top=(
                 *kept("embedding", EMBEDDING, "model.embed_tokens"),
-                *kept("head", "vLLM builds it with an empty prefix, which no list can name", "lm_head"),
+                *kept(
+                    "head", "vLLM builds it with an empty prefix, which no list can name", "lm_head"
+                ),
                 *kept("norm", NORM, "model.norm"),
             ),
             mtp_top=QWEN_MTP_TOP,
@@ -27,7 +31,12 @@ FAMILY = Family(
     block=(
         *GQA,
         *DEEPSEEK_MLP,
-        Row(path="mlp.e_score_correction_bias", role="router", why_kept=ROUTER, loads_quantized=False),
+        Row(
+            path="mlp.e_score_correction_bias",
+            role="router",
+            why_kept=ROUTER,
+            loads_quantized=False,
+        ),
         *NORMS,
     ),
     mtp_count_default=1,

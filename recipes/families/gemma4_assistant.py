@@ -1,9 +1,10 @@
 """Gemma 4's assistants: the draft is a checkpoint of its own, with four layers for one draft token.
 
-vLLM 0.32.0: model_executor/models/gemma4_mtp.py. There is no backbone here: the target is another checkpoint, which
-says nothing about MTP. The speculative config's `model` names this one. The draft reads its own quantization config and
-attends to the target's keys and values: its layers have only queries. vLLM constructs its modules as `draft_model.*`,
-without a packed mapping: a list must name `gate_up_proj` itself.
+vLLM 0.32.0: model_executor/models/gemma4_mtp.py. There is no backbone here: the target is another
+checkpoint, which says nothing about MTP. The speculative config's `model` names this one. The draft
+reads its own quantization config and attends to the target's keys and values: its layers have only
+queries. vLLM constructs its modules as `draft_model.*`, without a packed mapping: a list must name
+`gate_up_proj` itself.
 """
 
 from ..family import Family, Layout, Loader, Row, Stem
@@ -48,5 +49,5 @@ FAMILY = Family(
     layer_types_count_mtp=True,
     loader=Loader(unknown_name="ValueError"),
     no_draft="the draft is a checkpoint of its own that attends to its target's keys and values",
-    notes="a checkpoint that is the draft; in vLLM draft_model.*, named by the speculative config's model",
+    notes="a checkpoint that is the draft; in vLLM draft_model.*, named by the speculative " "config's model",
 )  # fmt: skip

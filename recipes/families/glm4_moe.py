@@ -1,7 +1,9 @@
-"""GLM-4.5, 4.6, 4.7 and their Air versions: grouped-query attention, routed experts, one inlined MTP layer.
+"""GLM-4.5, 4.6, 4.7 and their Air versions: grouped-query attention, routed experts, one inlined
+MTP layer.
 
-vLLM 0.32.0: model_executor/models/glm4_moe.py, glm4_moe_mtp.py. Its loader drops an unknown `.weight_scale` in
-silence (glm4_moe_mtp.py) and would load a quantized eh_proj as raw bytes: the row below forbids it.
+vLLM 0.32.0: model_executor/models/glm4_moe.py, glm4_moe_mtp.py. Its loader drops an unknown
+`.weight_scale` in silence (glm4_moe_mtp.py) and would load a quantized eh_proj as raw bytes: the
+row below forbids it.
 """
 
 from ..family import Draft, Family, Loader

@@ -1,7 +1,7 @@
 """GLM-4.7-Flash: latent attention, routed experts, one inlined MTP layer.
 
-vLLM 0.32.0: model_executor/models/glm4_moe_lite.py, glm4_moe_lite_mtp.py. No completeness check: a missing MTP block
-is served with uninitialised weights.
+vLLM 0.32.0: model_executor/models/glm4_moe_lite.py, glm4_moe_lite_mtp.py. No completeness check: a
+missing MTP block is served with uninitialised weights.
 """
 
 from ..family import Draft, Family, Loader

@@ -1,19 +1,33 @@
-"""GLM-5.3-Flash: delta attention and sparse latent attention, hyper-connections, one inlined MTP layer without copies.
+"""GLM-5.3-Flash: delta attention and sparse latent attention, hyper-connections, one inlined MTP
+layer without copies.
 
-vLLM 0.32.0: models/glm5next/common/{model,kda,attention,mtp}.py. Attention of both kinds is built without a
-quantization config in target and draft (FP8 blocks of some latent projections are dequantized on load), so it stays
-BF16; MLPs and experts take packed weights. The draft is constructed as `model.layers.{N}`, the target as
-`language_model.model.layers.{i}`: entries with the names on disk do not reach the draft.
+vLLM 0.32.0: models/glm5next/common/{model,kda,attention,mtp}.py. Attention of both kinds is built
+without a quantization config in target and draft (FP8 blocks of some latent projections are
+dequantized on load), so it stays BF16; MLPs and experts take packed weights. The draft is
+constructed as `model.layers.{N}`, the target as `language_model.model.layers.{i}`: entries with the
+names on disk do not reach the draft.
 """
 
 from dataclasses import replace
 
 from ..family import Family, Layout, Loader, Renames, Stem
-from ._blocks import DEEPSEEK_MLP, EH_PROJ_IS_NN_LINEAR, EMBEDDING, HEAD, INDEXER, MLA, NORM, NORMS, kept
+from ._blocks import (
+    DEEPSEEK_MLP,
+    EH_PROJ_IS_NN_LINEAR,
+    EMBEDDING,
+    HEAD,
+    INDEXER,
+    MLA,
+    NORM,
+    NORMS,
+    kept,
+)
 
 ATTENTION = "vLLM builds the attention of this family without a quantization config"
 HYPER_CONNECTION = "float32 parameters of the hyper-connections"
-CONNECTIONS = tuple(f"hc_{part}_{name}" for part in ("attn", "ffn") for name in ("fn", "base", "scale"))
+CONNECTIONS = tuple(
+    f"hc_{part}_{name}" for part in ("attn", "ffn") for name in ("fn", "base", "scale")
+)
 
 FAMILY = Family(
     model_type="glm5_next",
@@ -57,5 +71,5 @@ FAMILY = Family(
     loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True, missing_count="AttributeError",
                   needs=("mhc", "mla_use_nope", "indexer_rope_interleave")),
     no_draft="transformers' layer makes its own mask, which cannot say what a later draft step sees",
-    notes="MTP is model.language_model.layers.{N} on disk, model.layers.{N} in vLLM; attention stays BF16",
+    notes="MTP is model.language_model.layers.{N} on disk, model.layers.{N} in vLLM; attention " "stays BF16",
 )  # fmt: skip

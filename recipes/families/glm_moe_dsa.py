@@ -19,8 +19,13 @@ FAMILY = replace(
         can_keep_choice=True,
         proof="vllm, attention by a reference",
         layers=(
-            {"layer_types": ["deepseek_sparse_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
+            {
+                "layer_types": ["deepseek_sparse_attention"],
+                "mlp_layer_types": ["sparse"],
+                "indexer_types": ["full"],
+            },
         ),
     ),
-    notes="MTP is model.layers.{num_hidden_layers}; vLLM refuses a checkpoint whose MTP block was dropped",
+    notes="MTP is model.layers.{num_hidden_layers}; vLLM refuses a checkpoint whose MTP block was "
+    "dropped",
 )

@@ -1,8 +1,10 @@
-"""GLM-OCR: dense GLM-4 inside a vision-language model, gate and up fused on disk, one inlined MTP layer.
+"""GLM-OCR: dense GLM-4 inside a vision-language model, gate and up fused on disk, one inlined MTP
+layer.
 
-vLLM 0.32.0: model_executor/models/glm_ocr.py, glm4.py, glm_ocr_mtp.py. On disk the MTP layer continues the decoder
-layers (`model.language_model.layers.{N}`), in vLLM it is `model.layers.{N}`: entries for the draft must have that
-name. Its loader drops an unknown `.weight_scale` in silence and would load a quantized eh_proj as raw bytes.
+vLLM 0.32.0: model_executor/models/glm_ocr.py, glm4.py, glm_ocr_mtp.py. On disk the MTP layer
+continues the decoder layers (`model.language_model.layers.{N}`), in vLLM it is `model.layers.{N}`:
+entries for the draft must have that name. Its loader drops an unknown `.weight_scale` in silence
+and would load a quantized eh_proj as raw bytes.
 """
 
 from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
@@ -40,5 +42,5 @@ FAMILY = Family(
         model_type="glm_ocr_text", classes="GlmOcr", decoder="GlmOcrTextDecoderLayer",
         rotary="GlmOcrTextRotaryEmbedding", position_axes=3, zeroes_first=True, chains_normed=False, proof="vllm",
     ),
-    notes="on disk model.language_model.layers.{num_hidden_layers}, in vLLM model.layers.{num_hidden_layers}",
+    notes="on disk model.language_model.layers.{num_hidden_layers}, in vLLM " "model.layers.{num_hidden_layers}",
 )  # fmt: skip

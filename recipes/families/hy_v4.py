@@ -1,9 +1,11 @@
-"""Hy4: gated latent attention, hyper-connections, experts stacked on disk, MTP under `model.mtp_layers.{i}`.
+"""Hy4: gated latent attention, hyper-connections, experts stacked on disk, MTP under
+`model.mtp_layers.{i}`.
 
 vLLM 0.32.0: models/hy_v4/nvidia/{model,attention,moe,mtp}.py. The draft is constructed as
-`model.layers.{num_hidden_layers + i}`; compressed-tensors' `ignore` is not translated from the names on disk (only
-`ignored_layers` and `exclude_modules` are). Its loader warns of an unknown tensor and of a parameter without one, and
-goes on. The draft's head has the prefix of the target's, `lm_head`.
+`model.layers.{num_hidden_layers + i}`; compressed-tensors' `ignore` is not translated from the
+names on disk (only `ignored_layers` and `exclude_modules` are). Its loader warns of an unknown
+tensor and of a parameter without one, and goes on. The draft's head has the prefix of the target's,
+`lm_head`.
 """
 
 from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
@@ -23,7 +25,9 @@ from ._blocks import (
 
 HYPER_CONNECTION = "float32 parameters of the hyper-connections"
 HEADS = ("fn", "base", "scale")
-CONNECTIONS = tuple(f"hc_{part}_layer.hc_pre.hc_{name}" for part in ("attn", "mlp") for name in HEADS)
+CONNECTIONS = tuple(
+    f"hc_{part}_layer.hc_pre.hc_{name}" for part in ("attn", "mlp") for name in HEADS
+)
 
 FAMILY = Family(
     model_type="hy_v4",
@@ -62,5 +66,5 @@ FAMILY = Family(
                  "indexer_types": ["full"]},), zeroes_first=False, chains_normed=True,
         can_keep_choice=True, proof="source",
     ),
-    notes="on disk model.mtp_layers.{i}, in vLLM model.layers.{num_hidden_layers + i}; a missing block is a warning",
+    notes="on disk model.mtp_layers.{i}, in vLLM model.layers.{num_hidden_layers + i}; a missing " "block is a warning",
 )  # fmt: skip

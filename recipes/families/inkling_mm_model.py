@@ -1,10 +1,12 @@
-"""Inkling: attention with short convolutions, experts stacked and interleaved on disk, dense MTP blocks in BF16 only.
+"""Inkling: attention with short convolutions, experts stacked and interleaved on disk, dense MTP
+blocks in BF16 only.
 
-vLLM 0.32.0: models/inkling/nvidia/{model,attention,mlp,moe,mtp}.py. vLLM builds the draft's blocks without a
-quantization config and cannot load quantized ones. It reads the target's packed experts stacked, with rows of gate and
-up interleaved (`w13_weight.weight_packed`). keepmtp cannot write that, so they stay BF16. The shared experts, which
-vLLM builds plain, stay BF16 too. Of the MTP layers vLLM builds the first `num_speculative_tokens`, and skips the
-tensors of the others (nvidia/mtp.py: _select_mtp_depth_count).
+vLLM 0.32.0: models/inkling/nvidia/{model,attention,mlp,moe,mtp}.py. vLLM builds the draft's blocks
+without a quantization config and cannot load quantized ones. It reads the target's packed experts
+stacked, with rows of gate and up interleaved (`w13_weight.weight_packed`). keepmtp cannot write
+that, so they stay BF16. The shared experts, which vLLM builds plain, stay BF16 too. Of the MTP
+layers vLLM builds the first `num_speculative_tokens`, and skips the tensors of the others
+(nvidia/mtp.py: _select_mtp_depth_count).
 """
 
 from dataclasses import replace
@@ -13,7 +15,9 @@ from ..family import Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import EMBEDDING, HEAD, NORM, ROUTER, fused, kept, nested, plain
 
 DRAFT = "vLLM builds Inkling's MTP blocks without a quantization config"
-STACKED = "vLLM reads packed experts of this family stacked and interleaved, which keepmtp does not write"
+STACKED = (
+    "vLLM reads packed experts of this family stacked and interleaved, which keepmtp does not write"
+)
 SINK = "vLLM builds the shared experts without a quantization config"
 CONVOLUTION = "a convolution over time"
 BLOCK = (
@@ -24,7 +28,13 @@ BLOCK = (
     *kept("state", "scores of relative positions", "attn.rel_logits_proj.proj"),
     Row(path="mlp.w13_dn", role="dense_mlp", runtime="mlp.gate_up_proj"),
     Row(path="mlp.w2_md", role="dense_mlp", runtime="mlp.down_proj"),
-    Row(path="mlp.global_scale", role="state", why_kept="one number", loads_quantized=False, in_every_layer=False),
+    Row(
+        path="mlp.global_scale",
+        role="state",
+        why_kept="one number",
+        loads_quantized=False,
+        in_every_layer=False,
+    ),
 )
 
 FAMILY = Family(
@@ -72,6 +82,6 @@ FAMILY = Family(
     mtp_count_keys=("mtp_config.num_nextn_predict_layers",),
     loader=Loader(unknown_name="ValueError", refuses_missing_mtp=True, builds_as_drafted=True),
     no_draft="the block can only stay BF16",
-    no_backbone="transformers has its matrices with the rows in another order, which is not undone after calibration",
-    notes="on disk model.mtp.layers.{i}; the block stays BF16, vLLM loads no quantized one; it builds k layers of it",
+    no_backbone="transformers has its matrices with the rows in another order, which is not undone after " "calibration",
+    notes="on disk model.mtp.layers.{i}; the block stays BF16, vLLM loads no quantized one; it " "builds k layers of it",
 )  # fmt: skip

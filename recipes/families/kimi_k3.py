@@ -1,13 +1,26 @@
-"""Kimi-K3: delta attention and gated latent attention, experts in a latent space, one inlined MTP layer.
+"""Kimi-K3: delta attention and gated latent attention, experts in a latent space, one inlined MTP
+layer.
 
-vLLM 0.32.0: models/kimi_k3/nvidia/{model,mla,kda,mtp}.py. moonshotai/Kimi-K3 itself has no MTP layer. The draft is
-constructed as `model.layers.{N}`, the target as `language_model.model.layers.{i}`: entries with the names on disk do
-not reach the draft. Its loader skips a tensor without a parameter in silence, but needs a tensor of each MTP layer.
-g_proj is in two fused modules: in_proj_qkvgfab in delta attention, fused_qkv_a_g_proj in latent attention.
+vLLM 0.32.0: models/kimi_k3/nvidia/{model,mla,kda,mtp}.py. moonshotai/Kimi-K3 itself has no MTP
+layer. The draft is constructed as `model.layers.{N}`, the target as
+`language_model.model.layers.{i}`: entries with the names on disk do not reach the draft. Its loader
+skips a tensor without a parameter in silence, but needs a tensor of each MTP layer. g_proj is in
+two fused modules: in_proj_qkvgfab in delta attention, fused_qkv_a_g_proj in latent attention.
 """
 
 from ..family import Family, Layout, Loader, Renames, Row, Stem
-from ._blocks import EMBEDDING, HEAD, NORM, NORMS, ROUTER, fused, gated_mlp, kept, plain, routed_experts
+from ._blocks import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    NORMS,
+    ROUTER,
+    fused,
+    gated_mlp,
+    kept,
+    plain,
+    routed_experts,
+)
 
 GATES = "narrow; decides the delta net's decay"
 RESIDUAL = "one row; vLLM builds it without a quantization config"
@@ -75,9 +88,10 @@ FAMILY = Family(
         Row(path="shared_head.head", role="head", runtime="head", why_kept=HEAD),
     ),
     mtp_lacks=("self_attention_res_norm", "self_attention_res_proj", "mlp_res_norm", "mlp_res_proj"),
-    rerouted_format="mxfp4-pack-quantized",  # model_executor/models/config.py, KimiK3ForConditionalGenerationConfig
+    # model_executor/models/config.py, KimiK3ForConditionalGenerationConfig
+    rerouted_format="mxfp4-pack-quantized",
     loader=Loader(unknown_name="", refuses_missing_mtp=True, takes_kv_scales=True),
     no_draft="transformers has no class for Kimi-K3's layers",
     no_backbone="transformers has no class for Kimi-K3's layers",
-    notes="MTP is language_model.model.layers.{N} on disk, model.layers.{N} in vLLM; the release itself has none",
+    notes="MTP is language_model.model.layers.{N} on disk, model.layers.{N} in vLLM; the release " "itself has none",
 )  # fmt: skip

@@ -1,8 +1,10 @@
-"""LongCat-Flash: two latent attentions, two dense MLPs and routed experts a layer, dense MTP under `model.mtp`.
+"""LongCat-Flash: two latent attentions, two dense MLPs and routed experts a layer, dense MTP under
+`model.mtp`.
 
-vLLM 0.32.0: model_executor/models/longcat_flash.py, longcat_flash_mtp.py. The draft is constructed as `model.layers.{2
-* num_layers}`, its eh_proj as just `eh_proj`. Its loader renames a fixed list of names that end in `.weight` and
-`.weight_scale_inv`. It can load no scheme of compressed-tensors, so the block stays plain.
+vLLM 0.32.0: model_executor/models/longcat_flash.py, longcat_flash_mtp.py. The draft is constructed
+as `model.layers.{2 * num_layers}`, its eh_proj as just `eh_proj`. Its loader renames a fixed list
+of names that end in `.weight` and `.weight_scale_inv`. It can load no scheme of compressed-tensors,
+so the block stays plain.
 """
 
 from dataclasses import replace
@@ -16,7 +18,11 @@ FIXED_NAMES = "vLLM's loader renames only .weight and .weight_scale_inv of the M
 def _numbered(row: Row, module: str, index: int) -> Row:
     """The row of one of a layer's two attentions."""
     return replace(
-        row, **{name: getattr(row, name).replace(module, f"{module}.{index}") for name in ("path", "runtime", "shares")}
+        row,
+        **{
+            name: getattr(row, name).replace(module, f"{module}.{index}")
+            for name in ("path", "runtime", "shares")
+        },
     )
 
 
@@ -58,6 +64,6 @@ FAMILY = Family(
     mtp_count_default=1,
     loader=Loader(backbone_takes_kv_scales=False, mtp_leaves=("weight", "weight_scale_inv")),
     no_draft="the block can only stay BF16, and transformers has no class for its dense layer",
-    no_backbone="llm-compressor makes no single linears of its experts, some of which only pass their input on",
-    notes="on disk model.mtp.layers.0, in vLLM model.layers.{2 * num_layers}; the block can only stay BF16",
+    no_backbone="llm-compressor makes no single linears of its experts, some of which only pass their " "input on",
+    notes="on disk model.mtp.layers.0, in vLLM model.layers.{2 * num_layers}; the block can only " "stay BF16",
 )  # fmt: skip

@@ -1,9 +1,9 @@
 """MiMo-7B: dense, Qwen2-like, MTP layers under `model.mtp_layers.{i}`.
 
 vLLM 0.32.0: model_executor/models/mimo_mtp.py. Easy to get wrong: the draft constructs its block as
-`model.layers.{num_hidden_layers + i}`, so an ignore list in the names on disk matches nothing. Then W4A16 fails to
-load, and FP8 serves at 0 % acceptance in silence. The decoder layers are Qwen2's (mimo.py
-inherits from qwen2.py).
+`model.layers.{num_hidden_layers + i}`, so an ignore list in the names on disk matches nothing. Then
+W4A16 fails to load, and FP8 serves at 0 % acceptance in silence. The decoder layers are Qwen2's
+(mimo.py inherits from qwen2.py).
 """
 
 from ..family import Draft, Family, Layout, Loader, Renames, Stem

@@ -1,13 +1,15 @@
-"""MiMo-V2.5 and its like: MiMo-V2-Flash's layers with q, k and v in one tensor, mostly with vision and audio towers.
+"""MiMo-V2.5 and its like: MiMo-V2-Flash's layers with q, k and v in one tensor, mostly with vision
+and audio towers.
 
-vLLM 0.32.0: model_executor/models/mimo_v2.py, mimo_v2_mtp.py, mimo_v2_omni.py. With a vision_config vLLM builds the
-model as MiMoV2OmniForCausalLM, whatever config.json says: the backbone gets the prefix `language_model.`, the draft
-does not.
+vLLM 0.32.0: model_executor/models/mimo_v2.py, mimo_v2_mtp.py, mimo_v2_omni.py. With a vision_config
+vLLM builds the model as MiMoV2OmniForCausalLM, whatever config.json says: the backbone gets the
+prefix `language_model.`, the draft does not.
 
-Easy to get wrong: the rows of `qkv_proj` are cut into `num_key_value_heads` slices, each with rows of q, k and v. vLLM
-puts them in order only in the release's own FP8 (`weight_scale_inv`). In any other form the target takes them for
-[q; k; v], the draft cuts them by rank (vllm #42803), and FP8 with `weight_scale` is never loaded at all. keepmtp
-therefore writes q, k and v in three tensors, which vLLM loads at any number of ranks.
+Easy to get wrong: the rows of `qkv_proj` are cut into `num_key_value_heads` slices, each with rows
+of q, k and v. vLLM puts them in order only in the release's own FP8 (`weight_scale_inv`). In any
+other form the target takes them for [q; k; v], the draft cuts them by rank (vllm #42803), and FP8
+with `weight_scale` is never loaded at all. keepmtp therefore writes q, k and v in three tensors,
+which vLLM loads at any number of ranks.
 """
 
 from dataclasses import replace
@@ -52,5 +54,6 @@ FAMILY = replace(
     config_changes={"attention_projection_layout": "split"},
     draft=None,
     no_draft="transformers has no class for mimo_v2",
-    notes="one qkv_proj in the release, q, k and v in what keepmtp writes; vLLM drafts with the first of three layers",
+    notes="one qkv_proj in the release, q, k and v in what keepmtp writes; vLLM drafts with the "
+    "first of three layers",
 )

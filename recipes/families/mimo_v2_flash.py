@@ -1,15 +1,28 @@
-"""MiMo-V2-Flash: full and sliding attention with sinks, routed experts, three dense MTP layers under `model.mtp`.
+"""MiMo-V2-Flash: full and sliding attention with sinks, routed experts, three dense MTP layers
+under `model.mtp`.
 
-vLLM 0.32.0: model_executor/models/mimo_v2.py, mimo_v2_mtp.py. Both loaders skip a tensor without a parameter in
-silence. vLLM builds `eh_proj` and the draft's `o_proj` without a quantization config: if they are quantized, it does
-not load them and does not say so. It drafts with the first of the three layers only; config.json counts none.
+vLLM 0.32.0: model_executor/models/mimo_v2.py, mimo_v2_mtp.py. Both loaders skip a tensor without a
+parameter in silence. vLLM builds `eh_proj` and the draft's `o_proj` without a quantization config:
+if they are quantized, it does not load them and does not say so. It drafts with the first of the
+three layers only; config.json counts none.
 
-MiMo-V2 Pro, V2.5 and Omni (model_type mimo_v2) are not in this table. They store q, k and v as one tensor with rows
-interleaved for four ranks, and vLLM puts those rows in order only for its own FP8 format.
+MiMo-V2 Pro, V2.5 and Omni (model_type mimo_v2) are not in this table. They store q, k and v as one
+tensor with rows interleaved for four ranks, and vLLM puts those rows in order only for its own FP8
+format.
 """
 
 from ..family import Draft, Family, Layout, Loader, Row, Stem
-from ._blocks import EH_PROJ_IS_NN_LINEAR, GQA, NORM, NORMS, ROUTER, TOP, gated_mlp, kept, routed_experts
+from ._blocks import (
+    EH_PROJ_IS_NN_LINEAR,
+    GQA,
+    NORM,
+    NORMS,
+    ROUTER,
+    TOP,
+    gated_mlp,
+    kept,
+    routed_experts,
+)
 
 O_PROJ = "vLLM builds the draft's o_proj without a quantization config"
 SINK = Row(path="self_attn.attention_sink_bias", role="state", why_kept="one value a head", loads_quantized=False,
@@ -51,5 +64,5 @@ FAMILY = Family(
         renames=(("post_attention_layernorm", "pre_mlp_layernorm"),), final_norm="final_layernorm",
         zeroes_first=False, chains_normed=True, proof="vllm",
     ),
-    notes="MTP is model.mtp.layers.{i}; vLLM drafts with the first of three, whose o_proj and eh_proj stay BF16",
+    notes="MTP is model.mtp.layers.{i}; vLLM drafts with the first of three, whose o_proj and " "eh_proj stay BF16",
 )  # fmt: skip

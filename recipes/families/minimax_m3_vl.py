@@ -1,26 +1,49 @@
-"""MiniMax-M3: block-sparse attention with its indexer fused into qkv_proj, routed experts, MTP under `model.mtp`.
+"""MiniMax-M3: block-sparse attention with its indexer fused into qkv_proj, routed experts, MTP
+under `model.mtp`.
 
-vLLM 0.32.0: models/minimax_m3/nvidia/{model,mtp}.py. The draft is constructed as `model.layers.{i}`, the target as
-`language_model.model.layers.{i}`: entries in the names on disk (`language_model.model.mtp.*`) never match, and a
-pattern that is not anchored at the start hits both. The loaders skip a tensor without a parameter in silence.
+vLLM 0.32.0: models/minimax_m3/nvidia/{model,mtp}.py. The draft is constructed as
+`model.layers.{i}`, the target as `language_model.model.layers.{i}`: entries in the names on disk
+(`language_model.model.mtp.*`) never match, and a pattern that is not anchored at the start hits
+both. The loaders skip a tensor without a parameter in silence.
 
-The release has no MTP block, although its config.json counts seven modules. A checkpoint of the block alone
-(`minimax_m3_mtp`) has names without `language_model.` (nvidia/mtp.py: _map_checkpoint_name).
+The release has no MTP block, although its config.json counts seven modules. A checkpoint of the
+block alone (`minimax_m3_mtp`) has names without `language_model.` (nvidia/mtp.py:
+_map_checkpoint_name).
 """
 
 from dataclasses import replace
 
 from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
-from ._blocks import EMBEDDING, GQA, HEAD, NORM, NORMS, ROUTER, fused, gated_mlp, kept, nested, routed_experts
+from ._blocks import (
+    EMBEDDING,
+    GQA,
+    HEAD,
+    NORM,
+    NORMS,
+    ROUTER,
+    fused,
+    gated_mlp,
+    kept,
+    nested,
+    routed_experts,
+)
 
-GLUE = "joins embedding and hidden state for the whole draft: small, and everything passes through it"
+GLUE = (
+    "joins embedding and hidden state for the whole draft: small, and everything passes through it"
+)
 INDEXER = (
-    *fused("self_attn.qkv_proj", "self_attn.index_q_proj", "self_attn.index_k_proj", role="attention"),
+    *fused(
+        "self_attn.qkv_proj", "self_attn.index_q_proj", "self_attn.index_k_proj", role="attention"
+    ),
     *kept("norm", NORM, "self_attn.index_q_norm", "self_attn.index_k_norm"),
 )
 # PerTensorScaleParameter (model_executor/parameter.py) knows only the shards q, k and v.
 ATTENTION = tuple(
-    replace(row, takes_tensor_scale=row.runtime != "self_attn.qkv_proj", in_every_layer=row not in INDEXER)
+    replace(
+        row,
+        takes_tensor_scale=row.runtime != "self_attn.qkv_proj",
+        in_every_layer=row not in INDEXER,
+    )
     for row in (*GQA, *INDEXER)
 )
 EXPERTS = (
@@ -70,5 +93,5 @@ FAMILY = Family(
         zeroes_first=True, chains_normed=False, proof="source",
     ),
     no_fp8_cache="sparse attention, whose class has no parameters for them",
-    notes="on disk language_model.model.mtp.layers.{i}, in vLLM model.layers.{i}; the target has language_model. there",
+    notes="on disk language_model.model.mtp.layers.{i}, in vLLM model.layers.{i}; the target has " "language_model. there",
 )  # fmt: skip

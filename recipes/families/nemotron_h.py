@@ -1,13 +1,15 @@
-"""Nemotron-H (Nemotron 3 Super and Ultra): Mamba-2, attention and latent experts in layers of one mixer each.
+"""Nemotron-H (Nemotron 3 Super and Ultra): Mamba-2, attention and latent experts in layers of one
+mixer each.
 
-vLLM 0.32.0: model_executor/models/nemotron_h.py, nemotron_h_mtp.py. An MTP layer is a list of such layers
-(`mtp_hybrid_override_pattern`, "*E": attention, then experts), with glue before the first and a norm after the last.
-The draft reads config.json again: entries for it have its own names (`mtp.layers.*`), which are those on disk. Its
-loader skips unknown names in silence.
+vLLM 0.32.0: model_executor/models/nemotron_h.py, nemotron_h_mtp.py. An MTP layer is a list of such
+layers (`mtp_hybrid_override_pattern`, "*E": attention, then experts), with glue before the first
+and a norm after the last. The draft reads config.json again: entries for it have its own names
+(`mtp.layers.*`), which are those on disk. Its loader skips unknown names in silence.
 
-Nemotron Omni has the language model under `language_model.`, its MTP block too. vLLM makes the draft's config of
-config.json's part for the language model, without the quantization config: the draft of a quantized checkpoint is built
-only if that part has it as well. Its config class is that of the release: that of transformers lacks keys.
+Nemotron Omni has the language model under `language_model.`, its MTP block too. vLLM makes the
+draft's config of config.json's part for the language model, without the quantization config: the
+draft of a quantized checkpoint is built only if that part has it as well. Its config class is that
+of the release: that of transformers lacks keys.
 """
 
 from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
@@ -16,7 +18,8 @@ from ._blocks import EMBEDDING, HEAD, NORM, ROUTER, fused, kept, plain
 JOINS = "joins embedding and hidden state for the whole draft"
 LATENT = "every routed expert reads and writes through it"
 RECURRENCE = "small, sets the recurrence"
-# compressed_tensors_moe.py asks for all three projections of expert 0, also for the one that is missing.
+# compressed_tensors_moe.py asks for all three projections of expert 0, also for the one that is
+# missing.
 NO_GATE = "mixer.experts.{e}.None"
 
 
@@ -28,7 +31,9 @@ def _mtp_top(outer: str) -> tuple[Row, ...]:
     )
 
 
-DRAFT_RENAMES = Renames(substrings=(("embeddings", "embed_tokens"),), prefixes=(("language_model.", ""),))
+DRAFT_RENAMES = Renames(
+    substrings=(("embeddings", "embed_tokens"),), prefixes=(("language_model.", ""),)
+)
 TEXT = Layout(
     layers=Stem(disk="backbone.layers.{i}.", runtime="model.layers.{i}."),
     mtp=Stem(disk="mtp.layers.{i}.", runtime="mtp.layers.{i}."),
@@ -92,5 +97,5 @@ FAMILY = Family(
         embedding_norm="mtp.layers.0.enorm", hidden_norm="mtp.layers.0.hnorm", projections=("mtp.layers.0.eh_proj",),
         final_norm="mtp.layers.1.final_layernorm", zeroes_first=False, chains_normed=True, proof="source",
     ),
-    notes="MTP is mtp.layers.*, one for each block of mtp_hybrid_override_pattern; vLLM skips unknown names in silence",
+    notes="MTP is mtp.layers.*, one for each block of mtp_hybrid_override_pattern; vLLM skips " "unknown names in silence",
 )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Qwen3.5, dense: gated delta nets and gated attention, MTP under `mtp.*`, often inside a vision-language model.
+"""Qwen3.5, dense: gated delta nets and gated attention, MTP under `mtp.*`, often inside a
+vision-language model.
 
-vLLM 0.32.0: model_executor/models/qwen3_5.py, qwen3_5_mtp.py. Text-only checkpoints have `model.layers`, the
-vision-language ones `model.language_model.layers`, which vLLM constructs as `language_model.model.layers`; the draft
-is `mtp.*` in both. Splitting `in_proj_qkv`/`in_proj_z` in the ignore list while vLLM asks for `in_proj_qkvz` gave
-garbage in silence (vllm #40252).
+vLLM 0.32.0: model_executor/models/qwen3_5.py, qwen3_5_mtp.py. Text-only checkpoints have
+`model.layers`, the vision-language ones `model.language_model.layers`, which vLLM constructs as
+`language_model.model.layers`; the draft is `mtp.*` in both. Splitting `in_proj_qkv`/`in_proj_z` in
+the ignore list while vLLM asks for `in_proj_qkvz` gave garbage in silence (vllm #40252).
 """
 
 from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
@@ -38,10 +39,20 @@ VISION_LANGUAGE = Layout(
     )),
 )  # fmt: skip
 LINEAR_ATTENTION = (
-    *fused("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", role="linear_attention"),
+    *fused(
+        "linear_attn.in_proj_qkvz",
+        "linear_attn.in_proj_qkv",
+        "linear_attn.in_proj_z",
+        role="linear_attention",
+    ),
     *plain("linear_attention", "linear_attn.out_proj"),
     *(
-        Row(path=f"linear_attn.{name}", role="state", runtime="linear_attn.in_proj_ba", why_kept=GATES)
+        Row(
+            path=f"linear_attn.{name}",
+            role="state",
+            runtime="linear_attn.in_proj_ba",
+            why_kept=GATES,
+        )
         for name in ("in_proj_a", "in_proj_b")
     ),
     *GDN_STATE,

@@ -1,8 +1,8 @@
 """Qwen3.5 with routed experts (35B-A3B ... 397B-A17B), mostly inside a vision-language model.
 
-vLLM 0.32.0: model_executor/models/qwen3_5.py, qwen3_5_mtp.py. The backbone's experts come stacked in 3-D tensors
-(`mlp.experts.gate_up_proj` [E, 2I, K]) or one by one; quantized ones are always written one by one, which is what
-compressed-tensors' loaders expect.
+vLLM 0.32.0: model_executor/models/qwen3_5.py, qwen3_5_mtp.py. The backbone's experts come stacked
+in 3-D tensors (`mlp.experts.gate_up_proj` [E, 2I, K]) or one by one; quantized ones are always
+written one by one, which is what compressed-tensors' loaders expect.
 """
 
 from dataclasses import replace
@@ -13,7 +13,8 @@ from .qwen3_5 import LINEAR_ATTENTION, LOADER, TEXT, VISION_LANGUAGE
 from .qwen3_next import QWEN_MOE
 
 TIME_SERIES = ("model.time_series.", "time_series.")
-# Intern-S2-Preview: a Qwen3.5 with an encoder of time series, which vLLM does not build and whose tensors it drops.
+# Intern-S2-Preview: a Qwen3.5 with an encoder of time series, which vLLM does not build and whose
+# tensors it drops.
 INTERN_S2 = replace(
     VISION_LANGUAGE,
     opaque=(*VISION_LANGUAGE.opaque, *((prefix, prefix, "vision") for prefix in TIME_SERIES)),

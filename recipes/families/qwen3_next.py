@@ -1,8 +1,8 @@
 """Qwen3-Next: gated delta nets and gated attention, routed experts, MTP under `mtp.*`.
 
-vLLM 0.32.0: model_executor/models/qwen3_next.py, qwen3_next_mtp.py. `mtp.fc` is quantizable under compressed-tensors,
-and its BF16 form must be in the ignore list (`mtp.layers.0*` does not cover it); it costs 2 * hidden^2 elements and
-carries the whole hidden state, so the table keeps it.
+vLLM 0.32.0: model_executor/models/qwen3_next.py, qwen3_next_mtp.py. `mtp.fc` is quantizable under
+compressed-tensors, and its BF16 form must be in the ignore list (`mtp.layers.0*` does not cover
+it); it costs 2 * hidden^2 elements and carries the whole hidden state, so the table keeps it.
 """
 
 from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
@@ -11,13 +11,26 @@ from ._blocks import EMBEDDING, GQA, NORM, NORMS, ROUTER, gated_mlp, kept, plain
 FC = "joins embedding and hidden state for the whole draft: small, and everything passes through it"
 GATES = "too narrow to gain from quantization; decides the delta net's decay"
 GDN_STATE = (
-    *kept("state", "small, sets the recurrence", "linear_attn.conv1d", "linear_attn.A_log", "linear_attn.dt_bias"),
+    *kept(
+        "state",
+        "small, sets the recurrence",
+        "linear_attn.conv1d",
+        "linear_attn.A_log",
+        "linear_attn.dt_bias",
+    ),
     *kept("norm", NORM, "linear_attn.norm"),
 )
 QWEN_MOE = (
     *routed_experts("mlp.experts"),
-    Row(path="mlp.experts.gate_up_proj", role="experts", runtime="mlp.experts", stacked=("gate_proj", "up_proj")),
-    Row(path="mlp.experts.down_proj", role="experts", runtime="mlp.experts", stacked=("down_proj",)),
+    Row(
+        path="mlp.experts.gate_up_proj",
+        role="experts",
+        runtime="mlp.experts",
+        stacked=("gate_proj", "up_proj"),
+    ),
+    Row(
+        path="mlp.experts.down_proj", role="experts", runtime="mlp.experts", stacked=("down_proj",)
+    ),
     *gated_mlp("mlp.shared_expert", "shared_experts"),
     *kept("router", ROUTER, "mlp.gate", "mlp.shared_expert_gate"),
 )

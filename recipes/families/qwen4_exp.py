@@ -1,10 +1,12 @@
-"""Qwen3.8-Flash-Next (qwen4_exp): delta nets, attention with an indexer, hyper-connections, experts, MTP under `mtp.*`.
+"""Qwen3.8-Flash-Next (qwen4_exp): delta nets, attention with an indexer, hyper-connections,
+experts, MTP under `mtp.*`.
 
 vLLM 0.32.0: models/qwen4_exp/nvidia/{model,qsa,mtp}.py. The draft's layers are constructed as
-`mtp.layers.{num_hidden_layers + i}`. Under modelopt vLLM adds num_hidden_layers to the layer of each `mtp.` entry,
-under compressed-tensors it does not: there an entry needs the number at run time. The indexer's projection is part of
-qkv_proj. The draft reads config.json again. The n-gram table is BF16, or FP8 with one scale for all of its parts
-(Qwen3.8-Flash-Next-FP8; common/ngram_embedding.py, Qwen4ExpPLEFp8EmbeddingMethod).
+`mtp.layers.{num_hidden_layers + i}`. Under modelopt vLLM adds num_hidden_layers to the layer of
+each `mtp.` entry, under compressed-tensors it does not: there an entry needs the number at run
+time. The indexer's projection is part of qkv_proj. The draft reads config.json again. The n-gram
+table is BF16, or FP8 with one scale for all of its parts (Qwen3.8-Flash-Next-FP8;
+common/ngram_embedding.py, Qwen4ExpPLEFp8EmbeddingMethod).
 """
 
 from dataclasses import replace
@@ -93,7 +95,8 @@ FAMILY = Family(
     mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     mtp_count_default=1,
     loader=Loader(unknown_name="ValueError"),
-    # In vLLM later steps reuse the keys that the indexer chose at the first one; here each step chooses.
+    # In vLLM later steps reuse the keys that the indexer chose at the first one; here each step
+    # chooses.
     modelopt_by_module=True,
     draft=Draft(
         model_type="qwen4_exp_text", classes="Qwen4ExpText", position_axes=3,

@@ -1,10 +1,13 @@
-"""Step-3.5-Flash and Step-3.7-Flash: grouped-query attention with a gate per head, stacked experts, three MTP layers.
+"""Step-3.5-Flash and Step-3.7-Flash: grouped-query attention with a gate per head, stacked experts,
+three MTP layers.
 
-vLLM 0.32.0: model_executor/models/step3p5.py, step3p7.py, step3p5_mtp.py. The draft constructs its block with
-`.mtp_block.` in the prefix and reads config.json again, without the target's fused-module mapping: an ignore list in
-shard names (`q_proj`) matches nothing there. Each MTP layer has a trained head of its own
-(`transformer.shared_head.output`), which must stay. With `layer_types` in config.json vLLM 0.32.0 cannot construct the
-draft: Step3p5Config cuts the list to the decoder layers, and the index of the MTP layer is after its end.
+vLLM 0.32.0: model_executor/models/step3p5.py, step3p7.py, step3p5_mtp.py. The draft constructs its
+block with `.mtp_block.` in the prefix and reads config.json again, without the target's
+fused-module mapping: an ignore list in shard names (`q_proj`) matches nothing there. Each MTP layer
+has a trained head of its own (`transformer.shared_head.output`), which must stay. With
+`layer_types` in config.json vLLM 0.32.0 cannot construct the
+draft: Step3p5Config cuts the list to the decoder layers, and the index of the MTP layer is after
+its end.
 """
 
 from dataclasses import replace
@@ -94,6 +97,6 @@ FAMILY = Family(
         head="transformer.shared_head.output", zeroes_first=False, chains_normed=False, proof="source",
     ),
     norms_add_one=True,
-    no_backbone="no class in transformers for Step-3.5 alone; llm-compressor makes no single linears of its experts",
-    notes="MTP is model.layers.{num_hidden_layers} and on, each with a head of its own; vLLM 0.32.0 raises IndexError",
+    no_backbone="no class in transformers for Step-3.5 alone; llm-compressor makes no single linears of " "its experts",
+    notes="MTP is model.layers.{num_hidden_layers} and on, each with a head of its own; vLLM " "0.32.0 raises IndexError",
 )  # fmt: skip

@@ -1,1 +1,3 @@
-"""Servers other than vLLM: under which names they ask the quantization config about a model's modules."""
+"""Servers other than vLLM: under which names they ask the quantization config about a model's
+modules.
+"""

@@ -1,13 +1,16 @@
 """SGLang 0.5.23: the names under which it asks the quantization config, model by model.
 
-In: a family's view of one config.json, and a module's place in it. Out: the names under which SGLang constructs the
-module in its target and in its draft, with a quantization config; and why its draft cannot be served, if so.
+In: a family's view of one config.json, and a module's place in it. Out: the names under which
+SGLang constructs the module in its target and in its draft, with a quantization config; and why its
+draft cannot be served, if so.
 
-Easy to get wrong: SGLang builds one MTP layer, mostly as `model.decoder`, so its names have no layer number; a few
-draft classes build it under the name of a backbone layer. Glue that is a plain nn.Linear is never asked about. A class
-that joins an empty prefix with a dot asks for names that start with a dot.
+Easy to get wrong: SGLang builds one MTP layer, mostly as `model.decoder`, so its names have no
+layer number; a few draft classes build it under the name of a backbone layer. Glue that is a plain
+nn.Linear is never asked about. A class that joins an empty prefix with a dot asks for names that
+start with a dot.
 
-Source: SGLang 0.5.23, sglang/srt/configs/model_config.py (_config_draft_model) and the file of each model.
+Source: SGLang 0.5.23, sglang/srt/configs/model_config.py (_config_draft_model) and the file of each
+model.
 """
 
 import re
@@ -37,30 +40,40 @@ class SglangModel(NamedTuple):
 
     Attributes:
         file: SGLang's file of the draft, or of the target where it has no draft, under sglang/srt.
-        layers: prefix of a decoder layer, `{i}` its index; "" where SGLang has no class for the model.
-        draft: prefix of the MTP layer that it builds: `{i}` its index on disk; None where it has no draft class.
-        renames: path in the family's table -> path in SGLang, for the first parts of a path; the first that fits.
+        layers: prefix of a decoder layer, `{i}` its index; "" where SGLang has no class for the
+            model.
+        draft: prefix of the MTP layer that it builds: `{i}` its index on disk; None where it has no
+            draft class.
+        renames: path in the family's table -> path in SGLang, for the first parts of a path; the
+            first that fits.
         draft_renames: the same for the MTP layer, tried first.
-        also: path in the family's table -> further paths in SGLang: of a module that it fuses with more than vLLM does.
-        glue: modules of the MTP layer or block that join it to the target -> SGLang's full name. Those that are not
-            here are plain nn.Linear, about which SGLang never asks.
+        also: path in the family's table -> further paths in SGLang: of a module that it fuses with
+            more than vLLM does.
+        glue: modules of the MTP layer or block that join it to the target -> SGLang's full name.
+            Those that are not here are plain nn.Linear, about which SGLang never asks.
         head: the target's head.
         draft_head: the draft's.
         unasked: paths, in SGLang's names, that it constructs without a quantization config.
         plain_draft: it constructs the MTP layer without a quantization config.
         plain_under: its names of quantization methods under which it does so.
-        plain_in_fp4: modules by vLLM's path that it constructs so where all is NVFP4 in modelopt's dialect.
+        plain_in_fp4: modules by vLLM's path that it constructs so where all is NVFP4 in modelopt's
+            dialect.
         no_draft: why it has no draft for the model.
         own_config: its classes read a quantization config of their own form alone.
-        packed: what the target's class says of its fused modules: last part of the name -> those of its parts.
+        packed: what the target's class says of its fused modules: last part of the name -> those of
+            its parts.
         draft_packed: the same of the draft's class; None where it says the same.
-        entry_renames: how the target's class rewrites entries: a part of a name -> another, `{n}` the number of decoder
-            layers; after `^` it must be the start. Each that fits is replaced, once: the longest stand first.
+        entry_renames: how the target's class rewrites entries: a part of a name -> another, `{n}`
+            the number of decoder layers; after `^` it must be the start. Each that fits is
+            replaced, once: the longest stand first.
         draft_entry_renames: the same for the draft's class.
-        renames_under: quantization methods under which the draft's class rewrites entries; () for any.
-        excluded_by: how Quark's list leaves the whole block alone: by "experts" of it, by the "block", or "".
+        renames_under: quantization methods under which the draft's class rewrites entries; () for
+            any.
+        excluded_by: how Quark's list leaves the whole block alone: by "experts" of it, by the
+            "block", or "".
         asserts_one_layer: its loader asserts that there is one MTP layer.
-        other_linear_attention: it is fused with more than vLLM fuses, or has another name in some layers.
+        other_linear_attention: it is fused with more than vLLM fuses, or has another name in some
+            layers.
     """
 
     file: str
@@ -88,7 +101,9 @@ class SglangModel(NamedTuple):
     other_linear_attention: bool = False
 
 
-_UNKNOWN = SglangModel(file="models", layers="", draft=None, no_draft="it has no class for the model")
+_UNKNOWN = SglangModel(
+    file="models", layers="", draft=None, no_draft="it has no class for the model"
+)
 _EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -97,27 +112,37 @@ def sglang_models() -> Mapping[str, SglangModel]:
     """The table, by the first architecture of config.json."""
     found: dict[str, SglangModel] = {}
     for architecture, row in load_shipped(Path(__file__).with_suffix(".yaml")).items():
-        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        given: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
+        }
         found[architecture] = SglangModel(**given)
     return found
 
 
 def sglang_model(config: Mapping[str, Any]) -> SglangModel:
-    """The names of the model of this config.json; one without classes where SGLang does not know the architecture."""
+    """The names of the model of this config.json; one without classes where SGLang does not know
+    the architecture.
+    """
     return sglang_models().get((config.get("architectures") or [""])[0], _UNKNOWN)
 
 
 def packed_modules(view: FamilyView, part: Part) -> Packed:
-    """What the class of a part says of its fused modules; latent attention without low rank fuses nothing."""
+    """What the class of a part says of its fused modules; latent attention without low rank fuses
+    nothing.
+    """
     model = sglang_model(view.config)
-    packed = model.packed if part == "backbone" or model.draft_packed is None else model.draft_packed
+    packed = (
+        model.packed if part == "backbone" or model.draft_packed is None else model.draft_packed
+    )
     if view.text_config.get("q_lora_rank", 0) is not None:
         return packed
     return {name: parts for name, parts in packed.items() if name != "fused_qkv_a_proj_with_mqa"}
 
 
 def entry_renames(view: FamilyView, part: Part, method: str) -> Renamer:
-    """How the class of a part rewrites the entries of a quantization config, by its `quant_method`."""
+    """How the class of a part rewrites the entries of a quantization config, by its
+    `quant_method`.
+    """
     model = sglang_model(view.config)
     renames = model.entry_renames if part == "backbone" else model.draft_entry_renames
     if not renames or (part == "mtp" and model.renames_under and method not in model.renames_under):
@@ -140,9 +165,11 @@ def sglang_stem(view: FamilyView, part: Part, layer: int) -> str | None:
 
 
 def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...]]:
-    """SGLang's prefix of the module's block, "" outside blocks, and its spellings below it; () where it never asks.
+    """SGLang's prefix of the module's block, "" outside blocks, and its spellings below it; ()
+    where it never asks.
 
-    The spellings are the module's shards, the fused module, and projections of routed experts, `{e}` their index.
+    The spellings are the module's shards, the fused module, and projections of routed experts,
+    `{e}` their index.
     """
     model = sglang_model(view.config)
     if place.role == "head":
@@ -160,37 +187,47 @@ def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...
 
 
 def sglang_names(view: FamilyView, place: Place) -> tuple[str, ...]:
-    """The names under which SGLang may ask about a module; expert 0 is the one of routed experts."""
+    """The names under which SGLang may ask about a module; expert 0 is the one of routed
+    experts.
+    """
     stem, paths = sglang_spelling(view, place)
     return tuple(stem + path.replace("{e}", "0") for path in paths)
 
 
 def sglang_module(view: FamilyView, place: Place) -> str | None:
-    """The prefix of the module that SGLang constructs, fused where its parts share one; None where it never asks."""
+    """The prefix of the module that SGLang constructs, fused where its parts share one; None where
+    it never asks.
+    """
     stem, paths = sglang_spelling(view, place)
     if not paths or place.role == "experts":
         return container(stem + paths[0].replace("{e}", "0")) if paths else None
     fused = place.runtime.removeprefix(view.runtime_stem(place.part, place.layer or 0))
-    named = _renamed(sglang_model(view.config), place.part, fused if place.shares else place.row.path)
+    named = _renamed(
+        sglang_model(view.config), place.part, fused if place.shares else place.row.path
+    )
     return stem + (named if named in paths else paths[0])
 
 
 def container(name: str) -> str:
-    """The name of the module that holds all routed experts, for a projection of expert 0; any other name as it is."""
+    """The name of the module that holds all routed experts, for a projection of expert 0; any other
+    name as it is.
+    """
     return re.sub(r"(experts)\.0\.(?:gate|up|down)_proj$", r"\1", name)
 
 
 def entry_below(entries: Sequence[str], name: str) -> str | None:
     """`is_layer_skipped` of FP8 and modelopt: the entry whose parts between dots are in the name.
 
-    So `mlp.gate` does not reach `mlp.gate_up_proj`, but `model.layers.1` reaches all below it and nothing of layer 10.
+    So `mlp.gate` does not reach `mlp.gate_up_proj`, but `model.layers.1` reaches all below it and
+    nothing of layer 10.
     """
     dotted = f".{name.rstrip('.')}."
     return next((entry for entry in entries if f".{entry.rstrip('.')}." in dotted), None)
 
 
 def excluding_entry(entries: Sequence[str], name: str) -> str | None:
-    """modelopt's `is_layer_excluded`: a glob for the whole name, or for one part of it between dots.
+    """modelopt's `is_layer_excluded`: a glob for the whole name, or for one part of it between
+    dots.
 
     Raises:
         CheckpointError: an entry is none that SGLang can make a regular expression of.
@@ -226,7 +263,9 @@ def _paths(model: SglangModel, view: FamilyView, place: Place) -> tuple[str, ...
 
 
 def table_paths(view: FamilyView, place: Place) -> tuple[str, ...]:
-    """A module's spellings below its block's stem in the family's table: shard, fused, projections of experts."""
+    """A module's spellings below its block's stem in the family's table: shard, fused, projections
+    of experts.
+    """
     row = place.row
     if row.stacked:
         return row.unstacked
@@ -248,7 +287,9 @@ def _renamed(model: SglangModel, part: Part, path: str) -> str:
 
 
 def _as_asked(path: str) -> str:
-    """A routed expert's projection in the name that SGLang asks for, whatever the checkpoint calls it."""
+    """A routed expert's projection in the name that SGLang asks for, whatever the checkpoint calls
+    it.
+    """
     stem, dot, leaf = path.rpartition(".")
     is_expert = re.search(r"experts\.\{e\}$", stem)
     return f"{stem}{dot}{_EXPERT[leaf]}" if is_expert and leaf in _EXPERT else path

@@ -29,7 +29,9 @@ def drip(listener: socket.socket) -> None:
 
 def _one(asked: socket.socket) -> None:
     try:
-        asked.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n")
+        asked.sendall(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+        )
         while True:
             asked.sendall(b" ")
             time.sleep(0.2)
@@ -40,8 +42,15 @@ def _one(asked: socket.socket) -> None:
 def test_a_dataset_is_asked_for_under_a_deadline():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=drip, args=(listener,), daemon=True).start()
-        told = {"HF_ENDPOINT": f"http://127.0.0.1:{listener.getsockname()[1]}", "KEEPMTP_HUB_TIMEOUT": "1"}
+        told = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{listener.getsockname()[1]}",
+            "KEEPMTP_HUB_TIMEOUT": "1",
+        }
         done = subprocess.run(
-            [sys.executable, "-c", ASK], capture_output=True, text=True, timeout=30, env=os.environ | told
+            [sys.executable, "-c", ASK],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env=os.environ | told,
         )
     assert done.returncode == 0 and "; got " in done.stdout, done.stderr

@@ -1,4 +1,6 @@
-"""Files besides weights: known names alone are carried, nothing through a link that leaves the folder."""
+"""Files besides weights: known names alone are carried, nothing through a link that leaves the
+folder.
+"""
 
 import json
 import os
@@ -32,7 +34,14 @@ KNOWN = (
     "NOTICE.txt",
 )
 CODE = ("encoding/encoding_dsv4.py", "modeling_own.py")
-STRAY = ("secrets.json", "notes.txt", "README.md", "id_ed25519", "training/args.json", "inference/model.py")
+STRAY = (
+    "secrets.json",
+    "notes.txt",
+    "README.md",
+    "id_ed25519",
+    "training/args.json",
+    "inference/model.py",
+)
 
 
 @pytest.fixture
@@ -66,7 +75,9 @@ def test_known_names_are_carried_and_nothing_else(folder):
 
 
 def test_a_tokenizer_of_sounds_is_carried_whole():
-    """MiMo-V2.5's (XiaomiMiMo/MiMo-V2.5): without the folder vLLM serves it deaf, with a warning."""
+    """MiMo-V2.5's (XiaomiMiMo/MiMo-V2.5): without the folder vLLM serves it deaf, with a
+    warning.
+    """
     files = (
         "chat_template.jinja",
         "config.json",
@@ -75,7 +86,9 @@ def test_a_tokenizer_of_sounds_is_carried_whole():
         "tokenizer_config.json",
     )
     names = [f"audio_tokenizer/{name}" for name in files]
-    found = companions_among([*names, "audio_tokenizer/notes.txt", "other/model.safetensors", "model.safetensors"])
+    found = companions_among(
+        [*names, "audio_tokenizer/notes.txt", "other/model.safetensors", "model.safetensors"]
+    )
     assert (list(found.carried), found.left) == (names, ("audio_tokenizer/",))
 
 
@@ -100,11 +113,16 @@ def test_a_plan_says_what_is_carried_and_what_is_not(folder, capsys):
     assert set(printed["left"]) == {*CODE, *top}
     plan(choices)
     words = " ".join(capsys.readouterr().out.split())
-    assert "carried: LICENSE, LICENSE-MODEL" in words and "not carried: encoding/encoding_dsv4.py" in words
+    assert (
+        "carried: LICENSE, LICENSE-MODEL" in words
+        and "not carried: encoding/encoding_dsv4.py" in words
+    )
     assert "left: README.md, id_ed25519" in words and "secrets.json" in words
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "tokenizer.json", "modeling_own.py", "config.json", "notice"])
+@pytest.mark.parametrize(
+    "name", ["LICENSE", "tokenizer.json", "modeling_own.py", "config.json", "notice"]
+)
 def test_a_link_that_leaves_the_folder_is_refused(name, folder):
     """The file behind it is anybody's: an output may be published."""
     key = folder.parent / "id_ed25519"
@@ -112,7 +130,8 @@ def test_a_link_that_leaves_the_folder_is_refused(name, folder):
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("../id_ed25519")
     with pytest.raises(
-        CheckpointError, match=rf"source/{name}: a file of a checkpoint must be in its folder; got a link"
+        CheckpointError,
+        match=rf"source/{name}: a file of a checkpoint must be in its folder; got a link",
     ):
         open_source(folder)
 
@@ -152,7 +171,9 @@ def test_a_known_name_that_is_no_file_is_refused(folder, make):
     (folder / "LICENSE").unlink()
     (folder / "encoding").mkdir(exist_ok=True)
     make(folder / "LICENSE")
-    with pytest.raises(CheckpointError, match=r"LICENSE: must be a regular file; got something else\. Restore it"):
+    with pytest.raises(
+        CheckpointError, match=r"LICENSE: must be a regular file; got something else\. Restore it"
+    ):
         open_source(folder)
 
 
@@ -163,14 +184,22 @@ def test_a_link_inside_the_folder_is_carried_as_a_file(folder):
 
 
 def test_the_hub_cache_keeps_its_links(folder, serve_hub):
-    """A snapshot is a folder of links to blobs/ of its own repository; one that leads further is refused."""
+    """A snapshot is a folder of links to blobs/ of its own repository; one that leads further is
+    refused.
+    """
     serve_hub(folder)
     remote = open_source("org/model")
     assert remote.companions == KNOWN_SORTED and remote.code == CODE
     local = download(remote)
     assert local.folder is not None and local.revision == FIRST_COMMIT
-    assert (local.folder / "LICENSE").is_symlink() and local.companions == remote.companions and local.code == CODE
-    assert not [name for name in STRAY if (local.folder / name).exists()], "strays are not even downloaded"
+    assert (
+        (local.folder / "LICENSE").is_symlink()
+        and local.companions == remote.companions
+        and local.code == CODE
+    )
+    assert not [name for name in STRAY if (local.folder / name).exists()], (
+        "strays are not even downloaded"
+    )
     blob = (local.folder / "LICENSE").resolve()
     blob.unlink()
     blob.symlink_to(folder / "secrets.json")
@@ -185,10 +214,16 @@ def test_names_alone():
     found = companions_among(
         ["a/b/tokenizer.json", ".env.json", "x.safetensors", "Licence.md", "sub/LICENSE", "t.model"]
     )
-    assert found.carried == ("Licence.md", "t.model") and found.left == ("a/", "sub/") and not found.code
+    assert (
+        found.carried == ("Licence.md", "t.model")
+        and found.left == ("a/", "sub/")
+        and not found.code
+    )
 
 
-@pytest.mark.parametrize("auto_map", [None, 3, "modeling.A", {"AutoModel": 3}, {"AutoModel": [{}, None]}, {"A": "x"}])
+@pytest.mark.parametrize(
+    "auto_map", [None, 3, "modeling.A", {"AutoModel": 3}, {"AutoModel": [{}, None]}, {"A": "x"}]
+)
 def test_an_odd_auto_map_names_nothing(auto_map):
     assert code_named_by({"auto_map": auto_map}) == ()
 
@@ -203,7 +238,10 @@ def test_a_recipe_that_runs_code_needs_the_flag(folder, tmp_path):
     from keepmtp.quantize.write.refusals import refusals, refuse
 
     plan, _ = pipeline.plan_for(str(recipe), source=str(folder))
-    rule = r"needs --trust-remote-code; got calibration.model_code: checkpoint without it\. Read .*modeling_own\.py"
+    rule = (
+        r"needs --trust-remote-code; got calibration.model_code: checkpoint without it\. Read "
+        r".*modeling_own\.py"
+    )
     with pytest.raises(RecipeError, match=rule):
         refuse(plan, tmp_path / "out")
     assert len(refusals(plan)) == 1 and not (tmp_path / "out.partial").exists()
@@ -211,5 +249,7 @@ def test_a_recipe_that_runs_code_needs_the_flag(folder, tmp_path):
     assert refusals(trusted) == []
     plan, _ = pipeline.plan_for(str(recipe), source=str(folder))
     bare = replace(plan, source=replace(plan.source, code=()))
-    with pytest.raises(RecipeError, match=r"got no \.py file in .*Copy the release's into it, or use --scheme"):
+    with pytest.raises(
+        RecipeError, match=r"got no \.py file in .*Copy the release's into it, or use --scheme"
+    ):
         refuse(bare, tmp_path / "out")

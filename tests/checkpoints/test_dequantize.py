@@ -1,4 +1,6 @@
-"""checkpoints/dequantize.py against compressed-tensors' readers and against plain float64 arithmetic."""
+"""checkpoints/dequantize.py against compressed-tensors' readers and against plain float64
+arithmetic.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+E2M1 = torch.tensor(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64
+)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,12 +43,18 @@ def codes_of(packed: torch.Tensor) -> torch.Tensor:
 
 
 def spread(scale: torch.Tensor, rows: int, columns: int, shape: tuple[int, int]) -> torch.Tensor:
-    return scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: shape[0], : shape[1]]
+    return (
+        scale.double()
+        .repeat_interleave(rows, 0)
+        .repeat_interleave(columns, 1)[: shape[0], : shape[1]]
+    )
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (1, 1), (130, 200), (127, 257)])
 @pytest.mark.parametrize("block", [(128, 128), (1, 32), (64, 16)])
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
+@pytest.mark.parametrize(
+    "scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8]
+)
 def test_fp8_block(shape, block, scale_dtype):
     weight = all_fp8(shape)
     scale_shape = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
@@ -56,7 +66,8 @@ def test_fp8_block(shape, block, scale_dtype):
         scale = (powers * (1 + torch.rand(scale_shape, generator=seeded(1)))).to(scale_dtype)
         values = scale.double()
     found = dequantize.fp8_block(weight, scale, block)
-    # 4-bit by 24-bit significands: the F32 product is rounded, so a second rounding to BF16 may miss by a tie.
+    # 4-bit by 24-bit significands: the F32 product is rounded, so a second rounding to BF16 may
+    # miss by a tie.
     product = weight.double() * spread(values, *block, shape)
     assert torch.equal(found, product.float().bfloat16())
 
@@ -66,7 +77,9 @@ def test_fp8_block_against_compressed_tensors():
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
 
     weight, scale = all_fp8((300, 200)), torch.rand(3, 2, generator=seeded(2)) * 1e-3
-    reader = FP8BlockDequantizer(targets=["Linear"], weight_block_size=(128, 128), dtype=torch.bfloat16)
+    reader = FP8BlockDequantizer(
+        targets=["Linear"], weight_block_size=(128, 128), dtype=torch.bfloat16
+    )
     expected = reader._create_dequantized_weight(weight, scale)
     assert torch.equal(dequantize.fp8_block(weight, scale, (128, 128)), expected)
 
@@ -140,7 +153,9 @@ def test_int_packed(bits, num_columns):
         zeros = torch.randint(-half, half, (37, num_groups), generator=seeded(9)).to(torch.int8)
         words = pack_to_int32(zeros, bits, packed_dim=0)
         found = dequantize.int_packed(packed[:37], scale[:37], bits, (37, num_columns), words)
-        shifted = codes[:37].double() - spread(zeros, 1, num_columns // num_groups, (37, num_columns))
+        shifted = codes[:37].double() - spread(
+            zeros, 1, num_columns // num_groups, (37, num_columns)
+        )
         expected = shifted * spread(scale[:37], 1, num_columns // num_groups, (37, num_columns))
         assert torch.equal(found, expected.float().bfloat16())
     with pytest.raises(CheckpointError, match="weight_zero_point"):
@@ -148,7 +163,8 @@ def test_int_packed(bits, num_columns):
 
 
 @pytest.mark.parametrize(
-    "name", ["NVFP4A16", "MXFP4", "FP8_DYNAMIC", "W4A16", "W4A16_G32", "W4A16_ASYM", "W8A16", "W8A8"]
+    "name",
+    ["NVFP4A16", "MXFP4", "FP8_DYNAMIC", "W4A16", "W4A16_G32", "W4A16_ASYM", "W8A16", "W8A8"],
 )
 def test_same_values_as_compressed_tensors_reads(name):
     """A packed weight, read here and by the compressor that owns the format."""
@@ -160,13 +176,15 @@ def test_same_values_as_compressed_tensors_reads(name):
     weight = torch.randn(72, 384, generator=seeded(9)).mul(0.02).bfloat16()
     (packed,) = pack(scheme, [weight])
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    expected = compressor.decompress(dict(packed), QuantizationScheme(targets=["Linear"], **scheme.config_group()))[
-        "weight"
-    ]
+    expected = compressor.decompress(
+        dict(packed), QuantizationScheme(targets=["Linear"], **scheme.config_group())
+    )["weight"]
     match scheme.format:
         case "nvfp4-pack-quantized":
             common = packed["weight_global_scale"]
-            found = dequantize.nvfp4(packed["weight_packed"], packed["weight_scale"], common, divisor=True)
+            found = dequantize.nvfp4(
+                packed["weight_packed"], packed["weight_scale"], common, divisor=True
+            )
         case "mxfp4-pack-quantized":
             found = dequantize.mxfp4(packed["weight_packed"], packed["weight_scale"])
         case "pack-quantized":
@@ -188,7 +206,9 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(CheckpointError, match=r"\[4, 4\]"):
         dequantize.mxfp4(byte, torch.zeros(4, 8, dtype=torch.uint8))
     with pytest.raises(CheckpointError, match="global scale"):
-        dequantize.nvfp4(byte, torch.ones(4, 8).to(torch.float8_e4m3fn), torch.ones(2), divisor=True)
+        dequantize.nvfp4(
+            byte, torch.ones(4, 8).to(torch.float8_e4m3fn), torch.ones(2), divisor=True
+        )
     with pytest.raises(CheckpointError, match="4 or 8 bits"):
         dequantize.int_packed(byte.view(torch.int32), torch.ones(4, 1), 3, (4, 128))
     with pytest.raises(CheckpointError, match="weight_packed"):

@@ -1,4 +1,6 @@
-"""Whole-file writes and locks: what a reader, and the next run, find after a run that was killed."""
+"""Whole-file writes and locks: what a reader, and the next run, find after a run that was
+killed.
+"""
 
 import subprocess
 import sys
@@ -24,28 +26,36 @@ def test_a_file_has_its_own_name_once_it_is_whole(tmp_path):
     partial_path(path).write_text("tw")
     assert path.read_text() == "one", "what a killed run has left is not read"
     write_whole(path, "two")
-    assert path.read_text() == "two" and [found.name for found in path.parent.iterdir()] == ["a.json"]
+    assert path.read_text() == "two" and [found.name for found in path.parent.iterdir()] == [
+        "a.json"
+    ]
 
 
 def test_a_folder_has_its_own_name_once_it_is_whole(tmp_path):
     partial_path(tmp_path / "out").mkdir()
     (partial_path(tmp_path / "out") / "config.json").write_text("{}")
     complete(tmp_path / "out")
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")] == ["out/config.json"]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")] == [
+        "out/config.json"
+    ]
 
 
 def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("old")
     partial_path(path).mkdir()
-    with pytest.raises(CheckpointError, match=r"a\.json: must be writable; got Is a directory\. Choose another"):
+    with pytest.raises(
+        CheckpointError, match=r"a\.json: must be writable; got Is a directory\. Choose another"
+    ):
         write_whole(path, "new")
     assert path.read_text() == "old"
 
 
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -54,7 +64,10 @@ def holder(tmp_path):
 
 def test_a_lock_ends_with_its_holder(holder, tmp_path):
     """Also with kill -9; and it leaves no file."""
-    with pytest.raises(RecipeError, match="one run; got another run at work"), held(Path(tmp_path), "one run"):
+    with (
+        pytest.raises(RecipeError, match="one run; got another run at work"),
+        held(Path(tmp_path), "one run"),
+    ):
         pass
     holder.kill()
     holder.wait()

@@ -39,7 +39,8 @@ def refusal(hub: Hub, fault: Fault) -> str:
 
 def listing(**changes: object) -> bytes:
     return json.dumps(
-        {"id": "org/model", "sha": f"{1:040x}", "siblings": [{"rfilename": "config.json"}]} | changes
+        {"id": "org/model", "sha": f"{1:040x}", "siblings": [{"rfilename": "config.json"}]}
+        | changes
     ).encode()
 
 
@@ -69,12 +70,16 @@ LISTINGS = {
 
 @pytest.mark.parametrize("body", LISTINGS.values(), ids=LISTINGS)
 def test_a_mangled_list_of_files(hub, body):
-    assert refusal(hub, Fault(r"GET /api/models/org/model", status=200, body=body, times=9)).startswith("org/model")
+    assert refusal(
+        hub, Fault(r"GET /api/models/org/model", status=200, body=body, times=9)
+    ).startswith("org/model")
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 418, 429, 500, 502, 503])
 def test_a_refusal_of_the_hub(hub, status):
-    assert refusal(hub, Fault(r"GET /api/models/org/model", status=status, times=99)).startswith("org/model")
+    assert refusal(hub, Fault(r"GET /api/models/org/model", status=status, times=99)).startswith(
+        "org/model"
+    )
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{", b'{"model_type": 7}', b"\xff\xfe{"])
@@ -92,26 +97,60 @@ def test_a_mangled_small_file(hub, folder, file, body):
         Fault(r"[.]safetensors( |$)", status=200, body=b"<html>Sign in</html>", times=99),
         Fault(r"[.]safetensors( |$)", status=206, body=b"", times=99),
         Fault(
-            r"safetensors", status=206, body=b"12345678", headers={"Content-Range": "bytes 0-7/9999999999"}, times=99
+            r"safetensors",
+            status=206,
+            body=b"12345678",
+            headers={"Content-Range": "bytes 0-7/9999999999"},
+            times=99,
         ),
-        Fault(r"[.]safetensors( |$)", status=206, body=b"\xff" * 8, headers={"Content-Range": "bytes 0-7/8"}, times=99),
-        Fault(r"[.]safetensors( |$)", status=206, body=b"{}" * 8, headers={"Content-Range": "bytes */*"}, times=99),
         Fault(
-            r"[.]safetensors( |$)", status=206, body=b"{}", headers={"Content-Range": "bytes 0-1/" + "9" * 99}, times=99
+            r"[.]safetensors( |$)",
+            status=206,
+            body=b"\xff" * 8,
+            headers={"Content-Range": "bytes 0-7/8"},
+            times=99,
+        ),
+        Fault(
+            r"[.]safetensors( |$)",
+            status=206,
+            body=b"{}" * 8,
+            headers={"Content-Range": "bytes */*"},
+            times=99,
+        ),
+        Fault(
+            r"[.]safetensors( |$)",
+            status=206,
+            body=b"{}",
+            headers={"Content-Range": "bytes 0-1/" + "9" * 99},
+            times=99,
         ),
         Fault(r"[.]safetensors( |$)", status=403, times=99),
         Fault(r"[.]safetensors( |$)", status=404, times=99),
         Fault(r"[.]safetensors( |$)", status=416, times=99),
         Fault(r"[.]safetensors( |$)", status=500, times=99),
         Fault(r"[.]safetensors( |$)", times=99),
-        Fault(r"[.]safetensors( |$)", status=302, headers={"Location": "/loop.safetensors"}, body=b"", times=99),
-        Fault(r"[.]safetensors( |$)", status=302, headers={"Location": "file:///etc/passwd"}, body=b"", times=99),
+        Fault(
+            r"[.]safetensors( |$)",
+            status=302,
+            headers={"Location": "/loop.safetensors"},
+            body=b"",
+            times=99,
+        ),
+        Fault(
+            r"[.]safetensors( |$)",
+            status=302,
+            headers={"Location": "file:///etc/passwd"},
+            body=b"",
+            times=99,
+        ),
     ],
     ids=lambda fault: f"{fault.status} {fault.body!r} {dict(fault.headers)}"[:60],
 )
 def test_a_header_that_does_not_arrive(hub, fault, monkeypatch):
     monkeypatch.setattr("keepmtp.checkpoints.hub._FIRST_WAIT_SECONDS", 0.01)
-    fault = Fault(**{name: getattr(fault, name) for name in ("to", "status", "times", "headers", "body")})
+    fault = Fault(
+        **{name: getattr(fault, name) for name in ("to", "status", "times", "headers", "body")}
+    )
     assert refusal(hub, fault).startswith("org/model")
 
 
@@ -119,5 +158,7 @@ def test_a_server_that_sends_the_whole_file(hub, folder):
     """It ignores the range; the header is in what it sends, and the rest is not read."""
     shard = min(folder.glob("*.safetensors"))
     raw = shard.read_bytes()
-    hub.faults.append(Fault(shard.name, status=200, body=raw, headers={"Content-Length": str(len(raw))}))
+    hub.faults.append(
+        Fault(shard.name, status=200, body=raw, headers={"Content-Length": str(len(raw))})
+    )
     assert open_source("org/model").entries == open_source(folder).entries

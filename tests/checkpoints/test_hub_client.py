@@ -44,7 +44,9 @@ def test_a_token_is_sent_by_https_only(endpoint):
     assert "secret" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("endpoint", ["https://huggingface.co", "https://hub.corp:8443", "http://127.0.0.1:8000"])
+@pytest.mark.parametrize(
+    "endpoint", ["https://huggingface.co", "https://hub.corp:8443", "http://127.0.0.1:8000"]
+)
 def test_an_endpoint_that_will_do(endpoint):
     hub_client.refuse_endpoint(endpoint)
 
@@ -57,7 +59,9 @@ def test_a_deadline_is_a_number_of_seconds(monkeypatch, value):
 
 
 def test_the_token_stays_with_the_hub(hub, tmp_path):
-    """The same client, which the Hub's answer sends elsewhere: to a page, to a redirect's target."""
+    """The same client, which the Hub's answer sends elsewhere: to a page, to a redirect's
+    target.
+    """
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with loopback.serving(tmp_path / "other") as other:
         other.faults = [Fault(".", status=418, times=9)]  # it repeats what it was told
@@ -75,11 +79,15 @@ def test_a_proxy_does_not_read_what_goes_to_this_machine(hub, tmp_path, monkeypa
             monkeypatch.setenv(name, proxy.endpoint)
         monkeypatch.delenv("NO_PROXY", raising=False)
         hub_client.install()
-        answer = get_session().get(f"{hub.endpoint}/api/whoami-v2", headers={"Authorization": f"Bearer {TOKEN}"})
+        answer = get_session().get(
+            f"{hub.endpoint}/api/whoami-v2", headers={"Authorization": f"Bearer {TOKEN}"}
+        )
     assert answer.json()["name"] == "me" and proxy.requests == []
 
 
-@pytest.mark.parametrize("fault", [{"spoils": "drip"}, {"spoils": "headers"}, {"before": bool, "hold": True}])
+@pytest.mark.parametrize(
+    "fault", [{"spoils": "drip"}, {"spoils": "headers"}, {"before": bool, "hold": True}]
+)
 def test_a_hub_that_does_not_end_its_answer(hub, fault):
     """`check org/model` too: one sentence, and in time."""
     end = threading.Event()

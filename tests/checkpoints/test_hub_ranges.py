@@ -1,4 +1,6 @@
-"""Parts of a file on the Hub: the bytes of the range, also over a line that is cut, and no request too many."""
+"""Parts of a file on the Hub: the bytes of the range, also over a line that is cut, and no request
+too many.
+"""
 
 import random
 from pathlib import Path
@@ -28,7 +30,9 @@ def hub(hub_at, tmp_path, monkeypatch):
 
 def got(hub: Hub) -> bytes:
     into = bytearray(LENGTH)
-    read_range("org/model", FILE, commit=hub.repos["org/model"].head, start=START, into=memoryview(into))
+    read_range(
+        "org/model", FILE, commit=hub.repos["org/model"].head, start=START, into=memoryview(into)
+    )
     return bytes(into)
 
 
@@ -49,7 +53,12 @@ def test_a_cut_in_the_middle_goes_on_from_there(hub):
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault("GET .*resolve"), Fault("GET .*resolve", status=503), Fault("GET .*resolve", status=429)]
+    "fault",
+    [
+        Fault("GET .*resolve"),
+        Fault("GET .*resolve", status=503),
+        Fault("GET .*resolve", status=429),
+    ],
 )
 def test_an_answer_without_a_byte_is_asked_for_again(hub, fault):
     fault.times = 2
@@ -75,9 +84,16 @@ def test_a_refusal_is_not_asked_again(hub):
 @pytest.mark.parametrize("said", ["", f"bytes 0-{LENGTH - 1}/300000", "nonsense"])
 def test_other_bytes_than_were_asked_for_are_not_taken(hub, said):
     hub.faults.append(
-        Fault("GET .*resolve", status=206 if said else 200, body=CONTENT, headers={"Content-Range": said})
+        Fault(
+            "GET .*resolve",
+            status=206 if said else 200,
+            body=CONTENT,
+            headers={"Content-Range": said},
+        )
     )
-    with pytest.raises(NoCheckpointError, match=f"org/model/{FILE}: the Hub must send a part of the file; got "):
+    with pytest.raises(
+        NoCheckpointError, match=f"org/model/{FILE}: the Hub must send a part of the file; got "
+    ):
         got(hub)
 
 
@@ -96,7 +112,9 @@ def test_the_address_that_the_hub_leads_to_is_kept_and_asked_for_anew_when_it_ex
 def test_a_slow_line_has_a_deadline(hub, monkeypatch):
     monkeypatch.setattr(PATIENCE, "seconds", 0.3)
     hub.faults.append(Fault("GET .*resolve", spoils="headers", times=99))
-    with pytest.raises(NoCheckpointError, match=r"the Hub must answer; got no whole answer within 0\.3 s"):
+    with pytest.raises(
+        NoCheckpointError, match=r"the Hub must answer; got no whole answer within 0\.3 s"
+    ):
         got(hub)
 
 
@@ -110,5 +128,7 @@ def test_a_mirror_of_holes_sends_what_is_asked_for(hub, tmp_path):
         file.write(CONTENT[:10])
     hub.link("org/holes", folder)
     into = bytearray(20)
-    read_range("org/holes", FILE, commit=hub.repos["org/holes"].head, start=START, into=memoryview(into))
+    read_range(
+        "org/holes", FILE, commit=hub.repos["org/holes"].head, start=START, into=memoryview(into)
+    )
     assert into == CONTENT[:10] + bytes(10)

@@ -17,7 +17,11 @@ def folder(tmp_path) -> Path:
     """A checkpoint of three files and a folder, last touched an hour ago."""
     folder = tmp_path / "made"
     (folder / "encoding").mkdir(parents=True)
-    for name, content in {"config.json": b"{}", "model.safetensors": bytes(3_000_000), "encoding/a.py": b"1"}.items():
+    for name, content in {
+        "config.json": b"{}",
+        "model.safetensors": bytes(3_000_000),
+        "encoding/a.py": b"1",
+    }.items():
         (folder / name).write_bytes(content)
     for path in folder.rglob("*"):
         os.utime(path, ns=(1_700_000_000_000_000_000,) * 2)
@@ -51,13 +55,26 @@ def test_the_place_does_not_matter(folder, tmp_path):
         (lambda folder: (folder / "encoding" / "a.py").rename(folder / "encoding" / "b.py"), True),
         (lambda folder: (folder / "new.txt").touch(), True),
         (lambda folder: (folder / "encoding" / "a.py").unlink(), True),
-        (lambda folder: (folder / ".cache").mkdir() or (folder / ".cache" / "x").write_text("x"), False),
+        (
+            lambda folder: (folder / ".cache").mkdir() or (folder / ".cache" / "x").write_text("x"),
+            False,
+        ),
         (lambda folder: (folder / ".gitattributes").write_text("x"), False),
         (lambda folder: (folder / "model.safetensors.partial").write_text("x"), False),
         (lambda folder: os.utime(folder / "config.json"), False),
         (lambda folder: (folder / "empty").mkdir(), False),
     ],
-    ids=["byte", "renamed", "added", "removed", "hidden folder", "hidden file", "partial", "touched", "empty folder"],
+    ids=[
+        "byte",
+        "renamed",
+        "added",
+        "removed",
+        "hidden folder",
+        "hidden file",
+        "partial",
+        "touched",
+        "empty folder",
+    ],
 )
 def test_what_is_another_checkpoint(change, is_other, folder, tmp_path):
     before = identify(folder, cache=tmp_path / "made.report")
@@ -66,7 +83,9 @@ def test_what_is_another_checkpoint(change, is_other, folder, tmp_path):
 
 
 def test_a_second_look_reads_nothing(folder, tmp_path):
-    """Proved by a cache with another sum in it, which is believed until the file's time says otherwise."""
+    """Proved by a cache with another sum in it, which is believed until the file's time says
+    otherwise.
+    """
     evidence = tmp_path / "made.report"
     read: list[int] = []
 
@@ -96,7 +115,9 @@ def test_what_was_written_just_now_is_not_remembered(folder, tmp_path):
     assert sorted(Path(name).name for name in kept) == ["a.py", "model.safetensors"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 2, "files": {}}', '{"version": 1, "files": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"version": 2, "files": {}}', '{"version": 1, "files": {"a": 1}}']
+)
 def test_a_cache_that_cannot_be_read_is_none(content, folder, tmp_path):
     evidence = tmp_path / "made.report"
     found = identify(folder, cache=evidence)
@@ -110,7 +131,8 @@ def test_a_json_file_of_holes_is_not_read(folder):
         file.truncate(1 << 36)
     for read in (identify, lambda folder: file_sha256(folder / "keepmtp.json")):
         with pytest.raises(
-            CheckpointError, match=r"keepmtp\.json: a JSON file has at most 1073741824 bytes; got 68719"
+            CheckpointError,
+            match=r"keepmtp\.json: a JSON file has at most 1073741824 bytes; got 68719",
         ):
             read(folder)
 
@@ -136,9 +158,18 @@ def test_source_and_checkpoint_share_a_cache(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "must hold a checkpoint; got no config.json"),
-        (lambda folder: (folder / "lost").symlink_to(folder / "nowhere"), "lost: .*; got a link to nowhere"),
-        (lambda folder: (folder / "more").symlink_to(folder / "encoding"), "more: .*; got a link to a folder"),
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            "must hold a checkpoint; got no config.json",
+        ),
+        (
+            lambda folder: (folder / "lost").symlink_to(folder / "nowhere"),
+            "lost: .*; got a link to nowhere",
+        ),
+        (
+            lambda folder: (folder / "more").symlink_to(folder / "encoding"),
+            "more: .*; got a link to a folder",
+        ),
         (lambda folder: os.mkfifo(folder / "pipe"), "pipe: must be a regular file"),
     ],
 )

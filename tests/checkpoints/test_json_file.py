@@ -1,4 +1,6 @@
-"""config.json and other small files of strangers: the right types, or one sentence with file and key."""
+"""config.json and other small files of strangers: the right types, or one sentence with file and
+key.
+"""
 
 import json
 import math
@@ -36,9 +38,18 @@ FILES = {
         b'{"\\uDFFFx": 1}',
         "every character must be one that UTF-8 can write; got half of a surrogate pair",
     ),
-    "deep": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "values must be at most 64 levels deep; got more levels"),
-    "rather deep": (b'{"a":' * 70 + b"1" + b"}" * 70, "values must be at most 64 levels deep; got more levels"),
-    "a number without end": (b'{"a": %b}' % (b"1" * 100_000), "must be JSON; got Exceeds the limit"),
+    "deep": (
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        "values must be at most 64 levels deep; got more levels",
+    ),
+    "rather deep": (
+        b'{"a":' * 70 + b"1" + b"}" * 70,
+        "values must be at most 64 levels deep; got more levels",
+    ),
+    "a number without end": (
+        b'{"a": %b}' % (b"1" * 100_000),
+        "must be JSON; got Exceeds the limit",
+    ),
     "a NUL": (b"{}\0", "must be JSON; got Extra data"),
 }
 
@@ -60,7 +71,8 @@ def test_a_surrogate_pair_is_one_character(tmp_path):
 
 def test_a_large_index_is_read(tmp_path):
     weight_map = {
-        f"model.layers.{n}.mlp.experts.weight_packed": "model-00001-of-00002.safetensors" for n in range(300_000)
+        f"model.layers.{n}.mlp.experts.weight_packed": "model-00001-of-00002.safetensors"
+        for n in range(300_000)
     }
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert (tmp_path / "index.json").stat().st_size > 20e6
@@ -79,12 +91,16 @@ def test_a_file_that_holds_no_object(raw, said, tmp_path):
     (tmp_path / "a.json").write_bytes(raw)
     with pytest.raises(CheckpointError) as caught:
         read_object(tmp_path / "a.json", "here", cure="Mend it")
-    assert str(caught.value).startswith(f"here: {said}") and str(caught.value).endswith(". Mend it.")
+    assert str(caught.value).startswith(f"here: {said}") and str(caught.value).endswith(
+        ". Mend it."
+    )
 
 
 def test_what_configs_of_released_models_have(tmp_path):
     """State-space models have Infinity."""
-    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity], "deep": [[[[[[[]]]]]]]}')
+    (tmp_path / "config.json").write_text(
+        '{"time_step_limit": [0.0, Infinity], "deep": [[[[[[[]]]]]]]}'
+    )
     assert read_config(tmp_path / "config.json", "here")["time_step_limit"] == [0.0, math.inf]
 
 
@@ -137,14 +153,19 @@ def test_a_key_of_another_type(key, inner, tmp_path):
     path = tmp_path / "config.json"
     taken = [json.dumps(value) for value in (*TAKEN[key], None)]
     for value in map(json.dumps, [*VALUES, None]):
-        path.write_text(f'{{"text_config": {{"{key}": {value}}}}}' if inner else f'{{"{key}": {value}}}')
+        path.write_text(
+            f'{{"text_config": {{"{key}": {value}}}}}' if inner else f'{{"{key}": {value}}}'
+        )
         if value in taken:
             read_config(path, "here")
         else:
             with pytest.raises(CheckpointError) as caught:
                 read_config(path, "here")
             message = str(caught.value)
-            assert message.startswith(f"here: {'text_config.' * inner}{key} must be a") and len(message) < 500, value
+            assert (
+                message.startswith(f"here: {'text_config.' * inner}{key} must be a")
+                and len(message) < 500
+            ), value
 
 
 def test_every_key_of_every_family_has_a_type(tmp_path):
@@ -168,9 +189,15 @@ def plan(folder: Path, **changes) -> int:
 def test_the_plan_of_a_config_with_a_wrong_key(tmp_path):
     assert plan(tmp_path / "right")
     faults = {
-        r"num_hidden_layers must be a whole number from 0 to 2000; got 1000000000\.": {"num_hidden_layers": 10**9},
-        r"num_hidden_layers must be a whole number from 0 to 2000; got '5'\.": {"num_hidden_layers": "5"},
-        r"num_hidden_layers must say how many decoder layers there are; got nothing\.": {"num_hidden_layers": "gone"},
+        r"num_hidden_layers must be a whole number from 0 to 2000; got 1000000000\.": {
+            "num_hidden_layers": 10**9
+        },
+        r"num_hidden_layers must be a whole number from 0 to 2000; got '5'\.": {
+            "num_hidden_layers": "5"
+        },
+        r"num_hidden_layers must say how many decoder layers there are; got nothing\.": {
+            "num_hidden_layers": "gone"
+        },
         r"num_nextn_predict_layers must be a whole number from 0 to 100; got nan\.": {
             "num_nextn_predict_layers": math.nan
         },
@@ -179,6 +206,7 @@ def test_the_plan_of_a_config_with_a_wrong_key(tmp_path):
     }
     for number, (said, changes) in enumerate(faults.items()):
         with pytest.raises(
-            CheckpointError, match=rf"config\.json: {said} Take (config\.json|the key) from the original release"
+            CheckpointError,
+            match=rf"config\.json: {said} Take (config\.json|the key) from the original release",
         ):
             plan(tmp_path / str(number), **changes)

@@ -1,4 +1,6 @@
-"""A release without an MTP block, and the block of another folder: one checkpoint in plan, bytes, record and config."""
+"""A release without an MTP block, and the block of another folder: one checkpoint in plan, bytes,
+record and config.
+"""
 
 import hashlib
 import json
@@ -39,7 +41,9 @@ def on_disk(folder: Path) -> tuple[Path, Path]:
 def made(tmp_path_factory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("separate")
     release, block = on_disk(folder)
-    plan, text = plan_for("minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic")
+    plan, text = plan_for(
+        "minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic"
+    )
     return release, block, quantize(plan, text, out=folder / "out", threads=1).out
 
 
@@ -73,13 +77,17 @@ def test_the_record_says_where_the_block_is_from(made):
 def test_a_finished_output_is_of_this_block_and_no_other(made):
     """The same command finds it finished; with another block it is another output."""
     release, block, out = made
-    plan, text = plan_for("minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic")
+    plan, text = plan_for(
+        "minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic"
+    )
     assert quantize(plan, text, out=out).was_there
     (block / "config.json").touch()  # its config makes no byte
     assert quantize(plan, text, out=out).was_there
     shard = open_source(block).entries["model.mtp.layers.0.hnorm.weight"].file
     (block / shard).touch()
-    plan, text = plan_for("minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic")
+    plan, text = plan_for(
+        "minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic"
+    )
     with pytest.raises(RecipeError, match="an existing output is never overwritten"):
         quantize(plan, text, out=out)
 
@@ -89,30 +97,48 @@ def layout(shard: Shard) -> FileLayout:
 
 
 def test_a_killed_run_goes_on_with_the_same_block_only(tmp_path):
-    """The stamps of the block's files are in the hashes of the shards, so another block's shards are written anew."""
+    """The stamps of the block's files are in the hashes of the shards, so another block's shards
+    are written anew.
+    """
     release, block = on_disk(tmp_path)
-    plan, text = plan_for("minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic")
+    plan, text = plan_for(
+        "minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic"
+    )
     with claim(plan, tmp_path / "out") as partial:
         write_shards(plan, partial, recipe_text=text, threads=1)
-        shard = next(shard for shard in plan.shards if any(".mtp." in output.name for output in shard.outputs))
+        shard = next(
+            shard
+            for shard in plan.shards
+            if any(".mtp." in output.name for output in shard.outputs)
+        )
         assert fault_of(plan, shard, partial, layout(shard)) == ""
         file = open_source(block).entries["model.mtp.layers.0.hnorm.weight"].file
         (block / file).touch()
-        again, _ = plan_for("minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic")
-        assert f"mtp_source/{file} of the source is another file now" in fault_of(again, shard, partial, layout(shard))
+        again, _ = plan_for(
+            "minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic"
+        )
+        assert f"mtp_source/{file} of the source is another file now" in fault_of(
+            again, shard, partial, layout(shard)
+        )
 
 
 def test_a_release_without_a_block_is_not_told_to_get_it_from_itself(tmp_path):
     release, _ = minimax_halves()
     write(tmp_path / "release", release)
     text = find_recipe("minimax-m3")[1].replace("MiniMaxAI/MiniMax-M3", str(tmp_path / "release"))
-    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(("mtp_source", "  source:")))
+    text = "".join(
+        line
+        for line in text.splitlines(keepends=True)
+        if not line.startswith(("mtp_source", "  source:"))
+    )
     (tmp_path / "mine.yaml").write_text(text.replace("  revision: main\n", ""))
     with pytest.raises(CheckpointError) as caught:
         plan_for(str(tmp_path / "mine.yaml"))
     assert (
-        "got no MTP tensor in any file. Add --mtp-source with a checkpoint that has the block: the original release, "
-        "since most tools drop it, or another repository where the release has none" in str(caught.value)
+        "got no MTP tensor in any file. Add --mtp-source with a checkpoint that has the block: "
+        "the original release, "
+        "since most tools drop it, or another repository where the release has none"
+        in str(caught.value)
     )
     found = check_source(as_source(release, tmp_path)).findings
     cures = {finding.cure for finding in found if finding.rule == "mtp-missing"}
@@ -135,8 +161,20 @@ def emptied(checkpoint: Checkpoint) -> None:
     ("change", "says"),
     [
         (sized, r"config.json: hidden_size must be 256, that of .*; got 512"),
-        (widened, r"language_model\.model\.mtp\.layers\.0\.eh_proj\.weight must be as wide as hidden_size=256"),
-        (emptied, r"must have tensors of minimax_m3_vl's MTP block, language_model\.model\.mtp\.layers\.0\.\*"),
+        (
+            widened,
+            (
+                r"language_model\.model\.mtp\.layers\.0\.eh_proj\.weight must be as wide as "
+                r"hidden_size=256"
+            ),
+        ),
+        (
+            emptied,
+            (
+                r"must have tensors of minimax_m3_vl's MTP block, "
+                r"language_model\.model\.mtp\.layers\.0\.\*"
+            ),
+        ),
     ],
 )
 def test_a_block_of_another_model_is_refused(change, says, tmp_path):
@@ -149,7 +187,9 @@ def test_a_block_of_another_model_is_refused(change, says, tmp_path):
 def test_a_second_block_is_refused(tmp_path):
     _, block = minimax_halves()
     whole = released("minimax-m3")
-    with pytest.raises(CheckpointError, match="for a release without an MTP block of its own; got language_model"):
+    with pytest.raises(
+        CheckpointError, match="for a release without an MTP block of its own; got language_model"
+    ):
         with_mtp_of(as_source(whole, tmp_path), as_source(block, tmp_path))
 
 
@@ -157,12 +197,17 @@ def test_layers_that_continue_the_decoder_layers_keep_their_names(tmp_path):
     """Two releases of one model: the MTP layer has one name in both."""
     config, tensors = source_layout("glm-4.7", size="tiny")
     block = {name: spec for name, spec in tensors.items() if name.startswith("model.layers.3.")}
-    release = Checkpoint(config=config, tensors={name: spec for name, spec in tensors.items() if name not in block})
+    release = Checkpoint(
+        config=config, tensors={name: spec for name, spec in tensors.items() if name not in block}
+    )
     joined = with_mtp_of(
-        as_source(release, tmp_path), as_source(Checkpoint(config=config, tensors=dict(tensors)), tmp_path)
+        as_source(release, tmp_path),
+        as_source(Checkpoint(config=config, tensors=dict(tensors)), tmp_path),
     )
     assert set(joined.entries) == set(tensors)
-    assert {entry.file for name, entry in joined.entries.items() if name in block} == {"mtp_source/model.safetensors"}
+    assert {entry.file for name, entry in joined.entries.items() if name in block} == {
+        "mtp_source/model.safetensors"
+    }
     assert check_source(joined).findings == ()
 
 
@@ -171,4 +216,6 @@ def test_its_revision_is_pinned():
     pinned = pinned_text(text, lambda kind, name, revision: hashlib.sha1(name.encode()).hexdigest())
     assert hashlib.sha1(b"Inferact/MiniMax-M3-MTP").hexdigest() in pinned
     assert "revision: main" not in pinned
-    assert flat_text({"mtp_source": {"source": "a/b", "revision": "main"}}).startswith("mtp_source:\n")
+    assert flat_text({"mtp_source": {"source": "a/b", "revision": "main"}}).startswith(
+        "mtp_source:\n"
+    )

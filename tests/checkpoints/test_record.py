@@ -10,7 +10,9 @@ from keepmtp.recipes.errors import CheckpointError
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
     """To the byte: order, parts of a recipe that no reader knows, and a summary's own values."""
-    written = measured.recorded(summary={"b": [1, 0.1, None], "a": {"1": "\u00fc"}}, keep=["x"], calibration=None)
+    written = measured.recorded(
+        summary={"b": [1, 0.1, None], "a": {"1": "\u00fc"}}, keep=["x"], calibration=None
+    )
     text = json.dumps(written, indent=2) + "\n"
     (tmp_path / RECORD).write_text(text)
     record = read_record(tmp_path / RECORD)
@@ -37,18 +39,41 @@ def test_a_later_keepmtp_may_write_more(tmp_path):
         ("[" * 100_000, "more levels"),
         ("[]", "a list"),
         ("{}", "keepmtp: Field required"),
-        (json.dumps(measured.recorded() | {"recipe": 7}), "recipe: Input should be a valid dictionary.*"),
-        (json.dumps(measured.recorded(backbone=7)), "recipe.backbone: Input should be a valid dictionary"),
-        (json.dumps(measured.recorded(made_from={"files": {"a": "big"}})), "source.files.a: Input should be .*"),
-        (json.dumps(measured.recorded(made_from={"files": {"a": -1}})), "source.files.a: Input should be .*"),
-        (json.dumps(measured.recorded(made_from={"files": {"a": 2**63}})), "source.files.a: Input should be .*"),
-        (json.dumps(measured.recorded(made_from={"files": {"a": float("nan")}})), "source.files.a: Input should be .*"),
+        (
+            json.dumps(measured.recorded() | {"recipe": 7}),
+            "recipe: Input should be a valid dictionary.*",
+        ),
+        (
+            json.dumps(measured.recorded(backbone=7)),
+            "recipe.backbone: Input should be a valid dictionary",
+        ),
+        (
+            json.dumps(measured.recorded(made_from={"files": {"a": "big"}})),
+            "source.files.a: Input should be .*",
+        ),
+        (
+            json.dumps(measured.recorded(made_from={"files": {"a": -1}})),
+            "source.files.a: Input should be .*",
+        ),
+        (
+            json.dumps(measured.recorded(made_from={"files": {"a": 2**63}})),
+            "source.files.a: Input should be .*",
+        ),
+        (
+            json.dumps(measured.recorded(made_from={"files": {"a": float("nan")}})),
+            "source.files.a: Input should be .*",
+        ),
         (json.dumps(measured.recorded(model="../../x")), r"recipe\.model: must be a plain name .*"),
-        (json.dumps(measured.recorded(variant="a\x1b[2J/b")), r"recipe\.variant: must be a plain name .*"),
+        (
+            json.dumps(measured.recorded(variant="a\x1b[2J/b")),
+            r"recipe\.variant: must be a plain name .*",
+        ),
     ],
 )
 def test_a_record_that_is_not_ours(text, got, tmp_path):
     if text is not None:
         (tmp_path / RECORD).write_bytes(text.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=rf"^here: must be keepmtp's own record; got {got}\. Look\.$"):
+    with pytest.raises(
+        CheckpointError, match=rf"^here: must be keepmtp's own record; got {got}\. Look\.$"
+    ):
         read_record(tmp_path / RECORD, where="here", cure="Look")

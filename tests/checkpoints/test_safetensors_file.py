@@ -1,4 +1,6 @@
-"""Headers that are written here against the safetensors library, and the tables of dtypes against each other."""
+"""Headers that are written here against the safetensors library, and the tables of dtypes against
+each other.
+"""
 
 import json
 import os
@@ -23,16 +25,23 @@ def test_every_dtype_has_one_name_and_one_size():
 
 
 def test_a_file_is_laid_out_as_the_library_reads_it(tmp_path):
-    tensors = {"b.weight": torch.arange(6.0).reshape(2, 3), "a.\u00fc": torch.tensor([1, 2], dtype=torch.int8)}
+    tensors = {
+        "b.weight": torch.arange(6.0).reshape(2, 3),
+        "a.\u00fc": torch.tensor([1, 2], dtype=torch.int8),
+    }
     layout = lay_out(
         (HFName(name), "F32" if value.is_floating_point() else "I8", tuple(value.shape))
         for name, value in tensors.items()
     )
     path = tmp_path / "a.safetensors"
-    path.write_bytes(layout.header + b"".join(value.numpy().tobytes() for value in tensors.values()))
+    path.write_bytes(
+        layout.header + b"".join(value.numpy().tobytes() for value in tensors.values())
+    )
     assert path.stat().st_size == layout.num_bytes and len(layout.header) % 8 == 0
     found = safetensors.load_file(path)
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert found.keys() == tensors.keys() and all(
+        torch.equal(found[name], tensors[name]) for name in tensors
+    )
     header = read_header(path, "a")
     assert {name: entry.start for name, entry in header.entries.items()} == layout.starts
     assert header.metadata == {"format": "pt"}
@@ -53,13 +62,18 @@ def test_a_file_that_has_become_shorter(tmp_path):
     safetensors.save_file({"a": torch.arange(5)}, path)
     (entry,) = read_header(path, "a").entries.values()
     path.write_bytes(path.read_bytes()[:-1])
-    with open(path, "rb", buffering=0) as file, pytest.raises(CheckpointError, match="x: a must be whole; got end of"):
+    with (
+        open(path, "rb", buffering=0) as file,
+        pytest.raises(CheckpointError, match="x: a must be whole; got end of"),
+    ):
         fill(memoryview(bytearray(entry.num_bytes)), file, entry, where="x")
     with pytest.raises(CheckpointError, match=r"x: must be \d+ bytes long to hold a; got"):
         read_header(path, "x")
 
 
-@pytest.mark.parametrize("header", [[], {"a": 1}, {"a": {"dtype": "F32", "shape": [1]}}, {"__metadata__": 7}])
+@pytest.mark.parametrize(
+    "header", [[], {"a": 1}, {"a": {"dtype": "F32", "shape": [1]}}, {"__metadata__": 7}]
+)
 def test_a_header_that_is_none(header, tmp_path):
     raw = json.dumps(header).encode().ljust(64)
     with pytest.raises(CheckpointError, match="x: must have a valid safetensors header; got"):
@@ -91,7 +105,10 @@ HEADERS = {
     "metadata with a number": (b'{"__metadata__":{"format":1},"a":{%b}}' % TENSOR, 4),
     "metadata with a map": (b'{"__metadata__":{"format":{}},"a":{%b}}' % TENSOR, 4),
     "metadata that is a list": (b'{"__metadata__":["pt"],"a":{%b}}' % TENSOR, 4),
-    "metadata that is a list of pairs": (b'{"__metadata__":[["format","pt"]],"a":{%b}}' % TENSOR, 4),
+    "metadata that is a list of pairs": (
+        b'{"__metadata__":[["format","pt"]],"a":{%b}}' % TENSOR,
+        4,
+    ),
     "metadata that is a word": (b'{"__metadata__":"pt","a":{%b}}' % TENSOR, 4),
     "metadata twice": (b'{"__metadata__":{},"__metadata__":{},"a":{%b}}' % TENSOR, 4),
     "UTF-16": (ONE.decode().encode("utf-16"), 4),
@@ -146,9 +163,13 @@ def test_a_header_is_what_safetensors_says(raw, data, tmp_path):
     try:
         with safe_open(path, "pt") as file:
             wanted = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            wanted = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in wanted.items()}
+            wanted = {
+                name: (each.get_dtype(), tuple(each.get_shape())) for name, each in wanted.items()
+            }
     except SafetensorError:
-        with pytest.raises(CheckpointError, match=r"^x: must .*; got .*\. Download the shard again\.$"):
+        with pytest.raises(
+            CheckpointError, match=r"^x: must .*; got .*\. Download the shard again\.$"
+        ):
             read_header(path, "x")
         return
     found = read_header(path, "x")
@@ -156,14 +177,18 @@ def test_a_header_is_what_safetensors_says(raw, data, tmp_path):
     assert all(isinstance(each, str) for pair in found.metadata.items() for each in pair)
 
 
-@pytest.mark.parametrize("form", [TENSOR, b'"dt\\u0079pe":"F32","sh\\u0061pe":[1],"data\\u005foffsets":[0,4]', b""])
+@pytest.mark.parametrize(
+    "form", [TENSOR, b'"dt\\u0079pe":"F32","sh\\u0061pe":[1],"data\\u005foffsets":[0,4]', b""]
+)
 def test_a_name_twice(form, tmp_path):
     """safetensors takes the last of the two, other readers the first."""
     first = b"{%b}" % form if form else b'["F32",[1],[0,4]]'
     path = written(tmp_path, b'{"\\u0061":%b,"a":{%b}}' % (first, TENSOR), 4)
     with safe_open(path, "pt") as file:
         assert list(file.keys()) == ["a"]
-    with pytest.raises(CheckpointError, match=r"^x: every name must be in the header once; got a twice"):
+    with pytest.raises(
+        CheckpointError, match=r"^x: every name must be in the header once; got a twice"
+    ):
         read_header(path, "x")
 
 
@@ -174,23 +199,32 @@ def test_a_dtype_that_only_safetensors_knows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "first", [b"", b"abc", b"\0" * 8, b"\xff" * 8, b"\xff" * 7 + b"\0", (10**8 + 1).to_bytes(8, "little")]
+    "first",
+    [b"", b"abc", b"\0" * 8, b"\xff" * 8, b"\xff" * 7 + b"\0", (10**8 + 1).to_bytes(8, "little")],
 )
 def test_a_length_that_no_header_has(first, tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(first)
     with pytest.raises(SafetensorError):
         safe_open(path, "pt")
-    with pytest.raises(CheckpointError, match=r"^x: must start with a safetensors header; got a length of"):
+    with pytest.raises(
+        CheckpointError, match=r"^x: must start with a safetensors header; got a length of"
+    ):
         read_header(path, "x")
 
 
 def test_more_tensors_than_any_file_has(tmp_path):
     """Names without bytes cost nothing to write; nothing is built from them."""
-    names = (f'"{number}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for number in range(250_001))
+    names = (
+        f'"{number}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+        for number in range(250_001)
+    )
     path = written(tmp_path, f"{{{','.join(names)}}}".encode())
     tracemalloc.start()
-    with pytest.raises(CheckpointError, match=r"^x: must hold at most 250000 tensors; got more\. Write it in several"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^x: must hold at most 250000 tensors; got more\. Write it in several",
+    ):
         read_header(path, "x")
     assert tracemalloc.get_traced_memory()[1] < 2 * path.stat().st_size
     tracemalloc.stop()

@@ -1,4 +1,6 @@
-"""Scratch folders: they go with their process, and what a killed one has left goes with the next."""
+"""Scratch folders: they go with their process, and what a killed one has left goes with the
+next.
+"""
 
 import subprocess
 import sys
@@ -27,7 +29,11 @@ def holder(folder: Path) -> tuple[subprocess.Popen[str], Path]:
 def test_it_goes_with_its_context(tmp_path):
     with ScratchFolder("copy-", tmp_path) as folder:
         (folder / "weights").write_text("x")
-        assert folder.parent == tmp_path and folder.name.startswith("copy-") and folder.stat().st_mode & 0o77 == 0
+        assert (
+            folder.parent == tmp_path
+            and folder.name.startswith("copy-")
+            and folder.stat().st_mode & 0o77 == 0
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -88,7 +88,9 @@ ODD_NAMES = [
 
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_a_name_that_is_no_source(name, tmp_path, monkeypatch):
-    """Neither a folder with a checkpoint nor a name that the Hub can have; nothing is asked of the Hub."""
+    """Neither a folder with a checkpoint nor a name that the Hub can have; nothing is asked of the
+    Hub.
+    """
     monkeypatch.chdir(tmp_path)
     message = refusal(name)
     assert message.isprintable() and len(message) < 6000
@@ -125,12 +127,15 @@ def test_a_gguf_file_and_a_models_name(tmp_path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00001-of-00002.safetensors", "mtp.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["config.json", INDEX, "model-00001-of-00002.safetensors", "mtp.safetensors"]
+)
 def test_what_is_no_file_is_refused_and_not_waited_for(folder, name, make):
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
     assert re.search(
-        rf"{name}: .*(must be a regular file; got a|must be in its folder; got a link to)", refusal(folder)
+        rf"{name}: .*(must be a regular file; got a|must be in its folder; got a link to)",
+        refusal(folder),
     )
 
 
@@ -157,7 +162,9 @@ INDEXES = {
 def test_an_index_that_is_none(folder, raw):
     (folder / INDEX).write_bytes(raw)
     message = refusal(folder)
-    assert message.startswith(f"{folder / INDEX}: ") and message.isprintable() and len(message) < 1000
+    assert (
+        message.startswith(f"{folder / INDEX}: ") and message.isprintable() and len(message) < 1000
+    )
 
 
 def test_index_naming_a_missing_file(folder):
@@ -175,7 +182,9 @@ def test_index_listing_an_absent_tensor(folder):
 
 def test_truncated_shard_names_the_last_tensor(folder):
     shard = first_shard(folder)
-    last = max(open_source(folder).entries.values(), key=lambda e: (e.file == shard.name, e.start)).name
+    last = max(
+        open_source(folder).entries.values(), key=lambda e: (e.file == shard.name, e.start)
+    ).name
     with open(shard, "r+b") as file:
         file.truncate(shard.stat().st_size - 10)
     message = refusal(folder)
@@ -196,7 +205,9 @@ def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
     """`mtp.safetensors` beside an index that does not list it: seen, and kept apart."""
     config, tensors = source_layout("glm-4.7", size="tiny")
     layers = config["num_hidden_layers"]
-    mtp = {name: spec for name, spec in tensors.items() if name.startswith(f"model.layers.{layers}.")}
+    mtp = {
+        name: spec for name, spec in tensors.items() if name.startswith(f"model.layers.{layers}.")
+    }
     rest = {name: spec for name, spec in tensors.items() if name not in mtp}
     folder = write_checkpoint(tmp_path / "source", config, rest)
     write_checkpoint(tmp_path / "mtp", config, mtp, num_shards=1)
@@ -205,7 +216,8 @@ def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
     assert set(source.unindexed) == set(mtp) and set(source.entries) == set(rest)
 
 
-# --- The Hub, spoken on loopback --------------------------------------------------------------------------------------
+# --- The Hub, spoken on loopback
+# --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -215,7 +227,9 @@ def hub(folder, serve_hub) -> list[str]:
 
 
 def test_hub_headers_come_by_range_requests(hub, folder):
-    """A repository's tensors without its weights; then the same source, downloaded, equals the folder."""
+    """A repository's tensors without its weights; then the same source, downloaded, equals the
+    folder.
+    """
     remote, local = open_source("org/model"), open_source(folder)
     assert remote.revision == FIRST_COMMIT and remote.folder is None
     assert {n: (e.dtype, e.shape, e.num_bytes) for n, e in remote.entries.items()} == {
@@ -223,22 +237,33 @@ def test_hub_headers_come_by_range_requests(hub, folder):
     }
     assert all("bytes=" in line for line in hub if ".safetensors " in line)
     fetched = download(remote)
-    assert fetched.folder is not None and fetched.revision == FIRST_COMMIT and fetched.entries == local.entries
+    assert (
+        fetched.folder is not None
+        and fetched.revision == FIRST_COMMIT
+        and fetched.entries == local.entries
+    )
 
 
 def test_hub_repository_that_does_not_exist(hub):
-    with pytest.raises(CheckpointError, match="org/other: must be a folder or a public Hub repository"):
+    with pytest.raises(
+        CheckpointError, match="org/other: must be a folder or a public Hub repository"
+    ):
         open_source("org/other")
 
 
 def test_hub_out_of_reach(hub_at):
     hub_at("http://127.0.0.1:9")  # nothing listens there
-    with pytest.raises(CheckpointError, match=r"org/model: the Hub must be reachable; got .*give a folder as SOURCE\."):
+    with pytest.raises(
+        CheckpointError,
+        match=r"org/model: the Hub must be reachable; got .*give a folder as SOURCE\.",
+    ):
         open_source("org/model")
 
 
 def test_a_header_on_the_hub_is_judged_as_a_local_one(folder, serve_hub):
-    """A shard that safetensors refuses, one that is too short, one whose header takes a second request."""
+    """A shard that safetensors refuses, one that is too short, one whose header takes a second
+    request.
+    """
     shard = first_shard(folder)
     good = shard.read_bytes()
     length = int.from_bytes(good[:8], "little")

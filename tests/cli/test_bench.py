@@ -1,4 +1,6 @@
-"""`keepmtp bench` refuses before a server is started, says what it would do, and prints a matrix as publishers do."""
+"""`keepmtp bench` refuses before a server is started, says what it would do, and prints a matrix as
+publishers do.
+"""
 
 import io
 import json
@@ -19,15 +21,25 @@ GLM = str(ROOT / "models" / "tiny-glm4-moe")
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("0..4", (0, 1, 2, 3, 4)), ("0,1,3", (0, 1, 3)), ("8, 1,8,32", (1, 8, 32)), ("2", (2,)), ("0..1,4", (0, 1, 4))],
+    [
+        ("0..4", (0, 1, 2, 3, 4)),
+        ("0,1,3", (0, 1, 3)),
+        ("8, 1,8,32", (1, 8, 32)),
+        ("2", (2,)),
+        ("0..1,4", (0, 1, 4)),
+    ],
 )
 def test_numbers(words, found):
     assert numbers("--k", words, least=0) == found
 
 
-@pytest.mark.parametrize("words", ["", "a", "1..", "4..1", "-1", "1;2", "0", "1..1000000", "99999999"])
+@pytest.mark.parametrize(
+    "words", ["", "a", "1..", "4..1", "-1", "1;2", "0", "1..1000000", "99999999"]
+)
 def test_no_numbers(words):
-    with pytest.raises(RecipeError, match=r"^--concurrency: must be .*; got .*\. Write --concurrency 1,8,32"):
+    with pytest.raises(
+        RecipeError, match=r"^--concurrency: must be .*; got .*\. Write --concurrency 1,8,32"
+    ):
         numbers("--concurrency", words, least=1)
 
 
@@ -37,7 +49,10 @@ def test_no_numbers(words):
         (("--concurrency", "0"), "--concurrency: must be 1 or more"),
         (
             ("--context", "2000"),
-            "--context: context and answer must fit max_position_embeddings, 2,048; got 2,000 and 256",
+            (
+                "--context: context and answer must fit max_position_embeddings, 2,048; got 2,000 "
+                "and 256"
+            ),
         ),
         (("--prompts", "none.jsonl"), "none.jsonl: must be a readable file"),
         (("--", "--port", "1"), "keepmtp alone talks to its servers"),
@@ -51,16 +66,25 @@ def test_it_refuses_before_a_server_is_started(words, says, tmp_path):
 def test_a_line_of_another_form_is_named(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "good"}\n{"text": "other"}\n')
-    refused("bench", GLM, "--prompts", str(path), says="prompts.jsonl:2: must hold a prompt of the user")
+    refused(
+        "bench", GLM, "--prompts", str(path), says="prompts.jsonl:2: must hold a prompt of the user"
+    )
 
 
 def test_a_conversation_needs_a_template(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(
-        json.dumps({"messages": [{"role": r, "content": "x"} for r in ("user", "assistant", "user")]}) + "\n"
+        json.dumps(
+            {"messages": [{"role": r, "content": "x"} for r in ("user", "assistant", "user")]}
+        )
+        + "\n"
     )
     refused(
-        "bench", GLM, "--prompts", str(path), says="conversations need a chat template; got none beside the weights"
+        "bench",
+        GLM,
+        "--prompts",
+        str(path),
+        says="conversations need a chat template; got none beside the weights",
     )
 
 
@@ -69,16 +93,37 @@ def test_a_k_that_the_block_cannot_draft_is_named(tmp_path):
     twin = shutil.copytree(GLM, tmp_path / "twin")
     config = json.loads((twin / "config.json").read_text())
     (twin / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
-    refused("bench", str(twin), "--k", "0..4", says="--k: with 2 MTP layers vLLM drafts a multiple of them; got 3")
+    refused(
+        "bench",
+        str(twin),
+        "--k",
+        "0..4",
+        says="--k: with 2 MTP layers vLLM drafts a multiple of them; got 3",
+    )
 
 
 def test_a_dry_run_counts_cells_and_servers(tmp_path):
     done = keepmtp(
-        "bench", GLM, "--source", GLM, "--concurrency", "1,8", "--context", "0,512", "--dry-run", cwd=tmp_path
+        "bench",
+        GLM,
+        "--source",
+        GLM,
+        "--concurrency",
+        "1,8",
+        "--context",
+        "0,512",
+        "--dry-run",
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert {"checkpoints: 2", "servers: 10", "k: [0, 1, 2, 3, 4]", "repetitions: 3", "requests: 2880"} <= {*said}
+    assert {
+        "checkpoints: 2",
+        "servers: 10",
+        "k: [0, 1, 2, 3, 4]",
+        "repetitions: 3",
+        "requests: 2880",
+    } <= {*said}
     assert "prompts: 400 of held_out.jsonl" in said
     assert not list(tmp_path.iterdir())
     plan = BenchPlan(
@@ -124,7 +169,13 @@ def test_the_table_is_the_publishers_with_the_spread_and_the_recommended_k():
         "1 at once 4 162.1 3.2 1.53 20.00 6.17 4.10 90 81 73 66",
     ]
     words = " ".join(said.split())
-    assert "1 at once: k=3, 1.82 times as fast as k=0: its slowest repetition, 189.1 tokens a second" in words
+    assert (
+        "1 at once: k=3, 1.82 times as fast as k=0: its slowest repetition, 189.1 tokens a second"
+        in words
+    )
     assert "8 at once: k=0: no larger k is faster than k=0 beyond the spread" in words
-    assert "k=4, 8 at once: 77.4 % of the drafts are accepted, and it is slower than k=0 (0.53x)" in words
+    assert (
+        "k=4, 8 at once: 77.4 % of the drafts are accepted, and it is slower than k=0 (0.53x)"
+        in words
+    )
     assert all(len(line) <= 80 for line in printed(80).splitlines())

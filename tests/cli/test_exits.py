@@ -38,12 +38,23 @@ def python(code: str, **kept) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **kept)
 
 
-# --- what a person can mend: 2, and a sentence ------------------------------------------------------------------------
+# --- what a person can mend: 2, and a sentence
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
-    "place", ["./nope", "foo/bar baz", "foo/bar/baz", "/nowhere/at/all", "..", "a" * 300, "-/-", "org/offline"]
+    "place",
+    [
+        "./nope",
+        "foo/bar baz",
+        "foo/bar/baz",
+        "/nowhere/at/all",
+        "..",
+        "a" * 300,
+        "-/-",
+        "org/offline",
+    ],
 )
 def test_a_place_without_a_checkpoint(place, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -56,11 +67,15 @@ def test_a_home_folder_in_an_option(tmp_path):
     (tmp_path / "home").mkdir()
     shutil.copytree(MODEL, tmp_path / "home" / "mine")
     for words in (("--source=~/mine",), ("--source", "~/mine")):
-        done = keepmtp("plan", "tiny-glm4-moe", *words, "--json", cwd=tmp_path, HOME=str(tmp_path / "home"))
+        done = keepmtp(
+            "plan", "tiny-glm4-moe", *words, "--json", cwd=tmp_path, HOME=str(tmp_path / "home")
+        )
         assert done.returncode == 0, done.stderr
     words = ("quantize", "tiny-glm4-moe", "--source=~/mine", "--out=~/made/out")
     assert keepmtp(*words, cwd=tmp_path, HOME=str(tmp_path / "home")).returncode == 0
-    assert (tmp_path / "home" / "made" / "out").is_dir() and [each.name for each in tmp_path.iterdir()] == ["home"]
+    assert (tmp_path / "home" / "made" / "out").is_dir() and [
+        each.name for each in tmp_path.iterdir()
+    ] == ["home"]
 
 
 def test_a_file_where_a_folder_is_needed(tmp_path):
@@ -83,12 +98,21 @@ def test_a_link_to_itself(verb, tmp_path):
 def test_a_disk_that_is_full(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run([KEEPMTP, "ls"], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2 and "its disk must have room; got No space left" in done.stderr, done.stderr
+    assert done.returncode == 2 and "its disk must have room; got No space left" in done.stderr, (
+        done.stderr
+    )
     assert done.stderr.count("\n") == 1
 
 
 def test_an_error_of_the_system_names_its_file():
-    for number in (errno.EACCES, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.ELOOP, errno.EDQUOT):
+    for number in (
+        errno.EACCES,
+        errno.EROFS,
+        errno.EIO,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EDQUOT,
+    ):
         told = str(refusal_of(OSError(number, os.strerror(number), "some/file")))
         assert told.startswith("some/file: ") and f"; got {os.strerror(number)}. " in told, told
     assert "network must answer" in str(refusal_of(ConnectionResetError(errno.ECONNRESET, "reset")))
@@ -101,7 +125,9 @@ def test_a_library_that_is_not_reached(tmp_path):
 
     assert "network must answer; got no route" in str(refusal_of(httpx.ConnectError("no route")))
     assert "ORG/NAME on the Hub" in str(refusal_of(HFValidationError("bad")))
-    raising = "__import__('httpx') and exec('def f(): raise httpx.ReadTimeout(\"slow\")', globals()) or f"
+    raising = (
+        "__import__('httpx') and exec('def f(): raise httpx.ReadTimeout(\"slow\")', globals()) or f"
+    )
     done = python(f"import httpx\n{RUN.format(command=raising)}")
     assert done.returncode == 2 and done.stderr == "error: the network must answer; got slow. " + (
         "Check the network, and run the same command again.\n"
@@ -118,30 +144,42 @@ def test_one_hostile_folder_does_not_end_a_batch(tmp_path):
     done = keepmtp("check", "./nope", str(shut), str(broken), MODEL, cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"check passed {MODEL}" in done.stdout and "must be a JSON object" in done.stdout
-    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == ["./nope", str(shut)], done.stderr
+    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == ["./nope", str(shut)], (
+        done.stderr
+    )
     assert keepmtp("check", str(broken), MODEL).returncode == 1, "findings alone are 1"
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "means"),
-    [("H100", "sm90"), ("RTX 4090", "sm89"), ("5090", "sm120"), ("NVIDIA B200", "sm100"), ("sm_90", "sm90")],
+    [
+        ("H100", "sm90"),
+        ("RTX 4090", "sm89"),
+        ("5090", "sm120"),
+        ("NVIDIA B200", "sm100"),
+        ("sm_90", "sm90"),
+    ],
 )
 def test_a_gpu_by_its_name_in_a_shop(name, means):
     assert chosen_gpus([name]) == [means]
 
 
-# --- a defect: 70, and a traceback ------------------------------------------------------------------------------------
+# --- a defect: 70, and a traceback
+# ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", ["KeyError('x')", "ValueError('x')", "AssertionError()", "RecursionError()"])
+@pytest.mark.parametrize(
+    "error", ["KeyError('x')", "ValueError('x')", "AssertionError()", "RecursionError()"]
+)
 def test_a_defect_has_a_traceback_and_a_status_of_its_own(error):
     done = python(f"def f(): raise {error}\n{RUN.format(command='f')}")
     assert done.returncode == 70 and "Traceback" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: a defect of keepmtp 0.")
 
 
-# --- stopped from outside ---------------------------------------------------------------------------------------------
+# --- stopped from outside
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -151,7 +189,9 @@ def test_a_defect_has_a_traceback_and_a_status_of_its_own(error):
 )
 def test_a_stopped_command_says_how_to_go_on(number, status, tmp_path):
     code = WAITING.format(doing=f"open({str(tmp_path / 'begun')!r}, 'w').close(); time.sleep(60)")
-    running = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    running = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
     while not (tmp_path / "begun").exists():
         assert running.poll() is None
         time.sleep(0.05)
@@ -169,13 +209,19 @@ def test_a_command_that_is_stopped_when_its_output_is_there_does_not_say_that_it
     code = f"import sys\nfrom pathlib import Path\nfrom keepmtp.cli import exits\n{judge}"
     done = python(code + RUN.format(command="judge"))
     assert done.returncode in (130, 143) and "Do it again" not in done.stderr, done.stderr
-    assert "a b is written, and not yet judged" in done.stderr and "`keepmtp check 'a b' --gpu sm100`" in done.stderr
+    assert (
+        "a b is written, and not yet judged" in done.stderr
+        and "`keepmtp check 'a b' --gpu sm100`" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_python_leaves_is_not_an_error_of_a_library(number, tmp_path):
     begun = tmp_path / "begun"
-    leaving = f"import atexit, time\natexit.register(lambda: (open({str(begun)!r}, 'w').close(), time.sleep(60)))\n"
+    leaving = (
+        f"import atexit, time\natexit.register(lambda: (open({str(begun)!r}, 'w').close(), "
+        "time.sleep(60)))\n"
+    )
     code = leaving + RUN.format(command="lambda: exit(0)")
     running = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     while not begun.exists():
@@ -204,11 +250,14 @@ def test_ctrl_c_at_a_question():
     assert done.returncode == 130 and "stopped by Ctrl-C" in done.stderr, done.stderr
 
 
-# --- completion -------------------------------------------------------------------------------------------------------
+# --- completion
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_shell_completes_verbs_and_options():
-    shown = keepmtp("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
+    shown = keepmtp(
+        "--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"
+    ).stdout
     assert "_KEEPMTP_COMPLETE=complete_bash" in shown
     words = {"_KEEPMTP_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
     assert keepmtp(**words, COMP_WORDS="keepmtp qu").stdout.split() == ["quantize"]

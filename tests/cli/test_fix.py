@@ -47,7 +47,10 @@ def test_without_out_the_diff_is_printed_and_nothing_is_written(keepmtp, no_fc):
     before = sorted(os.listdir(no_fc.parent))
     done = keepmtp("fix", str(no_fc))
     assert done.returncode == 0, done.stderr
-    assert '+      "mtp.fc"' in done.stdout and "# plain on disk, and built quantized by vLLM" in done.stdout
+    assert (
+        '+      "mtp.fc"' in done.stdout
+        and "# plain on disk, and built quantized by vLLM" in done.stdout
+    )
     assert f"nothing is written yet: keepmtp fix {no_fc} --out NEW" in done.stdout
     assert sorted(os.listdir(no_fc.parent)) == before
 
@@ -55,18 +58,26 @@ def test_without_out_the_diff_is_printed_and_nothing_is_written(keepmtp, no_fc):
 def test_with_out_a_new_folder_is_written_and_judged(keepmtp, no_fc, tmp_path):
     done = keepmtp("fix", str(no_fc), "--out", str(tmp_path / "new"), VLLM_PYTHON="/nowhere")
     assert done.returncode == 0, done.stderr
-    assert "check passed" in done.stdout and "1 new, 3 linked" in done.stdout and "not loaded by vLLM" in done.stdout
+    assert (
+        "check passed" in done.stdout
+        and "1 new, 3 linked" in done.stdout
+        and "not loaded by vLLM" in done.stdout
+    )
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert "mtp.fc" in config["quantization_config"]["ignore"]
     again = keepmtp("fix", str(no_fc), "--out", str(tmp_path / "new"), VLLM_PYTHON="/nowhere")
-    assert again.returncode == 0 and "finished before, by the same command" in again.stdout, again.stderr
+    assert again.returncode == 0 and "finished before, by the same command" in again.stdout, (
+        again.stderr
+    )
     (tmp_path / "new" / "config.json").unlink()
     edited = keepmtp("fix", str(no_fc), "--out", str(tmp_path / "new"), VLLM_PYTHON="/nowhere")
     assert edited.returncode == 2 and "never overwritten" in edited.stderr
 
 
 def test_static_only_does_not_look_for_vllm(keepmtp, no_fc, tmp_path):
-    done = keepmtp("fix", str(no_fc), "--out", str(tmp_path / "new"), "--static-only", VLLM_PYTHON="/nowhere")
+    done = keepmtp(
+        "fix", str(no_fc), "--out", str(tmp_path / "new"), "--static-only", VLLM_PYTHON="/nowhere"
+    )
     assert done.returncode == 0 and "check passed" in done.stdout, done.stderr
     assert "vLLM was not asked" not in done.stdout and "/nowhere" not in done.stdout + done.stderr
 
@@ -80,14 +91,22 @@ def test_all_cures_end_alike():
 def test_json_has_the_changes_the_diff_and_what_is_left(keepmtp, no_fc, tmp_path):
     done = keepmtp("fix", str(no_fc), "--json")
     found = json.loads(done.stdout)
-    assert found["ok"] and found["out"] is None and found["cured"][0]["rule"] == "form" and found["changes"]
+    assert (
+        found["ok"]
+        and found["out"] is None
+        and found["cured"][0]["rule"] == "form"
+        and found["changes"]
+    )
     assert any('"mtp.fc"' in line for line in found["diff"])
 
 
 def test_what_needs_new_values_is_an_exit_status_of_one_and_a_command(keepmtp, tmp_path):
     folder = broken(tmp_path / "F1", "F1 ")
     done = keepmtp("fix", str(folder), "--out", str(tmp_path / "new"))
-    assert done.returncode == 1 and f"needs new values: keepmtp graft {folder} --from RELEASE" in done.stdout
+    assert (
+        done.returncode == 1
+        and f"needs new values: keepmtp graft {folder} --from RELEASE" in done.stdout
+    )
     assert not (tmp_path / "new").exists()
 
 
@@ -96,17 +115,31 @@ def test_after_a_fix_the_next_command_takes_the_new_folder(keepmtp, tmp_path):
     case = next(case for case in BROKEN if case.name.startswith("F1 ")).build()
     case.index = lambda index: index["metadata"].update(total_size=1)
     new = tmp_path / "a new one"
-    done = keepmtp("fix", str(write(tmp_path / "F1", case)), "--out", str(new), VLLM_PYTHON="/nowhere")
-    assert f"needs new values: keepmtp graft '{new}' --from RELEASE --out NEW" in done.stdout, done.stderr
+    done = keepmtp(
+        "fix", str(write(tmp_path / "F1", case)), "--out", str(new), VLLM_PYTHON="/nowhere"
+    )
+    assert f"needs new values: keepmtp graft '{new}' --from RELEASE --out NEW" in done.stdout, (
+        done.stderr
+    )
 
 
 def test_a_good_checkpoint_has_nothing_to_change(keepmtp, tmp_path):
-    done = keepmtp("fix", str(write(tmp_path / "good", GOOD["glm fp8"]())), "--out", str(tmp_path / "new"))
-    assert done.returncode == 0 and "nothing to change" in done.stdout and not (tmp_path / "new").exists()
+    done = keepmtp(
+        "fix", str(write(tmp_path / "good", GOOD["glm fp8"]())), "--out", str(tmp_path / "new")
+    )
+    assert (
+        done.returncode == 0
+        and "nothing to change" in done.stdout
+        and not (tmp_path / "new").exists()
+    )
 
 
 def test_what_cannot_be_read_is_refused(keepmtp, tmp_path):
     assert keepmtp("fix", str(tmp_path / "nowhere")).returncode == 2
     (tmp_path / "cut").mkdir()
     done = keepmtp("fix", str(broken(tmp_path / "short", "R6 shard cut")))
-    assert done.returncode == 2 and done.stderr.count("; got ") == 1 and "model-2.safetensors: must be " in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.count("; got ") == 1
+        and "model-2.safetensors: must be " in done.stderr
+    )

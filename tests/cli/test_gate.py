@@ -1,4 +1,6 @@
-"""`keepmtp gate` as people and scripts call it: exit status, table, JSON, and what it refuses to judge."""
+"""`keepmtp gate` as people and scripts call it: exit status, table, JSON, and what it refuses to
+judge.
+"""
 
 import json
 import subprocess
@@ -27,13 +29,21 @@ def test_a_good_checkpoint_passes(good):
     for words in ((good,), (report_folder(good),)):
         done = gate(*words)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "flexible-extract: 88.33 % of 60 questions" in done.stdout and done.stdout.split()[-1] == "pass"
+        assert (
+            "flexible-extract: 88.33 % of 60 questions" in done.stdout
+            and done.stdout.split()[-1] == "pass"
+        )
         rows = [line.split()[:2] for line in done.stdout.splitlines() if " pass " in line]
         assert rows == [[name, "pass"] for name in ("findings", "loads", "acceptance", "gsm8k")]
     told = json.loads(gate(good, "--json").stdout)
     assert (told["verdict"], len(told["sha256"])) == ("pass", 64)
     assert told["gates"]["max_drop"] == 0.2, "the recipe's own"
-    assert [reason["gate"] for reason in told["reasons"]] == ["findings", "loads", "acceptance", "gsm8k"]
+    assert [reason["gate"] for reason in told["reasons"]] == [
+        "findings",
+        "loads",
+        "acceptance",
+        "gsm8k",
+    ]
 
 
 @pytest.mark.few(1)
@@ -49,7 +59,12 @@ def test_what_does_not_pass_has_its_own_exit_status(answers, status, verdict, tm
     done = gate(tmp_path / "glm", "--json")
     told = json.loads(done.stdout)
     (reason,) = [reason for reason in told["reasons"] if reason["verdict"] != "pass"]
-    assert (done.returncode, told["verdict"], reason["gate"], reason["verdict"]) == (status, verdict, "gsm8k", verdict)
+    assert (done.returncode, told["verdict"], reason["gate"], reason["verdict"]) == (
+        status,
+        verdict,
+        "gsm8k",
+        verdict,
+    )
     assert (reason["needed"] is None) == (verdict == "regression")
     table = gate(tmp_path / "glm")
     assert table.returncode == status and table.stdout.splitlines()[-1] == (
@@ -71,12 +86,17 @@ def test_what_was_not_measured_is_infeasible(tmp_path):
 
 @pytest.mark.full
 def test_what_cannot_be_judged_is_refused(tmp_path):
-    """Nothing measured, a number altered by hand, a byte changed since: one sentence, and no verdict."""
+    """Nothing measured, a number altered by hand, a byte changed since: one sentence, and no
+    verdict.
+    """
     checkpoint(tmp_path / "bare")
     done = gate(tmp_path / "bare")
     assert done.returncode == 2 and "got no report.json. Run `keepmtp check" in done.stderr
     done = gate(tmp_path / "nowhere")
-    assert done.returncode == 2 and "nowhere: gates judge a checkpoint's folder; got no config.json" in done.stderr
+    assert (
+        done.returncode == 2
+        and "nowhere: gates judge a checkpoint's folder; got no config.json" in done.stderr
+    )
     folder = measured(tmp_path / "glm")
     refresh(folder)
     report = folder / "report.json"
@@ -89,6 +109,10 @@ def test_what_cannot_be_judged_is_refused(tmp_path):
         file.seek(-1, 2)
         file.write(b"\x7f")
     done = gate(tmp_path / "glm")
-    assert done.returncode == 2 and "must be the bytes that its report is about" in done.stderr and not done.stdout
+    assert (
+        done.returncode == 2
+        and "must be the bytes that its report is about" in done.stderr
+        and not done.stdout
+    )
     assert ".safetensors is another" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")

@@ -24,9 +24,14 @@ def test_an_unedited_recipe_makes_the_same_bytes(variant, tmp_path):
         done = keepmtp("quantize", model, "--scheme", variant, "--out", out, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert files == sorted(path.name for path in (tmp_path / "other").iterdir()) and "keepmtp.json" in files
+    assert (
+        files == sorted(path.name for path in (tmp_path / "other").iterdir())
+        and "keepmtp.json" in files
+    )
     for name in files:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), name
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), (
+            name
+        )
 
 
 def test_without_a_scheme_the_recipe_has_a_default(tmp_path):
@@ -52,9 +57,13 @@ def test_its_comments_are_examples_that_work(tmp_path):
     keepmtp("init", str(TINY), cwd=tmp_path)
     text = (tmp_path / "recipe.yaml").read_text()
     head, _, tail = text.partition("in one of them:\n")
-    raw = yaml.safe_load(head + "in one of them:\n" + tail.replace("# ", "", 1).replace("\n# ", "\n"))
+    raw = yaml.safe_load(
+        head + "in one of them:\n" + tail.replace("# ", "", 1).replace("\n# ", "\n")
+    )
     assert {"keep", "overrides", "gates"} <= raw.keys()
-    (tmp_path / "all.yaml").write_text(yaml.safe_dump({key: raw[key] for key in raw if key != "keep"}))
+    (tmp_path / "all.yaml").write_text(
+        yaml.safe_dump({key: raw[key] for key in raw if key != "keep"})
+    )
     done = keepmtp("plan", "all.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -65,7 +74,9 @@ def test_a_shipped_model_is_copied(tmp_path):
 
 
 def test_a_fine_tune_that_lost_its_block(tmp_path):
-    """The recipe names the block, and makes what the command line makes; a model's own recipe takes no such word."""
+    """The recipe names the block, and makes what the command line makes; a model's own recipe takes
+    no such word.
+    """
     config, tensors = source_layout("glm-4.7", size="tiny")
     write_checkpoint(tmp_path / "release", config, tensors)
     lost = {name: each for name, each in tensors.items() if not name.startswith("model.layers.3.")}
@@ -74,15 +85,38 @@ def test_a_fine_tune_that_lost_its_block(tmp_path):
     assert "Add --mtp-source" in keepmtp("init", "./tune", cwd=tmp_path).stderr
     assert keepmtp("init", "./tune", *words, cwd=tmp_path).returncode == 0
     plans = [("recipe.yaml",), ("./tune", "--scheme", "nvfp4a16-fp8", *words)]
-    mine, other = (json.loads(keepmtp("plan", *plan, "--json", cwd=tmp_path).stdout) for plan in plans)
+    mine, other = (
+        json.loads(keepmtp("plan", *plan, "--json", cwd=tmp_path).stdout) for plan in plans
+    )
     assert mine["groups"] == other["groups"] and mine["mtp_layers"] == 1
     done = keepmtp("init", "glm-4.7", "--out", "mine.yaml", *words, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: --mtp-source: belongs to"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("error: --mtp-source: belongs to"), (
+        done.stderr
+    )
 
 
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "recipe.yaml").write_text("mine")
-    refused("init", str(TINY), says="an existing file is never overwritten; got recipe.yaml", cwd=tmp_path)
-    refused("init", str(TINY), "--out", "no/folder.yaml", says="the folder of the file must exist", cwd=tmp_path)
-    refused("init", "nothing at all", "--out", "new.yaml", says="MODEL: must be a model's name", cwd=tmp_path)
+    refused(
+        "init",
+        str(TINY),
+        says="an existing file is never overwritten; got recipe.yaml",
+        cwd=tmp_path,
+    )
+    refused(
+        "init",
+        str(TINY),
+        "--out",
+        "no/folder.yaml",
+        says="the folder of the file must exist",
+        cwd=tmp_path,
+    )
+    refused(
+        "init",
+        "nothing at all",
+        "--out",
+        "new.yaml",
+        says="MODEL: must be a model's name",
+        cwd=tmp_path,
+    )
     assert (tmp_path / "recipe.yaml").read_text() == "mine"

@@ -48,7 +48,9 @@ def test_one_line_a_model_in_the_width_there_is(width):
 
 def test_the_screen_fits_80_columns_in_a_pipe_and_on_a_terminal():
     piped = keepmtp("ls", COLUMNS="").stdout.splitlines()
-    assert piped == keepmtp("ls", COLUMNS="80").stdout.splitlines() == on_a_terminal("ls", columns=80)
+    assert (
+        piped == keepmtp("ls", COLUMNS="80").stdout.splitlines() == on_a_terminal("ls", columns=80)
+    )
     assert max(map(len, piped)) <= 80 and len(piped) < 1.6 * len(MODELS)
     assert "\x1b" not in "".join(piped)
     assert next(line for line in piped if line.startswith("glm-4.7 ")).split()[1] == "nvfp4a16-fp8*"
@@ -92,10 +94,25 @@ def test_listings():
 
 
 def test_families_say_what_can_be_calibrated_and_why_not():
-    found = {row["family"]: row for row in json.loads(keepmtp("ls", "families", "--json").stdout)["families"]}
+    found = {
+        row["family"]: row
+        for row in json.loads(keepmtp("ls", "families", "--json").stdout)["families"]
+    }
     glm, bailing = found["glm4_moe"], found["bailing_hybrid"]
-    assert [glm[column] for column in COLUMNS["families"][1:]] == ["yes", "yes", "yes", "yes", "vllm"]
-    assert [bailing[column] for column in COLUMNS["families"][1:]] == ["yes", "yes", "no", "no", "-"]
+    assert [glm[column] for column in COLUMNS["families"][1:]] == [
+        "yes",
+        "yes",
+        "yes",
+        "yes",
+        "vllm",
+    ]
+    assert [bailing[column] for column in COLUMNS["families"][1:]] == [
+        "yes",
+        "yes",
+        "no",
+        "no",
+        "-",
+    ]
     assert "no class for model_type 'bailing_hybrid'" in bailing["why_not_backbone"]
     # transformers builds this backbone, but its MTP block cannot be run.
     assert (found["glm5_next"]["backbone"], found["glm5_next"]["mtp"]) == ("yes", "no")
@@ -107,21 +124,31 @@ def test_knobs_are_shown_where_a_recipe_has_them(tmp_path, monkeypatch):
     plain = next(each for each in listed() if each.name == "tiny-glm4-moe.w4a16-gptq")
     assert not plain.knobs and "knobs" not in rows("models", [plain])[0]
     shipped = (Path(model_file.__file__).parent / "models" / "tiny-glm4-moe.yaml").read_text()
-    block = dict(calibrations()["problems-32x128-gptq"]) | {"gptq": {"actorder": None, "block_size": 64}}
-    changed = shipped.replace("calibration: problems-32x128-gptq", f"calibration: {json.dumps(block)}")
+    block = dict(calibrations()["problems-32x128-gptq"]) | {
+        "gptq": {"actorder": None, "block_size": 64}
+    }
+    changed = shipped.replace(
+        "calibration: problems-32x128-gptq", f"calibration: {json.dumps(block)}"
+    )
     changed = changed.replace("  nvfp4: {", "  nvfp4: {search: imatrix, ")
     (tmp_path / "tiny-glm4-moe.yaml").write_text(changed)
     monkeypatch.setattr(model_file, "_MODELS", tmp_path)
     found = next(each for each in listed() if each.name == plain.name)
     assert found.knobs == "gptq: actorder null, block_size 64"
-    assert f"  {found.knobs}" in details([found], 80) and rows("models", [found])[0]["knobs"] == found.knobs
+    assert (
+        f"  {found.knobs}" in details([found], 80)
+        and rows("models", [found])[0]["knobs"] == found.knobs
+    )
     searched = next(each for each in listed() if each.name == "tiny-glm4-moe.nvfp4")
     assert "  search: imatrix" in details([searched], 80)
 
 
 def test_schemes_say_which_searches_they_have():
     found = {row["scheme"]: row["searches"] for row in rows("schemes", [])}
-    assert found["NVFP4"] == ["mse", "four-over-six", "imatrix"] and found["W4A16"] == ["mse", "imatrix"]
+    assert found["NVFP4"] == ["mse", "four-over-six", "imatrix"] and found["W4A16"] == [
+        "mse",
+        "imatrix",
+    ]
     assert found["MXFP4"] == []
 
 
@@ -129,7 +156,13 @@ def test_what_is_not_there_is_one_sentence():
     refused(
         "ls",
         "colours",
-        says="must be one of models, schemes, families, or a model's name; got 'colours'. Run `keepmtp ls`",
+        says="must be one of models, schemes, families, or a model's name; got 'colours'. Run "
+        "`keepmtp ls`",
     )
     refused("ls", "glm4.7", says="Did you mean glm-4.7?")
-    refused("ls", "glm-4.7", "glm-5", says="ls: shows one model or listing; got glm-4.7 glm-5. Run it for each.")
+    refused(
+        "ls",
+        "glm-4.7",
+        "glm-5",
+        says="ls: shows one model or listing; got glm-4.7 glm-5. Run it for each.",
+    )

@@ -22,7 +22,9 @@ AUTO = "tiny-glm4-moe.nvfp4-mtp-auto"
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     config, tensors = source_layout("glm-4.7", size="tiny")
-    return write_checkpoint(tmp_path_factory.mktemp("cli") / "source", config, tensors, data="random")
+    return write_checkpoint(
+        tmp_path_factory.mktemp("cli") / "source", config, tensors, data="random"
+    )
 
 
 def test_quantize_then_check(source, tmp_path):
@@ -39,10 +41,15 @@ def test_quantize_then_check(source, tmp_path):
 
 
 def test_dry_run_writes_nothing(source, tmp_path):
-    done = keepmtp("quantize", "glm-4.7", "--source", str(source), "--dry-run", "--json", cwd=tmp_path)
+    done = keepmtp(
+        "quantize", "glm-4.7", "--source", str(source), "--dry-run", "--json", cwd=tmp_path
+    )
     plan = json.loads(done.stdout)
     assert done.returncode == 0 and not list(tmp_path.iterdir())
-    assert plan["mtp_layers"] == 1 and plan["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert (
+        plan["mtp_layers"] == 1
+        and plan["quantization_config"]["quant_method"] == "compressed-tensors"
+    )
     assert plan["bytes"]["after"] < plan["bytes"]["before"]
     assert {row["fate"] for row in plan["groups"] if row["part"] == "mtp"} == {"keep"}
 
@@ -52,11 +59,16 @@ def test_plan_is_for_people_too(source):
     assert done.returncode == 0, done.stderr
     for wanted in ("experts", "eh_proj as a plain nn.Linear", "ignore", "MTP layer"):
         assert wanted in " ".join(done.stdout.split()), wanted
-    assert re.search(r"^\S.*tensors in, .* out; .* -> .* MTP layer$", done.stdout, re.MULTILINE), "one line in a pipe"
-    assert re.search(r"^  ignore  re:\^model\\.layers\S+\$$", done.stdout, re.MULTILINE), "never broken"
+    assert re.search(r"^\S.*tensors in, .* out; .* -> .* MTP layer$", done.stdout, re.MULTILINE), (
+        "one line in a pipe"
+    )
+    assert re.search(r"^  ignore  re:\^model\\.layers\S+\$$", done.stdout, re.MULTILINE), (
+        "never broken"
+    )
 
 
-# --- calibrated recipes -----------------------------------------------------------------------------------------------
+# --- calibrated recipes
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_says_what_batches_contribute(tmp_path):
@@ -65,9 +77,14 @@ def test_a_dry_run_says_what_batches_contribute(tmp_path):
     assert done.returncode == 0 and not list(tmp_path.iterdir()), done.stderr
     told = json.loads(done.stdout)["calibration"]
     assert {(row["part"], row["modules"]): row["from_batches"] for row in told["groups"]} == {
-        ("backbone", group): "input scales" for group in ("attention", "dense_mlp", "experts", "shared_experts")
+        ("backbone", group): "input scales"
+        for group in ("attention", "dense_mlp", "experts", "shared_experts")
     }
-    assert told["tokens"] == 32 * 128 and told["min_acceptance"] == 0.97 and "bf16" in told["candidates"]
+    assert (
+        told["tokens"] == 32 * 128
+        and told["min_acceptance"] == 0.97
+        and "bf16" in told["candidates"]
+    )
     assert told["mtp_pass"] == {"possible": True, "why": ""}
     plain = keepmtp("plan", "tiny-glm4-moe", "--source", model, "--json")
     assert json.loads(plain.stdout)["calibration"] is None
@@ -76,8 +93,18 @@ def test_a_dry_run_says_what_batches_contribute(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        (AUTO, ["minmax on 32 sequences of 128 tokens", "until then it is planned as bf16", "W4A16; NVFP4A16; NVFP4."]),
-        ("tiny-glm4-moe.w4a16-awq", ["weights, by awq", "perhaps rescaled, by awq", "its acceptance is measured"]),
+        (
+            AUTO,
+            [
+                "minmax on 32 sequences of 128 tokens",
+                "until then it is planned as bf16",
+                "W4A16; NVFP4A16; NVFP4.",
+            ],
+        ),
+        (
+            "tiny-glm4-moe.w4a16-awq",
+            ["weights, by awq", "perhaps rescaled, by awq", "its acceptance is measured"],
+        ),
         ("tiny-glm4-moe.w4a16-gptq", ["weights, by gptq"]),
     ],
 )
@@ -97,12 +124,23 @@ def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
     calibration = find_recipe(AUTO)[1].partition("calibration:\n")[2]
     auto = "mtp: auto\nmtp_auto: {min_acceptance: 0.9, candidates: [bf16]}"
     text = re.sub(r"^mtp: .*$", auto, text, flags=re.MULTILINE)
-    (tmp_path / "mine.yaml").write_text(text.replace("calibration: null", f"calibration:\n{calibration}"))
+    (tmp_path / "mine.yaml").write_text(
+        text.replace("calibration: null", f"calibration:\n{calibration}")
+    )
     done = keepmtp("plan", "mine.yaml", "--source", str(folder), cwd=tmp_path)
     told = " ".join(done.stdout.split())
-    assert "MTP pass: not possible, transformers has no class for Ling 2.5's layers" in told, done.stderr
+    assert "MTP pass: not possible, transformers has no class for Ling 2.5's layers" in told, (
+        done.stderr
+    )
     assert "Would be refused: ring-2.5-1t" in told
-    refused("quantize", "mine.yaml", "--source", str(folder), says="must be one that can be run", cwd=tmp_path)
+    refused(
+        "quantize",
+        "mine.yaml",
+        "--source",
+        str(folder),
+        says="must be one that can be run",
+        cwd=tmp_path,
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -116,11 +154,15 @@ def test_what_is_not_installed_is_one_sentence(source, tmp_path):
     assert f"{absent}. Run {sys.executable} -m pip install 'keepmtp[calibrate]'" in done.stderr
     other = re.search(r"or use --scheme (\S+), which needs no batches", done.stderr)
     assert other, done.stderr
-    done = keepmtp_without(heavy, "quantize", AUTO, *model, "--scheme", other[1], "--out", "out", cwd=tmp_path)
+    done = keepmtp_without(
+        heavy, "quantize", AUTO, *model, "--scheme", other[1], "--out", "out", cwd=tmp_path
+    )
     assert done.returncode == 0 and "check passed" in done.stdout, done.stderr
     done = keepmtp_without(("torch", *heavy), "plan", AUTO, *model, cwd=tmp_path)
     assert done.returncode == 0 and "Would be refused: calibration for" in done.stdout, done.stderr
-    done = keepmtp_without(("torch",), "quantize", "glm-4.7", "--source", str(source), "--out", "no", cwd=tmp_path)
+    done = keepmtp_without(
+        ("torch",), "quantize", "glm-4.7", "--source", str(source), "--out", "no", cwd=tmp_path
+    )
     assert done.returncode == 2 and "-m pip install 'keepmtp[quantize]'." in done.stderr
 
 
@@ -134,7 +176,10 @@ def test_only_the_first_of_several_processes_speaks(tmp_path):
     words = ("quantize", AUTO, "--source", str(ROOT / "models/tiny-glm4-moe"), "--dry-run")
     quiet = keepmtp(*words, RANK="1", WORLD_SIZE="2")
     assert quiet.returncode == 0 and quiet.stdout == quiet.stderr == ""
-    spoken, alone = (keepmtp(*words, **place).stdout for place in ({"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "3"}))
+    spoken, alone = (
+        keepmtp(*words, **place).stdout
+        for place in ({"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "3"})
+    )
     assert without_free_memory(spoken) == without_free_memory(alone) != ""
     wrong = keepmtp("quantize", AUTO, "--source", "absent", RANK="1", WORLD_SIZE="2")
     assert wrong.stderr.startswith("rank 1 of 2: error: ") and wrong.stderr.count("\n") == 1
@@ -151,8 +196,12 @@ def test_which_extra_a_recipe_needs():
 
 @pytest.mark.full
 def test_a_back_end_has_an_extra_of_its_own(tmp_path):
-    """Without it a run is one sentence, before any work; so is a sweep that several processes cannot share."""
-    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian")
+    """Without it a run is one sentence, before any work; so is a sweep that several processes
+    cannot share.
+    """
+    recipe = small_recipe(
+        tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian"
+    )
     assert keepmtp("extra", str(recipe)).stdout == "modelopt\n"
     words = ("quantize", str(recipe), "--out", str(tmp_path / "out"))
     done = keepmtp_without(("nvidia-modelopt",), *words, cwd=ROOT)
@@ -160,19 +209,37 @@ def test_a_back_end_has_an_extra_of_its_own(tmp_path):
     assert "needs keepmtp's `modelopt` extra; got no nvidia-modelopt. Run " in done.stderr
     done = keepmtp(*words, RANK="0", WORLD_SIZE="2")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "local-hessian must run in one process, since modelopt sums its Hessians over none" in done.stderr
+    assert (
+        "local-hessian must run in one process, since modelopt sums its Hessians over none"
+        in done.stderr
+    )
     assert [path.name for path in tmp_path.iterdir()] == [recipe.name]
 
 
 @pytest.mark.full
 def test_a_calibrated_run_for_machines(tmp_path):
-    """A real one, short: progress as JSON lines, one JSON at the end, the same figures in report.json and the page."""
+    """A real one, short: progress as JSON lines, one JSON at the end, the same figures in
+    report.json and the page.
+    """
     text = find_recipe(AUTO)[1]
     text = re.sub(r"candidates:\n( +- .*\n)+", "candidates: [bf16, NVFP4]\n", text)
-    for key, value in {"min_acceptance": 0.2, "samples": 8, "held_out": 16, "batch_size": 4}.items():
+    for key, value in {
+        "min_acceptance": 0.2,
+        "samples": 8,
+        "held_out": 16,
+        "batch_size": 4,
+    }.items():
         text = re.sub(rf"{key}: .*", f"{key}: {value}", text)
     (tmp_path / "mine.yaml").write_text(text)
-    words = ("quantize", "mine.yaml", "--source", str(ROOT / "models/tiny-glm4-moe"), "--out", "out", "--json")
+    words = (
+        "quantize",
+        "mine.yaml",
+        "--source",
+        str(ROOT / "models/tiny-glm4-moe"),
+        "--out",
+        "out",
+        "--json",
+    )
     done = keepmtp(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in done.stderr.splitlines()]
@@ -183,15 +250,23 @@ def test_a_calibrated_run_for_machines(tmp_path):
     assert all(step["tokens_per_second"] > 0 and step["memory_gib"] > 0 for step in steps)
     assert steps[2]["eta_seconds"] == 0 < steps[0]["eta_seconds"]
     told = json.loads(done.stdout)
-    assert told["check"]["ok"] and told["plan"]["recipe"]["mtp"] == told["calibration"]["mtp"] == "NVFP4"
+    assert (
+        told["check"]["ok"]
+        and told["plan"]["recipe"]["mtp"] == told["calibration"]["mtp"] == "NVFP4"
+    )
     released, kept, quantized = told["calibration"]["rows"]
     assert 1 < released["perplexity"] < kept["perplexity"] * 1.05
     assert quantized["acceptance"]["by_position"]["1"][0] > 0.3
     assert [each["chosen"] for each in told["calibration"]["candidates"]] == [False, True]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "out"], "nothing of the run is left behind"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "out"], (
+        "nothing of the run is left behind"
+    )
     checked = keepmtp("check", "out", "--html", "page", cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
-    assert json.loads((tmp_path / "page" / "report.json").read_text())["calibration"] == told["calibration"]
+    assert (
+        json.loads((tmp_path / "page" / "report.json").read_text())["calibration"]
+        == told["calibration"]
+    )
     assert "Candidates for the MTP block" in (tmp_path / "page" / "report.html").read_text()
 
 
@@ -207,13 +282,18 @@ def test_a_broken_recipe_file(source, tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(shipped.replace("backbone:", "backbones:"))
     refused("plan", str(recipe), "--source", str(source), says="Did you mean backbone?")
-    recipe.write_text(shipped + "overrides:\n  - {modules: model.layers.99.mlp.gate_proj, scheme: bf16}\n")
+    recipe.write_text(
+        shipped + "overrides:\n  - {modules: model.layers.99.mlp.gate_proj, scheme: bf16}\n"
+    )
     refused("plan", str(recipe), "--source", str(source), says="model.layers.99.mlp.gate_proj")
 
 
 def test_help_teaches():
     taught = " ".join(keepmtp("quantize", "--help").stdout.split())
-    assert all(word in taught for word in ("--keep-calibration", "torchrun", "keepmtp[calibrate]", "held-out"))
+    assert all(
+        word in taught
+        for word in ("--keep-calibration", "torchrun", "keepmtp[calibrate]", "held-out")
+    )
     for verb in ("ls", "plan", "quantize", "check"):
         done = keepmtp(verb, "--help")
         assert done.returncode == 0 and len(done.stdout) > 300
@@ -230,7 +310,10 @@ def test_help_keeps_what_is_in_backticks_whole(verb, monkeypatch):
     function = main.VERBS[verb].load()
     command = main._load(verb)
     shown = command.get_help(typer.Context(command))
-    texts = [function.__doc__, *(option.help.translate(main._BROKEN) for option in command.params if option.help)]
+    texts = [
+        function.__doc__,
+        *(option.help.translate(main._BROKEN) for option in command.params if option.help),
+    ]
     for quoted in re.findall("`[^`]+`", " ".join(" ".join(texts).split())):
         assert quoted in shown, shown
     assert all(len(line) <= 80 for line in shown.splitlines() if "`" not in line)

@@ -1,4 +1,6 @@
-"""What a plan says that a run needs, and the refusal where it cannot fit: before a byte is downloaded."""
+"""What a plan says that a run needs, and the refusal where it cannot fit: before a byte is
+downloaded.
+"""
 
 import json
 from dataclasses import replace
@@ -29,7 +31,9 @@ def air(tmp_path_factory) -> Plan:
 def with_batches_of(plan: Plan, size: int) -> Plan:
     calibration = plan.recipe.calibration
     assert calibration is not None
-    recipe = plan.recipe.model_copy(update={"calibration": calibration.model_copy(update={"batch_size": size})})
+    recipe = plan.recipe.model_copy(
+        update={"calibration": calibration.model_copy(update={"batch_size": size})}
+    )
     return replace(plan, recipe=recipe)
 
 
@@ -38,20 +42,31 @@ def test_a_real_model_on_eight_gpus_is_said_in_a_dozen_short_lines(air):
     said = lines(found)
     assert len(said) <= 12 and max(map(len, said)) <= 80
     assert (found.backbone, found.mtp, found.batch_size) == ("", "", 1)
-    # One of 46 layers in BF16 is 4.4 GiB, and three draft steps of 2,048 tokens have 96 heads' scores.
-    assert found.device is not None and 12 < found.device / 2**30 < 24 and found.device_station == "MTP block"
+    # One of 46 layers in BF16 is 4.4 GiB, and three draft steps of 2,048 tokens have 96 heads'
+    # scores.
+    assert (
+        found.device is not None
+        and 12 < found.device / 2**30 < 24
+        and found.device_station == "MTP block"
+    )
     assert 60 < found.output / 2**30 < 75 and found.states == 2 * 2 * (256 + 32) * 2048 * 4096
 
 
 @pytest.mark.parametrize(
     ("batch_size", "gib", "cure"),
     [
-        (64, "80", "Set calibration.batch_size: 16, lower calibration.sequence_length, use --scheme"),
+        (
+            64,
+            "80",
+            "Set calibration.batch_size: 16, lower calibration.sequence_length, use --scheme",
+        ),
         (1, "8", "use --scheme nvfp4a16-fp8, which needs no batches, or take a machine with more."),
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_way_out(air, batch_size, gib, cure):
-    with pytest.raises(RecipeError, match=r"must fit a GPU: .* needs [\d.,]+ GiB; got [\d.]+ GiB") as refusal:
+    with pytest.raises(
+        RecipeError, match=r"must fit a GPU: .* needs [\d.,]+ GiB; got [\d.]+ GiB"
+    ) as refusal:
         refuse_too_large(with_batches_of(air, batch_size), machine_of(1, gib))
     assert cure in str(refusal.value)
     refuse_too_large(air, machine_of(1, "80"))
@@ -69,7 +84,9 @@ def test_what_transformers_cannot_build_is_refused_before_the_download(tmp_path,
     recipe, _ = find_recipe("mimo-v2.5", scheme="NVFP4")
     made = make_plan(recipe, open_source(tmp_path))
     on_the_hub = replace(made, source=replace(made.source, folder=None))
-    assert "cannot be calibrated: no class" in "\n".join(lines(needs_of(made, machine_of(1, "H100"))))
+    assert "cannot be calibrated: no class" in "\n".join(
+        lines(needs_of(made, machine_of(1, "H100")))
+    )
     monkeypatch.setattr(pipeline, "download", lambda *_, **__: pytest.fail("it was downloaded"))
     with pytest.raises(RecipeError, match="no class for model_type 'mimo_v2'"):
         pipeline.quantize(on_the_hub, "", out=tmp_path / "out")
@@ -81,7 +98,11 @@ def test_the_command_says_it_for_people_and_machines():
     assert said[1:3] == ["  backbone   can be calibrated", "  MTP block  can be calibrated"]
     assert said[5].startswith("  disk ") and not any("time" in line for line in said[:7])
     found = json.loads(keepmtp(*TINY, "--gpu-memory", "141", "--json").stdout)["needs"]
-    assert found["batch_size"] == 8 and found["device_there"] < 141 * 2**30 and found["host_there"] is None
+    assert (
+        found["batch_size"] == 8
+        and found["device_there"] < 141 * 2**30
+        and found["host_there"] is None
+    )
     here = json.loads(keepmtp("quantize", *TINY[1:], "--dry-run", "--json").stdout)["needs"]
     assert here["machine"].startswith("this machine's") and here["host_there"] > 0
 

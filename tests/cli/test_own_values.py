@@ -1,4 +1,6 @@
-"""Our own output gets its name only if a model can compute with its values; else the tensor is named."""
+"""Our own output gets its name only if a model can compute with its values; else the tensor is
+named.
+"""
 
 import math
 import shutil
@@ -22,10 +24,25 @@ def source(tmp_path) -> Path:
 
 
 BROKEN = {
-    "a kept weight with NaN": ("model.embed_tokens.weight", math.nan, 7, "element [0, 7] is infinite or NaN, as are 1"),
-    "a kept weight with inf": (f"{MTP}.eh_proj.weight", math.inf, 0, "element [0, 0] is infinite or NaN, as are 1"),
+    "a kept weight with NaN": (
+        "model.embed_tokens.weight",
+        math.nan,
+        7,
+        "element [0, 7] is infinite or NaN, as are 1",
+    ),
+    "a kept weight with inf": (
+        f"{MTP}.eh_proj.weight",
+        math.inf,
+        0,
+        "element [0, 0] is infinite or NaN, as are 1",
+    ),
     "an MTP norm of zeros": (f"{MTP}.enorm.weight", 0.0, slice(None), "its largest value is 0"),
-    "an MTP matrix of zeros": (f"{MTP}.mlp.experts.1.up_proj.weight", 0.0, slice(None), "holds zeros only"),
+    "an MTP matrix of zeros": (
+        f"{MTP}.mlp.experts.1.up_proj.weight",
+        0.0,
+        slice(None),
+        "holds zeros only",
+    ),
 }
 
 
@@ -44,13 +61,24 @@ def test_a_broken_source_gives_no_output(name, source, tmp_path):
 
 @pytest.mark.full
 def test_a_run_that_is_resumed_is_read_too_and_a_mended_source_ends_it(source, tmp_path):
-    words = ("quantize", "tiny-glm4-moe", "--source", str(source), "--scheme", "fp8-dynamic", "--out", "out")
+    words = (
+        "quantize",
+        "tiny-glm4-moe",
+        "--source",
+        str(source),
+        "--scheme",
+        "fp8-dynamic",
+        "--out",
+        "out",
+    )
     shard = source / opened(source).source.entries["model.norm.weight"].file
     good = shard.read_bytes()
     poke(source, "model.norm.weight", math.nan, at=3)
     plan = api.plan("tiny-glm4-moe", source=str(source), scheme="fp8-dynamic")
     for _ in range(2):  # the second one finds every shard written
-        with pytest.raises(GateError, match=r"got model\.norm\.weight element \[3\] is infinite or NaN"):
+        with pytest.raises(
+            GateError, match=r"got model\.norm\.weight element \[3\] is infinite or NaN"
+        ):
             api.quantize(plan, tmp_path / "out", threads=2)
         assert not (tmp_path / "out").exists()
     shard.write_bytes(good)
@@ -60,9 +88,13 @@ def test_a_run_that_is_resumed_is_read_too_and_a_mended_source_ends_it(source, t
 
 
 def test_what_is_read_is_all_but_the_backbones_packed_weights(tmp_path):
-    out = api.quantize(api.plan("tiny-glm4-moe", scheme="nvfp4a16-fp8"), tmp_path / "out", threads=2).out
+    out = api.quantize(
+        api.plan("tiny-glm4-moe", scheme="nvfp4a16-fp8"), tmp_path / "out", threads=2
+    ).out
     runtime = opened(out)
     read = {entry.name for entry in chosen(runtime, "unpacked")}
     left = runtime.source.entries.keys() - read
-    assert left and all(name.startswith("model.layers.") and not name.startswith(MTP) for name in left)
+    assert left and all(
+        name.startswith("model.layers.") and not name.startswith(MTP) for name in left
+    )
     assert {runtime.source.entries[name].dtype for name in left} == {"U8", "F8_E4M3"}

@@ -23,9 +23,15 @@ def hub(tmp_path_factory):
 
 
 def run(*words: str, hub, cwd: Path) -> subprocess.CompletedProcess[str]:
-    endpoint = {"HF_ENDPOINT": hub[0].endpoint, "HF_HOME": str(cwd / "home"), "HF_HUB_DISABLE_XET": "1"}
+    endpoint = {
+        "HF_ENDPOINT": hub[0].endpoint,
+        "HF_HOME": str(cwd / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     clean = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    return subprocess.run([KEEPMTP, *words], capture_output=True, text=True, cwd=cwd, env=clean | endpoint)
+    return subprocess.run(
+        [KEEPMTP, *words], capture_output=True, text=True, cwd=cwd, env=clean | endpoint
+    )
 
 
 @pytest.fixture
@@ -51,7 +57,10 @@ def test_a_recipe_is_pinned_in_its_place(recipe, hub, tmp_path):
     done = run("pin", "mine.yaml", hub=hub, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     _, model, dataset = hub
-    assert f"+revision: '{model}'" in done.stdout and f"+  dataset_revision: '{dataset}'" in done.stdout
+    assert (
+        f"+revision: '{model}'" in done.stdout
+        and f"+  dataset_revision: '{dataset}'" in done.stdout
+    )
     assert done.stdout.count("\n-") == 2
     text = recipe.read_text()
     assert "source: org/model  # ours" in text and f"\nrevision: '{model}'\n" in text
@@ -71,7 +80,10 @@ def test_a_repository_that_is_not_there(recipe, hub, tmp_path):
     recipe.write_text(recipe.read_text().replace("org/model", "org/none"))
     before = recipe.read_text()
     done = run("pin", "mine.yaml", hub=hub, cwd=tmp_path)
-    assert done.returncode == 2 and "org/none: must be a folder or a public Hub repository" in done.stderr
+    assert (
+        done.returncode == 2
+        and "org/none: must be a folder or a public Hub repository" in done.stderr
+    )
     assert recipe.read_text() == before
 
 
@@ -81,7 +93,8 @@ def test_a_run_prints_and_records_the_commits_that_it_read(recipe, hub, tmp_path
     assert done.returncode == 0, done.stderr
     _, model, dataset = hub
     line = (
-        f"reads org/model at commit {model}, dataset org/data at commit {dataset}; main may move: `keepmtp pin` writes"
+        f"reads org/model at commit {model}, dataset org/data at commit {dataset}; main may "
+        "move: `keepmtp pin` writes"
     )
     assert line in done.stderr
     record = json.loads((tmp_path / "out" / "keepmtp.json").read_text())
@@ -92,7 +105,9 @@ def test_a_run_prints_and_records_the_commits_that_it_read(recipe, hub, tmp_path
 @pytest.mark.full
 def test_a_pinned_recipe_is_not_warned_about(recipe, hub, tmp_path):
     run("pin", "mine.yaml", hub=hub, cwd=tmp_path)
-    done = run("quantize", "mine.yaml", "--scheme", "fp8-dynamic", "--out", "out", hub=hub, cwd=tmp_path)
+    done = run(
+        "quantize", "mine.yaml", "--scheme", "fp8-dynamic", "--out", "out", hub=hub, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert f"reads org/model at commit {hub[1]}\n" in done.stderr and "may move" not in done.stderr
 

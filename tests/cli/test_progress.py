@@ -7,15 +7,30 @@ from pathlib import Path
 
 import pytest
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.progress import Paced, asking, bytes_bar, downloaded, in_words, place_in_run, run_progress
+from keepmtp.cli.progress import (
+    Paced,
+    asking,
+    bytes_bar,
+    downloaded,
+    in_words,
+    place_in_run,
+    run_progress,
+)
 from keepmtp.quantize.run.progress import CalibrationStep
 from keepmtp.validate.facts.step import Step as Asked
 from rich.console import Console
 
 STEP = CalibrationStep(
-    step="backbone", done=12, total=61, tokens_per_second=14203.4, eta_seconds=2470.2, memory_gib=18.23
+    step="backbone",
+    done=12,
+    total=61,
+    tokens_per_second=14203.4,
+    eta_seconds=2470.2,
+    memory_gib=18.23,
 )
-ASKED = Asked(role="source", doing="", done=700, total=1319, tokens_per_second=1480.2, eta_seconds=70.4)
+ASKED = Asked(
+    role="source", doing="", done=700, total=1319, tokens_per_second=1480.2, eta_seconds=70.4
+)
 WORDS = "layer 12 of 61  14,203 tok/s  ETA 0:41:10  peak 18.2 GiB"
 
 
@@ -27,7 +42,12 @@ def test_the_step_in_words():
 def test_a_log_has_the_first_step_and_the_last_of_each_part():
     file = io.StringIO()
     with run_progress(Console(file=file, width=40), as_json=False) as progress:
-        for step in (STEP, replace(STEP, done=13), replace(STEP, done=61), replace(STEP, step="mtp", done=1, total=2)):
+        for step in (
+            STEP,
+            replace(STEP, done=13),
+            replace(STEP, done=61),
+            replace(STEP, step="mtp", done=1, total=2),
+        ):
             progress.calibration(step)
         progress.calibration(replace(STEP, step="mtp", done=2, total=2))
     lines = file.getvalue().splitlines()
@@ -94,7 +114,8 @@ def test_an_evaluation_on_a_terminal_and_for_machines(capsys):
     assert out == "" and json.loads(err) == asdict(ASKED)
 
 
-# --- bytes in a log ---------------------------------------------------------------------------------------------------
+# --- bytes in a log
+# --------------------------------------------------------------------------------------------------
 
 GIB = 2**30
 

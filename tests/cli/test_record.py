@@ -32,11 +32,22 @@ def test_a_check_is_kept_with_the_bytes_it_is_about(folder, tmp_path):
     assert found is not None and found.data.path == "out/glm.nvfp4" and found.data.findings == ()
     assert found.checkpoint == identify(folder)
     full = verify(evidence)
-    assert full.identity == found.checkpoint and full.judgement is not None and full.judgement.verdict == "infeasible"
-    assert {path.name for path in evidence.iterdir()} <= {"check.json", JSON_FILE, "report.html", CACHE}
+    assert (
+        full.identity == found.checkpoint
+        and full.judgement is not None
+        and full.judgement.verdict == "infeasible"
+    )
+    assert {path.name for path in evidence.iterdir()} <= {
+        "check.json",
+        JSON_FILE,
+        "report.html",
+        CACHE,
+    }
     for path in (evidence, folder):
         again = keepmtp("report", path)
-        assert again.returncode == 0 and again.stdout == f"{evidence / 'report.html'}\n", again.stderr
+        assert again.returncode == 0 and again.stdout == f"{evidence / 'report.html'}\n", (
+            again.stderr
+        )
     assert read_json(evidence / JSON_FILE) == full
 
 
@@ -49,12 +60,20 @@ def test_what_make_check_keeps_is_enough_for_make_card(tmp_path):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     made = keepmtp("card", folder)
-    assert made.returncode == 0 and (tmp_path / "out" / "tiny.card" / "README.md").is_file(), made.stderr
-    elsewhere = subprocess.run([*dry[:-1], "OUT=org/name"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
-    printed = subprocess.run(
-        ["bash", "-c", elsewhere.replace(".venv/bin/keepmtp", "echo")], capture_output=True, cwd=ROOT
+    assert made.returncode == 0 and (tmp_path / "out" / "tiny.card" / "README.md").is_file(), (
+        made.stderr
     )
-    assert b"check org/name" in printed.stdout and b"--record" not in printed.stdout, "it has no folder for results"
+    elsewhere = subprocess.run(
+        [*dry[:-1], "OUT=org/name"], capture_output=True, text=True, cwd=ROOT, check=True
+    ).stdout
+    printed = subprocess.run(
+        ["bash", "-c", elsewhere.replace(".venv/bin/keepmtp", "echo")],
+        capture_output=True,
+        cwd=ROOT,
+    )
+    assert b"check org/name" in printed.stdout and b"--record" not in printed.stdout, (
+        "it has no folder for results"
+    )
 
 
 def test_a_checkpoint_with_errors_has_a_record_too(folder):
@@ -64,7 +83,11 @@ def test_a_checkpoint_with_errors_has_a_record_too(folder):
     done = keepmtp("check", folder, "--record")
     assert done.returncode == 1, done.stdout
     full = verify(report_folder(folder))
-    assert not full.verdict.ok and full.judgement is not None and full.judgement.verdict == "regression"
+    assert (
+        not full.verdict.ok
+        and full.judgement is not None
+        and full.judgement.verdict == "regression"
+    )
 
 
 @pytest.mark.full
@@ -75,10 +98,15 @@ def test_results_of_other_bytes_are_refused_before_the_work(tmp_path):
     (folder / "generation_config.json").write_text("{}")
     done = keepmtp("check", folder, "--record")
     assert done.returncode == 2 and done.stdout == "" and not (evidence / JSON_FILE).exists()
-    assert "serve.json: must be measured on the same bytes" in done.stderr and "Remove it, and measure" in done.stderr
+    assert (
+        "serve.json: must be measured on the same bytes" in done.stderr
+        and "Remove it, and measure" in done.stderr
+    )
     for name in ("serve", "gsm8k"):
         file_of(evidence, name).unlink()
-    assert keepmtp("check", folder, "--record").returncode == 0 and verify(evidence).absent.keys() >= {"serve"}
+    assert keepmtp("check", folder, "--record").returncode == 0 and verify(
+        evidence
+    ).absent.keys() >= {"serve"}
 
 
 @pytest.mark.parametrize("words", [("org/name",), ("a", "b")])
@@ -89,13 +117,21 @@ def test_only_one_folder_is_recorded(words):
 
 def test_a_wrong_gpu_is_refused_before_a_byte_is_read(folder):
     done = keepmtp("check", folder, "--record", "--gpu", "sm70")
-    assert done.returncode == 2 and "--gpu: must be one of" in done.stderr and not report_folder(folder).exists()
+    assert (
+        done.returncode == 2
+        and "--gpu: must be one of" in done.stderr
+        and not report_folder(folder).exists()
+    )
 
 
 def test_an_evidence_folder_without_results(tmp_path):
     (tmp_path / "glm.report").mkdir()
     done = keepmtp("report", tmp_path / "glm.report")
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("error: ")
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_the_source_is_a_folder_with_the_recorded_files(folder, tmp_path):

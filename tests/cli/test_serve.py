@@ -1,6 +1,8 @@
-"""`keepmtp serve` with a stub for vLLM: what is refused before, what is said while it runs and when it ends.
+"""`keepmtp serve` with a stub for vLLM: what is refused before, what is said while it runs and when
+it ends.
 
-tests/vllm/test_serve_verb.py has the real server. What the stub counts: ten drafts of one token for each answer.
+tests/vllm/test_serve_verb.py has the real server. What the stub counts: ten drafts of one token for
+each answer.
 """
 
 import json
@@ -64,7 +66,9 @@ class Served:
         self.url, self.mark = f"http://127.0.0.1:{port}", mark
         self.process = subprocess.Popen(
             [KEEPMTP, "serve", str(GLM), "--port", str(port), "--every", "1", *words],
-            env=stranger(VLLM_PYTHON=str(python), VLLM_API_KEY="mine", TMPDIR=str(tmp_path), **{MARK: mark}),
+            env=stranger(
+                VLLM_PYTHON=str(python), VLLM_API_KEY="mine", TMPDIR=str(tmp_path), **{MARK: mark}
+            ),
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -74,7 +78,9 @@ class Served:
     def wait(self) -> "Served":
         deadline = time.monotonic() + 120
         while True:
-            assert time.monotonic() < deadline and self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline and self.process.poll() is None, (
+                self.process.communicate()
+            )
             try:
                 httpx.get(f"{self.url}/health")
                 return self
@@ -83,7 +89,9 @@ class Served:
 
     def ask(self, times: int) -> "Served":
         for _ in range(times):
-            httpx.post(f"{self.url}/v1/completions", json={"model": str(GLM), "prompt": "x"}).raise_for_status()
+            httpx.post(
+                f"{self.url}/v1/completions", json={"model": str(GLM), "prompt": "x"}
+            ).raise_for_status()
         return self
 
     def end(self, number: signal.Signals | None, *, after: float = 0.0) -> tuple[str, str]:
@@ -119,7 +127,12 @@ def test_nothing_is_left_of_it(tmp_path, mark, port, number):
     assert "starting" in (tmp_path / "log").read_text() and "starting" not in err
     if number != signal.SIGKILL:
         told = json.loads(out)
-        assert (told["drafts"], told["accepted_tokens"], told["k"], told["status"]) == (20, 20, 1, 143)
+        assert (told["drafts"], told["accepted_tokens"], told["k"], told["status"]) == (
+            20,
+            20,
+            1,
+            143,
+        )
         assert told["is_stopped"] and told["is_healthy"] and told["doubt"] == ""
 
 
@@ -149,10 +162,14 @@ def test_a_server_that_ends_by_itself(tmp_path, mark, port):
     served = Served(tmp_path, mark, port, "--log", str(tmp_path / "log"), ends=1.0).wait()
     _, err = served.end(None)
     assert served.process.returncode == 7
-    assert "must serve until it is stopped; got exit status 7" in err and "ValueError: the stub ends by itself" in err
+    assert (
+        "must serve until it is stopped; got exit status 7" in err
+        and "ValueError: the stub ends by itself" in err
+    )
 
 
-# --- before it starts -------------------------------------------------------------------------------------------------
+# --- before it starts
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -183,7 +200,9 @@ def test_an_address_that_is_taken(port):
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
         other.listen()
-        with pytest.raises(VLLMError, match=rf"127\.0\.0\.1:{port}: must be free .* Choose another --port"):
+        with pytest.raises(
+            VLLMError, match=rf"127\.0\.0\.1:{port}: must be free .* Choose another --port"
+        ):
             refuse_taken(Address(host="127.0.0.1", port=port))
 
 
@@ -194,7 +213,9 @@ def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     write_whole(folder / "config.json", json.dumps(config | {"num_nextn_predict_layers": 2}))
     done = keepmtp("serve", str(folder), "--dry-run")
-    assert done.returncode == 1 and "must pass the check before it is served" in done.stderr, done.stderr
+    assert done.returncode == 1 and "must pass the check before it is served" in done.stderr, (
+        done.stderr
+    )
     first = json.loads(keepmtp("check", str(folder), "--json").stdout)["findings"][0]
     assert first["where"] in done.stderr and first["cure"] in done.stderr
 
@@ -231,14 +252,20 @@ def test_the_commands(tmp_path):
         f"docker run --gpus all -v {GLM}:/model:ro -p 8000:8000 --ipc=host vllm/vllm-openai:v0.32.0"
     )
     assert docker.endswith(
-        f"/model --served-model-name tiny-glm4-moe --speculative-config {config} --max-model-len 2048"
+        f"/model --served-model-name tiny-glm4-moe --speculative-config {config} --max-model-len "
+        "2048"
     )
     told = json.loads(keepmtp("serve", str(GLM), "-k", "0", "--dry-run", "--json").stdout)
     assert told["words"] == ["vllm", "serve", str(GLM)] and told["why"] == "as you say"
-    assert docker_words("a/b", 0, version="0.32.0+cpu")[-3:] == ("--ipc=host", "vllm/vllm-openai:v0.32.0", "a/b")
+    assert docker_words("a/b", 0, version="0.32.0+cpu")[-3:] == (
+        "--ipc=host",
+        "vllm/vllm-openai:v0.32.0",
+        "a/b",
+    )
 
 
-# --- which k ----------------------------------------------------------------------------------------------------------
+# --- which k
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -262,7 +289,9 @@ def measured(tmp_path) -> Path:
 def test_bench_recommends_it(measured):
     found = best_k(open_source(str(measured)), 1)
     assert found.k == 3 and found.measured_by == "keepmtp bench"
-    assert found.why == "as bench recommends for 1 at once on NVIDIA H200 (140 GiB); k=0 for 8 at once"
+    assert (
+        found.why == "as bench recommends for 1 at once on NVIDIA H200 (140 GiB); k=0 for 8 at once"
+    )
     done = keepmtp("serve", str(measured), "--dry-run")
     assert done.stdout.startswith(f"# k=3: {found.why}\n"), done.stderr
 
@@ -271,30 +300,40 @@ def test_a_report_of_other_bytes_says_nothing(measured):
     """The twin: one byte of a small file."""
     write_whole(measured / "generation_config.json", "{}")
     found = best_k(open_source(str(measured)), 1)
-    assert found.k == 1 and found.why == "one for each MTP layer; glm.report is not known to be of these bytes"
+    assert (
+        found.k == 1
+        and found.why == "one for each MTP layer; glm.report is not known to be of these bytes"
+    )
     (report_folder(measured) / "report.json").write_text("{}")
-    assert best_k(open_source(str(measured)), 1).why.endswith("report.json cannot be read by this keepmtp")
+    assert best_k(open_source(str(measured)), 1).why.endswith(
+        "report.json cannot be read by this keepmtp"
+    )
 
 
 def test_no_mtp_block_is_served_without_drafting():
     assert best_k(open_source(str(GLM)), 0).k == 0
 
 
-# --- what is doubted --------------------------------------------------------------------------------------------------
+# --- what is doubted
+# --------------------------------------------------------------------------------------------------
 
 
 def drafts(number: int, *kept: int) -> Drafts:
     return Drafts(
-        drafts=number, draft_tokens=number * len(kept), accepted_tokens=sum(kept), accepted_per_position=tuple(kept)
+        drafts=number,
+        draft_tokens=number * len(kept),
+        accepted_tokens=sum(kept),
+        accepted_per_position=tuple(kept),
     )
 
 
 def test_a_doubt_needs_drafts_and_a_large_difference():
     usual = Expected(drafts=drafts(1000, 800, 600, 500), measured_by="keepmtp eval")
     assert doubt(drafts(199, 0, 0, 0), usual) == "" and doubt(drafts(200, 80, 1, 0), usual) == ""
-    assert "only 39.5% of first drafted tokens are accepted, over 200 drafts; keepmtp eval measured 80.0%" in doubt(
-        drafts(200, 79), usual
-    )
+    assert (
+        "only 39.5% of first drafted tokens are accepted, over 200 drafts; keepmtp eval measured "
+        "80.0%"
+    ) in doubt(drafts(200, 79), usual)
     assert doubt(drafts(200, 20), None) == "" and doubt(drafts(200, 19), None)
     assert in_words(drafts(200, 160, 80)) == (
         "200 drafts, 60.0 % of their tokens accepted, 2.20 tokens a step; by position 80.0, 40.0 %"

@@ -82,7 +82,9 @@ def test_the_help_of_a_verb_loads_no_station(verb):
     assert said.startswith(f"Usage: -c {verb} [OPTIONS]") and slow(modules) <= {"rich"}
     words = " ".join(said.split())
     assert words.count(VERBS[verb].help) == 1, "what `keepmtp --help` says of it"
-    assert all(len(line) <= 80 for line in said.splitlines() if "`" not in line), "but commands, which stay whole"
+    assert all(len(line) <= 80 for line in said.splitlines() if "`" not in line), (
+        "but commands, which stay whole"
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)

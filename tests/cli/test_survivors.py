@@ -1,6 +1,8 @@
-"""Whatever ends a command that has started others, nothing of it is left: no station, no server, no copy of weights.
+"""Whatever ends a command that has started others, nothing of it is left: no station, no server, no
+copy of weights.
 
-A stub is `vllm serve` here, so that there is time for many moments; tests/vllm/test_serve.py has the real one.
+A stub is `vllm serve` here, so that there is time for many moments; tests/vllm/test_serve.py has
+the real one.
 """
 
 import os
@@ -40,9 +42,13 @@ def mark() -> str:
 
 @pytest.fixture
 def start(tmp_path, mark) -> Start:
-    """keepmtp in an environment of which every descendant carries the mark, and with the stub as its vLLM."""
+    """keepmtp in an environment of which every descendant carries the mark, and with the stub as
+    its vLLM.
+    """
     python = stub_vllm(tmp_path, real=VLLM_PYTHON, start=0.3, answer=0.05)
-    environment = stranger(VLLM_PYTHON=str(python), OMP_NUM_THREADS="1", TMPDIR=str(tmp_path), **{MARK: mark})
+    environment = stranger(
+        VLLM_PYTHON=str(python), OMP_NUM_THREADS="1", TMPDIR=str(tmp_path), **{MARK: mark}
+    )
 
     def run(*words: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -52,18 +58,30 @@ def start(tmp_path, mark) -> Start:
             text=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            # A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
+            # A shell that runs the tests in the background has them, and all they start, ignore
+            # Ctrl-C.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     return run
 
 
-def ended(process: subprocess.Popen[str], mark: str, words: str, number: signal.Signals, *, after: float = 0.0) -> str:
-    """End it once a descendant with these words on its command line runs; returns what it said, with nothing left."""
+def ended(
+    process: subprocess.Popen[str],
+    mark: str,
+    words: str,
+    number: signal.Signals,
+    *,
+    after: float = 0.0,
+) -> str:
+    """End it once a descendant with these words on its command line runs; returns what it said,
+    with nothing left.
+    """
     deadline = time.monotonic() + 600
     while not any(words in said for said in marked(mark).values()):
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
+        assert process.poll() is None and time.monotonic() < deadline, (
+            process.stderr and process.stderr.read()
+        )
         time.sleep(0.01)
     time.sleep(after)
     process.send_signal(number)
@@ -76,7 +94,9 @@ def ended(process: subprocess.Popen[str], mark: str, words: str, number: signal.
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("number", STATUS)
-@pytest.mark.parametrize("after", [0.0, 0.5, 1.2], ids=["a server starts", "it answers", "or the next one"])
+@pytest.mark.parametrize(
+    "after", [0.0, 0.5, 1.2], ids=["a server starts", "it answers", "or the next one"]
+)
 def test_serve_check(start, mark, tmp_path, number, after):
     process = start("serve-check", GLM, "--source", "none", "--out", tmp_path / "out")
     said = ended(process, mark, SERVER, number, after=after)
@@ -88,7 +108,9 @@ def test_serve_check(start, mark, tmp_path, number, after):
 @pytest.mark.parametrize("number", STATUS)
 @pytest.mark.parametrize("after", [0.0, 1.0], ids=["a server starts", "it answers"])
 def test_eval(start, mark, tmp_path, number, after):
-    process = start("eval", GLM, "--recipe", "tiny-glm4-moe", "--source", "none", "--out", tmp_path / "out")
+    process = start(
+        "eval", GLM, "--recipe", "tiny-glm4-moe", "--source", "none", "--out", tmp_path / "out"
+    )
     ended(process, mark, SERVER, number, after=after)
 
 
@@ -101,7 +123,13 @@ def test_check_on_a_pretended_gpu(start, mark, number):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", STATUS)
 def test_all_while_it_quantizes(start, mark, tmp_path, number):
-    ended(start("all", "tiny-glm4-moe", "--out", tmp_path / "out"), mark, "keepmtp quantize", number, after=1.0)
+    ended(
+        start("all", "tiny-glm4-moe", "--out", tmp_path / "out"),
+        mark,
+        "keepmtp quantize",
+        number,
+        after=1.0,
+    )
 
 
 @pytest.mark.few(1)

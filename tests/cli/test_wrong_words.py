@@ -1,4 +1,5 @@
-"""What somebody types wrong in a first hour: one sentence each, with the cure that is right. In one process: no server.
+"""What somebody types wrong in a first hour: one sentence each, with the cure that is right. In one
+process: no server.
 
 The list was made by trying every verb with a wrong name, a wrong place and a wrong number.
 """
@@ -19,7 +20,10 @@ TINY = ROOT / "models" / "tiny-glm4-moe"
 
 WRONG = [
     # places without a checkpoint, under each verb that takes one
-    *((f"{verb} gguf", "Name the safetensors release that the GGUF file was made of.") for verb in ("check", "fix")),
+    *(
+        (f"{verb} gguf", "Name the safetensors release that the GGUF file was made of.")
+        for verb in ("check", "fix")
+    ),
     ("explain adapter", "Merge it into its base model"),
     ("plan ./adapter", "Merge it into its base model"),
     ("serve adapter --dry-run", "Merge it into its base model"),
@@ -27,7 +31,10 @@ WRONG = [
     ("check tok", "got a tokenizer alone. Save the model into this folder too"),
     ("check parent", "Name parent/tiny."),
     ("check tiny/config.json", "Name its folder, tiny."),
-    ("check tiny-glm4-moe", "run `keepmtp quantize tiny-glm4-moe`, and name the folder that it writes."),
+    (
+        "check tiny-glm4-moe",
+        "run `keepmtp quantize tiny-glm4-moe`, and name the folder that it writes.",
+    ),
     ("serve glm-4.7 --dry-run", "run `keepmtp quantize glm-4.7`"),
     ("check nothere", "got no such folder. Check its name."),
     ("check https://example.com/org/name", "Name a folder, ORG/NAME or the address of its page."),
@@ -72,7 +79,10 @@ WRONG = [
     ("publish tiny --repo name", "Name it as on the Hub."),
     ("card empty", "Name that folder."),
     # words that typer reads: verbs, options, arguments
-    ("quantise tiny-glm4-moe", "keepmtp: has no such command; got quantise. Did you mean quantize?"),
+    (
+        "quantise tiny-glm4-moe",
+        "keepmtp: has no such command; got quantise. Did you mean quantize?",
+    ),
     ("chek tiny", "Did you mean check?"),
     ("--vers", "Did you mean --version?"),
     ("plan", "keepmtp plan: needs model; got none. See `keepmtp plan --help`."),
@@ -90,10 +100,16 @@ WRONG = [
     ("check tiny --tp two", "--tp: must be a valid integer; got two."),
     ("check tiny --tp", "--tp: needs a value; got check tiny --tp."),
     ("check tiny --json=yes", "--json: takes no value; got check tiny --json=yes."),
-    ("serve tiny -k -1", "-k/--num-speculative-tokens: must be greater than or equal to 0; got -1."),
+    (
+        "serve tiny -k -1",
+        "-k/--num-speculative-tokens: must be greater than or equal to 0; got -1.",
+    ),
     ("serve tiny --port 99999", "--port: must be less than or equal to 65535; got 99999."),
     ("serve tiny --prot 8001", "Did you mean --port?"),
-    ("convert tiny --to gguf", "--to: must be one of compressed-tensors, modelopt; got gguf. Name one."),
+    (
+        "convert tiny --to gguf",
+        "--to: must be one of compressed-tensors, modelopt; got gguf. Name one.",
+    ),
     ("convert tiny --to model-opt", "Did you mean modelopt?"),
     # words for `vllm serve`
     ("serve tiny --tensor-parallel-size 2", "Words for `vllm serve` stand last, after `--`."),
@@ -101,7 +117,10 @@ WRONG = [
     ("serve tiny -- -tp 2 --dry-run", "got --dry-run. Name it before `--`."),
     ("serve tiny -- --speculative-config {}", "-k 0 serves without drafting."),
     # recipes
-    ("plan seed.yaml", "seed is not a key of a model file; got 1. It is a key of calibration and of"),
+    (
+        "plan seed.yaml",
+        "seed is not a key of a model file; got 1. It is a key of calibration and of",
+    ),
     ("plan modle.yaml", "Did you mean model?"),
     ("plan colour.yaml", "The keys are model, family, source,"),
     ("plan nogroups.yaml", "groups must be given; got nothing. Add it"),
@@ -123,7 +142,10 @@ WRONG = [
     ("plan https://huggingface.co/zai-org", "Name the address of a repository's page."),
     ("plan glm-4.7 --source nothere", "Check its name."),
     ("plan tiny-glm4-moe --mtp-source nothere", "Check its name."),
-    ("quantize ./alone --scheme w4a16-fp8", "Download its weights; those in .bin or GGUF files are not read."),
+    (
+        "quantize ./alone --scheme w4a16-fp8",
+        "Download its weights; those in .bin or GGUF files are not read.",
+    ),
     ("gate 'my model'", "Run `keepmtp check '"),
     ("publish empty --repo a/b", "got no config.json. Name its folder."),
     ("publish tiny --repo a/b", "let `keepmtp check ORG/NAME` judge it there."),
@@ -166,7 +188,12 @@ def places(tmp_path_factory) -> Path:
     (folder / "notes.txt").write_text("hello\n")
     for name, text in MISTAKES.items():
         (folder / f"{name}.yaml").write_text(text)
-    files = {"gguf": "model-Q4_K_M.gguf", "adapter": "adapter_config.json", "tok": "tokenizer.json", "empty": ""}
+    files = {
+        "gguf": "model-Q4_K_M.gguf",
+        "adapter": "adapter_config.json",
+        "tok": "tokenizer.json",
+        "empty": "",
+    }
     for name, file in files.items():
         (folder / name).mkdir()
         if file:

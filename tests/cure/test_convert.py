@@ -1,4 +1,6 @@
-"""A finished checkpoint in the other dialect, and back: the same tensors, the config bytes of the first."""
+"""A finished checkpoint in the other dialect, and back: the same tensors, the config bytes of the
+first.
+"""
 
 import json
 import os
@@ -45,7 +47,9 @@ def twins(tmp_path_factory) -> dict[str, Path]:
 
 
 def configs(folder: Path) -> dict[str, bytes | None]:
-    return {name: (folder / name).read_bytes() if (folder / name).exists() else None for name in CONFIGS}
+    return {
+        name: (folder / name).read_bytes() if (folder / name).exists() else None for name in CONFIGS
+    }
 
 
 def converted(folder: Path, out: Path) -> Conversion:
@@ -65,12 +69,16 @@ def json_of(folder: Path) -> dict:
 
 @pytest.mark.parametrize("first", OTHER)
 def test_scales_of_the_cache_follow_their_attention(first, tmp_path):
-    """Under the other dialect's names and dtypes; those that are vLLM's own stay, and all come back as they were."""
+    """Under the other dialect's names and dtypes; those that are vLLM's own stay, and all come back
+    as they were.
+    """
     made = write(tmp_path / "first", outputs_of(cached("glm-4.7", "NVFP4", format=first)))
     fill(made)
     there = converted(made, tmp_path / "there")
     named = "model.layers.0.self_attn.{}k_scale"
-    was, becomes = [named.format("k_proj." * (name == "modelopt")) for name in (first, OTHER[first])]
+    was, becomes = [
+        named.format("k_proj." * (name == "modelopt")) for name in (first, OTHER[first])
+    ]
     before, after = tensors_of(made), tensors_of(tmp_path / "there")
     assert was in before and was not in after and becomes in after and there.num_reexpressed >= 6
     # Numbers that BF16 does not hold stay F32.
@@ -114,7 +122,9 @@ def test_a_reciprocal_that_does_not_come_back_is_kept(twins, tmp_path):
     lost = {name for name in one if one[name] != other[name]}
     assert lost == {was["name"] for was in record["tensors"].values()}
     for name in lost:
-        values = [torch.frombuffer(bytearray(each[name][2]), dtype=torch.int32) for each in (one, other)]
+        values = [
+            torch.frombuffer(bytearray(each[name][2]), dtype=torch.int32) for each in (one, other)
+        ]
         assert (values[0] - values[1]).abs().max() == 1, "one step of F32"
 
 
@@ -123,7 +133,9 @@ def test_the_plain_block_is_a_hard_link(twins, tmp_path):
     planned = converted(first, tmp_path / "out")
     shards = {file.name for file in first.glob("*.safetensors")}
     linked = shards - set(planned.shards)
-    assert linked and all(os.path.samefile(first / name, tmp_path / "out" / name) for name in linked)
+    assert linked and all(
+        os.path.samefile(first / name, tmp_path / "out" / name) for name in linked
+    )
     entries = open_source(first).entries.values()
     assert {entry.file for entry in entries if "eh_proj" in entry.name} <= linked
 
@@ -139,7 +151,9 @@ def test_own_edits_are_not_undone(twins, tmp_path):
     assert not converted(there, tmp_path / "back").is_way_back
     made = load_file(tmp_path / "back" / open_source(there).entries[name].file)
     stem = name.rpartition(".")[0]
-    leaf = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}[name.rpartition(".")[2]]
+    leaf = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}[
+        name.rpartition(".")[2]
+    ]
     assert made[f"{stem}.{leaf}"].item() == 4.0
     assert json.loads((tmp_path / "back" / "config.json").read_text())["mine"] == 1
 
@@ -158,7 +172,10 @@ def restated(record: dict, **values: object) -> None:
 
 def swapped(record: dict) -> None:
     one, other = list(record["tensors"])[:2]
-    record["tensors"][one], record["tensors"][other] = record["tensors"][other], record["tensors"][one]
+    record["tensors"][one], record["tensors"][other] = (
+        record["tensors"][other],
+        record["tensors"][one],
+    )
 
 
 def moved(record: dict) -> None:
@@ -188,16 +205,25 @@ HOSTILE = {
     "a config that is a list": (of_configs(**{"config.json": "[]"}), "a JSON object"),
     "another file that is no JSON": (of_configs(**{"hf_quant_config.json": "x"}), "must be JSON"),
     "another model": (lambda record: otherwise(record, rms_norm_eps=1.0), "another rms_norm_eps"),
-    "code to run": (lambda record: otherwise(record, auto_map={"AutoModel": "evil.Model"}), "another auto_map"),
+    "code to run": (
+        lambda record: otherwise(record, auto_map={"AutoModel": "evil.Model"}),
+        "another auto_map",
+    ),
     "a key without a value": (lambda record: otherwise(record, x=None), "another x"),
     "two that are swapped": (swapped, "must be a tensor of the same module"),
     "two weights that are swapped": (moved, "must be a tensor of the same module"),
     "a name without a leaf": (lambda record: restated(record, name="model."), "name: "),
-    "another's name": (lambda record: restated(record, name="lm_head.weight"), "must be a tensor of the same module"),
+    "another's name": (
+        lambda record: restated(record, name="lm_head.weight"),
+        "must be a tensor of the same module",
+    ),
     "a dtype that is none": (lambda record: restated(record, dtype="F33"), "dtype must be one of"),
     "a shape below zero": (lambda record: restated(record, shape=[-1]), "shape.0: "),
     "bytes that are none": (lambda record: restated(record, hex="zz"), "hexadecimal"),
-    "bytes for another shape": (lambda record: restated(record, hex="00"), "hex must have the bytes of its shape"),
+    "bytes for another shape": (
+        lambda record: restated(record, hex="00"),
+        "hex must have the bytes of its shape",
+    ),
 }
 
 
@@ -212,14 +238,21 @@ def test_a_strangers_record_is_refused_and_nothing_is_written(there, tmp_path, n
     (folder / CONVERTED).write_text(json.dumps(record).replace("{tmp}", str(tmp_path)))
     before = digests(tmp_path)
     for words in (("--dry-run",), ("--out", str(tmp_path / "out"), "--static-only")):
-        done = CliRunner().invoke(app, ["convert", str(folder), "--to", "compressed-tensors", *words])
+        done = CliRunner().invoke(
+            app, ["convert", str(folder), "--to", "compressed-tensors", *words]
+        )
         assert isinstance(done.exception, CheckpointError) and says in str(done.exception), done
     assert digests(tmp_path) == before
 
 
 @pytest.mark.parametrize(
     "values",
-    [{"hex": ""}, {"hex": "0000803f"}, {"shape": [1, 1], "hex": ""}, {"dtype": "I32", "hex": "01000000"}],
+    [
+        {"hex": ""},
+        {"hex": "0000803f"},
+        {"shape": [1, 1], "hex": ""},
+        {"dtype": "I32", "hex": "01000000"},
+    ],
     ids=["the converted bytes", "one", "another shape", "another dtype"],
 )
 def test_a_value_that_does_not_become_what_is_stored_is_not_taken(there, twins, tmp_path, values):
@@ -233,7 +266,9 @@ def test_a_value_that_does_not_become_what_is_stored_is_not_taken(there, twins, 
     first, back = tensors_of(twins["compressed-tensors"]), tensors_of(tmp_path / "back")
     (lost,) = {each for each in first if first[each] != back[each]}
     assert lost == json.loads((there / CONVERTED).read_text())["tensors"][name]["name"]
-    values = [torch.frombuffer(bytearray(each[lost][2]), dtype=torch.int32) for each in (first, back)]
+    values = [
+        torch.frombuffer(bytearray(each[lost][2]), dtype=torch.int32) for each in (first, back)
+    ]
     assert (values[0] - values[1]).abs().max() == 1, "one step of F32, as without the record"
 
 
@@ -246,20 +281,30 @@ def test_a_second_config_that_nobody_reads_must_be_json(twins, tmp_path):
 
 
 def unsloth_mixed() -> Checkpoint:
-    """As unsloth/Qwen3.6-27B-NVFP4 is published, its regexes: NVFP4 MLPs, FP8 attention, and an FP8 head."""
+    """As unsloth/Qwen3.6-27B-NVFP4 is published, its regexes: NVFP4 MLPs, FP8 attention, and an FP8
+    head.
+    """
     mlp = r"model\.language_model\..*mlp\.(gate|up|down)_proj\..*"
     checkpoint, other = ours("qwen3.5-27b", "FP8_DYNAMIC"), ours("qwen3.5-27b", "NVFP4")
     checkpoint.take(mlp)
     checkpoint.tensors |= other.take(mlp)
     pack("lm_head", "FP8_DYNAMIC")(checkpoint)
     (fp8,), (nvfp4,) = (each.quantization["config_groups"].values() for each in (checkpoint, other))
-    attention = [r"re:.*self_attn\.(q|k|v|o)_proj$", r"re:.*linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$"]
+    attention = [
+        r"re:.*self_attn\.(q|k|v|o)_proj$",
+        r"re:.*linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$",
+    ]
     fp8["targets"] = [*attention, "re:.*lm_head"]
     nvfp4["targets"] = [r"re:.*mlp\.(gate|up|down)_proj$"]
     checkpoint.quantization.update(
         format="mixed-precision",
         config_groups={"group_0": fp8, "group_1": nvfp4},
-        ignore=["re:.*mtp.*", "re:.*visual.*", r"re:.*linear_attn\.in_proj_(a|b)$", "re:.*embed_tokens"],
+        ignore=[
+            "re:.*mtp.*",
+            "re:.*visual.*",
+            r"re:.*linear_attn\.in_proj_(a|b)$",
+            "re:.*embed_tokens",
+        ],
     )
     return checkpoint
 
@@ -308,12 +353,22 @@ def without_a_scale() -> Checkpoint:
 
 
 REFUSED = {
-    "a scheme without a word": (lambda: ours("glm-4.7", "W4A16"), r"layers\.0\..*weight_packed", "int_packed by entry"),
-    "rows of experts": (lambda: ours("glm-4.7", "FP8_DYNAMIC"), r"experts\.0\.", "FP8_DYNAMIC of routed experts"),
+    "a scheme without a word": (
+        lambda: ours("glm-4.7", "W4A16"),
+        r"layers\.0\..*weight_packed",
+        "int_packed by entry",
+    ),
+    "rows of experts": (
+        lambda: ours("glm-4.7", "FP8_DYNAMIC"),
+        r"experts\.0\.",
+        "FP8_DYNAMIC of routed experts",
+    ),
     "FP8 weights alone": (fp8_weights_only, r"\.weight", "fp8_channel by entry"),
     "native FP8": (qwen_fp8, "", "only compressed-tensors and modelopt"),
     "a transform": (
-        lambda: changed(lambda: ours("glm-4.7", "NVFP4"), transform_config={"config_groups": {"a": 1}}),
+        lambda: changed(
+            lambda: ours("glm-4.7", "NVFP4"), transform_config={"config_groups": {"a": 1}}
+        ),
         "transform_config",
         "modelopt has no word",
     ),
@@ -331,7 +386,9 @@ def test_what_cannot_be_said_is_refused_before_a_byte(name, tmp_path):
     folder = write(tmp_path / "first", build())
     with pytest.raises(KeepMTPError) as caught:
         plan_conversion(str(folder), "modelopt")
-    assert re.search(where, f"{caught.value.where} {caught.value.got}") and rule in str(caught.value)
+    assert re.search(where, f"{caught.value.where} {caught.value.got}") and rule in str(
+        caught.value
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
@@ -348,13 +405,19 @@ def test_the_command(twins, tmp_path):
     run, first = CliRunner(), str(twins["compressed-tensors"])
     shown = run.invoke(app, ["convert", first, "--to", "modelopt", "--dry-run"])
     assert shown.exit_code == 0 and '+    "quant_method": "modelopt"' in shown.stdout
-    planned = json.loads(run.invoke(app, ["convert", first, "--to", "modelopt", "--dry-run", "--json"]).stdout)
+    planned = json.loads(
+        run.invoke(app, ["convert", first, "--to", "modelopt", "--dry-run", "--json"]).stdout
+    )
     out = str(tmp_path / "out")
-    made = run.invoke(app, ["convert", first, "--to", "modelopt", "--out", out, "--static-only", "--json"])
+    made = run.invoke(
+        app, ["convert", first, "--to", "modelopt", "--out", out, "--static-only", "--json"]
+    )
     found = json.loads(made.stdout)
     assert made.exit_code == 0 and found["check"]["ok"] and planned.items() <= found.items()
     assert found["tensors_changed"] > found["tensors_with_other_bytes"] > 0
-    repeated = run.invoke(app, ["convert", first, "--to", "modelopt", "--out", out, "--static-only"])
+    repeated = run.invoke(
+        app, ["convert", first, "--to", "modelopt", "--out", out, "--static-only"]
+    )
     assert repeated.exit_code == 0 and "finished before, by the same command" in repeated.stdout
     again = run.invoke(app, ["convert", out, "--to", "modelopt", "--out", str(tmp_path / "b")])
     assert "got one in modelopt already. There is nothing to do" in str(again.exception)
@@ -363,9 +426,13 @@ def test_the_command(twins, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.vllm
-@pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up")
+@pytest.mark.skipif(
+    not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
+)
 def test_vllm_computes_the_same_logits_from_both(tmp_path):
-    """FP8, which vLLM's CPU kernels have: the target's states and the draft's logits, bit for bit."""
+    """FP8, which vLLM's CPU kernels have: the target's states and the draft's logits, bit for
+    bit.
+    """
     first, other = tmp_path / "first", tmp_path / "other"
     recipe, text = find_recipe("tiny-qwen3_5", scheme="fp8-dynamic", mtp="FP8_DYNAMIC")
     plan = make_plan(recipe, open_source(ROOT / "models" / "tiny-qwen3_5"))
@@ -374,12 +441,21 @@ def test_vllm_computes_the_same_logits_from_both(tmp_path):
         publish(partial, first)
     converted(first, other)
     jobs = [
-        json.dumps({"folder": str(folder), "prompts": [[5, 9, 33, 120, 7, 66]], "num_drafts": 2, "out": f"{folder}.st"})
+        json.dumps(
+            {
+                "folder": str(folder),
+                "prompts": [[5, 9, 33, 120, 7, 66]],
+                "num_drafts": 2,
+                "out": f"{folder}.st",
+            }
+        )
         for folder in (first, other)
     ]
     words = [str(VLLM_PYTHON), str(ROOT / "tests" / "vllm" / "dump_drafts.py"), *jobs]
     stubs = str(ROOT / "validate" / "measure" / "plugin" / "stubs")
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs}
+    )
     assert done.stdout.count("DUMPED ") == 2, done.stdout[-2000:] + done.stderr[-6000:]
     one, two = (load_file(f"{folder}.st") for folder in (first, other))
     assert one.keys() == two.keys() and {"0.hidden", "0.first", "0.last"} <= one.keys()

@@ -1,9 +1,12 @@
-"""Each failure of docs/failures.md that a checkpoint can have: who cures it, and that the check is green afterwards.
+"""Each failure of docs/failures.md that a checkpoint can have: who cures it, and that the check is
+green afterwards.
 
-In: the checkpoints that tests/helpers/broken.py breaks, each by the change of its thread. Out: for those that `fix` or
-`graft` cures, a new folder that is green while the old one stays; for all others, what they need.
+In: the checkpoints that tests/helpers/broken.py breaks, each by the change of its thread. Out: for
+those that `fix` or `graft` cures, a new folder that is green while the old one stays; for all
+others, what they need.
 
-`print_share` prints how many are cured: `python tests/cure/test_cured_failures.py` from the checkout.
+`print_share` prints how many are cured: `python tests/cure/test_cured_failures.py` from the
+checkout.
 """
 
 import math
@@ -30,7 +33,8 @@ from keepmtp.validate.facts.findings import Finding
 from live_tensors import tensors_of
 from written_values import fill, opened, poke
 
-# By the base of a case: the word that gives the block its old form, where it is not what graft chooses.
+# By the base of a case: the word that gives the block its old form, where it is not what graft
+# chooses.
 WORDS = {"glm w4a16": "W4A16", "v3 nvfp4": "bf16", "dsv4 bf16": "bf16"}
 
 
@@ -62,7 +66,9 @@ def grafted(releases, tmp_path_factory) -> Callable[[Case], tuple[Path, Path]]:
 
 
 class Mended(NamedTuple):
-    """What fix made of a broken checkpoint; `changed` are files of the old folder that it touched."""
+    """What fix made of a broken checkpoint; `changed` are files of the old folder that it
+    touched.
+    """
 
     outcome: fix.Outcome
     folder: Path
@@ -82,7 +88,11 @@ def fixed(tmp_path_factory) -> Callable[[Case], Mended]:
         found = fix.proposed(str(old))
         fix.write(found, place / "new")
         now = states_of(old, names)
-        return Mended(found, place / "new", [name for name in names if now[name].mtime_ns != states[name].mtime_ns])
+        return Mended(
+            found,
+            place / "new",
+            [name for name in names if now[name].mtime_ns != states[name].mtime_ns],
+        )
 
     return made
 
@@ -103,21 +113,36 @@ def test_fix_cures(case: Case, fixed):
 @pytest.mark.few(8)
 @pytest.mark.parametrize("case", GRAFTED, ids=lambda case: case.name)
 def test_graft_cures(case: Case, grafted, releases):
-    """`fix` names graft, and graft gives back what there was before: every name, dtype and shape."""
+    """`fix` names graft, and graft gives back what there was before: every name, dtype and
+    shape.
+    """
     old, new = grafted(case)
     found = fix.proposed(str(old))
     assert has(found.before.findings, case), "the check finds it before"
     left = [each for each in found.left if each.severity == "error"]
     assert any("keepmtp graft" in fix.cure_elsewhere(each, found) for each in left), left
     assert examine(new).data.findings == ()
-    assert [each for each in check_values(opened(new), "all").findings if each.severity == "error"] == []
-    good = {name: (dtype, tuple(shape)) for name, (dtype, shape) in GOOD[str(case.base)]().tensors.items()}
+    assert [
+        each for each in check_values(opened(new), "all").findings if each.severity == "error"
+    ] == []
+    good = {
+        name: (dtype, tuple(shape))
+        for name, (dtype, shape) in GOOD[str(case.base)]().tensors.items()
+    }
     view, before, now = opened(new).view, tensors_of(old), tensors_of(new)
     assert {name: tensor[:2] for name, tensor in now.items()} == good
-    assert all(now[name] == before[name] for name in now if not view.is_mtp(name)), "the backbone stays"
+    assert all(now[name] == before[name] for name in now if not view.is_mtp(name)), (
+        "the backbone stays"
+    )
     wanted = tensors_of(release_of(old, releases))
-    same = [name for name in now if view.is_mtp(name) and name in wanted and wanted[name][:2] == good[name]]
-    assert len(same) > 4 and all(now[name] == wanted[name] for name in same), "what is stored as released is the same"
+    same = [
+        name
+        for name in now
+        if view.is_mtp(name) and name in wanted and wanted[name][:2] == good[name]
+    ]
+    assert len(same) > 4 and all(now[name] == wanted[name] for name in same), (
+        "what is stored as released is the same"
+    )
 
 
 # What headers do not show: the block's values are spoilt, each as in its thread.
@@ -127,8 +152,16 @@ SPOILT = {
     "glue of zeros": ("empty-weight", f"{DRAFT}.eh_proj.weight", 0.0),
     "a norm of zeros": ("norm", f"{DRAFT}.enorm.weight", 0.0),
     "vllm 53537, NaN in the glue": ("finite", f"{DRAFT}.eh_proj.weight", math.nan),
-    "an infinite global scale": ("finite", f"{DRAFT}.mlp.experts.2.up_proj.weight_global_scale", math.inf),
-    "a global scale of zero": ("scale-sign", f"{DRAFT}.mlp.experts.1.down_proj.weight_global_scale", 0.0),
+    "an infinite global scale": (
+        "finite",
+        f"{DRAFT}.mlp.experts.2.up_proj.weight_global_scale",
+        math.inf,
+    ),
+    "a global scale of zero": (
+        "scale-sign",
+        f"{DRAFT}.mlp.experts.1.down_proj.weight_global_scale",
+        0.0,
+    ),
 }
 
 
@@ -140,8 +173,12 @@ def test_graft_cures_values_of_the_block(name: str, releases, tmp_path):
     poke(old, tensor, value)
     found = [each for each in check_values(opened(old), "all").findings if each.severity == "error"]
     assert (rule, tensor) in [(each.rule, each.where) for each in found]
-    assert {each.cure for each in found} == {f"Run `keepmtp graft {old} --from RELEASE --replace --out NEW`"}
-    made = plan_graft(open_source(old), open_source(release_of(old, releases)), mtp="NVFP4A16", is_replaced=True)
+    assert {each.cure for each in found} == {
+        f"Run `keepmtp graft {old} --from RELEASE --replace --out NEW`"
+    }
+    made = plan_graft(
+        open_source(old), open_source(release_of(old, releases)), mtp="NVFP4A16", is_replaced=True
+    )
     new = carry_out(made, tmp_path / "new").folder
     assert check_values(opened(new), "all").findings == () == examine(new).data.findings
     assert [each[:2] for _, each in sorted(tensors_of(new).items())] == [
@@ -170,7 +207,10 @@ def test_vllm_loads_what_was_cured(fixed, grafted):
     folders = [fixed(case).folder for case in first] + [grafted(case)[1] for case in GRAFTED]
     loaded = api.check_all(folders, gpus=["sm100"])
     for case, checked in zip([*first, *GRAFTED], loaded, strict=True):
-        assert checked.data.ok and checked.data.dry[0].failure is None, (case.name, checked.data.findings)
+        assert checked.data.ok and checked.data.dry[0].failure is None, (
+            case.name,
+            checked.data.findings,
+        )
 
 
 def test_a_group_of_two_sides_is_a_finding_and_no_defect(tmp_path):
@@ -189,8 +229,12 @@ def test_every_case_has_one_cure():
 
 def numbers_of(cases: list[Case]) -> list[str]:
     """The numbers of docs/failures.md that the cases have."""
-    found = {match[0] for case in cases if (match := re.match(r"(?:F|E|Fp|G|H|M|R)\d+(?= )", case.name))}
-    return sorted(found, key=lambda number: (re.sub(r"\d", "", number), int(re.sub(r"\D", "", number))))
+    found = {
+        match[0] for case in cases if (match := re.match(r"(?:F|E|Fp|G|H|M|R)\d+(?= )", case.name))
+    }
+    return sorted(
+        found, key=lambda number: (re.sub(r"\d", "", number), int(re.sub(r"\D", "", number)))
+    )
 
 
 # The rows of the page's table, and their cases.
@@ -214,7 +258,9 @@ def test_the_page_lists_what_has_which_cure(cure):
 def print_share() -> None:
     """How many cases, and which numbers of docs/failures.md, have which cure."""
     for name, cases in ROWS.items():
-        print(f"{name}: {len(cases)} of {len(BROKEN)} cases; numbers: {', '.join(numbers_of(cases))}")
+        print(
+            f"{name}: {len(cases)} of {len(BROKEN)} cases; numbers: {', '.join(numbers_of(cases))}"
+        )
     curable = {number for cases in (CURED, GRAFTED) for number in numbers_of(cases)}
     threads = sorted(number for number in curable if re.match(r"F\d", number))
     print(f"of the 47 public threads F1 to F47: {len(threads)} have a cure without quantizing anew")

@@ -1,4 +1,6 @@
-"""`keepmtp fix --runtime sglang`: entries for SGLang in other people's lists, with vLLM's verdict as it was."""
+"""`keepmtp fix --runtime sglang`: entries for SGLang in other people's lists, with vLLM's verdict
+as it was.
+"""
 
 import json
 
@@ -45,7 +47,9 @@ def test_a_quantized_draft_gets_targets_in_its_group(tmp_path):
 
 def test_modelopts_list_names_the_draft(tmp_path):
     checkpoint = good.ours("glm-4.7", "FP8", format="modelopt")
-    checkpoint.quantization["ignore"] = [name for name in checkpoint.quantization["ignore"] if "decoder" not in name]
+    checkpoint.quantization["ignore"] = [
+        name for name in checkpoint.quantization["ignore"] if "decoder" not in name
+    ]
     outcome, config = fixed(checkpoint, tmp_path / "modelopt")
     assert "model.decoder.*" in config["ignore"]
     assert [each for each in outcome.after.findings if each.severity == "error"] == []

@@ -1,4 +1,6 @@
-"""The MTP block of a release, put into a checkpoint that lost it: same bytes as if it had never been lost."""
+"""The MTP block of a release, put into a checkpoint that lost it: same bytes as if it had never
+been lost.
+"""
 
 import json
 import os
@@ -56,7 +58,8 @@ def grafted(lost: Path, out: Path, source: Path | str = RELEASE, **choices) -> P
     return carry_out(made, out).folder
 
 
-# --- the same bytes ---------------------------------------------------------------------------------------------------
+# --- the same bytes
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_block_is_the_one_that_was_lost_and_the_rest_is_linked(whole, lost, tmp_path):
@@ -78,13 +81,19 @@ def test_a_scheme_gives_the_bytes_that_quantizing_gives(lost, word, tmp_path):
     assert tensors_of(out) == tensors_of(same)
     assert check(out).findings == ()
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert any("layers\\.3" in entry for group in config["config_groups"].values() for entry in group["targets"])
+    assert any(
+        "layers\\.3" in entry
+        for group in config["config_groups"].values()
+        for entry in group["targets"]
+    )
 
 
 def test_a_kill_at_any_moment_and_the_same_command_give_the_same_bytes(lost, tmp_path):
     wanted = digests(grafted(lost, tmp_path / "wanted", mtp="FP8_DYNAMIC"))
     for seconds in (0.05, 0.2, 0.4, 0.6):
-        process = forks().Process(target=grafted, args=(lost, tmp_path / "new"), kwargs={"mtp": "FP8_DYNAMIC"})
+        process = forks().Process(
+            target=grafted, args=(lost, tmp_path / "new"), kwargs={"mtp": "FP8_DYNAMIC"}
+        )
         process.start()
         process.join(seconds)
         process.kill()
@@ -123,7 +132,8 @@ def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
     assert check(out).ok
 
 
-# --- over the Hub -----------------------------------------------------------------------------------------------------
+# --- over the Hub
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -145,7 +155,11 @@ def test_only_the_block_is_fetched_and_a_cut_line_goes_on(hub, whole, lost, tmp_
     hub.faults.append(Fault(r"GET /org/release/resolve/.*safetensors", spoils="truncate", times=2))
     out = carry_out(made, tmp_path / "new").folder
     assert tensors_of(out) == tensors_of(whole)
-    asked = [tuple(map(int, line.rpartition("=")[2].split("-"))) for line in hub.requests if "bytes=" in line]
+    asked = [
+        tuple(map(int, line.rpartition("=")[2].split("-")))
+        for line in hub.requests
+        if "bytes=" in line
+    ]
     assert len(asked) == made.num_requests + 2
     size = sum(len(data) for name, (_, _, data) in tensors_of(RELEASE).items() if name in block)
     whole_bytes = sum(path.stat().st_size for path in RELEASE.glob("*.safetensors"))
@@ -157,7 +171,9 @@ def test_what_was_fetched_is_not_asked_for_again(hub, lost, tmp_path, monkeypatc
     made = plan_graft(open_source(lost), open_source("org/release"))
     monkeypatch.setattr(graft_fetch, "AT_A_TIME", 1)
     half = made.num_requests // 2
-    hub.faults.append(Fault(r"GET /org/release/resolve/.*safetensors", status=404, skip=half, times=99))
+    hub.faults.append(
+        Fault(r"GET /org/release/resolve/.*safetensors", status=404, skip=half, times=99)
+    )
     with pytest.raises(CheckpointError):
         carry_out(made, tmp_path / "new")
     hub.faults.clear()
@@ -170,13 +186,20 @@ def test_what_was_fetched_is_not_asked_for_again(hub, lost, tmp_path, monkeypatc
 @pytest.mark.full
 def test_of_a_repository_only_new_and_changed_files_are_written(hub, tmp_path):
     at = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    done = keepmtp("graft", "org/lost", "--from", "org/release", "--out", tmp_path / "new", "--json", **at)
+    done = keepmtp(
+        "graft", "org/lost", "--from", "org/release", "--out", tmp_path / "new", "--json", **at
+    )
     assert done.returncode == 0, done.stderr
     files = {path.name for path in (tmp_path / "new").iterdir() if path.name != WORK}
-    assert files == {INDEX, "model-mtp-00001-of-00001.safetensors"}, "config.json says all that is needed"
+    assert files == {INDEX, "model-mtp-00001-of-00001.safetensors"}, (
+        "config.json says all that is needed"
+    )
     said = json.loads(done.stdout)
     assert said["check"]["ok"] and said["requests"] == 1 and set(said["new"]) == files
-    assert "OUT gets only files that are new or changed: org/lost is not on this machine" in done.stderr
+    assert (
+        "OUT gets only files that are new or changed: org/lost is not on this machine"
+        in done.stderr
+    )
     assert f"in {said['requests']} range requests" in done.stderr
 
 
@@ -185,19 +208,27 @@ def test_a_repository_whose_old_block_shares_a_file_must_be_downloaded(hub, tmp_
     del broken.tensors["model.layers.3.eh_proj.weight"]
     hub.link("org/broken", write(tmp_path / "broken", broken))
     hub.link("org/right", write(tmp_path / "right", released("glm-4.7")))
-    with pytest.raises(CheckpointError, match=r"model-2\.safetensors has tensors of the old block and of the backbone"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model-2\.safetensors has tensors of the old block and of the backbone",
+    ):
         plan_graft(open_source("org/broken"), open_source("org/right"))
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
+# --- refused
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_good_block_is_refused_unless_it_is_to_be_replaced(whole, tmp_path):
-    with pytest.raises(CheckpointError, match=r"34 tensors in BF16, and no finding about them.*--replace"):
+    with pytest.raises(
+        CheckpointError, match=r"34 tensors in BF16, and no finding about them.*--replace"
+    ):
         plan_graft(open_source(whole), open_source(RELEASE))
     out = grafted(whole, tmp_path / "new", is_replaced=True)
     assert tensors_of(out) == tensors_of(whole)
-    assert not (out / "model-00002-of-00002.safetensors").exists(), "it had nothing but the old block"
+    assert not (out / "model-00002-of-00002.safetensors").exists(), (
+        "it had nothing but the old block"
+    )
 
 
 def test_another_family_and_another_width_are_refused_with_the_names(lost, tmp_path):
@@ -207,7 +238,9 @@ def test_another_family_and_another_width_are_refused_with_the_names(lost, tmp_p
     wider.retype(r"model\.layers\.1\.self_attn\.o_proj\.weight", shape=lambda n, k: (n, 2 * k))
     other = write(tmp_path / "wider", wider)
     same = write(tmp_path / "lost", without_block(ours("glm-4.7", "FP8_DYNAMIC")))
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.o_proj: both must have one shape"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.1\.self_attn\.o_proj: both must have one shape"
+    ):
         plan_graft(open_source(same), open_source(other))
     deeper = released("glm-4.7")
     deeper.config["num_hidden_layers"] = 4
@@ -224,7 +257,9 @@ def test_a_release_without_a_block_is_refused(tmp_path):
 
 def test_minimax_m2_is_refused_in_words(lost, tmp_path):
     """MiniMax-M2 #47: the published MTP weights are garbage."""
-    release = Checkpoint(config={"model_type": "minimax_m2", "num_mtp_modules": 3}, tensors={"a": ("BF16", (1,))})
+    release = Checkpoint(
+        config={"model_type": "minimax_m2", "num_mtp_modules": 3}, tensors={"a": ("BF16", (1,))}
+    )
     with pytest.raises(CheckpointError, match="garbage in its MTP weights"):
         plan_graft(open_source(lost), open_source(write(tmp_path / "m2", release)))
 
@@ -233,7 +268,10 @@ def test_minimax_m2_is_refused_in_words(lost, tmp_path):
     ("spoilt", "says"),
     [
         (lambda name, data: bytes(len(data)), r"model\.layers\.3\..*holds zeros only"),
-        (lambda name, data: b"\xc0\x7f" + data[2:] if "eh_proj" in name else data, r"eh_proj\.weight.*infinite or NaN"),
+        (
+            lambda name, data: b"\xc0\x7f" + data[2:] if "eh_proj" in name else data,
+            r"eh_proj\.weight.*infinite or NaN",
+        ),
         (
             lambda name, data: b"\x80\x3f" * (len(data) // 2) if "norm" in name else data,
             r"norm.*hold 1 only, as before training",
@@ -263,12 +301,16 @@ def test_a_block_of_chance_is_refused(tmp_path, monkeypatch):
     config, tensors = source_layout("glm-4.7", size="tiny")
     release = write_checkpoint(tmp_path / "release", config, tensors, data="random")
     same = write(tmp_path / "lost", without_block(ours("glm-4.7", "FP8_DYNAMIC")))
-    with pytest.raises(CheckpointError, match=r"model\.layers\.3\.eh_proj\.weight.*looks like random numbers"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.3\.eh_proj\.weight.*looks like random numbers"
+    ):
         grafted(same, tmp_path / "new", release)
 
 
 def test_words_that_need_data_are_refused(lost):
-    with pytest.raises(RecipeError, match=r"only batches give, and graft runs none; got NVFP4\. Use NVFP4A16"):
+    with pytest.raises(
+        RecipeError, match=r"only batches give, and graft runs none; got NVFP4\. Use NVFP4A16"
+    ):
         plan_graft(open_source(lost), open_source(RELEASE), mtp="NVFP4")
     with pytest.raises(RecipeError, match="graft measures nothing"):
         plan_graft(open_source(lost), open_source(RELEASE), mtp="auto")
@@ -281,7 +323,11 @@ def test_an_unknown_dialect_is_one_sentence(tmp_path):
     release = write(tmp_path / "release", released("glm-4.7"))
     done = keepmtp("graft", folder, "--from", release, "--dry-run")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "exl3" in done.stderr and "the check must be able to read it" in done.stderr
+    assert (
+        done.stderr.count("\n") == 1
+        and "exl3" in done.stderr
+        and "the check must be able to read it" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -298,7 +344,10 @@ def test_an_unknown_dialect_is_one_sentence(tmp_path):
 def test_config_json_with_wrong_types_is_refused(spoilt, tmp_path):
     checkpoint = without_block(ours("glm-4.7", "FP8_DYNAMIC"))
     checkpoint.config |= spoilt
-    lost, release = write(tmp_path / "lost", checkpoint), write(tmp_path / "release", released("glm-4.7"))
+    lost, release = (
+        write(tmp_path / "lost", checkpoint),
+        write(tmp_path / "release", released("glm-4.7")),
+    )
     with pytest.raises(KeepMTPError):
         plan_graft(open_source(lost), open_source(release))
 
@@ -308,16 +357,21 @@ def test_a_run_without_a_folder_to_write_is_refused(lost):
     assert done.returncode == 2 and "Add --out NEW, or --dry-run" in done.stderr
 
 
-# --- config.json ------------------------------------------------------------------------------------------------------
+# --- config.json
+# --------------------------------------------------------------------------------------------------
 
 
 def test_keys_that_a_tool_dropped_come_from_the_release(tmp_path):
     """numind/NuExtract3-FP8 #1: the count of MTP layers was removed with the file."""
     checkpoint = without_block(llmcompressor("qwen3.5-27b", "FP8_DYNAMIC"))
     del checkpoint.config["text_config"]["mtp_num_hidden_layers"]
-    checkpoint.quantization["ignore"] = [e for e in checkpoint.quantization["ignore"] if not e.startswith("mtp")]
+    checkpoint.quantization["ignore"] = [
+        e for e in checkpoint.quantization["ignore"] if not e.startswith("mtp")
+    ]
     lost = write(tmp_path / "lost", checkpoint)
-    made = plan_graft(open_source(lost), open_source(write(tmp_path / "release", released("qwen3.5-27b"))))
+    made = plan_graft(
+        open_source(lost), open_source(write(tmp_path / "release", released("qwen3.5-27b")))
+    )
     config = json.loads(made.proposal.files()["config.json"])
     assert config["text_config"]["mtp_num_hidden_layers"] == 1
     assert made.checked.data.findings == ()
@@ -329,16 +383,25 @@ def test_lists_with_a_value_for_each_layer_are_whole_again(tmp_path):
     release = released("step-3.5-flash")
     checkpoint = without_block(ours("step-3.5-flash", "NVFP4A16"))
     assert len(release.config["layer_types"]) > checkpoint.config["num_hidden_layers"]
-    checkpoint.config["layer_types"] = checkpoint.config["layer_types"][: checkpoint.config["num_hidden_layers"]]
+    checkpoint.config["layer_types"] = checkpoint.config["layer_types"][
+        : checkpoint.config["num_hidden_layers"]
+    ]
     made = plan_graft(
-        open_source(write(tmp_path / "lost", checkpoint)), open_source(write(tmp_path / "release", release))
+        open_source(write(tmp_path / "lost", checkpoint)),
+        open_source(write(tmp_path / "release", release)),
     )
-    assert json.loads(made.proposal.files()["config.json"])["layer_types"] == release.config["layer_types"]
+    assert (
+        json.loads(made.proposal.files()["config.json"])["layer_types"]
+        == release.config["layer_types"]
+    )
 
 
 def test_dry_run_writes_nothing_and_shows_the_diff(lost, tmp_path):
     before = digests(lost)
     done = keepmtp("graft", lost, "--from", RELEASE, "--dry-run", "--mtp", "FP8_DYNAMIC")
     assert done.returncode == 0, done.stderr
-    assert "+++ b/config.json" in done.stdout and "# vLLM builds these modules of the MTP block packed" in done.stdout
+    assert (
+        "+++ b/config.json" in done.stdout
+        and "# vLLM builds these modules of the MTP block packed" in done.stdout
+    )
     assert digests(lost) == before and [*tmp_path.iterdir()] == []

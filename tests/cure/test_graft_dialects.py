@@ -1,4 +1,6 @@
-"""What graft writes into a quantization config: for every family, and in every dialect as vLLM itself matches it."""
+"""What graft writes into a quantization config: for every family, and in every dialect as vLLM
+itself matches it.
+"""
 
 import json
 import os
@@ -24,27 +26,36 @@ from keepmtp.validate.facts.vllm_env import find_vllm
 from live_tensors import without_block
 from modelopt_form import in_hf_quant_config, modelopt
 
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))
+VLLM_PYTHON = Path(
+    os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
+)
 # A draft with a checkpoint of its own has no block to lose.
 MODELS = [model for model in releases.MODELS if "assistant" not in model]
 
 
 def graft(place: Path, model: str, checkpoint: Checkpoint, **choices: Any) -> Graft:
     lost = write(place / "lost", without_block(checkpoint))
-    return plan_graft(open_source(lost), open_source(write(place / "release", released(model))), **choices)
+    return plan_graft(
+        open_source(lost), open_source(write(place / "release", released(model))), **choices
+    )
 
 
 def errors(made: Graft) -> list[tuple[str, str]]:
-    return [(each.where, each.says) for each in made.checked.data.findings if each.severity == "error"]
+    return [
+        (each.where, each.says) for each in made.checked.data.findings if each.severity == "error"
+    ]
 
 
-# --- every family -----------------------------------------------------------------------------------------------------
+# --- every family
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_block_that_was_dropped_is_as_the_config_says(model, tmp_path):
-    """Entries for the lost block are there or not, names are whole or regexes: the result has no error."""
+    """Entries for the lost block are there or not, names are whole or regexes: the result has no
+    error.
+    """
     cases = {
         "whole names": (lambda: llmcompressor(model, "FP8_DYNAMIC"), "bf16"),
         "packed now": (lambda: llmcompressor(model, "FP8_DYNAMIC"), "FP8_DYNAMIC"),
@@ -57,9 +68,13 @@ def test_a_block_that_was_dropped_is_as_the_config_says(model, tmp_path):
 @pytest.mark.parametrize(
     "model", ["glm-4.7", "glm-5", "qwen3.5-27b", "qwen3.5-397b", "qwen3-next-80b", "step-3.5-flash"]
 )
-@pytest.mark.parametrize("form", [modelopt, lambda *words: in_hf_quant_config(modelopt(*words))], ids=["both", "hf"])
+@pytest.mark.parametrize(
+    "form", [modelopt, lambda *words: in_hf_quant_config(modelopt(*words))], ids=["both", "hf"]
+)
 def test_modelopt_releases_that_dropped_theirs(model, form, tmp_path):
-    """Model-Optimizer #733, #750, #2427: Qwen3-Next, GLM-4.7 and others; their excludes name no MTP block."""
+    """Model-Optimizer #733, #750, #2427: Qwen3-Next, GLM-4.7 and others; their excludes name no MTP
+    block.
+    """
     checkpoint = form(model, "NVFP4")
     holders = [checkpoint.config.get("quantization_config"), *checkpoint.json_files.values()]
     for holder in filter(None, holders):
@@ -67,16 +82,22 @@ def test_modelopt_releases_that_dropped_theirs(model, form, tmp_path):
         key = "exclude_modules" if "exclude_modules" in inner else "ignore"
         if key in inner:
             inner[key] = [
-                entry for entry in inner[key] if not entry.startswith(("mtp", "model.layers.3.*", "model.layers.4.*"))
+                entry
+                for entry in inner[key]
+                if not entry.startswith(("mtp", "model.layers.3.*", "model.layers.4.*"))
             ]
     made = graft(tmp_path, model, checkpoint)
     assert errors(made) == [] and made.proposal.edits, "an entry was needed, and written"
-    with pytest.raises(RecipeError, match="graft writes a packed MTP block in compressed-tensors only"):
+    with pytest.raises(
+        RecipeError, match="graft writes a packed MTP block in compressed-tensors only"
+    ):
         plan_graft(made.quantized, made.plan.source, mtp="FP8_DYNAMIC")
 
 
 def test_an_entry_for_the_backbone_and_the_block_is_narrowed(tmp_path):
-    """One regex for the same module of all layers, and the block is packed now: the backbone keeps its part."""
+    """One regex for the same module of all layers, and the block is packed now: the backbone keeps
+    its part.
+    """
     checkpoint = llmcompressor("glm-4.7", "FP8_DYNAMIC")
     checkpoint.quantization["ignore"] += [r"re:.*self_attn\.o_proj$"]
     for layer in range(3):
@@ -103,7 +124,8 @@ def test_native_fp8_takes_the_releases_own_bytes(tmp_path):
     assert errors(made) == [] and made.proposal.edits == [], "config.json says it already"
 
 
-# --- dialects that only vLLM can judge --------------------------------------------------------------------------------
+# --- dialects that only vLLM can judge
+# --------------------------------------------------------------------------------
 
 QUANTIZED: dict[str, dict[str, Any]] = {
     "gptq": {
@@ -166,7 +188,9 @@ print(json.dumps([[plain(raw, module, packed) for module in modules] for raw, mo
 
 @cache
 def peer(questions: str) -> list[list[bool]]:
-    done = subprocess.run([VLLM_PYTHON, "-c", PEER], input=questions, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [VLLM_PYTHON, "-c", PEER], input=questions, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -174,7 +198,9 @@ def peer(questions: str) -> list[list[bool]]:
 @pytest.mark.full
 @pytest.mark.vllm
 def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp_path):
-    """vllm #36954, #48816, #49187, auto-round #1755: vLLM's own matching, on every module of both parts."""
+    """vllm #36954, #48816, #49187, auto-round #1755: vLLM's own matching, on every module of both
+    parts.
+    """
     questions, wanted = [], []
     for model in ("glm-4.7", "qwen3.5-27b", "qwen3.5-397b"):
         for method, raw in QUANTIZED.items():
@@ -184,17 +210,35 @@ def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp
             made = graft(place, model, checkpoint)
             new = json.loads(made.proposal.files()["config.json"])["quantization_config"]
             view = RuntimeView(source=made.quantized, view=made.plan.view)
-            block = [module.name for module in modules_of(made.plan) if not module.name.endswith("embed_tokens")]
-            backbone = [m.name for m in view.modules if m.part == "backbone" and m.members[0].weight.form != "plain"]
-            packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+            block = [
+                module.name
+                for module in modules_of(made.plan)
+                if not module.name.endswith("embed_tokens")
+            ]
+            backbone = [
+                m.name
+                for m in view.modules
+                if m.part == "backbone" and m.members[0].weight.form != "plain"
+            ]
+            packed = {
+                "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+                "gate_up_proj": ["gate_proj", "up_proj"],
+            }
             questions.append([new, [*block, *backbone], packed])
             wanted.append([True] * len(block) + [False] * len(backbone))
-    for (raw, modules, _), answers, right in zip(questions, peer(json.dumps(questions)), wanted, strict=True):
-        wrong = [module for module, is_plain, want in zip(modules, answers, right, strict=True) if is_plain != want]
+    for (raw, modules, _), answers, right in zip(
+        questions, peer(json.dumps(questions)), wanted, strict=True
+    ):
+        wrong = [
+            module
+            for module, is_plain, want in zip(modules, answers, right, strict=True)
+            if is_plain != want
+        ]
         assert wrong == [], raw
 
 
-# --- vLLM loads the result --------------------------------------------------------------------------------------------
+# --- vLLM loads the result
+# --------------------------------------------------------------------------------------------
 
 KNOWN = {
     "GLM-4.7 NVFP4, modelopt": ("glm-4.7", lambda: modelopt("glm-4.7", "NVFP4"), None),
@@ -212,7 +256,9 @@ def loaded(tmp_path_factory) -> dict[str, CheckData]:
     place, folders = tmp_path_factory.mktemp("known"), {}
     for name, (model, make, word) in KNOWN.items():
         config, tensors = releases.source_layout(model, size="tiny")
-        release = releases.write_checkpoint(place / name / "release", config, tensors, data="random")
+        release = releases.write_checkpoint(
+            place / name / "release", config, tensors, data="random"
+        )
         lost = write(place / name / "lost", without_block(make()))
         made = plan_graft(open_source(lost), open_source(release), mtp=word)
         folders[name] = str(carry_out(made, place / name / "new").folder)

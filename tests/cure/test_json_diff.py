@@ -12,7 +12,9 @@ def test_a_hunk_has_its_reason_and_a_longer_list_one_new_line():
     after = json.loads(json.dumps(BEFORE))
     after["quantization_config"]["ignore"].append("re:^mtp")
     reasons = ["vLLM builds mtp plain", "vLLM builds mtp plain"]
-    lines = json_diff("config.json", json.dumps(BEFORE).encode(), json.dumps(after, indent=4).encode(), reasons)
+    lines = json_diff(
+        "config.json", json.dumps(BEFORE).encode(), json.dumps(after, indent=4).encode(), reasons
+    )
     assert lines == [
         "--- a/config.json",
         "+++ b/config.json",

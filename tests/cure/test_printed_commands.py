@@ -1,7 +1,9 @@
-"""Each command that `keepmtp check` prints for a finding works as it is pasted, and cures that finding.
+"""Each command that `keepmtp check` prints for a finding works as it is pasted, and cures that
+finding.
 
-In: every broken checkpoint that the static check flags. Out: the commands of its findings, run; RELEASE alone is
-filled in. `print_share` counts them: `python tests/cure/test_printed_commands.py` from the checkout.
+In: every broken checkpoint that the static check flags. Out: the commands of its findings, run;
+RELEASE alone is filled in. `print_share` counts them: `python tests/cure/test_printed_commands.py`
+from the checkout.
 """
 
 import json
@@ -28,7 +30,9 @@ VERBS = {case.name: "fix" for case in CURED} | {case.name: "graft" for case in G
 
 
 class Pasted(NamedTuple):
-    """A command that was printed: its verb, how it ended, and the findings that it was printed for and that stay."""
+    """A command that was printed: its verb, how it ended, and the findings that it was printed for
+    and that stay.
+    """
 
     verb: str
     ended: Result
@@ -58,7 +62,10 @@ def paste_all(case: DryCase, place: Path) -> tuple[list[dict], list[Pasted]]:
     done = []
     for number, (command, meant) in enumerate(printed.items()):
         new = folder.parent / f"NEW{number}"
-        words = {"NEW": str(new), "RELEASE": str(release_of(folder, place)) if "RELEASE" in command else ""}
+        words = {
+            "NEW": str(new),
+            "RELEASE": str(release_of(folder, place)) if "RELEASE" in command else "",
+        }
         _, verb, *rest = (words.get(word, word) for word in shlex.split(command))
         ended = run(verb, *rest)
         left = {(each["rule"], each["where"]) for each in found(new)} if new.is_dir() else meant
@@ -77,7 +84,9 @@ def _no_vllm(monkeypatch):
 
 
 def _slow_twice() -> list[object]:
-    """The first case of each number at once; the others, which fill more releases, with all tests."""
+    """The first case of each number at once; the others, which fill more releases, with all
+    tests.
+    """
     first = {name.partition(" ")[0]: name for name in reversed(VERBS)}.values()
     return [name if name in first else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 
@@ -96,15 +105,21 @@ def test_what_is_printed_works_as_pasted(name: str, place: Path):
 
 
 FOR_SGLANG = {
-    "targets without the draft's names": lambda: _without_drafts_names(ours("glm-4.7", "FP8_DYNAMIC", "FP8_DYNAMIC")),
-    "modelopt's list without them": lambda: _without_drafts_names(ours("glm-4.7", "FP8", format="modelopt")),
+    "targets without the draft's names": lambda: _without_drafts_names(
+        ours("glm-4.7", "FP8_DYNAMIC", "FP8_DYNAMIC")
+    ),
+    "modelopt's list without them": lambda: _without_drafts_names(
+        ours("glm-4.7", "FP8", format="modelopt")
+    ),
     "a plain draft under Linear": lambda: llmcompressor("glm-4.7", "FP8_DYNAMIC"),
 }
 
 
 def _without_drafts_names(checkpoint: Checkpoint) -> Checkpoint:
     lists = [checkpoint.quantization["ignore"]]
-    lists += [group["targets"] for group in checkpoint.quantization.get("config_groups", {}).values()]
+    lists += [
+        group["targets"] for group in checkpoint.quantization.get("config_groups", {}).values()
+    ]
     for names in lists:
         names[:] = [name for name in names if "decoder" not in name]
     return checkpoint
@@ -118,7 +133,9 @@ def test_what_is_printed_for_sglang_works_as_pasted(name, also, tmp_path):
     findings = found(folder, *words)
     (command,) = {each for finding in findings for each in commands(finding)}
     assert "--runtime sglang" in command
-    _, verb, *rest = (str(tmp_path / "NEW") if word == "NEW" else word for word in shlex.split(command))
+    _, verb, *rest = (
+        str(tmp_path / "NEW") if word == "NEW" else word for word in shlex.split(command)
+    )
     assert run(verb, *rest).exit_code == 0
     assert found(tmp_path / "NEW", *words) == []
 
@@ -131,7 +148,9 @@ def test_a_block_that_sglang_misses_is_grafted(tmp_path):
 
 
 def test_lists_wait_for_the_right_number_of_layers(tmp_path):
-    """MiMo's draft has the number after the last layer in vLLM: entries for a wrong number would be no cure."""
+    """MiMo's draft has the number after the last layer in vLLM: entries for a wrong number would be
+    no cure.
+    """
     checkpoint = llmcompressor("mimo-7b", "FP8_DYNAMIC")
     assert found(write(tmp_path / "good", checkpoint)) == []
     checkpoint.config["num_hidden_layers"] += 1

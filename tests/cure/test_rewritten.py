@@ -1,4 +1,6 @@
-"""New folders from finished ones: links, new shards, the index, kills at every step, and what is refused."""
+"""New folders from finished ones: links, new shards, the index, kills at every step, and what is
+refused.
+"""
 
 import json
 import os
@@ -35,7 +37,10 @@ def old(tmp_path) -> Path:
     shard(folder / "a.safetensors", {"one": b"1111", "two": b"22"})
     shard(folder / "b.safetensors", {"three": b"333"})
     shard(folder / "mtp.safetensors", {"four": b"4"})
-    index = {"metadata": {"by": "x"}, "weight_map": {"one": "a.safetensors", "two": "a.safetensors"}}
+    index = {
+        "metadata": {"by": "x"},
+        "weight_map": {"one": "a.safetensors", "two": "a.safetensors"},
+    }
     index["weight_map"]["three"] = "b.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
     (folder / "config.json").write_text('{"model_type": "x"}')
@@ -45,7 +50,9 @@ def old(tmp_path) -> Path:
 
 
 def changed(old: Path) -> Proposal:
-    """Another config, `two` with other bytes, `three` in a shard of its own, and `four` in the index."""
+    """Another config, `two` with other bytes, `three` in a shard of its own, and `four` in the
+    index.
+    """
     source = open_source(old)
     proposal = Proposal(source)
     proposal.set(CONFIG, ("model_type",), "y", "why")
@@ -65,7 +72,10 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
     before, out = digests(old), tmp_path / "out"
     written = made(changed(old), out)
     assert written.new == ("a.safetensors", "config.json", INDEX, COPIES)
-    assert written.linked == ("modeling_x.py", "more/notes.txt", "mtp.safetensors") and not written.copied
+    assert (
+        written.linked == ("modeling_x.py", "more/notes.txt", "mtp.safetensors")
+        and not written.copied
+    )
     assert digests(old) == before and not partial_path(out).exists()
     assert sorted(digests(out)) == sorted({*written.new, *written.linked, f"{WORK}/cure.json"}), (
         "no record, no hidden file of the old folder, no b.safetensors"
@@ -94,13 +104,21 @@ def test_the_same_command_says_that_it_has_finished_before(old, tmp_path):
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda old, out: (out / "config.json").write_text("{}") and os.utime(out / "config.json", (2**32, 2**32)),
+        lambda old, out: (
+            (out / "config.json").write_text("{}") and os.utime(out / "config.json", (2**32, 2**32))
+        ),
         lambda old, out: (out / "a.safetensors").unlink(),
         lambda old, out: (old / "config.json").write_text('{"model_type": "z"}'),
         lambda old, out: (out / WORK / "cure.json").write_text('{"command": 7}'),
         lambda old, out: (out / WORK / "cure.json").write_bytes(b"\xff"),
     ],
-    ids=["a file of it was edited", "one is gone", "the old folder changed", "another's mark", "no mark"],
+    ids=[
+        "a file of it was edited",
+        "one is gone",
+        "the old folder changed",
+        "another's mark",
+        "no mark",
+    ],
 )
 def test_a_folder_that_is_no_longer_what_it_wrote_is_never_overwritten(old, tmp_path, edit):
     made(changed(old), tmp_path / "out")
@@ -141,7 +159,9 @@ def test_nothing_to_change_in_the_index_leaves_it(old):
 def test_a_tensor_never_takes_the_name_of_another(old):
     source = open_source(old)
     proposal = Proposal(source)
-    proposal.retensor(source.entries["one"], NewTensor(name="three", dtype="U8", shape=(4,), data=b"1111"), "why")
+    proposal.retensor(
+        source.entries["one"], NewTensor(name="three", dtype="U8", shape=(4,), data=b"1111"), "why"
+    )
     proposal.copy_tensor("one", "two", "why")
     assert proposal.edits == [] and proposal.files() == {}
 
@@ -151,7 +171,9 @@ class _Killed(BaseException):
 
 
 def ended_at(step: int, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]) -> list[str]:
-    """Call `end` at this call of the file system from now on; returns the list of the calls, which grows."""
+    """Call `end` at this call of the file system from now on; returns the list of the calls, which
+    grows.
+    """
     calls: list[str] = []
 
     def counted(name: str) -> Callable:
@@ -210,13 +232,21 @@ def test_a_disk_without_links_gets_copies_and_says_so(old, tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "link", no_link)
     written = made(changed(old), tmp_path / "out")
-    assert written.copied == ("modeling_x.py", "more/notes.txt", "mtp.safetensors") and not written.linked
+    assert (
+        written.copied == ("modeling_x.py", "more/notes.txt", "mtp.safetensors")
+        and not written.linked
+    )
     assert "3 copied" in written.sentence and (old / "mtp.safetensors").stat().st_nlink == 1
-    assert (tmp_path / "out" / "mtp.safetensors").read_bytes() == (old / "mtp.safetensors").read_bytes()
+    assert (tmp_path / "out" / "mtp.safetensors").read_bytes() == (
+        old / "mtp.safetensors"
+    ).read_bytes()
 
 
 def test_a_snapshot_of_the_hubs_cache_is_linked_to_its_blobs(old, tmp_path):
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
+    snapshot, blobs = (
+        tmp_path / "models--a--b" / "snapshots" / "c0ffee",
+        tmp_path / "models--a--b" / "blobs",
+    )
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for name in ("a.safetensors", "b.safetensors", "mtp.safetensors", INDEX, "config.json"):
@@ -236,8 +266,14 @@ def test_a_snapshot_of_the_hubs_cache_is_linked_to_its_blobs(old, tmp_path):
         (lambda old, out: out.mkdir() or (out / "x").write_text("x"), "never overwritten"),
         (lambda old, out: (old / "LICENSE").symlink_to("/etc/hostname"), "must be in its folder"),
         (lambda old, out: (old / "notes.md").symlink_to("/etc/hostname"), "must be in its folder"),
-        (lambda old, out: (old / "more/x.safetensors").symlink_to("/etc/hostname"), "must be in its folder"),
-        (lambda old, out: partial_path(out).mkdir() or (partial_path(out) / "x").write_text("x"), "another command"),
+        (
+            lambda old, out: (old / "more/x.safetensors").symlink_to("/etc/hostname"),
+            "must be in its folder",
+        ),
+        (
+            lambda old, out: partial_path(out).mkdir() or (partial_path(out) / "x").write_text("x"),
+            "another command",
+        ),
     ],
     ids=["there", "linked out", "a stray file linked out", "a shard below", "another run's"],
 )

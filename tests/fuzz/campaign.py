@@ -1,14 +1,15 @@
-"""The fuzzer: one changed checkpoint, recipe, result, log, prompt or name after the other, until the time is over.
+"""The fuzzer: one changed checkpoint, recipe, result, log, prompt or name after the other, until
+the time is over.
 
     python tests/fuzz/campaign.py --seconds 60            a fresh seed, printed
     python tests/fuzz/campaign.py --seed 7 --case 1234    one case again, with what it printed
 
-In: seconds, a seed. Out: how many cases of each kind were tried and misbehaved, and each failure with seed, number and
-the fewest edits that still fail; exit status 1 if there is one.
+In: seconds, a seed. Out: how many cases of each kind were tried and misbehaved, and each failure
+with seed, number and the fewest edits that still fail; exit status 1 if there is one.
 
-A case misbehaves if its exit status is not 0, 1, 2 or 3, if there is a traceback, if it takes more than ten seconds or
-a gigabyte, if it prints raw control characters, if it passes what safetensors refuses, if a file other than its outputs
-changes, or if an output has a secret that lies beside.
+A case misbehaves if its exit status is not 0, 1, 2 or 3, if there is a traceback, if it takes more
+than ten seconds or a gigabyte, if it prints raw control characters, if it passes what safetensors
+refuses, if a file other than its outputs changes, or if an output has a secret that lies beside.
 """
 
 import argparse
@@ -70,7 +71,12 @@ def shrunk(case: Case) -> Case:
 
 
 def campaign(
-    seconds: float, seed: int, *, numbers: range, chosen: Collection[str] = tuple(kinds.KINDS), log: Path | None = None
+    seconds: float,
+    seed: int,
+    *,
+    numbers: range,
+    chosen: Collection[str] = tuple(kinds.KINDS),
+    log: Path | None = None,
 ) -> int:
     """Run the cases of these kinds until the time is over; returns how many misbehaved."""
     print(f"KEEPMTP_FUZZ_SEED={seed}", flush=True)
@@ -89,12 +95,20 @@ def campaign(
             bad[case.kind] += 1
             _say(f"case {number}: {'; '.join(verdict.faults)}\n    {shrunk(case)}")
         if log is not None:
-            row = {"case": number, "kind": case.kind, "verb": case.words[0], "status": verdict.status}
+            row = {
+                "case": number,
+                "kind": case.kind,
+                "verb": case.words[0],
+                "status": verdict.status,
+            }
             with log.open("a") as file:
                 file.write(json.dumps(row | {"faults": verdict.faults}) + "\n")
     for kind in counts:
         print(f"{kind:16} {counts[kind]:6} tried {bad[kind]:5} misbehaved")
-    print(f"{'all':16} {counts.total():6} tried {bad.total():5} misbehaved in {time.monotonic() - start:.0f} s")
+    print(
+        f"{'all':16} {counts.total():6} tried {bad.total():5} misbehaved in "
+        f"{time.monotonic() - start:.0f} s"
+    )
     return bad.total()
 
 
@@ -112,12 +126,16 @@ def _say(words: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--case", type=int, default=None, help="run this one alone")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--most", type=int, default=10**9, help="stop before the number so many later")
+    parser.add_argument(
+        "--most", type=int, default=10**9, help="stop before the number so many later"
+    )
     parser.add_argument("--kinds", default=",".join(kinds.KINDS), help="these alone, with commas")
     parser.add_argument("--log", type=Path, default=None, help="a JSON line for each case")
     given = parser.parse_args()

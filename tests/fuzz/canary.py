@@ -1,4 +1,5 @@
-"""What a call may not touch: files beside its folder, whose bytes no output may hold, and all but its outputs.
+"""What a call may not touch: files beside its folder, whose bytes no output may hold, and all but
+its outputs.
 
 In: the room of a case. Out: which promises about files were broken, in words.
 """
@@ -36,10 +37,15 @@ def seen(room: Path) -> dict[str, object]:
 
 
 def left(case: Case, room: Path, before: dict[str, object]) -> list[str]:
-    """Which promises about files a call has broken: nothing outside its outputs changes, and no secret is in them."""
+    """Which promises about files a call has broken: nothing outside its outputs changes, and no
+    secret is in them.
+    """
     after = seen(room)
     changed = [path for path in {*before, *after} if before.get(path) != after.get(path)]
-    folders = {Path(case.name).as_posix(), (Path(case.name) / corpus.checkpoint_in(case.base)).as_posix()}
+    folders = {
+        Path(case.name).as_posix(),
+        (Path(case.name) / corpus.checkpoint_in(case.base)).as_posix(),
+    }
     may = tuple(f"{folder}{end}" for folder in folders for end in _ENDS)
     may += tuple(f"{case.name}/{own}" for own in case.writes)
     faults = [f"writes {path!a}" for path in changed if not path.startswith((*may, "out"))]

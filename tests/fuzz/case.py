@@ -39,7 +39,9 @@ class Case:
         """The case in words, enough to make it by hand."""
         changes = "; ".join(edit.says for edit in self.edits) or "nothing changed"
         named = "" if self.name == "in" else f", called {self.name!a},"
-        return f"[{self.kind}] keepmtp {' '.join(self.words)} on {self.base!r}{named} where {changes}"
+        return (
+            f"[{self.kind}] keepmtp {' '.join(self.words)} on {self.base!r}{named} where {changes}"
+        )
 
 
 def some(rng: random.Random, make_edit: Callable[[], Edit]) -> tuple[Edit, ...]:

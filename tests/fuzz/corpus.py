@@ -1,7 +1,8 @@
-"""What fuzz cases start from: small checkpoints of every dialect, recipes, and a checkpoint with its results.
+"""What fuzz cases start from: small checkpoints of every dialect, recipes, and a checkpoint with
+its results.
 
-In: a name. Out: a folder, made when it is first asked for. The two tiny models are real; the other checkpoints have
-headers and holes.
+In: a name. Out: a folder, made when it is first asked for. The two tiny models are real; the other
+checkpoints have headers and holes.
 """
 
 import atexit
@@ -52,7 +53,9 @@ def _root() -> Path:
 def folder(name: str) -> Path:
     """The folder of a name. It is read only: cases change copies."""
     path = _root() / f"{len(list(_root().iterdir()))}"
-    if name in REAL:  # a hard link to the model's own file would change that file for a run that reads it
+    if (
+        name in REAL
+    ):  # a hard link to the model's own file would change that file for a run that reads it
         return Path(shutil.copytree(ROOT / "models" / name, path))
     if name in RECIPES:
         return _recipe(path, name)

@@ -1,7 +1,9 @@
-"""What cures start from: one model with its release, converted, without its block, and with a fault in its index.
+"""What cures start from: one model with its release, converted, without its block, and with a fault
+in its index.
 
-In: a folder and a dialect. Out: `release`, `first` in that dialect, `there` converted to the other one, `lost` and
-`broken` in it. It is called in a process of its own: packing starts threads, and the campaign's process is forked.
+In: a folder and a dialect. Out: `release`, `first` in that dialect, `there` converted to the other
+one, `lost` and `broken` in it. It is called in a process of its own: packing starts threads, and
+the campaign's process is forked.
 """
 
 import json
@@ -17,7 +19,9 @@ from live_tensors import drop_block
 
 def make(folder: Path, first: str) -> None:
     """Write them."""
-    made = in_both_formats(folder / "made", mtp="bf16", experts="NVFP4", rest="FP8_DYNAMIC", shared_experts="FP8")
+    made = in_both_formats(
+        folder / "made", mtp="bf16", experts="NVFP4", rest="FP8_DYNAMIC", shared_experts="FP8"
+    )
     (folder / "made" / "source").rename(folder / "release")
     made[first][1].rename(folder / "first")
     shutil.rmtree(folder / "made")

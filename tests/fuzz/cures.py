@@ -1,9 +1,12 @@
-"""The kinds of fuzz cases that write a new checkpoint: records, links and names of a stranger for fix, graft, convert.
+"""The kinds of fuzz cases that write a new checkpoint: records, links and names of a stranger for
+fix, graft, convert.
 
-In: a random generator. Out: a `Case`, as in kinds.py, which lists these too; and what `kept_values` finds in the new
+In: a random generator. Out: a `Case`, as in kinds.py, which lists these too; and what `kept_values`
+finds in the new
 folder: no exit status of 0 with other values than the file's.
 
-Easy to get wrong: a scale that is re-expressed may come back as its neighbour. One step of F32 is no fault.
+Easy to get wrong: a scale that is re-expressed may come back as its neighbour. One step of F32 is
+no fault.
 """
 
 import hashlib
@@ -24,8 +27,21 @@ RECORD, CONFIG, INDEX = "keepmtp-convert.json", "config.json", "model.safetensor
 BASES = {f"one model, first in {dialect}": dialect for dialect in OTHER}
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 Kind = Callable[[random.Random, str], Case]
-TARGETS = ("{beside}/secret", "{beside}/secret.json", "{beside}", "../../beside/secret", "../../../beside/secret")
-TARGETS += ("../beside/secret", "../../beside", "../lost/config.json", "../release/config.json", "nothing", "/dev/zero")
+TARGETS = (
+    "{beside}/secret",
+    "{beside}/secret.json",
+    "{beside}",
+    "../../beside/secret",
+    "../../../beside/secret",
+)
+TARGETS += (
+    "../beside/secret",
+    "../../beside",
+    "../lost/config.json",
+    "../release/config.json",
+    "nothing",
+    "/dev/zero",
+)
 TARGETS += (".", "config.json", "hop")
 LINKS = (
     "original/consolidated.safetensors",
@@ -83,14 +99,19 @@ def writing(kinds: tuple[Kind, ...]) -> Kind:
     def cured(rng: random.Random, kind: str) -> Case:
         case = rng.choice(kinds)(rng, kind)
         ways: list[tuple[str, ...]] = [("convert", "{}", "--to", dialect) for dialect in OTHER]
-        ways += [("fix", "{}"), ("fix", "{}", "--runtime", "sglang"), ("graft", "{}", "--from", "{}", "--replace")]
+        ways += [
+            ("fix", "{}"),
+            ("fix", "{}", "--runtime", "sglang"),
+            ("graft", "{}", "--from", "{}", "--replace"),
+        ]
         words = (*rng.choice(ways), "--out", "{}.out", "--static-only")
         return replace(case, words=words, reads_weights=False, also=kept_values)
 
     return cured
 
 
-# --- convert's record -------------------------------------------------------------------------------------------------
+# --- convert's record
+# -------------------------------------------------------------------------------------------------
 
 
 def records(rng: random.Random, kind: str) -> Case:
@@ -103,9 +124,15 @@ def records(rng: random.Random, kind: str) -> Case:
     return replace(_case(rng, kind, base, made, rng.choice(ways)), also=as_first)
 
 
-def _case(rng: random.Random, kind: str, base: str, made: tuple[Edit, ...], words: tuple[str, ...]) -> Case:
-    end = rng.choice((("--dry-run",), ("--dry-run", "--json"), *[("--out", "{}.out", "--static-only")] * 6))
-    return Case(kind=kind, base=base, edits=made, words=words + end, reads_weights=False, also=kept_values)
+def _case(
+    rng: random.Random, kind: str, base: str, made: tuple[Edit, ...], words: tuple[str, ...]
+) -> Case:
+    end = rng.choice(
+        (("--dry-run",), ("--dry-run", "--json"), *[("--out", "{}.out", "--static-only")] * 6)
+    )
+    return Case(
+        kind=kind, base=base, edits=made, words=words + end, reads_weights=False, also=kept_values
+    )
 
 
 def _on_record(says: str, change: Callable[[Any], Any]) -> Edit:
@@ -114,8 +141,13 @@ def _on_record(says: str, change: Callable[[Any], Any]) -> Edit:
 
 def _file_edit(rng: random.Random) -> Edit:
     """The record names one more file."""
-    name, content = rng.choice((*FILES, *edits.NAMES)), rng.choice(("theirs", "{}", "", None, '{"a": 1}'))
-    edit = _on_record(f"configs has {edits.shown(name)}", lambda tree: tree["configs"].update({name: content}))
+    name, content = (
+        rng.choice((*FILES, *edits.NAMES)),
+        rng.choice(("theirs", "{}", "", None, '{"a": 1}')),
+    )
+    edit = _on_record(
+        f"configs has {edits.shown(name)}", lambda tree: tree["configs"].update({name: content})
+    )
     return _with_room(edit, f"there/{RECORD}")
 
 
@@ -125,7 +157,9 @@ def _with_room(edit: Edit, file: str) -> Edit:
     def do(folder: Path) -> None:
         edit.do(folder)
         raw = (folder / file).read_bytes()
-        edits.replace(folder / file, raw.replace(b"{beside}", str(folder.parent / "beside").encode()))
+        edits.replace(
+            folder / file, raw.replace(b"{beside}", str(folder.parent / "beside").encode())
+        )
 
     return Edit(edit.says, do)
 
@@ -133,7 +167,18 @@ def _with_room(edit: Edit, file: str) -> Edit:
 def _tensor_edit(rng: random.Random) -> Edit:
     """What the record says of one or two tensors."""
     one, two, word = rng.random(), rng.random(), edits.value(rng)
-    leaf = rng.choice(("weight", "weight_packed", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "", "x"))
+    leaf = rng.choice(
+        (
+            "weight",
+            "weight_packed",
+            "weight_scale",
+            "weight_scale_2",
+            "input_scale",
+            "k_scale",
+            "",
+            "x",
+        )
+    )
     change = rng.choice(
         (
             {"hex": ""},
@@ -175,7 +220,9 @@ def _at(names: Any, place: float) -> str:
 
 
 def _moved(rng: random.Random) -> Edit:
-    """A tensor that the record need not name is said to be another one of its form, or itself in another form."""
+    """A tensor that the record need not name is said to be another one of its form, or itself in
+    another form.
+    """
     one, two = rng.random(), rng.random()
     leaf = rng.choice(("weight", "weight_scale", "weight_packed", "weight_scale_2", "input_scale"))
     is_itself, shape = rng.random() < 0.3, rng.choice((None, [], [1]))
@@ -184,7 +231,9 @@ def _moved(rng: random.Random) -> Edit:
         theirs, was = read(folder / "there"), read(folder / "first")
         here = _at(sorted(name for name in theirs if name.endswith(leaf)), one)
         dtype, size, _ = theirs[here]
-        like = sorted(name for name, tensor in was.items() if tensor[1] == size and tensor[0] == dtype)
+        like = sorted(
+            name for name, tensor in was.items() if tensor[1] == size and tensor[0] == dtype
+        )
         name = here if is_itself else _at(like, two)
         told = {"name": name, "dtype": dtype, "shape": list(size) if shape is None else shape}
         path = folder / "there" / RECORD
@@ -192,14 +241,31 @@ def _moved(rng: random.Random) -> Edit:
         tree["tensors"][here] = told
         edits.replace(path, json.dumps(tree).encode())
 
-    return Edit(f"there/{RECORD}: {'itself' if is_itself else 'another'} for a {leaf} ({one:.3f}, {two:.3f})", do)
+    return Edit(
+        f"there/{RECORD}: {'itself' if is_itself else 'another'} for a {leaf} ({one:.3f}, "
+        f"{two:.3f})",
+        do,
+    )
 
 
 def _config_edit(rng: random.Random) -> Edit:
-    """The config that the record restores is another; half of the time, so is the one that is there, and its sum."""
-    key = rng.choice(("auto_map", "rms_norm_eps", "num_hidden_layers", "architectures", "quantization_config", "x"))
+    """The config that the record restores is another; half of the time, so is the one that is
+    there, and its sum.
+    """
+    key = rng.choice(
+        (
+            "auto_map",
+            "rms_norm_eps",
+            "num_hidden_layers",
+            "architectures",
+            "quantization_config",
+            "x",
+        )
+    )
     new, how, is_pair = edits.value(rng), rng.random(), rng.random() < 0.5
-    text = rng.choice(("", "{", "[]", "null", "[" * 5000, "{}", '{"a": "\\ud800"}', "\ufeff{}", '{"a": NaN}'))
+    text = rng.choice(
+        ("", "{", "[]", "null", "[" * 5000, "{}", '{"a": "\\ud800"}', "\ufeff{}", '{"a": NaN}')
+    )
 
     def do(folder: Path) -> None:
         path, there = folder / "there" / RECORD, folder / "there" / CONFIG
@@ -224,12 +290,19 @@ def _any_edit(rng: random.Random) -> Edit:
         return edits.no_file(rng, file)
     if way < 0.4:
         return edits.mangled(rng, file, 4000)
-    key, word, new = rng.choice(("keepmtp", "first", "configs", "written", "tensors", "x")), rng.random(), None
+    key, word, new = (
+        rng.choice(("keepmtp", "first", "configs", "written", "tensors", "x")),
+        rng.random(),
+        None,
+    )
     new = edits.value(rng)
-    return _on_record(f"{key} = {edits.shown(new)} ({word:.3f})", lambda tree: tree.update({key: new}))
+    return _on_record(
+        f"{key} = {edits.shown(new)} ({word:.3f})", lambda tree: tree.update({key: new})
+    )
 
 
-# --- links and names --------------------------------------------------------------------------------------------------
+# --- links and names
+# --------------------------------------------------------------------------------------------------
 
 
 def links(rng: random.Random, kind: str) -> Case:
@@ -272,17 +345,37 @@ def names(rng: random.Random, kind: str) -> Case:
     """Files, shards and tensors with odd names."""
     base, where, words = _cure_of(rng)
     return _case(
-        rng, kind, base, some(rng, lambda: rng.choice((_odd_file, _odd_shard, _odd_tensor))(rng, where)), words
+        rng,
+        kind,
+        base,
+        some(rng, lambda: rng.choice((_odd_file, _odd_shard, _odd_tensor))(rng, where)),
+        words,
     )
 
 
 def _odd_name(rng: random.Random) -> str:
-    name = rng.choice((*edits.NAMES, "-rf", "a'b\"c", "..x", "x..", "...", "$(id)", "%s{}", "\udcff"))[:200]
-    return name.replace("/", "\u2215").replace("\x00", "0").replace("\ud800", "\udc80").strip(".") or "..."
+    name = rng.choice(
+        (*edits.NAMES, "-rf", "a'b\"c", "..x", "x..", "...", "$(id)", "%s{}", "\udcff")
+    )[:200]
+    return (
+        name.replace("/", "\u2215").replace("\x00", "0").replace("\ud800", "\udc80").strip(".")
+        or "..."
+    )
 
 
 def _odd_file(rng: random.Random, where: str) -> Edit:
-    ends = ("", ".json", ".py", ".safetensors", ".partial", ".model", ".jinja", "/x.safetensors", "/x", "/x/y.py")
+    ends = (
+        "",
+        ".json",
+        ".py",
+        ".safetensors",
+        ".partial",
+        ".model",
+        ".jinja",
+        "/x.safetensors",
+        "/x",
+        "/x/y.py",
+    )
     name = _odd_name(rng) + rng.choice(ends)
 
     def do(folder: Path) -> None:
@@ -302,7 +395,9 @@ def _odd_shard(rng: random.Random, where: str) -> Edit:
         tree = json.loads(path.read_bytes())
         old = _at(sorted(set(tree["weight_map"].values())), place)
         new = f"{name}.safetensors"
-        tree["weight_map"] = {tensor: new if file == old else file for tensor, file in tree["weight_map"].items()}
+        tree["weight_map"] = {
+            tensor: new if file == old else file for tensor, file in tree["weight_map"].items()
+        }
         edits.replace(path, json.dumps(tree).encode())
         (folder / where / new).parent.mkdir(exist_ok=True)
         (folder / where / old).rename(folder / where / new)
@@ -312,7 +407,10 @@ def _odd_shard(rng: random.Random, where: str) -> Edit:
 
 def _odd_tensor(rng: random.Random, where: str) -> Edit:
     """A tensor has another name, in its shard and in the index; its bytes stay."""
-    new, place = rng.choice((*edits.NAMES, "model.layers.0.self_attn.q_proj.k_scale", "lm_head.bias")), rng.random()
+    new, place = (
+        rng.choice((*edits.NAMES, "model.layers.0.self_attn.q_proj.k_scale", "lm_head.bias")),
+        rng.random(),
+    )
 
     def do(folder: Path) -> None:
         path = folder / where / INDEX
@@ -330,7 +428,8 @@ def _odd_tensor(rng: random.Random, where: str) -> Edit:
     return Edit(f"{where}: a tensor called {edits.shown(new)}", do)
 
 
-# --- what a new folder holds ------------------------------------------------------------------------------------------
+# --- what a new folder holds
+# ------------------------------------------------------------------------------------------
 
 
 def read(folder: Path) -> Tensors:
@@ -341,12 +440,18 @@ def read(folder: Path) -> Tensors:
         raw = path.read_bytes()[start:]
         for name, told in header.items():
             if name != "__metadata__":
-                found[name] = (told["dtype"], tuple(told["shape"]), raw[slice(*told["data_offsets"])])
+                found[name] = (
+                    told["dtype"],
+                    tuple(told["shape"]),
+                    raw[slice(*told["data_offsets"])],
+                )
     return found
 
 
 def kept_values(case: Case, folder: Path, status: int) -> list[str]:
-    """Tensors of a new checkpoint with other values than in the one that it was made of, where the command says yes."""
+    """Tensors of a new checkpoint with other values than in the one that it was made of, where the
+    command says yes.
+    """
     out = Path(f"{folder}.out")
     if status or case.words[0] == "quantize" or not out.is_dir():
         return []
@@ -356,21 +461,31 @@ def kept_values(case: Case, folder: Path, status: int) -> list[str]:
 
 
 def as_first(case: Case, folder: Path, status: int) -> list[str]:
-    """The same, and what a way back has otherwise than the first checkpoint: tensors, files, all but quantization."""
+    """The same, and what a way back has otherwise than the first checkpoint: tensors, files, all
+    but quantization.
+    """
     out, faults = Path(f"{folder}.out"), kept_values(case, folder, status)
     if status or not out.is_dir():
         return faults
-    wanted = {path.name for name in ("first", "there") for path in (folder / name).iterdir()} | {".keepmtp"}
+    wanted = {path.name for name in ("first", "there") for path in (folder / name).iterdir()} | {
+        ".keepmtp"
+    }
     wanted |= {RECORD}  # where the record is gone, it is a first conversion, which writes one
     graft = {"model-mtp-00001-of-00001.safetensors"} if case.words[0] == "graft" else set()
     faults += [f"a file {path.name!a}" for path in out.iterdir() if path.name not in wanted | graft]
     configs = [json.loads((each / CONFIG).read_bytes()) for each in (out, folder / "there")]
     one, other = ({**config, "quantization_config": None} for config in configs)
-    faults += [] if json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True) else ["another config.json"]
+    faults += (
+        []
+        if json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+        else ["another config.json"]
+    )
     if case.words[0] == "convert":
         made, was = read(out), read(folder / "first")
         faults += [
-            f"not {name!a} as it was" for name in sorted(made.keys() | was.keys()) if not _is_as(name, was, made)
+            f"not {name!a} as it was"
+            for name in sorted(made.keys() | was.keys())
+            if not _is_as(name, was, made)
         ]
     return faults[:3]
 
@@ -381,4 +496,6 @@ def _is_as(name: str, was: Tensors, made: Tensors) -> bool:
     if was[name] == made[name]:
         return True
     values = [struct.unpack(f"<{len(each[name][2]) // 4}i", each[name][2]) for each in (was, made)]
-    return was[name][0] == "F32" and all(abs(one - other) <= 1 for one, other in zip(*values, strict=True))
+    return was[name][0] == "F32" and all(
+        abs(one - other) <= 1 for one, other in zip(*values, strict=True)
+    )

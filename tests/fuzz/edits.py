@@ -1,9 +1,10 @@
 """One change to one file, described in words: what a fuzz case is made of.
 
-In: a file's bytes, text or JSON tree, and a random generator. Out: an `Edit`, which is applied to a folder.
+In: a file's bytes, text or JSON tree, and a random generator. Out: an `Edit`, which is applied to a
+folder.
 
-Easy to get wrong: an edit must not depend on what another one did, because a failing case is shrunk by leaving edits
-out. So each reads the file as it is when it is applied.
+Easy to get wrong: an edit must not depend on what another one did, because a failing case is shrunk
+by leaving edits out. So each reads the file as it is when it is applied.
 """
 
 import json
@@ -64,7 +65,21 @@ NAMES = (
     "..",
 )
 NUMBERS = (-1, 0, 1, 2, 10**6, 10**9, 2**63, 2**64, 10**30, 1.5, -0.0, float("nan"), INFINITE, HUGE)
-OTHERS = (None, True, False, [], {}, [None], [[]], {"a": {"b": None}}, [1, "a"], [-1], {"": ""}, [1] * 10_000, DEEP)
+OTHERS = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [None],
+    [[]],
+    {"a": {"b": None}},
+    [1, "a"],
+    [-1],
+    {"": ""},
+    [1] * 10_000,
+    DEEP,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +100,14 @@ def shown(given: Any) -> str:
     return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
 
 
-# --- files and bytes ------------------------------------------------------------------------------------------------
+# --- files and bytes
+# ------------------------------------------------------------------------------------------------
 
 
 def regular(path: Path) -> Path:
-    """The path, if it is a file of moderate size: another edit may have put a FIFO or a device there."""
+    """The path, if it is a file of moderate size: another edit may have put a FIFO or a device
+    there.
+    """
     if not path.is_file() or path.stat().st_size > 2**30:
         raise FileNotFoundError(path)
     return path
@@ -102,7 +120,10 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def on_bytes(file: str, says: str, change: Callable[[bytes], bytes]) -> Edit:
-    return Edit(f"{file}: {says}", lambda folder: replace(folder / file, change(regular(folder / file).read_bytes())))
+    return Edit(
+        f"{file}: {says}",
+        lambda folder: replace(folder / file, change(regular(folder / file).read_bytes())),
+    )
 
 
 def mangled(rng: random.Random, file: str, length: int) -> Edit:
@@ -167,7 +188,10 @@ def _made(path: Path) -> Path:
 
 
 def _socket_at(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as bound, chdir(path.parent):  # the name of a socket has at most 107 bytes
+    with (
+        socket.socket(socket.AF_UNIX) as bound,
+        chdir(path.parent),
+    ):  # the name of a socket has at most 107 bytes
         bound.bind(path.name)
 
 
@@ -183,7 +207,8 @@ def _decoded(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
 
-# --- JSON trees -----------------------------------------------------------------------------------------------------
+# --- JSON trees
+# --------------------------------------------------------------------------------------------------
 
 
 def text_of(tree: Any) -> str:
@@ -197,7 +222,13 @@ def text_of(tree: Any) -> str:
 
 def places(tree: Any, under: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value in a tree, without the root's."""
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    pairs = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, child in pairs:
         yield (*under, key)
         yield from places(child, (*under, key))
@@ -222,7 +253,11 @@ def grafted(rng: random.Random, file: str, tree: Any, *, under: tuple[Any, ...] 
     # Deep trees have most of their values in few lists; each depth gets its share.
     depth = rng.choice(sorted({len(place) for place in found}))
     place = rng.choice([each for each in found if len(each) == depth])
-    new, name, how = value(rng), rng.choice(NAMES), rng.choice(("set", "set", "set", "set", "remove", "wrap", "rename"))
+    new, name, how = (
+        value(rng),
+        rng.choice(NAMES),
+        rng.choice(("set", "set", "set", "set", "remove", "wrap", "rename")),
+    )
     words = {
         "set": f"= {shown(new)}",
         "remove": "is gone",
@@ -256,7 +291,9 @@ def grafted_line(rng: random.Random, file: str, rows: list[Any]) -> Edit:
         inner.do(folder)
         changed = (folder / "row").read_bytes()
         (folder / "row").unlink()
-        lines = [changed if number == at else json.dumps(row).encode() for number, row in enumerate(rows)]
+        lines = [
+            changed if number == at else json.dumps(row).encode() for number, row in enumerate(rows)
+        ]
         replace(folder / file, b"\n".join(lines))
 
     return Edit(f"{file}: line {at + 1}, {inner.says}", do)
@@ -270,11 +307,14 @@ def spoilt(rng: random.Random, folder: Path, file: str, *, under: tuple[Any, ...
     if path.suffix == ".json" and way < 0.9 and path.stat().st_size < 10**6:
         return grafted(rng, file, json.loads(path.read_bytes()), under=under)
     if path.suffix == ".jsonl" and way < 0.9:
-        return grafted_line(rng, file, [json.loads(line) for line in path.read_text().splitlines()[:40]])
+        return grafted_line(
+            rng, file, [json.loads(line) for line in path.read_text().splitlines()[:40]]
+        )
     return mangled(rng, file, path.stat().st_size)
 
 
-# --- headers --------------------------------------------------------------------------------------------------------
+# --- headers
+# --------------------------------------------------------------------------------------------------
 
 
 def read_header(path: Path) -> tuple[Any, int]:
@@ -285,7 +325,9 @@ def read_header(path: Path) -> tuple[Any, int]:
 
 
 def write_shard(path: Path, header: bytes, *, length: int | None = None) -> None:
-    """The shard with another header; the tensors are holes, so that a file of gigabytes costs nothing."""
+    """The shard with another header; the tensors are holes, so that a file of gigabytes costs
+    nothing.
+    """
     try:
         _, start = read_header(path)
         size = path.stat().st_size - start

@@ -1,9 +1,10 @@
 """One call of the command in a forked child, under limits, and what was wrong with it.
 
-In: words and a folder. Out: a `Verdict`: the exit status, what was printed, and the promises that were broken.
+In: words and a folder. Out: a `Verdict`: the exit status, what was printed, and the promises that
+were broken.
 
-Easy to get wrong: the parent has imported everything and computed nothing, so that a fork takes milliseconds and no
-thread is lost in it. Limits are counted from what the parent already has.
+Easy to get wrong: the parent has imported everything and computed nothing, so that a fork takes
+milliseconds and no thread is lost in it. Limits are counted from what the parent already has.
 """
 
 import contextlib
@@ -24,9 +25,12 @@ from edits import regular
 
 SECONDS, MORE_BYTES, MOST_PRINTED = 10, 2**30, 2_000_000
 WALL_SECONDS = 30
-"""A busy machine may take longer than SECONDS of processor time; a call that waits for ever is stopped by this."""
+"""A busy machine may take longer than SECONDS of processor time; a call that waits for ever is
+stopped by this.
+"""
 STATUSES = (0, 1, 2, 3)
-# What a terminal obeys: control characters but tab and newline, C1, marks and overrides of writing direction.
+# What a terminal obeys: control characters but tab and newline, C1, marks and overrides of writing
+# direction.
 _RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _CRASHED = 99
 
@@ -40,7 +44,9 @@ class Verdict:
     printed: str = ""
 
 
-def judged(words: tuple[str, ...], folder: Path, *, reads_weights: bool, call: Callable[[], None]) -> Verdict:
+def judged(
+    words: tuple[str, ...], folder: Path, *, reads_weights: bool, call: Callable[[], None]
+) -> Verdict:
     """Run `call` with these words as its command line, and judge what it did.
 
     Args:
@@ -64,7 +70,9 @@ def judged(words: tuple[str, ...], folder: Path, *, reads_weights: bool, call: C
 
 
 def refused(folder: Path) -> str:
-    """Why vLLM would not read the files of a checkpoint, or ""; JSON and safetensors' own parser decide."""
+    """Why vLLM would not read the files of a checkpoint, or ""; JSON and safetensors' own parser
+    decide.
+    """
     import safetensors
 
     try:
@@ -82,7 +90,15 @@ def refused(folder: Path) -> str:
                 return f"{name} is no file"
             with safetensors.safe_open(path, "numpy"):
                 pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        RecursionError,
+    ) as error:
         return repr(error)[:200]
     except safetensors.SafetensorError as error:
         return repr(error)[:200]
@@ -112,10 +128,14 @@ def _of_text(text: str, status: int) -> list[str]:
 
 def _crash(text: str) -> str:
     """The error of a traceback, and the last line of keepmtp in it."""
-    last = next((line for line in reversed(text.splitlines()) if re.match(r"[a-zA-Z][\w.]*(:|$)", line)), "")
+    last = next(
+        (line for line in reversed(text.splitlines()) if re.match(r"[a-zA-Z][\w.]*(:|$)", line)), ""
+    )
     if last.startswith("MemoryError"):
         return "memory"
-    lines = re.findall(r'File "[^"]*?((?:recipes|checkpoints|quantize|validate|cure|cli)/[^"]*)", line (\d+)', text)
+    lines = re.findall(
+        r'File "[^"]*?((?:recipes|checkpoints|quantize|validate|cure|cli)/[^"]*)", line (\d+)', text
+    )
     at = ":".join(lines[-1]) if lines else "?"
     return f"traceback: {last[:150]} at {at}"
 

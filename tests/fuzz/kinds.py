@@ -1,10 +1,10 @@
 """The kinds of fuzz cases: which files are changed, and which verbs then read them.
 
-In: a random generator. Out: a `Case`: a folder to start from, edits, and a command line. KINDS is the list that the
-campaign counts by.
+In: a random generator. Out: a `Case`: a folder to start from, edits, and a command line. KINDS is
+the list that the campaign counts by.
 
-Easy to get wrong: a case is made from its generator alone, so that seed and number repeat it. It must not ask what
-other cases did.
+Easy to get wrong: a case is made from its generator alone, so that seed and number repeat it. It
+must not ask what other cases did.
 """
 
 import json
@@ -40,10 +40,21 @@ def kind_of(number: int) -> str:
 def checkpoint_words(rng: random.Random, base: str) -> tuple[str, ...]:
     """A verb that reads a checkpoint."""
     model = corpus.model_of(base)
-    ways: list[tuple[str, ...]] = [("check", "{}"), ("check", "{}", "--json"), ("check", "{}"), ("explain", "{}")]
+    ways: list[tuple[str, ...]] = [
+        ("check", "{}"),
+        ("check", "{}", "--json"),
+        ("check", "{}"),
+        ("explain", "{}"),
+    ]
     ways += [("check", "{}", "--values=all"), ("check", "{}", "--values=all", "--source", "{}")]
-    ways += [("convert", "{}", "--to", dialect, "--dry-run") for dialect in ("modelopt", "compressed-tensors")]
-    ways += [("graft", "{}", "--from", "{}", "--dry-run"), ("graft", "{}", "--from", "{}", "--replace", "--dry-run")]
+    ways += [
+        ("convert", "{}", "--to", dialect, "--dry-run")
+        for dialect in ("modelopt", "compressed-tensors")
+    ]
+    ways += [
+        ("graft", "{}", "--from", "{}", "--dry-run"),
+        ("graft", "{}", "--from", "{}", "--replace", "--dry-run"),
+    ]
     if model:
         ways += [("plan", model, "--source", "{}"), ("plan", model, "--source", "{}", "--json")]
         ways += [("quantize", model, "--source", "{}", "--dry-run")]
@@ -52,13 +63,16 @@ def checkpoint_words(rng: random.Random, base: str) -> tuple[str, ...]:
     return rng.choice(ways)
 
 
-def _on_checkpoint(rng: random.Random, kind: str, base: str, make_edit: Callable[[Path], Edit]) -> Case:
+def _on_checkpoint(
+    rng: random.Random, kind: str, base: str, make_edit: Callable[[Path], Edit]
+) -> Case:
     folder = corpus.folder(base)
     made = some(rng, lambda: make_edit(folder))
     return Case(kind=kind, base=base, edits=made, words=checkpoint_words(rng, base))
 
 
-# --- weights --------------------------------------------------------------------------------------------------------
+# --- weights
+# --------------------------------------------------------------------------------------------------
 
 
 def header_bytes(rng: random.Random, kind: str) -> Case:
@@ -71,34 +85,111 @@ def header_bytes(rng: random.Random, kind: str) -> Case:
             return _inside_header(file, edits.mangled(rng, file, start - 8))
         if way < 0.5:
             return edits.mangled(rng, file, start)
-        length = rng.choice((0, 1, 7, 8, 99_999_999, 100_000_001, 2**31, 2**63 - 1, 2**63, 2**64 - 1))
-        return Edit(f"{file}: length field {length}", lambda folder: _relength(folder / file, length))
+        length = rng.choice(
+            (0, 1, 7, 8, 99_999_999, 100_000_001, 2**31, 2**63 - 1, 2**63, 2**64 - 1)
+        )
+        return Edit(
+            f"{file}: length field {length}", lambda folder: _relength(folder / file, length)
+        )
 
     return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
 
 
 def header_tree(rng: random.Random, kind: str) -> Case:
-    """Headers that are JSON and wrong: types, dtypes, shapes, offsets, names, metadata, duplicates."""
-    return _on_checkpoint(rng, kind, corpus.pick(rng), lambda folder: _header_edit(rng, _shard(rng, folder)))
+    """Headers that are JSON and wrong: types, dtypes, shapes, offsets, names, metadata,
+    duplicates.
+    """
+    return _on_checkpoint(
+        rng, kind, corpus.pick(rng), lambda folder: _header_edit(rng, _shard(rng, folder))
+    )
 
 
 def _header_edit(rng: random.Random, file: str) -> Edit:
-    metadata = rng.choice(([], 1, "x", None, {"format": 1}, {"format": None}, {"a": {"b": "c"}}, {"a": ["b"]}, True))
-    dtype = rng.choice(("F4", "f32", "F33", "", "x" * 10_000, "\x1b[31m", 32, None, ["F32"], "C64", "F6_E2M3", "U16"))
-    numbers = (-1, 0, 2**31, 2**62, 2**63, 10**30, 1.0, 1.5, True, None, "2", [2], edits.INFINITE, edits.HUGE)
-    shape = rng.choice([[rng.choice(numbers), 2], [rng.choice(numbers)], [], [1] * 2000, None, "x", {}, [[2], 2], 4])
-    offsets = rng.choice(([0, -1], [-8, 8], [8, 0], [0], [0, 1, 2], None, "01", [0.0, 8.0], [True, 9], [2**63, 2**64]))
+    metadata = rng.choice(
+        ([], 1, "x", None, {"format": 1}, {"format": None}, {"a": {"b": "c"}}, {"a": ["b"]}, True)
+    )
+    dtype = rng.choice(
+        (
+            "F4",
+            "f32",
+            "F33",
+            "",
+            "x" * 10_000,
+            "\x1b[31m",
+            32,
+            None,
+            ["F32"],
+            "C64",
+            "F6_E2M3",
+            "U16",
+        )
+    )
+    numbers = (
+        -1,
+        0,
+        2**31,
+        2**62,
+        2**63,
+        10**30,
+        1.0,
+        1.5,
+        True,
+        None,
+        "2",
+        [2],
+        edits.INFINITE,
+        edits.HUGE,
+    )
+    shape = rng.choice(
+        [
+            [rng.choice(numbers), 2],
+            [rng.choice(numbers)],
+            [],
+            [1] * 2000,
+            None,
+            "x",
+            {},
+            [[2], 2],
+            4,
+        ]
+    )
+    offsets = rng.choice(
+        (
+            [0, -1],
+            [-8, 8],
+            [8, 0],
+            [0],
+            [0, 1, 2],
+            None,
+            "01",
+            [0.0, 8.0],
+            [True, 9],
+            [2**63, 2**64],
+        )
+    )
     name, many = rng.choice(edits.NAMES), rng.choice((1000, 200_000))
     ways: tuple[tuple[str, Callable[[Any, str], Any]], ...] = (
-        (f"metadata is {edits.shown(metadata)}", lambda tree, one: tree.update(__metadata__=metadata)),
+        (
+            f"metadata is {edits.shown(metadata)}",
+            lambda tree, one: tree.update(__metadata__=metadata),
+        ),
         (f"dtype {edits.shown(dtype)}", lambda tree, one: tree[one].update(dtype=dtype)),
         (f"shape {edits.shown(shape)}", lambda tree, one: tree[one].update(shape=shape)),
-        (f"offsets {edits.shown(offsets)}", lambda tree, one: tree[one].update(data_offsets=offsets)),
+        (
+            f"offsets {edits.shown(offsets)}",
+            lambda tree, one: tree[one].update(data_offsets=offsets),
+        ),
         ("offsets one byte later", lambda tree, one: _shift(tree[one], 1, 1)),
         ("offsets one byte longer", lambda tree, one: _shift(tree[one], 0, 1)),
         ("one tensor's offsets for two", lambda tree, one: tree.update({f"{one}.twin": tree[one]})),
-        ("half the shape, all the bytes", lambda tree, one: tree[one].update(shape=tree[one]["shape"][1:])),
-        (f"a tensor called {edits.shown(name)}", lambda tree, one: tree.update({name: tree.pop(one)})),
+        (
+            "half the shape, all the bytes",
+            lambda tree, one: tree[one].update(shape=tree[one]["shape"][1:]),
+        ),
+        (
+            f"a tensor called {edits.shown(name)}",
+            lambda tree, one: tree.update({name: tree.pop(one)}),
+        ),
         ("no dtype", lambda tree, one: tree[one].pop("dtype")),
         ("no shape", lambda tree, one: tree[one].pop("shape")),
         ("a key more", lambda tree, one: tree[one].update(stride=[1])),
@@ -113,7 +204,10 @@ def _header_edit(rng: random.Random, file: str) -> Edit:
         return edits.on_header_bytes(file, "has a key twice", _twice)
     if rng.random() < 0.2:
         new = edits.value(rng)
-        says, change = f"a value is {edits.shown(new)}", lambda tree, one: _set(tree[one], place, new)
+        says, change = (
+            f"a value is {edits.shown(new)}",
+            lambda tree, one: _set(tree[one], place, new),
+        )
 
     def on_one(tree: Any) -> Any:
         names = [each for each in tree if each != "__metadata__"]
@@ -133,7 +227,10 @@ def _shift(entry: Any, start: int, end: int) -> None:
 
 
 def _empty(many: int) -> dict[str, Any]:
-    return {f"model.empty.{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(many)}
+    return {
+        f"model.empty.{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+        for n in range(many)
+    }
 
 
 def _twice(raw: bytes) -> bytes:
@@ -165,7 +262,8 @@ def _shard(rng: random.Random, folder: Path) -> str:
     return rng.choice(sorted(path.name for path in folder.glob("*.safetensors")))
 
 
-# --- JSON files of a checkpoint -------------------------------------------------------------------------------------
+# --- JSON files of a checkpoint
+# -------------------------------------------------------------------------------------
 
 
 def index(rng: random.Random, kind: str) -> Case:
@@ -202,7 +300,9 @@ def index(rng: random.Random, kind: str) -> Case:
 
 def config(rng: random.Random, kind: str) -> Case:
     """Every key of config.json: null, other types, numbers out of range, deep trees."""
-    return _on_checkpoint(rng, kind, corpus.pick(rng), lambda folder: edits.spoilt(rng, folder, "config.json"))
+    return _on_checkpoint(
+        rng, kind, corpus.pick(rng), lambda folder: edits.spoilt(rng, folder, "config.json")
+    )
 
 
 def quantization(rng: random.Random, kind: str) -> Case:
@@ -213,7 +313,9 @@ def quantization(rng: random.Random, kind: str) -> Case:
 
 def modelopt_file(rng: random.Random, kind: str) -> Case:
     """hf_quant_config.json."""
-    return _on_checkpoint(rng, kind, corpus.MODELOPT_FILE, partial(edits.spoilt, rng, file="hf_quant_config.json"))
+    return _on_checkpoint(
+        rng, kind, corpus.MODELOPT_FILE, partial(edits.spoilt, rng, file="hf_quant_config.json")
+    )
 
 
 def counts(rng: random.Random, kind: str) -> Case:
@@ -221,7 +323,9 @@ def counts(rng: random.Random, kind: str) -> Case:
 
     def edit(folder: Path) -> Edit:
         tree = json.loads((folder / "config.json").read_bytes())
-        place = rng.choice([place for place in edits.places(tree) if isinstance(_at(tree, place), int)])
+        place = rng.choice(
+            [place for place in edits.places(tree) if isinstance(_at(tree, place), int)]
+        )
         return _on_place("config.json", place, "=", rng.choice(edits.NUMBERS), lambda old, new: new)
 
     return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
@@ -241,7 +345,9 @@ def regexes(rng: random.Random, kind: str) -> Case:
     return _on_checkpoint(rng, kind, corpus.pick(rng, quantized=True), edit)
 
 
-def _on_place(file: str, place: tuple[Any, ...], how: str, new: Any, change: Callable[[Any, Any], Any]) -> Edit:
+def _on_place(
+    file: str, place: tuple[Any, ...], how: str, new: Any, change: Callable[[Any, Any], Any]
+) -> Edit:
     def do(tree: Any) -> None:
         holder = _at(tree, place[:-1])
         old = holder.get(place[-1]) if isinstance(holder, dict) else holder[place[-1]]
@@ -260,13 +366,18 @@ def files(rng: random.Random, kind: str) -> Case:
     """A file of the checkpoint is a FIFO, a folder, a link that ends nowhere, a device."""
 
     def edit(folder: Path) -> Edit:
-        wanted = {path.name for path in folder.iterdir()} | {"hf_quant_config.json", "README.md", "tokenizer.json"}
+        wanted = {path.name for path in folder.iterdir()} | {
+            "hf_quant_config.json",
+            "README.md",
+            "tokenizer.json",
+        }
         return edits.no_file(rng, rng.choice(sorted(wanted)))
 
     return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
 
 
-# --- recipes --------------------------------------------------------------------------------------------------------
+# --- recipes
+# --------------------------------------------------------------------------------------------------
 
 
 def recipe_tree(rng: random.Random, kind: str) -> Case:
@@ -335,11 +446,14 @@ RECIPE_WORDS: tuple[tuple[str, ...], ...] = (
 )
 
 
-# --- the command line -----------------------------------------------------------------------------------------------
+# --- the command line
+# -----------------------------------------------------------------------------------------------
 
 
 def command_line(rng: random.Random, kind: str) -> Case:
-    """Words that name nothing: folders that are missing, odd names of repositories, of models, of numbers."""
+    """Words that name nothing: folders that are missing, odd names of repositories, of models, of
+    numbers.
+    """
     base = rng.choice(corpus.REAL)
     missing = (
         "./missing",
@@ -369,7 +483,9 @@ def command_line(rng: random.Random, kind: str) -> Case:
         "[x]/y",
         "a/" + "b" * 300,
     )
-    odd = rng.choice((*missing, *(name for name in edits.NAMES if "\x00" not in name and "\ud800" not in name)))
+    odd = rng.choice(
+        (*missing, *(name for name in edits.NAMES if "\x00" not in name and "\ud800" not in name))
+    )
     words = rng.choice(
         (
             ("check", odd),
@@ -415,7 +531,9 @@ KINDS: Mapping[str, Callable[[random.Random, str], Case]] = MappingProxyType(
         "results": verbs.results,
         "init and pin": verbs.recipes,
         "publishing": verbs.publishing,
-        "broken for cures": cures.writing((header_tree, index, config, counts, quantization, regexes, files)),
+        "broken for cures": cures.writing(
+            (header_tree, index, config, counts, quantization, regexes, files)
+        ),
         "convert's record": cures.records,
         "links for cures": cures.links,
         "names for cures": cures.names,

@@ -13,7 +13,9 @@ from case import Case
 def shard(folder: Path, value: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     raw = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + struct.pack("<f", value))
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(raw)) + raw + struct.pack("<f", value)
+    )
     (folder / "config.json").write_text('{"quantization_config": {}}')
 
 
@@ -31,7 +33,10 @@ def case(tmp_path) -> Case:
         (lambda room: None, []),
         (lambda room: shard(room / "in.out", 2.0), ["other values in 'a'", "not 'a' as it was"]),
         (lambda room: (room / "in.out" / "x.py").write_text(""), ["a file 'x.py'"]),
-        (lambda room: (room / "in.out" / "config.json").write_text('{"a": 1}'), ["another config.json"]),
+        (
+            lambda room: (room / "in.out" / "config.json").write_text('{"a": 1}'),
+            ["another config.json"],
+        ),
     ],
     ids=["as it was", "another value", "a further file", "another config"],
 )

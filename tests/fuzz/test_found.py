@@ -80,14 +80,18 @@ def test_a_report_says_why_a_part_is_absent(tmp_path):
         read_json(path)
 
 
-@pytest.mark.parametrize("text", ["a: " + "[" * 20_000, f"a: {'9' * 5000}", "a: 2020-99-99", "a: !!python/tuple [1]"])
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 20_000, f"a: {'9' * 5000}", "a: 2020-99-99", "a: !!python/tuple [1]"]
+)
 def test_front_matter_that_is_no_yaml_is_refused(text, tmp_path):
     (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
     with pytest.raises(CheckpointError, match="front matter must be a YAML mapping"):
         read_front_matter(tmp_path)
 
 
-@pytest.mark.parametrize("raw", [b"[]", b"", b"{", '{"a": 1}'.encode("utf-16"), b'{"a":' * 5000], ids=range(5))
+@pytest.mark.parametrize(
+    "raw", [b"[]", b"", b"{", '{"a": 1}'.encode("utf-16"), b'{"a":' * 5000], ids=range(5)
+)
 def test_modelopts_file_must_be_json_where_vllm_reads_it(raw, tmp_path):
     for name, is_read in (("glm modelopt file", True), ("glm modelopt", False)):
         folder = write(tmp_path / name, GOOD[name]())
@@ -97,8 +101,12 @@ def test_modelopts_file_must_be_json_where_vllm_reads_it(raw, tmp_path):
         assert not is_read or "hf_quant_config.json" in report.findings[0].where
 
 
-@pytest.mark.parametrize("key", ["num_attention_heads", "num_experts_per_tok", "hc_mult", "moe_topk"])
-@pytest.mark.parametrize("value", [[4], "4", 1.5, -1, 10**30, math.inf, math.nan, True, {"a": 1}], ids=str)
+@pytest.mark.parametrize(
+    "key", ["num_attention_heads", "num_experts_per_tok", "hc_mult", "moe_topk"]
+)
+@pytest.mark.parametrize(
+    "value", [[4], "4", 1.5, -1, 10**30, math.inf, math.nan, True, {"a": 1}], ids=str
+)
 def test_a_number_that_memory_is_counted_by(key, value):
     view = FamilyView(family=families()["glm4_moe"], config={key: value})
     with pytest.raises(CheckpointError, match=rf"config\.json: {key} must be a whole number; got"):
@@ -111,19 +119,25 @@ def test_a_file_whose_name_is_no_utf_8_is_refused_before_anything_is_written(tmp
     (folder / "\udc80").mkdir()
     (folder / "\udc80" / "x").write_text("x")
     for reads in (lambda: identify(folder), lambda: kept_files(open_source(folder))):
-        with pytest.raises(CheckpointError, match=r"every name must be UTF-8; got '\\udc80'\. Rename it"):
+        with pytest.raises(
+            CheckpointError, match=r"every name must be UTF-8; got '\\udc80'\. Rename it"
+        ):
             reads()
 
 
 def test_an_entry_that_sglang_cannot_read_is_named(tmp_path):
     checkpoint = GOOD["qwen vl modelopt"]()
     checkpoint.quantization["ignore"].append("re:(")
-    with pytest.raises(CheckpointError, match=r"re:\(: must be a glob that SGLang can make a regular expression"):
+    with pytest.raises(
+        CheckpointError, match=r"re:\(: must be a glob that SGLang can make a regular expression"
+    ):
         proposed(str(write(tmp_path / "NAME", checkpoint)), for_sglang=True)
 
 
 def test_a_name_that_is_no_utf_8_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"every name in it must be UTF-8; got '\\udcff'\. Rename the folder"):
+    with pytest.raises(
+        CheckpointError, match=r"every name in it must be UTF-8; got '\\udcff'\. Rename the folder"
+    ):
         write_whole(tmp_path / "report.html", "of a folder called \udcff")
     assert not list(tmp_path.iterdir())
 

@@ -1,7 +1,8 @@
-"""Some seconds of fuzzing with a fresh seed, which is printed; and that the judge of the cases sees each fault.
+"""Some seconds of fuzzing with a fresh seed, which is printed; and that the judge of the cases sees
+each fault.
 
-To repeat a failure: `python tests/fuzz/campaign.py --seed SEED --case NUMBER`. KEEPMTP_FUZZ_SEED=SEED repeats a run,
-FUZZ_SECONDS is its length.
+To repeat a failure: `python tests/fuzz/campaign.py --seed SEED --case NUMBER`.
+KEEPMTP_FUZZ_SEED=SEED repeats a run, FUZZ_SECONDS is its length.
 """
 
 import json
@@ -58,7 +59,9 @@ def leaves_a_child() -> None:
 
 @pytest.fixture
 def judge(tmp_path, monkeypatch):
-    """The verdict on a function in place of the command, under short limits; of a good checkpoint by default."""
+    """The verdict on a function in place of the command, under short limits; of a good checkpoint
+    by default.
+    """
     monkeypatch.setattr(judged, "WALL_SECONDS", 2)
     monkeypatch.setattr(judged, "SECONDS", 1)
     monkeypatch.chdir(tmp_path)
@@ -106,7 +109,10 @@ def test_what_a_call_leaves_running_is_ended(judge, tmp_path):
     ("header", "why"),
     [
         (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', ""),
-        (b'{"__metadata__":[],"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "__metadata__"),
+        (
+            b'{"__metadata__":[],"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            "__metadata__",
+        ),
         ('{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.encode("utf-16"), "utf-8"),
         (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "dtype"),
     ],
@@ -151,8 +157,18 @@ def test_the_canary_sees_each_fault(call, faults, tmp_path):
 def test_some_hostile_files_break_no_promise(capsys):
     """As many as a few seconds allow; FUZZ_SECONDS is their length."""
     seconds = os.environ.get("FUZZ_SECONDS", "6")
-    quick = ",".join(kind for kind in KINDS if kind != "publishing")  # whose checkpoint takes half a minute to make
-    words = [sys.executable, "-P", str(Path(__file__).with_name("campaign.py")), "--seconds", seconds, "--kinds", quick]
+    quick = ",".join(
+        kind for kind in KINDS if kind != "publishing"
+    )  # whose checkpoint takes half a minute to make
+    words = [
+        sys.executable,
+        "-P",
+        str(Path(__file__).with_name("campaign.py")),
+        "--seconds",
+        seconds,
+        "--kinds",
+        quick,
+    ]
     done = subprocess.run(words, capture_output=True, text=True)
     with capsys.disabled():  # a run that passed can be repeated too
         print(f"\n{done.stdout.partition(chr(10))[0]} {done.stdout.strip().rpartition(chr(10))[2]}")
@@ -176,7 +192,9 @@ def test_an_edit_leaves_the_original_alone(tmp_path):
     rng = random.Random(0)
     for number in range(6):
         corpus.copied(original, tmp_path / str(number))
-        edits.grafted(rng, "config.json", json.loads(before["config.json"])).do(tmp_path / str(number))
+        edits.grafted(rng, "config.json", json.loads(before["config.json"])).do(
+            tmp_path / str(number)
+        )
         edits.no_file(rng, "model.safetensors").do(tmp_path / str(number))
         edits.mangled(rng, "model.safetensors.index.json", 100).do(tmp_path / str(number))
     assert {path.name: path.read_bytes() for path in original.iterdir()} == before

@@ -1,9 +1,11 @@
-"""The kinds of fuzz cases whose input is no checkpoint: logs, prompts, texts, rows, names, and what lies beside one.
+"""The kinds of fuzz cases whose input is no checkpoint: logs, prompts, texts, rows, names, and what
+lies beside one.
 
 In: a random generator. Out: a `Case`, as in kinds.py, which lists these too.
 
-Easy to get wrong: no case starts a real server. VLLM_PYTHON names `no_server`, which knows its versions and fails to
-serve, so that a verb reads all that it reads before one, and then says that none came up.
+Easy to get wrong: no case starts a real server. VLLM_PYTHON names `no_server`, which knows its
+versions and fails to serve, so that a verb reads all that it reads before one, and then says that
+none came up.
 """
 
 import json
@@ -25,10 +27,13 @@ Rows = list[dict[str, Any]]
 _case = partial(Case, reads_weights=False)
 GOOD_LOG = (
     "INFO 11-02 03:04:05 [api_server.py:123] vLLM API server version 0.32.0\n"
-    '  File "/opt/venv/lib/python3.12/site-packages/vllm/model_executor/models/glm4_moe_mtp.py", line 300, in load\n'
+    '  File "/opt/venv/lib/python3.12/site-packages/vllm/model_executor/models/glm4_moe_mtp.py", '
+    "line 300, in load\n"
     "(EngineCore pid=7) KeyError: 'model.layers.46.mlp.experts.w13_weight_scale'\n"
-    "(Worker_TP0 pid=9) ValueError: All linears in qkv_proj must have the same quantization scheme\n"
-    "WARNING 11-02 03:04:06 [loader.py:1] Parameter model.layers.46.eh_proj.weight_packed not found in params_dict\n"
+    "(Worker_TP0 pid=9) ValueError: All linears in qkv_proj must have the same quantization "
+    "scheme\n"
+    "WARNING 11-02 03:04:06 [loader.py:1] Parameter model.layers.46.eh_proj.weight_packed not "
+    "found in params_dict\n"
     "SpecDecoding metrics: Mean acceptance length: 1.00, Avg Draft acceptance rate: 0.0%\n"
 )
 TEXTS: Rows = [
@@ -66,7 +71,11 @@ RAW_LINES = (
     '{"text": "x"}\n' * 100_000,
 )
 FOLDERS = (
-    *(name for name in edits.NAMES if name not in ("", ".", "..") and not {"/", "\x00", "\ud800"} & set(name)),
+    *(
+        name
+        for name in edits.NAMES
+        if name not in ("", ".", "..") and not {"/", "\x00", "\ud800"} & set(name)
+    ),
     "\udcff\udcfe",
     "-x",
     "a b'c\"d",
@@ -84,10 +93,13 @@ def no_server(path: Path) -> Path:
     return path
 
 
-# --- files that a user names ------------------------------------------------------------------------------------------
+# --- files that a user names
+# ------------------------------------------------------------------------------------------
 
 
-def _written(file: str, says: str, content: bytes, more: Callable[[Path], object] = lambda folder: None) -> Edit:
+def _written(
+    file: str, says: str, content: bytes, more: Callable[[Path], object] = lambda folder: None
+) -> Edit:
     def do(folder: Path) -> None:
         edits.replace(folder / file, content)
         more(folder)
@@ -120,7 +132,13 @@ def _ending(rng: random.Random, *usual: str) -> str:
 def prompt_files(rng: random.Random, kind: str) -> Case:
     """Prompts of bench and of serve-check."""
     file = f"asked{_ending(rng, '.jsonl', '.txt')}"
-    words = rng.choice((("bench", "{}", "--dry-run"), ("bench", "{}", "--dry-run", "--json"), ("serve-check", "{}")))
+    words = rng.choice(
+        (
+            ("bench", "{}", "--dry-run"),
+            ("bench", "{}", "--dry-run", "--json"),
+            ("serve-check", "{}"),
+        )
+    )
     edit = _lines(rng, file, PROMPTS)
     words += ("--prompts", f"{{}}/{file}", *(() if "--dry-run" in words else ("--out", "{}.out")))
     return _case(kind=kind, base=rng.choice(corpus.REAL), edits=(edit,), words=words)
@@ -129,7 +147,9 @@ def prompt_files(rng: random.Random, kind: str) -> Case:
 def texts(rng: random.Random, kind: str) -> Case:
     """Held-out texts of closeness."""
     file = f"held{_ending(rng, '.jsonl', '.txt')}"
-    words = _near(("closeness", "{}", "--source", "OTHER", "--text", f"{{}}/{file}", "--out", "{}.out"))
+    words = _near(
+        ("closeness", "{}", "--source", "OTHER", "--text", f"{{}}/{file}", "--out", "{}.out")
+    )
     return _case(kind=kind, base=corpus.REAL[0], edits=(_lines(rng, file, TEXTS),), words=words)
 
 
@@ -137,7 +157,18 @@ def rows(rng: random.Random, kind: str) -> Case:
     """Rows of every task of eval."""
     task, sample = rng.choice(sorted(TASK_ROWS.items()))
     file = f"rows{_ending(rng, '.jsonl', '.json')}"
-    words = ("eval", "{}", "--source", "none", "--task", task, "--dataset", f"{{}}/{file}", "--out", "{}.out")
+    words = (
+        "eval",
+        "{}",
+        "--source",
+        "none",
+        "--task",
+        task,
+        "--dataset",
+        f"{{}}/{file}",
+        "--out",
+        "{}.out",
+    )
     words += ("--shots", "0") if rng.random() < 0.7 else ()
     made = [dict(row) for row in sample.rows]
     return _case(kind=kind, base=corpus.REAL[0], edits=(_lines(rng, file, made),), words=words)
@@ -152,7 +183,10 @@ def logs(rng: random.Random, kind: str) -> Case:
         ("words with an odd name", good.replace(b"model.layers.46", odd)),
         ("an odd path", good.replace(b"glm4_moe_mtp.py", odd)),
         ("a line of 9 MB", b"ValueError: " + b"error " * 1_500_000 + b"\n" + good),
-        ("20,000 different errors", b"".join(b"ValueError: error %d of %s\n" % (n, odd[:50]) for n in range(20_000))),
+        (
+            "20,000 different errors",
+            b"".join(b"ValueError: error %d of %s\n" % (n, odd[:50]) for n in range(20_000)),
+        ),
         ("one error 200,000 times", b"KeyError: 'model.layers.46.eh_proj.weight'\n" * 200_000),
         ("brackets", b"ValueError: " + b"(" * 4000 + b"[" * 4000 + b"\n" + good),
         ("repeated words", b"KeyError: '" + b"model.layers." * 300 + b"'\n" + good),
@@ -172,16 +206,25 @@ def logs(rng: random.Random, kind: str) -> Case:
         inner = edits.mangled(rng, "serve.log", len(good))
         edit = _written("serve.log", inner.says, good, inner.do)
     where = ("{}",) if rng.random() < 0.5 else ()
-    words = ("explain", *where, "--log", "{}/serve.log", *(("--json",) if rng.random() < 0.3 else ()))
+    words = (
+        "explain",
+        *where,
+        "--log",
+        "{}/serve.log",
+        *(("--json",) if rng.random() < 0.3 else ()),
+    )
     return _case(kind=kind, base=rng.choice(corpus.REAL), edits=(edit,), words=words)
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names
+# --------------------------------------------------------------------------------------------------
 
 
 def _strange_file(rng: random.Random) -> Edit:
     """One more file with an odd name: Python, weights, a tokenizer's, a folder."""
-    name = rng.choice(FOLDERS)[:90] + rng.choice(("", ".py", ".json", ".txt", ".safetensors", ".md"))
+    name = rng.choice(FOLDERS)[:90] + rng.choice(
+        ("", ".py", ".json", ".txt", ".safetensors", ".md")
+    )
 
     def do(folder: Path) -> None:
         where = folder / "NAME" if (folder / "NAME").is_dir() else folder
@@ -243,13 +286,22 @@ _OF_RESULTS: tuple[tuple[str, ...], ...] = (
 """Verbs that read what was measured."""
 
 
-# --- what lies in a checkpoint, and beside it -------------------------------------------------------------------------
+# --- what lies in a checkpoint, and beside it
+# -------------------------------------------------------------------------
 
 
 def companions(rng: random.Random, kind: str) -> Case:
-    """The small files of a checkpoint that only serving, asking or a card reads; and its config for these verbs."""
+    """The small files of a checkpoint that only serving, asking or a card reads; and its config for
+    these verbs.
+    """
     base = rng.choice(corpus.REAL)
-    own = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "README.md")
+    own = (
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "tokenizer.json",
+        "README.md",
+    )
     added = ("chat_template.jinja", "hf_quant_config.json", "keepmtp.json", "recipe.yaml")
 
     def edit() -> Edit:
@@ -274,14 +326,21 @@ def results(rng: random.Random, kind: str) -> Case:
 
 def publishing(rng: random.Random, kind: str) -> Case:
     """A checkpoint with a card, ready to be sent, where one file is another."""
-    words = rng.choice((("publish", "{}", "--repo", "org/name", "--dry-run"), ("card", "{}", "--out", "{}.card")))
+    words = rng.choice(
+        (("publish", "{}", "--repo", "org/name", "--dry-run"), ("card", "{}", "--out", "{}.card"))
+    )
     return _of_measured(rng, kind, corpus.CARDED, words)
 
 
 def _of_measured(rng: random.Random, kind: str, base: str, words: tuple[str, ...]) -> Case:
     folder, name = corpus.folder(base), corpus.checkpoint_in(base)
-    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    by_folder = [[file for file in found if file.startswith(f"{name}{part}/")] for part in ("", ".report", ".card")]
+    found = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
+    by_folder = [
+        [file for file in found if file.startswith(f"{name}{part}/")]
+        for part in ("", ".report", ".card")
+    ]
     by_folder = [files for files in by_folder if files]
 
     def edit() -> Edit:
@@ -299,7 +358,11 @@ def _front_matter(rng: random.Random, file: str) -> Edit:
     """The source's own card, which a checkpoint's card takes license and language from."""
     key = rng.choice(("license", "language", "tags", "pipeline_tag", "base_model", "license_name"))
     line = f"{key}: {edits.text_of(edits.value(rng))}"
-    return _written(file, f"front matter {edits.shown(line)}", f"---\n{line}\n---\n".encode("utf-8", "surrogatepass"))
+    return _written(
+        file,
+        f"front matter {edits.shown(line)}",
+        f"---\n{line}\n---\n".encode("utf-8", "surrogatepass"),
+    )
 
 
 def recipes(rng: random.Random, kind: str) -> Case:

@@ -1,4 +1,6 @@
-"""A server on loopback that answers as vLLM does, and fails where it is told to: a real one does too seldom."""
+"""A server on loopback that answers as vLLM does, and fails where it is told to: a real one does
+too seldom.
+"""
 
 import json
 import subprocess
@@ -14,7 +16,10 @@ from pathlib import Path
 import httpx
 from keepmtp.validate.measure.server import Server
 
-TOO_LONG = "This model's maximum context length is 64 tokens. However, your prompt contains 71 input tokens."
+TOO_LONG = (
+    "This model's maximum context length is 64 tokens. However, your prompt contains 71 input "
+    "tokens."
+)
 OOM = "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
 FAULTS = ("500", "400", "cut", "empty", "no choices", "abort", "hang")
 
@@ -24,7 +29,9 @@ class Answering(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def __init__(self, *args, answers: Mapping[str, str], fault: Callable[[int], str], asked: list, **kwargs):
+    def __init__(
+        self, *args, answers: Mapping[str, str], fault: Callable[[int], str], asked: list, **kwargs
+    ):
         self.answers, self.fault, self.asked = answers, fault, asked
         super().__init__(*args, **kwargs)
 
@@ -33,10 +40,19 @@ class Answering(BaseHTTPRequestHandler):
 
     def do_GET(self):
         drafts = 3 * len(self.asked)
-        rows = {"drafts_total": drafts, "draft_tokens_total": 2 * drafts, "accepted_tokens_total": drafts}
-        lines = [f'vllm:spec_decode_num_{name}{{engine="0"}} {count}.0' for name, count in rows.items()]
+        rows = {
+            "drafts_total": drafts,
+            "draft_tokens_total": 2 * drafts,
+            "accepted_tokens_total": drafts,
+        }
+        lines = [
+            f'vllm:spec_decode_num_{name}{{engine="0"}} {count}.0' for name, count in rows.items()
+        ]
         lines += [
-            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{at}"}} {count}.0'
+            (
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{at}"}} '
+                f"{count}.0"
+            )
             for at, count in enumerate((drafts, 0))
         ]
         self.reply(200, "\n".join(lines).encode())
@@ -48,7 +64,9 @@ class Answering(BaseHTTPRequestHandler):
         question = prompt.rpartition("Question: ")[2].removesuffix("\nAnswer:")
         request = {"question": question, "path": self.path, **body}
         self.asked.append(request)
-        fault = self.fault(next(number for number, each in enumerate(self.asked, 1) if each is request))
+        fault = self.fault(
+            next(number for number, each in enumerate(self.asked, 1) if each is request)
+        )
         if fault == "hang":
             time.sleep(30)
         if fault in ("cut", "hang"):
@@ -69,7 +87,12 @@ class Answering(BaseHTTPRequestHandler):
         said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         reason = "abort" if fault == "abort" else "length" if text.endswith("...") else "stop"
         choices = [] if fault == "no choices" else [{"index": 0, "finish_reason": reason, **said}]
-        self.reply(200, json.dumps({"choices": choices, "usage": {"completion_tokens": len(text.split())}}).encode())
+        self.reply(
+            200,
+            json.dumps(
+                {"choices": choices, "usage": {"completion_tokens": len(text.split())}}
+            ).encode(),
+        )
 
     def reply(self, status: int, body: bytes):
         self.send_response(status)
@@ -84,7 +107,9 @@ def answering(
 ) -> Iterator[tuple[Server, list[dict]]]:
     """A `Server`, and the list that its requests are noted in."""
     asked: list[dict] = []
-    http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Answering, answers=answers, fault=fault, asked=asked))
+    http = ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Answering, answers=answers, fault=fault, asked=asked)
+    )
     threading.Thread(target=http.serve_forever, daemon=True).start()
     log.write_text(f"INFO started\n{OOM}\n")
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -92,7 +117,14 @@ def answering(
     try:
         with httpx.Client(base_url=address, timeout=httpx.Timeout(30.0), trust_env=False) as client:
             yield (
-                Server(client=client, process=process, seconds_to_health=0.0, log=log, name="glm", environment={}),
+                Server(
+                    client=client,
+                    process=process,
+                    seconds_to_health=0.0,
+                    log=log,
+                    name="glm",
+                    environment={},
+                ),
                 asked,
             )
     finally:

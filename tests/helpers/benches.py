@@ -1,4 +1,6 @@
-"""A speed matrix as `keepmtp bench` would find it: tokens a second by k and load, from counts and seconds."""
+"""A speed matrix as `keepmtp bench` would find it: tokens a second by k and load, from counts and
+seconds.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +17,9 @@ _TIMES = Latency(median_ms=20.0, p99_ms=31.0)
 FLASH = {0: 105.9, 1: 152.7, 2: 179.9, 3: 193.0, 4: 162.1}
 
 
-def repetition(k: int, rate: float, *, number: int = 0, share: float = 0.9, requests: int = 40) -> Repetition:
+def repetition(
+    k: int, rate: float, *, number: int = 0, share: float = 0.9, requests: int = 40
+) -> Repetition:
     """So many tokens a second; each position accepts `share` of what the one before accepted."""
     kept = [round(4000 * share**position) for position in range(1, k + 1)]
     return Repetition(
@@ -36,21 +40,41 @@ def repetition(k: int, rate: float, *, number: int = 0, share: float = 0.9, requ
 
 
 def cell(
-    k: int, rates: Sequence[float], *, concurrency: int = 1, context: int = 0, share: float = 0.9, error: str = ""
+    k: int,
+    rates: Sequence[float],
+    *,
+    concurrency: int = 1,
+    context: int = 0,
+    share: float = 0.9,
+    error: str = "",
 ) -> BenchCell:
-    repetitions = tuple(repetition(k, rate, number=number, share=share) for number, rate in enumerate(rates))
-    return BenchCell(k=k, concurrency=concurrency, context=context, repetitions=repetitions, error=error)
+    repetitions = tuple(
+        repetition(k, rate, number=number, share=share) for number, rate in enumerate(rates)
+    )
+    return BenchCell(
+        k=k, concurrency=concurrency, context=context, repetitions=repetitions, error=error
+    )
 
 
 def benched(
-    rates: Mapping[int, float] = FLASH, *, role: Role = "checkpoint", spread: float = 0.02, sha256: str = "0" * 64
+    rates: Mapping[int, float] = FLASH,
+    *,
+    role: Role = "checkpoint",
+    spread: float = 0.02,
+    sha256: str = "0" * 64,
 ) -> Benched:
-    """Three repetitions for each k, alone and with eight at once, where drafting costs more than it saves."""
+    """Three repetitions for each k, alone and with eight at once, where drafting costs more than it
+    saves.
+    """
     around = (1 - spread, 1.0, 1 + spread)
     cells = [cell(k, [rate * each for each in around]) for k, rate in rates.items()]
     cells += [
         cell(
-            k, [900 * each for each in around] if not k else [(880 - 100 * k) * each for each in around], concurrency=8
+            k,
+            [900 * each for each in around]
+            if not k
+            else [(880 - 100 * k) * each for each in around],
+            concurrency=8,
         )
         for k in rates
     ]
@@ -70,7 +94,9 @@ def benched(
 def bench_fact(*, with_source: bool = True, sha256: str = "0" * 64) -> BenchFact:
     return BenchFact(
         checkpoint=benched(sha256=sha256),
-        source=benched({k: 0.6 * rate for k, rate in FLASH.items()}, role="source") if with_source else None,
+        source=benched({k: 0.6 * rate for k, rate in FLASH.items()}, role="source")
+        if with_source
+        else None,
         prompts="qualitative.jsonl",
         prompts_sha256="1" * 64,
         num_prompts=880,

@@ -1,7 +1,7 @@
 """Good checkpoints broken on purpose: each by one change that somebody made in the field.
 
-In: GOOD. Out: BROKEN, a table of `Case`. A case's name starts with the number in docs/failures.md of what was met.
-What a dry load alone can see is in dry_corpus.py.
+In: GOOD. Out: BROKEN, a table of `Case`. A case's name starts with the number in docs/failures.md
+of what was met. What a dry load alone can see is in dry_corpus.py.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,12 @@ GOOD: dict[str, Callable[[], Checkpoint]] = ELSEWHERE | {
     "glm gptq": lambda: foreign_form.gptq(dynamic={r"-:^model\.layers\.3\.": {}}),
     "next gptq": lambda: foreign_form.gptq("qwen3-next-80b", "W4A16", dynamic={}),
     "qwen vl moe gptq": lambda: foreign_form.gptq("qwen3.5-397b", dynamic={"-:.*mtp.*": {}}),
-    # Of linear modules vLLM reads the headers; an expression with + changes nothing for what is plain there.
+    # Of linear modules vLLM reads the headers; an expression with + changes nothing for what is
+    # plain there.
     "qwen vl gptq": lambda: foreign_form.gptq("qwen3.5-27b", dynamic={"+:.*mtp.*": {"bits": 4}}),
-    "next awq": lambda: foreign_form.awq("qwen3-next-80b", modules_to_not_convert=["mtp", "lm_head", "in_proj_ba"]),
+    "next awq": lambda: foreign_form.awq(
+        "qwen3-next-80b", modules_to_not_convert=["mtp", "lm_head", "in_proj_ba"]
+    ),
     "qwen vl autoround": lambda: foreign_form.autoround(
         "qwen3.5-27b",
         block_name_to_quantize="model.language_model.layers",
@@ -46,7 +49,9 @@ GOOD: dict[str, Callable[[], Checkpoint]] = ELSEWHERE | {
     "glm quark": lambda: foreign_form.quark(exclude=[r"re:model\.layers\.3\."]),
     "glm quark nvfp4": lambda: foreign_form.quark_nvfp4(exclude=[r"re:model\.layers\.3\."]),
     "glm quark nvfp4, MTP packed": lambda: foreign_form.quark_nvfp4(mtp="NVFP4"),
-    "glm autoround mxfp4": lambda: foreign_form.autoround_mxfp4(extra_config={r"model\.layers\.3\.": {"bits": 16}}),
+    "glm autoround mxfp4": lambda: foreign_form.autoround_mxfp4(
+        extra_config={r"model\.layers\.3\.": {"bits": 16}}
+    ),
     "v3 modelopt": lambda: modelopt("deepseek-r1"),
     "glm modelopt": lambda: modelopt("glm-4.7", num_hidden_layers=12),
     "glm modelopt file": lambda: in_hf_quant_config(modelopt("glm-4.7")),

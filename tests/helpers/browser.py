@@ -1,4 +1,6 @@
-"""A real browser for the tests of report.html: headless Chromium, and a look at what it made of a page."""
+"""A real browser for the tests of report.html: headless Chromium, and a look at what it made of a
+page.
+"""
 
 import json
 import shutil
@@ -11,7 +13,10 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-MISSING = "no Chromium on PATH: `make test` installs it on Debian as root, elsewhere install chromium or google-chrome"
+MISSING = (
+    "no Chromium on PATH: `make test` installs it on Debian as root, elsewhere install chromium "
+    "or google-chrome"
+)
 # Run in the page: what was fetched, what sticks out, and the colours that text really has.
 PROBE = """
 <script>
@@ -40,7 +45,9 @@ _FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><body 
 
 @dataclass
 class Seen(HTMLParser):
-    """A rendered page: elements by tag, their text, what the probe told, and lines on the console."""
+    """A rendered page: elements by tag, their text, what the probe told, and lines on the
+    console.
+    """
 
     html: str
     console: list[str]
@@ -68,7 +75,9 @@ class Seen(HTMLParser):
 
 
 def look(page: Path, *, width: int, is_dark: bool = False, scratch: Path) -> Seen:
-    """A page that holds `PROBE`, in a frame `width` pixels wide; skips where there is no Chromium."""
+    """A page that holds `PROBE`, in a frame `width` pixels wide; skips where there is no
+    Chromium.
+    """
     frame = scratch / "frame.html"
     frame.write_text(_FRAME.replace("PAGE", page.as_uri()).replace("WIDTH", str(width)))
     outer = opened(frame, is_dark=is_dark, scratch=scratch)
@@ -102,7 +111,9 @@ def opened(page: Path, *, is_dark: bool = False, scratch: Path) -> Seen:
     ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
-    return Seen(html=done.stdout, console=[line for line in done.stderr.splitlines() if "CONSOLE" in line])
+    return Seen(
+        html=done.stdout, console=[line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    )
 
 
 def contrast(one: str, other: str) -> float:
@@ -110,7 +121,9 @@ def contrast(one: str, other: str) -> float:
 
     def luminance(colour: str) -> float:
         channels = [int(word) / 255 for word in colour.partition("(")[2].rstrip(")").split(",")[:3]]
-        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+        red, green, blue = (
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+        )
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
     low, high = sorted((luminance(one), luminance(other)))

@@ -26,7 +26,9 @@ def planned(
     data: Literal["sparse", "random"] = "sparse",
     **words: str,
 ) -> Plan:
-    """A calibrated plan over a model, tiny unless it is there; `words` are schemes by group, NVFP4 where not said."""
+    """A calibrated plan over a model, tiny unless it is there; `words` are schemes by group, NVFP4
+    where not said.
+    """
     if not folder.is_dir():
         config, tensors = source_layout(model, size="tiny")
         write_checkpoint(folder, config, tensors, data=data)
@@ -35,8 +37,14 @@ def planned(
     recipe = find_recipe(model)[0].model_dump()
     mtp = words.pop("mtp", "bf16")
     backbone = {group: words.get(group, words.get("rest", "NVFP4")) for group in recipe["backbone"]}
-    changes = {"backbone": backbone, "mtp": mtp, "calibration": calibration.model_dump() | {"algorithm": algorithm}}
-    return make_plan(Recipe.model_validate(recipe | changes), open_source(folder), shard_bytes=2_000_000)
+    changes = {
+        "backbone": backbone,
+        "mtp": mtp,
+        "calibration": calibration.model_dump() | {"algorithm": algorithm},
+    }
+    return make_plan(
+        Recipe.model_validate(recipe | changes), open_source(folder), shard_bytes=2_000_000
+    )
 
 
 def in_both_formats(folder: Path, **words: str) -> dict[str, tuple[Plan, Path]]:
@@ -56,7 +64,9 @@ def in_both_formats(folder: Path, **words: str) -> dict[str, tuple[Plan, Path]]:
 
 
 def made_up(plan: Plan) -> dict[HFName, torch.Tensor]:
-    """Statistics for a plan: input scales, importances, and modules packed from weights that are not the source's."""
+    """Statistics for a plan: input scales, importances, and modules packed from weights that are
+    not the source's.
+    """
     made: dict[HFName, torch.Tensor] = {}
     for number, unit in enumerate(plan.units):
         if unit[0].calibrated == "weights":
@@ -68,13 +78,17 @@ def made_up(plan: Plan) -> dict[HFName, torch.Tensor]:
             for index, parts in enumerate(packed):
                 for output in outputs[index * size : (index + 1) * size]:
                     leaf = output.name.rpartition(".")[2]
-                    made[output.name] = parts[leaf] if leaf in parts else torch.tensor([900.0 + number])
+                    made[output.name] = (
+                        parts[leaf] if leaf in parts else torch.tensor([900.0 + number])
+                    )
         else:
             for output in (output for tensor in unit for output in tensor.calibrated_outputs):
                 dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[output.dtype]
                 made[output.name] = torch.tensor([900.0 + number], dtype=dtype)
             for output in (output for tensor in unit for output in tensor.importances):
-                made[output.name] = torch.rand(output.shape, generator=torch.Generator().manual_seed(number))
+                made[output.name] = torch.rand(
+                    output.shape, generator=torch.Generator().manual_seed(number)
+                )
     return made
 
 

@@ -1,4 +1,6 @@
-"""Quantized checkpoints with all their evidence beside them, and what a card is made from without any."""
+"""Quantized checkpoints with all their evidence beside them, and what a card is made from without
+any.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +38,9 @@ def checkpoint(folder: Path, recipe: str = RECIPE, **choices: Any) -> Path:
 
 
 def green(parent: Path) -> Path:
-    """A checkpoint in five shards with report and card, ready to publish; gates as lax as its 60 questions need."""
+    """A checkpoint in five shards with report and card, ready to publish; gates as lax as its 60
+    questions need.
+    """
     folder = parent / "tiny.nvfp4a16-fp8"
     recipe = yaml.safe_load(find_recipe(RECIPE)[1]) | {"gates": measured.LAX}
     path = parent / f"{RECIPE}.yaml"
@@ -55,25 +59,40 @@ def evidence(
     answers: measured.Answers = measured.ANSWERS,
     is_copy: bool = False,
 ) -> Path:
-    """Results of these stations for the checkpoint in `folder`; returns its evidence folder, report.json in it."""
+    """Results of these stations for the checkpoint in `folder`; returns its evidence folder,
+    report.json in it.
+    """
     where, identity = report_folder(folder), identify(folder)
     source = open_source(reports.MODEL)
     loads = [reports.account("sm90", 1), reports.account("sm100", 4)]
     checked = with_loads(examine(str(folder), source=source), loads, reports.VLLM)
     data = check_data(_warned(checked.data), opened=checked.source, source=source)
-    write_result(where, "check", data, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
+    write_result(
+        where, "check", data, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT
+    )
     if "serve" in stations:
         serve = reports.served(is_copy=is_copy)
-        write_result(where, "serve", serve, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
+        write_result(
+            where,
+            "serve",
+            serve,
+            checkpoint=identity,
+            vllm=reports.VLLM,
+            made_at=measured.SERVED_AT,
+        )
     if "gsm8k" in stations:
         asked = measured.asked(where, identity.sha256, answers)
-        write_result(where, "gsm8k", asked, checkpoint=identity, vllm=reports.VLLM, made_at=measured.ASKED_AT)
+        write_result(
+            where, "gsm8k", asked, checkpoint=identity, vllm=reports.VLLM, made_at=measured.ASKED_AT
+        )
     full_reports.refresh(where)
     return where
 
 
 def told(folder: Path, report: FullReport, **changed: Any) -> CardFacts:
-    """What a card of the checkpoint in `folder` is made from, with any report; `changed` are fields of it."""
+    """What a card of the checkpoint in `folder` is made from, with any report; `changed` are fields
+    of it.
+    """
     record, opened = read_record(folder / RECORD), open_source(folder)
     fields: dict[str, Any] = {
         "name": folder.name,

@@ -1,6 +1,8 @@
-"""A checkpoint that is about to be written: config.json and headers, and the changes that break one.
+"""A checkpoint that is about to be written: config.json and headers, and the changes that break
+one.
 
-In: names, dtypes and shapes. Out: `Checkpoint`, `write`, `as_source`, and `Change`s to apply to one.
+In: names, dtypes and shapes. Out: `Checkpoint`, `write`, `as_source`, and `Change`s to apply to
+one.
 
 Everything is headers: files are written with holes where the weights would be.
 """
@@ -47,7 +49,11 @@ class Checkpoint:
 
     def take(self, pattern: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Remove the tensors whose whole name matches, and return them; at least one must."""
-        taken = {name: self.tensors.pop(name) for name in list(self.tensors) if re.fullmatch(pattern, name)}
+        taken = {
+            name: self.tensors.pop(name)
+            for name in list(self.tensors)
+            if re.fullmatch(pattern, name)
+        }
         assert taken, pattern
         return taken
 
@@ -68,7 +74,10 @@ def write(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint's headers, in two shards and an index."""
     folder.mkdir(parents=True)
     names = list(checkpoint.tensors)
-    halves = {"model-1.safetensors": names[: len(names) // 2], "model-2.safetensors": names[len(names) // 2 :]}
+    halves = {
+        "model-1.safetensors": names[: len(names) // 2],
+        "model-2.safetensors": names[len(names) // 2 :],
+    }
     for file, half in halves.items():
         _write_shard(folder / file, {name: checkpoint.tensors[name] for name in half})
     if checkpoint.elsewhere:
@@ -79,7 +88,11 @@ def write(folder: Path, checkpoint: Checkpoint) -> Path:
     }
     if checkpoint.index:
         checkpoint.index(index)
-    for file, content in {INDEX: index, "config.json": checkpoint.config, **checkpoint.json_files}.items():
+    for file, content in {
+        INDEX: index,
+        "config.json": checkpoint.config,
+        **checkpoint.json_files,
+    }.items():
         (folder / file).write_text(json.dumps(content))
     if checkpoint.after:
         checkpoint.after(folder)
@@ -95,12 +108,19 @@ def write_single(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def as_source(checkpoint: Checkpoint, folder: Path) -> Source:
-    """The checkpoint as it would be opened, without writing it. `folder` is where JSON files are looked for."""
+    """The checkpoint as it would be opened, without writing it. `folder` is where JSON files are
+    looked for.
+    """
     entries, end = {}, 0
     for name, (dtype, shape) in checkpoint.tensors.items():
         size = num_bytes(dtype, shape)
         entries[HFName(name)] = Entry(
-            name=HFName(name), file="model.safetensors", dtype=dtype, shape=shape, start=end, num_bytes=size
+            name=HFName(name),
+            file="model.safetensors",
+            dtype=dtype,
+            shape=shape,
+            start=end,
+            num_bytes=size,
         )
         end += size
     return Source(
@@ -125,7 +145,8 @@ def _write_shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) ->
         file.truncate(8 + len(raw) + end)
 
 
-# --- changes -------------------------------------------------------------------------------------------------------
+# --- changes
+# --------------------------------------------------------------------------------------------------
 
 
 def both(*changes: Change) -> Change:
@@ -165,7 +186,10 @@ def pack(module: str, scheme: str) -> Change:
     def change(c: Checkpoint) -> None:
         for name, (_, shape) in c.take(rf"{module}\.weight").items():
             for spec in SCHEMES[scheme].tensors(*shape):
-                c.tensors[f"{name.removesuffix('.weight')}.{spec.suffix}"] = (spec.dtype, spec.shape)
+                c.tensors[f"{name.removesuffix('.weight')}.{spec.suffix}"] = (
+                    spec.dtype,
+                    spec.shape,
+                )
 
     return change
 
@@ -196,7 +220,10 @@ def quantization(**entries: Any) -> Change:
 
 def hf_quant_config(**changes: Any) -> Change:
     def change(c: Checkpoint) -> None:
-        said = {"quant_algo": c.quantization["quant_algo"], "exclude_modules": c.quantization["ignore"]}
+        said = {
+            "quant_algo": c.quantization["quant_algo"],
+            "exclude_modules": c.quantization["ignore"],
+        }
         c.json_files["hf_quant_config.json"] = {"quantization": said | changes}
 
     return change

@@ -5,7 +5,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from keepmtp.checkpoints.identity import file_sha256
-from keepmtp.validate.facts.closeness import Asked, ClosenessFact, PredictedFact, SourceSitting, WorstFact
+from keepmtp.validate.facts.closeness import (
+    Asked,
+    ClosenessFact,
+    PredictedFact,
+    SourceSitting,
+    WorstFact,
+)
 from keepmtp.validate.facts.served import Role
 from keepmtp.validate.measure.compared import (
     FILE,
@@ -36,7 +42,13 @@ def asked(*, top: int = 512, vocabulary: int = VOCABULARY, source: str = "5" * 6
 def window(number: int, nats: Sequence[float], flips: Sequence[int] = ()) -> ComparedWindow:
     at = max(range(len(nats)), key=nats.__getitem__)
     worst = WorstFact(
-        window=number, at=at + 1, nats=nats[at], context="The sky is", token=" blue", source=" blue", checkpoint=" red"
+        window=number,
+        at=at + 1,
+        nats=nats[at],
+        context="The sky is",
+        token=" blue",
+        source=" blue",
+        checkpoint=" red",
     )
     return ComparedWindow(
         window=number,
@@ -69,7 +81,9 @@ def compared(
     return found
 
 
-def spread(num_windows: int = 40, length: int = 100, *, nats: float = 0.01, flips: int = 2) -> list[ComparedWindow]:
+def spread(
+    num_windows: int = 40, length: int = 100, *, nats: float = 0.01, flips: int = 2
+) -> list[ComparedWindow]:
     """Windows around `nats` a token, each with a few flips more or less than `flips`."""
     factors = [0.8 + 0.4 * (number % 5) / 4 for number in range(num_windows)]
     return [
@@ -116,9 +130,20 @@ def hostile_closeness(word: str) -> ClosenessFact:
         fact = closeness(Path(folder))
     names = ("context", "token", "source", "checkpoint")
     worst = tuple(each.model_copy(update=dict.fromkeys(names, word)) for each in fact.worst)
-    server = SourceSitting(as_served="BF16 copy of the same weights", reason=word, seconds=1.0, repeated=0.5)
-    models = {model.role: model.model_copy(update={"path": word, "servers": (server,)}) for model in fact.predicted}
-    changed = {"text": word, "against": word, "samples": word, "worst": worst, "environment": {word: word}}
+    server = SourceSitting(
+        as_served="BF16 copy of the same weights", reason=word, seconds=1.0, repeated=0.5
+    )
+    models = {
+        model.role: model.model_copy(update={"path": word, "servers": (server,)})
+        for model in fact.predicted
+    }
+    changed = {
+        "text": word,
+        "against": word,
+        "samples": word,
+        "worst": worst,
+        "environment": {word: word},
+    }
     return fact.model_copy(update=changed | models)
 
 

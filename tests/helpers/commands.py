@@ -16,9 +16,13 @@ def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=clean | environment)
 
 
-def keepmtp(*words: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def keepmtp(
+    *words: str | Path, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [KEEPMTP, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment
+    )
 
 
 HIDE = """
@@ -37,10 +41,14 @@ main()
 """
 
 
-def keepmtp_without(packages: tuple[str, ...], *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def keepmtp_without(
+    packages: tuple[str, ...], *words: str, cwd: Path
+) -> subprocess.CompletedProcess[str]:
     """The command where these packages are not installed."""
     hide = HIDE.format(packages=packages)
-    return subprocess.run([sys.executable, "-c", hide, *words], capture_output=True, text=True, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-c", hide, *words], capture_output=True, text=True, cwd=cwd
+    )
 
 
 def refused(*words: str, says: str, status: int = 2, cwd: Path | None = None) -> None:

@@ -1,6 +1,7 @@
 """Who cures which of the broken checkpoints: fix, graft, or nothing here.
 
-In: BROKEN, by the starts of its names. Out: `CURED` by fix, `GRAFTED`, `NOT_CURED`; and the release of a checkpoint.
+In: BROKEN, by the starts of its names. Out: `CURED` by fix, `GRAFTED`, `NOT_CURED`; and the release
+of a checkpoint.
 """
 
 from functools import cache
@@ -53,7 +54,8 @@ QUANTIZE_ANEW = (
     "R7 GPTQ with an order",
     "R7 Quark in a scheme",
 )
-# vLLM has no such form in modelopt's dialect, and convert wants a checkpoint that vLLM reads as it is.
+# vLLM has no such form in modelopt's dialect, and convert wants a checkpoint that vLLM reads as it
+# is.
 NOT_IN_MODELOPT = (
     "R7 FP8 blocks of experts",
     "R7 FP8 a channel",
@@ -76,7 +78,11 @@ THE_RELEASE = (
 OTHERS = (*GRAFT, *QUANTIZE_ANEW, *NOT_IN_MODELOPT, *THE_RELEASE)
 CURED = [case for case in BROKEN if not case.name.startswith(OTHERS)]
 GRAFTED = [case for case in BROKEN if case.name.startswith(GRAFT)]
-NOT_CURED = [case for case in BROKEN if case.name.startswith((*QUANTIZE_ANEW, *NOT_IN_MODELOPT, *THE_RELEASE))]
+NOT_CURED = [
+    case
+    for case in BROKEN
+    if case.name.startswith((*QUANTIZE_ANEW, *NOT_IN_MODELOPT, *THE_RELEASE))
+]
 
 
 @cache
@@ -88,13 +94,19 @@ def _release(model: str, place: Path, *, is_filled: bool) -> Path:
 
 
 def release_of(folder: Path, place: Path) -> Path:
-    """The release that a checkpoint was made from, by graft's own comparison; with values, and written once."""
+    """The release that a checkpoint was made from, by graft's own comparison; with values, and
+    written once.
+    """
     of_type = open_source(folder).config["model_type"]
-    for model in (name for name, config in releases.MODELS.items() if config["model_type"] == of_type):
+    for model in (
+        name for name, config in releases.MODELS.items() if config["model_type"] == of_type
+    ):
         if model in TWINS:
             continue
         try:
-            refuse_another_model(open_source(folder), open_source(_release(model, place, is_filled=False)))
+            refuse_another_model(
+                open_source(folder), open_source(_release(model, place, is_filled=False))
+            )
         except KeepMTPError:
             continue
         return _release(model, place, is_filled=True)

@@ -1,10 +1,11 @@
 """A foreign checkpoint: MiMo's names on disk and its own Python beside them, in three forms.
 
-In: a folder. Out: config.json with `auto_map`, configuration_mimo.py, modeling_mimo.py, and weights as a trained
-model has them, so that activations stay of a size: norms near one, linears near 1/sqrt(K).
+In: a folder. Out: config.json with `auto_map`, configuration_mimo.py, modeling_mimo.py, and weights
+as a trained model has them, so that activations stay of a size: norms near one, linears near
+1/sqrt(K).
 
-The Python is built as MiMo builds it: transformers' Qwen2, whose backbone also holds the MTP layers and never calls
-them.
+The Python is built as MiMo builds it: transformers' Qwen2, whose backbone also holds the MTP layers
+and never calls them.
 """
 
 from pathlib import Path
@@ -16,7 +17,12 @@ from safetensors.torch import save_file
 
 Form = Literal["plain", "decorated", "with"]
 
-SMALL = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+SMALL = {
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+}
 
 CONFIGURATION = """
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
@@ -103,8 +109,12 @@ def write_foreign(folder: Path, form: Form, *, seed: int = 0) -> Path:
     weights = {}
     for name, (_, shape) in tensors.items():
         noise = torch.randn(shape, generator=rng)
-        weights[name] = (1 + 0.1 * noise if "norm" in name else noise * shape[-1] ** -0.5).bfloat16()
+        weights[name] = (
+            1 + 0.1 * noise if "norm" in name else noise * shape[-1] ** -0.5
+        ).bfloat16()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "configuration_mimo.py").write_text(CONFIGURATION)
-    (folder / "modeling_mimo.py").write_text(MODELING.format(forward=FORWARDS[form].strip("\n") + "\n"))
+    (folder / "modeling_mimo.py").write_text(
+        MODELING.format(forward=FORWARDS[form].strip("\n") + "\n")
+    )
     return folder

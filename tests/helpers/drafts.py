@@ -17,11 +17,18 @@ from torch import Tensor
 
 
 def lively(
-    folder: Path, model: str, *, changes: Mapping[str, Any] | None = None, factor: float = 4.0, is_packed: bool = True
+    folder: Path,
+    model: str,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    factor: float = 4.0,
+    is_packed: bool = True,
 ) -> Path:
-    """A tiny checkpoint of BF16 noise whose matrices are `factor` times as large as the layouts' own.
+    """A tiny checkpoint of BF16 noise whose matrices are `factor` times as large as the layouts'
+    own.
 
-    At 0.02 the scores of attention are all but equal, and nothing that turns or masks keys would show. Norms are
+    At 0.02 the scores of attention are all but equal, and nothing that turns or masks keys would
+    show. Norms are
     spread, too: of two norms that follow each other, one near 1 would not show either.
 
     DeepSeek-V4's packed experts stay what they are, unless `is_packed` is False.
@@ -44,7 +51,9 @@ def lively(
         if value.ndim > 1 and value.dtype in (torch.bfloat16, torch.float32):
             weights[name] = value * factor
         elif "norm" in name and name.endswith(".weight"):
-            weights[name] = value * (0.4 + 1.2 * torch.rand(value.shape, generator=noise)).to(value.dtype)
+            weights[name] = value * (0.4 + 1.2 * torch.rand(value.shape, generator=noise)).to(
+                value.dtype
+            )
     save_file(weights, file, metadata={"format": "pt"})
     return folder
 
@@ -75,4 +84,8 @@ def filled(plan: Plan, *, index: int = 0, dtype: torch.dtype = torch.bfloat16) -
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint."""
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }

@@ -1,11 +1,12 @@
 """The corpus that the static check and the dry load are scored on together: right both ways.
 
-In: nothing. Out: `good_cases()`, every family in every form, each to pass without a word, and `broken_cases()`: those
-of broken.py, and here what only a dry load can see, each with what a finding must name.
+In: nothing. Out: `good_cases()`, every family in every form, each to pass without a word, and
+`broken_cases()`: those of broken.py, and here what only a dry load can see, each with what a
+finding must name.
 
-Easy to get wrong: who must catch a case. Faults of files (cut short, indexed twice over) never reach vLLM's classes,
-and vLLM 0.32 forgives a few that others do not: STATIC_ONLY lists them. A case that the static check catches is loaded
-all the same: both must be right.
+Easy to get wrong: who must catch a case. Faults of files (cut short, indexed twice over) never
+reach vLLM's classes, and vLLM 0.32 forgives a few that others do not: STATIC_ONLY lists them. A
+case that the static check catches is loaded all the same: both must be right.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +38,8 @@ By = Literal["static", "dry", "both"]
 TWINS = ("dsv4-pro", "deepseek-v3.1", "glm-4.5-air")
 # Drafts with a checkpoint of their own: they need a target beside them.
 SEPARATE = ("gemma-4-26b-assistant",)
-# vLLM builds its attention otherwise than modelopt's config says: plain under NVFP4 (models/qwen4_exp).
+# vLLM builds its attention otherwise than modelopt's config says: plain under NVFP4
+# (models/qwen4_exp).
 NOT_MODELOPT = ("qwen3.8-flash-next",)
 # What vLLM's classes never see, or forgive in 0.32.
 STATIC_ONLY = frozenset({
@@ -66,14 +68,19 @@ class DryCase:
 
 
 def good_cases() -> Iterator[DryCase]:
-    """Every family as released, and quantized in both dialects with its MTP block plain and quantized; every scheme.
+    """Every family as released, and quantized in both dialects with its MTP block plain and
+    quantized; every scheme.
 
     A combination that keepmtp refuses to plan (a width that no group fits) is left out.
     """
     separate = [f"released {model}" for model in SEPARATE]
-    yield from (DryCase(name=name, build=build) for name, build in GOOD.items() if name not in separate)
+    yield from (
+        DryCase(name=name, build=build) for name, build in GOOD.items() if name not in separate
+    )
     schemes = [scheme for scheme in SCHEMES if scheme != "NVFP4"]
-    for number, model in enumerate(model for model in releases.MODELS if model not in (*TWINS, *SEPARATE)):
+    for number, model in enumerate(
+        model for model in releases.MODELS if model not in (*TWINS, *SEPARATE)
+    ):
         scheme = schemes[number % len(schemes)]
         algorithm = [each for each in ALGORITHMS if each not in LINEAR_ONLY][number % 3]
         forms: dict[str, Callable[[], Checkpoint]] = {
@@ -81,18 +88,28 @@ def good_cases() -> Iterator[DryCase]:
             "ct, MTP quantized": lambda model=model: ours(model, "NVFP4", "NVFP4"),
             f"ct {scheme}": lambda model=model, scheme=scheme: ours(model, scheme, scheme),
             "modelopt, MTP plain": lambda model=model: ours(model, "NVFP4", format="modelopt"),
-            "modelopt, MTP quantized": lambda model=model: in_hf_quant_config(modelopt(model, mtp="NVFP4")),
-            f"modelopt {algorithm}": lambda model=model, word=algorithm: ours(model, word, word, format="modelopt"),
-            "modelopt, two algorithms": lambda model=model: ours(model, "FP8_BLOCK", "NVFP4", format="modelopt"),
+            "modelopt, MTP quantized": lambda model=model: in_hf_quant_config(
+                modelopt(model, mtp="NVFP4")
+            ),
+            f"modelopt {algorithm}": lambda model=model, word=algorithm: ours(
+                model, word, word, format="modelopt"
+            ),
+            "modelopt, two algorithms": lambda model=model: ours(
+                model, "FP8_BLOCK", "NVFP4", format="modelopt"
+            ),
         }
         for form, build in forms.items():
-            if not (form == "modelopt, MTP quantized" and model in NOT_MODELOPT) and _is_planned(build):
+            if not (form == "modelopt, MTP quantized" and model in NOT_MODELOPT) and _is_planned(
+                build
+            ):
                 yield DryCase(name=f"{model} {form}", build=build)
     for model in ("qwen3.5-text", "mimo-7b"):
         for scheme in LINEAR_ONLY:
             yield DryCase(
                 name=f"{model} modelopt {scheme}",
-                build=lambda model=model, scheme=scheme: ours(model, scheme, scheme, format="modelopt"),
+                build=lambda model=model, scheme=scheme: ours(
+                    model, scheme, scheme, format="modelopt"
+                ),
             )
 
 
@@ -144,7 +161,8 @@ def _said(**entries: Any) -> Change:
 
 
 DRY: tuple[DryCase, ...] = (
-    # Sizes that config.json has wrong: parameters of another size, filled in part or from a part, often in silence.
+    # Sizes that config.json has wrong: parameters of another size, filled in part or from a part,
+    # often in silence.
     _case("R2 head count halved", "glm fp8", setting("num_attention_heads", 2), "self_attn"),
     _case("R2 key heads doubled", "glm fp8", setting("num_key_value_heads", 4), "self_attn"),
     _case("E6 head_dim lost", "glm fp8", setting("head_dim", None), "head_dim"),

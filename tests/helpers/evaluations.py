@@ -55,7 +55,9 @@ def evaluated(
     drafts: int = 40_000,
     **changed: Any,
 ) -> EvaluatedFact:
-    """One model: `shares` of its drafts are accepted up to each position; `changed` are fields of the fact."""
+    """One model: `shares` of its drafts are accepted up to each position; `changed` are fields of
+    the fact.
+    """
     accepted = tuple(round(share * drafts) for share in shares[:k])
     value = num_right / num
     score = {"value": value, "stderr": math.sqrt(value * (1 - value) / max(1, num - 1))}
@@ -93,10 +95,11 @@ def evaluation(
     switched: tuple[int, int] | None = None,
     empty: int = 0,
 ) -> EvaluationFact:
-    """Both models on the same questions; `source` and `checkpoint` go to `evaluated`, `protocol` to `Evaluation`.
+    """Both models on the same questions; `source` and `checkpoint` go to `evaluated`, `protocol` to
+    `Evaluation`.
 
-    `switched`: questions that the checkpoint gets right only with MTP off, and only with it on; None: it was not asked
-    with MTP off. `empty`: answers that have a text only with MTP off.
+    `switched`: questions that the checkpoint gets right only with MTP off, and only with it on;
+    None: it was not asked with MTP off. `empty`: answers that have a text only with MTP off.
     """
     told = answers or Answers()
     pairs = (
@@ -108,14 +111,19 @@ def evaluation(
     before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     theirs = evaluated("source", sum(before), told.num, **(source or {}))
     off = {"shares": (), "drafts": 0, "sha256": "c" * 64}
-    third = evaluated("plain", sum(after) + switched[0] - switched[1], told.num, **off) if switched else None
+    third = (
+        evaluated("plain", sum(after) + switched[0] - switched[1], told.num, **off)
+        if switched
+        else None
+    )
     return EvaluationFact(
         protocol=Evaluation(**({"k": 3} | (protocol or {}))),
         dataset_sha256="d" * 64,
         source=theirs if has_source else None,
         checkpoint=evaluated("checkpoint", sum(after), told.num, **(checkpoint or {})),
         paired=tuple(paired(name, before, after) for name in FILTERS) if has_source else (),
-        environment=environment or {"lm-eval": "0.4.13", "vllm": "0.32.0", "device": "CPU: Xeon, 2 cores"},
+        environment=environment
+        or {"lm-eval": "0.4.13", "vllm": "0.32.0", "device": "CPU: Xeon, 2 cores"},
         plain=third,
         drafting=_drafting(sum(after), told.num, switched, empty) if switched else None,
     )
@@ -137,21 +145,33 @@ def _drafting(num_right: int, num: int, switched: tuple[int, int], empty: int) -
 
     shown = ChangedAnswer(question=7, plain="... so it is 8", drafting="... so it is 9")
     return DraftingFact(
-        switches=(*(switch(name, num_right, *switched) for name in FILTERS), switch(NOT_EMPTY, num - empty, empty, 0)),
+        switches=(
+            *(switch(name, num_right, *switched) for name in FILTERS),
+            switch(NOT_EMPTY, num - empty, empty, 0),
+        ),
         num_changed=sum(switched) + empty,
         changed=(shown,) * (sum(switched) > 0),
     )
 
 
-def several(*others: tuple[str, Answers], first: Answers | None = None, **changed: Any) -> EvaluationFact:
-    """GSM8K and other tasks, each with its counts; a task's `changed` fields of the checkpoint are those of all."""
+def several(
+    *others: tuple[str, Answers], first: Answers | None = None, **changed: Any
+) -> EvaluationFact:
+    """GSM8K and other tasks, each with its counts; a task's `changed` fields of the checkpoint are
+    those of all.
+    """
     found = evaluation(first, **changed)
     tasks = [evaluation(answers, protocol={"task": name}, **changed) for name, answers in others]
-    plain = [TaskFact(**{key: value for key, value in dict(one).items() if key != "tasks"}) for one in tasks]
+    plain = [
+        TaskFact(**{key: value for key, value in dict(one).items() if key != "tasks"})
+        for one in tasks
+    ]
     return found.model_copy(update={"tasks": tuple(plain)})
 
 
-def judged(found: EvaluationFact, gates: Gates | None = None, serve: ServeCheck | None = None) -> FullReport:
+def judged(
+    found: EvaluationFact, gates: Gates | None = None, serve: ServeCheck | None = None
+) -> FullReport:
     """A report of a checkpoint that was checked, evaluated and judged."""
     data = check_data(check(reports.MODEL))
     judgement = judge(gates=gates or Gates(), check=data, serve=serve, evaluation=found)
@@ -167,7 +187,9 @@ def judged(found: EvaluationFact, gates: Gates | None = None, serve: ServeCheck 
 
 
 def hostile(word: str) -> FullReport:
-    """Every string of an evaluation that a stranger may choose is `word`, names of filters included."""
+    """Every string of an evaluation that a stranger may choose is `word`, names of filters
+    included.
+    """
     fact = evaluation(
         Answers(both=3, only_source=1, only_checkpoint=1, neither=1),
         environment={word: word},
@@ -181,6 +203,10 @@ def hostile(word: str) -> FullReport:
     told["paired"][0]["filter"] = word
     full = judged(EvaluationFact.model_validate(told))
     assert full.judgement
-    reasons = tuple(reason.model_copy(update={"says": word, "gate": word}) for reason in full.judgement.reasons)
+    reasons = tuple(
+        reason.model_copy(update={"says": word, "gate": word}) for reason in full.judgement.reasons
+    )
     judgement = full.judgement.model_copy(update={"reasons": reasons})
-    return full.model_copy(update={"judgement": judgement, "identity": Identity(sha256=word, files={})})
+    return full.model_copy(
+        update={"judgement": judgement, "identity": Identity(sha256=word, files={})}
+    )

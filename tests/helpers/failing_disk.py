@@ -1,9 +1,11 @@
-"""A whole calibrated run whose disk is full, or dead, at each station in turn: `python failing_disk.py FOLDER [ERRNO]`.
+"""A whole calibrated run whose disk is full, or dead, at each station in turn: `python
+failing_disk.py FOLDER [ERRNO]`.
 
-In: an empty folder. Without a number it is a file system of its own, which this process mounts and fills to the last
-byte when a station begins: each error is the kernel's. With the number of an error, the kernel's fsync is asked to give
-that one back instead, which is how a disk says that it is gone. Out: one JSON line for each end of the command. After
-each the same command is run again, with room again, until the output is whole.
+In: an empty folder. Without a number it is a file system of its own, which this process mounts and
+fills to the last byte when a station begins: each error is the kernel's. With the number of an
+error, the kernel's fsync is asked to give that one back instead, which is how a disk says that it
+is gone. Out: one JSON line for each end of the command. After each the same command is run again,
+with room again, until the output is whole.
 
 Easy to get wrong: a station that is never reached fails nothing. The last line says which were not.
 """
@@ -40,7 +42,9 @@ _Usage = namedtuple("_Usage", "total used free")
 
 
 class Fault:
-    """State: which stations have failed; at the first call of another one the fault begins, until `mend`."""
+    """State: which stations have failed; at the first call of another one the fault begins, until
+    `mend`.
+    """
 
     def __init__(self, folder: Path, number: int) -> None:
         self.folder, self.number, self.station = folder, number, ""
@@ -54,7 +58,11 @@ class Fault:
 
     def at_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Called by Python for each file that is opened and each folder that is made."""
-        if event in ("open", "os.mkdir") and isinstance(arguments[0], str | os.PathLike) and not self.station:
+        if (
+            event in ("open", "os.mkdir")
+            and isinstance(arguments[0], str | os.PathLike)
+            and not self.station
+        ):
             self._begin(os.fspath(arguments[0]))
             if self.station:
                 self._fill()
@@ -74,7 +82,11 @@ class Fault:
 
     def _begin(self, path: str) -> None:
         for station, pattern in STATIONS.items():
-            if station not in self.failed and path.startswith(str(self.folder)) and re.search(pattern, path):
+            if (
+                station not in self.failed
+                and path.startswith(str(self.folder))
+                and re.search(pattern, path)
+            ):
                 self.station = station
                 self.failed.add(station)
                 return
@@ -115,7 +127,10 @@ def main(folder: Path, number: int) -> None:
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.glob("*.safetensors")
+    }
 
 
 if __name__ == "__main__":

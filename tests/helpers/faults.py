@@ -1,10 +1,11 @@
-"""Every fault of a Hub at every step of `keepmtp publish`: the table of both, and what may never happen.
+"""Every fault of a Hub at every step of `keepmtp publish`: the table of both, and what may never
+happen.
 
-In: a Hub on loopback (hub.py) and a parcel. Out: how the command ended, in a process of its own, and what was wrong
-with that, in words.
+In: a Hub on loopback (hub.py) and a parcel. Out: how the command ended, in a process of its own,
+and what was wrong with that, in words.
 
-Easy to get wrong: an end without a traceback is not yet a good end. A repository that is public, a word such as
-"published", and the other host's list of headers say whether it was.
+Easy to get wrong: an end without a traceback is not yet a good end. A repository that is public, a
+word such as "published", and the other host's list of headers say whether it was.
 """
 
 import json
@@ -57,7 +58,9 @@ def _wrong_types(body: bytes) -> bytes:
 
     told = json.loads(body)
     if isinstance(told, list):
-        return json.dumps([{key: other(value) for key, value in entry.items()} for entry in told]).encode()
+        return json.dumps(
+            [{key: other(value) for key, value in entry.items()} for entry in told]
+        ).encode()
     return json.dumps({key: other(value) for key, value in told.items()}).encode()
 
 
@@ -70,7 +73,9 @@ _ALWAYS = 10**6
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is set before a fault's command runs: `other` is another host, `pids` gets the command's process id."""
+    """What is set before a fault's command runs: `other` is another host, `pids` gets the command's
+    process id.
+    """
 
     hub: Hub
     other: str
@@ -80,7 +85,8 @@ class Case:
     def signal(self, number: signal.Signals) -> Callable[[], None]:
         """Sends a signal to the command, once, and gives it the time to arrive.
 
-        Two uploads run at a time. A second signal while Python leaves would end it at once, without its exit status.
+        Two uploads run at a time. A second signal while Python leaves would end it at once, without
+        its exit status.
         """
         unsent = [number]
 
@@ -99,16 +105,34 @@ class Case:
 
 FAULTS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
     "cut": lambda case: {"times": _ALWAYS},
-    **{str(code): lambda case, code=code: {"status": code, "times": _ALWAYS} for code in (401, 403, 404, 409, 412)},
-    **{str(code): lambda case, code=code: {"status": code, "times": _ALWAYS} for code in (500, 502, 503)},
+    **{
+        str(code): lambda case, code=code: {"status": code, "times": _ALWAYS}
+        for code in (401, 403, 404, 409, 412)
+    },
+    **{
+        str(code): lambda case, code=code: {"status": code, "times": _ALWAYS}
+        for code in (500, 502, 503)
+    },
     "429, soon": lambda case: {"status": 429, "times": _ALWAYS, "headers": {"Retry-After": "0"}},
-    "429, in a day": lambda case: {"status": 429, "times": _ALWAYS, "headers": {"Retry-After": "86400"}},
-    "503, in a day": lambda case: {"status": 503, "times": _ALWAYS, "headers": {"Retry-After": "86400"}},
+    "429, in a day": lambda case: {
+        "status": 429,
+        "times": _ALWAYS,
+        "headers": {"Retry-After": "86400"},
+    },
+    "503, in a day": lambda case: {
+        "status": 503,
+        "times": _ALWAYS,
+        "headers": {"Retry-After": "86400"},
+    },
     "silent": lambda case: {"times": _ALWAYS, "before": bool, "hold": case.end},
     "drips": lambda case: {"times": _ALWAYS, "spoils": "drip"},
     "headers drip": lambda case: {"times": _ALWAYS, "spoils": "headers"},
     "truncated": lambda case: {"times": _ALWAYS, "spoils": "truncate"},
-    "no JSON": lambda case: {"times": _ALWAYS, "status": 200, "body": b"<html>Welcome to this network</html>"},
+    "no JSON": lambda case: {
+        "times": _ALWAYS,
+        "status": 200,
+        "body": b"<html>Welcome to this network</html>",
+    },
     "half of the JSON": lambda case: {
         "times": _ALWAYS,
         "spoils": "rewrite",
@@ -118,8 +142,16 @@ FAULTS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
     "wrong types": lambda case: {"times": _ALWAYS, "spoils": "rewrite", "rewrite": _wrong_types},
     "a list": lambda case: {"times": _ALWAYS, "status": 200, "body": b"[7]"},
     "null": lambda case: {"times": _ALWAYS, "status": 200, "body": b"null"},
-    "sent to another host": lambda case: {"times": _ALWAYS, "status": 307, "headers": {"Location": f"{case.other}/x"}},
-    "sent in a circle": lambda case: {"times": _ALWAYS, "status": 307, "headers": {"Location": "?"}},
+    "sent to another host": lambda case: {
+        "times": _ALWAYS,
+        "status": 307,
+        "headers": {"Location": f"{case.other}/x"},
+    },
+    "sent in a circle": lambda case: {
+        "times": _ALWAYS,
+        "status": 307,
+        "headers": {"Location": "?"},
+    },
     "somebody commits": lambda case: {"before": case.commit_by_others},
     "Ctrl-C": lambda case: {"before": case.signal(signal.SIGINT)},
     "killed": lambda case: {"before": case.signal(signal.SIGKILL)},
@@ -130,7 +162,12 @@ PASSING = ("cut once", "503 once", "429 once")
 # Of requests whose answer is no JSON.
 _BYTES = ("send", "say it is sent")
 _OF_JSON = ("no keys", "wrong types", "half of the JSON")
-CASES = [(step, fault) for step in STEPS for fault in FAULTS if not (fault in _OF_JSON and step in _BYTES)]
+CASES = [
+    (step, fault)
+    for step in STEPS
+    for fault in FAULTS
+    if not (fault in _OF_JSON and step in _BYTES)
+]
 
 
 def spoil(case: Case, step: str, fault: str) -> None:
@@ -148,7 +185,9 @@ def run(case: Case, call: Callable[[], object], *, seconds: float = LONGEST_SECO
         case.end.set()
 
 
-def complaints(case: Case, ended: Ended, step: str, fault: str, wanted: Mapping[str, bytes]) -> Iterator[str]:
+def complaints(
+    case: Case, ended: Ended, step: str, fault: str, wanted: Mapping[str, bytes]
+) -> Iterator[str]:
     """What is wrong with how a command ended."""
     said = ended.out + ended.err
     repo = case.hub.repos.get(REPO)
@@ -165,7 +204,12 @@ def complaints(case: Case, ended: Ended, step: str, fault: str, wanted: Mapping[
         yield "called published, and is something else"
     if ended.code and '"verified"' in ended.out:
         yield "called verified, and then failed"
-    if repo is not None and not repo.private and (ended.code or not is_good) and step != "go public":
+    if (
+        repo is not None
+        and not repo.private
+        and (ended.code or not is_good)
+        and step != "go public"
+    ):
         yield "public, and not verified"
     if ended.code == 2 and not re.search(r"error: .+; got .+\. .+", " ".join(ended.err.split())):
         yield "no sentence"
@@ -184,7 +228,9 @@ def _statuses(step: str, fault: str) -> tuple[int, ...]:
 def holds(hub: Hub, wanted: Mapping[str, bytes]) -> bool:
     """The repository has these files, byte for byte, and no other."""
     there = hub.repos[REPO].at("main")
-    return {*wanted, ".gitattributes"} == {*there} and all(hub.read(REPO, name) == wanted[name] for name in wanted)
+    return {*wanted, ".gitattributes"} == {*there} and all(
+        hub.read(REPO, name) == wanted[name] for name in wanted
+    )
 
 
 def contents(files: Mapping[str, Path]) -> dict[str, bytes]:

@@ -1,6 +1,8 @@
-"""Our W4A16 and FP8 checkpoints in the forms of other tools: GPTQ, AWQ, AutoRound, Quark; and what each tool says.
+"""Our W4A16 and FP8 checkpoints in the forms of other tools: GPTQ, AWQ, AutoRound, Quark; and what
+each tool says.
 
-In: a `Checkpoint` of good.ours. Out: the same with other tensor names, shapes and quantization_config.
+In: a `Checkpoint` of good.ours. Out: the same with other tensor names, shapes and
+quantization_config.
 
 Source: vLLM 0.32.0 auto_gptq.py and auto_awq.py (create_weights) for names and shapes.
 """
@@ -12,12 +14,37 @@ from good import ours
 
 Packing = Literal["gptq", "awq"]
 GROUP = 128
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP,
+    "desc_act": False,
+    "sym": True,
+    "lm_head": False,
+}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True, "data_type": "int"}
+AUTOROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": GROUP,
+    "sym": True,
+    "data_type": "int",
+}
 AUTOROUND |= {"packing_format": "auto_round:auto_gptq"}
-_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False, "symmetric": True}
-AUTOROUND_MXFP4 = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "mx_fp"}
+_FP8 = {
+    "dtype": "fp8_e4m3",
+    "qscheme": "per_channel",
+    "ch_axis": 0,
+    "is_dynamic": False,
+    "symmetric": True,
+}
+AUTOROUND_MXFP4 = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "data_type": "mx_fp",
+}
 _GROUP = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16}
 _ONE = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
 _NVFP4 = {
@@ -34,7 +61,9 @@ QUARK = {
 }
 
 
-def packed(model: str, said: dict[str, Any], packing: Packing, mtp: str = "bf16", **entries: Any) -> Checkpoint:
+def packed(
+    model: str, said: dict[str, Any], packing: Packing, mtp: str = "bf16", **entries: Any
+) -> Checkpoint:
     """The backbone in 4 bits, the MTP block plain or `W4A16` as well."""
     checkpoint = ours(model, "W4A16", mtp)
     for name in [name for name in checkpoint.tensors if name.endswith(".weight_packed")]:
@@ -42,7 +71,9 @@ def packed(model: str, said: dict[str, Any], packing: Packing, mtp: str = "bf16"
         rows, words = checkpoint.tensors.pop(name)[1]
         for leaf in ("weight_scale", "weight_shape"):
             del checkpoint.tensors[f"{stem}.{leaf}"]
-        checkpoint.tensors |= {f"{stem}.{leaf}": spec for leaf, spec in leaves_of(rows, words * 8, packing).items()}
+        checkpoint.tensors |= {
+            f"{stem}.{leaf}": spec for leaf, spec in leaves_of(rows, words * 8, packing).items()
+        }
     checkpoint.config["quantization_config"] = said | entries
     checkpoint.config.get("text_config", {}).pop("quantization_config", None)
     return checkpoint
@@ -83,11 +114,21 @@ def quark_nvfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Ch
     return checkpoint
 
 
-def quark_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", *, element: str = "fp4", **entries: Any) -> Checkpoint:
-    """MXFP4 weights and inputs as Quark writes them for AMD's GPUs, such as amd/DeepSeek-R1-0528-MXFP4."""
+def quark_mxfp4(
+    model: str = "glm-4.7", mtp: str = "bf16", *, element: str = "fp4", **entries: Any
+) -> Checkpoint:
+    """MXFP4 weights and inputs as Quark writes them for AMD's GPUs, such as
+    amd/DeepSeek-R1-0528-MXFP4.
+    """
     checkpoint = ours(model, "MXFP4", mtp)
     checkpoint.rename(r"(.*)\.weight_packed", r"\1.weight")
-    weight = {"dtype": element, "qscheme": "per_group", "group_size": 32, "is_dynamic": False, "scale_format": "e8m0"}
+    weight = {
+        "dtype": element,
+        "qscheme": "per_group",
+        "group_size": 32,
+        "is_dynamic": False,
+        "scale_format": "e8m0",
+    }
     said = {"weight": weight, "input_tensors": weight | {"is_dynamic": True}}
     checkpoint.config["quantization_config"] = QUARK | {"global_quant_config": said} | entries
     return checkpoint

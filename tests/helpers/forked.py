@@ -1,9 +1,11 @@
-"""A function in a process of its own, forked from this one: quick, since everything is imported already.
+"""A function in a process of its own, forked from this one: quick, since everything is imported
+already.
 
-In: a function, and how long it may take. Out: how it ended, what it printed, and whether it had to be killed.
+In: a function, and how long it may take. Out: how it ended, what it printed, and whether it had to
+be killed.
 
-Easy to get wrong: a process that has done its work can still hang at its end, where Python waits for threads. So the
-child waits for them like any Python, and only then it exits.
+Easy to get wrong: a process that has done its work can still hang at its end, where Python waits
+for threads. So the child waits for them like any Python, and only then it exits.
 """
 
 import os
@@ -33,7 +35,9 @@ class Ended:
     seconds: float
 
 
-def forked(call: Callable[[], object], *, seconds: float, watch: Callable[[int], object] = lambda pid: None) -> Ended:
+def forked(
+    call: Callable[[], object], *, seconds: float, watch: Callable[[int], object] = lambda pid: None
+) -> Ended:
     """Run `call` in a child; `watch` gets its process id at once."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         start = time.monotonic()
@@ -45,7 +49,9 @@ def forked(call: Callable[[], object], *, seconds: float, watch: Callable[[int],
         took = time.monotonic() - start
         out.seek(0), err.seek(0)
         told, said = out.read().decode(errors="replace"), err.read().decode(errors="replace")
-    return Ended(code=os.waitstatus_to_exitcode(status), out=told, err=said, hung=hung, seconds=took)
+    return Ended(
+        code=os.waitstatus_to_exitcode(status), out=told, err=said, hung=hung, seconds=took
+    )
 
 
 def _wait(pid: int, until: float) -> tuple[int, bool]:

@@ -1,6 +1,8 @@
-"""Good checkpoints: released, written by keepmtp, by llm-compressor, by hand, in each dialect but modelopt's.
+"""Good checkpoints: released, written by keepmtp, by llm-compressor, by hand, in each dialect but
+modelopt's.
 
-In: nothing. Out: GOOD, name -> a function that builds a `Checkpoint`; modelopt's are in modelopt_form.py.
+In: nothing. Out: GOOD, name -> a function that builds a `Checkpoint`; modelopt's are in
+modelopt_form.py.
 """
 
 import re
@@ -36,7 +38,11 @@ _CALIBRATION = {
 
 
 # What vLLM's classes read beside config.json: model_type -> file -> content.
-_COMPANIONS = {"dots3_note": {"added_tokens.json": {"<|imgpad|>": 500, "<|audiopad|>": 501, "<|audio_comp_pad|>": 502}}}
+_COMPANIONS = {
+    "dots3_note": {
+        "added_tokens.json": {"<|imgpad|>": 500, "<|audiopad|>": 501, "<|audio_comp_pad|>": 502}
+    }
+}
 
 
 def released(model: str, **changes: Any) -> Checkpoint:
@@ -52,10 +58,17 @@ def companions(config: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def planned(
-    model: str, scheme: str, mtp: str, size: str = "tiny", format: Format = "compressed-tensors", **changes: Any
+    model: str,
+    scheme: str,
+    mtp: str,
+    size: str = "tiny",
+    format: Format = "compressed-tensors",
+    **changes: Any,
 ) -> Plan:
     """Our plan for a model: one scheme for the whole backbone, and a policy for the MTP block."""
-    return plan_of(*releases.source_layout(model, size=size, changes=changes), model, scheme, mtp, format)
+    return plan_of(
+        *releases.source_layout(model, size=size, changes=changes), model, scheme, mtp, format
+    )
 
 
 def plan_of(
@@ -70,7 +83,9 @@ def plan_of(
     source = as_source(Checkpoint(config=config, tensors=dict(tensors)), Path("/nonexistent"))
     view = find_view(config, model)
     places = [view.place(HFName(name)) for name in tensors]
-    roles = {p.role for p in places if p and p.part == "backbone" and not p.row.why_kept} & set(QUANTIZABLE_ROLES)
+    roles = {p.role for p in places if p and p.part == "backbone" and not p.row.why_kept} & set(
+        QUANTIZABLE_ROLES
+    )
     words = (scheme, mtp) if roles else (mtp,)  # a draft of its own has no backbone
     calibrated = any(SCHEMES[word].needs_calibration for word in words if word in SCHEMES)
     # A static input scale distorts what vLLM absorbs; `refuse_calibration` says so.
@@ -101,7 +116,12 @@ def plan_of(
     return make_plan(recipe, source)
 
 
-def cached(model: str, scheme: str = "FP8_DYNAMIC", mtp: str = "bf16", format: Format = "compressed-tensors") -> Plan:
+def cached(
+    model: str,
+    scheme: str = "FP8_DYNAMIC",
+    mtp: str = "bf16",
+    format: Format = "compressed-tensors",
+) -> Plan:
     """Our plan with scales of an FP8 KV cache."""
     plan = planned(model, scheme if format == "compressed-tensors" else "NVFP4", mtp, format=format)
     recipe = plan.recipe.model_dump() | {"kv_cache": "FP8", "calibration": _CALIBRATION}
@@ -124,14 +144,25 @@ def outputs_of(plan: Plan) -> Checkpoint:
     """What keepmtp writes by a plan."""
     files = deepcopy(files_of(plan))
     config = files.pop("config.json")
-    tensors = {str(output.name): (output.dtype, output.shape) for shard in plan.shards for output in shard.outputs}
+    tensors = {
+        str(output.name): (output.dtype, output.shape)
+        for shard in plan.shards
+        for output in shard.outputs
+    }
     return Checkpoint(config=config, tensors=tensors, json_files={**companions(config), **files})
 
 
 def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:
-    """The same tensors under a config as llm-compressor writes it: target Linear, and whole names to ignore."""
+    """The same tensors under a config as llm-compressor writes it: target Linear, and whole names
+    to ignore.
+    """
     checkpoint = ours(model, scheme, mtp)
-    names = [name for module in modules_of(planned(model, scheme, mtp)) if not module.scheme for name in module.asked]
+    names = [
+        name
+        for module in modules_of(planned(model, scheme, mtp))
+        if not module.scheme
+        for name in module.asked
+    ]
     checkpoint.quantization["config_groups"]["group_0"]["targets"] = ["Linear"]
     checkpoint.quantization["ignore"] = [*dict.fromkeys(names), "re:^visual\\."]
     return checkpoint
@@ -158,7 +189,9 @@ def published_flash() -> Checkpoint:
         "config_groups": {
             "group_0": {
                 "format": "float-quantized",
-                "targets": ["re:.*\\.attn\\.(fused_wqa_wkv|compressor\\.fused_wkv_wgate|wq_b|wo_a|wo_b)$"],
+                "targets": [
+                    "re:.*\\.attn\\.(fused_wqa_wkv|compressor\\.fused_wkv_wgate|wq_b|wo_a|wo_b)$"
+                ],
                 "weights": {
                     "num_bits": 8,
                     "type": "float",
@@ -195,13 +228,22 @@ def published_flash() -> Checkpoint:
                 },
             },
         },
-        "ignore": ["head", "embed", "re:.*norm.*", "re:.*\\.ffn\\.gate$", "re:.*mtp\\..*", "re:.*\\.layers\\.3\\..*"],
+        "ignore": [
+            "head",
+            "embed",
+            "re:.*norm.*",
+            "re:.*\\.ffn\\.gate$",
+            "re:.*mtp\\..*",
+            "re:.*\\.layers\\.3\\..*",
+        ],
     }
     return checkpoint
 
 
 def nvfp4_experts() -> Checkpoint:
-    """DeepSeek-V4-Pro as published: native FP8 config, NVFP4 experts, MTP passed through as MXFP4."""
+    """DeepSeek-V4-Pro as published: native FP8 config, NVFP4 experts, MTP passed through as
+    MXFP4.
+    """
     checkpoint = released("dsv4-pro")
     for name in [*checkpoint.tensors]:
         if re.match(r"layers\.\d+\.ffn\.experts\.", name):
@@ -219,13 +261,17 @@ def nvfp4_experts() -> Checkpoint:
 
 
 def red_hat() -> Checkpoint:
-    """Qwen3-Next under a hand-written recipe: delta nets left in BF16, everything by regexes from the start."""
+    """Qwen3-Next under a hand-written recipe: delta nets left in BF16, everything by regexes from
+    the start.
+    """
     checkpoint = ours("qwen3-next-80b", "FP8_DYNAMIC")
     plain = released("qwen3-next-80b").tensors
     for name in [*checkpoint.tensors]:
         if ".linear_attn." in name and name not in plain:
             del checkpoint.tensors[name]
-    checkpoint.tensors.update({name: spec for name, spec in plain.items() if ".linear_attn." in name})
+    checkpoint.tensors.update(
+        {name: spec for name, spec in plain.items() if ".linear_attn." in name}
+    )
     checkpoint.quantization["config_groups"]["group_0"]["targets"] = ["Linear"]
     checkpoint.quantization["ignore"] = [
         "lm_head",
@@ -239,7 +285,9 @@ def red_hat() -> Checkpoint:
 
 
 def qwen_fp8() -> Checkpoint:
-    """Qwen3.5 as its makers publish it in FP8: blocks, MTP layers too, exceptions in names on disk."""
+    """Qwen3.5 as its makers publish it in FP8: blocks, MTP layers too, exceptions in names on
+    disk.
+    """
     checkpoint = ours("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK")
     checkpoint.rename(r"(.*)\.weight_scale", r"\1.weight_scale_inv")
     names = [
@@ -268,7 +316,9 @@ def native_bf16_mtp() -> Checkpoint:
     """DeepSeek-V3 in its own FP8, MTP block dequantized and listed whole name by whole name."""
     checkpoint = released("deepseek-r1")
     stem = "model.layers.3."
-    scaled = [n.rpartition(".")[0] for n in checkpoint.take(r"model\.layers\.3\..*weight_scale_inv")]
+    scaled = [
+        n.rpartition(".")[0] for n in checkpoint.take(r"model\.layers\.3\..*weight_scale_inv")
+    ]
     for module in scaled:
         checkpoint.tensors[f"{module}.weight"] = ("BF16", checkpoint.tensors[f"{module}.weight"][1])
     attention = ["fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]
@@ -282,14 +332,18 @@ def native_bf16_mtp() -> Checkpoint:
 
 
 def copies_in_fp8() -> Checkpoint:
-    """GLM-4.7 with all of the MTP layer in FP8, the embedding and head too in whose place vLLM puts the target's."""
+    """GLM-4.7 with all of the MTP layer in FP8, the embedding and head too in whose place vLLM puts
+    the target's.
+    """
     checkpoint = llmcompressor("glm-4.7", "FP8_DYNAMIC")
     pack(r"model\.layers\.3\.(embed_tokens|shared_head\.head)", "FP8_DYNAMIC")(checkpoint)
     return checkpoint
 
 
 def head_that_is_skipped() -> Checkpoint:
-    """Ring 2.5 with a packed copy of the head in its MTP layer, whose loader skips names that it does not know."""
+    """Ring 2.5 with a packed copy of the head in its MTP layer, whose loader skips names that it
+    does not know.
+    """
     checkpoint = ours("ring-2.5-1t", "NVFP4")
     copy = "model.layers.4.shared_head.head"
     checkpoint.tensors[f"{copy}.weight"] = checkpoint.tensors["lm_head.weight"]

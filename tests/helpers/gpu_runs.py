@@ -1,8 +1,10 @@
 """A calibrated run on the CPU and again on the pretended GPU, in a process of its own.
 
-In: a source, a recipe and tokens. Out: an `Outcome` of both runs: what differs, and what the GPU saw.
+In: a source, a recipe and tokens. Out: an `Outcome` of both runs: what differs, and what the GPU
+saw.
 
-Easy to get wrong: the run on the CPU comes first, because a process that has pretended to have a GPU always has one.
+Easy to get wrong: the run on the CPU comes first, because a process that has pretended to have a
+GPU always has one.
 """
 
 import sys
@@ -65,7 +67,9 @@ class Outcome:
 
 
 def in_a_child(call: Callable[..., Any], *args: Any) -> Any:
-    """What a function of a module returns in a process of its own; what it raises fails the test that asks."""
+    """What a function of a module returns in a process of its own; what it raises fails the test
+    that asks.
+    """
     receiver, sender = forks().Pipe(duplex=False)
     child = forks().Process(target=_told, args=(sender, call, *args))
     child.start()
@@ -90,8 +94,12 @@ def _told(sender: Connection, call: Callable[..., Any], *args: Any) -> None:
 
 
 def family_run(recipe: Recipe, folder: Path) -> Outcome:
-    """A tiny checkpoint of a family, its experts (or MLPs) and those of its MTP block calibrated for NVFP4."""
-    source = write_checkpoint(folder / "source", *source_layout(recipe.model, size="tiny"), data="random")
+    """A tiny checkpoint of a family, its experts (or MLPs) and those of its MTP block calibrated
+    for NVFP4.
+    """
+    source = write_checkpoint(
+        folder / "source", *source_layout(recipe.model, size="tiny"), data="random"
+    )
     return both(nvfp4_recipe(recipe, source), source, DATA, folder)
 
 
@@ -102,7 +110,11 @@ def nvfp4_recipe(recipe: Recipe, source: Path) -> Recipe:
     words = recipe.backbone | {_large(recipe.backbone): "NVFP4"}
     block = {group: "NVFP4" if group == _large(own) else "bf16" for group in own}
     return recipe.model_copy(
-        update={"calibration": BLOCK, "backbone": words, "mtp": block if plan.view.family.draft else "bf16"}
+        update={
+            "calibration": BLOCK,
+            "backbone": words,
+            "mtp": block if plan.view.family.draft else "bf16",
+        }
     )
 
 
@@ -115,10 +127,18 @@ def both(recipe: Recipe, source: Path, data: CalibrationData, folder: Path) -> O
     parts, own = line(recipe, source, data, folder / "cpu", CPU)
     with pretended_gpu() as gpu:
         _, theirs = line(recipe, source, data, folder / "gpu", gpu.device)
-    names = {str(path.relative_to(side)) for side in (folder / "cpu", folder / "gpu") for path in _tensors_in(side)}
+    names = {
+        str(path.relative_to(side))
+        for side in (folder / "cpu", folder / "gpu")
+        for path in _tensors_in(side)
+    }
     return Outcome(
         parts=parts,
-        files=tuple(sorted(name for name in names if not _same(folder / "cpu" / name, folder / "gpu" / name))),
+        files=tuple(
+            sorted(
+                name for name in names if not _same(folder / "cpu" / name, folder / "gpu" / name)
+            )
+        ),
         figures={key: (value, theirs[key]) for key, value in own.items() if theirs[key] != value},
         mixes=tuple(gpu.mixes),
         num_waits=gpu.num_waits,
@@ -138,7 +158,9 @@ def line(
     on_device = patch.object(writer, "_devices", lambda: [device])
     with claim(run.plan, folder / "out", calibration=run.salt) as partial, on_device:
         writer.write(run.plan, partial, recipe_text="", threads=1, **given)
-    return frozenset(tensor.part for tensor in run.plan.tensors if tensor.calibrated), dict(run.summary)
+    return frozenset(tensor.part for tensor in run.plan.tensors if tensor.calibrated), dict(
+        run.summary
+    )
 
 
 def _tensors_in(folder: Path) -> list[Path]:

@@ -1,7 +1,9 @@
-"""A Hub on loopback: repositories of models can be made, written to and read, datasets read, with faults on request.
+"""A Hub on loopback: repositories of models can be made, written to and read, datasets read, with
+faults on request.
 
-It speaks what huggingface_hub 1.33 and `datasets` ask with HF_HUB_DISABLE_XET=1: LFS in one piece or in parts, commits,
-branches, settings, trees, byte ranges. With Xet it gives hf_xet a folder of this machine to store chunks in.
+It speaks what huggingface_hub 1.33 and `datasets` ask with HF_HUB_DISABLE_XET=1: LFS in one piece
+or in parts, commits, branches, settings, trees, byte ranges. With Xet it gives hf_xet a folder of
+this machine to store chunks in.
 """
 
 import base64
@@ -34,13 +36,15 @@ class Fault:
     """What happens to the next `times` requests whose "METHOD /path" the pattern `to` finds.
 
     Attributes:
-        status: the answer; 0: none, the connection is cut after `after` bytes of the request's body.
+        status: the answer; 0: none, the connection is cut after `after` bytes of the request's
+            body.
         headers: of the answer.
         hold: cut, or answer, only when this is set.
         skip: so many such requests are answered as they should be first.
         body: the answer's, in place of an error's words.
-        spoils: the right answer is sent, but otherwise: "drip" a byte at a time, "headers" that drip and do not end,
-            "truncate" to the half of what its header says, "rewrite" as `rewrite` makes it of the right body.
+        spoils: the right answer is sent, but otherwise: "drip" a byte at a time, "headers" that
+            drip and do not end, "truncate" to the half of what its header says, "rewrite" as
+            `rewrite` makes it of the right body.
         before: called when the request is there, and before it is answered.
     """
 
@@ -63,7 +67,9 @@ class Fault:
 
 @dataclass
 class Blob:
-    """A file of a commit: git's hash, and the SHA-256 of a large one; `path` of one whose bytes are elsewhere."""
+    """A file of a commit: git's hash, and the SHA-256 of a large one; `path` of one whose bytes are
+    elsewhere.
+    """
 
     oid: str
     size: int
@@ -85,7 +91,9 @@ class Repo:
 
     def name(self, revision: str) -> str:
         """The commit that a revision means; "" if there is none."""
-        return self.branches.get(revision) or (revision if re.fullmatch("[0-9a-f]{40}", revision) else "")
+        return self.branches.get(revision) or (
+            revision if re.fullmatch("[0-9a-f]{40}", revision) else ""
+        )
 
     def at(self, revision: str) -> dict[str, Blob]:
         return self.commits[int(self.name(revision), 16) - 1]
@@ -106,7 +114,8 @@ class Hub:
         faults: taken in order.
         requests: "METHOD /path" of each, and the range where one was asked for.
         put: body bytes that arrived for each large file, by SHA-256.
-        sent_by_xet: files that may come by Xet, by SHA-256; their chunks go to a folder here and not through the Hub.
+        sent_by_xet: files that may come by Xet, by SHA-256; their chunks go to a folder here and
+            not through the Hub.
         leads_elsewhere: a large file is asked for at another address, which the Hub answers with.
     """
 
@@ -133,14 +142,21 @@ class Hub:
         """A public repository that holds a folder's files as they are now; returns the commit."""
         self.repos.setdefault(name, Repo(private=False))
         files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-        return self.commit(name, {path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
+        return self.commit(
+            name, {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+        )
 
     def link(self, name: str, folder: Path) -> str:
-        """`mirror`, for files that are mostly holes: only the bytes that are asked for are read, where they are."""
+        """`mirror`, for files that are mostly holes: only the bytes that are asked for are read,
+        where they are.
+        """
         repo = self.repos.setdefault(name, Repo(private=False))
         found = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
         oids = {file: hashlib.sha1(file.encode()).hexdigest() for file in found}
-        blobs = {file: Blob(oid=oids[file], size=path.stat().st_size, path=path) for file, path in found.items()}
+        blobs = {
+            file: Blob(oid=oids[file], size=path.stat().st_size, path=path)
+            for file, path in found.items()
+        }
         return repo.add(blobs)
 
     def commit(self, name: str, files: Mapping[str, bytes]) -> str:
@@ -152,7 +168,10 @@ class Hub:
     def store(self, content: bytes, *, large: bool = False) -> Blob:
         """Keep bytes under their hash."""
         sha256, size = hashlib.sha256(content).hexdigest(), len(content)
-        shown = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize %d\n" % (sha256.encode(), size)
+        shown = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize %d\n" % (
+            sha256.encode(),
+            size,
+        )
         git = shown if large else content
         oid = hashlib.sha1(b"blob %d\0%b" % (len(git), git)).hexdigest()
         (self.folder / (sha256 if large else oid)).write_bytes(content)
@@ -164,11 +183,15 @@ class Hub:
         return (self.folder / (blob.sha256 or blob.oid)).read_bytes()
 
     def by_sha256(self, sha256: str) -> Path:
-        """The bytes of a large file; those of one that came by Xet are known from the file that was sent."""
+        """The bytes of a large file; those of one that came by Xet are known from the file that was
+        sent.
+        """
         return self.sent_by_xet.get(sha256, self.folder / sha256)
 
     def spoil(self, name: str) -> None:
-        """The next upload of one file is stored with other bytes than were sent, as the Hub then says itself."""
+        """The next upload of one file is stored with other bytes than were sent, as the Hub then
+        says itself.
+        """
         self._spoilt = name
 
     _spoilt = ""
@@ -226,10 +249,17 @@ class _Handler(BaseHTTPRequestHandler):
             if fault and fault.hold is not None:
                 fault.hold.wait(60)
             if fault and fault.status and fault.body is not None:
-                return self._send(fault.status, fault.body, {"Content-Type": "application/json", **fault.headers})
+                return self._send(
+                    fault.status, fault.body, {"Content-Type": "application/json", **fault.headers}
+                )
             if fault and fault.status:
-                echo = f"sent with {self.headers.get('Authorization')}"  # a server may say what it was told
-                return self._say(fault.status, {"error": echo}, {"X-HF-Warning": f"echo; {echo}", **fault.headers})
+                # a server may say what it was told
+                echo = f"sent with {self.headers.get('Authorization')}"
+                return self._say(
+                    fault.status,
+                    {"error": echo},
+                    {"X-HF-Warning": f"echo; {echo}", **fault.headers},
+                )
             self._answer(body)
         except (_Cut, ConnectionError):
             self.close_connection = True
@@ -249,7 +279,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self, fault: Fault | None) -> bytes:
         left = int(self.headers.get("Content-Length", 0))
         cut = fault is not None and fault.is_cut()
-        sha256 = self.path.split("/")[2] if self.path.startswith("/lfs/") and self.command == "PUT" else ""
+        sha256 = (
+            self.path.split("/")[2]
+            if self.path.startswith("/lfs/") and self.command == "PUT"
+            else ""
+        )
         body = b""
         while left and (chunk := self.rfile.read(min(left, 1 << 16))):
             body += chunk
@@ -279,15 +313,23 @@ class _Handler(BaseHTTPRequestHandler):
                 if "repo" in told:
                     repo = self.hub.repos.get(told["repo"])
                     if repo is None or (repo.private and not token):
-                        return self._say(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+                        return self._say(
+                            404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
+                        )
                     if "revision" in told and not repo.name(told["revision"] or "main"):
-                        return self._say(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+                        return self._say(
+                            404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"}
+                        )
                     is_write = answer in _WRITES
                     owner = told["repo"].split("/")[0]
                     if is_write and (token != TOKEN or owner not in self.hub.writers):
                         return self._say(403, {"error": "You have no write access"})
                 return answer(self, body, **told)
-        self._say(404, {"error": f"no route for {self.command} {self.path}"}, {"X-Error-Code": "EntryNotFound"})
+        self._say(
+            404,
+            {"error": f"no route for {self.command} {self.path}"},
+            {"X-Error-Code": "EntryNotFound"},
+        )
 
     def _token(self) -> str:
         return self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -303,7 +345,12 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(body)
         name = f"{asked['organization']}/{asked['name']}"
         if asked["organization"] not in self.hub.writers:
-            return self._say(403, {"error": f"You don't have the rights to create a model under {name.split('/')[0]}"})
+            return self._say(
+                403,
+                {
+                    "error": f"You don't have the rights to create a model under {name.split('/')[0]}"
+                },
+            )
         if name in self.hub.repos:
             return self._say(409, {"error": "You already created this model repo"})
         self.hub.add(name, private=asked.get("visibility") == "private")
@@ -331,21 +378,43 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _tree(self, _: bytes, *, repo: str, revision: str, below: str | None) -> None:
         start = f"{below.strip('/')}/" if below and below.strip("/") else ""
-        files = {path: blob for path, blob in self.hub.repos[repo].at(revision).items() if path.startswith(start)}
+        files = {
+            path: blob
+            for path, blob in self.hub.repos[repo].at(revision).items()
+            if path.startswith(start)
+        }
         folders: set[str] = set()
         if "recursive=true" not in self.query.lower():
-            folders = {start + path.removeprefix(start).partition("/")[0] for path in files} - files.keys()
-            files = {path: blob for path, blob in files.items() if "/" not in path.removeprefix(start)}
-        listed = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)]
+            folders = {
+                start + path.removeprefix(start).partition("/")[0] for path in files
+            } - files.keys()
+            files = {
+                path: blob for path, blob in files.items() if "/" not in path.removeprefix(start)
+            }
+        listed = [
+            {"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
+            for path in sorted(folders)
+        ]
         self._say(200, listed + [_entry(path, blob) for path, blob in files.items()])
 
     def _paths_info(self, body: bytes, *, repo: str, revision: str) -> None:
         there = self.hub.repos[repo].at(revision)
-        self._say(200, [_entry(path, there[path]) for path in parse_qs(body.decode())["paths"] if path in there])
+        self._say(
+            200,
+            [
+                _entry(path, there[path])
+                for path in parse_qs(body.decode())["paths"]
+                if path in there
+            ],
+        )
 
     def _xet_token(self, _: bytes, *, repo: str, revision: str) -> None:
         """Where hf_xet 1.8 stores chunks: a folder of this machine, which it writes to itself."""
-        where = {"casUrl": f"local://{self.hub.folder / 'xet'}", "accessToken": "xet", "exp": 1 << 32}
+        where = {
+            "casUrl": f"local://{self.hub.folder / 'xet'}",
+            "accessToken": "xet",
+            "exp": 1 << 32,
+        }
         headers = {
             "X-Xet-Cas-Url": where["casUrl"],
             "X-Xet-Access-Token": "xet",
@@ -393,7 +462,12 @@ class _Handler(BaseHTTPRequestHandler):
                     | (
                         {}
                         if (self.hub.folder / file["oid"]).exists()
-                        else {"actions": {"upload": self._upload_action(file["oid"], file["size"]), "verify": verify}}
+                        else {
+                            "actions": {
+                                "upload": self._upload_action(file["oid"], file["size"]),
+                                "verify": verify,
+                            }
+                        }
                     )
                     for file in asked
                 ],
@@ -407,7 +481,10 @@ class _Handler(BaseHTTPRequestHandler):
             return {"href": f"{href}?{secret}"}
         count = -(-size // self.hub.part_bytes)
         parts = {f"{number:05d}": f"{href}/{number}?{secret}" for number in range(1, count + 1)}
-        return {"href": f"{href}/complete", "header": {"chunk_size": str(self.hub.part_bytes), **parts}}
+        return {
+            "href": f"{href}/complete",
+            "header": {"chunk_size": str(self.hub.part_bytes), **parts},
+        }
 
     def _put(self, body: bytes, *, oid: str, part: str | None) -> None:
         if part is None:
@@ -417,7 +494,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._say(200, {}, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
 
     def _complete(self, body: bytes, *, oid: str) -> None:
-        parts = [self.hub.folder / f"{oid}.{part['partNumber']}" for part in json.loads(body)["parts"]]
+        parts = [
+            self.hub.folder / f"{oid}.{part['partNumber']}" for part in json.loads(body)["parts"]
+        ]
         self.hub.store(b"".join(part.read_bytes() for part in parts), large=True)
         self._say(200, {})
 
@@ -425,7 +504,10 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(body)
         stored = self.hub.folder / asked["oid"]
         is_whole = stored.exists() and stored.stat().st_size == asked["size"]
-        self._say(200 if is_whole else 422, {} if is_whole else {"error": "size or hash of the object is another"})
+        self._say(
+            200 if is_whole else 422,
+            {} if is_whole else {"error": "size or hash of the object is another"},
+        )
 
     def _commit(self, body: bytes, *, repo: str, revision: str) -> None:
         found = self.hub.repos[repo]
@@ -437,14 +519,19 @@ class _Handler(BaseHTTPRequestHandler):
                 case "header":
                     head = found.name(revision)
                     if told.get("parentCommit", head) != head:
-                        return self._say(412, {"error": "A commit has happened since. Please refresh and try again."})
+                        return self._say(
+                            412,
+                            {"error": "A commit has happened since. Please refresh and try again."},
+                        )
                 case "file":
                     files[told["path"]] = self.hub.store(base64.b64decode(told["content"]))
                 case "deletedFile":
                     del files[told["path"]]
                 case "lfsFile":
                     content = self.hub.by_sha256(told["oid"]).read_bytes()
-                    files[told["path"]] = self.hub.stored(told["path"], self.hub.store(content, large=True))
+                    files[told["path"]] = self.hub.stored(
+                        told["path"], self.hub.store(content, large=True)
+                    )
                 case other:
                     return self._say(400, {"error": f"{other} is never sent by keepmtp"})
         url = f"{self.hub.endpoint}/{repo}"
@@ -476,12 +563,22 @@ class _Handler(BaseHTTPRequestHandler):
     def _lead(self, _: bytes, *, repo: str, revision: str, file: str) -> None:
         """A large file is elsewhere, as on the Hub, if `leads_elsewhere`."""
         if self.hub.leads_elsewhere and file.endswith(_LARGE):
-            self._send(302, b"", {"Location": f"{self.hub.endpoint}/elsewhere/{repo}/{revision}/{file}?signed=secret"})
+            self._send(
+                302,
+                b"",
+                {
+                    "Location": f"{self.hub.endpoint}/elsewhere/{repo}/{revision}/{file}?signed=secret"
+                },
+            )
         else:
             self._resolve(b"", repo=repo, revision=revision, file=file)
 
     def _say(self, status: int, told: object, headers: Mapping[str, str] | None = None) -> None:
-        self._send(status, json.dumps(told).encode(), {"Content-Type": "application/json", **(headers or {})})
+        self._send(
+            status,
+            json.dumps(told).encode(),
+            {"Content-Type": "application/json", **(headers or {})},
+        )
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         spoils = self.fault.spoils if self.fault else ""
@@ -513,10 +610,18 @@ class _Handler(BaseHTTPRequestHandler):
 def _entry(path: str, blob: Blob) -> dict[str, Any]:
     """A file of a listing."""
     listed: dict[str, Any] = {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
-    return listed | ({"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {})
+    return listed | (
+        {"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {}
+    )
 
 
-_WRITES = (_Handler._preupload, _Handler._batch, _Handler._commit, _Handler._settings, _Handler._branch)
+_WRITES = (
+    _Handler._preupload,
+    _Handler._batch,
+    _Handler._commit,
+    _Handler._settings,
+    _Handler._branch,
+)
 _REPO, _AT = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
 _ROUTES = (
     ("GET", r"/api/whoami-v2", _Handler._whoami),

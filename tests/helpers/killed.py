@@ -1,4 +1,5 @@
-"""Backbone passes in processes of their own, which may be killed; for tests of resuming and of several ranks.
+"""Backbone passes in processes of their own, which may be killed; for tests of resuming and of
+several ranks.
 
 Processes come from a fork server that has imported llm-compressor once, and has computed nothing.
 """
@@ -31,7 +32,9 @@ def small_recipe(folder: Path, name: str, *, search: str = "", **changes: Any) -
 
 def forks() -> ForkServerContext:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["killed", "keepmtp.pipeline", "keepmtp.quantize.calibrate.layers.backbone"])
+    context.set_forkserver_preload(
+        ["killed", "keepmtp.pipeline", "keepmtp.quantize.calibrate.layers.backbone"]
+    )
     return context
 
 
@@ -52,7 +55,9 @@ def start(recipe: Path, folder: Path, **options: Any) -> list[ForkServerProcess]
             "MASTER_PORT": port,
             "CUDA_VISIBLE_DEVICES": "",
         }
-        process = forks().Process(target=backbone_pass, args=(recipe, folder, environment), kwargs=options)
+        process = forks().Process(
+            target=backbone_pass, args=(recipe, folder, environment), kwargs=options
+        )
         process.start()
         started.append(process)
     return started
@@ -83,7 +88,8 @@ def backbone_pass(
     killed_rank: int = 0,
     is_whole: bool = False,
 ) -> None:
-    """In a process of its own: the pass; progress goes to <folder>.events-<rank>, a refusal to <folder>.error-<rank>.
+    """In a process of its own: the pass; progress goes to <folder>.events-<rank>, a refusal to
+    <folder>.error-<rank>.
 
     Args:
         kill: at which of KILLS, and in which layer, the process ends itself by SIGKILL.
@@ -113,10 +119,14 @@ def backbone_pass(
 
                 if is_whole:
                     found = run.calibrate(plan, folder, ranks=ranks, progress=tell)
-                    folder.with_name(f"{folder.name}.summary-{rank}").write_text(json.dumps(found.summary))
+                    folder.with_name(f"{folder.name}.summary-{rank}").write_text(
+                        json.dumps(found.summary)
+                    )
                     return
                 data = calibration_data(plan.recipe.calibration, plan.source)
-                calibrate.calibrate_backbone(plan, data, folder, device=ranks.device, ranks=ranks, progress=tell)
+                calibrate.calibrate_backbone(
+                    plan, data, folder, device=ranks.device, ranks=ranks, progress=tell
+                )
         except KeepMTPError as refusal:
             folder.with_name(f"{folder.name}.error-{rank}").write_text(str(refusal))
             os._exit(2)
@@ -124,7 +134,10 @@ def backbone_pass(
 
 def events(folder: Path, rank: int = 0) -> list[int]:
     """Layers done, in the order in which they were reported."""
-    return [json.loads(line) for line in folder.with_name(f"{folder.name}.events-{rank}").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in folder.with_name(f"{folder.name}.events-{rank}").read_text().splitlines()
+    ]
 
 
 def summary(folder: Path, rank: int = 0) -> dict[str, Any]:
@@ -138,7 +151,8 @@ def error(folder: Path, rank: int = 0) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-# --- where a process ends itself; each patches the module `calibrate` of its own process --------------------------
+# --- where a process ends itself; each patches the module `calibrate` of its own process
+# --------------------------
 
 
 def die() -> None:
@@ -196,7 +210,9 @@ def _amid_removal(_calibrate: Any, layer: int) -> None:
 
 
 def _amid_calibration(calibrate: Any, layer: int) -> None:
-    """While llm-compressor's modifiers look at activations; other ranks wait for this one's sums."""
+    """While llm-compressor's modifiers look at activations; other ranks wait for this one's
+    sums.
+    """
     from keepmtp.quantize.calibrate.layers import layer as one_layer
 
     real, seen = one_layer._run_pipeline, []

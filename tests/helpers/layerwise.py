@@ -1,4 +1,6 @@
-"""A layer-by-layer harness over a tiny model, as small as it can be, for tests of the llm-compressor back-end."""
+"""A layer-by-layer harness over a tiny model, as small as it can be, for tests of the
+llm-compressor back-end.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,9 @@ def outliers(samples: int, width: int) -> list[Tensor]:
     """Hidden states [1, 32, width] with a few loud channels, as models have them."""
     generator = torch.Generator().manual_seed(0)
     loud = torch.exp2(torch.linspace(-2, 4, width))
-    return [(torch.randn(1, 32, width, generator=generator) * loud).bfloat16() for _ in range(samples)]
+    return [
+        (torch.randn(1, 32, width, generator=generator) * loud).bfloat16() for _ in range(samples)
+    ]
 
 
 def token_ids(samples: int = 4, length: int = 32) -> list[Tensor]:
@@ -53,7 +57,9 @@ class Stub(nn.Module):
 class Batches:
     """Token ids, with the hidden states of the layer before in its stub."""
 
-    def __init__(self, index: int, ids: list[Tensor], stub: Stub | None, hidden: list[Tensor] | None):
+    def __init__(
+        self, index: int, ids: list[Tensor], stub: Stub | None, hidden: list[Tensor] | None
+    ):
         self.index, self.ids, self.stub, self.hidden = index, ids, stub, hidden
 
     def __len__(self) -> int:
@@ -95,7 +101,9 @@ class Skeleton:
         return Batches(index, ids, self.stubs[index - 1] if index else None, hidden)
 
     def calibrated(self, batches: "Batches", schemes: str | dict[str, str], **work) -> Calibrated:
-        """What is found in the layer that these batches reach; one scheme is that of all its linears."""
+        """What is found in the layer that these batches reach; one scheme is that of all its
+        linears.
+        """
         if isinstance(schemes, str):
             schemes = dict.fromkeys(self.linears(batches.index), schemes)
         return calibrate(self.model, batches, LayerWork(schemes=schemes, **work))
@@ -104,7 +112,9 @@ class Skeleton:
         """The layer's outputs for the next one; its place is taken by its stub again."""
         outputs: list[Tensor] = []
         handle = self.layers[index].register_forward_hook(
-            lambda _module, _args, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+            lambda _module, _args, output: outputs.append(
+                output[0] if isinstance(output, tuple) else output
+            )
         )
         with propagating(self.model, routed=routed):
             for batch in batches:
@@ -127,7 +137,9 @@ class Skeleton:
         names = [name for name in module.state_dict() if prefix + name in self.weights]
         weights = {name: self.weights[prefix + name].clone() for name in names}
         module.load_state_dict(weights, assign=True, strict=False)
-        assert not any(parameter.is_meta for parameter in module.parameters()), "the checkpoint lacks weights"
+        assert not any(parameter.is_meta for parameter in module.parameters()), (
+            "the checkpoint lacks weights"
+        )
 
 
 def layerwise(
@@ -139,13 +151,18 @@ def layerwise(
     results = []
     for index in range(len(skeleton.layers)):
         batches = skeleton.enter(index, ids, hidden)
-        schemes = {name: scheme if isinstance(scheme, str) else scheme(name) for name in skeleton.linears(index)}
+        schemes = {
+            name: scheme if isinstance(scheme, str) else scheme(name)
+            for name in skeleton.linears(index)
+        }
         results.append(skeleton.calibrated(batches, schemes, algorithm=algorithm, **options))
         hidden = skeleton.leave(index, batches, routed=options.get("routed", False))
     return skeleton, results
 
 
-def sequential(folder: Path, ids: list[Tensor], modifiers: list, *, all_experts: bool = True) -> nn.Module:
+def sequential(
+    folder: Path, ids: list[Tensor], modifiers: list, *, all_experts: bool = True
+) -> nn.Module:
     """llm-compressor's own whole-model run."""
     from llmcompressor import oneshot
     from llmcompressor.modeling.moe.linearize import linearize_moe
@@ -156,7 +173,11 @@ def sequential(folder: Path, ids: list[Tensor], modifiers: list, *, all_experts:
     linearize_moe(model)
     processor = SimpleNamespace(save_pretrained=lambda *_args, **_kwargs: None)
     loader = DataLoader([{"input_ids": x} for x in ids], batch_size=None)
-    options = {"processor": processor, "pipeline": "sequential", "moe_calibrate_all_experts": all_experts}
+    options = {
+        "processor": processor,
+        "pipeline": "sequential",
+        "moe_calibrate_all_experts": all_experts,
+    }
     oneshot(model=model, dataset=loader, recipe=modifiers, **options)
     return model
 

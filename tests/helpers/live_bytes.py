@@ -1,7 +1,7 @@
 """How many bytes of tensors are alive, and how many were at most, while a context is entered.
 
-It sees each tensor that an operator returns, and when its storage is freed. What a kernel takes for itself and gives
-back before it returns is not seen.
+It sees each tensor that an operator returns, and when its storage is freed. What a kernel takes for
+itself and gives back before it returns is not seen.
 """
 
 import weakref

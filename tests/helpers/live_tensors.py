@@ -25,7 +25,9 @@ def tensors_of(folder: Path) -> Tensors:
 def without_block(checkpoint: Checkpoint) -> Checkpoint:
     """Headers alone, without the tensors of the MTP block."""
     view = find_view(checkpoint.config, "built")
-    checkpoint.tensors = {name: spec for name, spec in checkpoint.tensors.items() if not view.is_mtp(name)}
+    checkpoint.tensors = {
+        name: spec for name, spec in checkpoint.tensors.items() if not view.is_mtp(name)
+    }
     return checkpoint
 
 

@@ -1,9 +1,10 @@
-"""Which MTP drafts vLLM builds and loads: every family, released and quantized, in two dialects, on pretended GPUs.
+"""Which MTP drafts vLLM builds and loads: every family, released and quantized, in two dialects, on
+pretended GPUs.
 
     make matrix        runs all of it and writes docs/matrix.md
 
-In: the layouts of tests/helpers/layouts and tests/helpers/releases. Out: a cell for each checkpoint, GPU and TP size:
-"loads", or what the report says instead.
+In: the layouts of tests/helpers/layouts and tests/helpers/releases. Out: a cell for each
+checkpoint, GPU and TP size: "loads", or what the report says instead.
 """
 
 import os
@@ -58,7 +59,9 @@ VARIANTS: dict[str, Callable[[str], Checkpoint]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One checkpoint on one GPU at one TP size; `data` is None where keepmtp refuses to make the checkpoint."""
+    """One checkpoint on one GPU at one TP size; `data` is None where keepmtp refuses to make the
+    checkpoint.
+    """
 
     family: str
     model: str
@@ -112,7 +115,14 @@ def run(
                 checked = examined[folder]._replace(runtime=None if target else draft)
                 for tp in tps:
                     data = with_loads(checked, [next(accounts)], vllm.version, draft=draft).data
-                    yield Cell(family=family_of(model), model=model, variant=variant, gpu=gpu, tp=tp, data=data)
+                    yield Cell(
+                        family=family_of(model),
+                        model=model,
+                        variant=variant,
+                        gpu=gpu,
+                        tp=tp,
+                        data=data,
+                    )
             for model, variant, refusal in refused:
                 for tp in tps:
                     yield Cell(
@@ -143,24 +153,47 @@ def markdown(cells: list[Cell], version: str) -> str:
     reasons: dict[str, int] = {}
     rows: dict[tuple[str, str, str], dict[tuple[str, int], str]] = {}
     for cell in cells:
-        text = "loads" if cell.text == "loads" else f"[{reasons.setdefault(cell.text, len(reasons) + 1)}]"
+        text = (
+            "loads"
+            if cell.text == "loads"
+            else f"[{reasons.setdefault(cell.text, len(reasons) + 1)}]"
+        )
         rows.setdefault((cell.family, cell.model, cell.variant), {})[cell.gpu, cell.tp] = text
     columns = [(gpu, tp) for gpu in COLUMNS for tp in TPS]
     loaded = sum(1 for cell in cells if cell.text == "loads")
     lines = [
         "# What vLLM builds and loads",
         "",
-        f"Written by `make matrix`: vLLM {version}'s own target and draft classes and loaders on meta tensors, from",
-        "tiny checkpoints in published names (tests/helpers/layouts). *loads* means: both constructed",
-        "and loaded, every parameter written over all its elements, every tensor used, no number cast, and a kernel",
-        f"for every layer that could be judged. Quantized is {SCHEME} for backbone and, where said, MTP block, and",
+        (
+            f"Written by `make matrix`: vLLM {version}'s own target and draft classes and "
+            "loaders on "
+            "meta tensors, from"
+        ),
+        (
+            "tiny checkpoints in published names (tests/helpers/layouts). *loads* means: both "
+            "constructed"
+        ),
+        (
+            "and loaded, every parameter written over all its elements, every tensor used, no "
+            "number "
+            "cast, and a kernel"
+        ),
+        (
+            f"for every layer that could be judged. Quantized is {SCHEME} for backbone and, where "
+            "said, MTP block, and"
+        ),
         f"{INSTEAD} where keepmtp refuses {SCHEME} for the family.",
-        f"{loaded} of {len(cells)} combinations load; below the table stands why the others do not.",
+        (
+            f"{loaded} of {len(cells)} combinations load; below the table stands why the others do "
+            "not."
+        ),
         "",
         "| family | checkpoint | " + " | ".join(f"{gpu} TP{tp}" for gpu, tp in columns) + " |",
         "|---" * (2 + len(columns)) + "|",
     ]
-    for (family, model, variant), found in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1])):
+    for (family, model, variant), found in sorted(
+        rows.items(), key=lambda row: (row[0][0], row[0][1])
+    ):
         texts = " | ".join(found.get(column, "") for column in columns)
         lines.append(f"| {family} | {model}, {variant} | {texts} |")
     lines += ["", *(f"{number}. {plain(reason)}" for reason, number in reasons.items()), ""]
@@ -177,13 +210,19 @@ def main() -> None:
     for cell in run(models):
         cells.append(cell)
         if cell.text != "loads":
-            print(f"{cell.model}, {cell.variant}, {cell.gpu} TP{cell.tp}: {cell.text}", file=sys.stderr)
+            print(
+                f"{cell.model}, {cell.variant}, {cell.gpu} TP{cell.tp}: {cell.text}",
+                file=sys.stderr,
+            )
     text = markdown(cells, find_vllm().version)
     if sys.argv[1:]:
         print(text)
     else:
         DOCS.write_text(text)
-        print(f"{DOCS.relative_to(os.getcwd())}: {sum(cell.text == 'loads' for cell in cells)} of {len(cells)} load")
+        print(
+            f"{DOCS.relative_to(os.getcwd())}: {sum(cell.text == 'loads' for cell in cells)} of "
+            f"{len(cells)} load"
+        )
 
 
 if __name__ == "__main__":

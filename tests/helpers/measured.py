@@ -1,4 +1,6 @@
-"""A checkpoint with all its results beside it, as the stations leave them, small enough to be made in a moment."""
+"""A checkpoint with all its results beside it, as the stations leave them, small enough to be made
+in a moment.
+"""
 
 import json
 from datetime import UTC, datetime
@@ -20,20 +22,33 @@ from releases import source_layout, write_checkpoint
 
 ANSWERS = Answers(both=50, only_source=2, only_checkpoint=3, neither=5)
 LAX = {"max_drop": 0.2, "min_acceptance": 0.9}
-SERVED_AT, ASKED_AT = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC), datetime(2030, 1, 2, 4, 0, 0, tzinfo=UTC)
+SERVED_AT, ASKED_AT = (
+    datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC),
+    datetime(2030, 1, 2, 4, 0, 0, tzinfo=UTC),
+)
 
 
 def checkpoint(folder: Path, *, record: dict[str, Any] | None = None) -> Path:
-    """A tiny checkpoint that passes the static check, with a record of its own, or none if `record` is empty."""
+    """A tiny checkpoint that passes the static check, with a record of its own, or none if `record`
+    is empty.
+    """
     write_checkpoint(folder, *source_layout("glm-4.7", size="tiny"), data="random")
     if record is None or record:
         (folder / "keepmtp.json").write_text(json.dumps(record or recorded(gates=LAX)))
     return folder
 
 
-def recorded(*, made_from: dict[str, Any] | None = None, summary: object = None, **recipe: Any) -> dict[str, Any]:
+def recorded(
+    *, made_from: dict[str, Any] | None = None, summary: object = None, **recipe: Any
+) -> dict[str, Any]:
     """keepmtp.json of a folder's checkpoint, with these parts of its source and its recipe."""
-    words = {"model": "glm", "variant": "fp8", "summary": "", "source": "models/glm", "revision": "local"}
+    words = {
+        "model": "glm",
+        "variant": "fp8",
+        "summary": "",
+        "source": "models/glm",
+        "revision": "local",
+    }
     return {
         "keepmtp": "0.1.0",
         "recipe": words | {"backbone": {}, "mtp": "bf16"} | recipe,
@@ -46,22 +61,34 @@ def recorded(*, made_from: dict[str, Any] | None = None, summary: object = None,
 
 
 def measured(
-    folder: Path, *, answers: Answers = ANSWERS, record: dict[str, Any] | None = None, has_plain: bool = False
+    folder: Path,
+    *,
+    answers: Answers = ANSWERS,
+    record: dict[str, Any] | None = None,
+    has_plain: bool = False,
 ) -> Path:
-    """Check, server and GSM8K of the checkpoint in `folder`, which is made; returns its evidence folder."""
+    """Check, server and GSM8K of the checkpoint in `folder`, which is made; returns its evidence
+    folder.
+    """
     checkpoint(folder, record=record)
     evidence = report_folder(folder)
     identity = identify(folder, cache=evidence)
     record_static(evidence, open_source(folder), identity)
     serve = reports.served(is_copy=False)
-    write_result(evidence, "serve", serve, checkpoint=identity, vllm=reports.VLLM, made_at=SERVED_AT)
+    write_result(
+        evidence, "serve", serve, checkpoint=identity, vllm=reports.VLLM, made_at=SERVED_AT
+    )
     fact = asked(evidence, identity.sha256, answers, has_plain=has_plain)
     write_result(evidence, "gsm8k", fact, checkpoint=identity, vllm=reports.VLLM, made_at=ASKED_AT)
     return evidence
 
 
-def asked(evidence: Path, sha256: str, answers: Answers, *, has_plain: bool = False) -> EvaluationFact:
-    """An evaluation and the files of answers that it follows from; with MTP off they are the source's own."""
+def asked(
+    evidence: Path, sha256: str, answers: Answers, *, has_plain: bool = False
+) -> EvaluationFact:
+    """An evaluation and the files of answers that it follows from; with MTP off they are the
+    source's own.
+    """
     switched = (answers.only_source, answers.only_checkpoint) if has_plain else None
     fact = evaluation(answers, checkpoint={"sha256": sha256}, switched=switched)
     files: dict[Arm, Samples] = {}
@@ -101,7 +128,9 @@ def asked(evidence: Path, sha256: str, answers: Answers, *, has_plain: bool = Fa
         )
         finish(samples, dict.fromkeys(FILTERS, right))
         files[model.role] = samples
-    sums: dict[Arm, str] = {model.role: file_sha256(evidence / model.samples) for model in fact.arms}
+    sums: dict[Arm, str] = {
+        model.role: file_sha256(evidence / model.samples) for model in fact.arms
+    }
     found = evaluation(
         answers,
         source={"samples_sha256": sums["source"]},

@@ -1,17 +1,20 @@
-"""The decisions of a plan as nvidia-modelopt writes them: other tensor names and shapes, another quantization config.
+"""The decisions of a plan as nvidia-modelopt writes them: other tensor names and shapes, another
+quantization config.
 
-In: a model's name, a scheme for the backbone, a policy for the MTP block. Out: a `Checkpoint` whose config.json (or
-hf_quant_config.json) is in modelopt's dialect, header by header what vLLM's classes register.
+In: a model's name, a scheme for the backbone, a policy for the MTP block. Out: a `Checkpoint` whose
+config.json (or hf_quant_config.json) is in modelopt's dialect, header by header what vLLM's classes
+register.
 
-Easy to get wrong: exclusions. An entry excludes by whole name, by substring and as a glob, so `model.layers.1` also
-takes layers 10 to 19 and `mlp.gate` would take `mlp.gate_up_proj`; the MTP block is therefore excluded by one glob
-that ends in `.*`, everything else by whole names. `x*` is split into `x` and `x.*` where the target's class has a
-mapper, and `x` is a substring again.
+Easy to get wrong: exclusions. An entry excludes by whole name, by substring and as a glob, so
+`model.layers.1` also takes layers 10 to 19 and `mlp.gate` would take `mlp.gate_up_proj`; the MTP
+block is therefore excluded by one glob that ends in `.*`, everything else by whole names. `x*` is
+split into `x` and `x.*` where the target's class has a mapper, and `x` is a substring again.
 
-Source: vLLM 0.32.0 quantization/modelopt.py: LINEAR_ALGOS and the `create_weights` of KNvfp4Static, KNvfp4Dynamic,
-KFp8StaticTensor, KFp8StaticChannel, KFp8Block128, ModelOptNvFp4FusedMoE, ModelOptFp8MoEMethod for names and shapes;
-ModelOptQuantConfigBase.from_config, is_layer_excluded and ModelOptMixedPrecisionConfig._resolve_quant_algo for the
-config; the mode of W4A16_AWQ exports is not among them, so vLLM refuses it.
+Source: vLLM 0.32.0 quantization/modelopt.py: LINEAR_ALGOS and the `create_weights` of KNvfp4Static,
+KNvfp4Dynamic, KFp8StaticTensor, KFp8StaticChannel, KFp8Block128, ModelOptNvFp4FusedMoE,
+ModelOptFp8MoEMethod for names and shapes; ModelOptQuantConfigBase.from_config, is_layer_excluded
+and ModelOptMixedPrecisionConfig._resolve_quant_algo for the config; the mode of W4A16_AWQ exports
+is not among them, so vLLM refuses it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,13 +37,16 @@ ALGORITHMS = {
     "FP8_DYNAMIC": "FP8_PER_CHANNEL_PER_TOKEN",
     "FP8_BLOCK": "FP8_PB_WO",
 }
-# ModelOptFp8MoEMethod registers one scale a tensor, whatever the algorithm: experts have no form for these two.
+# ModelOptFp8MoEMethod registers one scale a tensor, whatever the algorithm: experts have no form
+# for these two.
 LINEAR_ONLY = ("FP8_DYNAMIC", "FP8_BLOCK")
 PRODUCER = {"name": "modelopt", "version": "0.41.0"}
 
 
 def modelopt(model: str, scheme: str = "NVFP4", mtp: str = "bf16", **changes: Any) -> Checkpoint:
-    """A modelopt export: one algorithm, or MIXED_PRECISION where the MTP block has a scheme of its own."""
+    """A modelopt export: one algorithm, or MIXED_PRECISION where the MTP block has a scheme of its
+    own.
+    """
     checkpoint = ours(model, scheme, mtp, **changes)
     plan = planned(model, scheme, mtp, **changes)
     retell(checkpoint)
@@ -49,7 +55,9 @@ def modelopt(model: str, scheme: str = "NVFP4", mtp: str = "bf16", **changes: An
 
 
 def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Checkpoint:
-    """MIXED_PRECISION: every quantized module by name, everything else plain without being excluded."""
+    """MIXED_PRECISION: every quantized module by name, everything else plain without being
+    excluded.
+    """
     checkpoint = modelopt(model, scheme, mtp)
     modules = modules_of(planned(model, scheme, mtp))
     checkpoint.config["quantization_config"] = {
@@ -63,7 +71,9 @@ def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Che
 
 
 def mixed_in_two_files(*, here: list[str], there: list[str]) -> Checkpoint:
-    """MIXED_PRECISION with quantized_layers in hf_quant_config.json alone, and a list of exceptions in each file."""
+    """MIXED_PRECISION with quantized_layers in hf_quant_config.json alone, and a list of exceptions
+    in each file.
+    """
     checkpoint = mixed()
     layers = checkpoint.quantization.pop("quantized_layers")
     checkpoint.quantization["ignore"] = here
@@ -84,21 +94,31 @@ def block_experts(model: str = "glm-4.7", algorithm: str = "FP8_PB_WO") -> Check
 
 
 def in_hf_quant_config(checkpoint: Checkpoint) -> Checkpoint:
-    """The same config where modelopt itself writes it: in hf_quant_config.json, under `quantization`."""
+    """The same config where modelopt itself writes it: in hf_quant_config.json, under
+    `quantization`.
+    """
     given = checkpoint.config.pop("quantization_config")
-    checkpoint.config.get("text_config", {}).pop("quantization_config", None)  # it would be read first
-    inner = {"quant_algo": given["quant_algo"], "kv_cache_quant_algo": None, "exclude_modules": given["ignore"]}
+    checkpoint.config.get("text_config", {}).pop(
+        "quantization_config", None
+    )  # it would be read first
+    inner = {
+        "quant_algo": given["quant_algo"],
+        "kv_cache_quant_algo": None,
+        "exclude_modules": given["ignore"],
+    }
     inner |= {key: given[key] for key in ("group_size", "quantized_layers") if key in given}
     checkpoint.json_files["hf_quant_config.json"] = {"producer": PRODUCER, "quantization": inner}
     return checkpoint
 
 
 def retell(checkpoint: Checkpoint) -> None:
-    """Names and shapes of compressed-tensors' tensors -> modelopt's; FP8 in blocks gets its scales in four dimensions.
+    """Names and shapes of compressed-tensors' tensors -> modelopt's; FP8 in blocks gets its scales
+    in four dimensions.
 
-    NVFP4: weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 and input_scale F32 [].
-    FP8: weight F8_E4M3, weight_scale and input_scale F32 []; a channel: weight_scale F32 [N]; blocks: F32 [N/128, 1,
-    K/128, 1].
+    NVFP4: weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 and input_scale F32
+    [].
+    FP8: weight F8_E4M3, weight_scale and input_scale F32 []; a channel: weight_scale F32 [N];
+    blocks: F32 [N/128, 1, K/128, 1].
     """
     modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, spec in checkpoint.tensors.items():
@@ -112,7 +132,10 @@ def retell(checkpoint: Checkpoint) -> None:
             if "input_global_scale" in leaves:
                 leaves["input_scale"] = ("F32", leaves.pop("input_global_scale")[1][:0])
         elif leaves.get("weight", ("",))[0] == "F8_E4M3":
-            leaves["weight_scale"] = ("F32", _scale_shape(leaves["weight"][1], leaves["weight_scale"][1]))
+            leaves["weight_scale"] = (
+                "F32",
+                _scale_shape(leaves["weight"][1], leaves["weight_scale"][1]),
+            )
             if "input_scale" in leaves:
                 leaves["input_scale"] = ("F32", ())
         tensors |= {f"{module}.{leaf}".lstrip("."): spec for leaf, spec in leaves.items()}
@@ -138,13 +161,17 @@ def said(plan: Plan) -> dict[str, Any]:
 
 
 def excluded(view: FamilyView, modules: Iterable[RuntimeModule]) -> list[str]:
-    """Exactly the plain modules: an MTP block that is plain as a whole by glob, all others by name."""
+    """Exactly the plain modules: an MTP block that is plain as a whole by glob, all others by
+    name.
+    """
     modules = list(modules)
     stems = tuple(draft_stems(view))
     of_draft = [module for module in modules if module.name.startswith(stems)]
     heads = draft_heads(view)
     if any(module.scheme for module in of_draft):
-        names = [_entry(view, str(module.name), module.asked) for module in modules if not module.scheme]
+        names = [
+            _entry(view, str(module.name), module.asked) for module in modules if not module.scheme
+        ]
         names += [_entry(view, head) for head in heads]
     else:
         others = [module for module in modules if not module.scheme and module not in of_draft]
@@ -156,11 +183,15 @@ def excluded(view: FamilyView, modules: Iterable[RuntimeModule]) -> list[str]:
 
 
 def _entry(view: FamilyView, name: str, asked: Iterable[str] = ()) -> str:
-    """How to write the runtime name `name` so that it is still itself once the target's mapper has renamed entries."""
+    """How to write the runtime name `name` so that it is still itself once the target's mapper has
+    renamed entries.
+    """
     part = "mtp" if name.startswith(tuple(draft_stems(view))) else "backbone"
     rename = renamer(view.config, part)
     choices = [word for word in (name, *asked, f"*{name}") if name in rename.modelopt(word)]
-    return next(iter(choices), f"*{name}" if fnmatchcase(name, *rename.modelopt(f"*{name}")[:1]) else name)
+    return next(
+        iter(choices), f"*{name}" if fnmatchcase(name, *rename.modelopt(f"*{name}")[:1]) else name
+    )
 
 
 def draft_stems(view: FamilyView) -> list[str]:
@@ -182,15 +213,24 @@ def draft_heads(view: FamilyView) -> list[str]:
     return [*own, *([view.layout.draft_head] if view.layout.draft_head else [])]
 
 
-def quantized_layers(config: Mapping[str, Any], modules: Iterable[RuntimeModule]) -> dict[str, dict[str, Any]]:
-    """MIXED_PRECISION's table, by runtime name; what modelopt adds to each row is only its group size."""
+def quantized_layers(
+    config: Mapping[str, Any], modules: Iterable[RuntimeModule]
+) -> dict[str, dict[str, Any]]:
+    """MIXED_PRECISION's table, by runtime name; what modelopt adds to each row is only its group
+    size.
+    """
     rename = renamer(config)
     layers: dict[str, dict[str, Any]] = {}
     for module in modules:
         if module.scheme:
             size = {"group_size": 16} if "NVFP4" in module.scheme else {}
-            spelled = [word for word in (module.name, *module.asked) if rename.name(word) == module.name]
-            layers[str(next(iter(spelled), module.name))] = {"quant_algo": ALGORITHMS[module.scheme], **size}
+            spelled = [
+                word for word in (module.name, *module.asked) if rename.name(word) == module.name
+            ]
+            layers[str(next(iter(spelled), module.name))] = {
+                "quant_algo": ALGORITHMS[module.scheme],
+                **size,
+            }
     return layers
 
 

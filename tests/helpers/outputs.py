@@ -1,6 +1,8 @@
-"""Runs of the writer in processes of their own, which may be killed; for tests of one output and several runs.
+"""Runs of the writer in processes of their own, which may be killed; for tests of one output and
+several runs.
 
-Processes come from a fork server that has imported torch and keepmtp once: a round takes a fraction of a second.
+Processes come from a fork server that has imported torch and keepmtp once: a round takes a fraction
+of a second.
 """
 
 import hashlib
@@ -22,9 +24,13 @@ def forks() -> ForkServerContext:
     return context
 
 
-def start(source: Path, out: Path, recipe: str, *, at: float = 0.0, pause: float = 0.0) -> ForkServerProcess:
+def start(
+    source: Path, out: Path, recipe: str, *, at: float = 0.0, pause: float = 0.0
+) -> ForkServerProcess:
     """Start `quantize_into` at a time of the wall clock, so that two start together."""
-    process = forks().Process(target=quantize_into, args=(source, out, recipe), kwargs={"at": at, "pause": pause})
+    process = forks().Process(
+        target=quantize_into, args=(source, out, recipe), kwargs={"at": at, "pause": pause}
+    )
     process.start()
     return process
 
@@ -35,8 +41,12 @@ def end(process: ForkServerProcess, timeout: float = 120) -> int | None:
     return process.exitcode
 
 
-def killed_again_and_again(source: Path, out: Path, recipe: str, moments: Iterable[float]) -> int | None:
-    """Start a run and kill it after each of these seconds; then the exit status of one that is left alone."""
+def killed_again_and_again(
+    source: Path, out: Path, recipe: str, moments: Iterable[float]
+) -> int | None:
+    """Start a run and kill it after each of these seconds; then the exit status of one that is left
+    alone.
+    """
     for seconds in moments:
         process = start(source, out, recipe, pause=0.002)
         process.join(seconds)
@@ -50,7 +60,9 @@ def refusal(out: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def quantize_into(source: Path, out: Path, recipe: str, *, at: float = 0.0, pause: float = 0.0) -> None:
+def quantize_into(
+    source: Path, out: Path, recipe: str, *, at: float = 0.0, pause: float = 0.0
+) -> None:
     """In a process of its own: the whole run, with small shards; a refusal goes to <out>.refusal.
 
     Args:
@@ -72,7 +84,13 @@ def quantize_into(source: Path, out: Path, recipe: str, *, at: float = 0.0, paus
     time.sleep(max(0.0, at - time.time()))
     try:
         plan = plan_before_measuring(decided, open_source(source), shard_bytes=SHARD_BYTES)
-        quantize(plan, text, out=out, threads=2, progress=RunProgress(packing=_Slow(pause)) if pause else RunProgress())
+        quantize(
+            plan,
+            text,
+            out=out,
+            threads=2,
+            progress=RunProgress(packing=_Slow(pause)) if pause else RunProgress(),
+        )
     except KeepMTPError as error:
         out.with_name(f"{out.name}.refusal").write_text(str(error))
         os._exit(2)

@@ -1,4 +1,6 @@
-"""Finished backbone passes over tiny checkpoints, and text that these models wrote, for tests of what comes behind."""
+"""Finished backbone passes over tiny checkpoints, and text that these models wrote, for tests of
+what comes behind.
+"""
 
 import json
 import shutil
@@ -27,7 +29,9 @@ ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
 
 def prompts(count: int) -> list[str]:
-    """Questions of the shipped problems; the last ones, which seeded draws for calibration rarely reach first."""
+    """Questions of the shipped problems; the last ones, which seeded draws for calibration rarely
+    reach first.
+    """
     lines = (ROOT / "models" / "problems.jsonl").read_text().splitlines()
     return [json.loads(line)["prompt"] for line in lines[-count:]]
 
@@ -39,12 +43,16 @@ def greedy_answers(folder: Path, asked: Sequence[str]) -> list[list[int]]:
     answers = []
     for prompt in asked:
         ids = tokenizer.encode(prompt, return_tensors="pt")
-        written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+        written = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False
+        )
         answers.append(written[0, ids.shape[1] :].tolist())
     return answers
 
 
-def laid_out(folder: Path, asked: Sequence[str], answers: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def laid_out(
+    folder: Path, asked: Sequence[str], answers: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor]:
     """Prompts with their answers as rows [N, S], and which of the tokens a model wrote."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     questions = [tokenizer.encode(prompt) for prompt in asked]
@@ -60,7 +68,9 @@ def laid_out(folder: Path, asked: Sequence[str], answers: Sequence[Sequence[int]
 
 def plan_over(folder: Path, recipe: str | Recipe) -> Plan:
     """A plan over a local checkpoint."""
-    return plan_before_measuring(find_recipe(recipe)[0] if isinstance(recipe, str) else recipe, open_source(folder))
+    return plan_before_measuring(
+        find_recipe(recipe)[0] if isinstance(recipe, str) else recipe, open_source(folder)
+    )
 
 
 def as_calibrated(plan: Plan) -> Plan:
@@ -70,9 +80,16 @@ def as_calibrated(plan: Plan) -> Plan:
 
 
 def finished(
-    plan: Plan, folder: Path, *, held_out: Tensor | None = None, written: Tensor | None = None, samples: int = 16
+    plan: Plan,
+    folder: Path,
+    *,
+    held_out: Tensor | None = None,
+    written: Tensor | None = None,
+    samples: int = 16,
 ) -> Backbone:
-    """A backbone pass by the plan's recipe over few samples, with other held-out text if there is any."""
+    """A backbone pass by the plan's recipe over few samples, with other held-out text if there is
+    any.
+    """
     calibration = plan.recipe.calibration.model_copy(update={"samples": samples})
     data = calibration_data(calibration, plan.source)
     if held_out is not None:
@@ -83,7 +100,9 @@ def finished(
 def answered(plan: Plan, folder: Path, *, count: int, samples: int = 16) -> Backbone:
     """A pass whose held-out text is what the plan's source answers to `count` questions."""
     asked = prompts(count)
-    held_out, written = laid_out(plan.source.folder, asked, greedy_answers(plan.source.folder, asked))
+    held_out, written = laid_out(
+        plan.source.folder, asked, greedy_answers(plan.source.folder, asked)
+    )
     return finished(plan, folder, held_out=held_out, written=written, samples=samples)
 
 
@@ -107,4 +126,6 @@ def even(rate: float, *, slots: int, rows: int = 16) -> Acceptance:
 def results_of(plan: Plan, backbone: Backbone) -> PolicyResults:
     """The results of policies over a pass."""
     source = target(backbone, "source")
-    return PolicyResults(plan=plan, source=source, served=target(backbone, "served", reference=source))
+    return PolicyResults(
+        plan=plan, source=source, served=target(backbone, "served", reference=source)
+    )

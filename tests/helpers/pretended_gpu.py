@@ -1,19 +1,21 @@
 """A pretended GPU: values are computed on the CPU, under the rules about devices that CUDA has.
 
-In: a process of its own, since PyTorch cannot forget a device. Out: `pretended_gpu()`, a context with a `GPU`.
-A tensor there computes what it would compute on the CPU, with the same kernels and the same bits. An operation that
-mixes devices raises `MixedDevices`, which names the operation, the shapes, and the line of keepmtp that called it.
+In: a process of its own, since PyTorch cannot forget a device. Out: `pretended_gpu()`, a context
+with a `GPU`. A tensor there computes what it would compute on the CPU, with the same kernels and
+the same bits. An operation that mixes devices raises `MixedDevices`, which names the operation, the
+shapes, and the line of keepmtp that called it.
 
-It finds: a tensor left on the CPU, a number that an operation in place would have to write back, a device tensor that
-is pinned, a generator of the wrong device, values of a copy to pinned memory that are read before an event says that
-they are there (they are NaN until then), and the bytes that tensors hold on the device (`GPU.peak_bytes`).
+It finds: a tensor left on the CPU, a number that an operation in place would have to write back, a
+device tensor that is pinned, a generator of the wrong device, values of a copy to pinned memory
+that are read before an event says that they are there (they are NaN until then), and the bytes that
+tensors hold on the device (`GPU.peak_bytes`).
 
-It cannot find: what CUDA's own kernels compute, lack or refuse (dtypes, alignment), races between streams, time, memory
-that an operation needs inside, and code that asks whether a device's type is "cuda", for this one's type is "gpu". For
-those there is `make gpu-test`.
+It cannot find: what CUDA's own kernels compute, lack or refuse (dtypes, alignment), races between
+streams, time, memory that an operation needs inside, and code that asks whether a device's type is
+"cuda", for this one's type is "gpu". For those there is `make gpu-test`.
 
-Easy to get wrong: CUDA takes some CPU tensors: one number beside a tensor, and indices. What it takes is listed here,
-everything else is a mix.
+Easy to get wrong: CUDA takes some CPU tensors: one number beside a tensor, and indices. What it
+takes is listed here, everything else is a mix.
 """
 
 import sys
@@ -46,7 +48,12 @@ _aten = torch.ops.aten
 # They move values between devices; everything else stays on one.
 _MOVES = (_aten.copy_.default, _aten._to_copy.default)
 # Their list of indices may be on the CPU.
-_INDEXED = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor)
+_INDEXED = (
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._unsafe_index.Tensor,
+)
 # They make a Python number, for which the CPU waits.
 _WAITS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
 
@@ -87,7 +94,9 @@ class GPU:
         with self._lock:
             if not self._holders[key]:
                 if self.bytes_now + num_bytes > self.memory_bytes:
-                    raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {num_bytes} bytes")
+                    raise torch.OutOfMemoryError(
+                        f"out of memory. Tried to allocate {num_bytes} bytes"
+                    )
                 self.bytes_now += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self.bytes_now)
             self._holders[key] += 1
@@ -129,7 +138,9 @@ def _active() -> GPU:
 
 @contextmanager
 def pretended_gpu() -> Iterator[GPU]:
-    """The device for the time of the context; once in a process, which keeps the device afterwards."""
+    """The device for the time of the context; once in a process, which keeps the device
+    afterwards.
+    """
     global _gpu
     _setup_privateuseone_for_python_backend(NAME)
     _gpu = gpu = GPU(device=torch.device(NAME, 0))
@@ -141,7 +152,10 @@ def pretended_gpu() -> Iterator[GPU]:
         "empty_cache": lambda *_: None,
         "synchronize": lambda *_: gpu.wait(),
     }
-    free: Callable[..., tuple[int, int]] = lambda *_: (gpu.memory_bytes - gpu.bytes_now, gpu.memory_bytes)  # noqa: E731
+
+    def free(*_: object) -> tuple[int, int]:
+        return gpu.memory_bytes - gpu.bytes_now, gpu.memory_bytes
+
     with (
         patch.multiple(torch.accelerator, get_memory_info=free, **own),
         patch.multiple(torch.cuda, mem_get_info=free, Event=_Event, **own),
@@ -171,7 +185,8 @@ class _Event:
         _active().wait()
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------
+# --- tensors
+# --------------------------------------------------------------------------------------------------
 
 
 class OnGPU(Tensor):
@@ -210,7 +225,9 @@ class OnGPU(Tensor):
         if not isinstance(value, OnGPU):
             raise _mixed("set_data", [self, value])
         if value.shape != self.shape or value.dtype != self.dtype:
-            raise NotImplementedError(f"data of another shape or dtype: {_described(self)} and {_described(value)}")
+            raise NotImplementedError(
+                f"data of another shape or dtype: {_described(self)} and {_described(value)}"
+            )
         self.held = value.held
         _active().hold(self)
 
@@ -248,7 +265,8 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-# --- operations -----------------------------------------------------------------------------------------------------
+# --- operations
+# --------------------------------------------------------------------------------------------------
 
 
 class _Operations(TorchDispatchMode):
@@ -259,13 +277,17 @@ class _Operations(TorchDispatchMode):
 
 
 class _Factories(TorchFunctionMode):
-    """Tensors that PyTorch makes of Python numbers, and moves where no operation is seen: they are moved here."""
+    """Tensors that PyTorch makes of Python numbers, and moves where no operation is seen: they are
+    moved here.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             place = args[1]
-            place = tuple(map(_as_indices, place)) if isinstance(place, tuple) else _as_indices(place)
+            place = (
+                tuple(map(_as_indices, place)) if isinstance(place, tuple) else _as_indices(place)
+            )
             return func(args[0], place, *args[2:])
         if func in (torch.tensor, torch.as_tensor) and _is_gpu(kwargs.get("device")):
             device = kwargs.pop("device")
@@ -340,7 +362,12 @@ def _is_pinned(value: Tensor) -> bool:
 
 def _is_later(target: Tensor, source: Tensor, non_blocking: bool = False) -> bool:
     """Whether a copy goes on while the CPU does something else."""
-    return non_blocking and isinstance(source, OnGPU) and not isinstance(target, OnGPU) and _is_pinned(target)
+    return (
+        non_blocking
+        and isinstance(source, OnGPU)
+        and not isinstance(target, OnGPU)
+        and _is_pinned(target)
+    )
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -357,7 +384,9 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return OnGPU(copy) if target.type == NAME else copy
 
 
-def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> None:
+def _check(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]
+) -> None:
     """Refuse what CUDA refuses."""
     generator = kwargs.get("generator")
     if _is_gpu(kwargs.get("device")) and generator is not None and generator.device.type == "cpu":
@@ -369,10 +398,21 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors:
     for value in tensors:
         if isinstance(value, OnGPU):
             continue
-        if func in _INDEXED and _is_in(value, args[1] or ()) and isinstance(args[0], OnGPU) and not value.is_meta:
+        if (
+            func in _INDEXED
+            and _is_in(value, args[1] or ())
+            and isinstance(args[0], OnGPU)
+            and not value.is_meta
+        ):
             continue
-        # One number on the CPU goes along with a kernel, but not into a list, and nothing is written to it.
-        if value.device.type != "cpu" or value.ndim or _is_in(value, lists) or _is_in(value, written):
+        # One number on the CPU goes along with a kernel, but not into a list, and nothing is
+        # written to it.
+        if (
+            value.device.type != "cpu"
+            or value.ndim
+            or _is_in(value, lists)
+            or _is_in(value, written)
+        ):
             raise _mixed(str(func), tensors)
 
 
@@ -380,7 +420,11 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors:
 def _written(func: Any) -> tuple[int, ...]:
     """Positions of arguments that an operation writes to."""
     arguments = enumerate(func._schema.arguments)
-    return tuple(index for index, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+    return tuple(
+        index
+        for index, each in arguments
+        if each.alias_info is not None and each.alias_info.is_write
+    )
 
 
 def _is_in(value: Tensor, values: Any) -> bool:
@@ -391,12 +435,15 @@ def _is_gpu(device: Any) -> bool:
     return device is not None and torch.device(device).type == NAME
 
 
-# --- messages -------------------------------------------------------------------------------------------------------
+# --- messages
+# --------------------------------------------------------------------------------------------------
 
 
 def _mixed(operation: str, tensors: list[Tensor], *, why: str = "") -> MixedDevices:
     """The error, which is noted as well: a library may catch it."""
-    found = " and ".join([*dict.fromkeys(_described(value) for value in tensors), *[why] * bool(why)])
+    found = " and ".join(
+        [*dict.fromkeys(_described(value) for value in tensors), *[why] * bool(why)]
+    )
     message = f"{operation} must have all tensors on one device; got {found}, in {_place()}"
     _active().mixes.append(message)
     return MixedDevices(message)

@@ -2,8 +2,9 @@
 
     make picture       writes docs/check.svg and the rows between the markers in README.md
 
-In: the shipped Qwen3.5 model, the family tables, the recipes, docs/matrix.md and transformers' lists of classes. Out:
-the same bytes on every machine: a fixed width, a fixed id, and no font that a browser would have to fetch.
+In: the shipped Qwen3.5 model, the family tables, the recipes, docs/matrix.md and transformers'
+lists of classes. Out: the same bytes on every machine: a fixed width, a fixed id, and no font that
+a browser would have to fetch.
 """
 
 import io
@@ -29,11 +30,15 @@ from transformers.models.auto.modeling_auto import (
 from twins import broken
 
 ROOT = Path(__file__).parent.parent.parent
-README, PICTURE, MATRIX = ROOT / "README.md", ROOT / "docs" / "check.svg", ROOT / "docs" / "matrix.md"
+README, PICTURE, MATRIX = (
+    ROOT / "README.md",
+    ROOT / "docs" / "check.svg",
+    ROOT / "docs" / "matrix.md",
+)
 MARKERS = "<!-- families -->", "<!-- end of families -->"
 COLUMNS = 118
-# (accepted, drafted) in vLLM 0.32.0 on a CPU: tests/vllm/serve.py with the four prompts of test_tiny_models.py.
-# tests/vllm/test_serve.py serves the same two checkpoints, and compares.
+# (accepted, drafted) in vLLM 0.32.0 on a CPU: tests/vllm/serve.py with the four prompts of
+# test_tiny_models.py. tests/vllm/test_serve.py serves the same two checkpoints, and compares.
 ACCEPTED = {"right": (57, 57), "wrong": (0, 114)}
 THEME = TerminalTheme(
     (22, 27, 34),
@@ -76,22 +81,37 @@ font-size: {char_height}px; line-height: {line_height}px; font-variant-east-asia
 
 
 def picture() -> str:
-    """The right and the wrong checkpoint, what `keepmtp check` prints of them, and what vLLM accepts."""
+    """The right and the wrong checkpoint, what `keepmtp check` prints of them, and what vLLM
+    accepts.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         plan, text = plan_for("tiny-qwen3_5", source=str(ROOT / "models" / "tiny-qwen3_5"))
         right = quantize(plan, text, out=Path(scratch) / "right").out
         broken(right, Path(scratch) / "wrong")
         printed = _printed("check", "right", "wrong", folder=Path(scratch))
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(_comment("# Same weights. Only config.json differs: the MTP block of `wrong` is not under ignore."))
+    console.print(
+        _comment(
+            "# Same weights. Only config.json differs: the MTP block of `wrong` is not under "
+            "ignore."
+        )
+    )
     console.print(Text("$ keepmtp check right wrong", style="bold"))
     console.print(Text.from_ansi(printed))
-    console.print(_comment("\n# vLLM 0.32 loads both without an error and answers right. Drafts that it accepts:"))
+    console.print(
+        _comment(
+            "\n# vLLM 0.32 loads both without an error and answers right. Drafts that it accepts:"
+        )
+    )
     for name, (accepted, drafted) in ACCEPTED.items():
         colour, filled = "green" if accepted else "red", round(40 * accepted / drafted)
         bar = Text(" " * filled, f"on {colour}") + Text(" " * (40 - filled), "on bright_black")
-        console.print(Text(f"{name}  ") + bar + Text(f"  {accepted} of {drafted}", f"bold {colour}"))
-    svg = console.export_svg(title="keepmtp check", theme=THEME, code_format=SVG, unique_id="keepmtp")
+        console.print(
+            Text(f"{name}  ") + bar + Text(f"  {accepted} of {drafted}", f"bold {colour}")
+        )
+    svg = console.export_svg(
+        title="keepmtp check", theme=THEME, code_format=SVG, unique_id="keepmtp"
+    )
     return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 
@@ -101,17 +121,32 @@ def _comment(words: str) -> Text:
 
 def _printed(*words: str, folder: Path) -> str:
     """What the command prints on a terminal of that width, colours included."""
-    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": "50"}
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLORTERM", "PYTHONPATH")}
+    terminal = {
+        "FORCE_COLOR": "1",
+        "TERM": "xterm-256color",
+        "COLUMNS": str(COLUMNS),
+        "LINES": "50",
+    }
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NO_COLOR", "COLORTERM", "PYTHONPATH")
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "keepmtp", *words], cwd=folder, capture_output=True, text=True, env=kept | terminal
+        [sys.executable, "-m", "keepmtp", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=kept | terminal,
     )
     assert not done.stderr, done.stderr
     return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
 
 
 def table() -> str:
-    """What loads, a row for each model_type, and below it why some MTP blocks cannot be calibrated."""
+    """What loads, a row for each model_type, and below it why some MTP blocks cannot be
+    calibrated.
+    """
     models: dict[str, set[str]] = {}
     for recipe in shipped_recipes():
         if not recipe.model.startswith("tiny-"):
@@ -123,8 +158,17 @@ def table() -> str:
         reason = _why_not(family)
         if reason and reason not in reasons:
             reasons.append(reason)
-        calibrated = f"no [{reasons.index(reason) + 1}]" if reason else "yes*" if _is_uncompared(family) else "yes"
-        rows.append(f"| {model_type}: {', '.join(sorted(models.get(model_type, ()))) or 'none'} | {calibrated} |")
+        calibrated = (
+            f"no [{reasons.index(reason) + 1}]"
+            if reason
+            else "yes*"
+            if _is_uncompared(family)
+            else "yes"
+        )
+        rows.append(
+            f"| {model_type}: {', '.join(sorted(models.get(model_type, ()))) or 'none'} | "
+            f"{calibrated} |"
+        )
     partly = [
         f"{model_type} {loaded} of {cells}"
         for model_type in unique
@@ -132,21 +176,40 @@ def table() -> str:
         if loaded < cells
     ]
     notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join([f"vLLM loads all cases, except: {', '.join(partly)}.", "", *rows, "", f"{'; '.join(notes)}."])
+    return "\n".join(
+        [
+            f"vLLM loads all cases, except: {', '.join(partly)}.",
+            "",
+            *rows,
+            "",
+            f"{'; '.join(notes)}.",
+        ]
+    )
 
 
 def _loads(model_type: str) -> tuple[int, int]:
-    """How many cells of docs/matrix.md say so of what keepmtp writes, over all models of the family; and all cells."""
-    rows = re.findall(rf"^\| {model_type} \| [^|]*, compressed-tensors, .*$", MATRIX.read_text(), re.MULTILINE)
+    """How many cells of docs/matrix.md say so of what keepmtp writes, over all models of the
+    family; and all cells.
+    """
+    rows = re.findall(
+        rf"^\| {model_type} \| [^|]*, compressed-tensors, .*$", MATRIX.read_text(), re.MULTILINE
+    )
     cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")[2:]]
     return cells.count("loads"), len(cells)
 
 
 def _why_not(family: Family) -> str:
-    """Why an MTP block cannot be calibrated: keepmtp cannot run it, or transformers cannot build the backbone."""
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+    """Why an MTP block cannot be calibrated: keepmtp cannot run it, or transformers cannot build
+    the backbone.
+    """
+    known = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+    )
     missing = "transformers has no class for the model"
-    if family.no_draft.startswith("transformers has no class") or (family.built_as or family.model_type) not in known:
+    if (
+        family.no_draft.startswith("transformers has no class")
+        or (family.built_as or family.model_type) not in known
+    ):
         return missing
     return family.no_draft.partition(", and ")[0]
 
@@ -158,7 +221,9 @@ def _is_uncompared(family: Family) -> bool:
 def with_table(readme: str) -> str:
     """The README with today's table between its markers."""
     start, end = map(re.escape, MARKERS)
-    written, count = re.subn(f"(?s)({start}\n).*({end})", lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", readme)
+    written, count = re.subn(
+        f"(?s)({start}\n).*({end})", lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", readme
+    )
     assert count == 1, f"README.md must have {MARKERS[0]} and {MARKERS[1]} once"
     return written
 

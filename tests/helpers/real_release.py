@@ -1,10 +1,12 @@
-"""Public quantized releases, as far as their files are public: configs as published, names and shapes by rule.
+"""Public quantized releases, as far as their files are public: configs as published, names and
+shapes by rule.
 
-In: a file of tests/validate/check/real. Out: a `Checkpoint`. The file says which repository it is from, where it was
-read, what was trimmed, and what is derived. `stored` says which modules on disk are packed, and how: by expressions for
-names on disk, or by the release's own quantized_layers.
+In: a file of tests/validate/check/real. Out: a `Checkpoint`. The file says which repository it is
+from, where it was read, what was trimmed, and what is derived. `stored` says which modules on disk
+are packed, and how: by expressions for names on disk, or by the release's own quantized_layers.
 
-Easy to get wrong: nothing here asks keepmtp what is packed. So the check compares two things that do not know each
+Easy to get wrong: nothing here asks keepmtp what is packed. So the check compares two things that
+do not know each
 other: the published patterns, in the names that vLLM matches them with, and the names on disk.
 """
 
@@ -47,7 +49,9 @@ def real_release(name: str) -> Checkpoint:
         if not form or leaf not in ("weight", "scale"):
             tensors[tensor] = (dtype, shape)
         elif leaf == "weight":
-            columns = shape[1] * (2 if dtype == "I8" else 1)  # DeepSeek-V4's experts have four bits in the release
+            columns = shape[1] * (
+                2 if dtype == "I8" else 1
+            )  # DeepSeek-V4's experts have four bits in the release
             tensors |= {f"{module}.{part}": spec for part, spec in _packed(form, shape[0], columns)}
     checkpoint.tensors = tensors
     return checkpoint
@@ -55,28 +59,43 @@ def real_release(name: str) -> Checkpoint:
 
 def _form(given: dict[str, Any], module: str) -> str:
     if given["stored"] == "quantized_layers":
-        for holder in (given.get("quantization_config", {}), given.get("hf_quant_config", {}).get("quantization", {})):
+        for holder in (
+            given.get("quantization_config", {}),
+            given.get("hf_quant_config", {}).get("quantization", {}),
+        ):
             layers = holder.get("quantized_layers", {})
             row = layers.get(module) or layers.get(re.sub(r"\.\d+\.\w+$", "", module))
             if row:
                 return row["quant_algo"]
         return ""
-    return next((form for form, expression in given["stored"] if re.fullmatch(expression, module)), "")
+    return next(
+        (form for form, expression in given["stored"] if re.fullmatch(expression, module)), ""
+    )
 
 
 def _packed(form: str, rows: int, columns: int) -> list[tuple[str, Spec]]:
     """What modelopt and DeepSeek's own FP8 write for a matrix."""
     scalar: Spec = ("F32", ())
-    four_bits = [("weight", ("U8", (rows, columns // 2))), ("weight_scale", ("F8_E4M3", (rows, columns // 16)))]
+    four_bits = [
+        ("weight", ("U8", (rows, columns // 2))),
+        ("weight_scale", ("F8_E4M3", (rows, columns // 16))),
+    ]
     match form:
         case "NVFP4":
             return [*four_bits, ("weight_scale_2", scalar), ("input_scale", scalar)]
         case "W4A16_NVFP4":
             return [*four_bits, ("weight_scale_2", scalar)]
         case "FP8":
-            return [("weight", ("F8_E4M3", (rows, columns))), ("weight_scale", scalar), ("input_scale", scalar)]
+            return [
+                ("weight", ("F8_E4M3", (rows, columns))),
+                ("weight_scale", scalar),
+                ("input_scale", scalar),
+            ]
         case "MXFP8":
-            return [("weight", ("F8_E4M3", (rows, columns))), ("weight_scale", ("U8", (rows, columns // 32)))]
+            return [
+                ("weight", ("F8_E4M3", (rows, columns))),
+                ("weight_scale", ("U8", (rows, columns // 32))),
+            ]
         case "GPTQ" | "GPTQ_64":
             groups = columns // (64 if form == "GPTQ_64" else 128)
             return [
@@ -113,5 +132,8 @@ def _one_by_one(tensors: dict[str, Spec]) -> dict[str, Spec]:
         projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[last]
         for expert in range(experts):
             for projection in projections:
-                found[f"{stem}.{expert}.{projection}.weight"] = (dtype, (rows // len(projections), columns))
+                found[f"{stem}.{expert}.{projection}.weight"] = (
+                    dtype,
+                    (rows // len(projections), columns),
+                )
     return found

@@ -1,4 +1,5 @@
-"""Releases whose keys or forms differ from those of their family's layout: real keys, over tiny shapes.
+"""Releases whose keys or forms differ from those of their family's layout: real keys, over tiny
+shapes.
 
 In: nothing. Out: a `Checkpoint` each. Where the keys come from stands at each one.
 """
@@ -13,37 +14,50 @@ _KINDS = {"M": "mamba", "*": "attention", "E": "moe"}
 
 
 def nemotron_ultra() -> Checkpoint:
-    """NVIDIA-Nemotron-3-Ultra-550B-A55B: `layers_block_type` and `mtp_layers_block_type`, no count, no patterns.
+    """NVIDIA-Nemotron-3-Ultra-550B-A55B: `layers_block_type` and `mtp_layers_block_type`, no count,
+    no patterns.
 
-    Keys: those that transformers' NemotronHConfig writes since 5.0 (configuration_nemotron_h.py, where
-    num_hidden_layers is deprecated), as in nvidia's repositories of Nemotron 3 Ultra and 3.5 Lightning. Names are those
-    of Super.
+    Keys: those that transformers' NemotronHConfig writes since 5.0 (configuration_nemotron_h.py,
+    where num_hidden_layers is deprecated), as in nvidia's repositories of Nemotron 3 Ultra and 3.5
+    Lightning. Names are those of Super.
     """
     checkpoint = released("nemotron-3-super")
     config = checkpoint.config
     del config["num_hidden_layers"]
     config["layers_block_type"] = [_KINDS[kind] for kind in config.pop("hybrid_override_pattern")]
-    config["mtp_layers_block_type"] = [_KINDS[kind] for kind in config.pop("mtp_hybrid_override_pattern")]
+    config["mtp_layers_block_type"] = [
+        _KINDS[kind] for kind in config.pop("mtp_hybrid_override_pattern")
+    ]
     return checkpoint
 
 
 def qwen38_fp8() -> Checkpoint:
-    """Qwen/Qwen3.8-Flash-Next-FP8: routed experts in FP8 blocks, the n-gram table in FP8 with one scale, the rest BF16.
+    """Qwen/Qwen3.8-Flash-Next-FP8: routed experts in FP8 blocks, the n-gram table in FP8 with one
+    scale, the rest BF16.
 
-    Names, dtypes and shapes: what readers of the release's files ask of them (`weight_scale_inv` BF16 by 128 x 128;
-    `ngram_embedding.weight_scale` BF16 [1], vllm #53896); the list of exceptions has names on disk, whole, as the MTP
-    part of the release's list has them.
+    Names, dtypes and shapes: what readers of the release's files ask of them (`weight_scale_inv`
+    BF16 by 128 x 128; `ngram_embedding.weight_scale` BF16 [1], vllm #53896); the list of exceptions
+    has names on disk, whole, as the MTP part of the release's list has them.
     """
     checkpoint = released("qwen3.8-flash-next")
-    plain = [name.removesuffix(".weight") for name, (_, shape) in checkpoint.tensors.items() if len(shape) == 2]
-    for name, (_, (num_experts, rows, columns)) in checkpoint.take(r".*mlp\.experts\.\w+_proj").items():
+    plain = [
+        name.removesuffix(".weight")
+        for name, (_, shape) in checkpoint.tensors.items()
+        if len(shape) == 2
+    ]
+    for name, (_, (num_experts, rows, columns)) in checkpoint.take(
+        r".*mlp\.experts\.\w+_proj"
+    ).items():
         halves = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
         shape = (rows // len(halves), columns)
         for expert in range(num_experts):
             for half in halves:
                 module = f"{name.rpartition('.')[0]}.{expert}.{half}"
                 checkpoint.tensors[f"{module}.weight"] = ("F8_E4M3", shape)
-                checkpoint.tensors[f"{module}.weight_scale_inv"] = ("BF16", (shape[0] // 128, shape[1] // 128))
+                checkpoint.tensors[f"{module}.weight_scale_inv"] = (
+                    "BF16",
+                    (shape[0] // 128, shape[1] // 128),
+                )
     checkpoint.retype(rf"{re.escape(TABLE)}\.shard_\d+\.weight", "F8_E4M3")
     checkpoint.tensors[f"{TABLE}.weight_scale"] = ("BF16", (1,))
     checkpoint.config["quantization_config"] = {
@@ -59,27 +73,43 @@ def qwen38_fp8() -> Checkpoint:
 def minimax_halves() -> tuple[Checkpoint, Checkpoint]:
     """MiniMax-M3 as it is released, and the MTP block alone, as vLLM's loader takes it.
 
-    The release has no tensor of the block, though its config.json counts seven modules. Names and keys of the block:
-    vLLM 0.32.0 models/minimax_m3/nvidia/mtp.py (_map_checkpoint_name), transformers_utils/configs/minimax_m3.py.
+    The release has no tensor of the block, though its config.json counts seven modules. Names and
+    keys of the block: vLLM 0.32.0 models/minimax_m3/nvidia/mtp.py (_map_checkpoint_name),
+    transformers_utils/configs/minimax_m3.py.
     """
     whole = released("minimax-m3")
-    block = {name: spec for name, spec in whole.tensors.items() if name.startswith("language_model.model.mtp.")}
+    block = {
+        name: spec
+        for name, spec in whole.tensors.items()
+        if name.startswith("language_model.model.mtp.")
+    }
     release = {name: spec for name, spec in whole.tensors.items() if name not in block}
     text = whole.config["text_config"]
     hidden, vocab = text["hidden_size"], text["vocab_size"]
     alone = {name.removeprefix("language_model."): spec for name, spec in block.items()}
-    alone |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (vocab, hidden)))
-    config = {**text, "model_type": "minimax_m3_mtp", "architectures": ["MiniMaxM3MTP"], "num_mtp_modules": 1}
+    alone |= dict.fromkeys(
+        ("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (vocab, hidden))
+    )
+    config = {
+        **text,
+        "model_type": "minimax_m3_mtp",
+        "architectures": ["MiniMaxM3MTP"],
+        "num_mtp_modules": 1,
+    }
     return (
-        Checkpoint(config=whole.config | {"text_config": text | {"num_mtp_modules": 7}}, tensors=release),
+        Checkpoint(
+            config=whole.config | {"text_config": text | {"num_mtp_modules": 7}}, tensors=release
+        ),
         Checkpoint(config=config, tensors=alone),
     )
 
 
 def dspark_flash() -> Checkpoint:
-    """deepseek-ai/DeepSeek-V4-Flash-0731: three stages of DSpark under mtp.*, and num_nextn_predict_layers 1.
+    """deepseek-ai/DeepSeek-V4-Flash-0731: three stages of DSpark under mtp.*, and
+    num_nextn_predict_layers 1.
 
-    Names: vLLM 0.32.0 models/deepseek_v4/nvidia/dspark.py (_remap_dspark_name); keys: those of the release.
+    Names: vLLM 0.32.0 models/deepseek_v4/nvidia/dspark.py (_remap_dspark_name); keys: those of the
+    release.
     """
     checkpoint = released("dsv4-flash")
     config = checkpoint.config
@@ -88,7 +118,9 @@ def dspark_flash() -> Checkpoint:
     last = checkpoint.take(r"mtp\.0\.(norm|hc_head_).*")
     stage = {name: spec for name, spec in checkpoint.tensors.items() if name.startswith("mtp.0.")}
     for index in (1, 2):
-        checkpoint.tensors |= {name.replace("mtp.0.", f"mtp.{index}."): spec for name, spec in stage.items()}
+        checkpoint.tensors |= {
+            name.replace("mtp.0.", f"mtp.{index}."): spec for name, spec in stage.items()
+        }
     checkpoint.tensors |= {name.replace("mtp.0.", "mtp.2."): spec for name, spec in last.items()}
     checkpoint.tensors |= {
         "mtp.0.main_proj.weight": ("F8_E4M3", (hidden, 3 * hidden)),

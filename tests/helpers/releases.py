@@ -1,10 +1,12 @@
 """Checkpoints as their makers publish them: true names, dtypes and shapes, at full size or tiny.
 
-In: a model's name (the recipes' `model`). Out: its config.json and {tensor name: (dtype, shape)}, and on request the
+In: a model's name (the recipes' `model`). Out: its config.json and {tensor name: (dtype, shape)},
+and on request the
 files: holes instead of weights at full size, small finite numbers at tiny size.
 
-The names come from published indexes and from transformers' save_pretrained, never from keepmtp's own tables: this
-file is what those tables are tested against. A new family is one file in tests/helpers/layouts/.
+The names come from published indexes and from transformers' save_pretrained, never from keepmtp's
+own tables: this file is what those tables are tested against. A new family is one file in
+tests/helpers/layouts/.
 """
 
 import json
@@ -36,7 +38,8 @@ from tensors import (
 
 SHARD_BYTES = 5_000_000_000
 
-# --- What is published: config.json, without what only generation reads -----------------------------------------------
+# --- What is published: config.json, without what only generation reads
+# -----------------------------------------------
 
 DEEPSEEK_V3: Config = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
@@ -172,14 +175,26 @@ MODELS: dict[str, Config] = layouts.MODELS | {
     "mimo-7b": MIMO_7B,
 }  # fmt: skip
 
-# --- Tiny: the same layouts, narrow and shallow -----------------------------------------------------------------------
+# --- Tiny: the same layouts, narrow and shallow
+# -----------------------------------------------------------------------
 
-# Every linear's sides are multiples of 128 (except one row a head, and 576 of kv_a_proj_with_mqa), so each group size
-# and block fits; head sizes stay those that CUDA attention kernels are built for.
-_NARROW = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 4096}
+# Every linear's sides are multiples of 128 (except one row a head, and 576 of kv_a_proj_with_mqa),
+# so each group size and block fits; head sizes stay those that CUDA attention kernels are built
+# for.
+_NARROW = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 4096,
+}
 _MOE = {"moe_intermediate_size": 128, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1}  # fmt: skip
-_MLA = {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 256, "num_hidden_layers": 3}
+_MLA = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 256,
+    "num_hidden_layers": 3,
+}
 _GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 3}
 _GDN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 4}
 _QWEN_MOE = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 4,
@@ -203,7 +218,8 @@ TINY: dict[str, Config] = layouts.TINY | {
     "qwen3_5_text": _DENSE_QWEN35,
     "qwen3_5": {"text_config": _DENSE_QWEN35, "vision_config": _VISION},
     "qwen3_5_moe": {"text_config": _MOE_QWEN35, "vision_config": _VISION},
-    "mimo": _NARROW | _GQA | {"hidden_size": 512},  # a Qwen2: heads are as wide as hidden_size / num_attention_heads
+    # a Qwen2: heads are as wide as hidden_size / num_attention_heads
+    "mimo": _NARROW | _GQA | {"hidden_size": 512},
 }  # fmt: skip
 
 
@@ -218,27 +234,35 @@ def source_layout(
 
     Args:
         model: a key of MODELS, which is the `model` of a recipe.
-        size: "full" as published, "tiny" the same layout narrow and shallow, "split" a tiny one that is wide enough
-            to give each of four tensor-parallel ranks whole blocks of 128.
+        size: "full" as published, "tiny" the same layout narrow and shallow, "split" a tiny one
+            that is wide enough to give each of four tensor-parallel ranks whole blocks of 128.
         changes: config keys to set on top, at their own level (`{"num_hidden_layers": 21}`).
     """
     config = json.loads(json.dumps(MODELS[model]))
     if size != "full":
         _update(config, TINY[config["model_type"]])
     if size == "split":
-        nested = {key: _known(value, SPLIT) for key, value in config.items() if isinstance(value, dict)}
+        nested = {
+            key: _known(value, SPLIT) for key, value in config.items() if isinstance(value, dict)
+        }
         _update(config, nested | _known(config, SPLIT))
     _update(config, changes or {})
     return config, FAMILIES[config["model_type"]](config)
 
 
 def thin_layout(model: str) -> tuple[Config, Tensors]:
-    """A release at its true widths with few layers and experts: all that decides which schemes it can take."""
+    """A release at its true widths with few layers and experts: all that decides which schemes it
+    can take.
+    """
     depth = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "num_hash_layers": 1, "depth": 1}
     depth["layer_group_size"] = 2
     experts = {"n_routed_experts": 2, "num_experts": 2, "num_experts_per_tok": 2}
     config = MODELS[model]
-    changes = {key: _known(value, depth | experts) for key, value in config.items() if isinstance(value, dict)}
+    changes = {
+        key: _known(value, depth | experts)
+        for key, value in config.items()
+        if isinstance(value, dict)
+    }
     return source_layout(model, size="full", changes=changes | _known(config, depth | experts))
 
 
@@ -252,7 +276,8 @@ def write_checkpoint(
         folder: created if absent.
         config: config.json.
         tensors: as `source_layout` gives them, written in this order.
-        num_shards: files to cut into; 1 writes model.safetensors without an index, None cuts every 5 GB.
+        num_shards: files to cut into; 1 writes model.safetensors without an index, None cuts every
+            5 GB.
         data: "sparse" leaves holes that take no disk, "random" fills in small finite numbers.
         seed: of those numbers.
     Returns: `folder`.
@@ -264,25 +289,38 @@ def write_checkpoint(
     rng = np.random.default_rng(seed)
     weight_map = {}
     for number, names in enumerate(shards, start=1):
-        file = "model.safetensors" if num_shards == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = (
+            "model.safetensors"
+            if num_shards == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         weight_map |= dict.fromkeys(names, file)
-        _write_shard(folder / file, {name: tensors[name] for name in names}, rng if data == "random" else None)
+        _write_shard(
+            folder / file,
+            {name: tensors[name] for name in names},
+            rng if data == "random" else None,
+        )
     if num_shards != 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return folder
 
 
-# --- Families ---------------------------------------------------------------------------------------------------------
+# --- Families
+# --------------------------------------------------------------------------------------------------
 
 
 def deepseek_line(config: Config) -> Tensors:
-    """DeepSeek-V3, -V3.2, GLM-4.5 to 4.7, GLM-4.7-Flash and GLM-5: the MTP layer continues the decoder layers."""
+    """DeepSeek-V3, -V3.2, GLM-4.5 to 4.7, GLM-4.7-Flash and GLM-5: the MTP layer continues the
+    decoder layers.
+    """
     hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
     form: Form = "fp8_scale_inv" if "quantization_config" in config else "bf16"
     is_gqa = config["model_type"] == "glm4_moe"
     attention = (
-        gqa(config, bias=config["attention_bias"], qk_norm=config["use_qk_norm"]) if is_gqa else mla(config, form)
+        gqa(config, bias=config["attention_bias"], qk_norm=config["use_qk_norm"])
+        if is_gqa
+        else mla(config, form)
     )
     inner = config["moe_intermediate_size"]
     routed = (
@@ -296,8 +334,14 @@ def deepseek_line(config: Config) -> Tensors:
     dense = block | gated_mlp("mlp", hidden, config["intermediate_size"], form)
     tensors = embeddings(config)
     for layer in range(num_layers):
-        tensors |= under(f"model.layers.{layer}.", dense if layer < config["first_k_dense_replace"] else sparse)
-    mtp = sparse | linear("eh_proj", hidden, 2 * hidden) | norms("enorm hnorm shared_head.norm", hidden)
+        tensors |= under(
+            f"model.layers.{layer}.", dense if layer < config["first_k_dense_replace"] else sparse
+        )
+    mtp = (
+        sparse
+        | linear("eh_proj", hidden, 2 * hidden)
+        | norms("enorm hnorm shared_head.norm", hidden)
+    )
     # GLM-5 (zai-org/GLM-5: 791 tensors in layer 78) is the one that publishes no copies.
     if config["model_type"] != "glm_moe_dsa":
         mtp |= linear("embed_tokens", config["vocab_size"], hidden)
@@ -308,15 +352,21 @@ def deepseek_line(config: Config) -> Tensors:
 
 
 def deepseek_v4(config: Config) -> Tensors:
-    """DeepSeek-V4: FP8 with ue8m0 scales, MXFP4 experts, compressors on most layers, MTP as `mtp.0` without copies."""
+    """DeepSeek-V4: FP8 with ue8m0 scales, MXFP4 experts, compressors on most layers, MTP as `mtp.0`
+    without copies.
+    """
     hidden, hc, hash_layers = config["hidden_size"], config["hc_mult"], config["num_hash_layers"]
     head_state = _hyper_connections("head", hc, hc, hidden, scales=1)
     tensors = embeddings(config, "embed", "head", "norm") | head_state
     for layer in range(config["num_hidden_layers"]):
         ratio = config["compress_ratios"][layer]
-        tensors |= under(f"layers.{layer}.", _v4_block(config, ratio, is_hashed=layer < hash_layers))
+        tensors |= under(
+            f"layers.{layer}.", _v4_block(config, ratio, is_hashed=layer < hash_layers)
+        )
     mtp = _v4_block(config, 0, is_hashed=False) | norms("enorm hnorm norm", hidden) | head_state
-    mtp |= linear("e_proj", hidden, hidden, "fp8_scale") | linear("h_proj", hidden, hidden, "fp8_scale")
+    mtp |= linear("e_proj", hidden, hidden, "fp8_scale") | linear(
+        "h_proj", hidden, hidden, "fp8_scale"
+    )
     for index in range(config["num_nextn_predict_layers"]):
         tensors |= under(f"mtp.{index}.", mtp)
     return tensors
@@ -325,7 +375,11 @@ def deepseek_v4(config: Config) -> Tensors:
 def _v4_block(config: Config, ratio: int, *, is_hashed: bool) -> Tensors:
     hidden, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     q_rank, groups, o_rank = config["q_lora_rank"], config["o_groups"], config["o_lora_rank"]
-    num_experts, inner, hc = config["n_routed_experts"], config["moe_intermediate_size"], config["hc_mult"]
+    num_experts, inner, hc = (
+        config["n_routed_experts"],
+        config["moe_intermediate_size"],
+        config["hc_mult"],
+    )
     attention = (
         vectors(["attn_sink"], heads, "F32") | norms("q_norm", q_rank) | norms("kv_norm", head)
         | linear("wq_a", q_rank, hidden, "fp8_scale") | linear("wq_b", heads * head, q_rank, "fp8_scale")
@@ -348,8 +402,12 @@ def _v4_block(config: Config, ratio: int, *, is_hashed: bool) -> Tensors:
         ffn |= vectors(["gate.bias"], num_experts, "F32")
     ffn |= experts("experts", num_experts, hidden, inner, "mxfp4", names="w1 w3 w2")
     ffn |= gated_mlp("shared_experts", hidden, inner, "fp8_scale", names="w1 w3 w2")
-    state = _hyper_connections("attn", hc, (2 + hc) * hc, hidden) | _hyper_connections("ffn", hc, (2 + hc) * hc, hidden)
-    return under("attn.", attention) | norms("attn_norm ffn_norm", hidden) | under("ffn.", ffn) | state
+    state = _hyper_connections("attn", hc, (2 + hc) * hc, hidden) | _hyper_connections(
+        "ffn", hc, (2 + hc) * hc, hidden
+    )
+    return (
+        under("attn.", attention) | norms("attn_norm ffn_norm", hidden) | under("ffn.", ffn) | state
+    )
 
 
 def _compressor(ratio: int, head: int, hidden: int) -> Tensors:
@@ -360,7 +418,9 @@ def _compressor(ratio: int, head: int, hidden: int) -> Tensors:
     )  # fmt: skip
 
 
-def _hyper_connections(part: str, streams: int, rows: int, hidden: int, *, scales: int = 3) -> Tensors:
+def _hyper_connections(
+    part: str, streams: int, rows: int, hidden: int, *, scales: int = 3
+) -> Tensors:
     return {
         f"hc_{part}_fn": ("F32", (rows, streams * hidden)),
         f"hc_{part}_base": ("F32", (rows,)),
@@ -372,19 +432,27 @@ def qwen3_next(config: Config) -> Tensors:
     """Qwen3-Next: fused delta-net projections, one tensor an expert, MTP as `mtp.*`."""
     return (
         embeddings(config)
-        | _qwen_layers(config, "model.layers.", _delta_net(config, is_split=False), _qwen_mlp(config))
+        | _qwen_layers(
+            config, "model.layers.", _delta_net(config, is_split=False), _qwen_mlp(config)
+        )
         | _qwen_mtp(config, _qwen_mlp(config))
     )
 
 
 def qwen3_5(config: Config) -> Tensors:
-    """Qwen3.5: split delta-net projections; vision-language releases nest the text model and stack its experts."""
+    """Qwen3.5: split delta-net projections; vision-language releases nest the text model and stack
+    its experts.
+    """
     text = config.get("text_config", config)
     stem = "model.language_model." if "text_config" in config else "model."
     mlp = _qwen_mlp(text)
     stacked = mlp
     if "num_experts" in text:
-        count, hidden, inner = text["num_experts"], text["hidden_size"], text["moe_intermediate_size"]
+        count, hidden, inner = (
+            text["num_experts"],
+            text["hidden_size"],
+            text["moe_intermediate_size"],
+        )
         stacked = {name: spec for name, spec in mlp.items() if ".experts." not in name} | {
             "mlp.experts.gate_up_proj": ("BF16", (count, 2 * inner, hidden)),
             "mlp.experts.down_proj": ("BF16", (count, hidden, inner)),
@@ -409,8 +477,14 @@ def _qwen_layers(config: Config, stem: str, delta_net: Tensors, mlp: Tensors) ->
 
 def _qwen_mtp(config: Config, mlp: Tensors) -> Tensors:
     hidden = config["hidden_size"]
-    block = gqa(config, qk_norm=True, gated=True) | mlp | norms("input_layernorm post_attention_layernorm", hidden)
-    tensors = linear("fc", hidden, 2 * hidden) | norms("norm pre_fc_norm_embedding pre_fc_norm_hidden", hidden)
+    block = (
+        gqa(config, qk_norm=True, gated=True)
+        | mlp
+        | norms("input_layernorm post_attention_layernorm", hidden)
+    )
+    tensors = linear("fc", hidden, 2 * hidden) | norms(
+        "norm pre_fc_norm_embedding pre_fc_norm_hidden", hidden
+    )
     for index in range(config.get("mtp_num_hidden_layers", 1)):
         tensors |= under(f"layers.{index}.", block)
     return under("mtp.", tensors)
@@ -432,7 +506,9 @@ def _delta_net(config: Config, *, is_split: bool) -> Tensors:
     hidden, num_value_heads = config["hidden_size"], config["linear_num_value_heads"]
     key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     value = num_value_heads * config["linear_value_head_dim"]
-    state_dtype = "F32" if is_split else "BF16"  # Qwen3.5 publishes the decay and the gated norm in float32
+    state_dtype = (
+        "F32" if is_split else "BF16"
+    )  # Qwen3.5 publishes the decay and the gated norm in float32
     projections = (
         linear("in_proj_qkv", 2 * key + value, hidden) | linear("in_proj_z", value, hidden)
         | linear("in_proj_b", num_value_heads, hidden) | linear("in_proj_a", num_value_heads, hidden)
@@ -477,7 +553,8 @@ FAMILIES: dict[str, Callable[[Config], Tensors]] = layouts.LAYOUTS | {
     "qwen3_next": qwen3_next,
 }
 
-# --- Files ------------------------------------------------------------------------------------------------------------
+# --- Files
+# --------------------------------------------------------------------------------------------------
 
 
 def _update(config: Config, changes: Mapping[str, Any]) -> None:
@@ -523,13 +600,17 @@ def _write_shard(path: Path, tensors: Tensors, rng: np.random.Generator | None) 
 
 
 def _values(name: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Numbers a trained model could have: weights near 0, norms near 1, scales positive and small."""
+    """Numbers a trained model could have: weights near 0, norms near 1, scales positive and
+    small.
+    """
     count = math.prod(shape)
     match dtype:
         case "I64":
             return rng.integers(0, 2, count)  # the hash table of DeepSeek-V4: expert indices
         case "I8":
-            return rng.integers(0, 256, count, dtype=np.uint8)  # two e2m1 numbers, all patterns finite
+            return rng.integers(
+                0, 256, count, dtype=np.uint8
+            )  # two e2m1 numbers, all patterns finite
         case "F8_E8M0":
             return rng.integers(118, 123, count, dtype=np.uint8)  # 2^-9 to 2^-5
         case "F8_E4M3":

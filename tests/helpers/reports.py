@@ -1,4 +1,6 @@
-"""Reports as the stations would give them, in real values of their own types: for report.json and the page."""
+"""Reports as the stations would give them, in real values of their own types: for report.json and
+the page.
+"""
 
 import math
 from pathlib import Path
@@ -51,11 +53,17 @@ WARNED = Finding(
 )
 
 
-def model(cls: str, *, shared: tuple[str, ...] = (), kernels: tuple[KernelUse, ...] = ()) -> LoadedModel:
-    return LoadedModel(cls=cls, num_params=1312, num_written=1312 - len(shared), shared=shared, kernels=kernels)
+def model(
+    cls: str, *, shared: tuple[str, ...] = (), kernels: tuple[KernelUse, ...] = ()
+) -> LoadedModel:
+    return LoadedModel(
+        cls=cls, num_params=1312, num_written=1312 - len(shared), shared=shared, kernels=kernels
+    )
 
 
-def account(gpu: GPU, tp: int, *, failure: LoadFailure | None = None, casts: tuple[Misfit, ...] = ()) -> LoadAccount:
+def account(
+    gpu: GPU, tp: int, *, failure: LoadFailure | None = None, casts: tuple[Misfit, ...] = ()
+) -> LoadAccount:
     kernels = (
         KernelUse(
             layer="RoutedExperts",
@@ -104,7 +112,9 @@ NEAR = Parting(prompt=1, at=17, plain_token=311, token=902, gap=0.0625)
 
 
 def written(partings: tuple[Parting, ...] | None) -> tuple[int, ...]:
-    """What a server writes after the second prompt: another last token where it parts as `NEAR` does."""
+    """What a server writes after the second prompt: another last token where it parts as `NEAR`
+    does.
+    """
     return (*(4,) * 17, 902 if partings and partings[0] == NEAR else 311)
 
 
@@ -135,14 +145,19 @@ def run(
         tokens_per_second=tok_s,
         **counters(drafts),
         speed_up=speed_up,
-        outputs=(Output(token_ids=(1, 2, 3), text="one\ntwo"), Output(token_ids=written(partings), text="three")),
+        outputs=(
+            Output(token_ids=(1, 2, 3), text="one\ntwo"),
+            Output(token_ids=written(partings), text="three"),
+        ),
         partings=partings,
         log="/tmp/server.log",
     )
 
 
 def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeCheck:
-    """A server's report: k = 0 to 3, a near-tie, the checkpoint on a BF16 copy or natively, its draft alive or dead."""
+    """A server's report: k = 0 to 3, a near-tie, the checkpoint on a BF16 copy or natively, its
+    draft alive or dead.
+    """
     near = (NEAR,)
     source = Served(
         role="source",
@@ -165,12 +180,20 @@ def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeCheck:
         num_bytes=2_300_000,
         dtype="nvfp4, plain",
         as_served="BF16 copy of the same weights" if is_copy else "native",
-        reason="vLLM's CPU build has no kernel for NVFP4 experts; packed kernels are not judged." if is_copy else "",
+        reason="vLLM's CPU build has no kernel for NVFP4 experts; packed kernels are not judged."
+        if is_copy
+        else "",
         runs=(
             run(0, tok_s=41),
             run(1, shares=(0.92 * alive,), tok_s=60, speed_up=60 / 41, partings=()),
             run(2, shares=(0.92 * alive, 0.80 * alive), tok_s=73, speed_up=73 / 41, partings=()),
-            run(3, shares=(0.92 * alive, 0.80 * alive, 0.625 * alive), tok_s=78, speed_up=78 / 41, partings=near),
+            run(
+                3,
+                shares=(0.92 * alive, 0.80 * alive, 0.625 * alive),
+                tok_s=78,
+                speed_up=78 / 41,
+                partings=near,
+            ),
         ),
     )
     return ServeCheck(
@@ -196,12 +219,16 @@ def whole(**choices: bool) -> FullReport:
 def broken() -> FullReport:
     """The draft is refused on one GPU and wrong in silence on another; no server was run."""
     return loaded(
-        account("sm90", 1, casts=(CAST,)), account("sm100", 1, failure=REFUSED), account("sm100", 4, failure=REFUSED)
+        account("sm90", 1, casts=(CAST,)),
+        account("sm100", 1, failure=REFUSED),
+        account("sm100", 4, failure=REFUSED),
     )
 
 
 def accepted(*rates: float) -> dict[str, Any]:
-    """A figure as `quantize/calibrate/mtp/acceptance.py` gives it: `rates` are of the drafts that reach a position."""
+    """A figure as `quantize/calibrate/mtp/acceptance.py` gives it: `rates` are of the drafts that
+    reach a position.
+    """
     shares = [round(math.prod(rates[: step + 1]), 5) for step in range(len(rates))]
     ks = range(1, len(rates) + 1)
     return {
@@ -216,9 +243,13 @@ MIXED = {"attention": "FP8_DYNAMIC", "shared_experts": "FP8_DYNAMIC", "experts":
 
 
 def summary(word: str = "") -> dict[str, Any]:
-    """A run's own account, of `mtp: auto`, as keepmtp.json has it; with `word`, all its strings are that."""
+    """A run's own account, of `mtp: auto`, as keepmtp.json has it; with `word`, all its strings are
+    that.
+    """
 
-    def tried(policy: object, num_bytes: int, kept: float, *, refused: str = "", chosen: bool = False) -> object:
+    def tried(
+        policy: object, num_bytes: int, kept: float, *, refused: str = "", chosen: bool = False
+    ) -> object:
         figures = None if refused else accepted(0.93 * kept, 0.87 * kept, 0.8 * kept)
         return {
             "policy": word or policy,
@@ -242,7 +273,14 @@ def summary(word: str = "") -> dict[str, Any]:
             "held_out_ids_sha256": "c" * 64,
         }.items()
     }
-    counts = {"seed": 42, "rows": 80, "held_out_rows": 40, "blank_rows": 0, "tokens": 4096, "held_out_tokens": 2048}
+    counts = {
+        "seed": 42,
+        "rows": 80,
+        "held_out_rows": 40,
+        "blank_rows": 0,
+        "tokens": 4096,
+        "held_out_tokens": 2048,
+    }
     rows = (
         ("source", "source", 3.2101, (0.93, 0.87, 0.8)),
         ("quantized", "source", 3.2922, (0.925, 0.865, 0.79)),
@@ -254,14 +292,24 @@ def summary(word: str = "") -> dict[str, Any]:
         "coverage": {
             "modules": 45,
             "few_tokens": [word or "model.layers.2.mlp.experts.2.up_proj"],
-            "never_routed": [word or f"model.layers.2.mlp.experts.{expert}.up_proj" for expert in (1, 3)],
-            "fewest_tokens": {"module": word or "model.layers.2.mlp.experts.1.up_proj", "tokens": 0},
+            "never_routed": [
+                word or f"model.layers.2.mlp.experts.{expert}.up_proj" for expert in (1, 3)
+            ],
+            "fewest_tokens": {
+                "module": word or "model.layers.2.mlp.experts.1.up_proj",
+                "tokens": 0,
+            },
         },
         "min_acceptance": 0.97,
         "confidence": 0.95,
         "mtp": word or MIXED,
         "rows": [
-            {"backbone": backbone, "mtp": mtp, "perplexity": perplexity, "acceptance": accepted(*rates)}
+            {
+                "backbone": backbone,
+                "mtp": mtp,
+                "perplexity": perplexity,
+                "acceptance": accepted(*rates),
+            }
             for backbone, mtp, perplexity, rates in rows
         ],
         "agreement": 0.971,
@@ -269,7 +317,11 @@ def summary(word: str = "") -> dict[str, Any]:
         "candidates": [
             tried("bf16", 1_800_000, 0.995),
             tried("FP8_DYNAMIC", 1_250_000, 0.991),
-            tried({"attention": "bf16", "shared_experts": "bf16", "experts": "NVFP4"}, 1_150_000, 0.985),
+            tried(
+                {"attention": "bf16", "shared_experts": "bf16", "experts": "NVFP4"},
+                1_150_000,
+                0.985,
+            ),
             tried(MIXED, 980_000, 0.978, chosen=True),
             tried("W4A16", 0, 0.0, refused="K must be a multiple of 128"),
             tried("NVFP4A16", 920_000, 0.961),
@@ -285,8 +337,12 @@ def calibrated(**changed: Any) -> FullReport:
     return assemble(data, vllm=VLLM, made_at=AT)
 
 
-def loaded(*accounts: LoadAccount, before: Source | None = None, serve: ServeCheck | None = None) -> FullReport:
-    """A real static check, with these dry loads and a warning; with what servers did, judged by `LIMITS`."""
+def loaded(
+    *accounts: LoadAccount, before: Source | None = None, serve: ServeCheck | None = None
+) -> FullReport:
+    """A real static check, with these dry loads and a warning; with what servers did, judged by
+    `LIMITS`.
+    """
     checked = with_loads(examine(MODEL), accounts, VLLM)
     assert checked.source is not None
     warned = checked.data.model_copy(update={"findings": (*checked.data.findings, WARNED)})
@@ -298,10 +354,14 @@ def loaded(*accounts: LoadAccount, before: Source | None = None, serve: ServeChe
 def hostile(word: str) -> FullReport:
     """Every string that a stranger's checkpoint or server may choose is `word`."""
     found = Finding(origin="static", rule=word, severity="error", where=word, says=word, cure=word)
-    kernel = KernelUse(layer=word, method=word, kernel=word, count=1, where=word, outcome=f"refused: {word}")
+    kernel = KernelUse(
+        layer=word, method=word, kernel=word, count=1, where=word, outcome=f"refused: {word}"
+    )
     bad = LoadFailure(stage="load", role="draft", type=word, words=word, at=word, tensor=word)
     built = LoadedModel(cls=word, num_params=1, num_written=1, shared=(word,), kernels=(kernel,))
-    load = DryLoad(gpu="sm90", tp=1, k=1, ok=False, num_errors=1, failure=bad, target=built, draft=built)
+    load = DryLoad(
+        gpu="sm90", tp=1, k=1, ok=False, num_errors=1, failure=bad, target=built, draft=built
+    )
     model = Served(
         role="checkpoint",
         path=word,
@@ -310,12 +370,21 @@ def hostile(word: str) -> FullReport:
         dtype=word,
         num_bytes=1,
         runs=(
-            run(1, shares=(0.5,), partings=(Parting(prompt=0, at=0, plain_token=1, token=2, gap=None),)),
+            run(
+                1,
+                shares=(0.5,),
+                partings=(Parting(prompt=0, at=0, plain_token=1, token=2, gap=None),),
+            ),
             Run(k=2, loaded=False, error=word, notes=(word,), log=word, unwritten=(word,)),
         ),
     )
     server = ServeCheck(
-        checkpoint=model, source=None, prompts=(word,), max_tokens=1, environment={word: word}, seconds=1.0
+        checkpoint=model,
+        source=None,
+        prompts=(word,),
+        max_tokens=1,
+        environment={word: word},
+        seconds=1.0,
     )
     facts = CheckpointFacts(family=word, dialect=word, mtp_forms=(word,))
     sizes = [row.model_copy(update={"group": word}) for row in sizes_by_group(open_source(MODEL))]
@@ -324,16 +393,24 @@ def hostile(word: str) -> FullReport:
     data = checked.model_copy(update={"sizes": tuple(sizes), "calibration": fact})
     judged = judge(gates=LIMITS, check=data, serve=server, evaluation=None)
     bench = bench_fact()
-    own = bench.checkpoint.model_copy(update={"path": word, "reason": word, "cells": (cell(1, (), error=word),)})
-    bench = bench.model_copy(update={"checkpoint": own, "prompts": word, "environment": {word: word}})
+    own = bench.checkpoint.model_copy(
+        update={"path": word, "reason": word, "cells": (cell(1, (), error=word),)}
+    )
+    bench = bench.model_copy(
+        update={"checkpoint": own, "prompts": word, "environment": {word: word}}
+    )
     near = hostile_closeness(word)
-    return assemble(data, vllm=word, serve=server, bench=bench, closeness=near, judgement=judged, made_at=AT)
+    return assemble(
+        data, vllm=word, serve=server, bench=bench, closeness=near, judgement=judged, made_at=AT
+    )
 
 
 def benched(bench: BenchFact | None = None, gates: Gates = LIMITS) -> FullReport:
     """The static check and a speed matrix."""
     found, plain = bench or bench_fact(), bare()
-    data = CheckData(path=plain.path, facts=plain.facts, findings=plain.findings, absent=plain.absent)
+    data = CheckData(
+        path=plain.path, facts=plain.facts, findings=plain.findings, absent=plain.absent
+    )
     judged = judge(gates=gates, check=data, serve=None, evaluation=None, bench=found)
     return assemble(data, vllm=VLLM, bench=found, judgement=judged, made_at=AT)
 

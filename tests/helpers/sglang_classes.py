@@ -1,9 +1,11 @@
 """SGLang's own classes as a judge: what they build for the modules of a config.json.
 
-In: config.json and a part. Out: the class, and a `Built` for each module that it asks its quantization config about.
+In: config.json and a part. Out: the class, and a `Built` for each module that it asks its
+quantization config about.
 
-Easy to get wrong: SGLang is not installed. Its wheel, which `make test` downloads without dependencies, is unpacked,
-and sglang_peer.py constructs its classes without kernels, in a process of its own.
+Easy to get wrong: SGLang is not installed. Its wheel, which `make test` downloads without
+dependencies, is unpacked, and sglang_peer.py constructs its classes without kernels, in a process
+of its own.
 """
 
 import json
@@ -28,14 +30,18 @@ class Question(NamedTuple):
 
 
 class Built(NamedTuple):
-    """What SGLang builds for a module: `plain`, `raises`, or a scheme in a word; and its own words for that."""
+    """What SGLang builds for a module: `plain`, `raises`, or a scheme in a word; and its own words
+    for that.
+    """
 
     word: str
     says: str
 
 
 class Class(NamedTuple):
-    """SGLang's class for a part; without a name where it has none, without modules where nothing constructs it here."""
+    """SGLang's class for a part; without a name where it has none, without modules where nothing
+    constructs it here.
+    """
 
     name: str
     modules: Mapping[str, Built]
@@ -48,7 +54,9 @@ def ask(questions: Sequence[Question]) -> list[Class]:
     if not UTILS.is_file():
         pytest.skip(MISSING)
     command = [sys.executable, str(PEER), str(WHEEL)]
-    done = subprocess.run(command, input=sent, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, input=sent, capture_output=True, text=True, timeout=600, check=False
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS")]
     assert lines, done.stderr[-3000:]
     return [_class(answer) for answer in json.loads(lines[0].removeprefix("ANSWERS"))]
@@ -56,7 +64,11 @@ def ask(questions: Sequence[Question]) -> list[Class]:
 
 def _class(answer: Mapping[str, Any]) -> Class:
     error = answer.get("not_constructed") or answer.get("config_error") or ""
-    modules = {module["prefix"]: _built(module) for module in answer.get("modules", ()) if _is_asked(module)}
+    modules = {
+        module["prefix"]: _built(module)
+        for module in answer.get("modules", ())
+        if _is_asked(module)
+    }
     return Class(answer.get("class", ""), modules, error)
 
 

@@ -1,13 +1,15 @@
-"""SGLang's own classes, constructed without its kernels: which modules it builds, by which names, and how.
+"""SGLang's own classes, constructed without its kernels: which modules it builds, by which names,
+and how.
 
-In: the folder of an unpacked SGLang wheel as argument; on stdin a JSON list of questions, each with a config.json and a
-part. Out: a line ANSWERS and a JSON list: the class, and for each module that is built through SGLang's layers its
-prefix, its class, and what `get_quant_method` says.
+In: the folder of an unpacked SGLang wheel as argument; on stdin a JSON list of questions, each with
+a config.json and a part. Out: a line ANSWERS and a JSON list: the class, and for each module that
+is built through SGLang's layers its prefix, its class, and what `get_quant_method` says.
 
-Easy to get wrong: what is real here. Models, configs, quantization configs, `ModelConfig._config_draft_model` and
-`_get_quantization_config` are SGLang's files, run. All else of SGLang, and packages that are not installed, are empty
-stand-ins: a number where a number is expected, a class where one is inherited from. A layer does not create parameters;
-it writes down how it was asked for. The GPU is said to be a Blackwell, as `--gpu sm100` is elsewhere.
+Easy to get wrong: what is real here. Models, configs, quantization configs,
+`ModelConfig._config_draft_model` and `_get_quantization_config` are SGLang's files, run. All else
+of SGLang, and packages that are not installed, are empty stand-ins: a number where a number is
+expected, a class where one is inherited from. A layer does not create parameters; it writes down
+how it was asked for. The GPU is said to be a Blackwell, as `--gpu sm100` is elsewhere.
 """
 
 import abc
@@ -37,7 +39,9 @@ REAL = (
     "sglang.srt.model_loader.loader",
     "sglang.srt.model_loader.weight_utils",
 )
-EMPTY = frozenset({"sglang.srt.models", "sglang.srt.configs", "sglang.srt.layers.quantization.gguf"})
+EMPTY = frozenset(
+    {"sglang.srt.models", "sglang.srt.configs", "sglang.srt.layers.quantization.gguf"}
+)
 ABSENT = (
     "sglang",
     "triton",
@@ -72,11 +76,15 @@ ABSENT = (
 
 
 DEFAULT_TRUE = ("SGLANG_OPT_FUSE_WQA_WKV",)
-"""Switches of sglang/srt/environ.py that are on unless somebody turns them off, as far as they change names."""
+"""Switches of sglang/srt/environ.py that are on unless somebody turns them off, as far as they
+change names.
+"""
 
 
 class Number(int):
-    """Stands for whatever a stand-in is asked: 1 for a size, else 0; it can be called, entered and asked on."""
+    """Stands for whatever a stand-in is asked: 1 for a size, else 0; it can be called, entered and
+    asked on.
+    """
 
     def __getattr__(self, name: str) -> "Number":
         if name.startswith("__"):
@@ -88,7 +96,9 @@ class Number(int):
         return Number(name.endswith(("size", "_last_rank", "_first_rank", "mamba_extra_buffer")))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_decorated = len(args) == 1 and not kwargs and isinstance(args[0], type | types.FunctionType)
+        is_decorated = (
+            len(args) == 1 and not kwargs and isinstance(args[0], type | types.FunctionType)
+        )
         return args[0] if is_decorated else Number(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -141,9 +151,13 @@ class Empty(nn.Module):
 
 
 class Layer(Empty):
-    """A layer of SGLang's: it notes by which prefix and config it was asked for, and what the config answers."""
+    """A layer of SGLang's: it notes by which prefix and config it was asked for, and what the
+    config answers.
+    """
 
-    def __init__(self, *args: Any, quant_config: Any = None, prefix: str = "", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, quant_config: Any = None, prefix: str = "", **kwargs: Any
+    ) -> None:
         super().__init__()
         given = [arg for arg in args if hasattr(arg, "get_quant_method")]
         sizes = [arg for arg in args if isinstance(arg, int)]
@@ -159,7 +173,14 @@ class Layer(Empty):
             return ["no config", ""]
         try:
             method = config.get_quant_method(self, self.prefix)
-        except (ValueError, NotImplementedError, RuntimeError, ImportError, AssertionError, AttributeError) as error:
+        except (
+            ValueError,
+            NotImplementedError,
+            RuntimeError,
+            ImportError,
+            AssertionError,
+            AttributeError,
+        ) as error:
             return [f"{type(error).__name__}", str(error)]
         scheme = self.__dict__.get("scheme", self._modules.get("scheme"))
         return ["None" if each is None else type(each).__name__ for each in (method, scheme)]
@@ -169,15 +190,24 @@ def linear(module: types.ModuleType) -> None:
     """sglang.srt.layers.linear."""
     base = type("LinearBase", (Layer,), {})
     vars(module)["LinearBase"] = base
-    names = "QKVParallelLinear MergedColumnParallelLinear ColumnParallelLinear RowParallelLinear ReplicatedLinear"
-    for name in (*names.split(), "MergedColumnParallelRepeatedLinear", "ColumnParallelBatchedLinear"):
+    names = (
+        "QKVParallelLinear MergedColumnParallelLinear ColumnParallelLinear RowParallelLinear "
+        "ReplicatedLinear"
+    )
+    for name in (
+        *names.split(),
+        "MergedColumnParallelRepeatedLinear",
+        "ColumnParallelBatchedLinear",
+    ):
         vars(module)[name] = type(name, (base,), {})
 
 
 def embedding(module: types.ModuleType) -> None:
     """sglang.srt.layers.vocab_parallel_embedding."""
     base = type("VocabParallelEmbedding", (Layer,), {})
-    vars(module).update(VocabParallelEmbedding=base, ParallelLMHead=type("ParallelLMHead", (base,), {}))
+    vars(module).update(
+        VocabParallelEmbedding=base, ParallelLMHead=type("ParallelLMHead", (base,), {})
+    )
 
 
 class FusedMoE(Layer):
@@ -204,16 +234,22 @@ SPECIAL: dict[str, Callable[[types.ModuleType], None]] = {
 }
 
 
-def layers_of(num_hidden_layers: int, layer_fn: Callable[..., nn.Module], prefix: str) -> nn.ModuleList:
+def layers_of(
+    num_hidden_layers: int, layer_fn: Callable[..., nn.Module], prefix: str
+) -> nn.ModuleList:
     """Decoder layers, each under its number."""
     under = f"{prefix}." if prefix else ""
-    return nn.ModuleList([layer_fn(idx=index, prefix=f"{under}{index}") for index in range(num_hidden_layers)])
+    return nn.ModuleList(
+        [layer_fn(idx=index, prefix=f"{under}{index}") for index in range(num_hidden_layers)]
+    )
 
 
 def make_layers(
     num_hidden_layers: int, layer_fn: Any, pp_rank: Any = None, *_: Any, prefix: str = "", **__: Any
 ) -> Any:
-    """SGLang's function: the layers, and where pipelines are asked about also the range that this one has."""
+    """SGLang's function: the layers, and where pipelines are asked about also the range that this
+    one has.
+    """
     layers = layers_of(num_hidden_layers, layer_fn, prefix)
     return layers if pp_rank is None else (layers, 0, num_hidden_layers)
 
@@ -235,7 +271,9 @@ ANSWERS: dict[str, Any] = {
     "resolve_linear_parallel_group": lambda *args: (None, 1),
     "is_cuda": lambda: True,
     "precompute_freqs_cis": lambda *args, **kwargs: torch.empty(1),
-    "get_platform": lambda: types.SimpleNamespace(is_blackwell=True, is_sm100=True, is_sm120=False, is_sm90=False),
+    "get_platform": lambda: types.SimpleNamespace(
+        is_blackwell=True, is_sm100=True, is_sm120=False, is_sm90=False
+    ),
     "register_customized_processor": lambda *args, **kwargs: lambda cls: cls,
     "get_cuda_version": lambda: (12, 8),
     "get_device_capability": lambda *args: (10, 0),
@@ -300,7 +338,9 @@ torch.cuda.Stream = torch.cuda.Event = type("Stream", (Empty,), {})  # type: ign
 
 @cache
 def classes_of(folder: str) -> dict[str, tuple[str, str]]:
-    """Class name, and for configs `model_type`, -> module and name; of models only those that a file offers."""
+    """Class name, and for configs `model_type`, -> module and name; of models only those that a
+    file offers.
+    """
     found: dict[str, tuple[str, str]] = {}
     for file in sorted((ROOT / "sglang/srt" / folder).glob("*.py")):
         body = ast.parse(file.read_text()).body
@@ -332,7 +372,9 @@ def class_of(folder: str, name: str) -> Any:
 
 
 ALIASES = {"deepseek_v32": "deepseek_v3", "deepseek_v4": "deepseek_v3"}
-"""As SGLang has them (utils/hf_transformers/common.py): a class of transformers with another model_type."""
+"""As SGLang has them (utils/hf_transformers/common.py): a class of transformers with another
+model_type.
+"""
 DEFAULTS: dict[str, Any] = {
     "rope_scaling": None,
     "pad_token_id": None,
@@ -359,7 +401,11 @@ def config_of(values: dict[str, Any]) -> Any:
     config = (class_of("configs", f"model_type {model_type}") if known else usual)(**values)
     if config.architectures is None:
         config.architectures = list(values["architectures"])
-    for part in (config, getattr(config, "vision_config", None), getattr(config, "text_config", None)):
+    for part in (
+        config,
+        getattr(config, "vision_config", None),
+        getattr(config, "text_config", None),
+    ):
         for key, value in DEFAULTS.items():
             if isinstance(part, PretrainedConfig) and getattr(part, key, None) is None:
                 setattr(part, key, value)
@@ -409,7 +455,10 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     modules = [module for module in model.modules() if isinstance(module, Layer)]
     return {
         "class": architecture,
-        "modules": [{"prefix": each.prefix, "class": type(each).__name__, "answer": each.answer} for each in modules],
+        "modules": [
+            {"prefix": each.prefix, "class": type(each).__name__, "answer": each.answer}
+            for each in modules
+        ],
     }
 
 
@@ -417,7 +466,14 @@ def answered(question: dict[str, Any]) -> dict[str, Any]:
     """The answer; where the stand-ins do not carry a class, what it failed on."""
     try:
         return answer(question)
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
         return {"not_constructed": f"{type(error).__name__}: {error}"}
 
 

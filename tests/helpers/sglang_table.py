@@ -2,7 +2,8 @@
 
     .venv/bin/python tests/helpers/sglang_table.py    writes it
 
-In: keepmtp's plans of every release at tiny size, in both dialects. Out: the text, and how many resolve.
+In: keepmtp's plans of every release at tiny size, in both dialects. Out: the text, and how many
+resolve.
 """
 
 import re
@@ -33,7 +34,9 @@ REFUSED = "-"
 
 
 def obstacle(model: str, scheme: str, mtp: str, format: Format) -> str:
-    """Why an output does not resolve in SGLang; "" where it does, REFUSED where keepmtp makes no such plan."""
+    """Why an output does not resolve in SGLang; "" where it does, REFUSED where keepmtp makes no
+    such plan.
+    """
     try:
         return next(iter(config_of(good.planned(model, scheme, mtp, format=format)).obstacles), "")
     except RecipeError:
@@ -42,7 +45,10 @@ def obstacle(model: str, scheme: str, mtp: str, format: Format) -> str:
 
 def cells(format: Format) -> dict[str, list[str]]:
     """For each release, the obstacle of each pair."""
-    return {model: [obstacle(model, *pair, format) for pair in PAIRS[format]] for model in releases.MODELS}
+    return {
+        model: [obstacle(model, *pair, format) for pair in PAIRS[format]]
+        for model in releases.MODELS
+    }
 
 
 def counted(format: Format) -> Counter[str]:
@@ -56,10 +62,23 @@ def text() -> str:
     lines = [
         f"# Outputs in SGLang {VERSION}",
         "",
-        "Written by tests/helpers/sglang_table.py from plans of every release at tiny size. `yes`: vLLM and",
-        "SGLang find the scheme of every module under their own names, in one config.json. A number: no entry can",
-        "help, for the reason below, and the config stays as vLLM needs it. `-`: keepmtp makes no such plan. A",
-        "column is the scheme of the backbone / of the MTP block. SGLang was not run: its names were read, its",
+        (
+            "Written by tests/helpers/sglang_table.py from plans of every release at tiny size. "
+            "`yes`: vLLM and"
+        ),
+        (
+            "SGLang find the scheme of every module under their own names, in one config.json. A "
+            "number: no entry can"
+        ),
+        (
+            "help, for the reason below, and the config stays as vLLM needs it. `-`: keepmtp makes "
+            "no such plan. A"
+        ),
+        (
+            "column is the scheme of the backbone / of the MTP block. SGLang was not run: its "
+            "names "
+            "were read, its"
+        ),
         "classes constructed without weights, and its own matching functions asked",
         "(tests/quantize/test_sglang_fit.py).",
     ]
@@ -73,7 +92,10 @@ def text() -> str:
             f"{count['yes']} of {count['yes'] + count['no']} outputs resolve in both.",
             "",
         ]
-        lines += [_row("release", [f"{scheme} / {mtp}" for scheme, mtp in pairs]), _row("---", ["---"] * len(pairs))]
+        lines += [
+            _row("release", [f"{scheme} / {mtp}" for scheme, mtp in pairs]),
+            _row("---", ["---"] * len(pairs)),
+        ]
         for model, row in found.items():
             lines.append(_row(model, [_word(cell, reasons) for cell in row]))
     lines += ["", "## Reasons", ""]

@@ -22,7 +22,10 @@ FUSED = {
     "gate_up_proj": ["gate_proj", "up_proj"],
     "fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"],
 }
-FUSED_IN_QWEN35 = FUSED | {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"], "in_proj_ba": ["in_proj_b", "in_proj_a"]}
+FUSED_IN_QWEN35 = FUSED | {
+    "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
+    "in_proj_ba": ["in_proj_b", "in_proj_a"],
+}
 
 
 @cache
@@ -39,7 +42,9 @@ class QKVParallelLinear(nn.Module):
     """A module by whose class no target is meant."""
 
 
-def group_of(config: dict[str, Any], name: str, fused: dict[str, list[str]]) -> dict[str, Any] | None:
+def group_of(
+    config: dict[str, Any], name: str, fused: dict[str, list[str]]
+) -> dict[str, Any] | None:
     """The group that SGLang gives to a module; None for an ignored one.
 
     Raises:
@@ -47,5 +52,7 @@ def group_of(config: dict[str, Any], name: str, fused: dict[str, list[str]]) -> 
     """
     if functions().should_ignore_layer(name, ignore=config["ignore"], fused_mapping=fused):
         return None
-    groups = {target: group for group in config["config_groups"].values() for target in group["targets"]}
+    groups = {
+        target: group for group in config["config_groups"].values() for target in group["targets"]
+    }
     return groups[functions().find_matched_target(name, QKVParallelLinear(), groups, fused)]

@@ -1,9 +1,12 @@
-"""A Python that behaves like vLLM's as far as keepmtp sees it from outside: its versions, and `vllm serve`.
+"""A Python that behaves like vLLM's as far as keepmtp sees it from outside: its versions, and `vllm
+serve`.
 
-In: a folder, and optionally the Python of a real vLLM, which gets everything else. Out: the path for VLLM_PYTHON.
+In: a folder, and optionally the Python of a real vLLM, which gets everything else. Out: the path
+for VLLM_PYTHON.
 
-Easy to get wrong: like vLLM, the server starts an engine that does not end with it. Another one leads a session of its
-own, as some launchers' workers do. The text of every answer is the path of the checkpoint that the server was given.
+Easy to get wrong: like vLLM, the server starts an engine that does not end with it. Another one
+leads a session of its own, as some launchers' workers do. The text of every answer is the path of
+the checkpoint that the server was given.
 """
 
 import json
@@ -60,7 +63,9 @@ def stub_vllm(
     return path
 
 
-def main(real: str, start: float, seconds: float, accepted: int, ends: float, versions: dict[str, str]) -> None:
+def main(
+    real: str, start: float, seconds: float, accepted: int, ends: float, versions: dict[str, str]
+) -> None:
     """What the stub does with its words."""
     if "serve" in sys.argv:
         _serve(sys.argv, start, seconds, accepted, ends)
@@ -85,7 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         counted = {"drafts": 10, "draft_tokens": 10, "accepted_tokens": self.server.accepted}
         lines = [
-            f"vllm:spec_decode_num_{name}_total {number * self.server.answers}" for name, number in counted.items()
+            f"vllm:spec_decode_num_{name}_total {number * self.server.answers}"
+            for name, number in counted.items()
         ]
         lines += [f"# {word}" for word in sys.argv if word.startswith("keepmtp-")]
         self._send("\n".join(lines) + "\n")
@@ -124,7 +130,11 @@ def _serve(words: list[str], start: float, seconds: float, accepted: int, ends: 
     time.sleep(start)
     address = words[words.index("--host") + 1], int(words[words.index("--port") + 1])
     with _Port(address, _Handler) as server:
-        server.model, server.seconds, server.accepted = words[words.index("serve") + 1], seconds, accepted
+        server.model, server.seconds, server.accepted = (
+            words[words.index("serve") + 1],
+            seconds,
+            accepted,
+        )
         print("ready", flush=True)
         if ends:
             threading.Timer(ends, _end).start()

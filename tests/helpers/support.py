@@ -1,8 +1,10 @@
-"""Which families can be calibrated, found by trying: the data of `keepmtp ls families`, and docs/families.md.
+"""Which families can be calibrated, found by trying: the data of `keepmtp ls families`, and
+docs/families.md.
 
     make families       writes recipes/calibrated_families.json and the table in docs/families.md
 
-In: the fixture of every release that has a recipe, tiny and without weights. Out: the same bytes on every machine.
+In: the fixture of every release that has a recipe, tiny and without weights. Out: the same bytes on
+every machine.
 """
 
 import json
@@ -42,7 +44,9 @@ def tried(folder: Path) -> str:
         write_checkpoint(folder / model, *source_layout(model, size="tiny"))
         plan = make_plan(recipe, open_source(folder / model))
         refusal = backbone_refusal(plan)
-        found.setdefault(plan.view.family.model_type, {})[model] = _in_words(refusal, plan) if refusal else ""
+        found.setdefault(plan.view.family.model_type, {})[model] = (
+            _in_words(refusal, plan) if refusal else ""
+        )
     return json.dumps(dict(sorted(found.items())), indent=1) + "\n"
 
 

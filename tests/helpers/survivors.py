@@ -1,4 +1,6 @@
-"""Finds processes by a mark in their environment, which every descendant of a marked process inherits."""
+"""Finds processes by a mark in their environment, which every descendant of a marked process
+inherits.
+"""
 
 import time
 from pathlib import Path

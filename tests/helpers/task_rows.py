@@ -1,6 +1,8 @@
-"""A few rows of each task in its dataset's own form, written for these tests, and texts that answer them.
+"""A few rows of each task in its dataset's own form, written for these tests, and texts that answer
+them.
 
-A real dataset has other questions; what lm-eval reads of a row, and how it reads an answer, is the same.
+A real dataset has other questions; what lm-eval reads of a row, and how it reads an answer, is the
+same.
 """
 
 import re
@@ -48,13 +50,19 @@ def _mmlu_pro() -> list[dict[str, Any]]:
     rows = []
     for number, word in enumerate(MMLU_PRO_SUBJECTS):
         options = [f"{each} of them" for each in range(number, number + 10)]
-        row = {"options": options, "answer": "ABCDEFGHIJ"[number % 10], "category": word.replace("_", " ")}
+        row = {
+            "options": options,
+            "answer": "ABCDEFGHIJ"[number % 10],
+            "category": word.replace("_", " "),
+        }
         for kind, thought in (
             ("asked", ""),
             ("asked again", ""),
             ("shown", "A: Let's think step by step. So it is (B)."),
         ):
-            rows.append({**row, "question": f"How many are {kind} in {word}?", "cot_content": thought})
+            rows.append(
+                {**row, "question": f"How many are {kind} in {word}?", "cot_content": thought}
+            )
     return rows
 
 
@@ -63,8 +71,17 @@ def _ruler() -> list[dict[str, Any]]:
     for sub_task in RULER_SUB_TASKS:
         for number in range(3):
             outputs = [f"{sub_task[:4]}{number}{each}" for each in range(2)]
-            text = f"Text {number} of {sub_task}. Its words are {' and '.join(outputs)}. Which are they?"
-            row = {"task": sub_task, "input": text, "outputs": outputs, "gen_prefix": "They are", "max_length": 4096}
+            text = (
+                f"Text {number} of {sub_task}. Its words are {' and '.join(outputs)}. Which are "
+                "they?"
+            )
+            row = {
+                "task": sub_task,
+                "input": text,
+                "outputs": outputs,
+                "gen_prefix": "They are",
+                "max_length": 4096,
+            }
             rows.append(row | {"index": number, "length": 40})
     return rows
 
@@ -79,14 +96,21 @@ def _choice_of(row: Mapping[str, Any], prompt: str) -> str:
 _AIME = [(f"What is {n} times {n + 1}?", n * (n + 1)) for n in (3, 4, 5, 6)]
 _IFEVAL = (
     ("punctuation:no_comma", {}, "A text of some words."),
-    ("length_constraints:number_words", {"relation": "at least", "num_words": 4}, "Here are more than four, easily."),
+    (
+        "length_constraints:number_words",
+        {"relation": "at least", "num_words": 4},
+        "Here are more than four, easily.",
+    ),
     ("detectable_format:json_format", {}, '{"a": [1, 2]}'),
     ("keywords:existence", {"keywords": ["otter"]}, "The otter swims, and sleeps."),
 )
 
 TASK_ROWS: Mapping[str, TaskRows] = {
     "gsm8k": TaskRows(
-        rows=[{"question": f"Ann has {n} pens, buys 2. How many?", "answer": f"#### {n + 2}"} for n in (3, 5, 7, 9)],
+        rows=[
+            {"question": f"Ann has {n} pens, buys 2. How many?", "answer": f"#### {n + 2}"}
+            for n in (3, 5, 7, 9)
+        ],
         mark=lambda row: row["question"],
         right=lambda row, _: f"It is so.\n{row['answer']}",
         wrong="#### 99",
@@ -150,11 +174,16 @@ TASK_ROWS: Mapping[str, TaskRows] = {
             for number in (3, 5, 7, 9)
         ],
         mark=lambda row: row["problem"],
-        right=lambda row, _: f"Final Answer: The final answer is ${row['answer']}$. I hope it is correct.",
+        right=lambda row, _: (
+            f"Final Answer: The final answer is ${row['answer']}$. I hope it is correct."
+        ),
         wrong=r"It is $\boxed{0}$.",
     ),
     "aime24": TaskRows(
-        rows=[{"ID": "1", "Problem": problem, "Solution": "", "Answer": answer} for problem, answer in _AIME],
+        rows=[
+            {"ID": "1", "Problem": problem, "Solution": "", "Answer": answer}
+            for problem, answer in _AIME
+        ],
         mark=lambda row: row["Problem"],
         right=lambda row, _: rf"<think>$1$</think> It is $\boxed{{{row['Answer']}}}$.",
         wrong=r"\boxed{1}",
@@ -176,7 +205,9 @@ TASK_ROWS: Mapping[str, TaskRows] = {
 
 
 def answer(task: str, prompt: str, *, each: int = 3) -> str:
-    """A recorded model: of `each` rows the second is answered wrong, the third is cut in the middle, others right."""
+    """A recorded model: of `each` rows the second is answered wrong, the third is cut in the
+    middle, others right.
+    """
     found = TASK_ROWS[task]
     number, row = max(enumerate(found.rows), key=lambda item: prompt.rfind(found.mark(item[1])))
     text = found.right(row, prompt)

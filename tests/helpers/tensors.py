@@ -1,4 +1,5 @@
-"""Pieces that layouts are put together from: name -> (dtype, shape), as safetensors headers have it.
+"""Pieces that layouts are put together from: name -> (dtype, shape), as safetensors headers have
+it.
 
 In: sizes from a config.json. Out: `Tensors`. Used by tests/helpers/releases.py and the families in
 tests/helpers/layouts/.
@@ -12,17 +13,23 @@ from typing import Any, Literal
 Config = dict[str, Any]
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
-FP8_128 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_128 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What is known of a release beside its config, from its model card, index, or vLLM's own source.
+    """What is known of a release beside its config, from its model card, index, or vLLM's own
+    source.
 
     Attributes:
         draft_stem: prefix that vLLM constructs the tiny model's first draft layer with.
-        asks: what the draft asks the quantization config about: paths under `draft_stem`, or whole where they start
-            with one of `whole`; a space between two.
+        asks: what the draft asks the quantization config about: paths under `draft_stem`, or whole
+            where they start with one of `whole`; a space between two.
         unasked: matrices that the draft builds without a quantization config, spelled the same way.
         whole: prefixes of names that stand outside `draft_stem`.
         num_mtp_layers: MTP layers on disk.
@@ -50,7 +57,9 @@ Form = Literal["bf16", "fp8_scale_inv", "fp8_scale", "mxfp4"]
 
 
 def linear(name: str, n: int, k: int, form: Form = "bf16", *, bias: bool = False) -> Tensors:
-    """One nn.Linear [n, k] in the form its release stores: plain, DeepSeek-V3's FP8, DeepSeek-V4's FP8 or MXFP4."""
+    """One nn.Linear [n, k] in the form its release stores: plain, DeepSeek-V3's FP8, DeepSeek-V4's
+    FP8 or MXFP4.
+    """
     blocks = (math.ceil(n / 128), math.ceil(k / 128))
     stored: Tensors = {
         "bf16": {"weight": ("BF16", (n, k))},
@@ -77,28 +86,49 @@ def under(prefix: str, tensors: Tensors) -> Tensors:
 
 
 def gated_mlp(
-    name: str, hidden: int, inner: int, form: Form = "bf16", names: str = "gate_proj up_proj down_proj"
+    name: str,
+    hidden: int,
+    inner: int,
+    form: Form = "bf16",
+    names: str = "gate_proj up_proj down_proj",
 ) -> Tensors:
     """The three linears of a gated MLP; `names` in the order gate, up, down."""
     gate, up, down = (f"{name}.{each}" for each in names.split())
-    return linear(gate, inner, hidden, form) | linear(up, inner, hidden, form) | linear(down, hidden, inner, form)
+    return (
+        linear(gate, inner, hidden, form)
+        | linear(up, inner, hidden, form)
+        | linear(down, hidden, inner, form)
+    )
 
 
-def experts(name: str, count: int, hidden: int, inner: int, form: Form = "bf16", **more: str) -> Tensors:
+def experts(
+    name: str, count: int, hidden: int, inner: int, form: Form = "bf16", **more: str
+) -> Tensors:
     """`count` gated MLPs as `<name>.<e>.*`."""
-    return {k: v for e in range(count) for k, v in gated_mlp(f"{name}.{e}", hidden, inner, form, **more).items()}
+    return {
+        k: v
+        for e in range(count)
+        for k, v in gated_mlp(f"{name}.{e}", hidden, inner, form, **more).items()
+    }
 
 
 def embeddings(
-    config: Config, embed: str = "model.embed_tokens", head: str = "lm_head", norm: str = "model.norm"
+    config: Config,
+    embed: str = "model.embed_tokens",
+    head: str = "lm_head",
+    norm: str = "model.norm",
 ) -> Tensors:
     """What stands outside the layers of nearly every model."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     return linear(embed, vocab, hidden) | linear(head, vocab, hidden) | norms(norm, hidden)
 
 
-def gqa(config: Config, *, bias: bool = False, qk_norm: bool = False, gated: bool = False) -> Tensors:
-    """Grouped-query attention; `gated` doubles q_proj for the output gate (Qwen3-Next and later)."""
+def gqa(
+    config: Config, *, bias: bool = False, qk_norm: bool = False, gated: bool = False
+) -> Tensors:
+    """Grouped-query attention; `gated` doubles q_proj for the output gate (Qwen3-Next and
+    later).
+    """
     hidden, head = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     return under(
@@ -115,7 +145,11 @@ def gqa(config: Config, *, bias: bool = False, qk_norm: bool = False, gated: boo
 
 def mla(config: Config, form: Form) -> Tensors:
     """Multi-head latent attention, with the sparse-attention indexer where the config has one."""
-    hidden, heads, rope = config["hidden_size"], config["num_attention_heads"], config["qk_rope_head_dim"]
+    hidden, heads, rope = (
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config["qk_rope_head_dim"],
+    )
     nope, value, q_rank, kv_rank = (
         config[key] for key in ("qk_nope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")
     )

@@ -5,7 +5,9 @@ from pathlib import Path
 
 
 def broken(good: Path, folder: Path) -> Path:
-    """The same bytes, but the BF16 MTP layer is claimed by the FP8 group: what an ignore list in wrong names does."""
+    """The same bytes, but the BF16 MTP layer is claimed by the FP8 group: what an ignore list in
+    wrong names does.
+    """
     folder.mkdir()
     for path in good.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())

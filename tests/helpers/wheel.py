@@ -1,7 +1,8 @@
-"""keepmtp's sdist, made of what git tracks, its wheel, and environments that have one extra of it and nothing else.
+"""keepmtp's sdist, made of what git tracks, its wheel, and environments that have one extra of it
+and nothing else.
 
-What it needs comes from build/wheels, which `make test` fills: no index is asked, and uv links the files instead of
-copying them, so that an environment costs seconds.
+What it needs comes from build/wheels, which `make test` fills: no index is asked, and uv links the
+files instead of copying them, so that an environment costs seconds.
 """
 
 import os
@@ -36,16 +37,24 @@ def sdist_of(wheel: Path) -> Path:
 
 
 def tracked() -> list[str]:
-    """The files of the checkout that git has or would take; in an unpacked sdist, those that its own list names."""
+    """The files of the checkout that git has or would take; in an unpacked sdist, those that its
+    own list names.
+    """
     if (ROOT / ".git").exists():
         listed = _run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).stdout.splitlines()
     else:
         listed = (ROOT / "keepmtp.egg-info" / "SOURCES.txt").read_text().splitlines()
-    return [name for name in listed if (ROOT / name).is_file() and not name.startswith("keepmtp.egg-info/")]
+    return [
+        name
+        for name in listed
+        if (ROOT / name).is_file() and not name.startswith("keepmtp.egg-info/")
+    ]
 
 
 def install(wheel: Path, extra: str, folder: Path) -> Path:
-    """An environment with this extra of the wheel and nothing else ("" for none); returns its bin folder."""
+    """An environment with this extra of the wheel and nothing else ("" for none); returns its bin
+    folder.
+    """
     wanted = f"keepmtp{f'[{extra}]' if extra else ''} @ {wheel.as_uri()}"
     _run(UV, "venv", "-q", "--python", sys.executable, str(folder))
     _run(UV, "pip", "install", "-q", *_OFFLINE, "--python", str(folder / "bin" / "python"), wanted)

@@ -1,4 +1,5 @@
-"""Checkpoints of models that never had an MTP block, in the forms of several tools: Llama's names, tiny sizes.
+"""Checkpoints of models that never had an MTP block, in the forms of several tools: Llama's names,
+tiny sizes.
 
 In: a tool's word. Out: a `Checkpoint`, good as it is; and TWINS, a table of changes that break one.
 """
@@ -12,7 +13,14 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 HIDDEN, WIDE, LAYERS, VOCABULARY, EXPERTS = 256, 512, 6, 320, 4
 _FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 _TOKENS = _FP8 | {"strategy": "token", "dynamic": True}
-_W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
+_W4 = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "group",
+    "group_size": 128,
+    "symmetric": True,
+    "dynamic": False,
+}
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -35,7 +43,9 @@ SAID: dict[str, dict[str, Any]] = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "ignore": ["lm_head", r"re:.*mlp\.gate$"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _FP8, "input_activations": _TOKENS}},
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": _FP8, "input_activations": _TOKENS}
+        },
     },
     "compressed-tensors, integers": {
         "quant_method": "compressed-tensors",
@@ -43,17 +53,30 @@ SAID: dict[str, dict[str, Any]] = {
         "ignore": ["lm_head", r"re:.*mlp\.gate$"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": _W4}},
     },
-    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.mlp.gate"]},
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "ignore": ["lm_head", "*.mlp.gate"],
+    },
 }
 
 
 def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
-    """The model as a tool writes it; "" for plain. With experts, its names are those of Qwen3's mixture."""
+    """The model as a tool writes it; "" for plain. With experts, its names are those of Qwen3's
+    mixture.
+    """
     config = CONFIG | ({"quantization_config": {**SAID[tool]}} if tool else {})
     if experts:
         if listed := config.get("quantization_config", {}).get("modules_to_not_convert"):
-            config["quantization_config"]["modules_to_not_convert"] = [*listed, "mlp.gate"]  # gate_proj in a dense one
-        config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS}
+            config["quantization_config"]["modules_to_not_convert"] = [
+                *listed,
+                "mlp.gate",
+            ]  # gate_proj in a dense one
+        config |= {
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": EXPERTS,
+        }
         config |= {"num_experts_per_tok": 2, "moe_intermediate_size": WIDE, "head_dim": HIDDEN // 4}
     tensors: Tensors = {
         "model.embed_tokens.weight": ("BF16", (VOCABULARY, HIDDEN)),
@@ -63,13 +86,19 @@ def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
     for number in range(LAYERS):
         stem = f"model.layers.{number}."
         tensors |= {
-            f"{stem}{norm}.weight": ("BF16", (HIDDEN,)) for norm in ("input_layernorm", "post_attention_layernorm")
+            f"{stem}{norm}.weight": ("BF16", (HIDDEN,))
+            for norm in ("input_layernorm", "post_attention_layernorm")
         }
         if experts:
             tensors[f"{stem}mlp.gate.weight"] = ("BF16", (EXPERTS, HIDDEN))
-            tensors |= {f"{stem}self_attn.{norm}.weight": ("BF16", (HIDDEN // 4,)) for norm in ("q_norm", "k_norm")}
+            tensors |= {
+                f"{stem}self_attn.{norm}.weight": ("BF16", (HIDDEN // 4,))
+                for norm in ("q_norm", "k_norm")
+            }
         for path, (rows, columns) in _matrices(experts=experts).items():
-            tensors |= {f"{stem}{path}.{leaf}": spec for leaf, spec in _stored(tool, rows, columns).items()}
+            tensors |= {
+                f"{stem}{path}.{leaf}": spec for leaf, spec in _stored(tool, rows, columns).items()
+            }
     return Checkpoint(config=config, tensors=tensors)
 
 
@@ -92,7 +121,10 @@ def _stored(tool: str, rows: int, columns: int) -> Tensors:
         case "compressed-tensors":
             return _fp8(rows, columns, (rows, 1))
         case "compressed-tensors, integers":
-            packed: Tensors = {"weight_packed": ("I32", (rows, columns // 8)), "weight_shape": ("I64", (2,))}
+            packed: Tensors = {
+                "weight_packed": ("I32", (rows, columns // 8)),
+                "weight_shape": ("I64", (2,)),
+            }
             return packed | {"weight_scale": ("BF16", (rows, columns // 128))}
         case "modelopt":
             return _fp8(rows, columns, ()) | {"input_scale": ("F32", ())}

@@ -1,10 +1,12 @@
-"""Checkpoints whose tables are those of a family, under other names: text alone, or inside a vision-language model.
+"""Checkpoints whose tables are those of a family, under other names: text alone, or inside a
+vision-language model.
 
-In: nothing. Out: WRAPPED, model_type or architecture -> a function that makes config.json and tensors, tiny. The inner
-names and shapes are those of the family's layout. The outer ones: vLLM 0.32.0's config classes and weight mappers
-(Qwen4ExpForCausalLM, InklingForCausalLM), its own test of BailingMoeV3VLConfig, NVIDIA-NeMo/Megatron-Bridge's test of
-Nemotron Omni's shards (`language_model.backbone.embeddings.weight`, `language_model.mtp.layers.0.*`). A tower is left
-out where no published listing of it was found.
+In: nothing. Out: WRAPPED, model_type or architecture -> a function that makes config.json and
+tensors, tiny. The inner names and shapes are those of the family's layout. The outer ones: vLLM
+0.32.0's config classes and weight mappers (Qwen4ExpForCausalLM, InklingForCausalLM), its own test
+of BailingMoeV3VLConfig, NVIDIA-NeMo/Megatron-Bridge's test of Nemotron Omni's shards
+(`language_model.backbone.embeddings.weight`, `language_model.mtp.layers.0.*`). A tower is left out
+where no published listing of it was found.
 """
 
 from collections.abc import Callable
@@ -21,13 +23,19 @@ def _tiny(model: str) -> tuple[Config, Tensors]:
 
 def _renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
     for old, new in pairs:
-        tensors = {new + name.removeprefix(old) if name.startswith(old) else name: s for name, s in tensors.items()}
+        tensors = {
+            new + name.removeprefix(old) if name.startswith(old) else name: s
+            for name, s in tensors.items()
+        }
     return tensors
 
 
 def qwen4_exp_text() -> tuple[Config, Tensors]:
     config, tensors = _tiny("qwen3.8-flash-next")
-    text = config["text_config"] | {"architectures": ["Qwen4ExpForCausalLM"], "torch_dtype": "bfloat16"}
+    text = config["text_config"] | {
+        "architectures": ["Qwen4ExpForCausalLM"],
+        "torch_dtype": "bfloat16",
+    }
     inner = {name: spec for name, spec in tensors.items() if not name.startswith("model.visual.")}
     return text, _renamed(inner, ("model.language_model.", "model."))
 
@@ -88,7 +96,8 @@ def intern_s2_preview() -> tuple[Config, Tensors]:
 
 
 def nemotron_omni(model_type: str = "nemotron_h_omni_by_its_own_class") -> tuple[Config, Tensors]:
-    """The language model; with the release's model_type vLLM takes transformers' class, which it cannot read.
+    """The language model; with the release's model_type vLLM takes transformers' class, which it
+    cannot read.
 
     Under another one its keys are read as they are, as the release's own class has them.
     """
@@ -97,7 +106,9 @@ def nemotron_omni(model_type: str = "nemotron_h_omni_by_its_own_class") -> tuple
         "architectures": ["NemotronH_Omni_Reasoning_V3"],
         "model_type": model_type,
         "llm_config": text,
-        "auto_map": {"AutoConfig": "configuration_nemotron_h_omni.NemotronH_Omni_Reasoning_V3_Config"},
+        "auto_map": {
+            "AutoConfig": "configuration_nemotron_h_omni.NemotronH_Omni_Reasoning_V3_Config"
+        },
         "vision_config": {
             "model_type": "radio",
             "args": {"model": "vit_huge_patch16_224"},

@@ -1,6 +1,7 @@
 """Values for checkpoints that have only headers, and single elements of them changed.
 
-In: a folder from `checkpoint_files.write`. Out: the same folder; its scales, norms and weights are like a model's.
+In: a folder from `checkpoint_files.write`. Out: the same folder; its scales, norms and weights are
+like a model's.
 """
 
 import random

@@ -1,4 +1,6 @@
-"""`backbone: auto` before anything is measured: the recipe's keys, the units, their sizes, and the refusals."""
+"""`backbone: auto` before anything is measured: the recipe's keys, the units, their sizes, and the
+refusals.
+"""
 
 import json
 import re
@@ -22,9 +24,16 @@ GLM = ROOT / "models" / "tiny-glm4-moe"
 WORDS = ["NVFP4", "FP8_DYNAMIC", "bf16"]
 
 
-def searched(budget: str = "5 bits", *, of: str = "tiny-glm4-moe.nvfp4", words=WORDS, **changes) -> Recipe:
+def searched(
+    budget: str = "5 bits", *, of: str = "tiny-glm4-moe.nvfp4", words=WORDS, **changes
+) -> Recipe:
     """A recipe that leaves everything to a search."""
-    auto = {"backbone": "auto", "mtp": "auto", "budget": budget, "backbone_auto": {"candidates": words}}
+    auto = {
+        "backbone": "auto",
+        "mtp": "auto",
+        "budget": budget,
+        "backbone_auto": {"candidates": words},
+    }
     return validated_recipe(find_recipe(of)[0].model_dump() | auto | changes, "recipe.yaml")
 
 
@@ -55,12 +64,24 @@ def test_a_budget_without_a_unit_is_refused(written):
         ({"budget": None}, "budget must be given where backbone is auto"),
         ({"backbone_auto": None}, "backbone_auto must be given where backbone is auto"),
         ({"calibration": None}, "calibration must be given for"),
-        ({"backbone": {"experts": "NVFP4"}, "mtp": "bf16"}, "budget must be left out where backbone is not auto"),
-        ({"mtp_auto": {"min_acceptance": 0.9, "candidates": ["bf16"]}}, "mtp_auto must be left out where backbone"),
-        ({"backbone_auto": {"candidates": ["NVFP4", "NVFP4"]}}, "candidates must differ; got NVFP4 twice"),
+        (
+            {"backbone": {"experts": "NVFP4"}, "mtp": "bf16"},
+            "budget must be left out where backbone is not auto",
+        ),
+        (
+            {"mtp_auto": {"min_acceptance": 0.9, "candidates": ["bf16"]}},
+            "mtp_auto must be left out where backbone",
+        ),
+        (
+            {"backbone_auto": {"candidates": ["NVFP4", "NVFP4"]}},
+            "candidates must differ; got NVFP4 twice",
+        ),
         ({"backbone_auto": {"candidates": ["NVFP5"]}}, "Did you mean NVFP4?"),
         ({"backbone_auto": {"candidates": ["NVFP4"], "tokns": 1}}, "Did you mean tokens?"),
-        ({"format": "modelopt", "backbone_auto": {"candidates": ["W4A16"]}}, "format: modelopt is for"),
+        (
+            {"format": "modelopt", "backbone_auto": {"candidates": ["W4A16"]}},
+            "format: modelopt is for",
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(changes, says):
@@ -72,11 +93,19 @@ def test_a_unit_is_what_vllm_gives_one_scheme():
     choices = choices_of(searched(), open_source(GLM))
     units = {unit.name: unit for unit in choices.units}
     qkv = units["backbone:model.layers.1.self_attn.qkv_proj"]
-    assert [tensor.name.split(".")[-2] for tensor in qkv.options[0].tensors] == ["k_proj", "q_proj", "v_proj"]
+    assert [tensor.name.split(".")[-2] for tensor in qkv.options[0].tensors] == [
+        "k_proj",
+        "q_proj",
+        "v_proj",
+    ]
     assert {len(unit.options) for unit in units.values()} == {3}
     # All experts of a layer are one unit, and so are those of the MTP block.
     experts = [unit for unit in units.values() if unit.role == "experts"]
-    assert [(unit.part, unit.layer) for unit in experts] == [("backbone", 1), ("backbone", 2), ("mtp", 3)]
+    assert [(unit.part, unit.layer) for unit in experts] == [
+        ("backbone", 1),
+        ("backbone", 2),
+        ("mtp", 3),
+    ]
     # Every word is a plan that make_plan would make of it alone, to the byte.
     for word in WORDS:
         whole = make_plan(choices.recipe.with_words(word), choices.base.source)
@@ -90,7 +119,10 @@ def test_a_word_is_left_out_where_it_does_not_suit(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny")
     config["moe_intermediate_size"] = 24
     tensors = {
-        name: (dtype, tuple(24 if "mlp.experts" in name and size == 128 else size for size in shape))
+        name: (
+            dtype,
+            tuple(24 if "mlp.experts" in name and size == 128 else size for size in shape),
+        )
         for name, (dtype, shape) in tensors.items()
     }
     write_checkpoint(tmp_path, config, tensors)
@@ -98,14 +130,24 @@ def test_a_word_is_left_out_where_it_does_not_suit(tmp_path):
     words = {unit.role: [option.word for option in unit.options] for unit in choices.units}
     assert words["attention"] == WORDS
     assert words["experts"] == ["FP8_DYNAMIC", "bf16"]
-    with pytest.raises(RecipeError, match=r"a candidate must suit model\.layers\.1\.mlp\.experts.*K divisible by 16"):
+    with pytest.raises(
+        RecipeError,
+        match=r"a candidate must suit model\.layers\.1\.mlp\.experts.*K divisible by 16",
+    ):
         choices_of(searched(of="glm-4.7.nvfp4-fp8", words=["NVFP4"]), open_source(tmp_path))
 
 
 def test_an_override_fixes_modules_and_a_group_may_have_a_word_of_its_own():
     override = {"modules": r"re:model\.layers\.0\..*", "scheme": "bf16"}
-    backbone = {"attention": "FP8_DYNAMIC", "dense_mlp": "auto", "shared_experts": "auto", "experts": "auto"}
-    choices = choices_of(searched(backbone=backbone, overrides=[override], mtp="bf16"), open_source(GLM))
+    backbone = {
+        "attention": "FP8_DYNAMIC",
+        "dense_mlp": "auto",
+        "shared_experts": "auto",
+        "experts": "auto",
+    }
+    choices = choices_of(
+        searched(backbone=backbone, overrides=[override], mtp="bf16"), open_source(GLM)
+    )
     assert {(unit.part, unit.role, unit.layer) for unit in choices.units} == {
         ("backbone", role, layer) for role in ("shared_experts", "experts") for layer in (1, 2)
     }
@@ -119,7 +161,11 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_smallest_that_does(budge
     choices = choices_of(searched(budget), source)
     assert f"{choices.num_bytes(choices.smallest):,} bytes" in caught.value.rule
     assert f"NVFP4 {choices.num_bytes(choices.uniform('NVFP4')):,}" in str(caught.value.got)
-    enough = f"{choices.num_bytes(choices.smallest)}B" if "MiB" in budget else f"{choices.bits(choices.smallest)} bits"
+    enough = (
+        f"{choices.num_bytes(choices.smallest)}B"
+        if "MiB" in budget
+        else f"{choices.bits(choices.smallest)} bits"
+    )
     refuse_budget(choices_of(searched(enough), source))
 
 
@@ -150,7 +196,12 @@ def test_a_model_file_has_a_variant_that_searches(tmp_path):
         "groups": ["attention", "dense_mlp", "shared_experts", "experts"],
         "default": "small",
         "variants": {
-            "small": {"rest": "auto", "mtp": "auto", "calibration": "problems-32x128", "summary": "as good as can be"},
+            "small": {
+                "rest": "auto",
+                "mtp": "auto",
+                "calibration": "problems-32x128",
+                "summary": "as good as can be",
+            },
             "plain": {"rest": "bf16", "mtp": "bf16", "calibration": None, "summary": "none"},
         },
         "budget": "6 bits",
@@ -161,6 +212,7 @@ def test_a_model_file_has_a_variant_that_searches(tmp_path):
     recipe = find_recipe(str(path))[0]
     assert recipe.is_searched and recipe.budget == "6 bits" and recipe.mtp_auto is None
     assert find_recipe(str(path), scheme="plain")[0].budget is None
-    # A scheme on the command line leaves nothing to search, but the block is chosen as in any recipe.
+    # A scheme on the command line leaves nothing to search, but the block is chosen as in any
+    # recipe.
     plain = find_recipe(str(path), scheme="W4A16")[0]
     assert not plain.is_searched and plain.budget is None and plain.mtp_auto is not None

@@ -1,4 +1,6 @@
-"""A disk that fills up, or dies, at every station of a calibrated run: a sentence, nothing lost, the same bytes."""
+"""A disk that fills up, or dies, at every station of a calibrated run: a sentence, nothing lost,
+the same bytes.
+"""
 
 import errno
 import json
@@ -29,7 +31,9 @@ def ends_of(folder: Path, number: int) -> tuple[dict[str, str], dict]:
     """What the command said at each station, and how all of it ended."""
     words = [sys.executable, str(SCRIPT), str(folder), str(number)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words if number else OWN_MOUNTS + words, capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        words if number else OWN_MOUNTS + words, capture_output=True, text=True, env=env
+    )
     assert not done.returncode, done.stderr
     *ends, last = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {end["station"]: end["says"] for end in ends}, last
@@ -54,9 +58,15 @@ def test_a_dead_disk_is_a_sentence_at_every_station_and_nothing_is_lost(tmp_path
         assert "file system has failed" in says and "run the same command again" in says, station
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS]
+)
 def test_each_error_of_a_disk_has_its_cure(number):
     named = str(unwritable(Path("/out/index"), OSError(number, os.strerror(number))))
     by_library = str(unwritable(Path("/out/index"), ValueError(f"I/O error: (os error {number})")))
-    assert named == by_library and os.strerror(number) in named and "run the same command again" in named
+    assert (
+        named == by_library
+        and os.strerror(number) in named
+        and "run the same command again" in named
+    )
     assert "network" not in str(refusal_of(OSError(number, os.strerror(number))))

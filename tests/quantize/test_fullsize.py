@@ -1,7 +1,8 @@
-"""Released models at their real size, from headers over holes: what a plan of one decides, costs and weighs.
+"""Released models at their real size, from headers over holes: what a plan of one decides, costs
+and weighs.
 
-The files are sparse: 807 GB of Qwen3.5 take a few megabytes of disk. Numbers are exact on purpose, so that a change to
-a table, a scheme or a recipe shows which tensors it moves.
+The files are sparse: 807 GB of Qwen3.5 take a few megabytes of disk. Numbers are exact on purpose,
+so that a change to a table, a scheme or a recipe shows which tensors it moves.
 """
 
 import json
@@ -20,13 +21,17 @@ from keepmtp.validate.check.check import check
 
 # recipe: (tensors in, GB in, tensors out, bytes out)
 FULL_SIZE = {
-    # 134,309 names that the loaders of vLLM 0.32.0 accept, each tensor read and each parameter filled.
+    # 134,309 names that the loaders of vLLM 0.32.0 accept, each tensor read and each parameter
+    # filled.
     "dsv4-flash.nvfp4-fp8": (69187, 160, 134309, 181_271_988_296),
-    # The release's files are 688,586,727,753 bytes long: what goes in here, and 129 bytes of header a tensor.
+    # The release's files are 688,586,727,753 bytes long: what goes in here, and 129 bytes of header
+    # a tensor.
     "deepseek-v3.1.w4a16-fp8": (91991, 689, 136535, 371_678_845_504),
-    # NVFP4 of GLM-4.6, which has the same sizes, but for BF16 attention: "~220GB" (AH22-neb/GLM-4.6-NVFP4).
+    # NVFP4 of GLM-4.6, which has the same sizes, but for BF16 attention: "~220GB"
+    # (AH22-neb/GLM-4.6-NVFP4).
     "glm-4.7.nvfp4a16-fp8": (44691, 717, 130775, 218_526_133_888),
-    # Experts alone in NVFP4: "~233 GB on disk" (lukealonso/Qwen3.5-397B-A17B-NVFP4, in GiB); here attention is FP8.
+    # Experts alone in NVFP4: "~233 GB on disk" (lukealonso/Qwen3.5-397B-A17B-NVFP4, in GiB); here
+    # attention is FP8.
     "qwen3.5-397b.nvfp4a16-fp8": (2924, 807, 279524, 248_808_393_568),
 }
 
@@ -43,7 +48,9 @@ def plan(request, tmp_path_factory) -> Plan:
 @pytest.mark.few(1)
 def test_fixture_is_as_large_as_the_release_and_takes_no_disk(plan):
     files = [path.stat() for path in plan.source.folder.iterdir()]
-    assert sum(file.st_size for file in files) / 1e9 == pytest.approx(FULL_SIZE[plan.recipe.name][1], rel=0.005)
+    assert sum(file.st_size for file in files) / 1e9 == pytest.approx(
+        FULL_SIZE[plan.recipe.name][1], rel=0.005
+    )
     assert sum(file.st_blocks * 512 for file in files) < 60e6
 
 
@@ -56,7 +63,9 @@ def test_counts_and_bytes(plan):
 
 
 def test_every_source_tensor_is_consumed_once(plan):
-    consumed = Counter(name for tensor in plan.tensors if tensor.fate != "add" for name in tensor.inputs)
+    consumed = Counter(
+        name for tensor in plan.tensors if tensor.fate != "add" for name in tensor.inputs
+    )
     assert set(consumed) == set(plan.entries)
     assert set(consumed.values()) == {1}
     assert plan.num_bytes_before == sum(entry.num_bytes for entry in plan.entries.values())
@@ -71,13 +80,17 @@ def test_every_output_is_written_once(plan):
 
 
 def test_shards_keep_to_their_size(plan):
-    largest_unit = max(sum(o.num_bytes for tensor in unit for o in tensor.outputs) for unit in plan.units)
+    largest_unit = max(
+        sum(o.num_bytes for tensor in unit for o in tensor.outputs) for unit in plan.units
+    )
     for shard in plan.shards:
-        assert sum(output.num_bytes for output in shard.outputs) <= max(plan.shard_bytes, largest_unit)
+        assert sum(output.num_bytes for output in shard.outputs) <= max(
+            plan.shard_bytes, largest_unit
+        )
 
 
-# recipe: files in all, those with MTP tensors, and bytes of the backbone in these; filled in a row, and with files of
-# the MTP block's own.
+# recipe: files in all, those with MTP tensors, and bytes of the backbone in these; filled in a row,
+# and with files of the MTP block's own.
 DRAFT_FILES = {
     "dsv4-flash.nvfp4-fp8": ((37, 4, 1_008_741_160), (38, 4, 0)),
     "deepseek-v3.1.w4a16-fp8": ((75, 4, 1_771_484_560), (76, 4, 0)),
@@ -87,25 +100,43 @@ DRAFT_FILES = {
 
 
 def test_a_draft_has_files_of_its_own(plan):
-    """What must be opened for the draft alone: sglang #35395 opened all 47 files of a checkpoint for 3."""
+    """What must be opened for the draft alone: sglang #35395 opened all 47 files of a checkpoint
+    for 3.
+    """
     files = [tuple(tensor for unit in shard.units for tensor in unit) for shard in plan.shards]
-    in_a_row = [tuple(tensor for unit in units for tensor in unit) for units in filled(plan.units, plan.shard_bytes)]
+    in_a_row = [
+        tuple(tensor for unit in units for tensor in unit)
+        for units in filled(plan.units, plan.shard_bytes)
+    ]
     assert (draft_files(in_a_row), draft_files(files)) == DRAFT_FILES[plan.recipe.name]
     assert {tensor.part for tensor in files[-1]} == {"mtp"}
-    shared = {number for number, file in enumerate(files) for tensor in file if tensor.role in ("embedding", "head")}
+    shared = {
+        number
+        for number, file in enumerate(files)
+        for tensor in file
+        if tensor.role in ("embedding", "head")
+    }
     of_backbone = {number for number in shared if files[number][0].part == "backbone"}
     assert of_backbone == {0}, "the embedding and the head that both use are in one file"
 
 
 def draft_files(files: list[tuple[TensorPlan, ...]]) -> tuple[int, int, int]:
-    """How many files there are, how many of them have MTP tensors, and the backbone's bytes in these."""
+    """How many files there are, how many of them have MTP tensors, and the backbone's bytes in
+    these.
+    """
     mtp = [file for file in files if any(tensor.part == "mtp" for tensor in file)]
     strange = (tensor for file in mtp for tensor in file if tensor.part == "backbone")
-    return len(files), len(mtp), sum(output.num_bytes for tensor in strange for output in tensor.outputs)
+    return (
+        len(files),
+        len(mtp),
+        sum(output.num_bytes for tensor in strange for output in tensor.outputs),
+    )
 
 
 def test_only_the_mtp_block_and_what_is_kept_stay_plain(plan):
-    """The reason of every matrix that is not quantized is in the plan, and in the recipe or the family's table."""
+    """The reason of every matrix that is not quantized is in the plan, and in the recipe or the
+    family's table.
+    """
     for tensor in plan.tensors:
         if len(tensor.shape) == 2 and not tensor.scheme and tensor.part == "backbone":
             assert tensor.reason, tensor.name
@@ -116,9 +147,17 @@ def test_only_the_mtp_block_and_what_is_kept_stay_plain(plan):
 
 @pytest.mark.few(1)
 def test_release_and_result_check_green(plan, tmp_path):
-    """The static check on the release as it is, and on what the plan will write, headers over holes."""
-    tensors = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
-    out = releases.write_checkpoint(tmp_path / "out", files_of(plan)["config.json"], tensors, num_shards=None)
+    """The static check on the release as it is, and on what the plan will write, headers over
+    holes.
+    """
+    tensors = {
+        output.name: (output.dtype, output.shape)
+        for tensor in plan.tensors
+        for output in tensor.outputs
+    }
+    out = releases.write_checkpoint(
+        tmp_path / "out", files_of(plan)["config.json"], tensors, num_shards=None
+    )
     for report in (check(plan.source.folder), check(out, source=plan.source)):
         assert not report.findings, report.findings[:3]
         assert report.facts.num_mtp_layers == 1
@@ -128,7 +167,10 @@ def test_release_and_result_check_green(plan, tmp_path):
 def test_what_deepseek_v4_lacks_is_added(plan):
     added = {tensor.name: tensor.inputs for tensor in plan.tensors if tensor.fate == "add"}
     if plan.recipe.family == "deepseek_v4":
-        assert added == {"mtp.0.emb.tok_emb.weight": ("embed.weight",), "mtp.0.head.weight": ("head.weight",)}
+        assert added == {
+            "mtp.0.emb.tok_emb.weight": ("embed.weight",),
+            "mtp.0.head.weight": ("head.weight",),
+        }
     else:
         assert added == {}
 
@@ -149,7 +191,9 @@ print(json.dumps({"peak_kib": peak, "tensors": len(plan.tensors), "heavy": heavy
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dsv4-flash.nvfp4-fp8"], indirect=True)
 def test_planning_takes_little_memory(plan):
-    """In a process of its own, as `keepmtp plan` runs: from files to plan, without torch. Seconds: benchmarks/."""
+    """In a process of its own, as `keepmtp plan` runs: from files to plan, without torch. Seconds:
+    benchmarks/.
+    """
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, plan.recipe.name, str(plan.source.folder)],
         capture_output=True,

@@ -1,4 +1,6 @@
-"""q, k and v in one matrix whose rows come in slices (MiMo-V2.5): what is written against the release, row by row."""
+"""q, k and v in one matrix whose rows come in slices (MiMo-V2.5): what is written against the
+release, row by row.
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +22,8 @@ from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file
 
-# The tiny model's two kinds of attention: layers 0 (full), 1 and 2 (sliding), and the three MTP layers (sliding).
+# The tiny model's two kinds of attention: layers 0 (full), 1 and 2 (sliding), and the three MTP
+# layers (sliding).
 FULL, SLIDING = (8, 4), (8, 8)
 SLICES, HEAD, VALUE = 4, 192, 128
 STEMS = {
@@ -32,7 +35,11 @@ STEMS = {
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +65,27 @@ def row_of(weight: torch.Tensor, scale: torch.Tensor, slice_: int, row: int) -> 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_each_head_has_its_rows(stem, written):
-    """Head h of q is in slice h // (heads a slice), and so on: head by head, without keepmtp's arithmetic."""
+    """Head h of q is in slice h // (heads a slice), and so on: head by head, without keepmtp's
+    arithmetic.
+    """
     source, ours, _ = written
     heads, groups = STEMS[stem]
     weight = source[f"{stem}self_attn.qkv_proj.weight"]
     scale = source[f"{stem}self_attn.qkv_proj.weight_scale_inv"]
     of_q, of_kv = heads // SLICES, groups // SLICES
     first = {"q": 0, "k": of_q * HEAD, "v": of_q * HEAD + of_kv * HEAD}
-    for name, count, each, size in (("q", heads, of_q, HEAD), ("k", groups, of_kv, HEAD), ("v", groups, of_kv, VALUE)):
+    for name, count, each, size in (
+        ("q", heads, of_q, HEAD),
+        ("k", groups, of_kv, HEAD),
+        ("v", groups, of_kv, VALUE),
+    ):
         found = ours[f"{stem}self_attn.{name}_proj.weight"]
         assert (found.shape, found.dtype) == ((count * size, weight.shape[1]), torch.bfloat16)
         for head in range(count):
             for row in (0, 1, size - 1):
-                expected = row_of(weight, scale, head // each, first[name] + head % each * size + row)
+                expected = row_of(
+                    weight, scale, head // each, first[name] + head % each * size + row
+                )
                 assert torch.equal(found[head * size + row], expected), (name, head, row)
 
 
@@ -114,15 +129,26 @@ def test_another_form_of_the_matrix_is_named(change, severity, words, tmp_path):
     findings = [f for f in check(write(tmp_path / "twin", checkpoint)).findings if f.rule == "rows"]
     assert {finding.severity for finding in findings} == {severity}
     assert any(finding.where == "model.layers.0.self_attn.qkv_proj.weight" for finding in findings)
-    assert all(words in finding.says and "q_proj, k_proj and v_proj" in finding.cure for finding in findings)
+    assert all(
+        words in finding.says and "q_proj, k_proj and v_proj" in finding.cure
+        for finding in findings
+    )
 
 
 def test_pro_has_eight_slices_and_no_tower():
-    """MiMo-V2.5-Pro: 128 heads on 8 groups in every layer; a slice of 3392 rows ends in a part block."""
+    """MiMo-V2.5-Pro: 128 heads on 8 groups in every layer; a slice of 3392 rows ends in a part
+    block.
+    """
     sizes = {"num_attention_heads": 128, "num_key_value_heads": 8, "hidden_size": 6144}
-    changes = sizes | {"swa_num_attention_heads": 128, "vision_config": None, "num_hidden_layers": 2}
+    changes = sizes | {
+        "swa_num_attention_heads": 128,
+        "vision_config": None,
+        "num_hidden_layers": 2,
+    }
     config, _ = source_layout("mimo-v2-flash", size="full", changes={"num_hidden_layers": 1})
-    view = find_view(config | changes | {"model_type": "mimo_v2", "architectures": ["MiMoV2ForCausalLM"]}, "pro")
+    view = find_view(
+        config | changes | {"model_type": "mimo_v2", "architectures": ["MiMoV2ForCausalLM"]}, "pro"
+    )
     for stem in ("model.layers.0.", "model.layers.1.", "model.mtp.layers.2."):
         place = view.place(HFName(f"{stem}self_attn.qkv_proj.weight"))
         assert place is not None and place.runtime == f"{stem}self_attn.qkv_proj"

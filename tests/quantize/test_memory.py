@@ -1,8 +1,10 @@
-"""The memory that a plan is said to take, against what torch allocates while a small model is calibrated.
+"""The memory that a plan is said to take, against what torch allocates while a small model is
+calibrated.
 
-Tolerance: a station counts tensors by their shapes, and of temporary ones only the largest together. It is right where
-it is between 0.8 and 1.4 of what is measured. Below, a CPU also holds the states that wait in memory, which a GPU does
-not; above, the batch sizes that are chosen from it would waste a GPU.
+Tolerance: a station counts tensors by their shapes, and of temporary ones only the largest
+together. It is right where it is between 0.8 and 1.4 of what is measured. Below, a CPU also holds
+the states that wait in memory, which a GPU does not; above, the batch sizes that are chosen from it
+would waste a GPU.
 """
 
 from contextlib import suppress
@@ -29,10 +31,17 @@ LEAST, MOST = 0.8, 1.4
 def small_plan(name: str, batch_size: int, length: int) -> Plan:
     recipe, _ = find_recipe(name)
     assert recipe.calibration is not None
-    sizes = {"batch_size": batch_size, "sequence_length": length, "samples": 2 * batch_size, "held_out": batch_size}
+    sizes = {
+        "batch_size": batch_size,
+        "sequence_length": length,
+        "samples": 2 * batch_size,
+        "held_out": batch_size,
+    }
     few = {"autoround": AutoRoundKnobs(iters=2)} if recipe.calibration.autoround else {}
     calibration = recipe.calibration.model_copy(update=sizes | few)
-    return plan_over(ROOT / "models" / recipe.model, recipe.model_copy(update={"calibration": calibration}))
+    return plan_over(
+        ROOT / "models" / recipe.model, recipe.model_copy(update={"calibration": calibration})
+    )
 
 
 def random_data(plan: Plan) -> CalibrationData:
@@ -41,7 +50,9 @@ def random_data(plan: Plan) -> CalibrationData:
     count, length = calibration.samples + calibration.held_out, calibration.sequence_length
     ids = torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(0))
     held_out = ids[calibration.samples :]
-    return CalibrationData(ids=ids[: calibration.samples], held_out_ids=held_out, provenance={"drawn": "by the test"})
+    return CalibrationData(
+        ids=ids[: calibration.samples], held_out_ids=held_out, provenance={"drawn": "by the test"}
+    )
 
 
 @pytest.mark.few(2)
@@ -59,7 +70,9 @@ def test_stations_are_as_large_as_what_torch_allocates(name, batch_size, length,
     plan = small_plan(name, batch_size, length)
     found = {station.name.partition(" ")[0]: station for station in stations(plan)}
     with LiveBytes() as backbone_bytes:
-        backbone = calibrate_backbone(plan, random_data(plan), tmp_path, device=ALONE.device, ranks=ALONE)
+        backbone = calibrate_backbone(
+            plan, random_data(plan), tmp_path, device=ALONE.device, ranks=ALONE
+        )
     assert LEAST < found["decoder"].device_bytes / backbone_bytes.peak < MOST, found["decoder"]
     with LiveBytes() as mtp_bytes:
         mtp_pass(plan, backbone)
@@ -70,21 +83,41 @@ def test_stations_are_as_large_as_what_torch_allocates(name, batch_size, length,
 
 @pytest.mark.parametrize(("policy", "length"), [("NVFP4", 256), ("bf16", 64)])
 def test_training_takes_what_is_said(policy, length, tmp_path):
-    settings = {"mtp": policy, "steps": 2, "batch_size": 1, "learning_rate": 1e-3, "seed": 0, "loss": "ce"}
+    settings = {
+        "mtp": policy,
+        "steps": 2,
+        "batch_size": 1,
+        "learning_rate": 1e-3,
+        "seed": 0,
+        "loss": "ce",
+    }
     settings = MtpTuned.model_validate(settings | {"draft_steps": 3, "decay": 0.6})
     recipe = small_plan("tiny-glm4-moe.nvfp4", 1, length).recipe
-    plan = plan_over(ROOT / "models" / recipe.model, recipe.model_copy(update={"mtp": "tuned", "mtp_tuned": settings}))
+    plan = plan_over(
+        ROOT / "models" / recipe.model,
+        recipe.model_copy(update={"mtp": "tuned", "mtp_tuned": settings}),
+    )
     said = next(station for station in stations(plan) if station.name.startswith("training"))
-    backbone = calibrate_backbone(plan, random_data(plan), tmp_path, device=ALONE.device, ranks=ALONE)
-    results = PolicyResults(plan=plan, source=target(backbone, "source"), served=target(backbone, "served"))
-    with LiveBytes() as training_bytes, suppress(NothingCounts):  # of random text no slot need count
+    backbone = calibrate_backbone(
+        plan, random_data(plan), tmp_path, device=ALONE.device, ranks=ALONE
+    )
+    results = PolicyResults(
+        plan=plan, source=target(backbone, "source"), served=target(backbone, "served")
+    )
+    with (
+        LiveBytes() as training_bytes,
+        suppress(NothingCounts),
+    ):  # of random text no slot need count
         results.measured(plan)
     assert LEAST < (said.device_bytes - said.device["embedding"]) / training_bytes.peak < MOST, said
 
 
 def test_the_largest_batch_fits_and_twice_that_does_not():
     plan = small_plan("tiny-glm4-moe.nvfp4", 1, 512)
-    needed = {size: peak(stations(plan, batch_size=size))[0].device_bytes * FRAGMENTS for size in (1, 4, 8)}
+    needed = {
+        size: peak(stations(plan, batch_size=size))[0].device_bytes * FRAGMENTS
+        for size in (1, 4, 8)
+    }
     assert largest_batch_size(plan, int(needed[4]) + 1, at_most=64) == 4
     assert largest_batch_size(plan, int(needed[8]) - 1, at_most=64) == 4
     assert largest_batch_size(plan, int(needed[8]) + 1, at_most=6) == 4

@@ -1,4 +1,6 @@
-"""MXFP4 re-encoded as NVFP4 keeps every value, by compressed-tensors' own reading; rounding it again would not."""
+"""MXFP4 re-encoded as NVFP4 keeps every value, by compressed-tensors' own reading; rounding it
+again would not.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.schemes import SCHEMES
 
 
-def member(seed: int, low: int, high: int, rows: int = 32, columns: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+def member(
+    seed: int, low: int, high: int, rows: int = 32, columns: int = 256
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
     exponents = torch.randint(low, high + 1, (rows, columns // 32), generator=generator)
@@ -32,9 +36,13 @@ def test_values_are_kept_exactly(low, high):
     for (codes, scale), tensors in zip(members, packed, strict=True):
         for spec in SCHEMES["NVFP4A16"].tensors(codes.shape[0], codes.shape[1] * 2):
             assert tuple(tensors[spec.suffix].shape) == spec.shape
-        again = unpack_fp4_from_uint8(tensors["weight_packed"], codes.shape[0], codes.shape[1] * 2, torch.float64)
+        again = unpack_fp4_from_uint8(
+            tensors["weight_packed"], codes.shape[0], codes.shape[1] * 2, torch.float64
+        )
         local = tensors["weight_scale"].double().repeat_interleave(16, 1)
-        assert torch.equal(again * local / tensors["weight_global_scale"].double(), value_of(codes, scale))
+        assert torch.equal(
+            again * local / tensors["weight_global_scale"].double(), value_of(codes, scale)
+        )
 
 
 def test_rounding_again_would_lose_values():
@@ -43,7 +51,10 @@ def test_rounding_again_would_lose_values():
     weight = dequantize.mxfp4(codes, scale)
     (tensors,) = pack(SCHEMES["NVFP4A16"], [weight])
     rounded = dequantize.nvfp4(
-        tensors["weight_packed"], tensors["weight_scale"], tensors["weight_global_scale"], divisor=True
+        tensors["weight_packed"],
+        tensors["weight_scale"],
+        tensors["weight_global_scale"],
+        divisor=True,
     )
     assert (rounded != weight).float().mean() > 0.05
 
@@ -66,4 +77,6 @@ def test_too_wide_a_range_is_left_to_rounding():
 def test_all_zero_weight():
     codes, scale = torch.zeros(4, 32, dtype=torch.uint8), torch.full((4, 2), 127, dtype=torch.uint8)
     (tensors,) = mxfp4_as_nvfp4([(codes, scale)]) or [{}]
-    assert torch.isfinite(tensors["weight_scale"].float()).all() and not tensors["weight_packed"].any()
+    assert (
+        torch.isfinite(tensors["weight_scale"].float()).all() and not tensors["weight_packed"].any()
+    )

@@ -1,4 +1,6 @@
-"""The output folder: one run owns it, the source is compared again, and a killed run leaves nothing."""
+"""The output folder: one run owns it, the source is compared again, and a killed run leaves
+nothing.
+"""
 
 import errno
 import json
@@ -32,7 +34,9 @@ def unbroken(tmp_path_factory) -> dict[str, dict[str, str]]:
     """What each scheme gives over the shipped model."""
     folder = tmp_path_factory.mktemp("unbroken")
     for scheme in (ONE, OTHER):
-        assert end(start(ROOT / "models" / MODEL, folder / scheme, scheme)) == 0, outputs.refusal(folder / scheme)
+        assert end(start(ROOT / "models" / MODEL, folder / scheme, scheme)) == 0, outputs.refusal(
+            folder / scheme
+        )
     return {scheme: digests(folder / scheme) for scheme in (ONE, OTHER)}
 
 
@@ -53,7 +57,10 @@ def quantized(source: Path, out: Path, scheme: str = ONE) -> dict[str, str]:
 
 
 def shard_of(source: Path, tensor: str) -> Path:
-    return source / json.loads((source / "model.safetensors.index.json").read_text())["weight_map"][tensor]
+    return (
+        source
+        / json.loads((source / "model.safetensors.index.json").read_text())["weight_map"][tensor]
+    )
 
 
 def killed_after(source: Path, out: Path, num_shards: int) -> None:
@@ -67,11 +74,14 @@ def killed_after(source: Path, out: Path, num_shards: int) -> None:
     assert not out.exists()
 
 
-# --- one run owns an output -------------------------------------------------------------------------------------------
+# --- one run owns an output
+# -------------------------------------------------------------------------------------------
 
 
 def test_simultaneous_runs_never_mix(unbroken, tmp_path, source):
-    """Two plans start together and the first is killed; whatever is finished then is one plan's, whole."""
+    """Two plans start together and the first is killed; whatever is finished then is one plan's,
+    whole.
+    """
     chance = random.Random(7)
     for number in range(8):
         out = tmp_path / f"out{number}"
@@ -102,10 +112,15 @@ def test_the_lock_comes_before_anything_is_read_or_written(tmp_path, source):
         stamp = (partial / WORK / "plan.sha256").read_text()
         with pytest.raises(RecipeError, match="only one run may write an output"), claim(late, out):
             pass
-        with pytest.raises(RecipeError, match="only one run may write an output; got another run at work"):
+        with pytest.raises(
+            RecipeError, match="only one run may write an output; got another run at work"
+        ):
             refuse_output(late, out)
         assert (partial / WORK / "plan.sha256").read_text() == stamp
-    with pytest.raises(RecipeError, match="an unfinished output can only be resumed"), claim(late, out):
+    with (
+        pytest.raises(RecipeError, match="an unfinished output can only be resumed"),
+        claim(late, out),
+    ):
         pass
     assert (partial / WORK / "plan.sha256").read_text() == stamp
 
@@ -115,27 +130,40 @@ def test_a_run_that_is_late_leaves_a_finished_output_alone(tmp_path, source):
     out = tmp_path / "out"
     refuse_output(plan, out)
     made = quantized(source, out)
-    with pytest.raises(RecipeError, match="an existing output is never overwritten"), claim(plan, out):
+    with (
+        pytest.raises(RecipeError, match="an existing output is never overwritten"),
+        claim(plan, out),
+    ):
         pass
     assert digests(out) == made and not partial_path(out).exists()
 
 
-# --- the source is the same at the end --------------------------------------------------------------------------------
+# --- the source is the same at the end
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep_times", [False, True])
 @pytest.mark.parametrize("num_done", [0, 3])
-def test_a_source_that_is_overwritten_during_the_run_is_found(num_done, keep_times, tmp_path, source):
-    """The cure is the same command again; it gives what an unbroken run over the new source gives."""
+def test_a_source_that_is_overwritten_during_the_run_is_found(
+    num_done, keep_times, tmp_path, source
+):
+    """The cure is the same command again; it gives what an unbroken run over the new source
+    gives.
+    """
     out = tmp_path / "out"
     process = start(source, out, ONE, pause=0.01)
-    while len(list(partial_path(out).glob("*.safetensors"))) < num_done or not partial_path(out).is_dir():
+    while (
+        len(list(partial_path(out).glob("*.safetensors"))) < num_done
+        or not partial_path(out).is_dir()
+    ):
         assert process.is_alive()
         time.sleep(0.001)
     overwrite(shard_of(source, TENSOR), TENSOR, keep_times=keep_times)
     assert end(process) == 2 and not out.exists()
     said = outputs.refusal(out)
-    assert "the source must not change during a run" in said and shard_of(source, TENSOR).name in said
+    assert (
+        "the source must not change during a run" in said and shard_of(source, TENSOR).name in said
+    )
     assert "Run the same command again" in said
     assert end(start(source, out, ONE)) == 0, outputs.refusal(out)
     assert digests(out) == quantized(source, tmp_path / "new")
@@ -143,7 +171,9 @@ def test_a_source_that_is_overwritten_during_the_run_is_found(num_done, keep_tim
 
 @pytest.mark.parametrize("way", ["overwritten", "swapped"])
 def test_a_source_that_changes_between_kill_and_resume_is_found(way, tmp_path, source, caplog):
-    """With size and time kept. Shards that were made from the old bytes are written again, and named."""
+    """With size and time kept. Shards that were made from the old bytes are written again, and
+    named.
+    """
     out = tmp_path / "out"
     old = quantized(source, tmp_path / "old")
     killed_after(source, out, num_shards=8)
@@ -154,8 +184,13 @@ def test_a_source_that_changes_between_kill_and_resume_is_found(way, tmp_path, s
     overwrite(shard, TENSOR, keep_times=True)
     made = quantized(source, out)
     assert made == quantized(source, tmp_path / "new") != old
-    finished = [record.getMessage() for record in caplog.records if "written again" in record.getMessage()]
-    assert all(f"{shard.name} of the source is another file now, or was written to" in line for line in finished)
+    finished = [
+        record.getMessage() for record in caplog.records if "written again" in record.getMessage()
+    ]
+    assert all(
+        f"{shard.name} of the source is another file now, or was written to" in line
+        for line in finished
+    )
 
 
 def test_a_source_that_was_copied_gives_the_same(tmp_path, source, unbroken):
@@ -167,7 +202,8 @@ def test_a_source_that_was_copied_gives_the_same(tmp_path, source, unbroken):
     assert quantized(source, out) == unbroken[ONE]
 
 
-# --- a finished shard is what was written -----------------------------------------------------------------------------
+# --- a finished shard is what was written
+# -----------------------------------------------------------------------------
 
 
 def flip_a_bit(shards: list[Path]) -> None:
@@ -201,7 +237,9 @@ def test_a_damaged_shard_is_named_and_written_again(damage, tmp_path, source, un
     shards = sorted(partial_path(out).glob("*.safetensors"))
     damage(shards)
     assert quantized(source, out) == unbroken[ONE]
-    named = [record.getMessage() for record in caplog.records if shards[1].name in record.getMessage()]
+    named = [
+        record.getMessage() for record in caplog.records if shards[1].name in record.getMessage()
+    ]
     assert len(named) == 1 and "It is written again" in named[0]
 
 
@@ -211,14 +249,16 @@ def test_a_file_that_no_run_wrote_is_not_carried_along(tmp_path, source):
     killed_after(source, out, num_shards=1)
     (partial_path(out) / "notes.txt").write_text("mine")
     with pytest.raises(
-        CheckpointError, match=r"nothing but what this run wrote; got notes\.txt\. Move these files away"
+        CheckpointError,
+        match=r"nothing but what this run wrote; got notes\.txt\. Move these files away",
     ):
         pipeline.quantize(plan, text, out=out, threads=2)
     (partial_path(out) / "notes.txt").unlink()
     pipeline.quantize(plan, text, out=out, threads=2)
 
 
-# --- what is left, and what a second run says -------------------------------------------------------------------------
+# --- what is left, and what a second run says
+# -------------------------------------------------------------------------
 
 
 def beside(out: Path) -> list[str]:
@@ -226,7 +266,9 @@ def beside(out: Path) -> list[str]:
 
 
 def test_a_run_that_was_killed_after_its_end_is_finished(tmp_path, source, unbroken, monkeypatch):
-    """Between the final name and the removal of hashes; the same command cleans up and is content."""
+    """Between the final name and the removal of hashes; the same command cleans up and is
+    content.
+    """
     out = tmp_path / "out"
     monkeypatch.setattr("keepmtp.quantize.write.output.tidy", lambda _, **__: None)
     quantized(source, out)
@@ -256,7 +298,8 @@ def test_nothing_is_left_next_to_an_output(tmp_path, source):
     assert beside(out) == ["out"] and not (out / WORK).exists()
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- places
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_folder_is_no_output_yet(tmp_path, source, unbroken):
@@ -275,7 +318,9 @@ def refusal_of_place(out: Path, source: Path) -> str:
 
 def test_a_place_that_cannot_hold_the_output_is_refused(tmp_path, source, monkeypatch):
     (tmp_path / "file").write_text("")
-    assert f"must be in a folder; got {tmp_path}/file, a file" in refusal_of_place(tmp_path / "file" / "sub", source)
+    assert f"must be in a folder; got {tmp_path}/file, a file" in refusal_of_place(
+        tmp_path / "file" / "sub", source
+    )
     assert "got a file." in refusal_of_place(tmp_path / "file", source)
     (tmp_path / "link").symlink_to("nowhere")
     assert "got a link." in refusal_of_place(tmp_path / "link", source)
@@ -284,7 +329,9 @@ def test_a_place_that_cannot_hold_the_output_is_refused(tmp_path, source, monkey
     assert "got a folder with files in it." in refusal_of_place(tmp_path / "full", source)
     assert "Choose a folder inside it" in refusal_of_place(Path("/proc"), source)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert f"got {tmp_path}, which you cannot write to." in refusal_of_place(tmp_path / "out", source)
+    assert f"got {tmp_path}, which you cannot write to." in refusal_of_place(
+        tmp_path / "out", source
+    )
 
 
 def test_a_disk_that_becomes_full_is_named(tmp_path, source, monkeypatch):
@@ -299,7 +346,9 @@ def test_a_disk_that_becomes_full_is_named(tmp_path, source, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     out = tmp_path / "out"
-    with pytest.raises(OSError, match=r"No space left on device.*out\.partial.*\.safetensors\.partial"):
+    with pytest.raises(
+        OSError, match=r"No space left on device.*out\.partial.*\.safetensors\.partial"
+    ):
         quantized(source, out)
     monkeypatch.undo()
     quantized(source, out)
@@ -332,7 +381,9 @@ def test_little_room_is_told_in_figures_that_differ(tmp_path, source, monkeypatc
     said = refusal_of_place(tmp_path / "out", source)
     assert f"{needed:,} bytes must be free on its disk; got {needed - 1:,} bytes." in said
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=4_300_000))
-    assert "MiB must be free on its disk; got 4.1 MiB." in refusal_of_place(tmp_path / "out", source)
+    assert "MiB must be free on its disk; got 4.1 MiB." in refusal_of_place(
+        tmp_path / "out", source
+    )
 
 
 @pytest.mark.parametrize(
@@ -352,4 +403,9 @@ def test_two_sizes_differ_in_words(needed, free, words):
 def test_the_states_of_a_source_are_of_all_its_files(source):
     opened = open_source(source)
     read = {entry.file for entry in opened.entries.values()}
-    assert opened.states.keys() == {*read, *opened.companions, "config.json", "model.safetensors.index.json"}
+    assert opened.states.keys() == {
+        *read,
+        *opened.companions,
+        "config.json",
+        "model.safetensors.index.json",
+    }

@@ -1,4 +1,6 @@
-"""quantize/pack/pack.py against the programs whose bytes it promises: compressed-tensors and llm-compressor."""
+"""quantize/pack/pack.py against the programs whose bytes it promises: compressed-tensors and
+llm-compressor.
+"""
 
 import json
 
@@ -37,10 +39,18 @@ def adversarial_weights(shape: tuple[int, int], seed: int = 0) -> dict[str, torc
     n, k = shape
     groups = -(-k // 16)
     normal = torch.randn(shape, generator=rng)
-    patterns = torch.randint(-32768, 32768, shape, generator=rng).to(torch.int16).view(torch.bfloat16)
+    patterns = (
+        torch.randint(-32768, 32768, shape, generator=rng).to(torch.int16).view(torch.bfloat16)
+    )
     row_powers = torch.randint(-140, 120, (n, 1), generator=rng).float().exp2()
-    group_powers = torch.randint(-20, 20, (n, groups), generator=rng).float().exp2().repeat_interleave(16, 1)[:, :k]
-    # Quarters of a power-of-two scale: every tie of E2M1, with group maxima that make the scale exact.
+    group_powers = (
+        torch.randint(-20, 20, (n, groups), generator=rng)
+        .float()
+        .exp2()
+        .repeat_interleave(16, 1)[:, :k]
+    )
+    # Quarters of a power-of-two scale: every tie of E2M1, with group maxima that make the scale
+    # exact.
     fp4_ties = torch.randint(-24, 25, shape, generator=rng).float() / 4
     fp4_ties[:, ::16] = 6.0
     int4_ties = torch.randint(-15, 16, shape, generator=rng).float() / 2
@@ -48,7 +58,9 @@ def adversarial_weights(shape: tuple[int, int], seed: int = 0) -> dict[str, torc
     int8_ties = torch.randint(-255, 256, shape, generator=rng).float() / 2
     int8_ties[:, ::128] = 127.5
     sparse = (normal * 0.02).where(torch.rand(shape, generator=rng) < 0.03, -0.0)
-    subnormal = torch.randint(0, 128, shape, generator=rng).to(torch.int16).view(torch.bfloat16).float()
+    subnormal = (
+        torch.randint(0, 128, shape, generator=rng).to(torch.int16).view(torch.bfloat16).float()
+    )
     huge = (torch.rand(shape, generator=rng) * 2 - 1) * 2.9e38
     weights = {
         "normal": normal * 0.02,
@@ -62,7 +74,9 @@ def adversarial_weights(shape: tuple[int, int], seed: int = 0) -> dict[str, torc
         "sparse": sparse,
         "subnormal": subnormal * normal.sign(),
         "huge": huge,
-        "patterns": patterns.float().where(patterns.isfinite() & (patterns.abs() < E8M0_OVERFLOW), 0.0),
+        "patterns": patterns.float().where(
+            patterns.isfinite() & (patterns.abs() < E8M0_OVERFLOW), 0.0
+        ),
     }
     return {kind: weight.bfloat16() for kind, weight in weights.items()}
 
@@ -78,7 +92,9 @@ def peer_scheme(name: str):
 
 
 def peer_pack(name: str, weights: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """What llm-compressor's model-free path makes of one fused group, step by step as its converter takes them."""
+    """What llm-compressor's model-free path makes of one fused group, step by step as its converter
+    takes them.
+    """
     pytest.importorskip("llmcompressor")
     from compressed_tensors.compressors import compress_module
     from llmcompressor.entrypoints.model_free.lifecycle import initialize_quantized_linear
@@ -100,8 +116,12 @@ def peer_pack(name: str, weights: list[torch.Tensor]) -> list[dict[str, torch.Te
     return [{k: v for k, v in module.state_dict().items() if k not in inputs} for module in modules]
 
 
-def assert_same_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], where: object = "") -> None:
-    """Equal keys, dtypes, shapes and bytes, but for FP8_BLOCK's scales: same values, stored as F32."""
+def assert_same_bytes(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], where: object = ""
+) -> None:
+    """Equal keys, dtypes, shapes and bytes, but for FP8_BLOCK's scales: same values, stored as
+    F32.
+    """
     assert set(ours) == set(theirs), where
     for suffix, tensor in ours.items():
         expected = theirs[suffix]
@@ -123,7 +143,8 @@ def test_same_bytes_as_model_free_ptq(name, tmp_path):
         ("mlp.down_proj",),
     )
     rng = torch.Generator().manual_seed(1)
-    # K stays a multiple of 128: with another one FP8_BLOCK ends in "non contiguous tensor" when the peer saves.
+    # K stays a multiple of 128: with another one FP8_BLOCK ends in "non contiguous tensor" when the
+    # peer saves.
     weights = {
         module: torch.randn(96 + 40 * i, 256, generator=rng).mul(0.01 * (i + 1)).bfloat16()
         for i, module in enumerate(module for group in groups for module in group)
@@ -132,25 +153,37 @@ def test_same_bytes_as_model_free_ptq(name, tmp_path):
     (tmp_path / "source" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     tensors = {f"model.layers.0.{module}.weight": weight for module, weight in weights.items()}
     save_file(tensors, tmp_path / "source" / "model.safetensors")
-    llmcompressor.model_free_ptq(tmp_path / "source", tmp_path / "out", scheme=peer_scheme(name), device="cpu")
+    llmcompressor.model_free_ptq(
+        tmp_path / "source", tmp_path / "out", scheme=peer_scheme(name), device="cpu"
+    )
     theirs = load_file(tmp_path / "out" / "model.safetensors")
     for group in groups:
-        for module, ours in zip(group, pack(SCHEMES[name], [weights[module] for module in group]), strict=True):
+        for module, ours in zip(
+            group, pack(SCHEMES[name], [weights[module] for module in group]), strict=True
+        ):
             prefix = f"model.layers.0.{module}."
-            expected = {key.removeprefix(prefix): value for key, value in theirs.items() if key.startswith(prefix)}
+            expected = {
+                key.removeprefix(prefix): value
+                for key, value in theirs.items()
+                if key.startswith(prefix)
+            }
             assert_same_bytes(ours, expected, module)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_same_bytes_on_adversarial_values(name, small_chunks):
-    """Ties, zeros of both signs, subnormals, huge values and random bit patterns, in many shapes and many chunks."""
+    """Ties, zeros of both signs, subnormals, huge values and random bit patterns, in many shapes
+    and many chunks.
+    """
     shapes = SHAPES + (RAGGED_SHAPES if SCHEMES[name].k_multiple() == 1 else ())
     dtypes = (torch.bfloat16, torch.float32) if name in SAME_FOR_F32 else (torch.bfloat16,)
     for seed, shape in enumerate(shapes):
         for kind, weight in adversarial_weights(shape, seed).items():
             for dtype in dtypes:
                 given = weight.to(dtype)
-                if SCHEMES[name].has_zero_point:  # the peer's scale of a range beyond BF16's is infinite
+                if SCHEMES[
+                    name
+                ].has_zero_point:  # the peer's scale of a range beyond BF16's is infinite
                     given = given.clamp(-1.6e38, 1.6e38)
                 (ours,), (theirs,) = pack(SCHEMES[name], [given]), peer_pack(name, [given])
                 assert_same_bytes(ours, theirs, (shape, kind, dtype))
@@ -171,10 +204,19 @@ def test_f32_weights_divide_by_the_bf16_scale_that_is_stored(name):
     (ours,), (theirs,) = pack(SCHEMES[name], [weight]), peer_pack(name, [weight])
     assert theirs["weight_scale"].dtype == torch.float32
     assert torch.equal(ours["weight_scale"], theirs["weight_scale"].bfloat16())
-    scale = ours["weight_scale"].double().reshape(-1, 1 if name == "FP8" else ours["weight_scale"].shape[1])
+    scale = (
+        ours["weight_scale"]
+        .double()
+        .reshape(-1, 1 if name == "FP8" else ours["weight_scale"].shape[1])
+    )
     scale = scale.repeat_interleave(256 // scale.shape[1], 1)
-    step = (weight.double() / scale).abs() * 2.0**-4 if name in ("FP8", "FP8_DYNAMIC") else torch.tensor(0.5)
-    # Half a step, at least that of FP8's subnormals; the scale may be 2**-8 too small, and the result is BF16 again.
+    step = (
+        (weight.double() / scale).abs() * 2.0**-4
+        if name in ("FP8", "FP8_DYNAMIC")
+        else torch.tensor(0.5)
+    )
+    # Half a step, at least that of FP8's subnormals; the scale may be 2**-8 too small, and the
+    # result is BF16 again.
     bound = scale * step.clamp(min=2.0**-10) + 2 * 2.0**-8 * weight.double().abs()
     assert ((_decompressed(name, ours).double() - weight.double()).abs() <= bound).all()
 
@@ -199,35 +241,55 @@ def test_outputs_are_what_the_scheme_announces(name):
     scheme = SCHEMES[name]
     for shape in SHAPES:
         (ours,) = pack(scheme, [torch.ones(shape).bfloat16()])
-        found = [(suffix, names[tensor.dtype], tuple(tensor.shape)) for suffix, tensor in ours.items()]
-        assert found == [(spec.suffix, spec.dtype, spec.shape) for spec in scheme.weight_tensors(*shape)]
+        found = [
+            (suffix, names[tensor.dtype], tuple(tensor.shape)) for suffix, tensor in ours.items()
+        ]
+        assert found == [
+            (spec.suffix, spec.dtype, spec.shape) for spec in scheme.weight_tensors(*shape)
+        ]
 
 
 def test_fused_group_shares_the_largest_global_scale():
     rng = torch.Generator().manual_seed(5)
     for kind, weight in adversarial_weights((33, 128), 5).items():
-        group = [torch.randn(n, 128, generator=rng).mul(s).bfloat16() for n, s in ((64, 0.1), (16, 0.003), (7, 2.0))]
+        group = [
+            torch.randn(n, 128, generator=rng).mul(s).bfloat16()
+            for n, s in ((64, 0.1), (16, 0.003), (7, 2.0))
+        ]
         group.append(weight)
         ours, theirs = pack(SCHEMES["NVFP4A16"], group), peer_pack("NVFP4A16", group)
         for one, other in zip(ours, theirs, strict=True):
             assert_same_bytes(one, other, kind)
         assert len({one["weight_global_scale"].item() for one in ours}) == 1
-    alone = [pack(SCHEMES["NVFP4A16"], [weight])[0]["weight_global_scale"].item() for weight in group[:3]]
+    alone = [
+        pack(SCHEMES["NVFP4A16"], [weight])[0]["weight_global_scale"].item() for weight in group[:3]
+    ]
     assert len(set(alone)) == 3
 
 
 def test_fused_group_of_two_dtypes():
     rng = torch.Generator().manual_seed(8)
-    group = [torch.randn(16, 128, generator=rng) * 0.02, torch.randn(16, 128, generator=rng).mul(0.01).bfloat16()]
+    group = [
+        torch.randn(16, 128, generator=rng) * 0.02,
+        torch.randn(16, 128, generator=rng).mul(0.01).bfloat16(),
+    ]
     for weights in (group, group[::-1]):
-        for ours, theirs in zip(pack(SCHEMES["NVFP4A16"], weights), peer_pack("NVFP4A16", weights), strict=True):
+        for ours, theirs in zip(
+            pack(SCHEMES["NVFP4A16"], weights), peer_pack("NVFP4A16", weights), strict=True
+        ):
             assert_same_bytes(ours, theirs)
 
 
 def test_a_fused_group_in_static_fp8_has_the_largest_scale_of_its_members():
     """What vLLM rounds such weights to when it loads them: packed so, they are rounded once."""
-    group = [torch.randn(8, 128, generator=torch.Generator().manual_seed(i)).bfloat16() * 2**i for i in range(3)]
-    together, alone = pack(SCHEMES["FP8"], group), [pack(SCHEMES["FP8"], [weight])[0] for weight in group]
+    group = [
+        torch.randn(8, 128, generator=torch.Generator().manual_seed(i)).bfloat16() * 2**i
+        for i in range(3)
+    ]
+    together, alone = (
+        pack(SCHEMES["FP8"], group),
+        [pack(SCHEMES["FP8"], [weight])[0] for weight in group],
+    )
     largest = max(packed["weight_scale"].item() for packed in alone)
     assert {packed["weight_scale"].item() for packed in together} == {largest}
     assert largest > min(packed["weight_scale"].item() for packed in alone)
@@ -237,7 +299,10 @@ def test_a_fused_group_in_static_fp8_has_the_largest_scale_of_its_members():
 
 
 def test_other_schemes_ignore_the_group():
-    group = [torch.randn(8, 128, generator=torch.Generator().manual_seed(i)).bfloat16() * 4**i for i in range(2)]
+    group = [
+        torch.randn(8, 128, generator=torch.Generator().manual_seed(i)).bfloat16() * 4**i
+        for i in range(2)
+    ]
     for name in (name for name in ALL if not SCHEMES[name].has_tensor_scale):
         for together, weight in zip(pack(SCHEMES[name], group), group, strict=True):
             assert_same_bytes(together, pack(SCHEMES[name], [weight])[0], name)
@@ -257,13 +322,17 @@ def test_e2m1_codes_of_every_bf16_value_and_around_every_tie():
     assert len(values) < values_module._CHUNK_CPU
     expected = pack_fp4_to_uint8(cast_to_fp4(values.clamp(-6, 6)).bfloat16().reshape(1, -1))
     packed = torch.empty_like(expected)
-    work = pack_module._workspace(SCHEMES["NVFP4A16"], values.reshape(-1, 1), None, has_search=False)
+    work = pack_module._workspace(
+        SCHEMES["NVFP4A16"], values.reshape(-1, 1), None, has_search=False
+    )
     store_nibbles(pack_module._e2m1_codes(values.clone(), work), packed)
     assert torch.equal(packed, expected)
 
 
 def test_e8m0_exponent_of_every_bf16_magnitude():
-    """All 32,640 finite magnitudes; where the peer's power of two overflows to NaN, ours stays finite."""
+    """All 32,640 finite magnitudes; where the peer's power of two overflows to NaN, ours stays
+    finite.
+    """
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -287,15 +356,24 @@ def test_decompression_is_within_half_a_step(name):
     group = SCHEMES[name].group_size or 256
     amax = weight.double().abs().unflatten(1, (-1, group)).amax(-1).repeat_interleave(group, 1)
     match SCHEMES[name].format:
-        case "nvfp4-pack-quantized":  # steps of 2 at the top of E2M1 (4, 6); an E4M3 scale is off by 1/16 at most
+        case (
+            "nvfp4-pack-quantized"
+        ):  # steps of 2 at the top of E2M1 (4, 6); an E4M3 scale is off by 1/16 at most
             bound = amax / 6 * (1 + 1 / 16)
-        case "mxfp4-pack-quantized":  # amax lies in [3.5, 7) scales; half the largest step, or 7 - 6
+        case (
+            "mxfp4-pack-quantized"
+        ):  # amax lies in [3.5, 7) scales; half the largest step, or 7 - 6
             bound = amax / 3.5
-        case "float-quantized":  # 3 mantissa bits; quotients and scales in BF16; subnormals step by 2**-9 scales
-            bound = (weight.double().abs() * 2.0**-4).maximum(weight.double().abs().max() / 448 * 2.0**-10)
+        case (
+            "float-quantized"
+        ):  # 3 mantissa bits; quotients and scales in BF16; subnormals step by 2**-9 scales
+            bound = (weight.double().abs() * 2.0**-4).maximum(
+                weight.double().abs().max() / 448 * 2.0**-10
+            )
         case _:  # half a step, and clipping at half a step below the top
             bound = amax / (2 ** SCHEMES[name].bits - 1)
-    # BF16 rounds scale (which clips), quotient (which may cross a tie) and result, each by up to 2**-8 of the value.
+    # BF16 rounds scale (which clips), quotient (which may cross a tie) and result, each by up to
+    # 2**-8 of the value.
     assert (error <= bound * (1 + 2.0**-8) + 3 * 2.0**-8 * weight.double().abs()).all()
 
 
@@ -308,16 +386,18 @@ def _decompressed(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     n, k = given["weight"].shape if "weight" in given else (None, None)
     if SCHEMES[name].block:
         # Its reader wants whole blocks, as vLLM's loader does not.
-        given["weight"] = torch.nn.functional.pad(given["weight"].view(torch.uint8), (0, -k % 128, 0, -n % 128)).view(
-            torch.float8_e4m3fn
-        )
+        given["weight"] = torch.nn.functional.pad(
+            given["weight"].view(torch.uint8), (0, -k % 128, 0, -n % 128)
+        ).view(torch.float8_e4m3fn)
     return compressor.decompress(given, peer_scheme(name))["weight"][:n, :k]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_weight_that_is_not_contiguous_gives_the_same(name, small_chunks):
     stored = torch.randn(256, 96, generator=torch.Generator().manual_seed(7)).bfloat16()
-    assert_same_bytes(pack(SCHEMES[name], [stored.t()])[0], pack(SCHEMES[name], [stored.t().contiguous()])[0])
+    assert_same_bytes(
+        pack(SCHEMES[name], [stored.t()])[0], pack(SCHEMES[name], [stored.t().contiguous()])[0]
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -338,7 +418,9 @@ def test_a_range_that_no_scale_covers_is_refused():
     pack(SCHEMES["W4A16_G32"], [weight])
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.needs_calibration])
+@pytest.mark.parametrize(
+    "name", [name for name, scheme in SCHEMES.items() if scheme.needs_calibration]
+)
 def test_static_input_scales_are_not_the_weights_business(name):
     """Everything of the scheme but what batches decide; a checkpoint needs both."""
     scheme = SCHEMES[name]
@@ -349,7 +431,12 @@ def test_static_input_scales_are_not_the_weights_business(name):
 
 
 def test_other_tensors_are_refused():
-    for weight in (torch.ones(128), torch.ones(2, 16, 128), torch.ones(0, 128), torch.ones(16, 128, dtype=torch.int8)):
+    for weight in (
+        torch.ones(128),
+        torch.ones(2, 16, 128),
+        torch.ones(0, 128),
+        torch.ones(16, 128, dtype=torch.int8),
+    ):
         with pytest.raises(CheckpointError, match="matrix"):
             pack(SCHEMES["FP8_DYNAMIC"], [weight])
     with pytest.raises(RecipeError, match="K divisible by 128; got K=200"):

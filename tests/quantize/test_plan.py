@@ -27,7 +27,11 @@ def plan_of(folder, model="glm-4.7", *, tensors=None, config=None, **changes):
 
 
 def without(model: str, pattern: str) -> dict:
-    return {name: spec for name, spec in source_layout(model, size="tiny")[1].items() if not re.match(pattern, name)}
+    return {
+        name: spec
+        for name, spec in source_layout(model, size="tiny")[1].items()
+        if not re.match(pattern, name)
+    }
 
 
 @pytest.mark.few(1)
@@ -36,9 +40,14 @@ def without(model: str, pattern: str) -> dict:
 def test_a_regex_without_end_is_refused(words, pattern, tmp_path):
     start = time.process_time()
     with pytest.raises(RecipeError) as caught:
-        plan_of(tmp_path, **{words: [pattern] if words == "keep" else [{"modules": pattern, "scheme": "bf16"}]})
+        plan_of(
+            tmp_path,
+            **{words: [pattern] if words == "keep" else [{"modules": pattern, "scheme": "bf16"}]},
+        )
     assert time.process_time() - start < 10 * MATCHING_SECONDS
-    assert caught.value.rule == f"{pattern} must be matched in a moment" and "more than 2 s" in str(caught.value)
+    assert caught.value.rule == f"{pattern} must be matched in a moment" and "more than 2 s" in str(
+        caught.value
+    )
 
 
 def test_every_tensor_has_one_fate(tmp_path):
@@ -65,14 +74,20 @@ def test_a_promised_mtp_block_that_is_absent(model, pattern, named, tmp_path):
         plan_of(tmp_path, model, tensors=without(model, pattern))
 
 
-@pytest.mark.parametrize(("model", "stem"), [("glm-4.7", "model.layers.1."), ("dsv4-flash", "layers.0.")])
+@pytest.mark.parametrize(
+    ("model", "stem"), [("glm-4.7", "model.layers.1."), ("dsv4-flash", "layers.0.")]
+)
 def test_a_layer_that_a_cut_download_lacks(model, stem, tmp_path):
-    with pytest.raises(CheckpointError, match=re.escape(f"promises {stem}*; got no such tensor in any file")):
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"promises {stem}*; got no such tensor in any file")
+    ):
         plan_of(tmp_path, model, tensors=without(model, re.escape(stem)))
 
 
 def test_an_mtp_block_that_config_does_not_promise(tmp_path):
-    with pytest.raises(CheckpointError, match=r"num_nextn_predict_layers must count.*got 0, but model\.layers\.3\."):
+    with pytest.raises(
+        CheckpointError, match=r"num_nextn_predict_layers must count.*got 0, but model\.layers\.3\."
+    ):
         plan_of(tmp_path, config={"num_nextn_predict_layers": 0})
 
 
@@ -94,7 +109,9 @@ def test_a_tensor_outside_the_table_is_refused_or_kept_by_the_recipe(tmp_path):
 
 def test_fused_modules_must_agree(tmp_path):
     overrides = [{"modules": "model.layers.1.self_attn.k_proj", "scheme": "bf16"}]
-    with pytest.raises(RecipeError, match=r"fuses model\.layers\.1\.self_attn\.\w_proj and .*qkv_proj.*one scheme"):
+    with pytest.raises(
+        RecipeError, match=r"fuses model\.layers\.1\.self_attn\.\w_proj and .*qkv_proj.*one scheme"
+    ):
         plan_of(tmp_path, overrides=overrides)
 
 
@@ -108,19 +125,28 @@ def test_an_override_of_a_whole_fused_module(tmp_path):
 
 def test_a_width_that_a_scheme_cannot_take(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny", changes={"moe_intermediate_size": 96})
-    with pytest.raises(RecipeError, match=r"W4A16 needs K divisible by 128; got K=96 in .*\.down_proj\.weight"):
+    with pytest.raises(
+        RecipeError, match=r"W4A16 needs K divisible by 128; got K=96 in .*\.down_proj\.weight"
+    ):
         plan_of(
             tmp_path,
             tensors=tensors,
             config=config,
-            backbone={"attention": "bf16", "dense_mlp": "bf16", "shared_experts": "bf16", "experts": "W4A16"},
+            backbone={
+                "attention": "bf16",
+                "dense_mlp": "bf16",
+                "shared_experts": "bf16",
+                "experts": "W4A16",
+            },
         )
 
 
 def calibrated_plan(folder, model="glm-4.7", *, algorithm="minmax", **changes):
     calibration = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration
     assert calibration is not None
-    return plan_of(folder, model, calibration=calibration.model_dump() | {"algorithm": algorithm}, **changes)
+    return plan_of(
+        folder, model, calibration=calibration.model_dump() | {"algorithm": algorithm}, **changes
+    )
 
 
 GROUPS = ("attention", "dense_mlp", "shared_experts", "experts")
@@ -128,7 +154,12 @@ GROUPS = ("attention", "dense_mlp", "shared_experts", "experts")
 
 def test_a_plan_says_what_batches_contribute(tmp_path):
     """Static scales beside weights from the source; or whole modules; or nothing."""
-    schemes = {"attention": "FP8", "dense_mlp": "FP8_DYNAMIC", "shared_experts": "W4A16", "experts": "NVFP4"}
+    schemes = {
+        "attention": "FP8",
+        "dense_mlp": "FP8_DYNAMIC",
+        "shared_experts": "W4A16",
+        "experts": "NVFP4",
+    }
     plan = calibrated_plan(tmp_path, backbone=schemes)
     said = {
         (t.role, t.calibrated, *(o.name.rpartition(".")[2] for o in t.calibrated_outputs))
@@ -143,11 +174,23 @@ def test_a_plan_says_what_batches_contribute(tmp_path):
     }
     assert plan.needs_calibration == ["FP8", "NVFP4"]
     plan = calibrated_plan(tmp_path, algorithm="gptq", backbone=schemes)
-    said = {t.role: (t.calibrated, len(t.calibrated_outputs), t.reason) for t in plan.tensors if t.fate == "quantize"}
+    said = {
+        t.role: (t.calibrated, len(t.calibrated_outputs), t.reason)
+        for t in plan.tensors
+        if t.fate == "quantize"
+    }
     assert said == {
-        "attention": ("scales", 1, "recipe: backbone attention; input scales from calibration data"),
+        "attention": (
+            "scales",
+            1,
+            "recipe: backbone attention; input scales from calibration data",
+        ),
         "dense_mlp": ("", 0, "recipe: backbone dense_mlp"),
-        "shared_experts": ("weights", 3, "recipe: backbone shared_experts; gptq on calibration data"),
+        "shared_experts": (
+            "weights",
+            3,
+            "recipe: backbone shared_experts; gptq on calibration data",
+        ),
         "experts": ("weights", 4, "recipe: backbone experts; gptq on calibration data"),
     }
     assert plan.needs_calibration == ["FP8", "NVFP4", "W4A16"]
@@ -156,24 +199,38 @@ def test_a_plan_says_what_batches_contribute(tmp_path):
 
 
 def test_what_awq_may_rescale(tmp_path):
-    """All else in a layer whose weights it rewrites; nothing of the MTP block that is left alone, no embedding."""
+    """All else in a layer whose weights it rewrites; nothing of the MTP block that is left alone,
+    no embedding.
+    """
     backbone = dict.fromkeys(GROUPS, "FP8_DYNAMIC") | {"experts": "W4A16"}
     plan = calibrated_plan(tmp_path, algorithm="awq", backbone=backbone)
     free = {tensor.name: tensor for tensor in plan.tensors if tensor.may_change}
-    assert {(tensor.part, tensor.layer) for tensor in free.values()} == {("backbone", 1), ("backbone", 2)}
-    assert {"norm", "router", "attention", "shared_experts"} == {tensor.role for tensor in free.values()}
+    assert {(tensor.part, tensor.layer) for tensor in free.values()} == {
+        ("backbone", 1),
+        ("backbone", 2),
+    }
+    assert {"norm", "router", "attention", "shared_experts"} == {
+        tensor.role for tensor in free.values()
+    }
     assert not any(tensor.calibrated for tensor in free.values())
-    assert free["model.layers.1.post_attention_layernorm.weight"].reason.endswith("; awq may rescale it")
+    assert free["model.layers.1.post_attention_layernorm.weight"].reason.endswith(
+        "; awq may rescale it"
+    )
 
 
 @pytest.mark.parametrize(("scheme", "mtp"), [("NVFP4", "bf16"), ("FP8", "bf16"), ("bf16", "NVFP4")])
 def test_static_scales_where_vllm_absorbs_the_weight(scheme, mtp, tmp_path):
-    """kv_b_proj is read through an identity matrix, which no batch looked like; scales made on the fly take it."""
+    """kv_b_proj is read through an identity matrix, which no batch looked like; scales made on the
+    fly take it.
+    """
     layer = 3 if scheme == "bf16" else 0
     module = rf"model\.layers\.{layer}\.self_attn\.kv_b_proj"
     backbone = dict.fromkeys(GROUPS, "bf16") | {"attention": scheme}
     wanted = {"backbone": backbone, "mtp": mtp}
-    says = rf"identity matrix, which static input scales distort; got {mtp if layer else scheme} for {module}\.weight"
+    says = (
+        rf"identity matrix, which static input scales distort; got {mtp if layer else scheme} "
+        rf"for {module}\.weight"
+    )
     with pytest.raises(RecipeError, match=says + r"\. Add an override for `re:\.\*\\\.kv_b_proj`"):
         calibrated_plan(tmp_path, "deepseek-r1", **wanted)
     overrides = [{"modules": r"re:.*\.kv_b_proj", "scheme": "FP8_BLOCK"}]
@@ -199,13 +256,21 @@ def test_mtp_from_a_file_that_the_index_forgot(tmp_path):
     write_checkpoint(tmp_path / "mtp", config, mtp, num_shards=1)
     shutil.copy(tmp_path / "mtp/model.safetensors", folder / "mtp.safetensors")
     plan = make_plan(recipe_for("glm-4.7"), open_source(folder))
-    assert {name for tensor in plan.tensors if tensor.part == "mtp" for name in tensor.inputs} == set(mtp)
+    assert {
+        name for tensor in plan.tensors if tensor.part == "mtp" for name in tensor.inputs
+    } == set(mtp)
 
 
 def test_source_policy_keeps_native_bytes(tmp_path):
-    """DeepSeek-V4's MTP block as released: FP8 blocks and MXFP4 experts under compressed-tensors' names."""
+    """DeepSeek-V4's MTP block as released: FP8 blocks and MXFP4 experts under compressed-tensors'
+    names.
+    """
     plan = plan_of(tmp_path, "dsv4-flash", mtp="source")
-    forms = {(t.role, t.form, t.fate, t.scheme) for t in plan.tensors if t.part == "mtp" and t.form != "plain"}
+    forms = {
+        (t.role, t.form, t.fate, t.scheme)
+        for t in plan.tensors
+        if t.part == "mtp" and t.form != "plain"
+    }
     assert forms == {
         ("attention", "fp8_block", "keep", "FP8_BLOCK"),
         ("shared_experts", "fp8_block", "keep", "FP8_BLOCK"),
@@ -225,7 +290,9 @@ def test_modules_that_cannot_load_packed_weights_are_plain(tmp_path):
 
 
 def test_float_scales_keep_their_precision(tmp_path):
-    """FP8 with float32 scales a row stays FP8 with float32 scales a row: rounding them to BF16 would change values."""
+    """FP8 with float32 scales a row stays FP8 with float32 scales a row: rounding them to BF16
+    would change values.
+    """
     _, tensors = source_layout("glm-4.7", size="tiny")
     name = "model.layers.3.self_attn.o_proj.weight"
     (rows, columns) = tensors[name][1]
@@ -236,7 +303,9 @@ def test_float_scales_keep_their_precision(tmp_path):
 
 
 def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
-    """Integers with zero points in other words would be read wrongly, not loudly, if they were taken for symmetric."""
+    """Integers with zero points in other words would be read wrongly, not loudly, if they were
+    taken for symmetric.
+    """
     _, tensors = source_layout("glm-4.7", size="tiny")
     module = "model.layers.0.self_attn.o_proj"
     rows, columns = tensors.pop(f"{module}.weight")[1]
@@ -260,10 +329,15 @@ def test_zero_points_need_whole_words_of_rows(tmp_path):
     rows, columns = tensors[f"{module}.weight"][1]
     tensors[f"{module}.weight"] = ("BF16", (rows + 4, columns))
     override = [{"modules": module, "scheme": "W4A16_ASYM"}]
-    with pytest.raises(RecipeError, match=rf"W4A16_ASYM needs N divisible by 8.*got N={rows + 4} in {module}.weight"):
+    with pytest.raises(
+        RecipeError,
+        match=rf"W4A16_ASYM needs N divisible by 8.*got N={rows + 4} in {module}.weight",
+    ):
         plan_of(tmp_path, tensors=tensors, overrides=override)
 
 
 def test_an_override_of_what_is_never_quantized(tmp_path):
-    with pytest.raises(RecipeError, match=r"model\.layers\.3\.eh_proj is never quantized .*nn\.Linear.*got W4A16"):
+    with pytest.raises(
+        RecipeError, match=r"model\.layers\.3\.eh_proj is never quantized .*nn\.Linear.*got W4A16"
+    ):
         plan_of(tmp_path, overrides=[{"modules": r"re:.*\.eh_proj", "scheme": "W4A16"}])

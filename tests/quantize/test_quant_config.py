@@ -1,4 +1,6 @@
-"""The written targets and ignore list against the full list of runtime modules: exact, both ways."""
+"""The written targets and ignore list against the full list of runtime modules: exact, both
+ways.
+"""
 
 import random
 import re
@@ -18,11 +20,15 @@ RECIPES = [recipe.name for recipe in shipped_recipes() if not recipe.model.start
 def tiny_plan(recipe_name: str, folder, mtp: str | None = None) -> Plan:
     recipe, _ = find_recipe(recipe_name, mtp=mtp)
     config, tensors = source_layout(recipe.model, size="tiny")
-    return make_plan(recipe.before_measuring, open_source(write_checkpoint(folder, config, tensors)))
+    return make_plan(
+        recipe.before_measuring, open_source(write_checkpoint(folder, config, tensors))
+    )
 
 
 def hits(entries: list[str], name: str) -> list[str]:
-    """Entries that vLLM's compressed-tensors matching applies to `name`: `re:` with re.match, else equality."""
+    """Entries that vLLM's compressed-tensors matching applies to `name`: `re:` with re.match, else
+    equality.
+    """
     return [e for e in entries if (re.match(e[3:], name) if e.startswith("re:") else e == name)]
 
 
@@ -30,7 +36,9 @@ def hits(entries: list[str], name: str) -> list[str]:
 @pytest.mark.parametrize("mtp", [None, "bf16", "FP8_DYNAMIC", "W4A16"])
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_every_module_is_covered_exactly_once(recipe_name, mtp, tmp_path):
-    """Kept modules are ignored and not targeted, quantized ones targeted by their scheme's group alone."""
+    """Kept modules are ignored and not targeted, quantized ones targeted by their scheme's group
+    alone.
+    """
     plan = tiny_plan(recipe_name, tmp_path, mtp)
     found = config_of(plan)
     config, modules = found.value, modules_of(plan)
@@ -39,7 +47,9 @@ def test_every_module_is_covered_exactly_once(recipe_name, mtp, tmp_path):
     added, _ = added_names(plan.view, named_modules(plan.view, matrices_of(plan)))
     for scheme, spellings in () if found.obstacles else added.items():
         asked += [(name, scheme) for spelled in spellings for name in concrete(spelled)]
-    targets = {target: group for group in config["config_groups"].values() for target in group["targets"]}
+    targets = {
+        target: group for group in config["config_groups"].values() for target in group["targets"]
+    }
     used: set[str] = set()
     for name, scheme in asked:
         if name.endswith("experts"):
@@ -52,7 +62,9 @@ def test_every_module_is_covered_exactly_once(recipe_name, mtp, tmp_path):
             assert groups and not ignored, f"{name}: targets {targeted}, ignore {ignored}"
             assert all(group == groups[0] for group in groups) and groups[0]["format"], name
         else:
-            assert len(ignored) == 1 and not targeted, f"{name}: targets {targeted}, ignore {ignored}"
+            assert len(ignored) == 1 and not targeted, (
+                f"{name}: targets {targeted}, ignore {ignored}"
+            )
     opaque = [entry for entry in config["ignore"] if not entry.endswith("$")]
     assert used == {*targets, *config["ignore"]} - set(opaque), "an entry matches no module"
 
@@ -62,7 +74,9 @@ def test_a_neighbouring_layer_is_not_covered(tmp_path):
     plan = tiny_plan("glm-4.7", tmp_path)
     config = config_of(plan).value
     last = plan.view.num_layers
-    everything = config["ignore"] + [t for g in config["config_groups"].values() for t in g["targets"]]
+    everything = config["ignore"] + [
+        t for g in config["config_groups"].values() for t in g["targets"]
+    ]
     assert hits(everything, f"model.layers.{last}.self_attn.qkv_proj")
     assert not hits(everything, f"model.layers.{last + 1}.self_attn.qkv_proj")
     assert not hits(everything, f"model.layers.{last}0.self_attn.qkv_proj")
@@ -70,7 +84,9 @@ def test_a_neighbouring_layer_is_not_covered(tmp_path):
 
 
 def test_names_that_versions_of_vllm_disagree_about(tmp_path):
-    """DeepSeek-V4's experts were probed as gate_proj before vLLM 0.32 and as w1 since; both must resolve alike."""
+    """DeepSeek-V4's experts were probed as gate_proj before vLLM 0.32 and as w1 since; both must
+    resolve alike.
+    """
     config = config_of(tiny_plan("dsv4-flash", tmp_path)).value
     targets = [t for group in config["config_groups"].values() for t in group["targets"]]
     for name in ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"):
@@ -79,7 +95,9 @@ def test_names_that_versions_of_vllm_disagree_about(tmp_path):
 
 
 def test_mimo_is_renumbered(tmp_path):
-    """MiMo's block is model.mtp_layers.0 on disk and model.layers.{N} to vLLM; both must be ignored."""
+    """MiMo's block is model.mtp_layers.0 on disk and model.layers.{N} to vLLM; both must be
+    ignored.
+    """
     plan = tiny_plan("mimo-7b", tmp_path, "bf16")
     ignore = config_of(plan).value["ignore"]
     assert hits(ignore, f"model.layers.{plan.view.num_layers}.mlp.gate_up_proj")

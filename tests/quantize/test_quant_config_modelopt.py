@@ -1,7 +1,8 @@
-"""`format: modelopt`: the same packed bytes under other names, scales in the other convention, configs that agree.
+"""`format: modelopt`: the same packed bytes under other names, scales in the other convention,
+configs that agree.
 
-That vLLM builds what was meant is asked twice: here of the check, whose matching is compared with vLLM's, and of vLLM's
-own loader by the dry-load corpus (tests/helpers/dry_corpus.py).
+That vLLM builds what was meant is asked twice: here of the check, whose matching is compared with
+vLLM's, and of vLLM's own loader by the dry-load corpus (tests/helpers/dry_corpus.py).
 """
 
 import json
@@ -43,7 +44,9 @@ def test_every_family_passes_the_check(model, words, tmp_path):
     except RecipeError as error:
         assert NAMELESS in str(error) or planned_fails(model, words)
         pytest.skip(str(error))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(checkpoint.json_files["hf_quant_config.json"]))
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps(checkpoint.json_files["hf_quant_config.json"])
+    )
     report = check_source(as_source(checkpoint, tmp_path))
     assert (report.findings, report.facts.dialect) == ((), "modelopt")
 
@@ -59,7 +62,9 @@ def planned_fails(model: str, words: tuple[str, str]) -> bool:
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory) -> dict[str, tuple[Plan, Path]]:
-    """One model by format: NVFP4 with static scales, FP8 a row, FP8 with static scales; the block is NVFP4."""
+    """One model by format: NVFP4 with static scales, FP8 a row, FP8 with static scales; the block
+    is NVFP4.
+    """
     words = {"experts": "NVFP4", "rest": "FP8_DYNAMIC", "shared_experts": "FP8", "mtp": "NVFP4"}
     return in_both_formats(tmp_path_factory.mktemp("twins"), **words)
 
@@ -79,20 +84,28 @@ def test_packed_bytes_are_the_same_and_values_are_equal(twins):
         parts = {leaf: read_tensor(first, entry) for leaf, entry in weight.parts.items()}
         theirs = {leaf: read_tensor(second, entry) for leaf, entry in other[module].parts.items()}
         forms.add((weight.form, other[module].form))
-        packed, same = (next(p[leaf] for leaf in ("weight_packed", "weight") if leaf in p) for p in (parts, theirs))
+        packed, same = (
+            next(p[leaf] for leaf in ("weight_packed", "weight") if leaf in p)
+            for p in (parts, theirs)
+        )
         assert torch.equal(packed.view(torch.uint8), same.view(torch.uint8)), module
         if weight.form == "nvfp4":
             assert theirs["weight_scale_2"].shape == theirs["input_scale"].shape == ()
             assert theirs["weight_scale_2"] == 1.0 / parts["weight_global_scale"], module
             assert theirs["input_scale"] == 1.0 / parts["input_global_scale"], module
         values = [
-            dequantize(w.form, p, shape=w.shape, block=w.block) for w, p in ((weight, parts), (other[module], theirs))
+            dequantize(w.form, p, shape=w.shape, block=w.block)
+            for w, p in ((weight, parts), (other[module], theirs))
         ]
         if weight.form != "nvfp4":
             assert torch.equal(*values), module
             continue
-        # A scale divided by g and one times 1 / g differ by two roundings in F32: seldom another BF16, never two away.
-        num_other = [num_other[0] + int((values[0] != values[1]).sum()), num_other[1] + values[0].numel()]
+        # A scale divided by g and one times 1 / g differ by two roundings in F32: seldom another
+        # BF16, never two away.
+        num_other = [
+            num_other[0] + int((values[0] != values[1]).sum()),
+            num_other[1] + values[0].numel(),
+        ]
         apart = (values[0].view(torch.int16).int() - values[1].view(torch.int16).int()).abs().max()
         assert apart <= 1, module
     pairs = {
@@ -142,14 +155,24 @@ def test_a_killed_run_goes_on_to_the_same_bytes(twins, tmp_path):
 @pytest.mark.parametrize(
     ("model", "scheme", "mtp", "named"),
     [
-        ("glm-4.7", "W4A16", "bf16", "format: modelopt is for NVFP4, NVFP4A16, FP8, FP8_DYNAMIC, FP8_BLOCK; got W4A16"),
+        (
+            "glm-4.7",
+            "W4A16",
+            "bf16",
+            "format: modelopt is for NVFP4, NVFP4A16, FP8, FP8_DYNAMIC, FP8_BLOCK; got W4A16",
+        ),
         (
             "glm-4.7",
             "FP8_DYNAMIC",
             "bf16",
             "FP8_DYNAMIC of routed experts; got none, for model.layers.1.mlp.experts.0.",
         ),
-        ("dsv4-flash", "NVFP4", "source", "must have a word for MXFP4A8; got none, for mtp.0.ffn.experts.0."),
+        (
+            "dsv4-flash",
+            "NVFP4",
+            "source",
+            "must have a word for MXFP4A8; got none, for mtp.0.ffn.experts.0.",
+        ),
         ("dots3-note-prev", "FP8_BLOCK", "NVFP4A16", f"{NAMELESS} model.layers.3."),
     ],
 )
@@ -172,24 +195,41 @@ def test_one_glob_covers_the_whole_block(tmp_path):
 
 @pytest.mark.parametrize("model", ["k-exaone-236b", "hy3", "qwen3.8-flash-next"])
 def test_a_module_that_no_entry_reaches_is_not_quantized_by_default(model):
-    """vLLM 0.32.0 builds their head without a name, or attention plain under NVFP4: each module is named instead."""
+    """vLLM 0.32.0 builds their head without a name, or attention plain under NVFP4: each module is
+    named instead.
+    """
     said = ours(model, "NVFP4", format="modelopt").quantization
     assert said["quant_algo"] == "MIXED_PRECISION"
     assert {row["quant_algo"] for row in said["quantized_layers"].values()} == {"NVFP4"}
 
 
 def test_outputs_of_another_format_are_another_plan():
-    one, other = (planned("glm-4.7", "NVFP4A16", "bf16", format=name) for name in ("compressed-tensors", "modelopt"))
-    assert [tensor.outputs for tensor in one.tensors] == [tensor.outputs for tensor in other.tensors]
-    assert one.num_bytes_after == sum(output.num_bytes for shard in one.shards for output in shard.outputs)
-    assert other.num_bytes_after == sum(output.num_bytes for shard in other.shards for output in shard.outputs)
+    one, other = (
+        planned("glm-4.7", "NVFP4A16", "bf16", format=name)
+        for name in ("compressed-tensors", "modelopt")
+    )
+    assert [tensor.outputs for tensor in one.tensors] == [
+        tensor.outputs for tensor in other.tensors
+    ]
+    assert one.num_bytes_after == sum(
+        output.num_bytes for shard in one.shards for output in shard.outputs
+    )
+    assert other.num_bytes_after == sum(
+        output.num_bytes for shard in other.shards for output in shard.outputs
+    )
     assert replace(one, recipe=other.recipe).shards == other.shards != one.shards
 
 
 def test_the_plan_is_shown_in_its_dialect(tmp_path):
-    recipe = find_recipe("tiny-glm4-moe", scheme="nvfp4a16-fp8")[0].model_dump(mode="json") | {"format": "modelopt"}
+    recipe = find_recipe("tiny-glm4-moe", scheme="nvfp4a16-fp8")[0].model_dump(mode="json") | {
+        "format": "modelopt"
+    }
     path = tmp_path / "recipe.yaml"
-    path.write_text(flat_text({key: value for key, value in recipe.items() if key not in ("evaluation", "gates")}))
+    path.write_text(
+        flat_text(
+            {key: value for key, value in recipe.items() if key not in ("evaluation", "gates")}
+        )
+    )
     shown = CliRunner().invoke(app, ["plan", str(path), "--source", "models/tiny-glm4-moe"])
     assert shown.exit_code == 0, shown.output
     assert "  modelopt  MIXED_PRECISION\n  FP8_PB_WO  model.layers.0." in shown.stdout

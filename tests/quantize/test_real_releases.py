@@ -23,21 +23,27 @@ def plan_of(checkpoint: Checkpoint, name: str, folder) -> Plan:
 
 
 def test_layers_counted_by_a_list_of_their_kinds(tmp_path):
-    """Nemotron-3-Ultra: a KeyError in plan, and "Take the original's config.json" of check, before."""
+    """Nemotron-3-Ultra: a KeyError in plan, and "Take the original's config.json" of check,
+    before.
+    """
     plan = plan_of(nemotron_ultra(), "nemotron-3-super", tmp_path)
     assert (plan.view.num_layers, plan.view.num_mtp_layers) == (4, 2)
     assert check_source(plan.source).findings == ()
 
 
 def test_a_config_that_counts_no_layers_is_refused_in_one_true_sentence(tmp_path):
-    """The twin: no key that says it. Which file to take is not known, as this one may be the original's."""
+    """The twin: no key that says it. Which file to take is not known, as this one may be the
+    original's.
+    """
     checkpoint = nemotron_ultra()
     setting("layers_block_type", None)(checkpoint)
     with pytest.raises(CheckpointError) as caught:
         plan_of(checkpoint, "nemotron-3-super", tmp_path)
     sentence = (
-        "num_hidden_layers or layers_block_type or hybrid_override_pattern must say how many decoder layers there are; "
-        "got none of them. Take the key from the original release; if that lacks it too, keepmtp's table for "
+        "num_hidden_layers or layers_block_type or hybrid_override_pattern must say how many "
+        "decoder layers there are; "
+        "got none of them. Take the key from the original release; if that lacks it too, "
+        "keepmtp's table for "
         "nemotron_h does not know this release"
     )
     assert sentence in str(caught.value)
@@ -48,7 +54,9 @@ def test_a_config_that_counts_no_layers_is_refused_in_one_true_sentence(tmp_path
 def test_a_list_of_layers_without_end_is_refused(tmp_path):
     checkpoint = nemotron_ultra()
     checkpoint.config["layers_block_type"] = ["mamba"] * 2001
-    with pytest.raises(CheckpointError, match="layers_block_type must be a short text or a list of at most 2000"):
+    with pytest.raises(
+        CheckpointError, match="layers_block_type must be a short text or a list of at most 2000"
+    ):
         open_source(write(tmp_path / "checkpoint", checkpoint))
 
 
@@ -70,7 +78,9 @@ def test_a_table_in_bf16_changes_no_key(tmp_path):
 def test_a_table_in_fp8_without_its_scale_is_refused(tmp_path):
     checkpoint = qwen38_fp8()
     lose(rf"{re.escape(TABLE)}\.weight_scale")(checkpoint)
-    with pytest.raises(CheckpointError, match=rf"{re.escape(TABLE)}\.shard_0\.weight.*must have its scale"):
+    with pytest.raises(
+        CheckpointError, match=rf"{re.escape(TABLE)}\.shard_0\.weight.*must have its scale"
+    ):
         plan_of(checkpoint, "qwen3.8-flash-next", tmp_path)
 
 
@@ -79,15 +89,26 @@ def in_bf16(checkpoint: Checkpoint) -> None:
 
 
 def not_told(checkpoint: Checkpoint) -> None:
-    """NVFP4 of the release with the table left in FP8: vLLM builds what modelopt excludes in BF16."""
-    scheme = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}, "ignore": []}
+    """NVFP4 of the release with the table left in FP8: vLLM builds what modelopt excludes in
+    BF16.
+    """
+    scheme = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {},
+        "ignore": [],
+    }
     checkpoint.config["quantization_config"] = scheme
 
 
 @pytest.mark.parametrize(
     ("change", "where", "says"),
     [
-        (lose(rf"{re.escape(TABLE)}\.weight_scale"), f"{TABLE}.weight_scale", "missing its global scale"),
+        (
+            lose(rf"{re.escape(TABLE)}\.weight_scale"),
+            f"{TABLE}.weight_scale",
+            "missing its global scale",
+        ),
         (in_bf16, f"{TABLE}.shard_0.weight", "casts its rows without a scale"),
         (not_told, f"{TABLE}.shard_0.weight", "vLLM builds"),
     ],
@@ -97,7 +118,9 @@ def test_a_table_that_vllm_builds_otherwise_is_one_finding(change, where, says, 
     checkpoint = qwen38_fp8()
     change(checkpoint)
     findings = [
-        finding for finding in check_source(as_source(checkpoint, tmp_path)).findings if finding.rule == "table"
+        finding
+        for finding in check_source(as_source(checkpoint, tmp_path)).findings
+        if finding.rule == "table"
     ]
     assert [(finding.where, says in finding.says) for finding in findings] == [(where, True)]
 

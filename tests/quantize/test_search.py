@@ -1,4 +1,6 @@
-"""quantize/pack/search.py against the sweeps of nvidia-modelopt and llm-compressor, and against trying every scale."""
+"""quantize/pack/search.py against the sweeps of nvidia-modelopt and llm-compressor, and against
+trying every scale.
+"""
 
 from collections.abc import Sequence
 
@@ -57,9 +59,14 @@ def nearest_e2m1(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def errors_of_all_scales(
-    weight: torch.Tensor, global_scale: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None = None
+    weight: torch.Tensor,
+    global_scale: torch.Tensor,
+    scales: torch.Tensor,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[groups, scales]: the squared error of each group of 16 under each E4M3 scale, by what channels count."""
+    """[groups, scales]: the squared error of each group of 16 under each E4M3 scale, by what
+    channels count.
+    """
     groups = weight.double().abs().view(-1, 16)
     units = (scales / global_scale).double()
     each = 1.0 if counts is None else counts.double().expand_as(weight).reshape(-1, 16)
@@ -69,9 +76,14 @@ def errors_of_all_scales(
 
 @pytest.mark.parametrize("kind", ["normal", "long tails", "even"])
 def test_nvfp4_takes_the_best_of_all_126_scales(kind):
-    """What modelopt's NVFP4MSECalibrator finds by trying each: the table's values are 0.4 % of a step apart."""
+    """What modelopt's NVFP4MSECalibrator finds by trying each: the table's values are 0.4 % of a
+    step apart.
+    """
     weight = weights()[kind]
-    (found,), (plain,) = pack(SCHEMES["NVFP4A16"], [weight], search="mse"), pack(SCHEMES["NVFP4A16"], [weight])
+    (found,), (plain,) = (
+        pack(SCHEMES["NVFP4A16"], [weight], search="mse"),
+        pack(SCHEMES["NVFP4A16"], [weight]),
+    )
     assert torch.equal(found["weight_global_scale"], plain["weight_global_scale"])
     errors = errors_of_all_scales(weight, found["weight_global_scale"], E4M3)
     own = errors.gather(1, found["weight_scale"].view(torch.uint8).view(-1, 1).long() - 1).sum()
@@ -80,7 +92,9 @@ def test_nvfp4_takes_the_best_of_all_126_scales(kind):
 
 
 def test_nvfp4_takes_nearly_the_best_of_all_126_scales_by_importance():
-    """Where single channels count, a scale may be best that is further away than those that are tried."""
+    """Where single channels count, a scale may be best that is further away than those that are
+    tried.
+    """
     weight, counts = weights()["normal"], importance(512)
     (found,) = pack(SCHEMES["NVFP4A16"], [weight], search="imatrix", importance=[counts])
     errors = errors_of_all_scales(weight, found["weight_global_scale"], E4M3, counts)
@@ -89,7 +103,9 @@ def test_nvfp4_takes_nearly_the_best_of_all_126_scales_by_importance():
 
 
 def test_nvfp4_takes_the_scales_of_modelopts_calibrator():
-    """Its own class, with rounding by compressed-tensors; where two scales are as good, either may be taken."""
+    """Its own class, with rounding by compressed-tensors; where two scales are as good, either may
+    be taken.
+    """
     calib = pytest.importorskip("modelopt.torch.quantization.calib.mse")
     weight = weights()["normal"]
     (found,) = pack(SCHEMES["NVFP4A16"], [weight], search="mse")
@@ -99,9 +115,13 @@ def test_nvfp4_takes_the_scales_of_modelopts_calibrator():
         unit = group_amax.view(-1, 1) / 6
         return values.sign() * nearest_e2m1(values.abs() / unit) * unit
 
-    common = 6 * 448 / found["weight_global_scale"]  # the amax that the rounded global scale stands for
+    common = (
+        6 * 448 / found["weight_global_scale"]
+    )  # the amax that the rounded global scale stands for
     assert abs(common / amax - 1) < 2**-7
-    theirs = calib.NVFP4MSECalibrator(amax=groups.abs().amax(1), global_amax=common, axis=0, quant_func=rounded)
+    theirs = calib.NVFP4MSECalibrator(
+        amax=groups.abs().amax(1), global_amax=common, axis=0, quant_func=rounded
+    )
     theirs.collect(groups)
     scales = (theirs.compute_amax().view(-1) / common * 448).to(torch.float8_e4m3fn)
     same = scales.view(torch.uint8) == found["weight_scale"].view(torch.uint8).flatten()
@@ -115,16 +135,25 @@ def test_nvfp4_takes_the_scales_of_modelopts_calibrator():
 
 
 def test_four_over_six_takes_the_better_of_two():
-    """Tried by hand in F64. Its global scale is 256's, so that one half more than the largest scale is a scale too."""
+    """Tried by hand in F64. Its global scale is 256's, so that one half more than the largest scale
+    is a scale too.
+    """
     weight = weights()["normal"]
-    (found,), (plain,) = pack(SCHEMES["NVFP4"], [weight], search="four-over-six"), pack(SCHEMES["NVFP4"], [weight])
+    (found,), (plain,) = (
+        pack(SCHEMES["NVFP4"], [weight], search="four-over-six"),
+        pack(SCHEMES["NVFP4"], [weight]),
+    )
     assert torch.allclose(
-        found["weight_global_scale"] / plain["weight_global_scale"], torch.tensor(256 / 448), rtol=2**-7
+        found["weight_global_scale"] / plain["weight_global_scale"],
+        torch.tensor(256 / 448),
+        rtol=2**-7,
     )
     amax = weight.float().abs().view(-1, 16).amax(1)
     common = found["weight_global_scale"]
     # The quotient is BF16, as for the plain scale.
-    six, four = ((common * (amax.bfloat16() / largest)).to(torch.float8_e4m3fn).float() for largest in (6, 4))
+    six, four = (
+        (common * (amax.bfloat16() / largest)).to(torch.float8_e4m3fn).float() for largest in (6, 4)
+    )
     assert four.max() <= 448 * 0.9
     groups = weight.double().abs().view(-1, 16)
     error_of = [
@@ -139,7 +168,8 @@ def test_four_over_six_takes_the_better_of_two():
 
 @pytest.mark.parametrize("name", SWEPT)
 def test_the_error_is_below_that_of_llm_compressors_observer(name):
-    """`memoryless_mse` as it is, and with the square that it is called after (it minimizes the power 2.4).
+    """`memoryless_mse` as it is, and with the square that it is called after (it minimizes the
+    power 2.4).
 
     It also moves zero points, by the rounding of the range that it shrinks; the search leaves them.
     """
@@ -148,7 +178,9 @@ def test_the_error_is_below_that_of_llm_compressors_observer(name):
     own = squared_error(name, found, weight)
     assert own < squared_error(name, plain, weight)
     for knobs in ({}, {"norm": 2.0}):
-        assert own < squared_error(name, by_observer(name, weight, knobs), weight) * allowed(name), knobs
+        assert own < squared_error(name, by_observer(name, weight, knobs), weight) * allowed(
+            name
+        ), knobs
 
 
 def allowed(name: str) -> float:
@@ -166,7 +198,9 @@ def weighted_error(name: str, packed: dict[str, torch.Tensor], weight: torch.Ten
     return float((errors * importance(weight.shape[1])).sum())
 
 
-@pytest.mark.parametrize("name", [name for name in SWEPT if name != "FP8_BLOCK"])  # which their observer refuses
+@pytest.mark.parametrize(
+    "name", [name for name in SWEPT if name != "FP8_BLOCK"]
+)  # which their observer refuses
 def test_the_weighted_error_is_below_that_of_llm_compressors_imatrix(name):
     """`imatrix_mse` as it is (the power 3) and with squares; and below what `mse` leaves."""
     weight = weights((32, 256))["normal"]
@@ -188,9 +222,13 @@ def test_importance_counts_within_a_group_of_rows_too():
 
 
 @pytest.mark.parametrize("name", SWEPT)
-@pytest.mark.parametrize("counts", [torch.zeros(256), torch.full((256,), 7e-20), torch.full((256,), 3e38)])
+@pytest.mark.parametrize(
+    "counts", [torch.zeros(256), torch.full((256,), 7e-20), torch.full((256,), 3e38)]
+)
 def test_importance_that_is_the_same_for_all_finds_what_mse_finds(name, counts):
-    (found,) = pack(SCHEMES[name], [weights((32, 256))["normal"]], search="imatrix", importance=[counts])
+    (found,) = pack(
+        SCHEMES[name], [weights((32, 256))["normal"]], search="imatrix", importance=[counts]
+    )
     (other,) = pack(SCHEMES[name], [weights((32, 256))["normal"]], search="mse")
     assert all(torch.equal(found[suffix], value) for suffix, value in other.items())
 
@@ -213,7 +251,10 @@ def by_observer(
     calibration.initialize_observer(module, "weight")
     calibration.apply_calibration_status(module)
     if counts is not None:
-        module.weight_observer._imatrix_sum, module.weight_observer._imatrix_count = counts * 4, torch.tensor(4)
+        module.weight_observer._imatrix_sum, module.weight_observer._imatrix_count = (
+            counts * 4,
+            torch.tensor(4),
+        )
     calibration.observe([module], base_name="weight")
     calibration.update_qparams([module], base_name="weight")
     calibration.freeze_module_quantization(module)
@@ -241,14 +282,28 @@ def test_values_that_make_trouble_do_not_get_worse(name):
     normal, shape = torch.randn(16, 256, generator=rng), (16, 256)
     alone = torch.zeros(shape)
     alone[:, 3] = normal[:, 3]
-    for weight in (torch.zeros(shape), -torch.zeros(shape), alone, normal * 1e-39, normal * 1e-30, normal * 1e37):
+    for weight in (
+        torch.zeros(shape),
+        -torch.zeros(shape),
+        alone,
+        normal * 1e-39,
+        normal * 1e-30,
+        normal * 1e37,
+    ):
         given = weight.bfloat16()
-        (found,), (plain,) = pack(SCHEMES[name], [given], search="mse"), pack(SCHEMES[name], [given])
+        (found,), (plain,) = (
+            pack(SCHEMES[name], [given], search="mse"),
+            pack(SCHEMES[name], [given]),
+        )
         assert values_of(name, found, shape).isfinite().all()
         assert squared_error(name, found, given) <= squared_error(name, plain, given) * 1.01
     for dtype in (torch.float16, torch.float32):
-        (found,), (plain,) = (pack(SCHEMES[name], [normal.to(dtype)], search=search) for search in ("mse", ""))
-        assert squared_error(name, found, normal.to(dtype)) < squared_error(name, plain, normal.to(dtype))
+        (found,), (plain,) = (
+            pack(SCHEMES[name], [normal.to(dtype)], search=search) for search in ("mse", "")
+        )
+        assert squared_error(name, found, normal.to(dtype)) < squared_error(
+            name, plain, normal.to(dtype)
+        )
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES.keys() - SEARCHES["mse"]))
@@ -277,10 +332,20 @@ def test_a_recipe_with_search_packs_the_backbone_and_the_block_by_it(tmp_path):
         write(plan, partial, recipe_text=yaml.safe_dump(recipe.model_dump(mode="json")), threads=1)
         publish(partial, tmp_path / "out")
     assert find_recipe(str(tmp_path / "out" / "recipe.yaml"))[0].search == "mse"
-    made = {n: v for file in (tmp_path / "out").glob("*.safetensors") for n, v in load_file(file).items()}
-    source = {n: v for file in (tmp_path / "source").glob("*.safetensors") for n, v in load_file(file).items()}
+    made = {
+        n: v
+        for file in (tmp_path / "out").glob("*.safetensors")
+        for n, v in load_file(file).items()
+    }
+    source = {
+        n: v
+        for file in (tmp_path / "source").glob("*.safetensors")
+        for n, v in load_file(file).items()
+    }
     of_block = [
-        t.module for t in plan.tensors if t.part == "mtp" and t.fate == "quantize" and t.module.endswith("o_proj")
+        t.module
+        for t in plan.tensors
+        if t.part == "mtp" and t.fate == "quantize" and t.module.endswith("o_proj")
     ]
     for module in ("model.layers.1.self_attn.o_proj", *of_block):
         (expected,) = pack(SCHEMES["NVFP4A16"], [source[f"{module}.weight"]], search="mse")
@@ -297,7 +362,11 @@ def test_a_recipe_with_search_packs_the_backbone_and_the_block_by_it(tmp_path):
     ("scheme", "search", "words"),
     [
         ("MXFP4", "mse", "search: mse must come with FP8_BLOCK, FP8_DYNAMIC, NVFP4"),
-        ("FP8_DYNAMIC", "four-over-six", "search: four-over-six must come with NVFP4, NVFP4A16; got FP8_DYNAMIC"),
+        (
+            "FP8_DYNAMIC",
+            "four-over-six",
+            "search: four-over-six must come with NVFP4, NVFP4A16; got FP8_DYNAMIC",
+        ),
     ],
 )
 def test_a_search_without_a_meaning_is_refused(scheme, search, words):

@@ -1,4 +1,6 @@
-"""What keepmtp writes for SGLang too, judged by SGLang's own functions; and what it says cannot be written."""
+"""What keepmtp writes for SGLang too, judged by SGLang's own functions; and what it says cannot be
+written.
+"""
 
 import re
 
@@ -38,7 +40,11 @@ def test_every_name_resolves_to_its_scheme_by_sglangs_functions(model):
                 for fused in (FUSED_IN_QWEN35 if "qwen3.5" in model else FUSED, {}):
                     group = group_of(config, name, fused)
                     want = SCHEMES[matrix.scheme].config_group() if matrix.scheme else None
-                    assert group is None if want is None else group and group["weights"] == want["weights"], name
+                    assert (
+                        group is None
+                        if want is None
+                        else group and group["weights"] == want["weights"]
+                    ), name
 
 
 @pytest.mark.skipif(not UTILS.is_file(), reason=MISSING)
@@ -92,6 +98,12 @@ def test_an_obstacle_is_named_with_sglangs_file(model, scheme, mtp, says):
     assert (says in found[1].line and ".py)" in found[1].line) or "(models)" in found[1].line
     plan, config = found[0], found[1].value
     asked = {name for module in modules_of(plan) for name in (module.name, *module.asked)}
-    others = {name for matrix in matrices_of(plan) for name in sglang_names(plan.view, matrix.place)} - asked
-    entries = config["ignore"] + [target for group in config["config_groups"].values() for target in group["targets"]]
-    assert not [name for name in others if any(re.match(entry[3:], name) for entry in entries)], "an entry for SGLang"
+    others = {
+        name for matrix in matrices_of(plan) for name in sglang_names(plan.view, matrix.place)
+    } - asked
+    entries = config["ignore"] + [
+        target for group in config["config_groups"].values() for target in group["targets"]
+    ]
+    assert not [name for name in others if any(re.match(entry[3:], name) for entry in entries)], (
+        "an entry for SGLang"
+    )

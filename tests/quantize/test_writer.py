@@ -1,4 +1,6 @@
-"""The writer against independent readers: what is kept, dequantized and packed, and what a kill leaves behind."""
+"""The writer against independent readers: what is kept, dequantized and packed, and what a kill
+leaves behind.
+"""
 
 import hashlib
 import json
@@ -28,7 +30,15 @@ from safetensors.torch import load_file
 SHARD = 2_000_000  # many shards, so that there is something between them
 
 
-def run(model: str, variant: str, folder: Path, *, mtp: str | None = None, threads: int = 2, name: str = "out"):
+def run(
+    model: str,
+    variant: str,
+    folder: Path,
+    *,
+    mtp: str | None = None,
+    threads: int = 2,
+    name: str = "out",
+):
     """Plan and write one tiny checkpoint; the source is made once per folder."""
     recipe, text = find_recipe(model, scheme=variant, mtp=mtp)
     if not (folder / "source").is_dir():
@@ -44,7 +54,11 @@ def run(model: str, variant: str, folder: Path, *, mtp: str | None = None, threa
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -60,11 +74,16 @@ def bits(value: torch.Tensor) -> bytes:
 
 
 def test_experts_stacked_in_three_tensors_become_single_ones(tmp_path):
-    """Step-3.5 stacks gate and up apart: each expert's pair is packed together, since vLLM fuses it under one scale."""
+    """Step-3.5 stacks gate and up apart: each expert's pair is packed together, since vLLM fuses it
+    under one scale.
+    """
     _, out = run("step-3.5-flash", "NVFP4A16", tmp_path)
     source, made = tensors_of(tmp_path / "source"), tensors_of(out)
     for expert in range(4):
-        stacks = {name: source[f"model.layers.2.moe.{name}_proj.weight"][expert] for name in ("gate", "up", "down")}
+        stacks = {
+            name: source[f"model.layers.2.moe.{name}_proj.weight"][expert]
+            for name in ("gate", "up", "down")
+        }
         pair = pack(SCHEMES["NVFP4A16"], [stacks["gate"], stacks["up"]])
         alone = pack(SCHEMES["NVFP4A16"], [stacks["down"]])
         stem = f"model.layers.2.moe.experts.{expert}."
@@ -88,19 +107,25 @@ def test_experts_stacked_in_three_tensors_become_single_ones(tmp_path):
     ],
 )
 def test_every_output_is_what_the_plan_says(model, variant, mtp, tmp_path):
-    """Names, dtypes and shapes for all; bytes for what is kept; numbers for what was packed in the source."""
+    """Names, dtypes and shapes for all; bytes for what is kept; numbers for what was packed in the
+    source.
+    """
     plan, out = run(model, variant, tmp_path, mtp=mtp)
     written, source = tensors_of(out), tensors_of(tmp_path / "source")
     planned = {output.name: output for tensor in plan.tensors for output in tensor.outputs}
     assert set(written) == set(planned)
-    assert json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].keys() == set(planned)
+    assert json.loads((out / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ].keys() == set(planned)
     assert all(tuple(written[name].shape) == output.shape for name, output in planned.items())
     for tensor in plan.tensors:
         if tensor.fate in ("keep", "add") and not tensor.scheme:
             for origin, output in zip(tensor.inputs, tensor.outputs, strict=True):
                 assert bits(written[output.name]) == bits(source[origin]), tensor.name
         elif tensor.fate == "keep":
-            weight = next(name for name in tensor.inputs if name.endswith(("weight", "weight_packed")))
+            weight = next(
+                name for name in tensor.inputs if name.endswith(("weight", "weight_packed"))
+            )
             assert bits(written[tensor.outputs[0].name]) == bits(source[weight]), tensor.name
         elif tensor.fate == "dequantize" and tensor.form == "fp8_block":
             scale = next(source[name] for name in tensor.inputs if "scale" in name).float()
@@ -111,7 +136,9 @@ def test_every_output_is_what_the_plan_says(model, variant, mtp, tmp_path):
 
 
 def test_config_is_the_sources_own(tmp_path):
-    """Every key of the source's config.json survives as it was, and only quantization_config is new."""
+    """Every key of the source's config.json survives as it was, and only quantization_config is
+    new.
+    """
     _, out = run("dsv4-flash", "w4a16-fp8", tmp_path)
     before = json.loads((tmp_path / "source/config.json").read_text())
     after = json.loads((out / "config.json").read_text())
@@ -119,7 +146,9 @@ def test_config_is_the_sources_own(tmp_path):
     assert after.pop("quantization_config")["quant_method"] == "compressed-tensors"
     assert list(after.items()) == list(before.items())
     assert (out / "recipe.yaml").read_text() == find_recipe("dsv4-flash", scheme="w4a16-fp8")[1]
-    assert str(tmp_path) not in (out / "keepmtp.json").read_text(), "no path of the machine that made it"
+    assert str(tmp_path) not in (out / "keepmtp.json").read_text(), (
+        "no path of the machine that made it"
+    )
 
 
 def test_threads_do_not_change_a_byte(tmp_path):
@@ -152,11 +181,15 @@ with claim(plan, out) as partial:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("done_before_kill", [0, 1, 3])
 def test_kill_and_resume_gives_the_same_bytes(done_before_kill, tmp_path):
-    """kill -9 with that many shards whole; the next run keeps them and ends byte-identical to an unbroken one."""
+    """kill -9 with that many shards whole; the next run keeps them and ends byte-identical to an
+    unbroken one.
+    """
     _, unbroken = run("dsv4-flash", "w4a16-fp8", tmp_path, name="unbroken")
     out = tmp_path / "out"
     partial = partial_path(out)
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0.02"])
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0.02"]
+    )
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         whole = list(partial.glob("*.safetensors"))
@@ -168,9 +201,13 @@ def test_kill_and_resume_gives_the_same_bytes(done_before_kill, tmp_path):
     child.wait()
     kept = {path.name: path.stat().st_mtime_ns for path in partial.glob("*.safetensors")}
     assert not out.exists() and len(kept) >= done_before_kill
-    subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0"], check=True
+    )
     assert digests(out) == digests(unbroken)
-    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept, "whole shards are not written again"
+    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept, (
+        "whole shards are not written again"
+    )
     assert not partial.exists()
 
 
@@ -183,7 +220,9 @@ def test_resume_with_another_plan_is_refused(tmp_path):
         write(plan, partial, recipe_text=text, threads=1)
     other, _ = find_recipe("dsv4-flash", scheme="w4a16-fp8", mtp="source")
     changed = make_plan(other, open_source(tmp_path / "source"), shard_bytes=SHARD)
-    with pytest.raises(RecipeError, match=r"out\.partial: an unfinished output can only be resumed"):
+    with pytest.raises(
+        RecipeError, match=r"out\.partial: an unfinished output can only be resumed"
+    ):
         refuse_output(changed, out)
 
 
@@ -192,8 +231,13 @@ def test_two_runs_do_not_write_one_output(tmp_path):
     """A second run is refused while the first is at work, and not after it was killed."""
     run("dsv4-flash", "w4a16-fp8", tmp_path, name="first")
     recipe, _ = find_recipe("dsv4-flash", scheme="w4a16-fp8")
-    plan, out = make_plan(recipe, open_source(tmp_path / "source"), shard_bytes=SHARD), tmp_path / "out"
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0.05"])
+    plan, out = (
+        make_plan(recipe, open_source(tmp_path / "source"), shard_bytes=SHARD),
+        tmp_path / "out",
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0.05"]
+    )
     while not list(partial_path(out).glob("*.partial")):
         assert child.poll() is None
         time.sleep(0.01)

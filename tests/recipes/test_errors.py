@@ -24,7 +24,10 @@ def test_hostile_text_is_shown(text, shown):
 
 
 def test_letters_of_every_language_stay():
-    text = "gr\u00fc\u00dfe \u6a21\u578b \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 \U0001f642 a b"
+    text = (
+        "gr\u00fc\u00dfe \u6a21\u578b \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 "
+        "\U0001f642 a b"
+    )
     assert printable(text) is text
 
 
@@ -41,5 +44,7 @@ def test_a_message_quotes_only_the_start_of_a_long_value(char):
     message = str(CheckpointError("x", "must be short", got=char * 10**6, cure="Cut it"))
     got = message.partition("got ")[2].partition(". Cut it.")[0]
     assert got.endswith("... (1000000 characters)") and len(got) < MAX_GOT + 40
-    message = str(CheckpointError(char * 10**6, f"{char * 10**6} must be short", got="x", cure=char * 10**6))
+    message = str(
+        CheckpointError(char * 10**6, f"{char * 10**6} must be short", got="x", cure=char * 10**6)
+    )
     assert len(message) < 10_000

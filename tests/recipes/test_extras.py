@@ -1,4 +1,6 @@
-"""What is asked for before a job is what pip installs for it, and what some module of keepmtp imports."""
+"""What is asked for before a job is what pip installs for it, and what some module of keepmtp
+imports.
+"""
 
 import ast
 import sys
@@ -28,7 +30,10 @@ NO_PART_OF_THE_PACKAGE = "test"
 def imported() -> set[str]:
     """The first parts of all names that modules of the package import, in any function."""
     found: set[str] = set()
-    for path in (*ROOT.glob("*.py"), *(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))):
+    for path in (
+        *ROOT.glob("*.py"),
+        *(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")),
+    ):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -45,16 +50,20 @@ def unused(extras: dict[str, list[str]], modules: set[str]) -> list[str]:
         for line in lines
     }
     known = modules | BY_PYTORCH | {"keepmtp"}
-    return [where for where, name in named.items() if IMPORTED_AS.get(name, name.replace("-", "_")) not in known]
+    return [
+        where
+        for where, name in named.items()
+        if IMPORTED_AS.get(name, name.replace("-", "_")) not in known
+    ]
 
 
 @pytest.mark.full
 def test_what_no_module_imports_is_not_declared():
     extras = {name: lines for name, lines in EXTRAS.items() if name != NO_PART_OF_THE_PACKAGE}
     assert unused(extras | {"": DECLARED["dependencies"]}, imported()) == []
-    assert unused({"calibrate": ["torch>=2", "accelerate>=1.15"]}, imported()) == ["accelerate of calibrate"], (
-        "the twin"
-    )
+    assert unused({"calibrate": ["torch>=2", "accelerate>=1.15"]}, imported()) == [
+        "accelerate of calibrate"
+    ], "the twin"
 
 
 def declared(extra: str) -> set[str]:
@@ -70,14 +79,18 @@ def declared(extra: str) -> set[str]:
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_is_what_pyproject_says(extra):
-    """Of the installed package's metadata; where this fails, the checkout is to be installed again."""
+    """Of the installed package's metadata; where this fails, the checkout is to be installed
+    again.
+    """
     assert {f"{needed.name}{needed.specifier}" for needed in requirements(extra)} == declared(extra)
 
 
 def test_what_is_missing_is_named_with_its_cure(monkeypatch):
     assert missing("calibrate") == [], "the tests' own environment has everything"
     known = extras.version
-    monkeypatch.setattr(extras, "version", lambda name: absent(name) if name == "datasets" else known(name))
+    monkeypatch.setattr(
+        extras, "version", lambda name: absent(name) if name == "datasets" else known(name)
+    )
     with pytest.raises(RecipeError, match="got no datasets") as caught:
         require_extra("here", "calibrate", otherwise="do without")
     assert str(caught.value) == (

@@ -1,8 +1,9 @@
-"""Family tables against what makers publish (tests/helpers/releases.py) and against the names vLLM 0.32.0 asks for.
+"""Family tables against what makers publish (tests/helpers/releases.py) and against the names vLLM
+0.32.0 asks for.
 
-The prefixes below were recorded by constructing vLLM's draft classes with a quantization config that writes down every
-question, or read in their source where they do not build on a CPU. They are spelled out here on purpose;
-tests/vllm/test_dry_names.py asks vLLM's own classes anew.
+The prefixes below were recorded by constructing vLLM's draft classes with a quantization config
+that writes down every question, or read in their source where they do not build on a CPU. They are
+spelled out here on purpose; tests/vllm/test_dry_names.py asks vLLM's own classes anew.
 """
 
 import ast
@@ -45,7 +46,9 @@ NOT_MTP = {"MistralLarge3ForCausalLM", "deepseek_v41", "model_type", "quantizati
 
 def vllm_sources() -> Iterable[Path]:
     """vLLM's config/speculative.py, where vLLM is installed."""
-    python = os.environ.get("VLLM_PYTHON", str(Path(__file__).parent.parent.parent / ".venv-vllm" / "bin" / "python"))
+    python = os.environ.get(
+        "VLLM_PYTHON", str(Path(__file__).parent.parent.parent / ".venv-vllm" / "bin" / "python")
+    )
     return Path(python).parent.parent.glob("lib/python3*/site-packages/vllm/config/speculative.py")
 
 
@@ -59,7 +62,9 @@ def without_most_experts(tensors: Tensors) -> list[HFName]:
     """Experts differ by number alone: the first, a two-digit one and the last stand for all."""
     experts = {int(match[1]) for name in tensors if (match := EXPERT.search(name))}
     chosen = {0, 10, max(experts, default=0)}
-    return [HFName(name) for name in tensors if not (m := EXPERT.search(name)) or int(m[1]) in chosen]
+    return [
+        HFName(name) for name in tensors if not (m := EXPERT.search(name)) or int(m[1]) in chosen
+    ]
 
 
 def is_weight(name: str) -> bool:
@@ -80,7 +85,8 @@ def test_every_family_has_a_fixture():
     assert covered == {family.model_type for family in families().values()}
 
 
-# Weights in the MTP block as published: GLM-5 (zai-org/GLM-5) lists 791, DeepSeek-V4-Flash 797, dense Qwen3.5 15.
+# Weights in the MTP block as published: GLM-5 (zai-org/GLM-5) lists 791, DeepSeek-V4-Flash 797,
+# dense Qwen3.5 15.
 MTP_WEIGHTS = {
     "dsv4-flash": 797,
     "dsv4-pro": 1181,
@@ -131,17 +137,25 @@ PUBLISHED_BILLIONS = {
     "qwen3.5-text": 27,
     "qwen3.5-397b": 403,
     "mimo-7b": 7.8,
-    **{model: published.billions for model, published in layouts.PUBLISHED.items() if published.billions},
+    **{
+        model: published.billions
+        for model, published in layouts.PUBLISHED.items()
+        if published.billions
+    },
 }
 
 
 def test_deepseek_v4_flash_is_what_others_count():
-    """1,199 backbone tensors beside the routed experts (anemll/DeepSeek-V4-Flash-FP4-FP8-SSD), 284 B (its card)."""
+    """1,199 backbone tensors beside the routed experts (anemll/DeepSeek-V4-Flash-FP4-FP8-SSD), 284
+    B (its card).
+    """
     view, tensors = view_of("dsv4-flash", "full")
     backbone = [name for name in tensors if not name.startswith("mtp.") and is_weight(name)]
     assert len([name for name in backbone if ".experts." not in name]) == 1199
     assert view.num_layers == 43
-    assert sum(parameters(tensors[name]) for name in backbone) / 1e9 == pytest.approx(284, rel=0.002)
+    assert sum(parameters(tensors[name]) for name in backbone) / 1e9 == pytest.approx(
+        284, rel=0.002
+    )
 
 
 def parameters(spec: tuple[str, tuple[int, ...]]) -> int:
@@ -157,8 +171,9 @@ def test_fixtures_have_the_published_size(model):
     assert total / 1e9 == pytest.approx(PUBLISHED_BILLIONS[model], rel=0.02)
 
 
-# What a published header or index counts: names under a prefix, and their bytes. The second is Gemma 4 12B's assistant,
-# the third the MTP file of MiMo-V2.5, which has q, k and v in one tensor, so that Flash's names count otherwise.
+# What a published header or index counts: names under a prefix, and their bytes. The second is
+# Gemma 4 12B's assistant, the third the MTP file of MiMo-V2.5, which has q, k and v in one tensor,
+# so that Flash's names count otherwise.
 INDEXES = [
     ("hy3", {}, "", 47138, 597_572_342_272),
     ("gemma-4-26b-assistant", {"backbone_hidden_size": 3840}, "", 48, 845_713_928),
@@ -181,42 +196,74 @@ DEEPSEEK_MOE = "mlp.experts mlp.shared_experts.gate_up_proj mlp.shared_experts.d
 QWEN_MOE = "mlp.experts mlp.shared_expert.gate_up_proj mlp.shared_expert.down_proj"
 DENSE = "mlp.gate_up_proj mlp.down_proj"
 V4 = (
-    "e_proj h_proj attn.fused_wqa_wkv attn.wq_b attn.wo_a attn.wo_b ffn.experts ffn.shared_experts.gate_up_proj "
+    "e_proj h_proj attn.fused_wqa_wkv attn.wq_b attn.wo_a attn.wo_b ffn.experts "
+    "ffn.shared_experts.gate_up_proj "
     "ffn.shared_experts.down_proj"
 )
 
-# model: (prefix of the draft's block, what it asks the quantization config about, matrices it builds without one).
-# Tiny models have 3 decoder layers, the Qwens 4. The drafts' heads are in no list of a maker who publishes no copy.
+# model: (prefix of the draft's block, what it asks the quantization config about, matrices it
+# builds without one). Tiny models have 3 decoder layers, the Qwens 4. The drafts' heads are in no
+# list of a maker who publishes no copy.
 DRAFTS = {
     "dsv4-flash": ("model.layers.3.", V4, "ffn.gate"),
     "dsv4-pro": ("model.layers.3.", V4, "ffn.gate"),
-    "deepseek-r1": ("model.layers.3.", f"head {MLA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
-    "deepseek-v3.1": ("model.layers.3.", f"head {MLA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
+    "deepseek-r1": (
+        "model.layers.3.",
+        f"head {MLA} {DEEPSEEK_MOE}",
+        "eh_proj mlp.gate embed_tokens",
+    ),
+    "deepseek-v3.1": (
+        "model.layers.3.",
+        f"head {MLA} {DEEPSEEK_MOE}",
+        "eh_proj mlp.gate embed_tokens",
+    ),
     "deepseek-v3.2": (
         "model.layers.3.",
         f"head {MLA} self_attn.indexer.wq_b {DEEPSEEK_MOE}",
         "eh_proj mlp.gate embed_tokens self_attn.indexer.wk self_attn.indexer.weights_proj",
     ),
-    "glm-4.5-air": ("model.layers.3.", f"head {GQA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
+    "glm-4.5-air": (
+        "model.layers.3.",
+        f"head {GQA} {DEEPSEEK_MOE}",
+        "eh_proj mlp.gate embed_tokens",
+    ),
     "glm-4.7": ("model.layers.3.", f"head {GQA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
-    "glm-4.7-flash": ("model.layers.3.", f"head {MLA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
+    "glm-4.7-flash": (
+        "model.layers.3.",
+        f"head {MLA} {DEEPSEEK_MOE}",
+        "eh_proj mlp.gate embed_tokens",
+    ),
     "glm-5": (
         "model.layers.3.",
         f"{MLA} self_attn.indexer.wq_b {DEEPSEEK_MOE}",
         "eh_proj mlp.gate self_attn.indexer.wk self_attn.indexer.weights_proj",
     ),
-    "qwen3-next-80b": ("mtp.layers.0.", f"mtp.fc {GQA} {QWEN_MOE}", "mlp.gate mlp.shared_expert_gate"),
+    "qwen3-next-80b": (
+        "mtp.layers.0.",
+        f"mtp.fc {GQA} {QWEN_MOE}",
+        "mlp.gate mlp.shared_expert_gate",
+    ),
     "qwen3.5-27b": ("mtp.layers.0.", f"mtp.fc {GQA} {DENSE}", ""),
     "qwen3.5-text": ("mtp.layers.0.", f"mtp.fc {GQA} {DENSE}", ""),
-    "qwen3.5-397b": ("mtp.layers.0.", f"mtp.fc {GQA} {QWEN_MOE}", "mlp.gate mlp.shared_expert_gate"),
+    "qwen3.5-397b": (
+        "mtp.layers.0.",
+        f"mtp.fc {GQA} {QWEN_MOE}",
+        "mlp.gate mlp.shared_expert_gate",
+    ),
     "mimo-7b": ("model.layers.3.", f"{GQA} {DENSE}", "input_proj"),
-    **{model: (known.draft_stem, known.asks, known.unasked) for model, known in layouts.PUBLISHED.items()},
+    **{
+        model: (known.draft_stem, known.asks, known.unasked)
+        for model, known in layouts.PUBLISHED.items()
+    },
 }
 
 
 def is_later(view, place) -> bool:
     """Whether it is of a further MTP layer, which is built like the first."""
-    return place.layer is not None and place.layer >= (0 if view.layout.mtp else view.num_layers) + view.num_mtp_parts
+    return (
+        place.layer is not None
+        and place.layer >= (0 if view.layout.mtp else view.num_layers) + view.num_mtp_parts
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -226,7 +273,12 @@ def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for name, (_, shape) in tensors.items():
         place = view.place(HFName(name))
-        if place.part == "mtp" and place.leaf == "weight" and len(shape) == 2 and not is_later(view, place):
+        if (
+            place.part == "mtp"
+            and place.leaf == "weight"
+            and len(shape) == 2
+            and not is_later(view, place)
+        ):
             found[place.row.loads_quantized].add(place.runtime)
 
     whole = layouts.PUBLISHED[model].whole if model in layouts.PUBLISHED else ("mtp.",)
@@ -253,8 +305,23 @@ ROLES = {  # matrices by role in the tiny MTP block, which has 4 experts
         "embedding": 1,
         "head": 1,
     },
-    "glm-5": {"attention": 5, "experts": 12, "shared_experts": 3, "router": 1, "glue": 1, "indexer": 3},
-    "glm-4.7": {"attention": 4, "experts": 12, "shared_experts": 3, "router": 1, "glue": 1, "embedding": 1, "head": 1},
+    "glm-5": {
+        "attention": 5,
+        "experts": 12,
+        "shared_experts": 3,
+        "router": 1,
+        "glue": 1,
+        "indexer": 3,
+    },
+    "glm-4.7": {
+        "attention": 4,
+        "experts": 12,
+        "shared_experts": 3,
+        "router": 1,
+        "glue": 1,
+        "embedding": 1,
+        "head": 1,
+    },
     "qwen3.5-397b": {"attention": 4, "experts": 12, "shared_experts": 3, "router": 2, "glue": 1},
     "qwen3.5-27b": {"attention": 4, "dense_mlp": 3, "glue": 1},
     "mimo-7b": {"attention": 4, "dense_mlp": 3, "glue": 1},
@@ -276,9 +343,12 @@ def place(model: str, name: str):
 
 
 def test_mimo_is_renumbered_by_vllm():
-    """An ignore list in the names on disk never matches: FP8 then serves at 0 % acceptance without a word."""
+    """An ignore list in the names on disk never matches: FP8 then serves at 0 % acceptance without
+    a word.
+    """
     assert (
-        place("mimo-7b", "model.mtp_layers.0.self_attn.q_proj.weight").runtime == "model.layers.36.self_attn.qkv_proj"
+        place("mimo-7b", "model.mtp_layers.0.self_attn.q_proj.weight").runtime
+        == "model.layers.36.self_attn.qkv_proj"
     )
 
 
@@ -296,20 +366,32 @@ def test_deepseek_heads_are_not_called_shared_head():
 
 def test_vision_language_nests_the_backbone_and_not_the_draft():
     backbone = "model.language_model.layers.3.self_attn.k_proj.weight"
-    assert place("qwen3.5-27b", backbone).runtime == "language_model.model.layers.3.self_attn.qkv_proj"
-    assert place("qwen3.5-27b", "mtp.layers.0.self_attn.k_proj.weight").runtime == "mtp.layers.0.self_attn.qkv_proj"
-    assert place("qwen3.5-27b", "lm_head.weight").runtime == "language_model.lm_head"
-    assert place("qwen3.5-27b", "model.visual.blocks.0.attn.qkv.weight").runtime == "visual.blocks.0.attn.qkv"
     assert (
-        place("qwen3.5-text", "model.layers.3.self_attn.k_proj.weight").runtime == "model.layers.3.self_attn.qkv_proj"
+        place("qwen3.5-27b", backbone).runtime == "language_model.model.layers.3.self_attn.qkv_proj"
+    )
+    assert (
+        place("qwen3.5-27b", "mtp.layers.0.self_attn.k_proj.weight").runtime
+        == "mtp.layers.0.self_attn.qkv_proj"
+    )
+    assert place("qwen3.5-27b", "lm_head.weight").runtime == "language_model.lm_head"
+    assert (
+        place("qwen3.5-27b", "model.visual.blocks.0.attn.qkv.weight").runtime
+        == "visual.blocks.0.attn.qkv"
+    )
+    assert (
+        place("qwen3.5-text", "model.layers.3.self_attn.k_proj.weight").runtime
+        == "model.layers.3.self_attn.qkv_proj"
     )
 
 
 def test_delta_net_shards_are_asked_for_as_one_module():
-    """Qwen3-Next publishes in_proj_qkvz fused, Qwen3.5 in two parts; vLLM asks for the fused name in both (#40252)."""
+    """Qwen3-Next publishes in_proj_qkvz fused, Qwen3.5 in two parts; vLLM asks for the fused name
+    in both (#40252).
+    """
     stem = "language_model.model.layers.0.linear_attn."
     parts = [
-        place("qwen3.5-27b", f"model.language_model.layers.0.linear_attn.in_proj_{n}.weight") for n in ("qkv", "z")
+        place("qwen3.5-27b", f"model.language_model.layers.0.linear_attn.in_proj_{n}.weight")
+        for n in ("qkv", "z")
     ]
     assert {part.runtime for part in parts} == {f"{stem}in_proj_qkvz"}
     assert len({part.shares for part in parts}) == 1
@@ -319,10 +401,15 @@ def test_delta_net_shards_are_asked_for_as_one_module():
 
 def test_layer_one_is_not_layer_ten():
     view, _ = view_of("glm-4.5-air", "full")
-    layers = {index: view.place(HFName(f"model.layers.{index}.self_attn.o_proj.weight")) for index in (1, 10, 14, 46)}
+    layers = {
+        index: view.place(HFName(f"model.layers.{index}.self_attn.o_proj.weight"))
+        for index in (1, 10, 14, 46)
+    }
     assert {found.layer for found in layers.values()} == set(layers)
     assert [found.part for found in layers.values()] == ["backbone"] * 3 + ["mtp"]
-    assert not view.is_mtp(HFName("model.layers.4.eh_proj.weight")), "only the MTP layer has an eh_proj"
+    assert not view.is_mtp(HFName("model.layers.4.eh_proj.weight")), (
+        "only the MTP layer has an eh_proj"
+    )
 
 
 def test_stacked_and_single_experts_are_one_runtime_module():
@@ -338,18 +425,26 @@ def test_stacked_and_single_experts_are_one_runtime_module():
     assert place("qwen3.5-397b", "mtp.layers.0.mlp.experts.17.down_proj.weight").shares == ""
 
 
-@pytest.mark.parametrize(("model_type", "is_near"), [("mimo_v9", True), ("glm4_9", True), ("", False)])
+@pytest.mark.parametrize(
+    ("model_type", "is_near"), [("mimo_v9", True), ("glm4_9", True), ("", False)]
+)
 def test_an_unknown_family_says_what_would_have_to_be_written(model_type, is_near, monkeypatch):
     # Names that vLLM has a draft for, and keepmtp no table.
     monkeypatch.setattr(drafted, "MODEL_TYPES", {model_type})
-    config = {"model_type": model_type, "architectures": ["NeverSeenForCausalLM"], "num_nextn_predict_layers": 1}
+    config = {
+        "model_type": model_type,
+        "architectures": ["NeverSeenForCausalLM"],
+        "num_nextn_predict_layers": 1,
+    }
     with pytest.raises(RecipeError) as caught:
         find_family(config, "somewhere")
     message = str(caught.value)
     assert message.startswith("somewhere/config.json: ")
     assert f"{model_type!r} (architectures ['NeverSeenForCausalLM'])" in message
     assert "CONTRIBUTING.md" in message and ", a recipe and a fixture" in message
-    nearest = re.search(r"Write recipes/families/(\S+)\.py(?: \(the nearest family is (\w+)\))?,", message)
+    nearest = re.search(
+        r"Write recipes/families/(\S+)\.py(?: \(the nearest family is (\w+)\))?,", message
+    )
     assert nearest and nearest[1] == (model_type or "<model_type>")
     assert nearest[2] is None or nearest[2] in families()
     assert bool(nearest[2]) == is_near
@@ -357,13 +452,18 @@ def test_an_unknown_family_says_what_would_have_to_be_written(model_type, is_nea
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3_1", "glm4v_moe", "whisper", ""])
 def test_a_model_that_vllm_has_no_draft_for_is_not_told_to_write_a_table(model_type):
-    with pytest.raises(RecipeError, match=r"vLLM 0.32 has no MTP draft for this model.*without method=mtp") as caught:
+    with pytest.raises(
+        RecipeError, match=r"vLLM 0.32 has no MTP draft for this model.*without method=mtp"
+    ) as caught:
         find_family({"model_type": model_type, "text_config": {"mtp_num_hidden_layers": 1}}, "x")
     assert repr(model_type) in caught.value.got and "CONTRIBUTING" not in str(caught.value)
 
 
 def test_vllm_drafts_for_the_models_that_are_said_to_have_a_draft():
-    assert families().keys() <= drafted.MODEL_TYPES | drafted.ARCHITECTURES | WITH_A_TABLE_BY_ARCHITECTURE
+    assert (
+        families().keys()
+        <= drafted.MODEL_TYPES | drafted.ARCHITECTURES | WITH_A_TABLE_BY_ARCHITECTURE
+    )
     for source in vllm_sources():  # where vLLM is installed: every name, and no other
         override = next(
             node
@@ -377,14 +477,20 @@ def test_vllm_drafts_for_the_models_that_are_said_to_have_a_draft():
             for name in ast.walk(node)
             if isinstance(name, ast.Constant) and isinstance(name.value, str)
         }
-        named = {name for name in compared if not name.endswith(("_mtp", "MTPModel"))} | {"minimax_m3_mtp"}
+        named = {name for name in compared if not name.endswith(("_mtp", "MTPModel"))} | {
+            "minimax_m3_mtp"
+        }
         assert named - NOT_MTP == drafted.MODEL_TYPES | drafted.ARCHITECTURES
 
 
 def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
-    """What the README says of vLLM's families: each name that vLLM compares with leads to a table, but for three."""
+    """What the README says of vLLM's families: each name that vLLM compares with leads to a table,
+    but for three.
+    """
     configs = [*releases.MODELS.values(), *(make()[0] for make in wrapped.WRAPPED.values())]
-    by_table = families().keys() | {architecture for config in configs for architecture in config["architectures"]}
+    by_table = families().keys() | {
+        architecture for config in configs for architecture in config["architectures"]
+    }
     # Architectures of the model_types mimo_v2 and minimax_m3_mtp, which decide.
     same = {"MiMoV2OmniForCausalLM", "MiniMaxM3MTP"}
     assert (drafted.MODEL_TYPES | drafted.ARCHITECTURES) - by_table - same == WITHOUT_TABLE.keys()
@@ -395,7 +501,10 @@ def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
 def test_a_model_without_table_is_said_to_have_a_draft(model_type):
     """One sentence, and no other family's name."""
     with pytest.raises(RecipeError) as caught:
-        find_family({"model_type": model_type, "architectures": ["Never"], "num_nextn_predict_layers": 1}, "somewhere")
+        find_family(
+            {"model_type": model_type, "architectures": ["Never"], "num_nextn_predict_layers": 1},
+            "somewhere",
+        )
     message = str(caught.value)
     assert "keepmtp has no table for this model, though vLLM 0.32 has a draft for it: " in message
     assert repr(model_type) in message and "nearest" not in message
@@ -410,13 +519,17 @@ def test_mimo_v2_is_no_mimo():
     "counted", [{}, {"num_nextn_predict_layers": 0}, {"text_config": {"mtp_num_hidden_layers": 0}}]
 )
 def test_a_model_without_mtp_block_is_for_another_tool(counted):
-    with pytest.raises(RecipeError, match=r"promises no MTP block, .*: llm-compressor quantizes such models"):
+    with pytest.raises(
+        RecipeError, match=r"promises no MTP block, .*: llm-compressor quantizes such models"
+    ):
         find_family({"model_type": "llama"} | counted, "somewhere")
 
 
 def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
     with pytest.raises(RecipeError) as caught:
-        find_family({"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"]}, "somewhere")
+        find_family(
+            {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"]}, "somewhere"
+        )
     message = str(caught.value)
     assert message.startswith("somewhere/config.json: ")
     assert "DeepSeek V4.1 has no classic-MTP draft" in message
@@ -426,14 +539,21 @@ def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
         assert message.partition("says: ")[2].partition(". Serve ")[0] in "".join(strings)
 
 
-# MiMo has no class in transformers; DeepSeek-V4's restores the published names only for weights that it has loaded.
-UNSAVED = ("mimo-7b", "dsv4", *(model for model, known in layouts.PUBLISHED.items() if known.unsaved))
+# MiMo has no class in transformers; DeepSeek-V4's restores the published names only for weights
+# that it has loaded.
+UNSAVED = (
+    "mimo-7b",
+    "dsv4",
+    *(model for model, known in layouts.PUBLISHED.items() if known.unsaved),
+)
 SAVED = [model for model in MODELS if not model.startswith(UNSAVED)]
 
 
 @pytest.mark.parametrize("model", SAVED)
 def test_backbone_names_are_those_transformers_saves(model, tmp_path):
-    """The fixtures are true: what transformers writes for the same config has the same names and shapes."""
+    """The fixtures are true: what transformers writes for the same config has the same names and
+    shapes.
+    """
     safetensors = pytest.importorskip("safetensors")
     view, tensors = view_of(model)
     built_by_transformers(model).save_pretrained(tmp_path)
@@ -446,7 +566,8 @@ def test_backbone_names_are_those_transformers_saves(model, tmp_path):
         for name, (_, shape) in tensors.items()
         if is_weight(name) and (name in saved or not view.is_mtp(HFName(name)))
     }
-    # Published stacked, where transformers 5 writes one tensor an expert; its LongCat has weights for identity experts.
+    # Published stacked, where transformers 5 writes one tensor an expert; its LongCat has weights
+    # for identity experts.
     if model in ("qwen3.5-397b", "longcat-flash-chat"):
         saved = {name: shape for name, shape in saved.items() if ".experts." not in name}
         ours = {name: shape for name, shape in ours.items() if ".experts." not in name}
@@ -455,8 +576,13 @@ def test_backbone_names_are_those_transformers_saves(model, tmp_path):
 
 def test_deepseek_v4_layers_have_the_shapes_transformers_builds():
     _, tensors = view_of("dsv4-flash")
-    state = {name: tuple(tensor.shape) for name, tensor in built_by_transformers("dsv4-flash").state_dict().items()}
-    for layer in range(3):  # one without compressor, one of each kind of compressor; the first routes by hash
+    state = {
+        name: tuple(tensor.shape)
+        for name, tensor in built_by_transformers("dsv4-flash").state_dict().items()
+    }
+    for layer in range(
+        3
+    ):  # one without compressor, one of each kind of compressor; the first routes by hash
         theirs: Counter[tuple[int, ...]] = Counter()
         for name, shape in state.items():
             if name.startswith(f"model.layers.{layer}.mlp.experts.gate_up_proj"):

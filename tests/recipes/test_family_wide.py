@@ -1,4 +1,6 @@
-"""The variants of a checkpoint without a recipe: every family has them, they fit it, and vLLM's rules find no fault."""
+"""The variants of a checkpoint without a recipe: every family has them, they fit it, and vLLM's
+rules find no fault.
+"""
 
 from pathlib import Path
 
@@ -32,7 +34,9 @@ def planned(checkpoint: Checkpoint, variant: str) -> Plan:
 
 
 def test_every_family_has_a_fixture_here():
-    covered = {find_view(config, model).family.model_type for model, config in releases.MODELS.items()}
+    covered = {
+        find_view(config, model).family.model_type for model, config in releases.MODELS.items()
+    }
     assert covered == {family.model_type for family in families().values()}
 
 
@@ -48,10 +52,18 @@ def test_a_common_variant_fits_every_family(model, variant):
 @pytest.mark.parametrize(("model", "variant"), CASES)
 def test_what_it_writes_has_no_findings(model, variant):
     plan = planned(released(model), variant)
-    tensors = {str(output.name): (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
+    tensors = {
+        str(output.name): (output.dtype, output.shape)
+        for tensor in plan.tensors
+        for output in tensor.outputs
+    }
     config = files_of(plan)["config.json"]
     written = Checkpoint(config=config, tensors=tensors, json_files=companions(config))
-    errors = [finding for finding in check_source(as_source(written, NOWHERE)).findings if finding.severity == "error"]
+    errors = [
+        finding
+        for finding in check_source(as_source(written, NOWHERE)).findings
+        if finding.severity == "error"
+    ]
     assert not errors
 
 
@@ -59,13 +71,21 @@ def test_what_it_writes_has_no_findings(model, variant):
 def test_a_release_gets_the_words_of_its_own_recipe(variant):
     """What `keepmtp quantize glm-4.7 --source FOLDER` does, under another name."""
     ours, shipped = recipe_of(released("glm-4.7"), variant), find_recipe(f"glm-4.7.{variant}")[0]
-    assert (ours.backbone, ours.mtp, ours.calibration) == (shipped.backbone, shipped.mtp, shipped.calibration)
+    assert (ours.backbone, ours.mtp, ours.calibration) == (
+        shipped.backbone,
+        shipped.mtp,
+        shipped.calibration,
+    )
     assert ours.name == f"mine.{variant}" and ours.source == "/data/mine"
 
 
 def test_source_becomes_a_scheme_in_a_fine_tune_in_bf16():
     config, tensors = releases.source_layout("deepseek-r1", size="tiny")
-    plain = {name: ("BF16", shape) for name, (_, shape) in tensors.items() if not name.endswith("_scale_inv")}
+    plain = {
+        name: ("BF16", shape)
+        for name, (_, shape) in tensors.items()
+        if not name.endswith("_scale_inv")
+    }
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     recipe = recipe_of(Checkpoint(config=config, tensors=plain), "w4a16-fp8")
     assert recipe.backbone["attention"] == "FP8_BLOCK" and recipe.mtp == "source"
@@ -73,16 +93,23 @@ def test_source_becomes_a_scheme_in_a_fine_tune_in_bf16():
 
 
 def test_a_group_that_the_checkpoint_lacks_is_not_named():
-    config, tensors = releases.source_layout("glm-4.7", size="tiny", changes={"first_k_dense_replace": 0})
+    config, tensors = releases.source_layout(
+        "glm-4.7", size="tiny", changes={"first_k_dense_replace": 0}
+    )
     checkpoint = Checkpoint(config=config, tensors=dict(tensors))
-    assert set(recipe_of(checkpoint, "nvfp4a16-fp8").backbone) == {"attention", "shared_experts", "experts"}
+    assert set(recipe_of(checkpoint, "nvfp4a16-fp8").backbone) == {
+        "attention",
+        "shared_experts",
+        "experts",
+    }
     assert planned(checkpoint, "nvfp4a16-fp8")
 
 
 def test_a_summary_says_every_word():
     recipe = recipe_of(released("glm-4.7"), "nvfp4a16-fp8")
     assert recipe.summary == (
-        "FP8_DYNAMIC attention/dense_mlp/shared_experts, NVFP4A16 experts, MTP block bf16; no calibration"
+        "FP8_DYNAMIC attention/dense_mlp/shared_experts, NVFP4A16 experts, MTP block bf16; no "
+        "calibration"
     )
     draft = recipe_of(released("gemma-4-26b-assistant"), "nvfp4a16-fp8")
     assert draft.summary == "MTP block FP8_DYNAMIC attention, NVFP4A16 dense_mlp; no calibration"

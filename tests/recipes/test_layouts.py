@@ -1,9 +1,12 @@
-"""Layouts whose published names transformers reads but does not write: it must load all of them, and miss nothing."""
+"""Layouts whose published names transformers reads but does not write: it must load all of them,
+and miss nothing.
+"""
 
 import pytest
 import releases
 
-# save_pretrained of these classes spells some names in another way than the release (transformers 5.17).
+# save_pretrained of these classes spells some names in another way than the release (transformers
+# 5.17).
 READ_NOT_WRITTEN = ("minimax-m3", "hy4-preview", "qwen3.8-flash-next")
 
 
@@ -14,7 +17,9 @@ def test_transformers_loads_the_published_names(model, tmp_path):
     config, tensors = releases.source_layout(model, size="tiny")
     releases.write_checkpoint(tmp_path, config, tensors, data="random")
     model_class = getattr(transformers, config["architectures"][0])
-    _, loading = model_class.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.bfloat16)
+    _, loading = model_class.from_pretrained(
+        tmp_path, output_loading_info=True, dtype=torch.bfloat16
+    )
     assert {key: sorted(names) for key, names in loading.items() if names} == {}
 
 

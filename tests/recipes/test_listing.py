@@ -18,8 +18,16 @@ def test_every_shipped_recipe_is_listed_as_it_is_read():
     assert {recipe.model for recipe in recipes.values()} == {path.stem for path in model_files()}
     for name, recipe in recipes.items():
         row = rows[name]
-        assert (row.model, row.variant, row.is_default) == (recipe.model, recipe.variant, recipe.default)
-        assert (row.summary, row.family, row.source) == (recipe.summary, recipe.family, recipe.source)
+        assert (row.model, row.variant, row.is_default) == (
+            recipe.model,
+            recipe.variant,
+            recipe.default,
+        )
+        assert (row.summary, row.family, row.source) == (
+            recipe.summary,
+            recipe.family,
+            recipe.source,
+        )
         assert row.needs_batches == (recipe.calibration is not None)
 
 
@@ -35,11 +43,15 @@ def test_a_model_has_one_default_which_comes_first_and_one_origin():
 
 
 def listed_without(files: tuple[str, ...], folder: Path) -> set[str]:
-    """The recipes of small models that a copy of the package lists where these files of models/ are missing."""
+    """The recipes of small models that a copy of the package lists where these files of models/ are
+    missing.
+    """
     root = Path(__file__).parent.parent.parent
     package = folder / "keepmtp"
     for part in ("recipes", "cli", "models"):
-        shutil.copytree(root / part, package / part, ignore=shutil.ignore_patterns("train", "__pycache__"))
+        shutil.copytree(
+            root / part, package / part, ignore=shutil.ignore_patterns("train", "__pycache__")
+        )
     for file in ("__init__.py", "__main__.py"):
         shutil.copy(root / file, package / file)
     for name in files:
@@ -47,7 +59,12 @@ def listed_without(files: tuple[str, ...], folder: Path) -> set[str]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     words = [sys.executable, "-m", "keepmtp", "ls", "models", "--json"]
     done = subprocess.run(
-        words, capture_output=True, text=True, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, check=True
+        words,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        check=True,
     )
     rows = json.loads(done.stdout)["models"]
     assert len(rows) > 50
@@ -58,5 +75,9 @@ def test_what_cannot_be_run_is_not_listed(tmp_path):
     every = {row.name for row in listed() if row.name.startswith("tiny-")}
     assert listed_without((), tmp_path / "whole") == every
     no_rows = listed_without(("problems.jsonl", "docs.jsonl"), tmp_path / "rows")
-    assert no_rows == {row.name for row in listed() if row.name.startswith("tiny-") and not row.needs_batches}
-    assert listed_without(("tiny-docs", "tiny-glm4-moe", "tiny-qwen3_5"), tmp_path / "none") == set()
+    assert no_rows == {
+        row.name for row in listed() if row.name.startswith("tiny-") and not row.needs_batches
+    }
+    assert (
+        listed_without(("tiny-docs", "tiny-glm4-moe", "tiny-qwen3_5"), tmp_path / "none") == set()
+    )

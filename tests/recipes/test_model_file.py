@@ -18,7 +18,13 @@ MINE = {
     "groups": ["attention", "dense_mlp", "experts"],
     "default": "plain",
     "variants": {
-        "plain": {"experts": "W4A16", "rest": "FP8_BLOCK", "mtp": "bf16", "calibration": None, "summary": "no data"},
+        "plain": {
+            "experts": "W4A16",
+            "rest": "FP8_BLOCK",
+            "mtp": "bf16",
+            "calibration": None,
+            "summary": "no data",
+        },
         "auto": {
             "rest": "NVFP4",
             "mtp": "auto",
@@ -75,12 +81,22 @@ def test_auto_of_the_file_is_for_the_variants_that_choose(mine):
 
 
 def test_training_of_the_file_is_for_the_variants_that_train(tmp_path):
-    settings = {"mtp": "bf16", "steps": 9, "batch_size": 1, "learning_rate": 0.1, "seed": 0, "loss": "tv"}
+    settings = {
+        "mtp": "bf16",
+        "steps": 9,
+        "batch_size": 1,
+        "learning_rate": 0.1,
+        "seed": 0,
+        "loss": "tv",
+    }
     settings |= {"draft_steps": 1, "decay": 1.0}
     raw = copy.deepcopy(MINE) | {"mtp_tuned": settings}
     raw["variants"]["tuned"] = {**MINE["variants"]["auto"], "mtp": "tuned"}
     path = write(tmp_path / "mine.yaml", raw)
-    assert find_recipe(path)[0].mtp_tuned is None and find_recipe(path, scheme="tuned")[0].mtp_tuned.steps == 9
+    assert (
+        find_recipe(path)[0].mtp_tuned is None
+        and find_recipe(path, scheme="tuned")[0].mtp_tuned.steps == 9
+    )
     raw["variants"]["tuned"]["mtp_tuned"] = settings | {"steps": 5}
     assert find_recipe(write(tmp_path / "own.yaml", raw), scheme="tuned")[0].mtp_tuned.steps == 5
     del raw["variants"]["tuned"]
@@ -117,7 +133,9 @@ def test_the_block_of_a_variant_replaces_that_of_the_file(tmp_path, key):
     assert recipe == Recipe.model_validate(recipe.model_dump() | {key: of_the_file})
     raw["variants"]["auto"][key] = of_the_variant
     other = find_recipe(write(tmp_path / "mine.yaml", raw), scheme="auto")[0]
-    assert recipe != other == Recipe.model_validate(recipe.model_dump() | {key: of_the_variant}), "not merged"
+    assert recipe != other == Recipe.model_validate(recipe.model_dump() | {key: of_the_variant}), (
+        "not merged"
+    )
 
 
 def test_ways_to_ask_for_a_variant_of_ones_own_file(mine):
@@ -125,7 +143,10 @@ def test_ways_to_ask_for_a_variant_of_ones_own_file(mine):
     assert find_recipe(mine, scheme="auto")[0].name == "mine.auto"
     changed = find_recipe(mine, scheme="W8A16")[0]
     assert changed.name == "mine.w8a16" and set(changed.backbone.values()) == {"W8A16"}
-    with pytest.raises(RecipeError, match=r"--scheme: must be a variant of mine \(plain, auto\) or a scheme .*'atuo'"):
+    with pytest.raises(
+        RecipeError,
+        match=r"--scheme: must be a variant of mine \(plain, auto\) or a scheme .*'atuo'",
+    ):
         find_recipe(mine, scheme="atuo")
 
 
@@ -152,10 +173,19 @@ NO_DEFAULT = "Add it: nothing that changes numbers has a default"
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (MINE | {"familly": "x"}, "familly is not a key of a model file; got 'x'. Did you mean family?"),
+        (
+            MINE | {"familly": "x"},
+            "familly is not a key of a model file; got 'x'. Did you mean family?",
+        ),
         (MINE | {"default": "plan"}, "default: must be a variant; got 'plan'. Did you mean plain?"),
-        (MINE | {"default": ["plain"]}, "default: must be a variant; got ['plain']. Name one of them."),
-        (MINE | {"variants": {}}, "variants: must be a mapping of names; got {}. Name one variant or more."),
+        (
+            MINE | {"default": ["plain"]},
+            "default: must be a variant; got ['plain']. Name one of them.",
+        ),
+        (
+            MINE | {"variants": {}},
+            "variants: must be a mapping of names; got {}. Name one variant or more.",
+        ),
         (
             MINE | {"variants": ["plain"]},
             "variants: must be a mapping of names; got ['plain']. Name one variant or more.",
@@ -173,14 +203,20 @@ NO_DEFAULT = "Add it: nothing that changes numbers has a default"
             without("variants", "auto"),
             "mtp_auto must be left out where mtp is not auto; got no variant with mtp: auto.",
         ),
-        (plain(expets="bf16"), f"{AT}: expets is not a key of a variant; got 'bf16'. Did you mean experts?"),
+        (
+            plain(expets="bf16"),
+            f"{AT}: expets is not a key of a variant; got 'bf16'. Did you mean experts?",
+        ),
         (
             plain(shared_experts="bf16"),
             f"{AT}: shared_experts is not a key of a variant; got 'bf16'. The keys are ",
         ),
         (
             plain(attention="bf16", dense_mlp="bf16"),
-            f"{AT}: rest must be left out where every group is named; got rest: FP8_BLOCK. Remove it.",
+            (
+                f"{AT}: rest must be left out where every group is named; got rest: FP8_BLOCK. "
+                "Remove it."
+            ),
         ),
         (
             without("variants", "plain", "rest"),
@@ -198,7 +234,10 @@ NO_DEFAULT = "Add it: nothing that changes numbers has a default"
         ),
         (
             plain(calibration="ultrachat-256x2048"),
-            f"{AT}: recipe: calibration must be null where no scheme needs it; got a dataset. Remove it.",
+            (
+                f"{AT}: recipe: calibration must be null where no scheme needs it; got a dataset. "
+                "Remove it."
+            ),
         ),
         (
             MINE | {"variants": {"plain": "W4A16", "auto": MINE["variants"]["auto"]}},
@@ -229,23 +268,32 @@ def test_missing_key_of_a_variant(tmp_path, key):
 
 
 def test_the_text_of_a_variant_is_a_flat_recipe_that_says_the_same(tmp_path):
-    """What the checkpoint carries: every shipped recipe in full, readable again, with nothing left to look up."""
+    """What the checkpoint carries: every shipped recipe in full, readable again, with nothing left
+    to look up.
+    """
     for recipe in shipped_recipes():
         found, text = find_recipe(recipe.name)
         path = tmp_path / f"{recipe.name}.yaml"
         path.write_text(text)
         again = read_file(path)
         assert found == recipe == again.recipe(recipe.variant)
-        assert (again.text, again.default, list(again.flat)) == (text, recipe.variant, [recipe.variant])
+        assert (again.text, again.default, list(again.flat)) == (
+            text,
+            recipe.variant,
+            [recipe.variant],
+        )
         assert {"calibration", "mtp", "backbone"} <= again.flat[recipe.variant].keys()
 
 
 def test_the_flat_text_reads_like_a_file_that_a_person_wrote():
     recipe = flat_recipes(MINE, "mine")["auto"]
     assert flat_text(recipe).startswith(
-        "model: mine\nvariant: auto\ndefault: false\nsummary: with data\nfamily: glm4_moe\nsource: org/Mine\n"
-        "revision: main\nbackbone:\n  attention: NVFP4\n  dense_mlp: NVFP4\n  experts: NVFP4\nmtp: auto\nmtp_auto:\n"
-        "  min_acceptance: 0.9\n  candidates:\n    - bf16\n    - {experts: NVFP4}\ncalibration:\n  algorithm: minmax\n"
+        "model: mine\nvariant: auto\ndefault: false\nsummary: with data\nfamily: "
+        "glm4_moe\nsource: org/Mine\n"
+        "revision: main\nbackbone:\n  attention: NVFP4\n  dense_mlp: NVFP4\n  experts: "
+        "NVFP4\nmtp: auto\nmtp_auto:\n"
+        "  min_acceptance: 0.9\n  candidates:\n    - bf16\n    - "
+        "{experts: NVFP4}\ncalibration:\n  algorithm: minmax\n"
     )
     assert flat_text(recipe).endswith("gates:\n  max_drop: 0.05\n")
 
@@ -253,7 +301,9 @@ def test_the_flat_text_reads_like_a_file_that_a_person_wrote():
 def test_shipped_files_are_named_like_their_models_and_name_every_calibration():
     raws = {path.stem: yaml.safe_load(path.read_text()) for path in model_files()}
     assert all(raw["model"] == stem for stem, raw in raws.items())
-    named = {variant["calibration"] for raw in raws.values() for variant in raw["variants"].values()}
+    named = {
+        variant["calibration"] for raw in raws.values() for variant in raw["variants"].values()
+    }
     assert named == {None, *calibrations()}, "each block is used"
     for block in calibrations().values():
         Calibration.model_validate(block)

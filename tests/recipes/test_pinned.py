@@ -26,10 +26,16 @@ def test_a_model_file_keeps_its_comments():
     text = named_file("glm-4.7")[0].path.read_text()
     pinned = pinned_text("# mine\n" + text, commit_of)
     assert pinned.startswith("# mine\n") and f"revision: {MODEL}" in pinned
-    assert len(changed("# mine\n" + text, pinned)) == 10, "the revision, and the lines of the calibrated variants"
+    assert len(changed("# mine\n" + text, pinned)) == 10, (
+        "the revision, and the lines of the calibrated variants"
+    )
     flat = flat_recipes(yaml.safe_load(pinned), "mine")
-    assert flat["nvfp4-fp8"]["calibration"] == calibrations()["ultrachat-256x2048"] | {"dataset_revision": DATASET}
-    assert flat["w4a16-fp8"] == flat_recipes(yaml.safe_load(text), "mine")["w4a16-fp8"] | {"revision": MODEL}
+    assert flat["nvfp4-fp8"]["calibration"] == calibrations()["ultrachat-256x2048"] | {
+        "dataset_revision": DATASET
+    }
+    assert flat["w4a16-fp8"] == flat_recipes(yaml.safe_load(text), "mine")["w4a16-fp8"] | {
+        "revision": MODEL
+    }
 
 
 def at_commit(calibration: dict) -> dict:
@@ -67,7 +73,10 @@ def test_a_flat_recipe_and_a_block_of_the_file():
 
 
 def test_each_task_of_a_list_gets_its_commit():
-    text = "evaluation:\n- {task: gsm8k, dataset_revision: v2}\n- {task: gsm8k_platinum, dataset_revision: main}\n"
+    text = (
+        "evaluation:\n- {task: gsm8k, dataset_revision: v2}\n- "
+        "{task: gsm8k_platinum, dataset_revision: main}\n"
+    )
     assert pinned_text(text, commit_of).count(DATASET) == 2
 
 

@@ -1,4 +1,6 @@
-"""Recipes: what is refused and how, what a command line can ask for, and that every shipped one fits its model."""
+"""Recipes: what is refused and how, what a command line can ask for, and that every shipped one
+fits its model.
+"""
 
 import importlib.util
 import json
@@ -12,9 +14,23 @@ import yaml
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.find import calibration_name, data_free_alternative, find_recipe, read_recipe, shipped_recipes
+from keepmtp.recipes.find import (
+    calibration_name,
+    data_free_alternative,
+    find_recipe,
+    read_recipe,
+    shipped_recipes,
+)
 from keepmtp.recipes.model_file import calibrations
-from keepmtp.recipes.schema import DEFAULT_AUTO, BackboneAuto, Calibration, MtpAuto, MtpTuned, Recipe, candidates_for
+from keepmtp.recipes.schema import (
+    DEFAULT_AUTO,
+    BackboneAuto,
+    Calibration,
+    MtpAuto,
+    MtpTuned,
+    Recipe,
+    candidates_for,
+)
 from keepmtp.recipes.schemes import REWRITES, SCHEMES
 
 CALIBRATED = find_recipe("glm-4.7.nvfp4-fp8")[0]
@@ -22,7 +38,9 @@ SHIPPED = [recipe.name for recipe in shipped_recipes()]
 
 
 def refusal(tmp_path: Path, *, drop: str = "", **changes) -> str:
-    """What reading a good recipe with these changes says; without the file's path, which is checked to lead."""
+    """What reading a good recipe with these changes says; without the file's path, which is checked
+    to lead.
+    """
     raw = CALIBRATED.model_dump(mode="json") | changes
     raw.pop(drop, None)
     path = tmp_path / "mine.yaml"
@@ -35,14 +53,17 @@ def refusal(tmp_path: Path, *, drop: str = "", **changes) -> str:
 def message_of(caught: pytest.ExceptionInfo, start: str = "") -> str:
     message = str(caught.value)
     assert message.startswith(start)
-    assert "; got " in message and message[-1] in ".?" and "\n" not in message, "the house form of a refusal"
+    assert "; got " in message and message[-1] in ".?" and "\n" not in message, (
+        "the house form of a refusal"
+    )
     assert "function-" not in message, "no name of pydantic's"
     return message.removeprefix(start)
 
 
 def test_unknown_key(tmp_path):
     assert (
-        refusal(tmp_path, calibraton=None) == "calibraton is not a key of a recipe; got None. Did you mean calibration?"
+        refusal(tmp_path, calibraton=None)
+        == "calibraton is not a key of a recipe; got None. Did you mean calibration?"
     )
 
 
@@ -50,21 +71,26 @@ def test_unknown_key_of_a_part(tmp_path):
     calibration = CALIBRATED.calibration.model_dump() | {"sample": 3}
     message = refusal(tmp_path, calibration=calibration)
     assert message == "calibration.sample is not a key of a recipe; got 3. Did you mean samples?"
-    assert "Did you mean scheme?" in refusal(tmp_path, overrides=[{"modules": "x", "scheme": "bf16", "shceme": "bf16"}])
+    assert "Did you mean scheme?" in refusal(
+        tmp_path, overrides=[{"modules": "x", "scheme": "bf16", "shceme": "bf16"}]
+    )
 
 
-@pytest.mark.parametrize("key", [key for key, field in Recipe.model_fields.items() if field.is_required()])
+@pytest.mark.parametrize(
+    "key", [key for key, field in Recipe.model_fields.items() if field.is_required()]
+)
 def test_missing_key(tmp_path, key):
     assert refusal(tmp_path, drop=key).startswith(f"{key} must be given; got nothing.")
 
 
 def test_only_what_changes_no_number_has_a_default():
-    """What may be left out: exceptions, what only one word of `mtp` reads, the place of an MTP block most releases have
-    themselves, what data may lack, consents that start as no. And what was no choice before: on whose tokens an expert
-    is calibrated, who writes the held-out answers, how attention is computed, whose code calibrates, and the
-    algorithms' knobs.
+    """What may be left out: exceptions, what only one word of `mtp` reads, the place of an MTP
+    block most releases have themselves, what data may lack, consents that start as no. And what was
+    no choice before: on whose tokens an expert is calibrated, who writes the held-out answers, how
+    attention is computed, whose code calibrates, and the algorithms' knobs.
 
-    And how the result is judged, which changes no byte of it: reports and cards print every field of that.
+    And how the result is judged, which changes no byte of it: reports and cards print every field
+    of that.
     """
 
     def optional(kind) -> set[str]:
@@ -102,11 +128,15 @@ def test_only_what_changes_no_number_has_a_default():
     }
     assert not optional(MtpAuto)
     assert optional(BackboneAuto) == {"draft_weight", "min_acceptance", "tokens"}
-    assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == ("transformers", "refuse")
+    assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == (
+        "transformers",
+        "refuse",
+    )
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"), [("FP8_BLOK", "FP8_BLOCK"), ("nvfp4", "NVFP4"), ("BF16", "bf16"), ("W4A15", "W4A16")]
+    ("written", "meant"),
+    [("FP8_BLOK", "FP8_BLOCK"), ("nvfp4", "NVFP4"), ("BF16", "bf16"), ("W4A15", "W4A16")],
 )
 def test_unknown_scheme(tmp_path, written, meant):
     backbone = CALIBRATED.backbone | {"attention": written}
@@ -126,7 +156,9 @@ def test_unknown_group(tmp_path):
         "backbone.expert: must be one of the module groups attention, linear_attention, dense_mlp"
     )
     assert message.endswith("got 'expert'. Did you mean experts?")
-    assert refusal(tmp_path, mtp={"atention": "bf16"}).endswith("got 'atention'. Did you mean attention?")
+    assert refusal(tmp_path, mtp={"atention": "bf16"}).endswith(
+        "got 'atention'. Did you mean attention?"
+    )
 
 
 def test_calibration_that_is_needed(tmp_path):
@@ -141,7 +173,17 @@ def test_calibration_that_is_not_needed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key", ["samples", "held_out", "sequence_length", "batch_size", "column", "prompt_column", "dataset", "seed"]
+    "key",
+    [
+        "samples",
+        "held_out",
+        "sequence_length",
+        "batch_size",
+        "column",
+        "prompt_column",
+        "dataset",
+        "seed",
+    ],
 )
 def test_values_that_no_run_could_use(tmp_path, key):
     value = -1 if isinstance(getattr(CALIBRATED.calibration, key), int) else ""
@@ -153,13 +195,18 @@ def test_an_algorithm_must_rewrite_something(tmp_path):
     calibration = CALIBRATED.calibration.model_dump() | {"algorithm": "awq"}
     message = refusal(tmp_path, calibration=calibration)
     schemes = "NVFP4A16, W4A16, W4A16_ASYM, W4A16_G32, W8A16"
-    assert f"calibration.algorithm awq rewrites weights of {schemes} only; got FP8_DYNAMIC" in message
+    assert (
+        f"calibration.algorithm awq rewrites weights of {schemes} only; got FP8_DYNAMIC" in message
+    )
 
 
 def test_awq_sees_every_token(tmp_path):
     calibration = CALIBRATED.calibration.model_dump() | {"algorithm": "awq", "experts": "routed"}
     message = refusal(tmp_path, calibration=calibration)
-    assert "experts: routed must come with algorithm minmax, gptq or smoothquant; got awq. Set experts: all" in message
+    assert (
+        "experts: routed must come with algorithm minmax, gptq or smoothquant; got awq. Set "
+        "experts: all"
+    ) in message
 
 
 @pytest.mark.parametrize(
@@ -184,7 +231,8 @@ def test_schemes_that_depend_on_data(algorithm, experts, expected):
 def test_what_modelopt_makes_and_vllm_does_not_load(algorithm, tmp_path):
     block = CALIBRATED.calibration.model_dump() | {"backend": "modelopt", "algorithm": algorithm}
     assert refusal(tmp_path, calibration=block) == (
-        f"calibration: modelopt's {algorithm} writes pre_quant_scale, which vLLM 0.32 does not load; "
+        f"calibration: modelopt's {algorithm} writes pre_quant_scale, which vLLM 0.32 does not "
+        "load; "
         f"got algorithm: {algorithm}. Use algorithm: minmax, mse, four-over-six or local-hessian."
     )
 
@@ -192,12 +240,22 @@ def test_what_modelopt_makes_and_vllm_does_not_load(algorithm, tmp_path):
 def test_each_back_end_has_its_algorithms(tmp_path):
     block = CALIBRATED.calibration.model_dump()
     message = refusal(tmp_path, calibration=block | {"backend": "modelopt", "algorithm": "gptq"})
-    assert "calibration: gptq is llm-compressor's; got backend: modelopt. Use algorithm: minmax, mse" in message
+    assert (
+        "calibration: gptq is llm-compressor's; got backend: modelopt. Use algorithm: minmax, mse"
+        in message
+    )
     message = refusal(tmp_path, calibration=block | {"algorithm": "mse"})
-    assert "calibration: mse is modelopt's; got backend: llmcompressor. Set backend: modelopt, or" in message
-    assert "backend" not in block and "backend" not in CALIBRATED.model_dump(mode="json")["calibration"]
+    assert (
+        "calibration: mse is modelopt's; got backend: llmcompressor. Set backend: modelopt, or"
+        in message
+    )
+    assert (
+        "backend" not in block
+        and "backend" not in CALIBRATED.model_dump(mode="json")["calibration"]
+    )
     made = Recipe.model_validate(
-        CALIBRATED.model_dump() | {"calibration": block | {"backend": "modelopt", "algorithm": "mse"}}
+        CALIBRATED.model_dump()
+        | {"calibration": block | {"backend": "modelopt", "algorithm": "mse"}}
     )
     assert made.model_dump()["calibration"]["backend"] == "modelopt"
 
@@ -209,25 +267,48 @@ def with_knobs(algorithm: str, **knobs) -> dict:
 
 
 def test_knobs_of_an_algorithm(tmp_path):
-    gptq = Recipe.model_validate(with_knobs("gptq", gptq={"actorder": None, "block_size": 64})).calibration
+    gptq = Recipe.model_validate(
+        with_knobs("gptq", gptq={"actorder": None, "block_size": 64})
+    ).calibration
     assert gptq.knobs == {"actorder": None, "dampening_frac": 0.01, "block_size": 64}
     awq = Recipe.model_validate(with_knobs("awq", awq={"duo_scaling": "both"})).calibration
     assert awq.knobs == {"n_grid": 20, "duo_scaling": "both"}
-    assert Recipe.model_validate(with_knobs("autoround")).calibration.knobs["iters"] == 200, "llm-compressor compiles"
+    assert Recipe.model_validate(with_knobs("autoround")).calibration.knobs["iters"] == 200, (
+        "llm-compressor compiles"
+    )
     plain = Recipe.model_validate(with_knobs("gptq")).calibration
     assert not plain.knobs and not {"gptq", "awq"} & {*plain.model_dump()}
-    assert gptq.model_dump(mode="json")["gptq"] == gptq.knobs, "the record, the fingerprint and recipe.yaml have them"
-    chosen = Recipe.model_validate(with_knobs("gptq", gptq={"block_size": 64})).with_choices(scheme="NVFP4", mtp=None)
+    assert gptq.model_dump(mode="json")["gptq"] == gptq.knobs, (
+        "the record, the fingerprint and recipe.yaml have them"
+    )
+    chosen = Recipe.model_validate(with_knobs("gptq", gptq={"block_size": 64})).with_choices(
+        scheme="NVFP4", mtp=None
+    )
     assert chosen.calibration.algorithm == "minmax" and chosen.calibration.gptq is None
 
 
 @pytest.mark.parametrize(
     ("algorithm", "knobs", "says"),
     [
-        ("awq", {"gptq": {}}, "gptq must come with algorithm: gptq; got algorithm: awq. Remove gptq, or set algorithm"),
+        (
+            "awq",
+            {"gptq": {}},
+            (
+                "gptq must come with algorithm: gptq; got algorithm: awq. Remove gptq, or set "
+                "algorithm"
+            ),
+        ),
         ("gptq", {"awq": {}}, "awq must come with algorithm: awq; got algorithm: gptq."),
-        ("gptq", {"gptq": {"actorder": "group"}}, "gptq.actorder: must be static, weight or null; got group. Use weig"),
-        ("gptq", {"gptq": {"actorder": True}}, "gptq.actorder: must be static, weight or null; got True."),
+        (
+            "gptq",
+            {"gptq": {"actorder": "group"}},
+            "gptq.actorder: must be static, weight or null; got group. Use weig",
+        ),
+        (
+            "gptq",
+            {"gptq": {"actorder": True}},
+            "gptq.actorder: must be static, weight or null; got True.",
+        ),
         ("gptq", {"gptq": {"block_size": 0}}, "gptq.block_size: "),
         ("gptq", {"gptq": {"dampening_frac": -0.1}}, "gptq.dampening_frac: "),
         ("gptq", {"gptq": {"dampening_frac": None}}, "gptq.dampening_frac: "),
@@ -239,9 +320,21 @@ def test_knobs_of_an_algorithm(tmp_path):
             {"autoround": {"device_ids": "0,1"}},
             "autoround.device_ids is not a key of a recipe",
         ),
-        ("awq", {"awq": {"n_grid": 2}}, "n_grid must be at least 3 where duo_scaling is true; got 2. Raise it."),
-        ("awq", {"awq": {"n_grid": 1, "duo_scaling": False}}, "at least 2 where duo_scaling is false; got 1."),
-        ("awq", {"awq": {"n_grid": 3, "duo_scaling": "both"}}, "at least 4 where duo_scaling is both; got 3."),
+        (
+            "awq",
+            {"awq": {"n_grid": 2}},
+            "n_grid must be at least 3 where duo_scaling is true; got 2. Raise it.",
+        ),
+        (
+            "awq",
+            {"awq": {"n_grid": 1, "duo_scaling": False}},
+            "at least 2 where duo_scaling is false; got 1.",
+        ),
+        (
+            "awq",
+            {"awq": {"n_grid": 3, "duo_scaling": "both"}},
+            "at least 4 where duo_scaling is both; got 3.",
+        ),
     ],
 )
 def test_knobs_that_are_refused(tmp_path, algorithm, knobs, says):
@@ -255,16 +348,23 @@ def test_every_algorithm_of_a_recipe_has_its_schemes():
     assert set().union(*REWRITES.values()) <= set(SCHEMES)
 
 
-# --- mtp: auto --------------------------------------------------------------------------------------------------------
+# --- mtp: auto ------------------------------------------------------------------------------------
 
-AUTO = {"mtp": "auto", "mtp_auto": {"min_acceptance": 0.97, "candidates": ["bf16", "NVFP4", {"experts": "W4A16"}]}}
+AUTO = {
+    "mtp": "auto",
+    "mtp_auto": {"min_acceptance": 0.97, "candidates": ["bf16", "NVFP4", {"experts": "W4A16"}]},
+}
 
 
 def test_auto_with_its_candidates(tmp_path):
     recipe = Recipe.model_validate(CALIBRATED.model_dump() | AUTO)
     assert recipe.decisions() >= {"bf16", "NVFP4", "W4A16"} and "auto" not in recipe.decisions()
     chosen = recipe.resolved("FP8_DYNAMIC")
-    assert (chosen.mtp, chosen.mtp_auto, chosen.calibration) == ("FP8_DYNAMIC", None, recipe.calibration)
+    assert (chosen.mtp, chosen.mtp_auto, chosen.calibration) == (
+        "FP8_DYNAMIC",
+        None,
+        recipe.calibration,
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +373,10 @@ def test_auto_with_its_candidates(tmp_path):
         ({"mtp_auto": None}, "mtp_auto must be given where mtp is auto; got nothing."),
         ({"mtp": "bf16"}, "mtp_auto must be left out where mtp is not auto; got mtp: bf16."),
         ({"calibration": None}, "calibration must be given for mtp: auto; got null."),
-        ({"backbone": CALIBRATED.backbone | {"experts": "auto"}}, "mtp_auto must be left out where backbone is auto"),
+        (
+            {"backbone": CALIBRATED.backbone | {"experts": "auto"}},
+            "mtp_auto must be left out where backbone is auto",
+        ),
         ({"mtp": {"experts": "auto"}}, "mtp.experts: must be one of source, bf16, "),
         ({"mtp": "Auto"}, "got 'Auto'. Did you mean auto?"),
     ],
@@ -291,7 +394,10 @@ def test_auto_that_is_refused(tmp_path, changes, says):
         ({"candidates": ["NVFP5"]}, "Did you mean NVFP4?"),
         ({"min_acceptance": 97}, "got 97"),
         ({"min_acceptance": 0}, "got 0"),
-        ({"candidate": []}, "mtp_auto.candidate is not a key of a recipe; got []. Did you mean candidates?"),
+        (
+            {"candidate": []},
+            "mtp_auto.candidate is not a key of a recipe; got []. Did you mean candidates?",
+        ),
     ],
 )
 def test_candidates_that_are_refused(tmp_path, changes, says):
@@ -299,7 +405,7 @@ def test_candidates_that_are_refused(tmp_path, changes, says):
     assert message.startswith("mtp_auto") and says in message
 
 
-# --- mtp: tuned -------------------------------------------------------------------------------------------------------
+# --- mtp: tuned -----------------------------------------------------------------------------------
 
 SETTINGS = {
     "mtp": "NVFP4",
@@ -316,7 +422,9 @@ TUNED = {"mtp": "tuned", "mtp_tuned": SETTINGS}
 
 def test_tuned_is_for_schemes(tmp_path):
     recipe = Recipe.model_validate(CALIBRATED.model_dump() | TUNED)
-    assert recipe.mtp_policy == "NVFP4" and "tuned" not in recipe.decisions() and recipe.measures_mtp
+    assert (
+        recipe.mtp_policy == "NVFP4" and "tuned" not in recipe.decisions() and recipe.measures_mtp
+    )
     assert recipe.resolved("NVFP4").mtp_tuned is None
     assert recipe.with_choices(scheme=None, mtp="bf16").mtp_tuned is None
 
@@ -327,12 +435,21 @@ def test_tuned_is_for_schemes(tmp_path):
         ({"mtp_tuned": None}, "mtp_tuned must be given where mtp is tuned; got nothing."),
         ({"mtp": "bf16"}, "mtp_tuned must be left out where mtp is not tuned; got mtp: bf16."),
         ({"calibration": None}, "calibration must be given for mtp: tuned; got null."),
-        ({"mtp_tuned": SETTINGS | {"mtp": "source"}}, "a tuned block is written anew; got mtp: source. Use bf16"),
-        ({"mtp_tuned": SETTINGS | {"mtp": "tuned"}}, "mtp_tuned.mtp: must be one of source, bf16, "),
+        (
+            {"mtp_tuned": SETTINGS | {"mtp": "source"}},
+            "a tuned block is written anew; got mtp: source. Use bf16",
+        ),
+        (
+            {"mtp_tuned": SETTINGS | {"mtp": "tuned"}},
+            "mtp_tuned.mtp: must be one of source, bf16, ",
+        ),
         ({"mtp_tuned": SETTINGS | {"loss": "mse"}}, "mtp_tuned.loss: "),
         ({"mtp_tuned": SETTINGS | {"draft_steps": 4}}, "mtp_tuned.draft_steps: "),
         ({"mtp_tuned": SETTINGS | {"rate": 1}}, "mtp_tuned.rate is not a key of a recipe"),
-        ({"mtp_tuned": {key: SETTINGS[key] for key in SETTINGS if key != "steps"}}, "mtp_tuned.steps must be given"),
+        (
+            {"mtp_tuned": {key: SETTINGS[key] for key in SETTINGS if key != "steps"}},
+            "mtp_tuned.steps must be given",
+        ),
     ],
 )
 def test_tuned_that_is_refused(tmp_path, changes, says):
@@ -341,7 +458,11 @@ def test_tuned_that_is_refused(tmp_path, changes, says):
 
 def test_auto_on_the_command_line():
     recipe, _ = find_recipe("glm-4.7.nvfp4-fp8", mtp="auto")
-    assert (recipe.mtp, recipe.mtp_auto, recipe.name) == ("auto", DEFAULT_AUTO, "glm-4.7.nvfp4-fp8-mtp-auto")
+    assert (recipe.mtp, recipe.mtp_auto, recipe.name) == (
+        "auto",
+        DEFAULT_AUTO,
+        "glm-4.7.nvfp4-fp8-mtp-auto",
+    )
     own = find_recipe("tiny-glm4-moe.nvfp4-mtp-auto")[0]
     assert find_recipe(own.name, mtp="auto")[0].mtp_auto == own.mtp_auto
     assert find_recipe(own.name, mtp="bf16")[0].mtp_auto is None
@@ -358,8 +479,12 @@ def test_candidates_are_narrowed_to_what_a_block_has():
     assert dense == ("source", "bf16", "FP8_DYNAMIC", "W4A16", "NVFP4A16", "NVFP4")
     sparse = candidates_for(DEFAULT_AUTO.candidates, {"attention", "experts"})
     assert {"attention": "FP8_DYNAMIC", "experts": "NVFP4"} in sparse and len(sparse) == 8
-    assert candidates_for([{"attention": "bf16"}], {"attention", "experts"}) == ({"attention": "bf16"},), "not whole"
-    assert candidates_for([{"experts": "bf16"}], {"attention"}) == (), "says nothing about this block"
+    assert candidates_for([{"attention": "bf16"}], {"attention", "experts"}) == (
+        {"attention": "bf16"},
+    ), "not whole"
+    assert candidates_for([{"experts": "bf16"}], {"attention"}) == (), (
+        "says nothing about this block"
+    )
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "", "summary: one: two"])
@@ -387,7 +512,9 @@ def test_ways_to_ask_for_a_variant(model, scheme):
 
 def test_a_recipe_file_of_ones_own(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(CALIBRATED.model_dump(mode="json") | {"model": "mine", "variant": "new"}))
+    path.write_text(
+        yaml.safe_dump(CALIBRATED.model_dump(mode="json") | {"model": "mine", "variant": "new"})
+    )
     recipe, text = find_recipe(str(path))
     assert (recipe.name, text) == ("mine.new", path.read_text())
     with pytest.raises(RecipeError, match=r"a recipe file must exist; got nowhere\.yaml"):
@@ -397,7 +524,9 @@ def test_a_recipe_file_of_ones_own(tmp_path):
 def test_scheme_on_the_command_line_replaces_every_quantized_group_and_no_other():
     kept, changed = find_recipe("qwen3.5-397b")[0], find_recipe("qwen3.5-397b", scheme="W8A16")[0]
     assert kept.backbone["linear_attention"] == changed.backbone["linear_attention"] == "bf16"
-    assert {word for group, word in changed.backbone.items() if group != "linear_attention"} == {"W8A16"}
+    assert {word for group, word in changed.backbone.items() if group != "linear_attention"} == {
+        "W8A16"
+    }
     assert (changed.mtp, changed.name) == (kept.mtp, "qwen3.5-397b.w8a16")
 
 
@@ -410,7 +539,8 @@ def test_mtp_on_the_command_line():
     recipe, _ = find_recipe("glm-4.7", mtp="FP8_DYNAMIC")
     assert (recipe.mtp, recipe.name) == ("FP8_DYNAMIC", "glm-4.7.nvfp4a16-fp8-mtp-fp8-dynamic")
     assert recipe.summary == (
-        "FP8_DYNAMIC attention/dense_mlp/shared_experts, NVFP4A16 experts, MTP block FP8_DYNAMIC; no calibration"
+        "FP8_DYNAMIC attention/dense_mlp/shared_experts, NVFP4A16 experts, MTP block "
+        "FP8_DYNAMIC; no calibration"
     )
     with pytest.raises(RecipeError) as caught:
         find_recipe("glm-4.7", mtp="fp8_dynamo")
@@ -431,7 +561,12 @@ def test_case_and_hyphens_do_not_count_on_the_command_line(scheme, meant):
 
 
 def test_a_policy_is_spelled_in_any_case():
-    for written, meant in {"fp8": "FP8", "fp8-dynamic": "FP8_DYNAMIC", "BF16": "bf16", "Auto": "auto"}.items():
+    for written, meant in {
+        "fp8": "FP8",
+        "fp8-dynamic": "FP8_DYNAMIC",
+        "BF16": "bf16",
+        "Auto": "auto",
+    }.items():
         assert find_recipe("glm-4.7", mtp=written)[0].mtp == meant
 
 
@@ -448,7 +583,11 @@ def test_every_scheme_works_on_the_command_line_also_those_that_need_batches(mod
     [
         ("mimo-7b", {"scheme": "NVFP4"}, "ultrachat-256x2048"),  # the default
         ("glm-4.7.w4a16-fp8", {"scheme": "FP8"}, "ultrachat-256x2048"),
-        ("dsv4-pro.w4a16-fp8", {"scheme": "FP8"}, "ultrachat-128x512-own-encoder"),  # that of another variant
+        (
+            "dsv4-pro.w4a16-fp8",
+            {"scheme": "FP8"},
+            "ultrachat-128x512-own-encoder",
+        ),  # that of another variant
         ("tiny-glm4-moe", {"mtp": "auto"}, "problems-32x128"),
         ("mimo-7b", {"scheme": "NVFP4", "calibration": "Problems_32x128"}, "problems-32x128"),
         ("glm-4.7", {"scheme": "nvfp4-fp8", "calibration": "problems-32x128"}, "problems-32x128"),
@@ -461,7 +600,9 @@ def test_which_calibration_a_choice_takes(model, choices, block):
 
 
 def test_a_named_block_may_bring_an_algorithm():
-    recipe, _ = find_recipe("tiny-glm4-moe.w4a16-fp8", scheme="W4A16", calibration="problems-32x128-awq")
+    recipe, _ = find_recipe(
+        "tiny-glm4-moe.w4a16-fp8", scheme="W4A16", calibration="problems-32x128-awq"
+    )
     assert recipe.calibration.algorithm == "awq" and recipe.calibrated_schemes() == ["W4A16"]
 
 
@@ -477,7 +618,8 @@ def test_a_block_of_ones_own_has_no_name():
         (
             "glm-4.7",
             {"scheme": "nvfp5"},
-            "a variant of glm-4.7 (fp8-dynamic, nvfp4-fp8, nvfp4a16-fp8, w4a16-fp8, fp8-static, nvfp4-mtp-auto, "
+            "a variant of glm-4.7 (fp8-dynamic, nvfp4-fp8, nvfp4a16-fp8, w4a16-fp8, fp8-static, "
+            "nvfp4-mtp-auto, "
             "w4a16-gptq) or a scheme",
         ),
         ("glm-4.7", {"mtp": "nothing"}, "got 'nothing'. See `keepmtp ls schemes`."),
@@ -489,7 +631,8 @@ def test_a_block_of_ones_own_has_no_name():
         (
             "glm-4.7",
             {"calibration": "problems-32x128"},
-            "--calibration: must be left out where no scheme needs batches; got problems-32x128 for "
+            "--calibration: must be left out where no scheme needs batches; got problems-32x128 "
+            "for "
             "glm-4.7.nvfp4a16-fp8. Remove it.",
         ),
     ],
@@ -512,7 +655,9 @@ def test_every_suggestion_works(option, typo):
         find_recipe("glm-4.7", **{option: suggested})
 
 
-@pytest.mark.parametrize("typo", ["glm4.7", "dsv4-flsh", "deepseek-r11", "qwen-3.5-27b", "ultrachat-256x2084"])
+@pytest.mark.parametrize(
+    "typo", ["glm4.7", "dsv4-flsh", "deepseek-r11", "qwen-3.5-27b", "ultrachat-256x2084"]
+)
 def test_every_suggested_model_and_block_works(typo):
     if typo.startswith("ultrachat"):
         suggested = suggestion(model="mimo-7b", scheme="NVFP4", calibration=typo)
@@ -555,7 +700,8 @@ def test_the_data_free_alternative_exists_and_is_the_nearest(name):
     other, _ = find_recipe(recipe.model, scheme=data_free_alternative(recipe))
     assert other.calibration is None
     assert other.backbone == {
-        group: SCHEMES[w].data_free or w if w in SCHEMES else w for group, w in recipe.backbone.items()
+        group: SCHEMES[w].data_free or w if w in SCHEMES else w
+        for group, w in recipe.backbone.items()
     }
     assert other.mtp == recipe.mtp
 
@@ -567,7 +713,9 @@ def test_the_data_free_alternative_where_no_recipe_is_one():
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("tiny-")])
 def test_shipped_recipe_fits_its_model(name, tmp_path):
-    """At the model's true widths: every group is decided, every scheme fits, every fused module agrees."""
+    """At the model's true widths: every group is decided, every scheme fits, every fused module
+    agrees.
+    """
     recipe, _ = find_recipe(name)
     source = open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout(recipe.model)))
     assert_takes_effect(make_plan(recipe.before_measuring, source))
@@ -606,24 +754,32 @@ def test_the_rows_of_the_small_models_are_what_their_generator_writes(tmp_path, 
 
 
 def test_the_small_models_are_evaluated_on_held_out_questions():
-    protocols = {name: find_recipe(name)[0].evaluation for name in SHIPPED if name.startswith("tiny-")}
+    protocols = {
+        name: find_recipe(name)[0].evaluation for name in SHIPPED if name.startswith("tiny-")
+    }
     assert {protocol.dataset for protocol in protocols.values()} == {"models/held_out.jsonl"}
-    assert len({protocol.model_dump_json() for protocol in protocols.values()}) == 1, "scores of variants compare"
+    assert len({protocol.model_dump_json() for protocol in protocols.values()}) == 1, (
+        "scores of variants compare"
+    )
 
 
 def assert_takes_effect(plan: Plan) -> None:
     schemes = {tensor.scheme for tensor in plan.tensors} - {""}
-    assert schemes >= plan.recipe.decisions() & SCHEMES.keys(), "a scheme of the recipe is used nowhere"
+    assert schemes >= plan.recipe.decisions() & SCHEMES.keys(), (
+        "a scheme of the recipe is used nowhere"
+    )
     cache = ["kv_cache: FP8"] * bool(plan.recipe.kv_cache)
     assert plan.needs_calibration == plan.recipe.calibrated_schemes() + cache
-    matrices = [tensor for tensor in plan.tensors if tensor.part == "mtp" and len(tensor.shape) == 2]
+    matrices = [
+        tensor for tensor in plan.tensors if tensor.part == "mtp" and len(tensor.shape) == 2
+    ]
     forms = {tensor.scheme for tensor in matrices}
     if plan.recipe.mtp == "bf16":
         assert forms == {""}
     assert {"glue", "attention"} <= {tensor.role for tensor in matrices}
 
 
-# --- Recipes that do not fit the model they are for -------------------------------------------------------------------
+# --- Recipes that do not fit the model they are for -----------------------------------------------
 
 
 def planned(tmp_path: Path, **changes) -> Plan:
@@ -645,14 +801,20 @@ BACKBONE = {"attention": "bf16", "dense_mlp": "bf16", "shared_experts": "bf16", 
 
 def test_group_without_a_decision(tmp_path):
     without = {group: word for group, word in BACKBONE.items() if group != "shared_experts"}
-    assert "backbone must say what happens to shared_experts; got nothing" in refused_plan(tmp_path, backbone=without)
-    assert "mtp must say what happens to attention; got nothing" in refused_plan(tmp_path, mtp={"experts": "bf16"})
+    assert "backbone must say what happens to shared_experts; got nothing" in refused_plan(
+        tmp_path, backbone=without
+    )
+    assert "mtp must say what happens to attention; got nothing" in refused_plan(
+        tmp_path, mtp={"experts": "bf16"}
+    )
 
 
 def test_group_without_a_module(tmp_path):
     backbone = BACKBONE | {"linear_attention": "bf16"}
     message = refused_plan(tmp_path, backbone=backbone)
-    assert "backbone group linear_attention must match a module of the model; got no match" in message
+    assert (
+        "backbone group linear_attention must match a module of the model; got no match" in message
+    )
     mtp = BACKBONE | {"experts": "bf16"}
     assert "mtp group dense_mlp must match a module" in refused_plan(tmp_path, mtp=mtp)
 
@@ -690,7 +852,9 @@ def test_family_of_another_model(tmp_path):
 
 
 def test_mtp_by_groups(tmp_path):
-    plan = planned(tmp_path, mtp={"attention": "FP8_DYNAMIC", "shared_experts": "bf16", "experts": "NVFP4A16"})
+    plan = planned(
+        tmp_path, mtp={"attention": "FP8_DYNAMIC", "shared_experts": "bf16", "experts": "NVFP4A16"}
+    )
     schemes = {t.role: t.scheme for t in plan.tensors if t.part == "mtp" and len(t.shape) == 2}
     assert schemes == {
         "attention": "FP8_DYNAMIC",
@@ -706,8 +870,16 @@ def test_mtp_by_groups(tmp_path):
 @pytest.mark.parametrize(
     ("model", "backbone", "says"),
     [
-        ("glm-4.5-air", {"dense_mlp": "W4A16"}, "W4A16 needs K divisible by 128; got K=10944 in model.layers.0"),
-        ("glm-4.5-air", {"dense_mlp": "FP8_BLOCK"}, "needs N divisible by 128 where modules are fused; got N=10944"),
+        (
+            "glm-4.5-air",
+            {"dense_mlp": "W4A16"},
+            "W4A16 needs K divisible by 128; got K=10944 in model.layers.0",
+        ),
+        (
+            "glm-4.5-air",
+            {"dense_mlp": "FP8_BLOCK"},
+            "needs N divisible by 128 where modules are fused; got N=10944",
+        ),
     ],
 )
 def test_widths_a_scheme_cannot_take(model, backbone, says, tmp_path):
@@ -721,8 +893,16 @@ def test_widths_a_scheme_cannot_take(model, backbone, says, tmp_path):
 
 
 def test_the_narrow_last_shard_may_end_in_a_part_block(tmp_path):
-    """kv_a_proj_with_mqa is 576 wide and the last of its fused module, which vLLM's block check allows."""
+    """kv_a_proj_with_mqa is 576 wide and the last of its fused module, which vLLM's block check
+    allows.
+    """
     recipe = find_recipe("glm-5", scheme="fp8-block")[0]
-    plan = make_plan(recipe, open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout("glm-5"))))
-    shapes = {t.name: t.outputs[1].shape for t in plan.tensors if "kv_a_proj_with_mqa" in t.name and t.scheme}
+    plan = make_plan(
+        recipe, open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout("glm-5")))
+    )
+    shapes = {
+        t.name: t.outputs[1].shape
+        for t in plan.tensors
+        if "kv_a_proj_with_mqa" in t.name and t.scheme
+    }
     assert set(shapes.values()) == {(5, 48)}

@@ -1,4 +1,6 @@
-"""What keepmtp says it can calibrate is what transformers' classes say of every release with a recipe, today."""
+"""What keepmtp says it can calibrate is what transformers' classes say of every release with a
+recipe, today.
+"""
 
 import pytest
 from keepmtp.checkpoints.source import open_source
@@ -22,8 +24,14 @@ def test_a_class_that_lacks_a_name_on_disk_is_named(tmp_path):
     write_checkpoint(tmp_path, config, tensors)
     plan = make_plan(find_recipe("glm-4.5-air")[0], open_source(tmp_path))
     assert backbone_refusal(plan) is None and cannot_run(plan) is None
-    lacking = [tensor for tensor in plan.tensors if not tensor.name.endswith("layers.1.self_attn.o_proj.weight")]
-    broken = type(plan)(recipe=plan.recipe, source=plan.source, view=plan.view, tensors=tuple(lacking))
+    lacking = [
+        tensor
+        for tensor in plan.tensors
+        if not tensor.name.endswith("layers.1.self_attn.o_proj.weight")
+    ]
+    broken = type(plan)(
+        recipe=plan.recipe, source=plan.source, view=plan.view, tensors=tuple(lacking)
+    )
     refusal = backbone_refusal(broken)
     assert refusal is not None and "self_attn.o_proj.weight" in str(refusal)
 

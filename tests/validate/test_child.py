@@ -50,7 +50,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 5])
 def test_nothing_is_left_of_a_parent_that_is_ended(mark, number, num_processes):
-    """Ended as soon as so many of its five processes run: the supervisor, the child, and three of the child's."""
+    """Ended as soon as so many of its five processes run: the supervisor, the child, and three of
+    the child's.
+    """
     with subprocess.Popen([sys.executable, "-c", OWNER]) as owner:
         wait_for(lambda: len(marked(mark)) > num_processes)
         owner.send_signal(number)
@@ -60,7 +62,9 @@ def test_nothing_is_left_of_a_parent_that_is_ended(mark, number, num_processes):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_supervisor_that_is_ended(mark, number):
-    """After SIGKILL, its child dies at once and the others of its process group when keepmtp sees it."""
+    """After SIGKILL, its child dies at once and the others of its process group when keepmtp sees
+    it.
+    """
     tree = TREE.replace("start_new_session=True", "") if number == signal.SIGKILL else TREE
     with Child([sys.executable, "-c", tree], environment=environment(is_ours=True)) as child:
         wait_for(lambda: len(marked(mark)) == 5)
@@ -71,16 +75,23 @@ def test_nothing_is_left_of_a_supervisor_that_is_ended(mark, number):
 
 def test_a_child_that_is_killed_takes_its_own_along(mark):
     """As when vLLM's front end is killed: its engine would keep the memory."""
-    with Child([sys.executable, "-c", TREE], environment=environment(is_ours=True), stdout=subprocess.PIPE) as child:
+    with Child(
+        [sys.executable, "-c", TREE], environment=environment(is_ours=True), stdout=subprocess.PIPE
+    ) as child:
         assert child.process.stdout.readline() == b"up\n"
-        (front,) = Path(f"/proc/{child.process.pid}/task/{child.process.pid}/children").read_text().split()
+        (front,) = (
+            Path(f"/proc/{child.process.pid}/task/{child.process.pid}/children").read_text().split()
+        )
         os.kill(int(front), signal.SIGKILL)
         assert child.process.wait(timeout=60) == -signal.SIGKILL, "its own status"
         none_left(mark)
 
 
 def test_a_child_may_end_in_order(tmp_path):
-    words = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nprint(1, flush=True)\n"
+    words = (
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: "
+        "sys.exit(7))\nprint(1, flush=True)\n"
+    )
     with Child(
         [sys.executable, "-c", words + "time.sleep(600)"],
         environment=environment(),
@@ -98,7 +109,13 @@ def test_what_is_no_executable(tmp_path):
 
 
 def test_an_offline_child_gets_no_secret(monkeypatch):
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY"):
+    for name in (
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "HF_OIDC_RESOURCE",
+        "AWS_SECRET_ACCESS_KEY",
+        "OPENAI_API_KEY",
+    ):
         monkeypatch.setenv(name, "hf_secret")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     words = [sys.executable, "-c", "import os; print(dict(os.environ))"]
@@ -108,11 +125,16 @@ def test_an_offline_child_gets_no_secret(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up")
+@pytest.mark.skipif(
+    not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
+)
 def test_nothing_of_the_current_folder_is_run(monkeypatch, tmp_path):
-    """A stranger's folder may hold modules with the names of the standard library's, and a .venv-vllm."""
+    """A stranger's folder may hold modules with the names of the standard library's, and a
+    .venv-vllm.
+    """
     evil = (
-        f"#!{sys.executable}\nimport os\nopen({str(tmp_path / 'ran')!r}, 'a').write(os.environ.get('HF_TOKEN', 'x'))\n"
+        f"#!{sys.executable}\nimport os\nopen({str(tmp_path / 'ran')!r}, "
+        "'a').write(os.environ.get('HF_TOKEN', 'x'))\n"
     )
     folder = tmp_path / "strange"
     (folder / ".venv-vllm" / "bin").mkdir(parents=True)
@@ -122,9 +144,14 @@ def test_nothing_of_the_current_folder_is_run(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("VLLM_PYTHON", str(VLLM_PYTHON))
     model = str(ROOT / "models" / "tiny-glm4-moe")
-    done = subprocess.run([KEEPMTP, "check", model, "--gpu", "sm90"], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [KEEPMTP, "check", model, "--gpu", "sm90"], cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     monkeypatch.delenv("VLLM_PYTHON")
-    for words in (["doctor"], ["all", "tiny-glm4-moe", "--out", str(tmp_path / "out"), "--gpu", "sm80"]):
+    for words in (
+        ["doctor"],
+        ["all", "tiny-glm4-moe", "--out", str(tmp_path / "out"), "--gpu", "sm80"],
+    ):
         subprocess.run([KEEPMTP, *words], cwd=folder, capture_output=True, text=True)
     assert not (tmp_path / "ran").exists()

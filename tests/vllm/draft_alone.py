@@ -1,12 +1,16 @@
-"""Runs in vLLM's environment: a draft class without an engine, where vLLM's attention has no kernel for the CPU.
+"""Runs in vLLM's environment: a draft class without an engine, where vLLM's attention has no kernel
+for the CPU.
 
-In: a checkpoint and prompts. Out: what `dump_drafts.py` saves, with noise for the target's hidden states.
+In: a checkpoint and prompts. Out: what `dump_drafts.py` saves, with noise for the target's hidden
+states.
 
-vLLM's loader builds vLLM's draft class and fills it. The attention kernels below it, and those of the indexer that
-chooses keys, are replaced by the plain ones of this file, over a list of keys instead of a paged cache.
+vLLM's loader builds vLLM's draft class and fills it. The attention kernels below it, and those of
+the indexer that chooses keys, are replaced by the plain ones of this file, over a list of keys
+instead of a paged cache.
 
-Easy to get wrong: who says which keys a slot sees. The class asks its indexer, or reuses what the indexer chose in an
-earlier step (`set_skip_topk`); a plain kernel sees only what the class hands to it.
+Easy to get wrong: who says which keys a slot sees. The class asks its indexer, or reuses what the
+indexer chose in an earlier step (`set_skip_topk`); a plain kernel sees only what the class hands to
+it.
 """
 
 from typing import Any
@@ -16,11 +20,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
+from vllm.distributed import (
+    init_distributed_environment,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import mla
 from vllm.model_executor.layers.fused_moe.router import cpu_router
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import deepseek_v2, registry
 from vllm.models.deepseek_v4.attention import DeepseekV4Attention
@@ -37,7 +48,9 @@ class Keys:
         self.rows: list[Tensor] = []
 
     def extended(self, new: Tensor) -> tuple[Tensor, Tensor]:
-        """All rows [S, ...] with the new ones at the end, and which of them each new slot may see: [n, S] bool."""
+        """All rows [S, ...] with the new ones at the end, and which of them each new slot may see:
+        [n, S] bool.
+        """
         self.rows.append(new)
         rows = torch.cat(self.rows)
         length, num_new = len(rows), len(new)
@@ -45,14 +58,28 @@ class Keys:
 
 
 class PlainLatentAttention(nn.Module):
-    """In place of `MLAAttention`: keys and values unfolded by `kv_b_proj`, one softmax over the keys that are chosen.
+    """In place of `MLAAttention`: keys and values unfolded by `kv_b_proj`, one softmax over the
+    keys that are chosen.
 
-    State: `chosen`, the indexer's buffer [slots, k]; negative where it has fewer than k to choose from.
+    State: `chosen`, the indexer's buffer [slots, k]; negative where it has fewer than k to choose
+    from.
     """
 
-    def __init__(self, *, scale: float, kv_b_proj: nn.Module, qk_nope_head_dim: int, v_head_dim: int, **others: Any):
+    def __init__(
+        self,
+        *,
+        scale: float,
+        kv_b_proj: nn.Module,
+        qk_nope_head_dim: int,
+        v_head_dim: int,
+        **others: Any,
+    ):
         super().__init__()
-        self.scale, self.sizes, self.num_heads = scale, (qk_nope_head_dim, v_head_dim), others["num_heads"]
+        self.scale, self.sizes, self.num_heads = (
+            scale,
+            (qk_nope_head_dim, v_head_dim),
+            others["num_heads"],
+        )
         self.__dict__["unfold"] = kv_b_proj  # its parameters are its parent's
         self.chosen: Tensor | None = others["topk_indices_buffer"] if others["use_sparse"] else None
         self.layer_name, self.keys = others["prefix"], Keys()
@@ -78,17 +105,20 @@ class PlainLatentAttention(nn.Module):
             sees = sees & _chosen_of(self.chosen[: len(query)], len(rows))
         unfolded = self.unfold(rows[:, : latent.shape[1]])[0].view(len(rows), self.num_heads, -1)
         plain, values = unfolded.split(self.sizes, dim=-1)
-        key = torch.cat([plain, rows[:, None, latent.shape[1] :].expand(-1, self.num_heads, -1)], dim=-1)
+        key = torch.cat(
+            [plain, rows[:, None, latent.shape[1] :].expand(-1, self.num_heads, -1)], dim=-1
+        )
         scores = torch.einsum("nhd,shd->nhs", query, key) * self.scale
         weights = scores.masked_fill(~sees[:, None], float("-inf")).softmax(dim=-1)
         return torch.einsum("nhs,shd->nhd", weights, values).flatten(1)
 
 
 class PlainWindowAttention(DeepseekV4Attention):
-    """In place of DeepSeek-V4's attention over a window, which its MTP layer has: vLLM's projections and norms.
+    """In place of DeepSeek-V4's attention over a window, which its MTP layer has: vLLM's
+    projections and norms.
 
-    Keys are values, one head for all queries; what attention gives is turned back by the slot's own rotation. A sink
-    takes its share of each softmax.
+    Keys are values, one head for all queries; what attention gives is turned back by the slot's own
+    rotation. A sink takes its share of each softmax.
     """
 
     backend_cls = None
@@ -101,12 +131,16 @@ class PlainWindowAttention(DeepseekV4Attention):
 
     def forward(self, positions: Tensor, hidden_states: Tensor, _scaling: None = None) -> Tensor:
         """[n, H] of the new slots."""
-        low, latent = self._fused_wqa_wkv_gemm(hidden_states).split([self.q_lora_rank, self.head_dim], dim=-1)
+        low, latent = self._fused_wqa_wkv_gemm(hidden_states).split(
+            [self.q_lora_rank, self.head_dim], dim=-1
+        )
         query = self._wq_b_proj(self.q_norm(low)).view(-1, self.n_local_heads, self.head_dim)
         query = self._rotated(_normed(query, 1.0, self.eps), positions)
         key = self._rotated(self.kv_norm(latent)[:, None], positions)[:, 0]
         output = self._attended(query, key)
-        output = self._rotated(output, positions, back=True).view(len(output), self.n_local_groups, -1)
+        output = self._rotated(output, positions, back=True).view(
+            len(output), self.n_local_groups, -1
+        )
         # Each group has rows of its own; the linear computes those of all groups for each.
         low = self.wo_a(output).unflatten(-1, (self.n_local_groups, -1)).diagonal(dim1=1, dim2=2)
         return self.wo_b(low.transpose(1, 2).flatten(1))
@@ -139,7 +173,9 @@ class PlainWindowAttention(DeepseekV4Attention):
 
 
 class PlainIndexer(nn.Module):
-    """In place of `SparseAttnIndexer`: the k best keys by the weighted sum of the heads' scores, without FP8."""
+    """In place of `SparseAttnIndexer`: the k best keys by the weighted sum of the heads' scores,
+    without FP8.
+    """
 
     def __init__(self, _k_cache: Any, _block: int, _fmt: str, num_chosen: int, *sizes: Any):
         super().__init__()
@@ -158,7 +194,9 @@ class PlainIndexer(nn.Module):
         scores = torch.einsum("nhs,nh->ns", scores, weights).masked_fill(~sees, float("-inf"))
         best = scores.topk(min(self.num_chosen, len(rows)), dim=-1)
         self.chosen[: len(query)] = -1
-        self.chosen[: len(query), : best.indices.shape[1]] = best.indices.masked_fill(best.values.isinf(), -1)
+        self.chosen[: len(query), : best.indices.shape[1]] = best.indices.masked_fill(
+            best.values.isinf(), -1
+        )
         return self.chosen
 
 
@@ -178,7 +216,13 @@ def _normed(value: Tensor, weight: Tensor | float, eps: float) -> Tensor:
 
 
 def _normed_inputs(
-    embeds: Tensor, positions: Tensor, states: Tensor, of_embeds: Tensor, of_states: Tensor, eps: float, _streams: int
+    embeds: Tensor,
+    positions: Tensor,
+    states: Tensor,
+    of_embeds: Tensor,
+    of_states: Tensor,
+    eps: float,
+    _streams: int,
 ) -> tuple[Tensor, Tensor]:
     """By the words of vLLM's models/deepseek_v4/common/ops/fused_mtp_input_rmsnorm.py."""
     embeds = torch.where(positions[:, None] == 0, 0.0, embeds)
@@ -186,13 +230,22 @@ def _normed_inputs(
 
 
 def _routed(
-    *, router_logits: Tensor, top_k: int, e_score_correction_bias: Tensor, routed_scaling_factor: float, **_others: Any
+    *,
+    router_logits: Tensor,
+    top_k: int,
+    e_score_correction_bias: Tensor,
+    routed_scaling_factor: float,
+    **_others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """By the words of vLLM's fused_moe/router/cpu_router.py, whose kernel is for 64 experts and more."""
+    """By the words of vLLM's fused_moe/router/cpu_router.py, whose kernel is for 64 experts and
+    more.
+    """
     scores = nn.functional.softplus(router_logits.float()).sqrt()
     chosen = (scores + e_score_correction_bias).topk(top_k, dim=-1).indices
     weights = scores.gather(1, chosen)
-    return weights / weights.sum(dim=-1, keepdim=True) * routed_scaling_factor, chosen.to(torch.int32)
+    return weights / weights.sum(dim=-1, keepdim=True) * routed_scaling_factor, chosen.to(
+        torch.int32
+    )
 
 
 def plain_kernels() -> None:
@@ -210,7 +263,9 @@ def plain_kernels() -> None:
     torch.cuda.Event = object
 
 
-def draft_alone(folder: str, prompts: list[list[int]], num_drafts: int, dtype: str) -> dict[str, Tensor]:
+def draft_alone(
+    folder: str, prompts: list[list[int]], num_drafts: int, dtype: str
+) -> dict[str, Tensor]:
     """What the draft class makes of each prompt; the same keys as `dump_drafts.dump` saves."""
     plain_kernels()
     config = EngineArgs(
@@ -227,7 +282,9 @@ def draft_alone(folder: str, prompts: list[list[int]], num_drafts: int, dtype: s
         if not model_parallel_is_initialized():
             init_distributed_environment(1, 0, "tcp://127.0.0.1:29533", 0, backend="gloo")
             initialize_model_parallel(1)
-        model: Any = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+        model: Any = get_model(
+            vllm_config=config, model_config=config.speculative_config.draft_model_config
+        )
         _share(model, load_file(f"{folder}/model.safetensors"))
         noise = torch.Generator().manual_seed(0)
         saved = {}
@@ -261,7 +318,9 @@ def _drafted(
     shares = getattr(hf_config, "index_share_for_mtp_iteration", False)
     length = len(prompt)
     streams = getattr(hf_config, "hc_mult", 1)
-    states = torch.randn(length, streams * hf_config.hidden_size, generator=noise).to(config.model_config.dtype)
+    states = torch.randn(length, streams * hf_config.hidden_size, generator=noise).to(
+        config.model_config.dtype
+    )
     hidden, positions = states, torch.arange(length)
     ids = [*prompt, int(torch.randint(hf_config.vocab_size, (1,), generator=noise))]
     new, logits = torch.tensor(ids[1:]), []

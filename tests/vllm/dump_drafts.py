@@ -1,12 +1,13 @@
-"""Runs in vLLM's environment: let a real draft class draft on the CPU and save what went in and what came out.
+"""Runs in vLLM's environment: let a real draft class draft on the CPU and save what went in and
+what came out.
 
-    python dump_drafts.py '{"folder": ..., "prompts": [[ids], ...], "num_drafts": 3, "out": "x.safetensors",
-                            "alone": ""}' ...
+    python dump_drafts.py '{"folder": ..., "prompts": [[ids], ...], "num_drafts": 3, "out":
+                            "x.safetensors", "alone": ""}' ...
 
-For prompt p: `p.ids` [T + num_drafts] (prompt, the target's next token, the drafts but the last), `p.hidden` [T, H]
-from the target, `p.positions` [T], `p.first` [T, V] logits of draft step 1 at every slot, `p.last` [num_drafts, V]
-logits of each step at the last slot. With a dtype for "alone", the draft class runs without an engine in it
-(`draft_alone.py`); it may be left out.
+For prompt p: `p.ids` [T + num_drafts] (prompt, the target's next token, the drafts but the last),
+`p.hidden` [T, H] from the target, `p.positions` [T], `p.first` [T, V] logits of draft step 1 at
+every slot, `p.last` [num_drafts, V] logits of each step at the last slot. With a dtype for "alone",
+the draft class runs without an engine in it (`draft_alone.py`); it may be left out.
 """
 
 import json
@@ -30,7 +31,8 @@ from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
 
-# Classes are inspected in this process: a second one would import vLLM once more for each architecture.
+# Classes are inspected in this process: a second one would import vLLM once more for each
+# architecture.
 registry._run_in_subprocess = lambda function: function()
 
 # vLLM 0.32.0's CPU kernel of rotary embeddings takes the heads of latent attention's queries for
@@ -86,9 +88,13 @@ def dump(folder: str, prompts: list[list[int]], num_drafts: int) -> dict[str, to
             f"{index}.ids": torch.tensor(ids),
             f"{index}.hidden": first["hidden_states"][:length],
             # [3, T] where the family has positions by axis; for text they are equal.
-            f"{index}.positions": first["positions"].reshape(-1, first["positions"].shape[-1])[0, :length],
+            f"{index}.positions": first["positions"].reshape(-1, first["positions"].shape[-1])[
+                0, :length
+            ],
             f"{index}.first": first["logits"][:length],
-            f"{index}.last": torch.stack([first["logits"][length - 1], *(call["logits"][0] for call in rest)]),
+            f"{index}.last": torch.stack(
+                [first["logits"][length - 1], *(call["logits"][0] for call in rest)]
+            ),
         }
     llm.llm_engine.engine_core.shutdown()
     return saved

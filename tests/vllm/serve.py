@@ -1,9 +1,11 @@
-"""Runs in vLLM's environment: serve checkpoints with method=mtp on the CPU, print what was written and accepted.
+"""Runs in vLLM's environment: serve checkpoints with method=mtp on the CPU, print what was written
+and accepted.
 
     python serve.py '{"folder": ..., "prompts": [...], "num_drafts": 1}' ...
 
-A line each, one engine at a time, all prompts at once. Engines live in this process, so vLLM is imported once.
-Prefix caching is off because Qwen3.5's delta nets cannot combine it with drafting on a CPU.
+A line each, one engine at a time, all prompts at once. Engines live in this process, so vLLM is
+imported once. Prefix caching is off because Qwen3.5's delta nets cannot combine it with drafting on
+a CPU.
 """
 
 import json
@@ -24,7 +26,9 @@ from vllm import LLM, SamplingParams
 
 
 def serve(folder: str, prompts: list[str], num_drafts: int) -> dict[str, object]:
-    """Greedy answers as texts and token ids; vLLM's counters of drafted and accepted tokens, also by position."""
+    """Greedy answers as texts and token ids; vLLM's counters of drafted and accepted tokens, also
+    by position.
+    """
     llm = LLM(
         model=folder,
         speculative_config={"method": "mtp", "num_speculative_tokens": num_drafts},
@@ -37,7 +41,9 @@ def serve(folder: str, prompts: list[str], num_drafts: int) -> dict[str, object]
         seed=0,
     )
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
-    found = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
+    found = {
+        metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()
+    }
     llm.llm_engine.engine_core.shutdown()
     return {
         "texts": [output.outputs[0].text for output in outputs],

@@ -1,7 +1,9 @@
-"""Acceptance without a server against vLLM's own counters, position by position, on the shipped models.
+"""Acceptance without a server against vLLM's own counters, position by position, on the shipped
+models.
 
-The shipped blocks draft almost without a miss, so blocks with noise in their projection are compared too: there the
-agreement says something. All are asked the same problems, and the held-out text is what vLLM wrote.
+The shipped blocks draft almost without a miss, so blocks with noise in their projection are
+compared too: there the agreement says something. All are asked the same problems, and the held-out
+text is what vLLM wrote.
 """
 
 import json
@@ -29,7 +31,9 @@ CASES = {"glm": (3, 0), "glm-noise": (3, 0), "qwen-noise": (1, 0), "qwen-noise-n
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+    pytest.mark.skipif(
+        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
+    ),
 ]
 
 
@@ -49,31 +53,46 @@ def noisy(source: Path, out: Path, deviations: float) -> Path:
 
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
-    """By case: the plan whose pass is to be compared, and what vLLM wrote and counted. One process serves all."""
+    """By case: the plan whose pass is to be compared, and what vLLM wrote and counted. One process
+    serves all.
+    """
     made = tmp_path_factory.mktemp("made")
     glm, qwen = ROOT / "models" / "tiny-glm4-moe", ROOT / "models" / "tiny-qwen3_5"
-    folders = {"glm": glm, "glm-noise": noisy(glm, made / "glm", 2.5), "qwen-noise": noisy(qwen, made / "qwen", 1.5)}
+    folders = {
+        "glm": glm,
+        "glm-noise": noisy(glm, made / "glm", 2.5),
+        "qwen-noise": noisy(qwen, made / "qwen", 1.5),
+    }
     plans = {
         name: plan_over(folder, f"tiny-{'glm4-moe' if 'glm' in name else 'qwen3_5'}.nvfp4")
         for name, folder in folders.items()
     }
     plan, text = plan_for("tiny-qwen3_5.nvfp4", source=str(folders["qwen-noise"]), mtp="NVFP4")
     # vLLM's CPU build serves an FP8 cache, too; it reads the checkpoint's entry.
-    plan = make_plan(Recipe.model_validate(plan.recipe.model_dump() | {"kv_cache": "FP8"}), plan.source)
+    plan = make_plan(
+        Recipe.model_validate(plan.recipe.model_dump() | {"kv_cache": "FP8"}), plan.source
+    )
     folders["qwen-noise-nvfp4-kv"] = quantize(plan, text, out=made / "qwen-nvfp4").out
     plans["qwen-noise-nvfp4-kv"] = plan
     entry = made / "plugin" / "keepmtp_cpu-0.dist-info"
     entry.mkdir(parents=True)
     (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: keepmtp-cpu\nVersion: 0\n")
-    (entry / "entry_points.txt").write_text("[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n")
+    (entry / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n"
+    )
     asked = [name for name in CASES if name in asked_values(request, "case")]
     jobs = [
-        json.dumps({"folder": str(folders[name]), "prompts": ASKED, "num_drafts": CASES[name][0]}) for name in asked
+        json.dumps({"folder": str(folders[name]), "prompts": ASKED, "num_drafts": CASES[name][0]})
+        for name in asked
     ]
     path = os.pathsep.join(map(str, (entry.parent, PLUGIN, PLUGIN / "stubs")))
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
-    lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    lines = [
+        json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")
+    ]
     assert len(lines) == len(asked), done.stdout[-3000:] + done.stderr[-6000:]
     return {name: (plans[name], line) for name, line in zip(asked, lines, strict=True)}
 

@@ -1,4 +1,6 @@
-"""The scales of activations that are measured and written, against those that vLLM's own code makes of them."""
+"""The scales of activations that are measured and written, against those that vLLM's own code makes
+of them.
+"""
 
 import subprocess
 from functools import partial
@@ -6,7 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.layers.activations import fp8_groups, fp8_tensor, fp8_tokens, int8_tokens, nvfp4
+from keepmtp.quantize.calibrate.layers.activations import (
+    fp8_groups,
+    fp8_tensor,
+    fp8_tokens,
+    int8_tokens,
+    nvfp4,
+)
 from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.validate.facts.vllm_env import find_vllm
@@ -72,9 +80,13 @@ def calibrated(scheme: str, *, is_common: bool) -> dict[str, torch.Tensor]:
     gate, up, down = ([f"{stem}.{e}.{name}" for e in range(4)] for name in names)
     experts = [(*gate, *up), tuple(down)] if is_common else []
     schemes = dict.fromkeys((*gate, *up, *down), scheme)
-    found = calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm="minmax", experts=experts))
+    found = calibrate(
+        skeleton.model, batches, LayerWork(schemes=schemes, algorithm="minmax", experts=experts)
+    )
     suffix = "input_global_scale" if scheme == "NVFP4" else "input_scale"
-    scales = [torch.cat([found.tensors[f"{name}.{suffix}"] for name in each]) for each in (gate, up, down)]
+    scales = [
+        torch.cat([found.tensors[f"{name}.{suffix}"] for name in each]) for each in (gate, up, down)
+    ]
     return {"w13": torch.stack(scales[:2], dim=1), "w2": scales[2]}
 
 
@@ -89,9 +101,18 @@ def both(tmp_path_factory) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     for scheme in ("NVFP4", "FP8"):
         for name in ("apart", "common"):
             found = calibrated(scheme, is_common=name == "common")
-            given |= {f"{scheme}.{name}.{leaf}": value.contiguous() for leaf, value in found.items()}
+            given |= {
+                f"{scheme}.{name}.{leaf}": value.contiguous() for leaf, value in found.items()
+            }
     save_file(given, folder / "given")
-    command = [str(find_vllm().python), "-P", "-c", ROUND, str(folder / "given"), str(folder / "made")]
+    command = [
+        str(find_vllm().python),
+        "-P",
+        "-c",
+        ROUND,
+        str(folder / "given"),
+        str(folder / "made"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return given, load_file(folder / "made")
@@ -110,7 +131,8 @@ ROUNDINGS = {
 def test_activations_are_rounded_as_vllm_rounds_them(name, both):
     """Bit for bit; one token is loud, one is nothing.
 
-    Its INT8 operator for CPUs multiplies by 1 / scale, where GPUs multiply by 127 / amax: ties may go the other way.
+    Its INT8 operator for CPUs multiplies by 1 / scale, where GPUs multiply by 127 / amax: ties may
+    go the other way.
     """
     given, made = both
     ours = ROUNDINGS[name](given["tokens"])
@@ -123,15 +145,26 @@ def test_activations_are_rounded_as_vllm_rounds_them(name, both):
 
 
 @pytest.mark.parametrize(
-    "backend", ["EMULATION", "FLASHINFER_CUTLASS", "FLASHINFER_CUTEDSL_BATCHED", "FLASHINFER_B12X", "VLLM_CUTLASS"]
+    "backend",
+    [
+        "EMULATION",
+        "FLASHINFER_CUTLASS",
+        "FLASHINFER_CUTEDSL_BATCHED",
+        "FLASHINFER_B12X",
+        "VLLM_CUTLASS",
+    ],
 )
 def test_experts_have_the_input_scale_that_vllm_takes(backend, both):
-    """The twin is llm-compressor's own: one scale an expert, of which all but CUTLASS take the largest amax's."""
+    """The twin is llm-compressor's own: one scale an expert, of which all but CUTLASS take the
+    largest amax's.
+    """
     given, made = both
     ours = given["NVFP4.common.w2"]
     assert len(set(ours.tolist())) == 1 < len(set(given["NVFP4.apart.w2"].tolist()))
     assert torch.allclose(made[f"common.{backend}"], ours[0], rtol=1e-6)
-    assert torch.allclose(made[f"apart.{backend}"], ours[0], rtol=1e-6) == (backend != "VLLM_CUTLASS")
+    assert torch.allclose(made[f"apart.{backend}"], ours[0], rtol=1e-6) == (
+        backend != "VLLM_CUTLASS"
+    )
 
 
 def test_experts_in_fp8_have_the_input_scale_that_vllm_takes(both):

@@ -1,6 +1,8 @@
-"""`keepmtp bench` with real vLLM servers on the CPU and vLLM's own benchmark: killed between two cells, and continued.
+"""`keepmtp bench` with real vLLM servers on the CPU and vLLM's own benchmark: killed between two
+cells, and continued.
 
-Two servers are all there are: one for each k. A stub takes a server's place where one must fail or die.
+Two servers are all there are: one for each k. A stub takes a server's place where one must fail or
+die.
 """
 
 import json
@@ -49,14 +51,20 @@ TEMPLATE = "Question: {{ messages[-1]['content'] }}\nAnswer:"
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+    pytest.mark.skipif(
+        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
+    ),
 ]
 
 
-def started(folder: Path, *words: str, python: Path = VLLM_PYTHON, mark: str = "none") -> subprocess.Popen[str]:
+def started(
+    folder: Path, *words: str, python: Path = VLLM_PYTHON, mark: str = "none"
+) -> subprocess.Popen[str]:
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(python), **{MARK: mark})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([KEEPMTP, "bench", str(folder), *words], cwd=ROOT, env=environment, **pipes)
+    return subprocess.Popen(
+        [KEEPMTP, "bench", str(folder), *words], cwd=ROOT, env=environment, **pipes
+    )
 
 
 def num_lines(path: Path) -> int:
@@ -93,7 +101,11 @@ def found(killed) -> dict:
     assert run.returncode == 0, said[-2000:] + complained[-3000:]
     assert (killed / LINES).read_bytes().startswith(kept), "what was measured stays as it was"
     steps = [json.loads(line) for line in complained.splitlines() if line.startswith("{")]
-    assert steps[0]["there"] == A_SERVERS and steps[-1]["there"] == 2 * A_SERVERS and not steps[-1]["left"]
+    assert (
+        steps[0]["there"] == A_SERVERS
+        and steps[-1]["there"] == 2 * A_SERVERS
+        and not steps[-1]["left"]
+    )
     assert not any("k=0" in step["doing"] for step in steps)
     return json.loads(said)["bench"]
 
@@ -109,7 +121,9 @@ def test_a_run_that_was_killed_measures_only_what_is_missing(killed, found):
 
 def test_each_cell_has_the_figures_of_the_same_work(found):
     cells = {(cell["k"], cell["context"]): cell for cell in found["checkpoint"]["cells"]}
-    assert list(cells) == [(0, 0), (1, 0), (0, 96), (1, 96)] and not any(cell["error"] for cell in cells.values())
+    assert list(cells) == [(0, 0), (1, 0), (0, 96), (1, 96)] and not any(
+        cell["error"] for cell in cells.values()
+    )
     for (k, context), cell in cells.items():
         for each in cell["repetitions"]:
             assert each["requests"] == 6 and 6 < each["output_tokens"] <= 6 * 24
@@ -120,7 +134,8 @@ def test_each_cell_has_the_figures_of_the_same_work(found):
             assert 2 <= read <= 16 if context else 16 < read < 64
         assert cell["slowest"] <= cell["tokens_per_second"] <= cell["fastest"]
     for context in (0, 96):
-        # Greedy, and the same requests: k=1 writes what k=0 writes, but for a token where two were nearly equal.
+        # Greedy, and the same requests: k=1 writes what k=0 writes, but for a token where two were
+        # nearly equal.
         plain, drafted = (cells[k, context]["repetitions"][0]["output_tokens"] for k in (0, 1))
         assert abs(plain - drafted) <= 0.1 * plain
     assert cells[1, 0]["acceptance"] > 0.8 and cells[1, 0]["mean_accepted_length"] > 1.8
@@ -128,7 +143,9 @@ def test_each_cell_has_the_figures_of_the_same_work(found):
 
 def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
     printed = (killed / "logs" / "bench.checkpoint.k1.client.log").read_text()
-    drafted = [int(count) for count in re.findall(r"Draft tokens: +(\d+)", printed)][2:]  # without the warm-ups
+    drafted = [int(count) for count in re.findall(r"Draft tokens: +(\d+)", printed)][
+        2:
+    ]  # without the warm-ups
     measured = [one for one in read_lines(killed / LINES).lines.values() if one.k]
     ours = sorted(measured, key=lambda one: (one.repetition.number, one.context))
     assert drafted == [one.repetition.draft_tokens for one in ours]
@@ -142,7 +159,8 @@ def test_a_smaller_matrix_is_there_already(killed, found):
     assert {path: path.stat().st_mtime_ns for path in killed.glob("logs/*")} == logs
 
 
-# --- a server that fails ----------------------------------------------------------------------------------------------
+# --- a server that fails
+# ----------------------------------------------------------------------------------------------
 
 
 def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, tmp_path):
@@ -165,7 +183,10 @@ def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, 
     assert run.returncode == 1 and "Traceback" not in complained
     sentence = complained.splitlines()[-1]
     assert "vllm serve: must answer with k=1 for the checkpoint; got ended by SIGKILL" in sentence
-    assert "bench.checkpoint.k1.log" in sentence and "measures the 4 repetitions that are left" in sentence
+    assert (
+        "bench.checkpoint.k1.log" in sentence
+        and "measures the 4 repetitions that are left" in sentence
+    )
     assert kept.read_text() == "".join(lines[: 1 + A_SERVERS])
     none_left(mark)
 
@@ -180,18 +201,40 @@ def test_a_server_that_falls_silent_is_not_waited_for(monkeypatch, tmp_path):
         benchmarking(vllm, server, "completions", tmp_path / "client.log") as client,
     ):
         impatient = replace(client, silent_seconds=2.0)
-        with pytest.raises(ServerFailed, match=r"vllm serve: must come up and answer; got no token for \d s"):
+        with pytest.raises(
+            ServerFailed, match=r"vllm serve: must come up and answer; got no token for \d s"
+        ):
             impatient.measure([{"text": "1 + 1?"}], **how)
 
 
 @pytest.mark.full
 def test_a_request_that_fails_leaves_a_sentence_and_no_figure(tmp_path):
     """The stub does not stream, so vLLM's benchmark gets no token from it."""
-    words = ("-k", "0", "--concurrency", "1", "--requests", "2", "--repeat", "1", "--out", str(tmp_path / "out"))
+    words = (
+        "-k",
+        "0",
+        "--concurrency",
+        "1",
+        "--requests",
+        "2",
+        "--repeat",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    )
     run = started(GLM, *words, python=stub_vllm(tmp_path, real=VLLM_PYTHON))
     said, complained = run.communicate(timeout=200)
     assert run.returncode == 1, complained
-    assert "k=0, 1 at once: no figure. 1 of 1 requests failed: Never received a valid chunk" in " ".join(said.split())
-    (cell,) = json.loads((tmp_path / "out" / "bench.json").read_text())["data"]["checkpoint"]["cells"]
-    assert cell["repetitions"] == [] and cell["tokens_per_second"] is None and "requests failed" in cell["error"]
+    assert (
+        "k=0, 1 at once: no figure. 1 of 1 requests failed: Never received a valid chunk"
+        in " ".join(said.split())
+    )
+    (cell,) = json.loads((tmp_path / "out" / "bench.json").read_text())["data"]["checkpoint"][
+        "cells"
+    ]
+    assert (
+        cell["repetitions"] == []
+        and cell["tokens_per_second"] is None
+        and "requests failed" in cell["error"]
+    )
     assert not (tmp_path / "out" / LINES).exists(), "the next run measures it again"

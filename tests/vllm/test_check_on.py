@@ -1,4 +1,6 @@
-"""`keepmtp check --gpu` as people use it: folders and Hub ids, good and broken, with and without a vLLM to ask."""
+"""`keepmtp check --gpu` as people use it: folders and Hub ids, good and broken, with and without a
+vLLM to ask.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ pytestmark = pytest.mark.vllm
 
 
 def keepmtp(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([KEEPMTP, *words], capture_output=True, text=True, env=os.environ | changes)
+    return subprocess.run(
+        [KEEPMTP, *words], capture_output=True, text=True, env=os.environ | changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,10 @@ def silent(tmp_path_factory) -> Path:
 
 def renamed() -> Checkpoint:
     checkpoint = ours("deepseek-r1", "NVFP4", "NVFP4")
-    checkpoint.rename(r"model\.layers\.3\.self_attn\.o_proj\.weight_packed", "model.layers.3.self_attn.o_proj.weights")
+    checkpoint.rename(
+        r"model\.layers\.3\.self_attn\.o_proj\.weight_packed",
+        "model.layers.3.self_attn.o_proj.weights",
+    )
     return checkpoint
 
 
@@ -55,7 +62,9 @@ def of_type(model_type: str, architecture: str) -> Checkpoint:
 def without_norm() -> Checkpoint:
     checkpoint = released("qwen3.5-text")
     lose(r"mtp\.layers\.0\.self_attn\.q_norm\.weight")(checkpoint)
-    checkpoint.config["quantization_config"] = ours("qwen3.5-text", "FP8_DYNAMIC").quantization | {"config_groups": {}}
+    checkpoint.config["quantization_config"] = ours("qwen3.5-text", "FP8_DYNAMIC").quantization | {
+        "config_groups": {}
+    }
     return checkpoint
 
 
@@ -69,14 +78,18 @@ def judged(silent, tmp_path_factory) -> dict[str, CheckData]:
         "lost": without_norm(),
     }
     place = tmp_path_factory.mktemp("judged")
-    folders = {"silent": silent} | {name: write(place / name, checkpoint) for name, checkpoint in made.items()}
+    folders = {"silent": silent} | {
+        name: write(place / name, checkpoint) for name, checkpoint in made.items()
+    }
     found = check_on([str(folder) for folder in folders.values()], vllm=find_vllm(), gpus=["sm100"])
     return {name: checked.data for name, checked in zip(folders, found, strict=True)}
 
 
 @pytest.mark.full
 def test_one_call_judges_all_checkpoints_on_all_gpus(good, silent):
-    """JSON for machines, one line a checkpoint; a later one is judged although an earlier one failed."""
+    """JSON for machines, one line a checkpoint; a later one is judged although an earlier one
+    failed.
+    """
     words = ["--gpu", "sm100", "--gpu", "sm90", "--tp", "1", "--tp", "2", "--json"]
     done = keepmtp("check", str(silent), str(good), *words)
     broken, whole = (json.loads(line) for line in done.stdout.splitlines())
@@ -91,13 +104,20 @@ def test_one_call_judges_all_checkpoints_on_all_gpus(good, silent):
         for side in (load["target"], load["draft"]):
             assert side["written"] == side["parameters"] > 10
         assert load["draft"]["class"] == "Glm4MoeMTP"
-        assert load["draft"]["shared"] == ["model.embed_tokens.weight", "model.layers.3.shared_head.head.weight"]
-        kernels = {kernel["kernel"].split()[0] for kernel in load["target"]["kernels"] if kernel["kernel"]}
+        assert load["draft"]["shared"] == [
+            "model.embed_tokens.weight",
+            "model.layers.3.shared_head.head.weight",
+        ]
+        kernels = {
+            kernel["kernel"].split()[0] for kernel in load["target"]["kernels"] if kernel["kernel"]
+        }
         assert any("NvFp4" in kernel or "Marlin" in kernel for kernel in kernels), kernels
 
 
 def test_what_vllm_leaves_unsaid_is_found_by_the_account_alone(silent, dry_loader):
-    """No rule of the static check is asked: parameters that keep their placeholder, weights cast into eight bits."""
+    """No rule of the static check is asked: parameters that keep their placeholder, weights cast
+    into eight bits.
+    """
     account = dry_loader("sm100").load(silent)
     assert account.load.failure is None
     assert {fault.param for fault in account.draft.default} >= {
@@ -132,7 +152,10 @@ def test_k_must_fit_the_mtp_layers(tmp_path):
     """MiMo-V2's three layers: vLLM takes a multiple of the count that config.json gives."""
     folder = write(tmp_path / "two", released("glm-4.7", num_nextn_predict_layers=2))
     [(report, *_)] = check_on([str(folder)], vllm=find_vllm(), gpus=["sm100"], num_drafts=3)
-    assert any("num_speculative_tokens" in finding.says and "-k" in finding.cure for finding in report.findings)
+    assert any(
+        "num_speculative_tokens" in finding.says and "-k" in finding.cure
+        for finding in report.findings
+    )
 
 
 def test_tensor_parallel_sizes_that_do_not_divide_are_refused(tmp_path):
@@ -148,8 +171,14 @@ def test_tensor_parallel_sizes_that_do_not_divide_are_refused(tmp_path):
 def test_a_repository_is_judged_by_range_requests(good, serve_hub):
     """The verdict of the folder; of the weights' files nothing but the beginning is asked for."""
     requests = serve_hub(good)
-    [(remote, *_), (local, *_)] = check_on(["org/model", str(good)], vllm=find_vllm(), gpus=["sm100"])
-    assert remote.ok and remote.dry[0].target == local.dry[0].target and remote.dry[0].draft == local.dry[0].draft
+    [(remote, *_), (local, *_)] = check_on(
+        ["org/model", str(good)], vllm=find_vllm(), gpus=["sm100"]
+    )
+    assert (
+        remote.ok
+        and remote.dry[0].target == local.dry[0].target
+        and remote.dry[0].draft == local.dry[0].draft
+    )
     weights = [line for line in requests if ".safetensors " in line]
     assert weights and all("bytes=0-" in line for line in weights)
 
@@ -168,7 +197,9 @@ def test_a_draft_of_its_own_is_loaded_beside_its_target(assistant):
     [(report, *_)] = check_on([str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
     assert report.ok, report.findings
     assert report.dry[0].draft.cls == "Gemma4MTP" and report.dry[0].draft.num_written > 10
-    alone, again = check_on([str(draft), str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
+    alone, again = check_on(
+        [str(draft), str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft)
+    )
     assert isinstance(alone.refusal, RecipeError) and "--draft" in alone.refusal.cure
     assert again.refusal is None and again.data.ok, "a refusal does not end the batch"
 
@@ -178,17 +209,28 @@ def test_a_faulty_draft_of_its_own_is_told_by_its_names(assistant, tmp_path):
     target, _ = assistant
     config, tensors = source_layout("gemma-4-26b-assistant", size="tiny")
     lost = "model.layers.1.self_attn.q_proj.weight"
-    draft = write_checkpoint(tmp_path / "assistant", config, {n: s for n, s in tensors.items() if n != lost})
+    draft = write_checkpoint(
+        tmp_path / "assistant", config, {n: s for n, s in tensors.items() if n != lost}
+    )
     [(report, *_)] = check_on([str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
-    assert not report.ok and any(lost in f"{finding.where} {finding.says}" for finding in report.findings)
+    assert not report.ok and any(
+        lost in f"{finding.where} {finding.says}" for finding in report.findings
+    )
 
 
 def test_a_lost_tensor_is_told_by_the_draft_and_by_nobody_else(judged):
-    """The static check has no evidence of a norm's shape; the account sees memory that nobody wrote."""
-    assert any("q_norm" in finding.says for finding in judged["lost"].findings if finding.rule == "dry-load")
+    """The static check has no evidence of a norm's shape; the account sees memory that nobody
+    wrote.
+    """
+    assert any(
+        "q_norm" in finding.says
+        for finding in judged["lost"].findings
+        if finding.rule == "dry-load"
+    )
 
 
-# --- Bad input --------------------------------------------------------------------------------------------------------
+# --- Bad input
+# --------------------------------------------------------------------------------------------------
 
 
 def refused(done: subprocess.CompletedProcess[str], *says: str) -> None:
@@ -199,9 +241,18 @@ def refused(done: subprocess.CompletedProcess[str], *says: str) -> None:
 
 
 def test_without_a_vllm_one_is_told_how_to_get_it(good, tmp_path):
-    refused(keepmtp("check", str(good), "--gpu", "sm100", VLLM_PYTHON=str(tmp_path / "no")), "VLLM_PYTHON", "make")
+    refused(
+        keepmtp("check", str(good), "--gpu", "sm100", VLLM_PYTHON=str(tmp_path / "no")),
+        "VLLM_PYTHON",
+        "make",
+    )
     refused(keepmtp("check", str(good), "--gpu", "sm100", VLLM_PYTHON=sys.executable), "vLLM")
-    assert keepmtp("check", str(good), "--gpu", "sm100", "--static-only", VLLM_PYTHON="/nowhere").returncode == 0
+    assert (
+        keepmtp(
+            "check", str(good), "--gpu", "sm100", "--static-only", VLLM_PYTHON="/nowhere"
+        ).returncode
+        == 0
+    )
 
 
 def test_unknown_gpus_and_options_without_a_gpu(good):
@@ -215,7 +266,9 @@ def test_a_vllm_that_cannot_pretend_is_told_with_its_last_words(good, tmp_path):
     script.write_text("#!/bin/sh\necho 'ImportError: no module named vllm.platforms' >&2\nexit 1\n")
     script.chmod(0o755)
     with (
-        pytest.raises(VLLMError, match=r"pretended sm100; got .*ImportError: no module named vllm\.platforms"),
+        pytest.raises(
+            VLLMError, match=r"pretended sm100; got .*ImportError: no module named vllm\.platforms"
+        ),
         DryLoader(replace(find_vllm(), python=script), gpu="sm100") as loader,
     ):
         loader.load(good)

@@ -1,6 +1,8 @@
-"""`keepmtp closeness` with real vLLM servers on the CPU, against transformers and against what calibration found.
+"""`keepmtp closeness` with real vLLM servers on the CPU, against transformers and against what
+calibration found.
 
-A server takes 20 to 60 s to start, so three are all there are: source, checkpoint, and a damaged twin of it.
+A server takes 20 to 60 s to start, so three are all there are: source, checkpoint, and a damaged
+twin of it.
 """
 
 import json
@@ -37,7 +39,9 @@ DAMAGED = "model.layers.1.mlp.down_proj.weight_scale"
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.full,
-    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+    pytest.mark.skipif(
+        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
+    ),
 ]
 
 
@@ -48,33 +52,56 @@ def single_thread(monkeypatch):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """W4A16 by GPTQ, whose record has the divergence on six held-out sequences, with limits in its recipe."""
-    recipe = find_recipe("tiny-qwen3_5", scheme="w4a16-gptq")[0].model_dump(mode="json", exclude_none=True)
+    """W4A16 by GPTQ, whose record has the divergence on six held-out sequences, with limits in its
+    recipe.
+    """
+    recipe = find_recipe("tiny-qwen3_5", scheme="w4a16-gptq")[0].model_dump(
+        mode="json", exclude_none=True
+    )
     recipe["calibration"]["held_out"] = HELD_OUT
     folder = tmp_path_factory.mktemp("made")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"gates": GATES, "source": str(QWEN)}))
+    (folder / "recipe.yaml").write_text(
+        yaml.safe_dump(recipe | {"gates": GATES, "source": str(QWEN)})
+    )
     plan, text = plan_for(str(folder / "recipe.yaml"))
     return quantize(plan, text, out=folder / "qwen").out
 
 
 @pytest.fixture(scope="module")
 def text(made) -> Path:
-    """The very tokens that calibration measured on. A file of tokens is none that it was calibrated on."""
+    """The very tokens that calibration measured on. A file of tokens is none that it was calibrated
+    on.
+    """
     calibration = read_record(made / RECORD).recipe.whole["calibration"]
     recipe = find_recipe("tiny-qwen3_5", scheme="w4a16-gptq")[0]
     assert recipe.calibration is not None
     data = calibration_data(
-        recipe.calibration.model_copy(update={"held_out": calibration["held_out"]}), open_source(QWEN)
+        recipe.calibration.model_copy(update={"held_out": calibration["held_out"]}),
+        open_source(QWEN),
     )
     path = made.with_name("held_out.jsonl")
-    path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in data.held_out_ids.tolist()))
+    path.write_text(
+        "".join(json.dumps({"tokens": row}) + "\n" for row in data.held_out_ids.tolist())
+    )
     return path
 
 
 def closeness(made: Path, text: Path) -> subprocess.CompletedProcess[str]:
-    words = ("--text", str(text), "--source", str(QWEN), "--window", str(LENGTH), "--timeout", "400", "--json")
+    words = (
+        "--text",
+        str(text),
+        "--source",
+        str(QWEN),
+        "--window",
+        str(LENGTH),
+        "--timeout",
+        "400",
+        "--json",
+    )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON)}
-    return subprocess.run([KEEPMTP, "closeness", str(made), *words], capture_output=True, text=True, env=environment)
+    return subprocess.run(
+        [KEEPMTP, "closeness", str(made), *words], capture_output=True, text=True, env=environment
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +137,15 @@ def references(made, store) -> tuple[list[Predicted], list[Predicted]]:
 
     model = AutoModelForCausalLM.from_pretrained(QWEN, dtype=torch.float32)
     before = logprobs(model, store)
-    tensors = {name: value for path in made.glob("*.safetensors") for name, value in load_file(path).items()}
+    tensors = {
+        name: value
+        for path in made.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
     modules = dict(model.named_modules())
-    packed = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
+    packed = [
+        name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")
+    ]
     served = [name for name in packed if name in modules]
     assert len(served) > 10
     for name in served:
@@ -121,7 +154,9 @@ def references(made, store) -> tuple[list[Predicted], list[Predicted]]:
 
 
 def mean(one: list[Predicted], other: list[Predicted]) -> float:
-    return float(np.concatenate([compare(a, b).nats for a, b in zip(one, other, strict=True)]).mean())
+    return float(
+        np.concatenate([compare(a, b).nats for a, b in zip(one, other, strict=True)]).mean()
+    )
 
 
 def test_the_command_finds_a_good_checkpoint_near(made, found):
@@ -138,23 +173,30 @@ def test_the_command_finds_a_good_checkpoint_near(made, found):
 
 
 def test_the_servers_agree_with_transformers(made, found, store, references):
-    """Divergence is about a squared distance, so its root may differ by as much as each server is off in BF16.
+    """Divergence is about a squared distance, so its root may differ by as much as each server is
+    off in BF16.
 
-    How far a server is from FP32 is measured for the source, whose predictions are on the disk; the checkpoint's
-    server computes in BF16 as well.
+    How far a server is from FP32 is measured for the source, whose predictions are on the disk; the
+    checkpoint's server computes in BF16 as well.
     """
     before, after = references
     served = [store.read(number) for number in range(HELD_OUT)]
     exact, rounding = mean(before, after), mean(before, served)
     assert rounding < 1e-3, "the same weights, in FP32 and in BF16"
     fact = found["closeness"]
-    assert abs(fact["divergence"] ** 0.5 - exact**0.5) < 2 * rounding**0.5, (fact["divergence"], exact, rounding)
+    assert abs(fact["divergence"] ** 0.5 - exact**0.5) < 2 * rounding**0.5, (
+        fact["divergence"],
+        exact,
+        rounding,
+    )
     nll = -np.concatenate([each.following for each in before]).mean()
     assert fact["source"]["perplexity"] == pytest.approx(np.exp(nll), rel=0.01)
 
 
 def test_calibration_found_the_same_divergence_and_flips(made, found):
-    """On the same tokens, by transformers in BF16; it also counts what follows the last token of each sequence."""
+    """On the same tokens, by transformers in BF16; it also counts what follows the last token of
+    each sequence.
+    """
     record = read_record(made / RECORD)
     assert record.calibration is not None
     row = next(row for row in record.calibration["rows"] if row["backbone"] == "quantized")
@@ -165,11 +207,16 @@ def test_calibration_found_the_same_divergence_and_flips(made, found):
 
 
 def test_fewer_tokens_of_real_predictions_give_a_lower_bound(made, found, store, references):
-    """The same windows with only the likeliest of both, as a server of a large vocabulary gives them."""
+    """The same windows with only the likeliest of both, as a server of a large vocabulary gives
+    them.
+    """
     _, after = references
     last = 0.0
     for top in (4, 32, 128):
-        cut = [tuple(likeliest(each, top) for each in (store.read(n), after[n])) for n in range(HELD_OUT)]
+        cut = [
+            tuple(likeliest(each, top) for each in (store.read(n), after[n]))
+            for n in range(HELD_OUT)
+        ]
         nats = mean([one for one, _ in cut], [other for _, other in cut])
         assert last <= nats + 1e-9
         last = nats
@@ -179,7 +226,9 @@ def test_fewer_tokens_of_real_predictions_give_a_lower_bound(made, found, store,
 
 def likeliest(predicted: Predicted, top: int) -> Predicted:
     order = np.argsort(-predicted.logprobs, axis=1, kind="stable")[:, :top]
-    ids, values = (np.take_along_axis(each, order, axis=1) for each in (predicted.ids, predicted.logprobs))
+    ids, values = (
+        np.take_along_axis(each, order, axis=1) for each in (predicted.ids, predicted.logprobs)
+    )
     return Predicted(ids=ids, logprobs=values, following=predicted.following, is_whole=False)
 
 
@@ -188,7 +237,9 @@ def test_the_same_again_starts_no_server(made, text, found):
     logs = {path: path.stat().st_mtime_ns for path in evidence.glob("logs/*")}
     done = closeness(made, text)
     assert json.loads(done.stdout)["closeness"] == found["closeness"], done.stderr
-    assert {path: path.stat().st_mtime_ns for path in evidence.glob("logs/*")} == logs and len(logs) == 2
+    assert {path: path.stat().st_mtime_ns for path in evidence.glob("logs/*")} == logs and len(
+        logs
+    ) == 2
 
 
 @pytest.mark.full

@@ -1,8 +1,10 @@
-"""keepmtp's MTP blocks against vLLM's draft classes on the CPU: the same inputs, the same logits at every draft step.
+"""keepmtp's MTP blocks against vLLM's draft classes on the CPU: the same inputs, the same logits at
+every draft step.
 
-Both compute in BF16, in another order each. How far that may part them is measured, not guessed: keepmtp's block in
-float32, over the same weights and inputs, is the truth that both are compared with, and vLLM may be LEEWAY times as far
-from it as keepmtp's own BF16 is. What a wrong table makes is at least three times that.
+Both compute in BF16, in another order each. How far that may part them is measured, not guessed:
+keepmtp's block in float32, over the same weights and inputs, is the truth that both are compared
+with, and vLLM may be LEEWAY times as far from it as keepmtp's own BF16 is. What a wrong table makes
+is at least three times that.
 """
 
 import json
@@ -30,12 +32,18 @@ from torch import Tensor, nn
 ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 NUM_DRAFTS = 3
-# Short ones: at position 0 three families zero the embedding, and the fewer slots there are, the more it weighs.
-PROMPTS = [[5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8], [400, 3, 3, 17, 250], [71, 22, 154, 68, 90, 11, 45]]
+# Short ones: at position 0 three families zero the embedding, and the fewer slots there are, the
+# more it weighs.
+PROMPTS = [
+    [5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8],
+    [400, 3, 3, 17, 250],
+    [71, 22, 154, 68, 90, 11, 45],
+]
 LEEWAY = 3.0
 BF16_STEP = 2**-7  # at most, relative
 SHIPPED = {"tiny-glm4-moe": "tiny-glm4-moe", "tiny-qwen3_5": "tiny-qwen3_5"}
-# CPU kernels of vLLM 0.32.0 want keys and values of one width, and rotary embeddings over a multiple of 16 of them.
+# CPU kernels of vLLM 0.32.0 want keys and values of one width, and rotary embeddings over a
+# multiple of 16 of them.
 ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5}
 EVEN = {
     "head_dim": 128,
@@ -65,9 +73,15 @@ NOISE = {
     "exaone-4.5-33b": "exaone-4.5-33b",
 }
 CHANGES: dict[str, dict[str, Any]] = {"mimo-v2-flash": EVEN}
-# The attention of these has no kernel for the CPU: `draft_alone.py` runs vLLM's draft class by itself, in this dtype.
-# Their indexers choose four keys of at most twelve. DeepSeek-V4's streams have kernels for BF16 alone.
-ALONE = {"deepseek-v3.2": "float32", "glm-5": "float32", "glm-5, choice kept": "float32", "dsv4-flash": "bfloat16"}
+# The attention of these has no kernel for the CPU: `draft_alone.py` runs vLLM's draft class by
+# itself, in this dtype. Their indexers choose four keys of at most twelve. DeepSeek-V4's streams
+# have kernels for BF16 alone.
+ALONE = {
+    "deepseek-v3.2": "float32",
+    "glm-5": "float32",
+    "glm-5, choice kept": "float32",
+    "dsv4-flash": "bfloat16",
+}
 GLM_5 = {"index_topk": 4, "indexer_rope_interleave": True}
 CHANGES |= {
     "deepseek-v3.2": {"index_topk": 4},
@@ -77,15 +91,19 @@ CHANGES |= {
 }
 FLOAT32_NOISE = 1e-4
 UNTRAINED = [*NOISE, *ALONE]
-# Their targets need no more than transformers' own class has; of a family's two releases, the trained one.
+# Their targets need no more than transformers' own class has; of a family's two releases, the
+# trained one.
 TARGETS = [*SHIPPED, *(name for name in NOISE if name not in ("glm-4.7", "qwen3.5-text"))]
-# What `make test` asks for: both trained ones, and a target with delta nets, with latent attention, with streams.
+# What `make test` asks for: both trained ones, and a target with delta nets, with latent attention,
+# with streams.
 SOME = (*SHIPPED, "qwen3-next-80b", "deepseek-r1", "dsv4-flash")
 PROOFS = {"vllm": [*SHIPPED, *NOISE], "vllm, attention by a reference": [*ALONE]}
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+    pytest.mark.skipif(
+        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
+    ),
 ]
 
 
@@ -108,7 +126,9 @@ def drafted(request, tmp_path_factory) -> dict[str, Drafted]:
     made, asked = tmp_path_factory.mktemp("drafted"), asked_values(request, "name")
     folders = {name: ROOT / "models" / name for name in SHIPPED if name in asked}
     for name in asked & {*UNTRAINED}:
-        folders[name] = lively(made / name, _model_of(name), changes=CHANGES.get(name), is_packed=False)
+        folders[name] = lively(
+            made / name, _model_of(name), changes=CHANGES.get(name), is_packed=False
+        )
     if "mimo-7b" in folders:
         (folders["mimo-7b"] / "configuration_mimo.py").write_text(CONFIGURATION)
     jobs = [
@@ -125,13 +145,19 @@ def drafted(request, tmp_path_factory) -> dict[str, Drafted]:
     ]
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("dump_drafts.py")), *jobs]
     stubs = str(ROOT / "validate" / "measure" / "plugin" / "stubs")
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs}
+    )
     assert done.stdout.count("DUMPED ") == len(jobs), done.stdout[-2000:] + done.stderr[-6000:]
     found = {}
     for name, folder in folders.items():
         values = load_file(made / f"{name}.safetensors")
         prompts = [
-            {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{index}.")}
+            {
+                key.partition(".")[2]: value
+                for key, value in values.items()
+                if key.startswith(f"{index}.")
+            }
             for index in range(len(PROMPTS))
         ]
         plan = plan_over(folder, NOISE.get(name, _model_of(name)))
@@ -156,14 +182,18 @@ def base(drafted) -> dict[str, list[tuple[float, float]]]:
 
 def parted(seen: Drafted, **draft: Any) -> list[float]:
     """vLLM's distance by draft step from a float32 block whose table says something else."""
-    return _distances(seen, _logits(seen, changed(seen.plan, **draft), torch.float32), _theirs(seen))
+    return _distances(
+        seen, _logits(seen, changed(seen.plan, **draft), torch.float32), _theirs(seen)
+    )
 
 
 def _distances(seen: Drafted, truth: list[list[Tensor]], other: list[list[Tensor]]) -> list[float]:
-    """Root mean square distance in units of the logits' spread, by draft step; the median over the prompts.
+    """Root mean square distance in units of the logits' spread, by draft step; the median over the
+    prompts.
 
-    Step 1 is compared at every slot, the others at the last, where vLLM ran them. The median, since rounding may tip a
-    router of noise to another expert, and then one slot is far from where it was.
+    Step 1 is compared at every slot, the others at the last, where vLLM ran them. The median, since
+    rounding may tip a router of noise to another expert, and then one slot is far from where it
+    was.
     """
     found = []
     for step in range(NUM_DRAFTS):
@@ -178,7 +208,9 @@ def _distances(seen: Drafted, truth: list[list[Tensor]], other: list[list[Tensor
 
 
 def _theirs(seen: Drafted) -> list[list[Tensor]]:
-    """vLLM's logits in the shape of `_logits`: steps behind the first have their one slot at the end."""
+    """vLLM's logits in the shape of `_logits`: steps behind the first have their one slot at the
+    end.
+    """
     found = []
     for prompt in seen.prompts:
         rest = [each.expand(len(prompt["positions"]), -1) for each in prompt["last"][1:]]
@@ -188,7 +220,11 @@ def _theirs(seen: Drafted) -> list[list[Tensor]]:
 
 def _logits(seen: Drafted, plan: Plan, dtype: torch.dtype) -> list[list[Tensor]]:
     """By prompt and step, [T, V] float32."""
-    block, weights, draft = filled(plan, dtype=dtype), weights_of(seen.folder), plan.view.family.draft
+    block, weights, draft = (
+        filled(plan, dtype=dtype),
+        weights_of(seen.folder),
+        plan.view.family.draft,
+    )
     table, head = (_shared(plan, weights, role).to(dtype) for role in ("embedding", "head"))
     found = []
     for prompt in seen.prompts:
@@ -200,15 +236,25 @@ def _logits(seen: Drafted, plan: Plan, dtype: torch.dtype) -> list[list[Tensor]]
             hidden = hidden.unflatten(-1, (getattr(block.config, draft.streams), -1))
         with torch.no_grad():
             outputs = draft_steps(
-                [block], nn.Embedding.from_pretrained(table), ids=ids, hidden=hidden, num_steps=NUM_DRAFTS
+                [block],
+                nn.Embedding.from_pretrained(table),
+                ids=ids,
+                hidden=hidden,
+                num_steps=NUM_DRAFTS,
             )
         found.append([(output[0] @ head.T).float() for output in outputs])
     return found
 
 
 def _shared(plan: Plan, weights: Mapping[str, Tensor], role: str) -> Tensor:
-    """The target's embedding or head, [V, H]; a model without a head multiplies by its embedding."""
-    found = {tensor.role: tensor.name for tensor in plan.tensors if tensor.part == "backbone" and tensor.layer is None}
+    """The target's embedding or head, [V, H]; a model without a head multiplies by its
+    embedding.
+    """
+    found = {
+        tensor.role: tensor.name
+        for tensor in plan.tensors
+        if tensor.part == "backbone" and tensor.layer is None
+    }
     return weights[found.get(role, found["embedding"])]
 
 
@@ -222,14 +268,17 @@ def test_the_block_drafts_as_vllm_does(base, name):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_same_tokens_are_drafted(drafted, name):
-    """On trained models, in BF16, at every slot but those few where the two likeliest are one step of BF16 apart."""
+    """On trained models, in BF16, at every slot but those few where the two likeliest are one step
+    of BF16 apart.
+    """
     seen, num_ties = drafted[name], 0
     ours, truth = (_logits(seen, seen.plan, dtype) for dtype in (torch.bfloat16, torch.float32))
     for prompt, steps, exact in zip(seen.prompts, ours, truth, strict=True):
         length = len(prompt["positions"])
         theirs = torch.cat([prompt["first"], prompt["last"]]).argmax(-1)
         mine, right = (
-            torch.cat([each[0][:length], *(step[length - 1 : length] for step in each)]) for each in (steps, exact)
+            torch.cat([each[0][:length], *(step[length - 1 : length] for step in each)])
+            for each in (steps, exact)
         )
         for row, one, other in zip(right, mine.argmax(-1), theirs, strict=True):
             assert abs(row[one] - row[other]) <= BF16_STEP * row[one].abs(), row.topk(3)
@@ -240,7 +289,9 @@ def test_the_same_tokens_are_drafted(drafted, name):
 @pytest.mark.parametrize("name", named(UNTRAINED))
 @pytest.mark.parametrize("field", ["hidden_first", "zeroes_first", "chains_normed"])
 def test_a_wrong_table_parts_them(drafted, base, name, field):
-    """The twin of each fact: turned round, the drafts are no longer vLLM's, at the step where it counts."""
+    """The twin of each fact: turned round, the drafts are no longer vLLM's, at the step where it
+    counts.
+    """
     draft = drafted[name].plan.view.family.draft
     if field == "chains_normed" and (not draft.final_norm or draft.streams):
         pytest.skip("no norm, so nothing to chain before it or behind; or streams, which have none")
@@ -257,7 +308,9 @@ def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
     """The twin of the positions: each step at the one before it."""
     forward = MtpBlock.forward
 
-    def unmoved(self: MtpBlock, embeds: Tensor, hidden: Tensor, positions: Tensor, *args: object) -> object:
+    def unmoved(
+        self: MtpBlock, embeds: Tensor, hidden: Tensor, positions: Tensor, *args: object
+    ) -> object:
         return forward(self, embeds, hidden, torch.arange(len(positions)), *args)
 
     monkeypatch.setattr(MtpBlock, "forward", unmoved)
@@ -268,7 +321,11 @@ def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "key", "value"),
-    [("deepseek-v3.2", "index_topk", 5), ("glm-5", "index_topk", 5), ("dsv4-flash", "sliding_window", 4)],
+    [
+        ("deepseek-v3.2", "index_topk", 5),
+        ("glm-5", "index_topk", 5),
+        ("dsv4-flash", "sliding_window", 4),
+    ],
 )
 def test_another_choice_of_keys_parts_them(drafted, base, name, key, value):
     """The twin of the indexer, which chooses one key more, and of the window."""
@@ -288,12 +345,16 @@ def test_a_choice_that_is_made_anew_parts_them(drafted, base):
 
 @pytest.mark.parametrize("name", named(TARGETS))
 def test_the_target_hands_over_the_state_that_the_table_says(drafted, name):
-    """Against transformers' target, the class that calibration runs: the state behind its final norm, or before it."""
+    """Against transformers' target, the class that calibration runs: the state behind its final
+    norm, or before it.
+    """
     seen = drafted[name]
     built, _ = on_meta(seen.plan)
     model = (
         type(built)
-        .from_pretrained(seen.folder, config=built.config, dtype=torch.bfloat16, attn_implementation="eager")
+        .from_pretrained(
+            seen.folder, config=built.config, dtype=torch.bfloat16, attn_implementation="eager"
+        )
         .get_decoder()
     )
     before = []
@@ -303,13 +364,19 @@ def test_the_target_hands_over_the_state_that_the_table_says(drafted, name):
         with torch.no_grad():
             normed = model(input_ids=prompt["ids"][None, :length]).last_hidden_state[0]
         # Two engines over a whole model of noise, routing included: near, not equal.
-        pair = [(each - prompt["hidden"].float()).square().mean() for each in (normed, before.pop()[0])]
+        pair = [
+            (each - prompt["hidden"].float()).square().mean() for each in (normed, before.pop()[0])
+        ]
         right, wrong = pair if seen.plan.view.family.draft.reads_normed else reversed(pair)
         assert 9 * right < wrong
 
 
 @pytest.mark.parametrize(("proof", "names"), PROOFS.items())
 def test_every_family_said_to_be_proven_by_vllm_is_here(proof, names):
-    claimed = {family.model_type for family in families().values() if family.draft and family.draft.proof == proof}
+    claimed = {
+        family.model_type
+        for family in families().values()
+        if family.draft and family.draft.proof == proof
+    }
     recipes = (find_recipe(NOISE.get(name, _model_of(name)))[0] for name in names)
     assert {families()[recipe.family].model_type for recipe in recipes} == claimed

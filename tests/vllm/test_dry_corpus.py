@@ -1,7 +1,8 @@
-"""Right both ways: every broken checkpoint is caught and its culprit named, every good one passes without a word.
+"""Right both ways: every broken checkpoint is caught and its culprit named, every good one passes
+without a word.
 
-The whole of dry_corpus.py goes through the static check and through vLLM's own classes on a pretended GPU; each
-part's score is printed as a table.
+The whole of dry_corpus.py goes through the static check and through vLLM's own classes on a
+pretended GPU; each part's score is printed as a table.
 """
 
 import re
@@ -22,7 +23,8 @@ GPU = "sm100"
 PARTS = 6  # of every family and every kind of breakage something stands in each
 DRY_RULES = ("dry-load", "no-kernel")
 DEFECT = "vllm-defect"
-# Its sparse attention calls FlashAttention 3, which is for Hopper alone (vLLM 0.32.0 models/dots3_note/nvidia).
+# Its sparse attention calls FlashAttention 3, which is for Hopper alone (vLLM 0.32.0
+# models/dots3_note/nvidia).
 HOPPER_ALONE = "dots3-note-prev"
 
 
@@ -37,14 +39,20 @@ def vllm() -> VLLM:
 @pytest.mark.vllm
 @pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_right_both_ways(part: int, dry_loader, vllm: VLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_right_both_ways(
+    part: int, dry_loader, vllm: VLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     score, wrong = Counter[str](), list[str]()
     loader = dry_loader(GPU)  # it imports vLLM while the checkpoints are written
     cases = [*good_cases(), *broken_cases()][part::PARTS]
-    folders = [write(tmp_path / f"{number:03} {_slug(case.name)}", case.build()) for number, case in enumerate(cases)]
+    folders = [
+        write(tmp_path / f"{number:03} {_slug(case.name)}", case.build())
+        for number, case in enumerate(cases)
+    ]
     examined = [examine(str(folder)) for folder in folders]
     jobs = [
-        Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts) for folder, case in zip(folders, cases, strict=True)
+        Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts)
+        for folder, case in zip(folders, cases, strict=True)
     ]
     accounts = loader.load_all(jobs)
     for case, checked, account in zip(cases, examined, accounts, strict=True):
@@ -74,15 +82,25 @@ def _is_of_this_gpu(finding: Finding) -> bool:
 def _broken(case: DryCase, findings: tuple[Finding, ...]) -> tuple[str, str]:
     rules = {finding.rule for finding in findings} - {DEFECT}
     who = {"static": bool(rules.difference(DRY_RULES)), "dry": bool(rules.intersection(DRY_RULES))}
-    outcome = f"broken, caught by {' and '.join(name for name, caught in who.items() if caught) or 'neither'}"
+    outcome = (
+        "broken, caught by "
+        f"{' and '.join(name for name, caught in who.items() if caught) or 'neither'}"
+    )
     if not all(who[name] for name in who if case.by in (name, "both")):
         return outcome, f"not caught by {case.by}"
-    is_named = any(word in finding.where or word in finding.says for word in case.where for finding in findings)
+    is_named = any(
+        word in finding.where or word in finding.says for word in case.where for finding in findings
+    )
     return outcome, "" if is_named else f"none of {case.where} named"
 
 
 def _told(findings: tuple[Finding, ...]) -> str:
-    return "; ".join(f"[{finding.rule}] {finding.where} {finding.says[:200]}" for finding in findings[:2]) or "nothing"
+    return (
+        "; ".join(
+            f"[{finding.rule}] {finding.where} {finding.says[:200]}" for finding in findings[:2]
+        )
+        or "nothing"
+    )
 
 
 def _slug(name: str) -> str:

@@ -1,4 +1,6 @@
-"""`keepmtp explain` reads what vLLM itself raised: its words and its place, from checkpoints broken in known ways."""
+"""`keepmtp explain` reads what vLLM itself raised: its words and its place, from checkpoints broken
+in known ways.
+"""
 
 import pytest
 from dry_corpus import broken_cases
@@ -14,9 +16,18 @@ pytestmark = pytest.mark.vllm
 # A broken checkpoint -> the failure, and words of the tensor or entry that the answer must name.
 NAMED = {
     "F1 dropped, count kept": ("MTP weights dropped", "model.layers.3."),
-    "F14 experts of the draft not ignored": ("experts built in another form", "mtp.layers.0.mlp.experts"),
-    "F32 KV scales in the draft": ("scales of the KV cache in the MTP layer", "layers.3.self_attn.k_proj.k_scale"),
-    "F38 placeholder head quantized": ("weight of another width", "model.layers.3.shared_head.head"),
+    "F14 experts of the draft not ignored": (
+        "experts built in another form",
+        "mtp.layers.0.mlp.experts",
+    ),
+    "F32 KV scales in the draft": (
+        "scales of the KV cache in the MTP layer",
+        "layers.3.self_attn.k_proj.k_scale",
+    ),
+    "F38 placeholder head quantized": (
+        "weight of another width",
+        "model.layers.3.shared_head.head",
+    ),
     "H7 eh_proj packed": ("scale without a parameter in the draft", "model.layers.3.eh_proj"),
     "INT4 cache": ("number format of the KV cache", "kv_cache_scheme"),
 }
@@ -52,8 +63,13 @@ def test_a_real_exception_is_recognized_and_its_culprit_named(case, accounts):
 
 
 def test_a_stop_of_the_dry_load_is_a_note(accounts):
-    checked = with_loads(examine(accounts["H7 eh_proj packed"].path), [accounts["H7 eh_proj packed"]], "0.32.0")
-    assert any("In the dry load on sm100 vLLM stops: KeyError" in note for note in explain(checked, None).notes)
+    checked = with_loads(
+        examine(accounts["H7 eh_proj packed"].path), [accounts["H7 eh_proj packed"]], "0.32.0"
+    )
+    assert any(
+        "In the dry load on sm100 vLLM stops: KeyError" in note
+        for note in explain(checked, None).notes
+    )
 
 
 def test_kernels_are_named_by_module_group(accounts):
@@ -61,7 +77,13 @@ def test_kernels_are_named_by_module_group(accounts):
     found = explain(checked, None)
     kernels = {(group.part, group.modules): group.kernel for group in found.groups}
     assert kernels["mtp", "routed experts"] == kernels["backbone", "routed experts"] != ""
-    assert "NvFp4LinearKernel" in kernels["backbone", "attention"] and "NvFp4" in kernels["mtp", "shared experts"]
+    assert (
+        "NvFp4LinearKernel" in kernels["backbone", "attention"]
+        and "NvFp4" in kernels["mtp", "shared experts"]
+    )
     assert kernels["mtp", "glue"] == ""
     notes = " ".join(found.notes)
-    assert "On sm100 the draft's attention runs on FLASH" in notes and "gives the draft the target's" in notes
+    assert (
+        "On sm100 the draft's attention runs on FLASH" in notes
+        and "gives the draft the target's" in notes
+    )

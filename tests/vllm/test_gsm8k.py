@@ -1,6 +1,8 @@
-"""`keepmtp eval` with real vLLM servers on the CPU: a good checkpoint, a spoilt one, and a server that dies in between.
+"""`keepmtp eval` with real vLLM servers on the CPU: a good checkpoint, a spoilt one, and a server
+that dies in between.
 
-A server takes 20 to 60 s to start, so six of them are all there are, and each later test takes from the first.
+A server takes 20 to 60 s to start, so six of them are all there are, and each later test takes from
+the first.
 """
 
 import json
@@ -38,7 +40,9 @@ NOISE = 1.0  # as a share of a scale, standard deviation
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+    pytest.mark.skipif(
+        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
+    ),
 ]
 
 
@@ -52,12 +56,16 @@ Keepmtp = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def keepmtp(installed) -> Keepmtp:
-    """The command of keepmtp's wheel, in an environment that has the extra `evaluate` and nothing else."""
+    """The command of keepmtp's wheel, in an environment that has the extra `evaluate` and nothing
+    else.
+    """
     command = str(installed("evaluate") / "keepmtp")
 
     def run(*words: str, cwd: Path = ROOT, **changes: str) -> subprocess.CompletedProcess[str]:
         environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON), **changes)
-        return subprocess.run([command, *words], capture_output=True, text=True, env=environment, cwd=cwd)
+        return subprocess.run(
+            [command, *words], capture_output=True, text=True, env=environment, cwd=cwd
+        )
 
     return run
 
@@ -78,12 +86,17 @@ def found(keepmtp, made) -> dict:
     """Source and checkpoint, by the command line."""
     done = evaluated(keepmtp, made)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert '"role": "source", "doing": ""' in done.stderr and '"role": "checkpoint", "doing": ""' in done.stderr
+    assert (
+        '"role": "source", "doing": ""' in done.stderr
+        and '"role": "checkpoint", "doing": ""' in done.stderr
+    )
     return json.loads(done.stdout)
 
 
 def spoilt(made: Path, twin: Path) -> Path:
-    """The same checkpoint with noise in the scales of its routed experts: it loads, and it answers fluently."""
+    """The same checkpoint with noise in the scales of its routed experts: it loads, and it answers
+    fluently.
+    """
     shutil.copytree(made, twin)
     generator = torch.Generator().manual_seed(0)
     for path in twin.glob("*.safetensors"):
@@ -101,14 +114,28 @@ def reasons(found: dict) -> dict[str, dict]:
 
 
 def test_the_first_questions_of_the_release(tmp_path):
-    """One server: real prompts, answers, scores and draft counters. Without a source nothing is judged."""
-    words = [KEEPMTP, "eval", str(GLM), "--recipe", "tiny-glm4-moe", "--source", "none", "--no-plain"]
+    """One server: real prompts, answers, scores and draft counters. Without a source nothing is
+    judged.
+    """
+    words = [
+        KEEPMTP,
+        "eval",
+        str(GLM),
+        "--recipe",
+        "tiny-glm4-moe",
+        "--source",
+        "none",
+        "--no-plain",
+    ]
     words += ["--limit", "40", "--json", "--out", str(tmp_path)]
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     fact = json.loads(done.stdout)["evaluation"]
-    assert all(score["value"] > 0.8 for score in fact["checkpoint"]["scores"]) and fact["plain"] is None
+    assert (
+        all(score["value"] > 0.8 for score in fact["checkpoint"]["scores"])
+        and fact["plain"] is None
+    )
     assert fact["checkpoint"]["num_questions"] == 40 and fact["checkpoint"]["acceptance"] > 0.9
 
 
@@ -121,18 +148,32 @@ def test_source_and_checkpoint_score_well_above_zero(made, found):
         assert [score["filter"] for score in one["scores"]] == ["strict-match", "flexible-extract"]
         assert all(0.85 < score["value"] < 1 and score["stderr"] > 0 for score in one["scores"])
         assert one["num_questions"] == NUM and one["num_truncated"] == 0 and one["sittings"] == 1
-        assert len(one["accepted_per_position"]) == 3 and one["draft_tokens"] == 3 * one["drafts"] > 1000
-        assert one["accepted_tokens"] == sum(one["accepted_per_position"]) > 0.9 * one["draft_tokens"]
-        # Every token but each first one, and what a draft has beyond the end, is a target's or an accepted draft's.
+        assert (
+            len(one["accepted_per_position"]) == 3
+            and one["draft_tokens"] == 3 * one["drafts"] > 1000
+        )
+        assert (
+            one["accepted_tokens"] == sum(one["accepted_per_position"]) > 0.9 * one["draft_tokens"]
+        )
+        # Every token but each first one, and what a draft has beyond the end, is a target's or an
+        # accepted draft's.
         assert one["num_tokens"] <= NUM + one["drafts"] + one["accepted_tokens"]
-    assert source["as_served"] == "native" and checkpoint["as_served"] == COPY and "W4A16" in checkpoint["reason"]
+    assert (
+        source["as_served"] == "native"
+        and checkpoint["as_served"] == COPY
+        and "W4A16" in checkpoint["reason"]
+    )
     assert {pair["filter"] for pair in fact["paired"]} == {"strict-match", "flexible-extract"}
     assert all(pair["low"] < pair["difference"] < pair["high"] for pair in fact["paired"])
-    protocol = Evaluation(dataset="models/held_out.jsonl", shots=0, max_tokens=96, k=3, concurrency=8)
+    protocol = Evaluation(
+        dataset="models/held_out.jsonl", shots=0, max_tokens=96, k=3, concurrency=8
+    )
     assert fact["protocol"] == protocol.model_dump()
     assert fact["environment"]["vllm"] == find_vllm().version and fact["environment"]["lm-eval"]
     assert reasons(found)["acceptance"]["verdict"] == reasons(found)["gsm8k"]["verdict"] == "pass"
-    assert verify(made.with_name("glm.report")).evaluation is not None, "every figure follows from the answers"
+    assert verify(made.with_name("glm.report")).evaluation is not None, (
+        "every figure follows from the answers"
+    )
 
 
 @pytest.mark.full
@@ -142,7 +183,11 @@ def test_with_mtp_off_the_checkpoint_answers_the_same(found):
     assert plain["drafts"] == plain["draft_tokens"] == 0 and plain["acceptance"] is None
     assert plain["sha256"] == checkpoint["sha256"] and plain["num_questions"] == NUM
     drafting = found["evaluation"]["drafting"]
-    assert [switch["reads"] for switch in drafting["switches"]] == ["strict-match", "flexible-extract", "not empty"]
+    assert [switch["reads"] for switch in drafting["switches"]] == [
+        "strict-match",
+        "flexible-extract",
+        "not empty",
+    ]
     assert drafting["num_changed"] <= NUM // 20, "near-ties alone may flip"
     assert reasons(found)["drafting"]["verdict"] == "pass"
 
@@ -153,11 +198,15 @@ def test_the_same_again_starts_no_server(keepmtp, made, found):
     assert len(logs) == 3
     done = evaluated(keepmtp, made)
     assert json.loads(done.stdout)["evaluation"] == found["evaluation"], done.stderr
-    assert {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")} == logs
+    assert {
+        path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")
+    } == logs
 
 
 def run_all(keepmtp: Keepmtp, made: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return keepmtp("all", "tiny-glm4-moe", "--out", str(made), "--no-serve-check", "--gpu", "sm100", cwd=cwd)
+    return keepmtp(
+        "all", "tiny-glm4-moe", "--out", str(made), "--no-serve-check", "--gpu", "sm100", cwd=cwd
+    )
 
 
 @pytest.mark.full
@@ -167,19 +216,32 @@ def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, f
     done = run_all(keepmtp, made)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "quantize: done before" in done.stderr
-    commands = [line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")]
+    commands = [
+        line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")
+    ]
     assert commands == ["check", "eval", "card"]
-    assert {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")} == logs
+    assert {
+        path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")
+    } == logs
     card = made.with_name("glm.card") / "README.md"
-    score = next(one for one in found["evaluation"]["checkpoint"]["scores"] if one["filter"] == "flexible-extract")
+    score = next(
+        one
+        for one in found["evaluation"]["checkpoint"]["scores"]
+        if one["filter"] == "flexible-extract"
+    )
     assert f"{100 * score['value']:.2f} %" in card.read_text() and "**pass**" in card.read_text()
-    ready = keepmtp("publish", str(made), "--repo", "org/glm", "--dry-run", "--json", HF_HUB_OFFLINE="1")
-    assert ready.returncode == 0 and "model-00002-of-00002.safetensors" in ready.stdout, ready.stderr
+    ready = keepmtp(
+        "publish", str(made), "--repo", "org/glm", "--dry-run", "--json", HF_HUB_OFFLINE="1"
+    )
+    assert ready.returncode == 0 and "model-00002-of-00002.safetensors" in ready.stdout, (
+        ready.stderr
+    )
 
 
 @pytest.mark.full
 def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
-    """The same bytes, their BF16 MTP layer claimed by the FP8 group: the check is red, and no server is started.
+    """The same bytes, their BF16 MTP layer claimed by the FP8 group: the check is red, and no
+    server is started.
 
     The current folder holds another package of keepmtp's name, whose code nobody asked for.
     """
@@ -192,24 +254,34 @@ def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
     (twin / "config.json").write_text(json.dumps(config))
     stranger_package = tmp_path / "elsewhere" / "keepmtp"
     stranger_package.mkdir(parents=True)
-    (stranger_package / "__init__.py").write_text("raise SystemExit('the code of the current folder ran')")
+    (stranger_package / "__init__.py").write_text(
+        "raise SystemExit('the code of the current folder ran')"
+    )
     done = run_all(keepmtp, twin, cwd=stranger_package.parent)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
-    assert [line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")] == ["check"]
+    assert [
+        line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")
+    ] == ["check"]
     assert "model.layers.3" in done.stdout
-    assert not (tmp_path / "twin.report" / "logs").exists() and not (tmp_path / "twin.card").exists()
+    assert (
+        not (tmp_path / "twin.report" / "logs").exists() and not (tmp_path / "twin.card").exists()
+    )
 
 
 @pytest.mark.full
 def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
-    """Judged against the source's answers to the first checkpoint's questions, which lie beside it."""
+    """Judged against the source's answers to the first checkpoint's questions, which lie beside
+    it.
+    """
     twin = spoilt(made, made.with_name("twin"))
     done = evaluated(keepmtp, twin, "--no-plain")
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
     told = json.loads(done.stdout)
     assert told["evaluation"]["source"] == found["evaluation"]["source"]
     assert "taken from glm.report" in done.stderr
-    assert not (made.with_name("twin.report") / "logs" / "eval.source.log").exists(), "not served again"
+    assert not (made.with_name("twin.report") / "logs" / "eval.source.log").exists(), (
+        "not served again"
+    )
     gate = reasons(told)["gsm8k"]
     assert gate["verdict"] == told["judgement"]["verdict"] == "regression", gate
     for pair in told["evaluation"]["paired"]:
@@ -217,12 +289,20 @@ def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
 
 
 def engines() -> list[int]:
-    """The engine processes of servers that this process has started: each leads a group of its own."""
-    groups = {int(one) for one in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()}
+    """The engine processes of servers that this process has started: each leads a group of its
+    own.
+    """
+    groups = {
+        int(one)
+        for one in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    }
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if b"EngineCore" in (folder / "cmdline").read_bytes() and os.getpgid(int(folder.name)) in groups:
+            if (
+                b"EngineCore" in (folder / "cmdline").read_bytes()
+                and os.getpgid(int(folder.name)) in groups
+            ):
                 found.append(int(folder.name))
         except OSError:
             continue  # it has ended since
@@ -231,9 +311,11 @@ def engines() -> list[int]:
 
 @pytest.mark.full
 def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, monkeypatch):
-    """Its engine is killed after some answers to the first of four tasks. The next run ends as an undisturbed one.
+    """Its engine is killed after some answers to the first of four tasks. The next run ends as an
+    undisturbed one.
 
-    HumanEval's chat begins the answer, which the server has to continue; AIME is sampled in two runs.
+    HumanEval's chat begins the answer, which the server has to continue; AIME is sampled in two
+    runs.
     """
     protocol = found["evaluation"]["protocol"]
     second = {"task": "gsm8k_platinum", "limit": 20, "max_tokens": 128}
@@ -248,7 +330,9 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     started = []
     source = open_source(GLM)
     model = Model(role="checkpoint", source=source, identity=identify(GLM))
-    setup = Setup(vllm=find_vllm(), out=tmp_path, timeout=400, extra=("--chat-template", str(template)))
+    setup = Setup(
+        vllm=find_vllm(), out=tmp_path, timeout=400, extra=("--chat-template", str(template))
+    )
     how = {"setup": setup, "confidence": 0.95, "has_plain": False}
     prompts: list[str] = []
     real = Server.answer
@@ -275,14 +359,19 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
         gsm8k.evaluate(model, None, asked, **how, watch=kill)
     samples = read_samples(tmp_path / "gsm8k.checkpoint.jsonl")
     message = str(caught.value)
-    assert f" of {NUM} for the checkpoint; got " in message and f"only the {len(samples.missing)} that" in message
+    assert (
+        f" of {NUM} for the checkpoint; got " in message
+        and f"only the {len(samples.missing)} that" in message
+    )
     assert "Error" in message.partition("; got ")[2], "in vLLM's words"
     assert 50 <= len(samples.lines) < NUM and drafts_of(samples).drafts >= 0
 
     fact = gsm8k.evaluate(model, None, asked, **how)
     wanted = sorted(item.prompt for each in asked for item in each.items)
     assert sorted(prompts) == wanted, "each was answered once"
-    assert len(started) == 2 and len(set(started)) == 1, "one server for all tasks, with room for the longest one"
+    assert len(started) == 2 and len(set(started)) == 1, (
+        "one server for all tasks, with room for the longest one"
+    )
     assert fact.tasks[0].checkpoint.num_questions == 20 and fact.tasks[0].checkpoint.sittings == 1
     undisturbed = found["evaluation"]["source"]
     assert fact.checkpoint.sittings == 2 and fact.checkpoint.num_questions == NUM
@@ -290,7 +379,11 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     assert fact.checkpoint.num_tokens == undisturbed["num_tokens"]
     assert fact.source is None and not fact.paired
     code, sampled = fact.tasks[1:]
-    assert code.checkpoint.num_questions == 2 and [score.filter for score in code.checkpoint.scores] == ["pass@1"]
+    assert code.checkpoint.num_questions == 2 and [
+        score.filter for score in code.checkpoint.scores
+    ] == ["pass@1"]
     assert sampled.checkpoint.num_questions == 4 and sampled.protocol.temperature == 0.6
-    texts = [answer.text for answer in read_samples(tmp_path / "aime25.checkpoint.jsonl").lines.values()]
+    texts = [
+        answer.text for answer in read_samples(tmp_path / "aime25.checkpoint.jsonl").lines.values()
+    ]
     assert len(texts) == 4 and all(texts)

@@ -1,4 +1,6 @@
-"""q, k and v of MiMo-V2.5, written apart, against the function with which vLLM puts the release's rows in order."""
+"""q, k and v of MiMo-V2.5, written apart, against the function with which vLLM puts the release's
+rows in order.
+"""
 
 import json
 import subprocess
@@ -15,7 +17,8 @@ from releases import source_layout, write_checkpoint
 
 pytestmark = pytest.mark.vllm
 
-# vLLM's part of a rank, [q; k; v] in FP8 with blocks, against the same rows of three whole matrices.
+# vLLM's part of a rank, [q; k; v] in FP8 with blocks, against the same rows of three whole
+# matrices.
 COMPARE = """
 import json, sys, torch
 from pathlib import Path
@@ -50,6 +53,7 @@ def test_each_rank_gets_the_rows_that_vllm_gives_it(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(tmp_path))
     errors = json.loads(done.stdout.splitlines()[-1])
     assert len(errors) == 3 * 15
-    # At four ranks vLLM takes the slices as they are: BF16's rounding, 2**-9. Else it rounds to E4M3 again: 2**-4.
+    # At four ranks vLLM takes the slices as they are: BF16's rounding, 2**-9. Else it rounds to
+    # E4M3 again: 2**-4.
     for where, error in errors.items():
         assert error < (2**-8 if "TP 4" in where else 2**-4), where

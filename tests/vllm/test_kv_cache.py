@@ -1,4 +1,6 @@
-"""Scales of an FP8 KV cache in vLLM's own classes: which families take them, and how its operator rounds by them."""
+"""Scales of an FP8 KV cache in vLLM's own classes: which families take them, and how its operator
+rounds by them.
+"""
 
 import subprocess
 from pathlib import Path
@@ -67,9 +69,11 @@ def test_every_scale_is_read_by_target_and_draft(accounts):
         assert has_own == (name.partition(" ")[0] not in WITHOUT), name
         on_disk = {plan.on_disk(output).name for tensor in scales for output in tensor.outputs}
         assert len(on_disk) == len(scales) >= 4 and not on_disk & {*account.unconsumed}, name
-        assert {use.kernel.rpartition(" kv=")[2][:3] for use in account.load.target.kernels if "kv=" in use.kernel} == {
-            "fp8"
-        }, name
+        assert {
+            use.kernel.rpartition(" kv=")[2][:3]
+            for use in account.load.target.kernels
+            if "kv=" in use.kernel
+        } == {"fp8"}, name
         findings = with_loads(examine(account.path), [account], "0.32.0").data.findings
         assert [finding for finding in findings if finding.rule.startswith("kv-")] == [], name
 
@@ -84,13 +88,16 @@ def test_every_scale_is_read_by_target_and_draft(accounts):
     ],
 )
 def test_a_family_without_a_place_is_refused(model, says):
-    with pytest.raises(RecipeError, match=f"kv_cache: vLLM must have a place for scales .* got .*{says}"):
+    with pytest.raises(
+        RecipeError, match=f"kv_cache: vLLM must have a place for scales .* got .*{says}"
+    ):
         cached(model, "FP8_BLOCK")
 
 
 @pytest.mark.full
 def test_keys_and_values_have_the_codes_of_vllms_operator(tmp_path: Path):
-    """Its operator for CPUs cuts off what GPUs and we round to the nearest: each code is ours, or the one below it.
+    """Its operator for CPUs cuts off what GPUs and we round to the nearest: each code is ours, or
+    the one below it.
 
     Loud ones are cut off at 448 scales.
     """
@@ -98,12 +105,22 @@ def test_keys_and_values_have_the_codes_of_vllms_operator(tmp_path: Path):
     states[3] *= 4096
     states[5] /= 512
     save_file({"states": states}, tmp_path / "given")
-    command = [str(find_vllm().python), "-P", "-c", ROUND, str(tmp_path / "given"), str(tmp_path / "made")]
+    command = [
+        str(find_vllm().python),
+        "-P",
+        "-c",
+        ROUND,
+        str(tmp_path / "given"),
+        str(tmp_path / "made"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     made = load_file(tmp_path / "made")
     for leaf, scale in (("k", 0.03), ("v", 1.0)):
-        ours, theirs = (e4m3_by(scale, states).float() / scale).to(torch.float8_e4m3fn).view(torch.uint8), made[leaf]
+        ours, theirs = (
+            (e4m3_by(scale, states).float() / scale).to(torch.float8_e4m3fn).view(torch.uint8),
+            made[leaf],
+        )
         assert torch.equal(ours & 0x80, theirs & 0x80), "signs"
         above = (ours & 0x7F).int() - (theirs & 0x7F).int()
         assert above.min() == 0 and above.max() == 1 and 0.3 < above.float().mean() < 0.6, leaf

@@ -1,4 +1,6 @@
-"""docs/matrix.md tells what vLLM does today: sampled anew, cell by cell. `make matrix` writes all of it."""
+"""docs/matrix.md tells what vLLM does today: sampled anew, cell by cell. `make matrix` writes all
+of it.
+"""
 
 import re
 
@@ -8,7 +10,10 @@ from keepmtp.validate.facts.dry_load import GPU
 from matrix import DOCS, VARIANTS, Cell, plain, run
 
 BF16 = "compressed-tensors, MTP BF16"
-pytestmark = [pytest.mark.vllm, pytest.mark.full]  # docs/matrix.md; test_dry_corpus.py loads every family as well
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.full,
+]  # docs/matrix.md; test_dry_corpus.py loads every family as well
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +21,19 @@ def written() -> dict[tuple[str, str, str, int], str]:
     """(model, variant, GPU, TP) -> the cell's text, its number replaced by the reason."""
     text = DOCS.read_text()
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     columns = [tuple(column.split(" TP")) for column in rows[0][2:]]
     found = {}
     for _, checkpoint, *cells in rows[2:]:
         model, _, variant = checkpoint.partition(", ")
         for (gpu, tp), cell in zip(columns, cells, strict=True):
-            found[model, variant, gpu, int(tp)] = reasons[cell[1:-1]] if cell.startswith("[") else cell
+            found[model, variant, gpu, int(tp)] = (
+                reasons[cell[1:-1]] if cell.startswith("[") else cell
+            )
     return found
 
 
@@ -32,7 +43,8 @@ def test_every_family_and_variant_is_there(written):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "tps", "variants"), [("sm100", (1, 4), tuple(VARIANTS)), ("sm90", (4,), (BF16,)), ("sm120", (4,), (BF16,))]
+    ("gpu", "tps", "variants"),
+    [("sm100", (1, 4), tuple(VARIANTS)), ("sm90", (4,), (BF16,)), ("sm120", (4,), (BF16,))],
 )
 def test_the_matrix_is_what_vllm_does(written, gpu: GPU, tps, variants):
     told: list[Cell] = list(run(releases.MODELS, (gpu,), tps, variants))

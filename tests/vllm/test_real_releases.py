@@ -1,6 +1,8 @@
-"""Real releases in the dry load: what their sizes, keys and forms ask for, and tiny models of good manners do not show.
+"""Real releases in the dry load: what their sizes, keys and forms ask for, and tiny models of good
+manners do not show.
 
-Each config.json has the release's own keys; where they come from stands at its layout (tests/helpers/layouts).
+Each config.json has the release's own keys; where they come from stands at its layout
+(tests/helpers/layouts).
 """
 
 from pathlib import Path
@@ -41,7 +43,11 @@ def without_a_part_of_the_table() -> Checkpoint:
 def quantized(checkpoint: Checkpoint, recipe: str, folder: Path) -> Checkpoint:
     """What keepmtp writes from it."""
     plan = make_plan(find_recipe(recipe)[0], as_source(checkpoint, folder))
-    outputs = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
+    outputs = {
+        output.name: (output.dtype, output.shape)
+        for tensor in plan.tensors
+        for output in tensor.outputs
+    }
     return Checkpoint(config=files_of(plan)["config.json"], tensors=outputs)
 
 
@@ -52,7 +58,9 @@ def joined_minimax(folder: Path) -> Checkpoint:
 
 
 def large(*lost: str) -> Checkpoint:
-    """Two shards of 9.2 GB, or one file of 18: the draft's loader opens each to see what is in it."""
+    """Two shards of 9.2 GB, or one file of 18: the draft's loader opens each to see what is in
+    it.
+    """
     checkpoint = released("qwen3.5-397b", text_config={"vocab_size": MANY_WORDS})
     for pattern in lost:
         lose(pattern)(checkpoint)
@@ -76,13 +84,19 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         "table in FP8": qwen38_fp8(),
         "quantized, table in FP8": quantized(qwen38_fp8(), QWEN38, tmp_path_factory.mktemp("none")),
         "MTP block of its own repository": quantized(
-            joined_minimax(tmp_path_factory.mktemp("none")), "minimax-m3", tmp_path_factory.mktemp("none")
+            joined_minimax(tmp_path_factory.mktemp("none")),
+            "minimax-m3",
+            tmp_path_factory.mktemp("none"),
         ),
         "eight depths": released("inkling", mtp_config={"num_nextn_predict_layers": 8}),
         "a depth that no release has": with_a_strange_depth(),
         "DSpark": dspark_flash(),
-        "the list that vLLM does not read is wrong": mixed_in_two_files(here=["*self_attn*"], there=["lm_head"]),
-        "the list that vLLM reads is wrong": mixed_in_two_files(here=["lm_head"], there=["*self_attn*"]),
+        "the list that vLLM does not read is wrong": mixed_in_two_files(
+            here=["*self_attn*"], there=["lm_head"]
+        ),
+        "the list that vLLM reads is wrong": mixed_in_two_files(
+            here=["lm_head"], there=["*self_attn*"]
+        ),
         "for AMD": foreign_form.quark_mxfp4(exclude=[r"re:model\.layers\.3\."]),
         "shards of 9 GB": large(),
         "shards of 9 GB without a norm": large(r"mtp\.pre_fc_norm_hidden\.weight"),
@@ -99,7 +113,9 @@ def errors(checked: Checked) -> list[str]:
 
 
 def test_a_table_of_95_gib_in_pinned_memory_takes_none_of_this_machines(judged):
-    """vLLM keeps Qwen3.8-Flash-Next's n-gram table in pinned CPU memory (common/ngram_embedding.py: cpu_offload)."""
+    """vLLM keeps Qwen3.8-Flash-Next's n-gram table in pinned CPU memory (common/ngram_embedding.py:
+    cpu_offload).
+    """
     checked = judged["full-size table"]
     (load,) = checked.data.dry
     assert errors(checked) == []
@@ -109,7 +125,10 @@ def test_a_table_of_95_gib_in_pinned_memory_takes_none_of_this_machines(judged):
 
 def test_the_table_must_be_filled_all_the_same(judged):
     """The twin: a part of the table is lost, and vLLM says nothing."""
-    assert any("ngram_embedding" in error and "in part only" in error for error in errors(judged["part of the table"]))
+    assert any(
+        "ngram_embedding" in error and "in part only" in error
+        for error in errors(judged["part of the table"])
+    )
 
 
 def test_layers_that_only_a_list_counts_are_loaded(judged):
@@ -126,12 +145,19 @@ def test_mtp_layers_that_are_not_built_at_this_k_are_a_fact_and_no_error(judged)
     (load,) = checked.data.dry
     facts = checked.data.facts
     assert load.ok and facts.mtp_layers_follow_k
-    assert (facts.num_mtp_layers, facts.idle_mtp_layers(load.k), facts.idle_mtp_layers(8)) == (8, 7, 0)
+    assert (facts.num_mtp_layers, facts.idle_mtp_layers(load.k), facts.idle_mtp_layers(8)) == (
+        8,
+        7,
+        0,
+    )
 
 
 def test_an_mtp_layer_that_is_built_must_be_whole(judged):
     """The twin."""
-    assert any("model.mtp.layers.0.hidden_norm" in error for error in errors(judged["a depth that no release has"]))
+    assert any(
+        "model.mtp.layers.0.hidden_norm" in error
+        for error in errors(judged["a depth that no release has"])
+    )
 
 
 @pytest.mark.parametrize("name", ["table in FP8", "quantized, table in FP8"])
@@ -139,7 +165,10 @@ def test_a_table_in_fp8_is_loaded_as_such(name, judged):
     """Qwen3.8-Flash-Next-FP8, and what keepmtp writes from it: the rows and their one scale."""
     checked = judged[name]
     assert errors(checked) == []
-    assert checked.data.dry[0].ok and checked.data.dry[0].target.num_written == checked.data.dry[0].target.num_params
+    assert (
+        checked.data.dry[0].ok
+        and checked.data.dry[0].target.num_written == checked.data.dry[0].target.num_params
+    )
 
 
 def test_an_mtp_block_of_its_own_repository_is_drafted_with(judged):
@@ -147,12 +176,18 @@ def test_an_mtp_block_of_its_own_repository_is_drafted_with(judged):
     checked = judged["MTP block of its own repository"]
     assert errors(checked) == []
     (load,) = checked.data.dry
-    assert load.ok and load.draft.cls == "MiniMaxM3MTP" and load.draft.num_written == load.draft.num_params > 5
+    assert (
+        load.ok
+        and load.draft.cls == "MiniMaxM3MTP"
+        and load.draft.num_written == load.draft.num_params > 5
+    )
 
 
 @pytest.mark.parametrize("name", ["shards of 9 GB", "one file of 18 GB"])
 def test_a_file_may_be_larger_than_what_a_load_may_allocate(name, judged):
-    """What a load may allocate is 8 GiB, and a mapping of a file is not that: four much-read releases were refused."""
+    """What a load may allocate is 8 GiB, and a mapping of a file is not that: four much-read
+    releases were refused.
+    """
     checked = judged[name]
     assert max(path.stat().st_size for path in Path(checked.data.path).glob("*.safetensors")) > 9e9
     assert errors(checked) == []
@@ -163,25 +198,45 @@ def test_a_file_may_be_larger_than_what_a_load_may_allocate(name, judged):
 
 def test_a_large_file_is_judged_all_the_same(judged):
     """The twin."""
-    assert any("mtp.pre_fc_norm_hidden" in error for error in errors(judged["shards of 9 GB without a norm"]))
+    assert any(
+        "mtp.pre_fc_norm_hidden" in error
+        for error in errors(judged["shards of 9 GB without a norm"])
+    )
 
 
 def test_a_build_for_another_makers_gpus_is_called_that(judged):
-    """vLLM 0.32.0 picks CUTLASS for these experts on sm100, and has no way to prepare Quark's for it."""
-    [error] = [finding for finding in judged["for AMD"].data.findings if finding.severity == "error"]
-    assert error.rule == "no-kernel" and "CUTLASS_MXFP4_MXFP4" in error.says and "AMD's GPUs" in error.cure
+    """vLLM 0.32.0 picks CUTLASS for these experts on sm100, and has no way to prepare Quark's for
+    it.
+    """
+    [error] = [
+        finding for finding in judged["for AMD"].data.findings if finding.severity == "error"
+    ]
+    assert (
+        error.rule == "no-kernel"
+        and "CUTLASS_MXFP4_MXFP4" in error.says
+        and "AMD's GPUs" in error.cure
+    )
 
 
 def test_stages_of_dspark_are_no_mtp_block(judged):
-    """DeepSeek-V4-Flash-0731 had 13 errors, eight of them with `graft` of the release onto itself."""
+    """DeepSeek-V4-Flash-0731 had 13 errors, eight of them with `graft` of the release onto
+    itself.
+    """
     [finding] = judged["DSpark"].data.findings
-    assert (finding.rule, finding.severity) == ("family", "error") and "no MTP block" in finding.says
-    assert '"method": "dspark", "num_speculative_tokens": 5' in finding.cure and "graft" not in str(finding)
+    assert (finding.rule, finding.severity) == (
+        "family",
+        "error",
+    ) and "no MTP block" in finding.says
+    assert '"method": "dspark", "num_speculative_tokens": 5' in finding.cure and "graft" not in str(
+        finding
+    )
 
 
 def test_of_two_lists_the_check_and_vllm_read_the_same(judged):
     """modelopt's MIXED_PRECISION without quantized_layers in config.json."""
-    good, broken = (judged[f"the list that vLLM {does} is wrong"] for does in ("does not read", "reads"))
+    good, broken = (
+        judged[f"the list that vLLM {does} is wrong"] for does in ("does not read", "reads")
+    )
     assert errors(good) == [] and good.data.dry[0].ok
     origins = {finding.origin for finding in broken.data.findings if finding.severity == "error"}
     assert origins == {"static", "dry"}

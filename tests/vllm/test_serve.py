@@ -1,4 +1,5 @@
-"""`keepmtp serve-check` with real vLLM servers on the CPU: what it finds, and that it leaves nothing behind.
+"""`keepmtp serve-check` with real vLLM servers on the CPU: what it finds, and that it leaves
+nothing behind.
 
 A server takes 20 to 60 s to start, so each one here answers as many questions as it can.
 """
@@ -35,13 +36,16 @@ ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 QWEN, GLM = ROOT / "models" / "tiny-qwen3_5", ROOT / "models" / "tiny-glm4-moe"
-# PyTorch's CPU build multiplies in FP8 by oneDNN's reference code, 0.2 s a token: few tokens, one thread.
+# PyTorch's CPU build multiplies in FP8 by oneDNN's reference code, 0.2 s a token: few tokens, one
+# thread.
 ASKED = (PROMPTS[2], PROMPTS[7])
 MAX_TOKENS = 40
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+    pytest.mark.skipif(
+        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
+    ),
 ]
 
 
@@ -59,7 +63,10 @@ def fp8(tmp_path_factory) -> Path:
 def alone(folder: Path, out: Path, prompts: tuple[str, ...] = ASKED) -> Served:
     setup = Setup(vllm=find_vllm(), out=out, timeout=400)
     return serve(
-        open_source(folder), "checkpoint", setup=setup, check=Check(ks=(1,), prompts=prompts, max_tokens=MAX_TOKENS)
+        open_source(folder),
+        "checkpoint",
+        setup=setup,
+        check=Check(ks=(1,), prompts=prompts, max_tokens=MAX_TOKENS),
     )
 
 
@@ -91,7 +98,8 @@ def members(group: int) -> list[int]:
 
 @pytest.mark.full
 def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed, tmp_path):
-    """The same bytes twice: the good one passes by the command line, its twin answers right and fails by acceptance.
+    """The same bytes twice: the good one passes by the command line, its twin answers right and
+    fails by acceptance.
 
     vLLM loads the twin without a word; the static check names the tensors.
 
@@ -124,7 +132,12 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     found = json.loads(done.stdout)
     verdicts = {reason["gate"]: reason["verdict"] for reason in found["judgement"]["reasons"]}
     # Two prompts are too few to tell how much is kept; what they could tell, they told.
-    assert verdicts == {"findings": "pass", "loads": "pass", "acceptance": "infeasible", "gsm8k": "infeasible"}
+    assert verdicts == {
+        "findings": "pass",
+        "loads": "pass",
+        "acceptance": "infeasible",
+        "gsm8k": "infeasible",
+    }
     assert "it would pass with about" in found["judgement"]["reasons"][2]["says"]
     assert read_json(out / "report.json").judgement is not None
     source = found["source"]
@@ -134,30 +147,53 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
         plain, drafted = one["runs"]
         assert plain["drafts"] == 0 and drafted["drafts"] > 20 and drafted["acceptance"] > 0.85
         assert drafted["accepted_per_position"] == [drafted["accepted_tokens"]]
-        assert [output["text"].rpartition("####")[2].strip() for output in drafted["outputs"]] == ["8", "18"]
+        assert [output["text"].rpartition("####")[2].strip() for output in drafted["outputs"]] == [
+            "8",
+            "18",
+        ]
         # Every generated token but each first one is a target's or an accepted draft's.
-        assert plain["tokens_per_second"] > 0 and drafted["speed_up"] > 0 and drafted["unwritten"] == []
+        assert (
+            plain["tokens_per_second"] > 0
+            and drafted["speed_up"] > 0
+            and drafted["unwritten"] == []
+        )
         logs = [Path(run["log"]).read_text() for run in one["runs"]]
         assert ["'method': 'mtp'" in log for log in logs] == [False, True]
-        assert all("enable_weights_track': True" in log and "max_num_batched_tokens': 2048" in log for log in logs)
+        assert all(
+            "enable_weights_track': True" in log and "max_num_batched_tokens': 2048" in log
+            for log in logs
+        )
     assert (out / "report.json").is_file() and not processes(str(fp8))
     assert "source, k=1" in done.stderr and "checkpoint, k=1" in done.stderr
 
     folder = broken(fp8, tmp_path / "twin")
-    assert any(finding.where.startswith("mtp.layers.0.") for finding in examine(folder).data.findings)
+    assert any(
+        finding.where.startswith("mtp.layers.0.") for finding in examine(folder).data.findings
+    )
     twin = alone(folder, tmp_path, ASKED[:1])
     (run,) = twin.runs
-    assert run.loaded and "8" in run.outputs[0].text.rpartition("####")[2], "right answers all the same"
+    assert run.loaded and "8" in run.outputs[0].text.rpartition("####")[2], (
+        "right answers all the same"
+    )
     assert run.draft_tokens > 20 and run.accepted_tokens == 0
-    shown = {name: accepted / drafted for name, (accepted, drafted) in ACCEPTED.items()}  # in the README's picture
+    shown = {
+        name: accepted / drafted for name, (accepted, drafted) in ACCEPTED.items()
+    }  # in the README's picture
     served = {"right": found["checkpoint"]["runs"][1]["acceptance"], "wrong": run.acceptance}
     assert shown == pytest.approx(served, abs=0.05)
-    assert any("mtp_block" in name or "weight_scale" in name for name in run.unwritten), run.unwritten
+    assert any("mtp_block" in name or "weight_scale" in name for name in run.unwritten), (
+        run.unwritten
+    )
     keys = ServeCheck.model_fields
-    both = ServeCheck.model_validate({name: found[name] for name in keys}).model_copy(update={"checkpoint": twin})
+    both = ServeCheck.model_validate({name: found[name] for name in keys}).model_copy(
+        update={"checkpoint": twin}
+    )
     judged = judge(gates=Gates(), check=None, serve=both, evaluation=None)
     reasons = {reason.gate: reason for reason in judged.reasons}
-    assert [reasons[gate].verdict for gate in ("loads", "acceptance")] == ["regression", "regression"]
+    assert [reasons[gate].verdict for gate in ("loads", "acceptance")] == [
+        "regression",
+        "regression",
+    ]
     assert "weight_scale" in reasons["loads"].says and "0.00 %" in reasons["acceptance"].says
 
 
@@ -167,8 +203,14 @@ def test_what_a_cpu_has_no_kernel_for_is_served_as_a_bf16_copy(tmp_path):
     plan, text = plan_for("tiny-glm4-moe", source=str(GLM))
     made = quantize(plan, text, out=tmp_path / "made").out
     found = alone(made, tmp_path / "out")
-    assert found.as_served == COPY and "routed experts in W4A16" in found.reason and "FP8_BLOCK" in found.reason
-    assert "no quantization config" in found.reason and not list((tmp_path / "out").glob("*bf16*")), "copy removed"
+    assert (
+        found.as_served == COPY
+        and "routed experts in W4A16" in found.reason
+        and "FP8_BLOCK" in found.reason
+    )
+    assert "no quantization config" in found.reason and not list(
+        (tmp_path / "out").glob("*bf16*")
+    ), "copy removed"
     (run,) = found.runs
     assert run.loaded and run.acceptance is not None and run.acceptance > 0.85
     assert [output.text.rpartition("####")[2].strip() for output in run.outputs] == ["8", "18"]
@@ -176,7 +218,9 @@ def test_what_a_cpu_has_no_kernel_for_is_served_as_a_bf16_copy(tmp_path):
 
 @pytest.mark.full
 def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
-    """NVFP4 with quantized activations, which only a calibrated recipe writes; so input scales are put in by hand."""
+    """NVFP4 with quantized activations, which only a calibrated recipe writes; so input scales are
+    put in by hand.
+    """
     plan, text = plan_for("tiny-qwen3_5", source=str(QWEN), scheme="NVFP4A16")
     made = quantize(plan, text, out=tmp_path / "made").out
     config = json.loads((made / "config.json").read_text())
@@ -188,7 +232,11 @@ def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
     (made / "config.json").write_text(json.dumps(config))
     for path in made.glob("*.safetensors"):
         tensors = load_file(path)
-        modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
+        modules = [
+            name.removesuffix(".weight_packed")
+            for name in tensors
+            if name.endswith(".weight_packed")
+        ]
         # Activations of this model stay below 64: one global scale for all, 448 * 6 / 64.
         tensors |= {f"{module}.input_global_scale": torch.tensor([42.0]) for module in modules}
         save_file(tensors, path, metadata={"format": "pt"})
@@ -204,7 +252,9 @@ def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
 
 @pytest.mark.full
 def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
-    """One MLP is narrower than config.json says: vLLM's own words within the start, not a timeout, and kept."""
+    """One MLP is narrower than config.json says: vLLM's own words within the start, not a timeout,
+    and kept.
+    """
     bad = tmp_path / "bad"
     bad.mkdir()
     for path in QWEN.iterdir():
@@ -218,19 +268,30 @@ def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
     assert time.monotonic() - start < 300, "the default timeout is 30 minutes"
     found = json.loads(done.stdout)
     (run,) = found["checkpoint"]["runs"]
-    assert not run["loaded"] and "Error" in run["error"] and "Engine core" not in run["error"], run["error"]
+    assert not run["loaded"] and "Error" in run["error"] and "Engine core" not in run["error"], run[
+        "error"
+    ]
     loads = next(reason for reason in found["judgement"]["reasons"] if reason["gate"] == "loads")
-    assert run["error"].rstrip(".") in loads["says"] and run["error"].split(":")[0] in Path(run["log"]).read_text()
+    assert (
+        run["error"].rstrip(".") in loads["says"]
+        and run["error"].split(":")[0] in Path(run["log"]).read_text()
+    )
     full = verify(report_folder(bad))
     assert full.serve is not None and full.serve.checkpoint.runs[0].error == run["error"]
-    assert not full.verdict.ok and full.judgement is not None and full.judgement.verdict == "regression"
+    assert (
+        not full.verdict.ok
+        and full.judgement is not None
+        and full.judgement.verdict == "regression"
+    )
     assert full.results.keys() == {"check.json", "serve.json"} and full.identity == identify(bad)
 
 
 @pytest.mark.full  # test_bench.py kills a command with a server, too
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_no_process_is_left(number, tmp_path):
-    """Ended in the middle of a start; after SIGKILL nothing of ours runs that could end the server."""
+    """Ended in the middle of a start; after SIGKILL nothing of ours runs that could end the
+    server.
+    """
     words = [KEEPMTP, "serve-check", str(QWEN), "--source", "none", "--out", str(tmp_path)]
     log = tmp_path / "logs" / "checkpoint-k0.log"
     with subprocess.Popen(
@@ -242,21 +303,29 @@ def test_no_process_is_left(number, tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as check:
         deadline = time.monotonic() + 300
-        # What only SIGKILL cannot do is end the engine, a process of the server's own: it is waited for there.
+        # What only SIGKILL cannot do is end the engine, a process of the server's own: it is waited
+        # for there.
         marker = "(EngineCore pid=" if number == signal.SIGKILL else ""
         while not (log.is_file() and marker in log.read_text()):
             assert time.monotonic() < deadline and check.poll() is None
             time.sleep(0.1)
         child = 0
-        while not child or os.getpgid(child) != child:  # a moment after the fork it leads a group of its own
+        while (
+            not child or os.getpgid(child) != child
+        ):  # a moment after the fork it leads a group of its own
             assert time.monotonic() < deadline and check.poll() is None
             children = Path(f"/proc/{check.pid}/task/{check.pid}/children").read_text().split()
             child = int(children[0]) if children else 0
-        assert len(members(child)) >= (3 if marker else 1), "its leader, the front end and the engine"
+        assert len(members(child)) >= (3 if marker else 1), (
+            "its leader, the front end and the engine"
+        )
         check.send_signal(number)
         check.wait(timeout=600)
     deadline = time.monotonic() + 600
     while (left := members(child)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
-    assert check.returncode in {signal.SIGINT: (1, 130), signal.SIGTERM: (143,), signal.SIGKILL: (-9,)}[number]
+    assert (
+        check.returncode
+        in {signal.SIGINT: (1, 130), signal.SIGTERM: (143,), signal.SIGKILL: (-9,)}[number]
+    )

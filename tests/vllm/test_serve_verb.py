@@ -1,4 +1,6 @@
-"""`keepmtp serve` with a real vLLM server: its drafts are counted, and Ctrl-C leaves status 0 and nothing else."""
+"""`keepmtp serve` with a real vLLM server: its drafts are counted, and Ctrl-C leaves status 0 and
+nothing else.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ GLM = ROOT / "models" / "tiny-glm4-moe"
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.full,
-    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+    pytest.mark.skipif(
+        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
+    ),
 ]
 
 
@@ -53,7 +57,12 @@ def test_serve_until_ctrl_c(tmp_path):
         "--max-model-len",
         "512",
     ]
-    changes = {"VLLM_PYTHON": str(VLLM_PYTHON), "VLLM_API_KEY": "mine", "OMP_NUM_THREADS": "1", MARK: mark}
+    changes = {
+        "VLLM_PYTHON": str(VLLM_PYTHON),
+        "VLLM_API_KEY": "mine",
+        "OMP_NUM_THREADS": "1",
+        MARK: mark,
+    }
     process = subprocess.Popen(
         [KEEPMTP, *map(str, words)],
         env=stranger(**changes),
@@ -75,7 +84,12 @@ def test_serve_until_ctrl_c(tmp_path):
     life = json.loads(out)
     assert process.returncode == life["status"] == 0, err
     assert life["is_healthy"] and life["is_stopped"] and life["drafts"] > 10
-    assert life["draft_tokens"] == 3 * life["drafts"] and life["acceptance"] > 0.8, "as the shipped model drafts"
-    assert len(life["accepted_per_position"]) == 3 and sum(life["accepted_per_position"]) == life["accepted_tokens"]
+    assert life["draft_tokens"] == 3 * life["drafts"] and life["acceptance"] > 0.8, (
+        "as the shipped model drafts"
+    )
+    assert (
+        len(life["accepted_per_position"]) == 3
+        and sum(life["accepted_per_position"]) == life["accepted_tokens"]
+    )
     assert f"serves {url} after" in err and "tokens a step; by position" in err
     none_left(mark)

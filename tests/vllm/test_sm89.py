@@ -1,4 +1,6 @@
-"""What vLLM picks on an L40S or an RTX 4090: no FP4 tensor cores, no Machete, no DeepGEMM, no grouped CUTLASS."""
+"""What vLLM picks on an L40S or an RTX 4090: no FP4 tensor cores, no Machete, no DeepGEMM, no
+grouped CUTLASS.
+"""
 
 import foreign_form
 import pytest
@@ -12,8 +14,9 @@ from modelopt_form import modelopt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full]
 
-# What is stored -> (kernel of linear modules, back-end of routed experts), read in vLLM 0.32.0's kernels/linear/
-# __init__.py (the order of each list, and is_supported of each kernel) and fused_moe/oracle/*.py.
+# What is stored -> (kernel of linear modules, back-end of routed experts), read in vLLM 0.32.0's
+# kernels/linear/ __init__.py (the order of each list, and is_supported of each kernel) and
+# fused_moe/oracle/*.py.
 PICKED = {
     "NVFP4": ("MarlinNvFp4LinearKernel", "MARLIN"),
     "NVFP4A16": ("MarlinNvFp4LinearKernel", "MARLIN"),
@@ -33,7 +36,13 @@ PICKED = {
 
 def with_cache(checkpoint: Checkpoint, scale: str) -> Checkpoint:
     """compressed-tensors' entry for an FP8 KV cache, and a scale of it in the MTP layer."""
-    entry = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    entry = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    }
     checkpoint.quantization["kv_cache_scheme"] = entry
     checkpoint.tensors[scale] = ("F32", ())
     return checkpoint
@@ -42,12 +51,16 @@ def with_cache(checkpoint: Checkpoint, scale: str) -> Checkpoint:
 @pytest.fixture(scope="module")
 def accounts(dry_loaded) -> dict[str, LoadAccount]:
     made = {scheme: ours("glm-4.7", scheme, scheme) for scheme in PICKED if " " not in scheme}
-    made |= {f"modelopt {scheme}": modelopt("glm-4.7", scheme, scheme) for scheme in ("NVFP4", "FP8")}
+    made |= {
+        f"modelopt {scheme}": modelopt("glm-4.7", scheme, scheme) for scheme in ("NVFP4", "FP8")
+    }
     made["Quark MXFP4"] = foreign_form.quark_mxfp4(mtp="MXFP4")
     made["released FP8 blocks"] = released("deepseek-r1")
     made["sparse MLA"] = released("deepseek-v3.2")
     made["FP8 cache"] = outputs_of(cached("qwen3.5-27b"))
-    made["FP8 cache, MLA"] = with_cache(ours("deepseek-r1", "FP8_DYNAMIC"), "model.layers.3.self_attn.k_scale")
+    made["FP8 cache, MLA"] = with_cache(
+        ours("deepseek-r1", "FP8_DYNAMIC"), "model.layers.3.self_attn.k_scale"
+    )
     made["own attention"] = released("dsv4-flash")
     return dry_loaded(made, "sm89")
 
@@ -57,7 +70,9 @@ def findings(account: LoadAccount) -> tuple[Finding, ...]:
 
 
 def test_an_entry_for_an_fp8_cache_reaches_the_draft(accounts):
-    """vllm #44879: FlashInfer reads it there, and people report CUDA errors with MTP; the scale itself is read."""
+    """vllm #44879: FlashInfer reads it there, and people report CUDA errors with MTP; the scale
+    itself is read.
+    """
     account = accounts["FP8 cache"]
     for model in (account.load.target, account.load.draft):
         assert "FLASHINFER kv=fp8" in {use.kernel for use in model.kernels}
@@ -71,11 +86,16 @@ def test_latent_attention_keeps_its_cache_and_leaves_the_scale_unread(accounts):
     assert "TRITON_MLA" in {use.kernel for use in account.load.draft.kernels}
     found = {finding.rule: finding for finding in findings(account)}
     assert {finding.severity for finding in found.values()} == {"warning"}
-    assert "no effect" in found["kv-cache"].says and found["kv-scales"].where == "model.layers.3.self_attn.k_scale"
+    assert (
+        "no effect" in found["kv-cache"].says
+        and found["kv-scales"].where == "model.layers.3.self_attn.k_scale"
+    )
 
 
 def test_a_model_with_attention_of_its_own_that_this_gpu_has_no_kernel_for(accounts):
-    """DeepSeek-V4 names its own backend: vLLM builds it on every GPU, and fails at the first token."""
+    """DeepSeek-V4 names its own backend: vLLM builds it on every GPU, and fails at the first
+    token.
+    """
     [first, *_] = findings(accounts["own attention"])
     assert (first.rule, first.severity) == ("no-kernel", "error") and "8.9" in first.says
     assert "another GPU" in first.cure
@@ -93,7 +113,13 @@ def test_the_kernels_of_a_scheme(accounts, scheme):
     load = accounts[scheme].load
     assert load.failure is None
     for kernels in (load.target.kernels, load.draft.kernels):
-        of_linears = {use.kernel for use in kernels if "Parallel" in use.layer and "LinearKernel" in use.kernel}
+        of_linears = {
+            use.kernel
+            for use in kernels
+            if "Parallel" in use.layer and "LinearKernel" in use.kernel
+        }
         assert of_linears == {linear}
-        assert [experts in use.kernel.split() for use in kernels if use.layer == "RoutedExperts"] == [True]
+        assert [
+            experts in use.kernel.split() for use in kernels if use.layer == "RoutedExperts"
+        ] == [True]
         assert not any(use.outcome.startswith("refused") for use in kernels)

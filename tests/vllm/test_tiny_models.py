@@ -1,7 +1,9 @@
-"""The shipped checkpoints and what keepmtp makes of them, in a real vLLM with method=mtp on the CPU.
+"""The shipped checkpoints and what keepmtp makes of them, in a real vLLM with method=mtp on the
+CPU.
 
-Acceptance decides: greedy texts stay right however broken a draft is. One process serves all checkpoints in turn.
-test_serve.py serves the default recipe of tiny-qwen3_5 and its broken twin by the command.
+Acceptance decides: greedy texts stay right however broken a draft is. One process serves all
+checkpoints in turn. test_serve.py serves the default recipe of tiny-qwen3_5 and its broken twin by
+the command.
 """
 
 import json
@@ -16,25 +18,38 @@ from twins import broken
 
 ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-ASKED = (("Tom", "apples", 5, 7), ("Ann", "books", 12, 3), ("Leo", "pens", 8, 9), ("Mia", "eggs", 4, 6))
+ASKED = (
+    ("Tom", "apples", 5, 7),
+    ("Ann", "books", 12, 3),
+    ("Leo", "pens", 8, 9),
+    ("Mia", "eggs", 4, 6),
+)
 PROMPTS = [
-    f"Question: {name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does {name} have now?\nAnswer:"
+    (
+        f"Question: {name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does "
+        f"{name} have now?\nAnswer:"
+    )
     for name, thing, a, b in ASKED
 ]
 ANSWERS = [str(a + b) for _, _, a, b in ASKED]
 SOURCES = ("tiny-glm4-moe", "tiny-qwen3_5")
-# Every scheme that vLLM's CPU build has a kernel for: all linears of Qwen3.5, all but the routed experts of GLM.
+# Every scheme that vLLM's CPU build has a kernel for: all linears of Qwen3.5, all but the routed
+# experts of GLM.
 MADE: dict[str, tuple[str, dict[str, str]]] = {
     "qwen-w8a8-mtp-fp8": ("tiny-qwen3_5", {"scheme": "W8A8", "mtp": "FP8_DYNAMIC"}),
     "glm-fp8": ("tiny-glm4-moe", {"scheme": "fp8-dynamic"}),
 }
-if Path("/proc/cpuinfo").is_file() and "avx512f" in Path("/proc/cpuinfo").read_text():  # its W4A16 kernel needs it
+if (
+    Path("/proc/cpuinfo").is_file() and "avx512f" in Path("/proc/cpuinfo").read_text()
+):  # its W4A16 kernel needs it
     MADE["qwen-fp8-mtp-w4a16"] = ("tiny-qwen3_5", {"scheme": "FP8_DYNAMIC", "mtp": "W4A16"})
     MADE["glm-w4a16"] = ("tiny-glm4-moe", {"scheme": "w4a16"})
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+    pytest.mark.skipif(
+        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
+    ),
 ]
 
 
@@ -50,11 +65,18 @@ def served(request, tmp_path_factory) -> dict[str, dict]:
     if "twin" in asked:
         plan, text = plan_for("tiny-qwen3_5", source=str(ROOT / "models" / "tiny-qwen3_5"))
         folders["twin"] = broken(quantize(plan, text, out=made / "good").out, made / "twin")
-    jobs = [json.dumps({"folder": str(f), "prompts": PROMPTS, "num_drafts": 1}) for f in folders.values()]
+    jobs = [
+        json.dumps({"folder": str(f), "prompts": PROMPTS, "num_drafts": 1})
+        for f in folders.values()
+    ]
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
     stubs = str(ROOT / "validate" / "measure" / "plugin" / "stubs")
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
-    lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs}
+    )
+    lines = [
+        json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")
+    ]
     assert len(lines) == len(folders), done.stdout[-3000:] + done.stderr[-6000:]
     return dict(zip(folders, lines, strict=True))
 
@@ -75,7 +97,8 @@ def test_the_shipped_models_draft(served, name):
 
 
 @pytest.mark.parametrize(
-    "name", [name if "w8a8" in name else pytest.param(name, marks=pytest.mark.full) for name in MADE]
+    "name",
+    [name if "w8a8" in name else pytest.param(name, marks=pytest.mark.full) for name in MADE],
 )
 def test_quantized_models_keep_their_draft(served, name):
     """At least 97 % of the source's acceptance, and the same answers."""

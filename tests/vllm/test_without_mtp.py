@@ -1,4 +1,6 @@
-"""Models that never had an MTP block: vLLM's own classes load them without a draft, and agree with the static check."""
+"""Models that never had an MTP block: vLLM's own classes load them without a draft, and agree with
+the static check.
+"""
 
 import pytest
 from checkpoint_files import write
@@ -9,7 +11,9 @@ from without_mtp import SAID, TWINS, broken, llama
 
 pytestmark = pytest.mark.vllm
 GOOD = {
-    f"{tool or 'plain'}{' experts' * experts}": (tool, experts) for tool in ("", *SAID) for experts in (False, True)
+    f"{tool or 'plain'}{' experts' * experts}": (tool, experts)
+    for tool in ("", *SAID)
+    for experts in (False, True)
 }
 
 

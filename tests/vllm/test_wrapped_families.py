@@ -1,4 +1,6 @@
-"""Types that share a family's table under other names, against vLLM's own classes: what is asked, what is filled."""
+"""Types that share a family's table under other names, against vLLM's own classes: what is asked,
+what is filled.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +19,8 @@ from written_values import opened
 pytestmark = pytest.mark.vllm
 
 SCHEME = "FP8_DYNAMIC"
-# Nemotron Omni as transformers' class reads it, and with a quantization config at the top level alone.
+# Nemotron Omni as transformers' class reads it, and with a quantization config at the top level
+# alone.
 NATIVE, OUTSIDE = "nemotron_h_omni", "outside"
 SOUNDS = "mimo-v2.5 with its audio_tokenizer"
 # Parameters of towers that the fixtures leave out.
@@ -40,7 +43,14 @@ def accounts(dry_loaded) -> Mapping[str, LoadAccount]:
     del outside.config["llm_config"]["quantization_config"]
     sounds = released("mimo-v2.5")
     sounds.after = with_audio_tokenizer
-    return dry_loaded({**made, NATIVE: Checkpoint(config=config, tensors=tensors), OUTSIDE: outside, SOUNDS: sounds})
+    return dry_loaded(
+        {
+            **made,
+            NATIVE: Checkpoint(config=config, tensors=tensors),
+            OUTSIDE: outside,
+            SOUNDS: sounds,
+        }
+    )
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -54,7 +64,11 @@ def test_vllm_asks_for_the_tables_names_and_chooses_what_the_plan_chose(name, ac
     for role in ("target", "draft"):
         _, written = account.of(role)
         for asked in written.asked:
-            if not asked.path or asked.layer.endswith(NOT_A_MATRIX) or asked.prefix.startswith(towers):
+            if (
+                not asked.path
+                or asked.layer.endswith(NOT_A_MATRIX)
+                or asked.prefix.startswith(towers)
+            ):
                 continue
             is_quantized = bool(asked.method) and not asked.method.startswith("Unquantized")
             if asked.prefix not in chosen:
@@ -71,12 +85,17 @@ def test_every_tensor_is_read_and_every_parameter_is_filled(name, accounts):
         _, written = account.of(role)
         faults = [fault.param for fault in (*written.unwritten, *written.default, *written.partial)]
         assert [param for param in faults if not param.startswith(NO_TOWER)] == [], role
-    assert [tensor for tensor in account.unconsumed if not tensor.startswith("model.time_series.")] == []
+    assert [
+        tensor for tensor in account.unconsumed if not tensor.startswith("model.time_series.")
+    ] == []
 
 
 @pytest.mark.parametrize(
     ("name", "words", "cure"),
-    [(NATIVE, "vit_hidden_size", "--trust-remote-code"), (OUTSIDE, "CompressedTensorsConfig", "llm_config")],
+    [
+        (NATIVE, "vit_hidden_size", "--trust-remote-code"),
+        (OUTSIDE, "CompressedTensorsConfig", "llm_config"),
+    ],
 )
 def test_what_vllm_cannot_do_with_nemotron_omni_is_a_known_defect(name, words, cure, accounts):
     failure = accounts[name].load.failure

@@ -1,14 +1,16 @@
-"""Dequantized values compared with the release's, module by module: is each weight the one it was made from?
+"""Dequantized values compared with the release's, module by module: is each weight the one it was
+made from?
 
-In: the `RuntimeView` of a checkpoint and of its release. Out: pairs of stored weights by name, all or a sample of
-layers and experts; objections. A weight with the release's own bytes is not computed
+In: the `RuntimeView` of a checkpoint and of its release. Out: pairs of stored weights by name, all
+or a sample of layers and experts; objections. A weight with the release's own bytes is not computed
 with.
 
-Easy to get wrong: a rounding error is expected, and each scheme has its own size of it. A transform that moves scale
-between neighbours (AWQ, SmoothQuant) changes columns on purpose; a weight is compared after the best factor a column
-then, and only what is left counts. And a release may hold all experts in one tensor [experts, projections x N, K], and
-its quantization a tensor an expert and projection, or the reverse: a slice of such a tensor is described as if it were
-a tensor of its own, with the name of the whole in messages.
+Easy to get wrong: a rounding error is expected, and each scheme has its own size of it. A transform
+that moves scale between neighbours (AWQ, SmoothQuant) changes columns on purpose; a weight is
+compared after the best factor a column then, and only what is left counts. And a release may hold
+all experts in one tensor [experts, projections x N, K], and its quantization a tensor an expert and
+projection, or the reverse: a slice of such a tensor is described as if it were a tensor of its own,
+with the name of the whole in messages.
 """
 
 import math
@@ -31,8 +33,8 @@ from ..facts.findings import Objection, objection
 from .reading import BytesRead, is_remote
 from .runtime_view import RuntimeView
 
-# The relative error (of the Frobenius norm) that a scheme never reaches: two to three times what it has on a normal
-# distribution, since GPTQ moves weights further than rounding does.
+# The relative error (of the Frobenius norm) that a scheme never reaches: two to three times what it
+# has on a normal distribution, since GPTQ moves weights further than rounding does.
 BOUND: Mapping[Form, float] = {
     "plain": 0.01,
     "fp8_block": 0.08,
@@ -48,9 +50,11 @@ BOUND: Mapping[Form, float] = {
 }
 # A cosine above which two matrices were once the same.
 _ALIKE = 0.5
-# Elements of a weight in which words are looked for: a vocabulary is not turned into F32 as a whole.
+# Elements of a weight in which words are looked for: a vocabulary is not turned into F32 as a
+# whole.
 _DESCRIBED = 64 * 2**20
-# Where a release is not compared whole: enough experts to tell what was done to each kind of module.
+# Where a release is not compared whole: enough experts to tell what was done to each kind of
+# module.
 _SAMPLED_EXPERTS = (None, 0, 1)
 # Pairs that are in memory at the same time, of folders and of a repository.
 _AT_A_TIME, _AT_A_TIME_REMOTE = 2, 4
@@ -66,13 +70,16 @@ class Pair(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """What is read of both."""
-        return sum(entry.num_bytes for side in (self.weight, self.theirs) for entry in side.parts.values())
+        return sum(
+            entry.num_bytes for side in (self.weight, self.theirs) for entry in side.parts.values()
+        )
 
 
 def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pair]:
     """Weights that both have by name, in a form that can be read.
 
-    Not whole: of the MTP block, and of the backbone's first, middle and last layer, with two experts each.
+    Not whole: of the MTP block, and of the backbone's first, middle and last layer, with two
+    experts each.
     """
     own, theirs = dict(_matrices(runtime)), dict(_matrices(release))
     last = runtime.view.num_layers - 1
@@ -80,7 +87,11 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pa
     for module, (weight, place) in own.items():
         other, _ = theirs.get(module, (None, None))
         is_near = place.part == "mtp" or place.layer in (0, last // 2, last)
-        is_sampled = is_near and place.role not in ("embedding", "head") and _expert(module, place) in _SAMPLED_EXPERTS
+        is_sampled = (
+            is_near
+            and place.role not in ("embedding", "head")
+            and _expert(module, place) in _SAMPLED_EXPERTS
+        )
         if other and (whole or is_sampled) and can_be_read(weight) and can_be_read(other):
             found.append(Pair(weight, other, place))
     return found
@@ -92,7 +103,10 @@ def can_be_read(weight: StoredWeight) -> bool:
 
 
 def compared(
-    runtime: RuntimeView, release: RuntimeView, found: list[Pair], progress: BytesRead = lambda _bytes: None
+    runtime: RuntimeView,
+    release: RuntimeView,
+    found: list[Pair],
+    progress: BytesRead = lambda _bytes: None,
 ) -> Iterator[Objection]:
     """Compare weight by weight.
 
@@ -103,7 +117,9 @@ def compared(
         progress: called with the bytes that were read.
     """
     sources = runtime.source, release.source
-    with ThreadPoolExecutor(_AT_A_TIME_REMOTE if any(map(is_remote, sources)) else _AT_A_TIME) as pool:
+    with ThreadPoolExecutor(
+        _AT_A_TIME_REMOTE if any(map(is_remote, sources)) else _AT_A_TIME
+    ) as pool:
         results = pool.map(lambda pair: [*_compared(pair, *sources)], found)
         for pair, objected in zip(found, results, strict=True):
             yield from objected
@@ -129,8 +145,10 @@ def _compared(pair: Pair, own: Source, release: Source) -> Iterator[Objection]:
             "release",
             weight.weight.name,
             severity="warning" if "AWQ" in words else "error",
-            says=f"differs from the release by {error:.1%}, where {weight.form} rounds by less than {bound:.0%}: "
-            f"{words}",
+            says=(
+                f"differs from the release by {error:.1%}, where {weight.form} rounds by less than "
+                f"{bound:.0%}: {words}"
+            ),
             cure="Quantize this module again from the release",
             cause=f"{pair.place.part} {pair.place.row.path} {words}",
             origin="values",
@@ -143,7 +161,8 @@ def _of_another_shape(pair: Pair) -> Objection:
         "release",
         pair.weight.weight.name,
         severity="warning" if pair.place.role in ("embedding", "head") else "error",
-        says=f"is {list(pair.weight.shape)}, where the release has {list(pair.theirs.shape)}: it is another model's",
+        says=f"is {list(pair.weight.shape)}, where the release has {list(pair.theirs.shape)}: it "
+        "is another model's",
         cure="Name the release that it was made from",
         cause=f"{pair.place.part} {pair.place.row.path} shape",
         origin="values",
@@ -156,11 +175,15 @@ def _parts(source: Source, weight: StoredWeight) -> dict[str, Tensor]:
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Whether the bytes are the same; a NaN is equal to itself."""
-    return one.dtype == other.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
+    return one.dtype == other.dtype and torch.equal(
+        *(each.reshape(-1).view(torch.uint8) for each in (one, other))
+    )
 
 
 def relative_error(ours: Tensor, original: Tensor) -> float:
-    """The norm of the difference by the norm of the original, [N, K] each; 0 for two matrices of zeros."""
+    """The norm of the difference by the norm of the original, [N, K] each; 0 for two matrices of
+    zeros.
+    """
     off = norm = 0.0
     for first, last in row_ranges(original):
         theirs = original[first:last].float()
@@ -179,11 +202,18 @@ def difference(ours: Tensor, original: Tensor, bound: float) -> str:
     product, square = ours * original, original.square()
     rows = product.sum(1, keepdim=True) / square.sum(1, keepdim=True).clamp_min(1e-30)
     if relative_error(ours, original * rows) <= bound:
-        return f"its rows are about {rows.min().item():.2g} to {rows.max().item():.2g} times the release's"
+        return (
+            f"its rows are about {rows.min().item():.2g} to {rows.max().item():.2g} times the "
+            "release's"
+        )
     if relative_error(ours, original * (product.sum(0) / square.sum(0).clamp_min(1e-30))) <= bound:
         return "each input channel has a factor of its own, as after AWQ or SmoothQuant"
     cosine = product.sum() / (ours.norm() * original.norm()).clamp_min(1e-30)
-    return "it is another version" if cosine >= _ALIKE else "it has nothing in common with the release's"
+    return (
+        "it is another version"
+        if cosine >= _ALIKE
+        else "it has nothing in common with the release's"
+    )
 
 
 def _expert(module: HFName, place: Place) -> int | None:
@@ -194,7 +224,9 @@ def _expert(module: HFName, place: Place) -> int | None:
 
 
 def _matrices(runtime: RuntimeView) -> Iterator[tuple[HFName, tuple[StoredWeight, Place]]]:
-    """Every weight [N, K] of the language model, by the name that it has where experts are not stacked."""
+    """Every weight [N, K] of the language model, by the name that it has where experts are not
+    stacked.
+    """
     for member in (member for module in runtime.modules for member in module.members):
         weight, place = member.weight, member.place
         if place.row.stacked and weight.form == "plain" and len(weight.shape) == 3:
@@ -204,16 +236,28 @@ def _matrices(runtime: RuntimeView) -> Iterator[tuple[HFName, tuple[StoredWeight
 
 
 def _unstacked(entry: Entry, place: Place) -> Iterator[tuple[HFName, tuple[StoredWeight, Place]]]:
-    """The experts and projections of a tensor [experts, projections x N, K], as weights of their own."""
+    """The experts and projections of a tensor [experts, projections x N, K], as weights of their
+    own.
+    """
     num_experts, num_rows, num_columns = entry.shape
     count = num_experts * len(place.row.stacked)
     shape = (num_rows // len(place.row.stacked), num_columns)
     if math.prod(shape) * count != math.prod(entry.shape):
         return
-    stem, start, num_bytes = place.module.removesuffix(place.row.path), entry.start, entry.num_bytes // max(1, count)
+    stem, start, num_bytes = (
+        place.module.removesuffix(place.row.path),
+        entry.start,
+        entry.num_bytes // max(1, count),
+    )
     for expert in range(num_experts):
         for path in place.row.unstacked:
             module = HFName(stem + path.replace("{e}", str(expert)))
             part = replace(entry, shape=shape, start=start, num_bytes=num_bytes)
-            yield module, (StoredWeight(module=module, form="plain", parts={"weight": part}, shape=shape), place)
+            yield (
+                module,
+                (
+                    StoredWeight(module=module, form="plain", parts={"weight": part}, shape=shape),
+                    place,
+                ),
+            )
             start += num_bytes

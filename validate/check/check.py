@@ -1,12 +1,13 @@
-"""`keepmtp check`: will vLLM load this checkpoint with method=mtp, and will the draft be real? From headers alone.
+"""`keepmtp check`: will vLLM load this checkpoint with method=mtp, and will the draft be real? From
+headers alone.
 
-In: a folder or Hub id, ours or not: compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound or Quark; and the
-servers that are to load it: vLLM, and SGLang if named (sglang/). Out: a `CheckData`. Only JSON files and safetensors
-headers are downloaded, and neither server is needed.
+In: a folder or Hub id, ours or not: compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound
+or Quark; and the servers that are to load it: vLLM, and SGLang if named (sglang/). Out: a
+`CheckData`. Only JSON files and safetensors headers are downloaded, and neither server is needed.
 
-Easy to get wrong: a checkpoint that loads can still draft at 0 %. A finding is an error where vLLM 0.32 raises, and
-where it stays silent but holds something else than the files. What only older versions or other engines refuse is a
-warning.
+Easy to get wrong: a checkpoint that loads can still draft at 0 %. A finding is an error where vLLM
+0.32 raises, and where it stays silent but holds something else than the files. What only older
+versions or other engines refuse is a warning.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...checkpoints.source import Source, open_source
-from ...recipes.errors import CheckpointError, KeepMTPError, NoCheckpointError, RecipeError, shortened
+from ...recipes.errors import (
+    CheckpointError,
+    KeepMTPError,
+    NoCheckpointError,
+    RecipeError,
+    shortened,
+)
 from ...recipes.families import find_view
 from ..facts.dry_load import LoadAccount
 from ..facts.findings import CheckpointFacts, Objection, Runtime, errors_first, grouped, objection
@@ -29,7 +36,12 @@ from .stored_view import StoredView
 from .without_family import objections_without_family
 
 Rule = Callable[[RuntimeView], Iterator[Objection]]
-RULES: tuple[Rule, ...] = (*rules_mtp.RULES, *rules_forms.RULES, *rules_kv.RULES, *rules_config.RULES)
+RULES: tuple[Rule, ...] = (
+    *rules_mtp.RULES,
+    *rules_forms.RULES,
+    *rules_kv.RULES,
+    *rules_config.RULES,
+)
 VLLM_ALONE: tuple[Runtime, ...] = ("vllm",)
 RULES_OF: Mapping[Runtime, tuple[Rule, ...]] = {
     "vllm": RULES,
@@ -65,11 +77,15 @@ class Checked(NamedTuple):
         if self.source is None:
             first = self.data.findings[0]
             rule, _, got = first.says.partition("; got ")
-            raise CheckpointError(first.where, rule, got=got or "what cannot be read", cure=first.cure)
+            raise CheckpointError(
+                first.where, rule, got=got or "what cannot be read", cure=first.cure
+            )
         return self.source
 
 
-def check(where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE) -> CheckData:
+def check(
+    where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
+) -> CheckData:
     """Check one checkpoint.
 
     Args:
@@ -82,7 +98,9 @@ def check(where: str | Path, *, source: Source | None = None, runtimes: Sequence
     return examine(where, source=source, runtimes=runtimes).data
 
 
-def examine(where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE) -> Checked:
+def examine(
+    where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
+) -> Checked:
     """`check`, with what it read."""
     try:
         opened = open_source(where)
@@ -107,15 +125,22 @@ def examine_source(
     opened: Source, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
 ) -> Checked:
     """`examine` for a checkpoint whose headers are already read."""
-    # Where a finding means that vLLM would fail on the config, or hang, no source goes with it, and nothing is loaded.
+    # Where a finding means that vLLM would fail on the config, or hang, no source goes with it, and
+    # nothing is loaded.
     stored = StoredView(source=opened)
-    if "vllm" in runtimes and (refused := unloadable(opened.config, quantization_of(opened.config))):
+    if "vllm" in runtimes and (
+        refused := unloadable(opened.config, quantization_of(opened.config))
+    ):
         facts = _facts(stored)
-        says = f"{refused.says}. {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
+        says = (
+            f"{refused.says}. {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
+        )
         found = [objection("method", refused.where, says=says, cure=refused.cure)]
         return Checked(_data(opened.where, facts, found))
     try:
-        runtime = RuntimeView(source=opened, view=find_view(opened.config, opened.where, opened.entries))
+        runtime = RuntimeView(
+            source=opened, view=find_view(opened.config, opened.where, opened.entries)
+        )
         if min(runtime.view.num_layers, runtime.promised) < 0:
             raise ValueError("a number below 0")
     except RecipeError as error:
@@ -124,7 +149,9 @@ def examine_source(
         refusal = error
         if not isinstance(refusal, CheckpointError):
             rule, cure = "must count its layers", "Take the original's config.json"
-            refusal = CheckpointError(f"{opened.where}/config.json", rule, got=repr(error), cure=cure)
+            refusal = CheckpointError(
+                f"{opened.where}/config.json", rule, got=repr(error), cure=cure
+            )
         return Checked(_refused(opened.where, "config", refusal), opened)
     try:
         with time_limit():
@@ -136,7 +163,9 @@ def examine_source(
     except CheckpointError as error:
         return Checked(_refused(opened.where, "config", error))
     if source is not None:
-        original = RuntimeView(source=source, view=find_view(source.config, source.where, source.entries))
+        original = RuntimeView(
+            source=source, view=find_view(source.config, source.where, source.entries)
+        )
         found += rules_mtp.mtp_is_that_of_the_source(runtime, original)
     return Checked(_data(opened.where, _facts(runtime), found), opened, runtime)
 
@@ -155,7 +184,9 @@ def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
 def _facts(view: StoredView) -> CheckpointFacts:
     """What the checkpoint is; without a family, its MTP tensors are those whose names say so."""
     entries, names = view.source.entries, view.source.entries.keys() & view.mtp_names
-    matrices = [each for each in view.weights.values() if len(each.shape) >= 2 and names & set(each.names())]
+    matrices = [
+        each for each in view.weights.values() if len(each.shape) >= 2 and names & set(each.names())
+    ]
     forms = {weight.weight.dtype if weight.form == "plain" else weight.form for weight in matrices}
     is_known = isinstance(view, RuntimeView)
     return CheckpointFacts(

@@ -1,8 +1,10 @@
 """Compares dtypes and shapes on disk with those that vLLM builds.
 
-In: what vLLM builds, and a stored weight that has all the tensors for it. Out: the first tensor that does not fit.
+In: what vLLM builds, and a stored weight that has all the tensors for it. Out: the first tensor
+that does not fit.
 
-Easy to get wrong: vLLM's `copy_` accepts every dtype. FP8 bytes that are stored as U8 become the numbers 0 to 255.
+Easy to get wrong: vLLM's `copy_` accepts every dtype. FP8 bytes that are stored as U8 become the
+numbers 0 to 255.
 """
 
 from collections.abc import Mapping
@@ -16,12 +18,19 @@ Problem = tuple[str, str, str]
 """(leaf, what happens, cure)"""
 
 _SCALAR: tuple[Shape, ...] = ((), (1,))
-_SCALARS = ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale", "input_scale_2")
+_SCALARS = (
+    "weight_global_scale",
+    "input_global_scale",
+    "weight_scale_2",
+    "input_scale",
+    "input_scale_2",
+)
 _AGAIN = "Quantize this weight again"
 
 
 _U8, _FP8 = ("U8",), ("F8_E4M3",)
-# How vLLM holds a form: dtypes of the weight, numbers in one element of it, dtypes of the scale; the usual dtype first.
+# How vLLM holds a form: dtypes of the weight, numbers in one element of it, dtypes of the scale;
+# the usual dtype first.
 _HELD: Mapping[Form, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "nvfp4": (_U8, 2, _FP8),
     "nvfp4_modelopt": (_U8, 2, _FP8),
@@ -47,7 +56,11 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
     matrices = ("qweight", "scales") if is_transposed else ("weight_packed", "weight")
     for leaf in matrices:
         if leaf in built.leaves and len(parts[leaf].shape) != 2:
-            return leaf, f"{leaf} has shape {list(parts[leaf].shape)}, no matrix: vLLM raises", _AGAIN
+            return (
+                leaf,
+                f"{leaf} has shape {list(parts[leaf].shape)}, no matrix: vLLM raises",
+                _AGAIN,
+            )
     wanted = _transposed(built, parts) if is_transposed else _in_rows(built, parts)
     if isinstance(wanted, str):
         return _scale_leaf(built), wanted, "Leave this module in BF16"
@@ -56,10 +69,16 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
         if entry is None:
             continue
         if entry.dtype not in dtypes:
-            says = f"{leaf} is {entry.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, in silence"
+            says = (
+                f"{leaf} is {entry.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as "
+                "numbers, in silence"
+            )
             return leaf, says, f"Store it as {dtypes[0]} (a view of the same bytes)"
         if shapes and entry.shape not in shapes:
-            says = f"{leaf} has shape {list(entry.shape)} where {list(shapes[0])} is built: a linear module raises, "
+            says = (
+                f"{leaf} has shape {list(entry.shape)} where {list(shapes[0])} is built: a "
+                "linear module raises, "
+            )
             cure = "Make bits and group_size say what the files hold" if is_transposed else _AGAIN
             return leaf, f"{says}routed experts load in silence", cure
     return None
@@ -70,15 +89,17 @@ _Wanted = dict[str, tuple[tuple[str, ...], tuple[Shape, ...]]]
 
 
 def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
-    """The tensors of a weight [N, K] and of the scale that follows its shape, or why it cannot be built."""
+    """The tensors of a weight [N, K] and of the scale that follows its shape, or why it cannot be
+    built.
+    """
     packed = "weight_packed" if "weight_packed" in built.leaves else "weight"
     dtypes, codes, scale_dtypes = _HELD[built.form]
     n, columns = parts[packed].shape
     k = columns * (32 // built.bits if built.form == "int_packed" else codes)
     if built.group_size and k % built.group_size:
         return (
-            f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM raises, or its kernel "
-            "reads past the scales"
+            f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
+            "raises, or its kernel reads past the scales"
         )
     groups = k // built.group_size if built.group_size else 1
     shapes: tuple[Shape, ...] = ((n, groups),) if built.group_size else ((n, 1), (n,))
@@ -92,7 +113,10 @@ def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
         scale_dtypes = _U8
     wanted: _Wanted = {
         packed: (dtypes, ()),
-        _scale_leaf(built): (scale_dtypes, tuple(s for s in shapes if built.scale_ndim in (0, len(s)))),
+        _scale_leaf(built): (
+            scale_dtypes,
+            tuple(s for s in shapes if built.scale_ndim in (0, len(s))),
+        ),
         **dict.fromkeys(_SCALARS, (FLOATS, _SCALAR)),
     }
     if "weight_zero_point" in built.leaves:  # codes that mean 0, packed along the outputs
@@ -103,7 +127,9 @@ def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
 def _transposed(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted:
     """GPTQ's and AWQ's matrices, [inputs, outputs]: GPTQ packs the inputs, AWQ the outputs."""
     pack, rows, outputs = 32 // built.bits, parts["qweight"].shape[0], parts["scales"].shape[1]
-    inputs, packed = (rows * pack, (rows, outputs)) if built.form == "gptq" else (rows, (rows, outputs // pack))
+    inputs, packed = (
+        (rows * pack, (rows, outputs)) if built.form == "gptq" else (rows, (rows, outputs // pack))
+    )
     groups = inputs // built.group_size if built.group_size else 1
     return {
         "qweight": (("I32",), (packed,)),

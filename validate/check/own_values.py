@@ -1,10 +1,12 @@
-"""The values of our own output, read before it gets its name: a scale that is NaN loads without a word.
+"""The values of our own output, read before it gets its name: a scale that is NaN loads without a
+word.
 
-In: a plan, and the unfinished output that was written by it. Out: findings, or a refusal that names the tensor and the
-element; the output keeps its partial name then.
+In: a plan, and the unfinished output that was written by it. Out: findings, or a refusal that names
+the tensor and the element; the output keeps its partial name then.
 
-Easy to get wrong: a tensor that was copied is as the source has it, so the source is what must be mended. A packed
-weight is made of weights that were finite, or it is refused where it is packed; so its bytes are not read here again.
+Easy to get wrong: a tensor that was copied is as the source has it, so the source is what must be
+mended. A packed weight is made of weights that were finite, or it is refused where it is packed; so
+its bytes are not read here again.
 """
 
 from pathlib import Path
@@ -43,16 +45,28 @@ def refuse_broken_values(
     worst = next((finding for finding in findings if finding.severity == "error"), None)
     if worst is not None:
         rule = "the written checkpoint must hold values that a model can compute with"
-        raise GateError(partial, rule, got=f"{worst.where} {worst.says}", cure=_cure(plan, partial, worst))
+        raise GateError(
+            partial, rule, got=f"{worst.where} {worst.says}", cure=_cure(plan, partial, worst)
+        )
     return findings
 
 
 def _cure(plan: Plan, partial: Path, finding: "Finding") -> str:
-    maker = next((each for each in plan.tensors if finding.where in {output.name for output in each.outputs}), None)
+    maker = next(
+        (
+            each
+            for each in plan.tensors
+            if finding.where in {output.name for output in each.outputs}
+        ),
+        None,
+    )
     if maker is None:
         return finding.cure
     if maker.calibrated or maker.tuned:
         folder = calibration_folder(final_path(partial))
         return f"{finding.cure}: remove {partial} and {folder}, and run the same command again"
     entry = plan.entries[maker.inputs[0]]
-    return f"{entry.name} of the source gives it: download {entry.file} again, and run the same command again"
+    return (
+        f"{entry.name} of the source gives it: download {entry.file} again, and run the same "
+        "command again"
+    )

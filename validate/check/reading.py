@@ -1,11 +1,13 @@
-"""Which tensors the value check reads, and what each holds, from a folder or from the Hub, in the order of the files.
+"""Which tensors the value check reads, and what each holds, from a folder or from the Hub, in the
+order of the files.
 
-In: a `RuntimeView` and a level. Out: a `Summary` a tensor. Neighbours are read together, and a large tensor in pieces,
-so that disk or line give what they have and memory stays small. A summary is read from the bits: in each dtype the
-magnitudes of floats have the order of their bits without the sign.
+In: a `RuntimeView` and a level. Out: a `Summary` a tensor. Neighbours are read together, and a
+large tensor in pieces, so that disk or line give what they have and memory stays small. A summary
+is read from the bits: in each dtype the magnitudes of floats have the order of their bits without
+the sign.
 
-Easy to get wrong: FP4 codes are two a byte, and one byte has two signs. A byte of U8 is an E8M0 exponent where the
-tensor is a scale, and two codes where it is a weight.
+Easy to get wrong: FP4 codes are two a byte, and one byte has two signs. A byte of U8 is an E8M0
+exponent where the tensor is a scale, and two codes where it is a weight.
 """
 
 import math
@@ -29,8 +31,8 @@ from ...recipes.family import HFName
 from .runtime_view import RuntimeView
 
 Level = Literal["scalars", "scales", "unpacked", "all"]
-"""What is read: scales of one value; every scale, every norm and the small tensors of the MTP block; every byte but
-those of the backbone's packed weights; every byte."""
+"""What is read: scales of one value; every scale, every norm and the small tensors of the MTP
+block; every byte but those of the backbone's packed weights; every byte."""
 
 BytesRead = Callable[[int], None]
 
@@ -50,7 +52,8 @@ class Bits(NamedTuple):
         holder: an integer dtype of the same width.
         magnitude: the bits that are not a sign.
         not_finite: the smallest magnitude that is infinite or NaN; 0 where every value is finite.
-        values: the dtype that gives a magnitude's value; None where a magnitude is only zero or not.
+        values: the dtype that gives a magnitude's value; None where a magnitude is only zero or
+            not.
         has_zero: a magnitude of 0 is the number zero.
     """
 
@@ -81,12 +84,14 @@ class Summary:
     """What a tensor holds.
 
     Attributes:
-        largest: the largest magnitude among finite values; NaN where there is none, or where a dtype has no values.
+        largest: the largest magnitude among finite values; NaN where there is none, or where a
+            dtype has no values.
         num_not_finite: elements that are infinite or NaN.
         first_not_finite: the position of the first of them, row by row; -1 if there is none.
         has_negative: an element below zero.
         is_zero: every element is zero.
-        is_constant: every element, or every byte of a packed weight, is the same; False for a single one.
+        is_constant: every element, or every byte of a packed weight, is the same; False for a
+            single one.
     """
 
     largest: float
@@ -116,14 +121,19 @@ class Stretch(NamedTuple):
 
 def chosen(runtime: RuntimeView, level: Level) -> list[Entry]:
     """The tensors that a level reads, in the order of the files."""
-    entries = [entry for entry in runtime.source.entries.values() if entry.num_bytes and _wants(runtime, entry, level)]
+    entries = [
+        entry
+        for entry in runtime.source.entries.values()
+        if entry.num_bytes and _wants(runtime, entry, level)
+    ]
     return sorted(entries, key=lambda entry: (entry.file, entry.start))
 
 
 def summaries(
     runtime: RuntimeView, entries: Iterable[Entry], progress: BytesRead = lambda _bytes: None
 ) -> dict[HFName, Summary]:
-    """Read tensors of a checkpoint: of a folder with all cores, of a repository by 16 range requests at a time.
+    """Read tensors of a checkpoint: of a folder with all cores, of a repository by 16 range
+    requests at a time.
 
     Args:
         runtime: the checkpoint.
@@ -170,7 +180,11 @@ def joined(source: Source, entries: Iterable[Entry]) -> list[Stretch]:
 def _read(source: Source, stretch: Stretch, stop: threading.Event) -> dict[HFName, Summary]:
     first, *others = stretch.entries
     if not others:
-        return {first.name: summary(_pieces(source, first, stop), first.dtype, is_scale=is_scale(first.name))}
+        return {
+            first.name: summary(
+                _pieces(source, first, stop), first.dtype, is_scale=is_scale(first.name)
+            )
+        }
     raw = read_bytes(source, first, length=stretch.num_bytes)
     found = {}
     for entry in stretch.entries:
@@ -185,7 +199,9 @@ def _read(source: Source, stretch: Stretch, stop: threading.Event) -> dict[HFNam
 def _pieces(source: Source, entry: Entry, stop: threading.Event) -> Iterator[Tensor]:
     for offset in range(0, entry.num_bytes, _PIECE_BYTES):
         if not stop.is_set():
-            yield read_bytes(source, entry, offset=offset, length=min(_PIECE_BYTES, entry.num_bytes - offset))
+            yield read_bytes(
+                source, entry, offset=offset, length=min(_PIECE_BYTES, entry.num_bytes - offset)
+            )
 
 
 def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:

@@ -1,9 +1,10 @@
 """Rules on the JSON files around the weights: config.json, its quantization config, the index.
 
-In: a `RuntimeView`. Out: objections. Each rule names its sources by their numbers in docs/failures.md.
+In: a `RuntimeView`. Out: objections. Each rule names its sources by their numbers in
+docs/failures.md.
 
-Easy to get wrong: vLLM accepts an entry that matches nothing, and builds something else. rules_forms.py finds that;
-the rules here say which entry to look at.
+Easy to get wrong: vLLM accepts an entry that matches nothing, and builds something else.
+rules_forms.py finds that; the rules here say which entry to look at.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,15 +29,18 @@ _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 def entries_match_a_module(runtime: RuntimeView) -> Iterator[Objection]:
     """Targets and ignore entries reach a runtime module: R2; F11, F17, F27, F34; G6, H1.
 
-    The usual mistake is an entry with a name on disk. It is reported only if vLLM still builds quantized what the entry
-    means to leave alone: a second, right entry cures it. An entry that matches nothing at all is reported only if the
-    draft is built otherwise than it is stored, because tools write `mtp.*` for every family.
+    The usual mistake is an entry with a name on disk. It is reported only if vLLM still builds
+    quantized what the entry means to leave alone: a second, right entry cures it. An entry that
+    matches nothing at all is reported only if the draft is built otherwise than it is stored,
+    because tools write `mtp.*` for every family.
     """
     if isinstance(runtime.dialect, UnknownDialect):
         return
     asked, disk = runtime.known_names
     is_draft_wrong = any(
-        module.name in runtime.quantized and module.part == "mtp" and module.members[0].weight.form == "plain"
+        module.name in runtime.quantized
+        and module.part == "mtp"
+        and module.members[0].weight.form == "plain"
         for module in runtime.modules
     )
     for entry, of_draft in zip(runtime.dialect.entries, runtime.draft_dialect.entries, strict=True):
@@ -44,37 +48,60 @@ def entries_match_a_module(runtime: RuntimeView) -> Iterator[Objection]:
         if any(_matched(runtime, each, known) for each in {entry, of_draft}):
             continue
         as_written = ConfigEntry(where=entry.where, written=entry.written, read=(entry.written,))
-        names = sorted(name for name in _matched(runtime, as_written, disk) if HFName(name) in runtime.placed)
-        if HFName(entry.written) in runtime.placed:  # also an expert's, of which `disk` has the first alone
+        names = sorted(
+            name for name in _matched(runtime, as_written, disk) if HFName(name) in runtime.placed
+        )
+        if (
+            HFName(entry.written) in runtime.placed
+        ):  # also an expert's, of which `disk` has the first alone
             names = [entry.written]
         meant = {name: runtime.placed[HFName(name)].runtime for name in names}
         missed = [name for name, module in meant.items() if module in runtime.quantized]
         words = entry.written.replace("\\", "")
-        speaks_of_mtp = any(word in words for word in ("mtp", "nextn", runtime.view.mtp_stem(0).rstrip(".")))
+        speaks_of_mtp = any(
+            word in words for word in ("mtp", "nextn", runtime.view.mtp_stem(0).rstrip("."))
+        )
         cure = "Write vLLM's name, or remove the entry"
         if entry.where in ("targets", "quantized_layers"):
-            # A name on disk may be written for other readers, next to vLLM's: then all that it means is quantized.
+            # A name on disk may be written for other readers, next to vLLM's: then all that it
+            # means is quantized.
             is_second = meant and len(missed) == len(meant)
-            if entry.written.isidentifier() or is_second or _matched(runtime, entry, runtime.sglang_names):
+            if (
+                entry.written.isidentifier()
+                or is_second
+                or _matched(runtime, entry, runtime.sglang_names)
+            ):
                 continue
             there = f": {names[0]} is {meant[names[0]]} there" if meant else ""
             says, cause = f"matches no module of vLLM's{there}", f"target {bool(meant)}"
         elif missed:
-            says = f"is a name on disk: vLLM calls {missed[0]} {meant[missed[0]]} and builds it quantized all the same"
+            says = (
+                f"is a name on disk: vLLM calls {missed[0]} {meant[missed[0]]} and builds it "
+                "quantized all the same"
+            )
             cause = "ignore by name on disk"
         elif not meant and is_draft_wrong and speaks_of_mtp:
-            says, cause = "speaks of the MTP block but matches nothing, neither in vLLM nor on disk", "ignore nothing"
+            says, cause = (
+                "speaks of the MTP block but matches nothing, neither in vLLM nor on disk",
+                "ignore nothing",
+            )
         else:
             continue
         says = f"({entry.where}) {says}"
-        yield objection("entry-unmatched", entry.written, severity="warning", says=says, cure=cure, cause=cause)
+        yield objection(
+            "entry-unmatched", entry.written, severity="warning", says=says, cure=cure, cause=cause
+        )
 
 
 def _matched(runtime: RuntimeView, entry: ConfigEntry, names: frozenset[str]) -> list[str]:
-    """The names that an entry reaches; an entry of compressed-tensors that is no expression is compared as a whole."""
+    """The names that an entry reaches; an entry of compressed-tensors that is no expression is
+    compared as a whole.
+    """
     if found := [word for word in entry.read if word in names]:
         return found
-    is_pattern = entry.written.startswith("re:") or not isinstance(runtime.dialect, CompressedTensors)
+    is_pattern = entry.written.startswith("re:") or not isinstance(
+        runtime.dialect, CompressedTensors
+    )
     return [*runtime.dialect.covered(entry, names)] if is_pattern else []
 
 
@@ -95,8 +122,10 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
                 "two-configs",
                 where,
                 severity="warning",
-                says=f"is {second.name}, config.json's quantization_config is {first.name}: vLLM reads config.json, "
-                "other engines may read this one",
+                says=(
+                    f"is {second.name}, config.json's quantization_config is {first.name}: vLLM "
+                    "reads config.json, other engines may read this one"
+                ),
                 cure="Leave it if its maker wrote both; remove it if it is from another checkpoint",
             )
         return
@@ -105,8 +134,10 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection(
             "two-configs",
             f"{where}.quant_algo",
-            says=f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads {read}, other engines may read "
-            "the other",
+            says=(
+                f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads {read}, "
+                "other engines may read the other"
+            ),
             cure="Make both say what is on disk",
         )
     for entry in sorted({*first.exclude} ^ {*second.exclude}):
@@ -115,18 +146,24 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
             "two-configs",
             entry,
             severity="warning",
-            says=f"is excluded in {file} alone: vLLM reads {read} and judges modules by it, other engines may read the "
-            "other",
+            says=(
+                f"is excluded in {file} alone: vLLM reads {read} and judges modules by it, other "
+                "engines may read the other"
+            ),
             cure="Make both lists equal",
         )
 
 
 def _says_the_same(given: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether a config of another method repeats modelopt's keys, as DeepSeek-V4 with NVFP4 experts does."""
+    """Whether a config of another method repeats modelopt's keys, as DeepSeek-V4 with NVFP4 experts
+    does.
+    """
     inner = other.get("quantization")
     if not isinstance(inner, Mapping) or not inner.get("quant_algo"):
         return False
-    return given.get("quant_algo") == inner["quant_algo"] and given.get("ignore") == inner.get("exclude_modules")
+    return given.get("quant_algo") == inner["quant_algo"] and given.get("ignore") == inner.get(
+        "exclude_modules"
+    )
 
 
 def _without_quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -147,24 +184,38 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
     types, ratios = text.get("layer_types"), text.get("compress_ratios")
     expected = view.num_layers + (view.num_mtp_layers if view.family.layer_types_count_mtp else 0)
     if isinstance(types, list) and len(types) != expected:
-        says = f"has {len(types)} entries for num_hidden_layers={view.num_layers}: loading the config fails"
+        says = (
+            f"has {len(types)} entries for num_hidden_layers={view.num_layers}: loading the "
+            "config fails"
+        )
         counted = "counted" if view.family.layer_types_count_mtp else "not counted"
         faults["layer_types"] = says, f"Take layer_types {original}: MTP layers are {counted}"
     if isinstance(ratios, list) and len(ratios) < view.num_layers:
-        says = f"has {len(ratios)} entries for num_hidden_layers={view.num_layers}: vLLM raises IndexError"
+        says = (
+            f"has {len(ratios)} entries for num_hidden_layers={view.num_layers}: vLLM raises "
+            "IndexError"
+        )
         faults["compress_ratios"] = says, f"Take compress_ratios {original}"
     for key, (says, cure) in faults.items():
         yield objection("config", f"config.json: {key}", says=says, cure=cure)
 
 
 def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
-    """modelopt's algorithm is one that vLLM loads, and hf_quant_config.json has the fields that NVFP4 needs: R7."""
+    """modelopt's algorithm is one that vLLM loads, and hf_quant_config.json has the fields that
+    NVFP4 needs: R7.
+    """
     dialect, given, other = runtime.dialect, runtime.given, runtime.hf_quant_config or {}
     in_config = given.file == "config.json"
-    where, nested = f"{given.file}: quantization{'_config' if in_config else ''}", f"{given.file}: quantization"
+    where, nested = (
+        f"{given.file}: quantization{'_config' if in_config else ''}",
+        f"{given.file}: quantization",
+    )
     faults: dict[str, tuple[str, str]] = {}
     if isinstance(dialect, UnknownDialect) and dialect.name.startswith("modelopt"):
-        says = f"is {dialect.name.removeprefix('modelopt ')}: vLLM raises ValueError 'ModelOpt currently only supports'"
+        says = (
+            f"is {dialect.name.removeprefix('modelopt ')}: vLLM raises ValueError 'ModelOpt "
+            "currently only supports'"
+        )
         faults[f"{where}.quant_algo"] = says, f"Export again with one of {', '.join(ALGORITHMS)}"
     is_read = not in_config or (isinstance(dialect, ModelOpt) and reads_other_file(given.raw))
     if other and is_read and not _is_by_modelopt(other) and (in_config or not method_of(other)):
@@ -172,21 +223,35 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
         if in_config:
             effect = "raises ValueError 'Unsupported quantization config found for modelopt_mixed'"
         says = f"is not modelopt: vLLM 0.32 {effect}"
-        faults[f"{HF_QUANT_CONFIG}: producer.name"] = says, "Set it to modelopt, if the file is in modelopt's form"
+        faults[f"{HF_QUANT_CONFIG}: producer.name"] = (
+            says,
+            "Set it to modelopt, if the file is in modelopt's form",
+        )
     if isinstance(dialect, ModelOpt) and given.nested is not None:
-        # vLLM 0.32.0 transformers_utils/model_arch_config_convertor.py, _normalize_quantization_config.
+        # vLLM 0.32.0 transformers_utils/model_arch_config_convertor.py,
+        # _normalize_quantization_config.
         is_named = _is_by_modelopt(given.raw) or "modelopt_quant_config" in given.nested
         if is_named and dialect.algorithm not in _NESTED:
             faults[f"{nested}.quant_algo"] = (
-                f"is {dialect.algorithm}: of an algorithm below `quantization` vLLM says ValueError 'Unknown ModelOpt "
-                f"quant algo: {dialect.algorithm}'",
-                "Write quantization_config into config.json, with quant_method, quant_algo, ignore and the rest at its "
-                "top level",
+                f"is {dialect.algorithm}: of an algorithm below `quantization` vLLM says "
+                f"ValueError 'Unknown ModelOpt quant algo: {dialect.algorithm}'",
+                "Write quantization_config into config.json, with quant_method, quant_algo, "
+                "ignore and the rest at its top level",
             )
-        for key in ("group_size", "kv_cache_quant_algo", "exclude_modules") if "NVFP4" in dialect.algorithm else ():
+        for key in (
+            ("group_size", "kv_cache_quant_algo", "exclude_modules")
+            if "NVFP4" in dialect.algorithm
+            else ()
+        ):
             if key not in given.nested:
-                says = "is missing: vLLM raises ValueError 'NVFP4 quantization requires the following fields in "
-                faults[f"{nested}.{key}"] = f"{says}hf_quant_config.json'", "Export again with modelopt, or add it"
+                says = (
+                    "is missing: vLLM raises ValueError 'NVFP4 quantization requires the "
+                    "following fields in "
+                )
+                faults[f"{nested}.{key}"] = (
+                    f"{says}hf_quant_config.json'",
+                    "Export again with modelopt, or add it",
+                )
     for place, (says, cure) in faults.items():
         yield objection("algorithm", place, says=says, cure=cure)
 
@@ -205,7 +270,8 @@ def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
                 "extras",
                 f"config.json: quantization_config.{key}",
                 severity="warning",
-                says="is missing: older vLLM raises KeyError, 0.32 picks another scale format for its FP8 kernels",
+                says="is missing: older vLLM raises KeyError, 0.32 picks another scale format for "
+                "its FP8 kernels",
                 cure=f"Set it to {value!r}",
             )
 
@@ -222,30 +288,39 @@ def index_size_is_sane(view: StoredView) -> Iterator[Objection]:
             "index-size",
             "model.safetensors.index.json: metadata.total_size",
             severity="warning",
-            says=f"is {total}, the tensors have {have} bytes: loaders that plan memory by it go wrong, and a file may "
-            "have been replaced after the index was written",
+            says=(
+                f"is {total}, the tensors have {have} bytes: loaders that plan memory by it go "
+                "wrong, and a file may have been replaced after the index was written"
+            ),
             cure="Write the index again from the files",
         )
 
 
 def own_code_is_known(view: StoredView) -> Iterator[Objection]:
-    """Python that the checkpoint brings, or takes from another repository: it would run as whoever serves it.
+    """Python that the checkpoint brings, or takes from another repository: it would run as whoever
+    serves it.
 
-    `auto_map` names a class of another repository as ORG/NAME--FILE.CLASS. An `auto_map` alone says nothing: a
-    quantized release may keep the key without the files.
+    `auto_map` names a class of another repository as ORG/NAME--FILE.CLASS. An `auto_map` alone says
+    nothing: a quantized release may keep the key without the files.
     """
     code = [name for name in view.source.code if "/" not in name]
     auto_map = view.source.config.get("auto_map")
     for value in auto_map.values() if isinstance(auto_map, Mapping) else ():
         names = value if isinstance(value, list) else [value]
-        code += [f"config.json: auto_map {name}" for name in names if isinstance(name, str) and "--" in name]
+        code += [
+            f"config.json: auto_map {name}"
+            for name in names
+            if isinstance(name, str) and "--" in name
+        ]
     if code:
         yield objection(
             "own-code",
             code[0],
             severity="warning",
-            says="is code of the checkpoint: vLLM runs what auto_map names with --trust-remote-code, and only then",
-            cure="Serve it without --trust-remote-code if vLLM has a class for the model; else read it first",
+            says="is code of the checkpoint: vLLM runs what auto_map names with "
+            "--trust-remote-code, and only then",
+            cure="Serve it without --trust-remote-code if vLLM has a class for the model; else "
+            "read it first",
             count=len(set(code)),
         )
 

@@ -2,9 +2,10 @@
 
 In: a `RuntimeView`. Out: objections. Sources: F32 (vllm #27227), vllm #44879, #45038.
 
-Easy to get wrong: an entry for the KV cache holds for the draft as well, because vLLM hands the target's config to it.
-compressed-tensors' entry reaches the class `Attention` alone: latent attention (MLA) never asks, and keeps a cache in
-BF16. modelopt's entry sets the whole engine's cache. All of it was seen in dry loads of every family.
+Easy to get wrong: an entry for the KV cache holds for the draft as well, because vLLM hands the
+target's config to it. compressed-tensors' entry reaches the class `Attention` alone: latent
+attention (MLA) never asks, and keeps a cache in BF16. modelopt's entry sets the whole engine's
+cache. All of it was seen in dry loads of every family.
 
 Source: vLLM 0.32.0 layers/attention/attention.py, layers/quantization/{kv_cache,modelopt}.py,
 compressed_tensors/compressed_tensors.py (CompressedTensorsKVCacheMethod), utils/torch_utils.py.
@@ -26,7 +27,8 @@ from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ModelOpt
 from .runtime_view import RuntimeView
 
-# What stands between an attention module and its scales, by convention: all that vLLM's loaders map.
+# What stands between an attention module and its scales, by convention: all that vLLM's loaders
+# map.
 _UNDER_ATTENTION = re.compile(r"\.(?:attn|[kv]_proj|qkv_proj|[kv]_cache)$")
 
 
@@ -36,7 +38,9 @@ def is_kv_scale(leaf: str) -> bool:
 
 
 def attention_of_scale(name: str) -> HFName:
-    """The attention module on disk that a scale of the KV cache is of, whatever convention names it."""
+    """The attention module on disk that a scale of the KV cache is of, whatever convention names
+    it.
+    """
     return HFName(_UNDER_ATTENTION.sub("", name.rpartition(".")[0]))
 
 
@@ -46,26 +50,43 @@ def draft_takes(loader: Loader, name: str) -> bool:
 
 
 def kv_entry_is_known(runtime: RuntimeView) -> Iterator[Objection]:
-    """The entry is one that vLLM reads: FP8 under compressed-tensors, FP8 or NVFP4 under modelopt."""
+    """The entry is one that vLLM reads: FP8 under compressed-tensors, FP8 or NVFP4 under
+    modelopt.
+    """
     given = runtime.given
     scheme, algorithm = given.raw.get("kv_cache_scheme"), given.get("kv_cache_quant_algo")
     severity: Severity = "error"
     where = "config.json: quantization_config.kv_cache_scheme"
     if isinstance(runtime.dialect, CompressedTensors) and scheme is not None:
-        cure = "Set num_bits 8, type float, strategy tensor, symmetric true; or remove it, and the cache is BF16"
+        cure = (
+            "Set num_bits 8, type float, strategy tensor, symmetric true; or remove it, and the "
+            "cache is BF16"
+        )
         says = ""
         if not _is_taken(scheme):
-            says = f"is {shortened(repr(scheme))}: vLLM raises NotImplementedError, ValueError or AttributeError"
+            says = (
+                f"is {shortened(repr(scheme))}: vLLM raises NotImplementedError, ValueError or "
+                "AttributeError"
+            )
         if runtime.view.family.model_type == "qwen4_exp":
             says = "vLLM raises NotImplementedError: Qwen4Exp QSA does not support KV quantization"
         elif runtime.view.text_config.get("kv_lora_rank"):
-            severity, cure = "warning", "Serve with --kv-cache-dtype fp8 if you want it, or remove it"
-            says = "has no effect: latent attention never asks for it, and vLLM keeps that cache in BF16"
+            severity, cure = (
+                "warning",
+                "Serve with --kv-cache-dtype fp8 if you want it, or remove it",
+            )
+            says = (
+                "has no effect: latent attention never asks for it, and vLLM keeps that cache in "
+                "BF16"
+            )
     elif isinstance(runtime.dialect, ModelOpt) and algorithm:
         where, cure, says = f"{given.file}: kv_cache_quant_algo", "Write FP8, NVFP4 or null", ""
         got = shortened(str(algorithm))
         if isinstance(algorithm, str) and algorithm.upper() not in ("FP8", "NVFP4"):
-            severity, says = "warning", f"is {got}, which vLLM does not know: it warns and keeps the KV cache in BF16"
+            severity, says = (
+                "warning",
+                f"is {got}, which vLLM does not know: it warns and keeps the KV cache in BF16",
+            )
         elif not isinstance(algorithm, str) and given.nested is not None:
             says = f"is {got}: vLLM raises ValueError: kv_cache_quant_algo must be a string"
     else:
@@ -76,7 +97,10 @@ def kv_entry_is_known(runtime: RuntimeView) -> Iterator[Objection]:
 
 def _is_taken(scheme: Any) -> bool:
     """Whether `validate_kv_cache_scheme` is content."""
-    if not isinstance(scheme, Mapping) or (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+    if not isinstance(scheme, Mapping) or (scheme.get("type"), scheme.get("num_bits")) != (
+        "float",
+        8,
+    ):
         return False
     return scheme.get("strategy") in ("tensor", "attn_head") and bool(scheme.get("symmetric"))
 
@@ -90,24 +114,41 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
         is_mtp = runtime.is_mtp_name(entry.name)
         if is_mtp and not draft_takes(loader, entry.name):
             cure = "Remove the KV-cache scales of the MTP layer"
-            says = "is a scale of the KV cache inside the MTP layer, which this draft's loader does not know: vLLM "
+            says = (
+                "is a scale of the KV cache inside the MTP layer, which this draft's loader does "
+                "not know: vLLM "
+            )
             says += "raises KeyError, ValueError or AttributeError"
         elif not is_mtp and not loader.backbone_takes_kv_scales:
             cure = "Remove the scales of the KV cache"
-            says = "is a scale of the KV cache, for which this family's class has no parameter: vLLM raises KeyError "
+            says = (
+                "is a scale of the KV cache, for which this family's class has no parameter: "
+                "vLLM raises KeyError "
+            )
             says += "or ValueError, with and without a draft"
         elif isinstance(runtime.dialect, ModelOpt) and math.prod(entry.shape) != 1:
             cure = "Store one number for each of k and v"
-            says = f"has shape {list(entry.shape)}: vLLM raises ValueError: KV-cache scale expects a scalar weight"
+            says = (
+                f"has shape {list(entry.shape)}: vLLM raises ValueError: KV-cache scale expects "
+                "a scalar weight"
+            )
         else:
             continue
         yield objection("kv-scales", entry.name, says=says, cure=cure, cause=cure)
 
 
 def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
-    """Where some attention layers have scales of an FP8 cache, all have two; and nothing else has any."""
-    scheme, algorithm = runtime.given.raw.get("kv_cache_scheme"), runtime.given.get("kv_cache_quant_algo")
-    is_fp8 = isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    """Where some attention layers have scales of an FP8 cache, all have two; and nothing else has
+    any.
+    """
+    scheme, algorithm = (
+        runtime.given.raw.get("kv_cache_scheme"),
+        runtime.given.get("kv_cache_quant_algo"),
+    )
+    is_fp8 = isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == (
+        "float",
+        8,
+    )
     if not (is_fp8 or str(algorithm).upper() == "FP8") or no_place(runtime.view):
         return
     is_modelopt = isinstance(runtime.dialect, ModelOpt)
@@ -120,9 +161,14 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
         for name, place in runtime.placed.items()
         if place.role == "attention" and name.endswith(".k_proj")
     }
-    for name in (name for module, leaves in stored.items() if module not in parts for name in leaves.values()):
+    for name in (
+        name for module, leaves in stored.items() if module not in parts for name in leaves.values()
+    ):
         if not runtime.is_mtp_name(name) or draft_takes(runtime.loader, name):
-            says = "is a scale of the KV cache, and no attention layer with a cache is there: vLLM raises or skips it"
+            says = (
+                "is a scale of the KV cache, and no attention layer with a cache is there: vLLM "
+                "raises or skips it"
+            )
             cure = "Remove it, or bring the layer back"
             yield objection("kv-scales", name, says=says, cure=cure, cause=cure)
     with_some = {part for module, part in parts.items() if module in stored}
@@ -137,7 +183,8 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
                     cache_scale_in("modelopt" if is_modelopt else "compressed-tensors", name),
                     # What a graft leaves: the draft's cache is FP8 all the same, with scales of 1.
                     severity="error" if part in with_some else "warning",
-                    says=f"is not there, and other layers have theirs: vLLM takes {instead} for it, in silence",
+                    says=f"is not there, and other layers have theirs: vLLM takes {instead} for "
+                    "it, in silence",
                     cure=cure,
                     cause=cure,
                 )

@@ -1,19 +1,21 @@
 """Rules on what the tensors hold: what loads without a word and answers nonsense.
 
-In: a `RuntimeView` and the summaries of its tensors. Out: objections, each with the tensor and the element; warnings
-about an MTP block that was never trained.
+In: a `RuntimeView` and the summaries of its tensors. Out: objections, each with the tensor and the
+element; warnings about an MTP block that was never trained.
 
-The largest singular value of a matrix [N, K] of independent numbers of size s is near s (sqrt(N) + sqrt(K)), whatever
-their distribution: the edge of Marchenko and Pastur. Training leaves directions that are larger. Measured: 0.97 to 0.98
-of the edge for normal and uniform noise from 256 x 512 to 5120 x 10240; 1.28 to 2.62 for the MTP matrices of the two
-shipped models, which were trained for minutes.
+The largest singular value of a matrix [N, K] of independent numbers of size s is near s (sqrt(N) +
+sqrt(K)), whatever their distribution: the edge of Marchenko and Pastur. Training leaves directions
+that are larger. Measured: 0.97 to 0.98 of the edge for normal and uniform noise from 256 x 512 to
+5120 x 10240; 1.28 to 2.62 for the MTP matrices of the two shipped models, which were trained for
+minutes.
 
-Easy to get wrong: a zero, and what is normal. A second-level scale is a divisor in compressed-tensors and a multiplier
-in modelopt, so zero means infinity in one and nothing in the other. A block scale of zero is right for a block of
-zeros. A bias of zeros is right, a norm of zeros is right where the model adds one to it.
+Easy to get wrong: a zero, and what is normal. A second-level scale is a divisor in
+compressed-tensors and a multiplier in modelopt, so zero means infinity in one and nothing in the
+other. A block scale of zero is right for a block of zeros. A bias of zeros is right, a norm of
+zeros is right where the model adds one to it.
 
-Source: vLLM 0.32.0 quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py and modelopt.py
-(process_weights_after_loading), compressed_tensors_moe_w4a4_nvfp4.py.
+Source: vLLM 0.32.0 quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py and
+modelopt.py (process_weights_after_loading), compressed_tensors_moe_w4a4_nvfp4.py.
 """
 
 import math
@@ -53,12 +55,15 @@ _LARGEST_CODE: Mapping[Form, float] = {
     "mxfp4": 6.0,
     "int8": 127.0,
 }
-# Weights of released models are between these by orders of magnitude; a scale that should be its reciprocal is not.
+# Weights of released models are between these by orders of magnitude; a scale that should be its
+# reciprocal is not.
 _TOO_LARGE, _TOO_SMALL = 1e4, 1e-8
 _NORM_TOO_SMALL, _NORM_TOO_LARGE = 1e-4, 1e4
-# A matrix with so many block scales, or a model with so many input scales, does not have them all equal by chance.
+# A matrix with so many block scales, or a model with so many input scales, does not have them all
+# equal by chance.
 _MANY = 16
-# Of the spectrum: the smallest matrix that tells chance from training, the share of the edge, steps of the iteration.
+# Of the spectrum: the smallest matrix that tells chance from training, the share of the edge, steps
+# of the iteration.
 _SMALLEST_SIDE, _EDGE, _STEPS = 512, 1.05, 12
 
 _REQUANTIZE = "Quantize this module again from the release"
@@ -95,7 +100,9 @@ class Tensor(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """Equal for tensors of one kind: all scales of one name in the backbone, or in the MTP block."""
+        """Equal for tensors of one kind: all scales of one name in the backbone, or in the MTP
+        block.
+        """
         return f"{self.place.part} {self.place.role if self.leaf == 'weight' else ''} {self.leaf}"
 
 
@@ -109,7 +116,8 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator
     tensors = {
         name: Tensor(runtime.source.entries[name], place, summary)
         for name, summary in read.items()
-        if (place := runtime.view.place(name) or _of_cache(runtime, name)) is not None and place.role != "vision"
+        if (place := runtime.view.place(name) or _of_cache(runtime, name)) is not None
+        and place.role != "vision"
     }
     for tensor in tensors.values():
         if tensor.summary.num_not_finite:
@@ -127,7 +135,9 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator
 
 
 def _of_cache(runtime: RuntimeView, name: HFName) -> Place | None:
-    """The place of attention's projection, for a scale of its KV cache that is named after the attention itself."""
+    """The place of attention's projection, for a scale of its KV cache that is named after the
+    attention itself.
+    """
     if not is_kv_scale(name.rpartition(".")[2]):
         return None
     keys = (HFName(f"{attention_of_scale(name)}.{path}.weight") for path in ("k_proj", "kv_b_proj"))
@@ -143,32 +153,44 @@ def _not_finite(runtime: RuntimeView, tensor: Tensor) -> Objection:
     return _objection(
         "finite",
         tensor.name,
-        says=f"element {position} is infinite or NaN, as are {tensor.summary.num_not_finite:,} of {tensor.size:,}: "
-        "what vLLM computes from it is NaN, and one expert's NaN spoils every token that the expert sees",
+        says=(
+            f"element {position} is infinite or NaN, as are {tensor.summary.num_not_finite:,} of "
+            f"{tensor.size:,}: what vLLM computes from it is NaN, and one expert's NaN spoils "
+            "every token that the expert sees"
+        ),
         cure=_new_values(runtime, tensor),
         cause=tensor.cause,
     )
 
 
 def _scale(runtime: RuntimeView, tensor: Tensor) -> Iterator[Objection]:
-    """No scale is negative, no divisor is zero, no matrix has scales of zero only, or scales that are all equal."""
+    """No scale is negative, no divisor is zero, no matrix has scales of zero only, or scales that
+    are all equal.
+    """
     summary, says = tensor.summary, ""
     if summary.is_zero and tensor.leaf in (*_DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
         says = "is 0, and vLLM divides by it: everything behind it is infinite or NaN"
     elif summary.is_zero:
         says = "is 0: vLLM computes with a matrix of zeros"
     elif summary.has_negative and not _may_be_negative(runtime, tensor):
-        says = "has an element below 0: a kernel reads it as positive, or turns the sign of its weights"
+        says = (
+            "has an element below 0: a kernel reads it as positive, or turns the sign of its "
+            "weights"
+        )
     if says:
         cause = f"{tensor.cause} {says}"
-        yield _objection("scale-sign", tensor.name, says=says, cure=_new_values(runtime, tensor), cause=cause)
+        yield _objection(
+            "scale-sign", tensor.name, says=says, cure=_new_values(runtime, tensor), cause=cause
+        )
     elif summary.is_constant and tensor.size >= _MANY:
         yield _objection(
             "scale-constant",
             tensor.name,
             severity="warning",
-            says=f"all {tensor.size:,} scales are {summary.largest:g}: no real matrix has that, so they were never "
-            "computed, or the weights under them are not the release's",
+            says=(
+                f"all {tensor.size:,} scales are {summary.largest:g}: no real matrix has that, so "
+                "they were never computed, or the weights under them are not the release's"
+            ),
             cure=_REQUANTIZE,
             cause=tensor.cause,
         )
@@ -177,10 +199,15 @@ def _scale(runtime: RuntimeView, tensor: Tensor) -> Iterator[Objection]:
 def _may_be_negative(runtime: RuntimeView, tensor: Tensor) -> bool:
     """Scales of weights that are integers around 0, where activations are not rounded.
 
-    AutoRound chooses the sign of a symmetric scale so that the largest weight gets the largest code.
+    AutoRound chooses the sign of a symmetric scale so that the largest weight gets the largest
+    code.
     """
     weight = runtime.weights.get(tensor.module)
-    around_zero = weight is not None and weight.form == "int_packed" and "weight_zero_point" not in weight.parts
+    around_zero = (
+        weight is not None
+        and weight.form == "int_packed"
+        and "weight_zero_point" not in weight.parts
+    )
     return tensor.leaf == "scales" or (around_zero and tensor.leaf == "weight_scale")
 
 
@@ -199,21 +226,31 @@ def _norm(runtime: RuntimeView, tensor: Tensor) -> Iterator[Objection]:
         )
 
 
-def _empty(runtime: RuntimeView, tensor: Tensor, tensors: Mapping[HFName, Tensor]) -> Iterator[Objection]:
+def _empty(
+    runtime: RuntimeView, tensor: Tensor, tensors: Mapping[HFName, Tensor]
+) -> Iterator[Objection]:
     """A matrix of the language model that is all zeros or one repeated value.
 
-    A release may hold a matrix of zeros. Packed, its block scales are all alike; scales that differ are those of other
-    values, which were lost.
+    A release may hold a matrix of zeros. Packed, its block scales are all alike; scales that differ
+    are those of other values, which were lost.
     """
     summary = tensor.summary
     if not (summary.is_zero or summary.is_constant) or tensor.place.role == "state":
         return
     if len(tensor.entry.shape) < 2 or tensor.size < _MANY:
         return
-    own_scales = [tensors[name] for leaf in _FIRST_SCALES if (name := HFName(f"{tensor.module}.{leaf}")) in tensors]
+    own_scales = [
+        tensors[name]
+        for leaf in _FIRST_SCALES
+        if (name := HFName(f"{tensor.module}.{leaf}")) in tensors
+    ]
     is_lost = any(each.size > 1 and not each.summary.is_constant for each in own_scales)
     what = "zeros" if summary.is_zero else "one repeated value"
-    happens = "its scales are those of other values, which were lost" if is_lost else "it was never trained"
+    happens = (
+        "its scales are those of other values, which were lost"
+        if is_lost
+        else "it was never trained"
+    )
     cure = _REQUANTIZE if is_lost else "Take this tensor from the release"
     if tensor.is_mtp:
         happens += ", or never written, so the draft guesses and nearly nothing is accepted"
@@ -228,10 +265,18 @@ def _empty(runtime: RuntimeView, tensor: Tensor, tensors: Mapping[HFName, Tensor
     )
 
 
-def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: Mapping[HFName, Tensor]) -> Iterator[Objection]:
-    """The scales of a weight give values that weights have: a reciprocal in the wrong convention does not."""
+def magnitudes_are_those_of_weights(
+    runtime: RuntimeView, tensors: Mapping[HFName, Tensor]
+) -> Iterator[Objection]:
+    """The scales of a weight give values that weights have: a reciprocal in the wrong convention
+    does not.
+    """
     for weight in runtime.weights.values():
-        parts = {leaf: tensors[entry.name] for leaf, entry in weight.parts.items() if entry.name in tensors}
+        parts = {
+            leaf: tensors[entry.name]
+            for leaf, entry in weight.parts.items()
+            if entry.name in tensors
+        }
         scale = next((parts[leaf] for leaf in _FIRST_SCALES if leaf in parts), None)
         if scale is None:
             continue
@@ -243,8 +288,10 @@ def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: Mapping[HFNam
             yield _objection(
                 "scale-magnitude",
                 scale.name,
-                says=f"its weights reach {largest:.3g}, where a model's are near 1: a scale is its reciprocal, or "
-                "belongs to another weight",
+                says=(
+                    f"its weights reach {largest:.3g}, where a model's are near 1: a scale is its "
+                    "reciprocal, or belongs to another weight"
+                ),
                 cure="Write the scale in this dialect's convention: compressed-tensors divides by "
                 "weight_global_scale, modelopt multiplies by weight_scale_2",
                 cause=f"{scale.place.part} {scale.place.row.path} {largest > 1}",
@@ -267,7 +314,9 @@ def _disagreement(leaf: str, members: list[Tensor]) -> Objection:
     used = members[0]
     if used.place.expert is None:
         used = max(members, key=lambda member: member.summary.largest)
-    worst = max(members, key=lambda member: abs(math.log(member.summary.largest / used.summary.largest)))
+    worst = max(
+        members, key=lambda member: abs(math.log(member.summary.largest / used.summary.largest))
+    )
     others = ", ".join(member.module.rpartition(".")[2] for member in members)
     happens = "inputs are then rounded on another grid than the calibrated one"
     if leaf in _GLOBAL_SCALES:
@@ -278,8 +327,10 @@ def _disagreement(leaf: str, members: list[Tensor]) -> Objection:
         "fused-scales",
         worst.name,
         severity="error" if leaf in _GLOBAL_SCALES else "warning",
-        says=f"is {worst.summary.largest:.6g}, but {others} are one fused module with one {leaf}, and vLLM takes "
-        f"{used.summary.largest:.6g} of {used.name}: {happens}",
+        says=(
+            f"is {worst.summary.largest:.6g}, but {others} are one fused module with one {leaf}, "
+            f"and vLLM takes {used.summary.largest:.6g} of {used.name}: {happens}"
+        ),
         cure=f"Quantize {others} together, with one {leaf}",
         cause=f"{worst.place.part} {worst.place.row.path} {leaf}",
     )
@@ -294,14 +345,20 @@ def input_scales_are_measured(tensors: Mapping[HFName, Tensor]) -> Iterator[Obje
                 "input-scale-constant",
                 found[0].name,
                 severity="warning",
-                says=f"all {len(found):,} scales named {leaf} are {found[0].summary.largest:g}: no batch gave them, "
-                "and inputs that are larger are cut off",
+                says=(
+                    f"all {len(found):,} scales named {leaf} are {found[0].summary.largest:g}: no "
+                    "batch gave them, and inputs that are larger are cut off"
+                ),
                 cure="Calibrate, or use a scheme with dynamic input scales",
             )
 
 
-def norms_have_learned(runtime: RuntimeView, tensors: Mapping[HFName, Tensor]) -> Iterator[Objection]:
-    """The norms of an MTP layer are not all as they were made: ones, or zeros where the model adds one."""
+def norms_have_learned(
+    runtime: RuntimeView, tensors: Mapping[HFName, Tensor]
+) -> Iterator[Objection]:
+    """The norms of an MTP layer are not all as they were made: ones, or zeros where the model adds
+    one.
+    """
     initial = 0.0 if runtime.view.family.norms_add_one else 1.0
     layers: dict[int | None, list[Tensor]] = defaultdict(list)
     for tensor in tensors.values():
@@ -309,20 +366,27 @@ def norms_have_learned(runtime: RuntimeView, tensors: Mapping[HFName, Tensor]) -
             layers[tensor.place.layer].append(tensor)
     for norms in layers.values():
         summaries = [norm.summary for norm in norms]
-        is_new = all(each.is_constant and each.largest == initial and not each.has_negative for each in summaries)
+        is_new = all(
+            each.is_constant and each.largest == initial and not each.has_negative
+            for each in summaries
+        )
         if len(norms) > 1 and is_new:
             yield _objection(
                 "mtp-untrained",
                 norms[0].name,
                 severity="warning",
-                says=f"all {len(norms)} norms of this MTP layer hold {initial:g} only, as before training: the draft "
-                "then guesses, and nearly nothing is accepted",
+                says=(
+                    f"all {len(norms)} norms of this MTP layer hold {initial:g} only, as before "
+                    "training: the draft then guesses, and nearly nothing is accepted"
+                ),
                 cure=_MEASURE,
             )
 
 
 def glue(runtime: RuntimeView) -> list[StoredWeight]:
-    """The matrices that join embedding and hidden state in the MTP block; wide enough to tell chance from training."""
+    """The matrices that join embedding and hidden state in the MTP block; wide enough to tell
+    chance from training.
+    """
     found = []
     for module, weight in runtime.weights.items():
         place = runtime.placed.get(module)
@@ -334,10 +398,11 @@ def glue(runtime: RuntimeView) -> list[StoredWeight]:
 
 
 def matrices_are_not_chance(runtime: RuntimeView) -> Iterator[Objection]:
-    """No matrix of the MTP block's glue has the spectrum of independent random numbers: MiniMax-M2#47.
+    """No matrix of the MTP block's glue has the spectrum of independent random numbers:
+    MiniMax-M2#47.
 
-    Nothing here is proof. A block with trained directions may still be another model's; only its acceptance says how
-    good it is.
+    Nothing here is proof. A block with trained directions may still be another model's; only its
+    acceptance says how good it is.
     """
     for weight in glue(runtime):
         parts = {leaf: read_tensor(runtime.source, entry) for leaf, entry in weight.parts.items()}
@@ -347,17 +412,21 @@ def matrices_are_not_chance(runtime: RuntimeView) -> Iterator[Objection]:
                 "mtp-noise",
                 weight.weight.name,
                 severity="warning",
-                says=f"looks like random numbers: its largest singular value is {share:.2f} of what chance gives, and "
-                "training leaves larger ones. The draft then guesses, and nearly nothing is accepted",
+                says=(
+                    f"looks like random numbers: its largest singular value is {share:.2f} of what "
+                    "chance gives, and training leaves larger ones. The draft then guesses, and "
+                    "nearly nothing is accepted"
+                ),
                 cure=_MEASURE,
             )
 
 
 def edge_share(matrix: torch.Tensor) -> float:
-    """The largest singular value of a matrix [N, K], of the one that independent numbers of its size would have.
+    """The largest singular value of a matrix [N, K], of the one that independent numbers of its
+    size would have.
 
-    From power iteration, so a little below the true share; NaN for a matrix of zeros, or with values that are not
-    finite.
+    From power iteration, so a little below the true share; NaN for a matrix of zeros, or with
+    values that are not finite.
     """
     values = matrix.float()
     num_rows, num_columns = values.shape
@@ -373,10 +442,18 @@ def edge_share(matrix: torch.Tensor) -> float:
 def _new_values(runtime: RuntimeView, tensor: Tensor) -> str:
     """Where the right values of a tensor come from."""
     if tensor.leaf in _INPUT_SCALES:
-        return "Calibrate again with samples that reach this module, and keep its experts' input scales finite"
+        return (
+            "Calibrate again with samples that reach this module, and keep its experts' input "
+            "scales finite"
+        )
     return _graft(runtime) if tensor.is_mtp else _REQUANTIZE
 
 
 def _graft(runtime: RuntimeView) -> str:
-    """The command that takes the MTP block of the release; graft reads headers, which have nothing wrong."""
-    return f"Run `keepmtp graft {shlex.quote(runtime.source.where)} --from RELEASE --replace --out NEW`"
+    """The command that takes the MTP block of the release; graft reads headers, which have nothing
+    wrong.
+    """
+    return (
+        f"Run `keepmtp graft {shlex.quote(runtime.source.where)} --from RELEASE --replace --out "
+        "NEW`"
+    )

@@ -1,10 +1,12 @@
-"""The view that vLLM has of a checkpoint: which runtime module each tensor goes to, and how vLLM builds it.
+"""The view that vLLM has of a checkpoint: which runtime module each tensor goes to, and how vLLM
+builds it.
 
-In: a `Source`. Out: a `RuntimeView`, computed once; every rule reads it. Each runtime module is resolved once, and the
-work for each tensor is a dictionary look-up.
+In: a `Source`. Out: a `RuntimeView`, computed once; every rule reads it. Each runtime module is
+resolved once, and the work for each tensor is a dictionary look-up.
 
-Easy to get wrong: routed experts are one runtime module, and vLLM asks the quantization config about expert 0 only. A
-draft's head has a name of its own. Expert tensors may be stacked in three dimensions, without `.weight` in their name.
+Easy to get wrong: routed experts are one runtime module, and vLLM asks the quantization config
+about expert 0 only. A draft's head has a name of its own. Expert tensors may be stacked in three
+dimensions, without `.weight` in their name.
 """
 
 from collections import defaultdict
@@ -38,7 +40,9 @@ class RuntimeView(StoredView):
         return self.view.family.loader
 
     def is_mtp_name(self, name: str) -> bool:
-        """Whether a name belongs to an MTP layer or to the MTP block around it; the family need not know it."""
+        """Whether a name belongs to an MTP layer or to the MTP block around it; the family need not
+        know it.
+        """
         stems = tuple(self.view.mtp_stem(index) for index in range(max(1, self.promised)))
         return name.startswith((*stems, "mtp.")) or self.view.is_mtp(HFName(name))
 
@@ -60,10 +64,16 @@ class RuntimeView(StoredView):
 
     @cached_property
     def placed(self) -> Mapping[HFName, Place]:
-        """The place of each weight (by module) and of each other tensor (by name) that the family knows."""
+        """The place of each weight (by module) and of each other tensor (by name) that the family
+        knows.
+        """
         names = {module: HFName(f"{module}.weight") for module in self.weights}
         names |= {entry.name: entry.name for entry in self.others}
-        return {key: place for key, name in names.items() if (place := self.view.place(name)) is not None}
+        return {
+            key: place
+            for key, name in names.items()
+            if (place := self.view.place(name)) is not None
+        }
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
@@ -74,29 +84,48 @@ class RuntimeView(StoredView):
             if place is not None and place.row.stacked:
                 # A stacked expert tensor has no leaf: it is read as one plain weight.
                 parts = {"weight": entry}
-                weights[entry.name] = StoredWeight(module=entry.name, form="plain", parts=parts, shape=entry.shape)
+                weights[entry.name] = StoredWeight(
+                    module=entry.name, form="plain", parts=parts, shape=entry.shape
+                )
         members: dict[tuple[VLLMName, Part], list[Member]] = defaultdict(list)
         for name, weight in weights.items():
             place = self.placed.get(name)
             if place is not None and place.role != "vision":
                 members[place.runtime, place.part].append(Member(place=place, weight=weight))
         with time_limit():
-            return tuple(self._module(name, part, tuple(group)) for (name, part), group in members.items())
+            return tuple(
+                self._module(name, part, tuple(group)) for (name, part), group in members.items()
+            )
 
     @cached_property
     def quantized(self) -> frozenset[VLLMName]:
         """Modules that vLLM does not build plain."""
-        return frozenset(module.name for module in self.modules if module.resolution.built.form != "plain")
+        return frozenset(
+            module.name for module in self.modules if module.resolution.built.form != "plain"
+        )
 
-    def resolve(self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind, part: Part) -> Resolution:
+    def resolve(
+        self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind, part: Part
+    ) -> Resolution:
         """What vLLM builds for a module by the quantization config."""
-        if module == "mtp.fc" and isinstance(self.dialect, ModelOpt) and "NVFP4" in self.dialect.algorithm:
-            return Resolution(built=PLAIN, entry="vLLM builds mtp.fc without quantization under modelopt NVFP4")
+        if (
+            module == "mtp.fc"
+            and isinstance(self.dialect, ModelOpt)
+            and "NVFP4" in self.dialect.algorithm
+        ):
+            return Resolution(
+                built=PLAIN, entry="vLLM builds mtp.fc without quantization under modelopt NVFP4"
+            )
         dialect = self.draft_dialect if part == "mtp" else self.dialect
         # vLLM's Qwen3_5MultiTokenPredictor looks at `dynamic` itself, for its layers alone.
-        looks_itself = self.view.family.model_type in ("qwen3_5", "qwen3_5_moe") and module.startswith("mtp.layers.")
+        looks_itself = self.view.family.model_type in (
+            "qwen3_5",
+            "qwen3_5_moe",
+        ) and module.startswith("mtp.layers.")
         if looks_itself and isinstance(dialect, Gptq) and dialect.excepts_draft:
-            return Resolution(built=PLAIN, entry="vLLM builds this draft's layers plain where dynamic excepts mtp")
+            return Resolution(
+                built=PLAIN, entry="vLLM builds this draft's layers plain where dynamic excepts mtp"
+            )
         return dialect.resolve(module, shards=shards, kind=kind)
 
     @cached_property
@@ -116,23 +145,35 @@ class RuntimeView(StoredView):
         """The tensors of the MTP block."""
         keys = [key for key, place in self.placed.items() if place.part == "mtp"]
         return frozenset(
-            name for key in keys for name in (self.weights[key].names() if key in self.weights else (key,))
+            name
+            for key in keys
+            for name in (self.weights[key].names() if key in self.weights else (key,))
         )
 
     @cached_property
     def block_at(self) -> int | None:
-        """The layer whose tensors show that the MTP block begins there; None where they do not, or it has own names."""
+        """The layer whose tensors show that the MTP block begins there; None where they do not, or
+        it has own names.
+        """
         if self.view.layout.mtp is not None:
             return None
         glue = {row.path for row in self.view.family.mtp_block if row.role in ("glue", "norm")}
         held = self.layers.get(self.view.layout.layers.disk.partition(".{i}")[0], {})
-        having = {at for at, paths in held.items() if not glue.isdisjoint(path.rpartition(".")[0] for path in paths)}
-        is_last = having and len(having) == self.promised and held.keys() == {*range(max(having) + 1)}
+        having = {
+            at
+            for at, paths in held.items()
+            if not glue.isdisjoint(path.rpartition(".")[0] for path in paths)
+        }
+        is_last = (
+            having and len(having) == self.promised and held.keys() == {*range(max(having) + 1)}
+        )
         return min(having) if is_last else None
 
     @cached_property
     def known_names(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Names that vLLM may ask about, and names of modules on disk; of the experts only number 0."""
+        """Names that vLLM may ask about, and names of modules on disk; of the experts only number
+        0.
+        """
         runtime, disk = set[str](), set[str]()
         for name, modules in self.view.disk_modules.items():
             runtime.add(name)
@@ -177,7 +218,9 @@ class RuntimeView(StoredView):
     @cached_property
     def _projections(self) -> tuple[str, ...]:
         """Last components of one routed expert's projections, in the order vLLM asks about them."""
-        rows = [row for row in self.view.family.block if row.role == "experts" and "{e}" in row.path]
+        rows = [
+            row for row in self.view.family.block if row.role == "experts" and "{e}" in row.path
+        ]
         return tuple(row.path.rpartition(".")[2] for row in rows)
 
     @cached_property
@@ -185,7 +228,8 @@ class RuntimeView(StoredView):
         """Last component of a fused module -> those of its parts: vLLM's packed_modules_mapping."""
         parts: dict[str, list[Row]] = defaultdict(list)
         for row in (*self.view.family.block, *self.view.family.mtp_block):
-            # A projection of a module inside (`self_attn.indexer.index_qk_proj`) is fused, but no part by name.
+            # A projection of a module inside (`self_attn.indexer.index_qk_proj`) is fused, but no
+            # part by name.
             holder = f"{row.runtime.rpartition('.')[0]}."
             is_inside = row.path.startswith(holder) and "." in row.path.removeprefix(holder)
             if row.runtime and not is_inside and row.role not in ("experts", "head", "embedding"):

@@ -1,10 +1,11 @@
-"""What a checkpoint holds, before any family is asked: its weights, its quantization config, its index.
+"""What a checkpoint holds, before any family is asked: its weights, its quantization config, its
+index.
 
 In: a `Source`. Out: a `StoredView`, each part computed once.
 
-Easy to get wrong: names here are those on disk. Only a family knows what vLLM calls them (runtime_view.py), and what it
-fuses. So a module is asked about by its name on disk and by the usual fused one; where the two answers differ, it is
-left out, and nothing is said of it.
+Easy to get wrong: names here are those on disk. Only a family knows what vLLM calls them
+(runtime_view.py), and what it fuses. So a module is asked about by its name on disk and by the
+usual fused one; where the two answers differ, it is left out, and nothing is said of it.
 """
 
 import re
@@ -50,7 +51,9 @@ class Member:
 
 
 KINDS: Mapping[Role, Kind] = {"experts": "experts", "head": "head"}
-"""What a server asks its quantization config for, by the group of a module; of all others for a linear module."""
+"""What a server asks its quantization config for, by the group of a module; of all others for a
+linear module.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,9 @@ class StoredView:
         return None
 
     def is_mtp_name(self, name: str) -> bool:
-        """Whether a name belongs to an MTP layer or to the MTP block around it; without a family nobody knows."""
+        """Whether a name belongs to an MTP layer or to the MTP block around it; without a family
+        nobody knows.
+        """
         return False
 
     def leaf_of(self, name: HFName) -> str:
@@ -139,7 +144,8 @@ class StoredView:
 
     @cached_property
     def hf_quant_config(self) -> Mapping[str, Any] | None:
-        """hf_quant_config.json, if there is one. vLLM does not open it where config.json has a quantization config.
+        """hf_quant_config.json, if there is one. vLLM does not open it where config.json has a
+        quantization config.
 
         Raises:
             CheckpointError: it is no JSON object, and vLLM reads it.
@@ -167,15 +173,23 @@ class StoredView:
 
     @cached_property
     def base_model(self) -> str:
-        """The one model that README.md's front matter names as base, ORG/NAME; "" where it names none or several."""
-        block = _FRONT_MATTER.match((small_bytes(self.source, "README.md") or b"")[:_MOST_OF_A_CARD])
+        """The one model that README.md's front matter names as base, ORG/NAME; "" where it names
+        none or several.
+        """
+        block = _FRONT_MATTER.match(
+            (small_bytes(self.source, "README.md") or b"")[:_MOST_OF_A_CARD]
+        )
         try:
             front = yaml.safe_load(block[1]) if block else None
         except (yaml.YAMLError, ValueError, RecursionError):
             return ""
         named = front.get("base_model") if isinstance(front, dict) else None
         names = named if isinstance(named, list) else [named]
-        return names[0] if len(names) == 1 and isinstance(names[0], str) and is_repo_id(names[0]) else ""
+        return (
+            names[0]
+            if len(names) == 1 and isinstance(names[0], str) and is_repo_id(names[0])
+            else ""
+        )
 
     @cached_property
     def dialect(self) -> Dialect:
@@ -184,8 +198,14 @@ class StoredView:
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
-        """The matrices that can be judged: those that are packed, and plain ones in a place where others are packed."""
-        packed = {_NUMBER.sub("{}", weight.module) for weight in self.weights.values() if weight.form != "plain"}
+        """The matrices that can be judged: those that are packed, and plain ones in a place where
+        others are packed.
+        """
+        packed = {
+            _NUMBER.sub("{}", weight.module)
+            for weight in self.weights.values()
+            if weight.form != "plain"
+        }
         with time_limit():
             return tuple(
                 module
@@ -201,7 +221,10 @@ class StoredView:
         for name in self.source.entries:
             if match := _LAYER.match(name):
                 found[match["stem"]][int(match["number"])].add(_NUMBER.sub("{}", match["rest"]))
-        return {stem: {number: frozenset(paths) for number, paths in held.items()} for stem, held in found.items()}
+        return {
+            stem: {number: frozenset(paths) for number, paths in held.items()}
+            for stem, held in found.items()
+        }
 
     @property
     def decoder_layers(self) -> tuple[str, Mapping[int, frozenset[str]]]:
@@ -210,12 +233,18 @@ class StoredView:
 
     @cached_property
     def mtp_names(self) -> frozenset[HFName]:
-        """Tensors whose names speak of an MTP block, or of a layer beyond those that config.json counts."""
+        """Tensors whose names speak of an MTP block, or of a layer beyond those that config.json
+        counts.
+        """
         count = self.text_config.get("num_hidden_layers")
         stem, held = self.decoder_layers
-        later = tuple(f"{stem}.{number}." for number in held if isinstance(count, int) and number >= count)
+        later = tuple(
+            f"{stem}.{number}." for number in held if isinstance(count, int) and number >= count
+        )
         names = (*self.source.entries, *self.source.unindexed)
-        return frozenset(name for name in names if _MTP.search(name) or (later and name.startswith(later)))
+        return frozenset(
+            name for name in names if _MTP.search(name) or (later and name.startswith(later))
+        )
 
     @cached_property
     def _grouped(self) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
@@ -232,12 +261,22 @@ class StoredView:
     def _alone(self, weight: StoredWeight) -> Iterator[Module]:
         """A weight as a module of its own; nothing where only a family knows what vLLM makes of it.
 
-        Loaders rename the leaf `scale` and put the rows of sliced blocks in order; an embedding is looked up.
+        Loaders rename the leaf `scale` and put the rows of sliced blocks in order; an embedding is
+        looked up.
         """
         stem, _, last = weight.module.rpartition(".")
-        if len(weight.weight.shape) < 2 or "embed" in last or "scale" in weight.parts or weight.form == "fp8_sliced":
+        if (
+            len(weight.weight.shape) < 2
+            or "embed" in last
+            or "scale" in weight.parts
+            or weight.form == "fp8_sliced"
+        ):
             return
-        name, shards, kind = VLLMName(weight.module), tuple[VLLMName, ...](), "head" if last == "lm_head" else "linear"
+        name, shards, kind = (
+            VLLMName(weight.module),
+            tuple[VLLMName, ...](),
+            "head" if last == "lm_head" else "linear",
+        )
         if expert := _EXPERTS.match(weight.module):
             name, kind = VLLMName(expert["experts"]), "experts"
             shards = (VLLMName(f"{name}.0.{expert['last']}"),)
@@ -245,10 +284,17 @@ class StoredView:
         for fused, parts in _FUSED.items() if kind == "linear" else ():
             if last in parts:
                 names = tuple(VLLMName(f"{stem}.{part}") for part in parts)
-                together = self.dialect.resolve(VLLMName(f"{stem}.{fused}"), shards=names, kind=kind)
+                together = self.dialect.resolve(
+                    VLLMName(f"{stem}.{fused}"), shards=names, kind=kind
+                )
                 if (together.built, bool(together.error)) != (answer.built, bool(answer.error)):
                     return
-        if answer.built.form == "plain" and not answer.entry and not answer.error and self._targets_are_names:
+        if (
+            answer.built.form == "plain"
+            and not answer.entry
+            and not answer.error
+            and self._targets_are_names
+        ):
             return
         yield Module(
             name=name,
@@ -262,5 +308,10 @@ class StoredView:
 
     @property
     def _targets_are_names(self) -> bool:
-        """Then they are vLLM's names, and what they do not reach by the names on disk is not known."""
-        return any(entry.where == "targets" and not entry.written.isidentifier() for entry in self.dialect.entries)
+        """Then they are vLLM's names, and what they do not reach by the names on disk is not
+        known.
+        """
+        return any(
+            entry.where == "targets" and not entry.written.isidentifier()
+            for entry in self.dialect.entries
+        )

@@ -1,10 +1,10 @@
 """`keepmtp check --values`: are the numbers in this checkpoint ones that a model can compute with?
 
-In: a checkpoint's `RuntimeView`, and how much to read. Out: findings, and how much was read. The static check judges
-config.json and headers; this reads bytes.
+In: a checkpoint's `RuntimeView`, and how much to read. Out: findings, and how much was read. The
+static check judges config.json and headers; this reads bytes.
 
-Easy to get wrong: a value that is odd is not always wrong. A finding is an error only where vLLM 0.32 computes
-something else than the release does.
+Easy to get wrong: a value that is odd is not always wrong. A finding is an error only where vLLM
+0.32 computes something else than the release does.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,11 @@ UNWATCHED = Watch()
 
 
 def check_values(
-    runtime: RuntimeView, level: Level, *, release: RuntimeView | None = None, watch: Watch = UNWATCHED
+    runtime: RuntimeView,
+    level: Level,
+    *,
+    release: RuntimeView | None = None,
+    watch: Watch = UNWATCHED,
 ) -> Values:
     """Read the values of a checkpoint and judge them.
 
@@ -77,13 +81,19 @@ def check_values(
         watch: who is called meanwhile.
 
     Raises:
-        CheckpointError: a file ends early; the Hub does not send it; no weight of the release has a name of this one.
+        CheckpointError: a file ends early; the Hub does not send it; no weight of the release has a
+            name of this one.
     """
     entries = chosen(runtime, level)
     found = [] if release is None else pairs(runtime, release, whole=level == "all")
     if release is not None and not found:
-        rule = f"the release must have weights by the names of {runtime.source.where}, in a form that can be read"
-        raise CheckpointError(release.source.where, rule, got="none", cure="Give the release as --source")
+        rule = (
+            f"the release must have weights by the names of {runtime.source.where}, in a form "
+            "that can be read"
+        )
+        raise CheckpointError(
+            release.source.where, rule, got="none", cure="Give the release as --source"
+        )
     stretches = joined(runtime.source, entries)
     own = [entry for pair in found for entry in pair.weight.parts.values()]
     theirs = [entry for pair in found for entry in pair.theirs.parts.values()]
@@ -94,7 +104,9 @@ def check_values(
         watch.fetching(_fetch(runtime.source, stretches, own))
     if release is not None and is_remote(release.source):
         watch.fetching(_fetch(release.source, [], theirs))
-    with watch.reading(num_bytes) if watch.reading else nullcontext(lambda _bytes: None) as progress:
+    with (
+        watch.reading(num_bytes) if watch.reading else nullcontext(lambda _bytes: None) as progress
+    ):
         objected = list(objections(runtime, summaries(runtime, entries, progress)))
         if level != "scalars":
             objected += matrices_are_not_chance(runtime)
@@ -104,8 +116,11 @@ def check_values(
     return Values(findings, len(entries), sum(entry.num_bytes for entry in entries), len(found))
 
 
-def with_values(checked: Checked, level: Level, *, source: str | None = None, watch: Watch = UNWATCHED) -> Checked:
-    """What the static check found, and what the values say; as it is where there is no family to judge by.
+def with_values(
+    checked: Checked, level: Level, *, source: str | None = None, watch: Watch = UNWATCHED
+) -> Checked:
+    """What the static check found, and what the values say; as it is where there is no family to
+    judge by.
 
     Args:
         checked: of one checkpoint.
@@ -121,11 +136,15 @@ def with_values(checked: Checked, level: Level, *, source: str | None = None, wa
     release = None
     if source is not None:
         opened = open_source(source)
-        release = RuntimeView(source=opened, view=find_view(opened.config, opened.where, opened.entries))
+        release = RuntimeView(
+            source=opened, view=find_view(opened.config, opened.where, opened.entries)
+        )
         own, other = checked.runtime.view.family, release.view.family
         if own is not other:
             rule = f"the release of a {own.model_type} checkpoint is of the same family"
-            raise CheckpointError(source, rule, got=other.model_type, cure="Give the release as --source")
+            raise CheckpointError(
+                source, rule, got=other.model_type, cure="Give the release as --source"
+            )
     found = check_values(checked.runtime, level, release=release, watch=watch)
     findings = errors_first((*checked.data.findings, *found.findings))
     return checked._replace(data=checked.data.model_copy(update={"findings": findings}))
@@ -135,4 +154,9 @@ def _fetch(source: Source, stretches: list[Stretch], whole: list[Entry]) -> Fetc
     """What is asked of a repository: neighbours together, and whole tensors with a request each."""
     num_tensors = sum(len(stretch.entries) for stretch in stretches) + len(whole)
     num_bytes = sum(part.num_bytes for part in (*stretches, *whole))
-    return Fetch(source.where, num_tensors, num_bytes, sum(each.num_requests for each in stretches) + len(whole))
+    return Fetch(
+        source.where,
+        num_tensors,
+        num_bytes,
+        sum(each.num_requests for each in stretches) + len(whole),
+    )

@@ -1,9 +1,11 @@
-"""What vLLM builds for a module, which entry of the config decides it, and what each dialect must answer.
+"""What vLLM builds for a module, which entry of the config decides it, and what each dialect must
+answer.
 
-In and out: values only. A dialect is one way to write a quantization config. Each dialect has a file of its own in
-dialects/; dialects/choose.py picks one.
+In and out: values only. A dialect is one way to write a quantization config. Each dialect has a
+file of its own in dialects/; dialects/choose.py picks one.
 
-Easy to get wrong: a `VLLMModule` is what vLLM registers, not what is on disk. The check compares the two.
+Easy to get wrong: a `VLLMModule` is what vLLM registers, not what is on disk. The check compares
+the two.
 """
 
 import re
@@ -29,7 +31,8 @@ class VLLMModule:
         group_size: input channels per scale; None where one scale spans them all.
         block: rows and columns per scale.
         bits: of packed integers.
-        scale_ndim: the only number of dimensions that the weight's scale may have; 0 where it may have any.
+        scale_ndim: the only number of dimensions that the weight's scale may have; 0 where it may
+            have any.
         renames: leaf on disk -> leaf after the model's loader has renamed it.
     """
 
@@ -50,7 +53,8 @@ class Resolution:
     Attributes:
         built: what it registers.
         entry: the entry of the config that decided; "" where none matched or none is needed.
-        error: the exception that vLLM raises while it resolves the module; `built` then has no meaning.
+        error: the exception that vLLM raises while it resolves the module; `built` then has no
+            meaning.
     """
 
     built: VLLMModule
@@ -62,7 +66,8 @@ class Resolution:
 class ConfigEntry:
     """One name or pattern of a quantization config, as written and as vLLM reads it after renaming.
 
-    `by_disk`: vLLM compares it with names on disk. Only DeepSeek-V4's list of MXFP4 experts is of this kind.
+    `by_disk`: vLLM compares it with names on disk. Only DeepSeek-V4's list of MXFP4 experts is of
+    this kind.
     """
 
     where: str
@@ -89,13 +94,16 @@ class Dialect(Protocol):
 
         Args:
             module: the prefix it is constructed with.
-            shards: for a fused module the names of its parts; for experts the projections of expert 0.
+            shards: for a fused module the names of its parts; for experts the projections of expert
+                0.
             kind: which class of vLLM it is.
         """
         ...
 
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
-        """The names that `entry` alone matches. Lists may have an entry an expert: each is asked once for all names."""
+        """The names that `entry` alone matches. Lists may have an entry an expert: each is asked
+        once for all names.
+        """
         ...
 
 
@@ -116,5 +124,8 @@ class UnknownDialect:
 
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """By substring, the loosest rule of these dialects."""
-        words = [re.sub(r"^(?:re:|[-+]:)", "", word).replace("\\", "").strip(".*^$") for word in entry.read]
+        words = [
+            re.sub(r"^(?:re:|[-+]:)", "", word).replace("\\", "").strip(".*^$")
+            for word in entry.read
+        ]
         return [name for name in names if any(word in name for word in words if word)]

@@ -1,9 +1,12 @@
-"""The verdict on a checkpoint that keepmtp has no table for: on what it has, from headers and configs alone.
+"""The verdict on a checkpoint that keepmtp has no table for: on what it has, from headers and
+configs alone.
 
-In: a `StoredView`, and why there is no family. Out: objections of which the first says what was judged.
+In: a `StoredView`, and why there is no family. Out: objections of which the first says what was
+judged.
 
-Easy to get wrong: most such models have no MTP block and never had one. That is no fault of the checkpoint, so it is a
-warning; a block that nobody drafts with, or that keepmtp cannot judge, is an error as ever.
+Easy to get wrong: most such models have no MTP block and never had one. That is no fault of the
+checkpoint, so it is a warning; a block that nobody drafts with, or that keepmtp cannot judge, is an
+error as ever.
 """
 
 from collections.abc import Iterator
@@ -31,7 +34,7 @@ def layers_are_there(view: StoredView) -> Iterator[Objection]:
             yield objection(
                 "layer-missing",
                 f"{stem}.{number}.*",
-                says=f"num_hidden_layers={count} promises this layer, but no file has a tensor of it",
+                says=f"num_hidden_layers={count} promises this layer, and no file has it",
                 cure="Download or quantize the checkpoint again",
                 cause="layer",
             )
@@ -49,7 +52,8 @@ RULES = (
 
 
 def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[Objection]:
-    """What the rules that need no family object to, and first why there is none, and what was judged.
+    """What the rules that need no family object to, and first why there is none, and what was
+    judged.
 
     Raises:
         CheckpointError: the quantization config has a key of another type than vLLM reads.
@@ -60,10 +64,14 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
     says, cure = f"{refusal.rule}; got {refusal.got}", refusal.way_out
     if has_no_mtp:
         says = (
-            f"{config.get('model_type', '')!r} is no family of keepmtp, config.json counts no MTP layer, and no tensor "
+            f"{config.get('model_type', '')!r} is no family of keepmtp, config.json counts no "
+            "MTP layer, and no tensor "
             "is named as one: there is no MTP block, and nothing to draft with"
         )
-        cure = "Serve it without method=mtp. A drafter with a checkpoint of its own, such as EAGLE-3, is another method"
+        cure = (
+            "Serve it without method=mtp. A drafter with a checkpoint of its own, such as "
+            "EAGLE-3, is another method"
+        )
     packed = sum(weight.form != "plain" for weight in view.weights.values())
     known = [module for module in view.modules if module.resolution.built.form != "unknown"]
     judged = sum(module.members[0].weight.form != "plain" for module in known)
@@ -71,9 +79,11 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
         "family",
         str(refusal.where),
         severity="warning" if has_no_mtp else "error",
-        says=f"{says}. Judged: {judged:,} of {packed:,} packed weights against {view.dialect.name}, the layers, scales "
-        "without weights, the index. Not judged: vLLM's names of modules, plain weights, and whether vLLM has this "
-        "model",
+        says=(
+            f"{says}. Judged: {judged:,} of {packed:,} packed weights against {view.dialect.name}, "
+            "the layers, scales without weights, the index. Not judged: vLLM's names of modules, "
+            "plain weights, and whether vLLM has this model"
+        ),
         cure=cure,
     )
     return [verdict, *found]

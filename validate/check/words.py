@@ -1,4 +1,5 @@
-"""What vLLM does with a weight that is stored otherwise than it is built, and the cure in each dialect, in words.
+"""What vLLM does with a weight that is stored otherwise than it is built, and the cure in each
+dialect, in words.
 
 In: a view of a checkpoint, and one of its modules. Out: parts of sentences for rules_forms.py.
 
@@ -16,20 +17,32 @@ from .dialects.quark import Quark
 from .stored_view import Module, StoredView
 
 _ACTIVATIONS = (
-    'Set the group\'s input_activations to {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, '
+    "Set the group's input_activations to "
+    '{"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, '
     '"dynamic": true, "symmetric": true}'
 )
-_FOR_QUARK = "Quantize it again in a scheme that vLLM has for Quark: FP8, INT8, MXFP4, MXFP8 or NVFP4"
+_FOR_QUARK = (
+    "Quantize it again in a scheme that vLLM has for Quark: FP8, INT8, MXFP4, MXFP8 or NVFP4"
+)
 # Words of what vLLM raises as it resolves a module, and what to do; the first that fits.
 _CURES = (
     (ACT_ORDER, "Quantize it again with desc_act=False, or with static groups"),
     ("ValueError: Cannot find any of", "Complete quantization_config as its tool writes it"),
     ("ValueError: The export key", "Complete quantization_config as its tool writes it"),
-    ("layer_type_quant_config", 'Add "layer_type_quant_config": {} to quantization_config, as Quark writes it'),
+    (
+        "layer_type_quant_config",
+        'Add "layer_type_quant_config": {} to quantization_config, as Quark writes it',
+    ),
     ("uark", _FOR_QUARK),
     ("FusedMoe", _FOR_QUARK),
     ("Multi-entry", _FOR_QUARK),
-    ("INC", "Quantize it again: vLLM reads AutoRound's integers, MXFP4, MXFP8, and FP8 in blocks without experts"),
+    (
+        "INC",
+        (
+            "Quantize it again: vLLM reads AutoRound's integers, MXFP4, MXFP8, and FP8 in blocks "
+            "without experts"
+        ),
+    ),
     ("nsupported", "Quantize it again: vLLM has no kernel for these bits"),
     ("input_activations", _ACTIVATIONS),
     ("", "Name all parts of a fused module, or the fused module itself, in the same list"),
@@ -42,7 +55,11 @@ def decided(view: StoredView, module: Module) -> str:
         return f"by the entry {entry!r}"
     if module.resolution.built.form != "plain":
         return f"by {view.dialect.name}, which quantizes what is not excluded"
-    return "no target matches it" if view.dialect.name != "none" else "config.json has no quantization_config"
+    return (
+        "no target matches it"
+        if view.dialect.name != "none"
+        else "config.json has no quantization_config"
+    )
 
 
 def plain_in_packed(view: StoredView, module: Module) -> str:
@@ -52,7 +69,9 @@ def plain_in_packed(view: StoredView, module: Module) -> str:
         return unknown_name(view, module, "weight")
     if built.form in ("nvfp4_modelopt", "mxfp4"):
         return "vLLM raises on the shape (AssertionError, or 'size of tensor a must match')"
-    return f"it loads in silence, cast to 8 bits with scales that nothing writes: {_garbage(module)}"
+    return (
+        f"it loads in silence, cast to 8 bits with scales that nothing writes: {_garbage(module)}"
+    )
 
 
 def packed_in_plain(view: StoredView, module: Module, weight: StoredWeight) -> str:
@@ -61,7 +80,11 @@ def packed_in_plain(view: StoredView, module: Module, weight: StoredWeight) -> s
     if scales:
         packed = (leaf for leaf in ("weight_packed", "qweight") if leaf in scales)
         return unknown_name(view, module, next(packed, scales[0]))
-    how = "cast without a scale" if weight.weight.dtype in FP8 else "converted from bytes as if they were numbers"
+    how = (
+        "cast without a scale"
+        if weight.weight.dtype in FP8
+        else "converted from bytes as if they were numbers"
+    )
     return f"its values are {how}, in silence: {_garbage(module)}"
 
 
@@ -71,16 +94,31 @@ def unknown_name(view: StoredView, module: Module, leaf: str) -> str:
     if loader is None:
         return f"vLLM raises on {leaf}, or skips it and leaves its own parameters unwritten"
     if not loader.unknown_name:
-        return f"vLLM skips {leaf} without a word and leaves its own parameters unwritten: {_garbage(module)}"
+        return (
+            f"vLLM skips {leaf} without a word and leaves its own parameters unwritten: "
+            f"{_garbage(module)}"
+        )
     if loader.unknown_name == "ValueError":
         return f"vLLM raises ValueError 'There is no module or parameter named ...{leaf}'"
-    if loader.drops_scales and module.part == "mtp" and leaf == "weight_scale" and module.kind != "experts":
-        return f"this draft's loader drops {leaf} without a word and takes the raw 8-bit values: {_garbage(module)}"
+    if (
+        loader.drops_scales
+        and module.part == "mtp"
+        and leaf == "weight_scale"
+        and module.kind != "experts"
+    ):
+        return (
+            f"this draft's loader drops {leaf} without a word and takes the raw 8-bit values: "
+            f"{_garbage(module)}"
+        )
     return f"vLLM raises KeyError '...{leaf}'"
 
 
 def _garbage(module: Module) -> str:
-    return "the draft guesses, acceptance is near 0 %" if module.part == "mtp" else "the model's output is garbage"
+    return (
+        "the draft guesses, acceptance is near 0 %"
+        if module.part == "mtp"
+        else "the model's output is garbage"
+    )
 
 
 def resolution_cure(error: str) -> str:
@@ -116,8 +154,8 @@ def cover_cure(view: StoredView, module: Module) -> str:
     dialect, entry = view.dialect, module.resolution.entry
     if isinstance(dialect, Awq) and not dialect.entries:
         return (
-            "Write modules_to_not_convert: without it vLLM lists every module with a parameter in floating point, and "
-            "an entry is a part of names"
+            "Write modules_to_not_convert: without it vLLM lists every module with a parameter "
+            "in floating point, and an entry is a part of names"
         )
     if dialect.name == "none":
         return "Write quantization_config into config.json, or ship the weights in BF16"

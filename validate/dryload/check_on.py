@@ -1,10 +1,12 @@
-"""`keepmtp check --gpu`: the static check, then vLLM's own classes and loaders on a GPU that is not there.
+"""`keepmtp check --gpu`: the static check, then vLLM's own classes and loaders on a GPU that is not
+there.
 
-In: checkpoints, pretended GPUs, TP sizes, a number of drafts. Out: a `Checked` for each checkpoint, with what both
-found. vLLM's processes start first: they import while the headers are read.
+In: checkpoints, pretended GPUs, TP sizes, a number of drafts. Out: a `Checked` for each checkpoint,
+with what both found. vLLM's processes start first: they import while the headers are read.
 
-Easy to get wrong: a checkpoint with findings is loaded all the same, because people search for vLLM's own words. Only a
-checkpoint whose files cannot be read is not loaded. A model that never had an MTP block is loaded without a draft.
+Easy to get wrong: a checkpoint with findings is loaded all the same, because people search for
+vLLM's own words. Only a checkpoint whose files cannot be read is not loaded. A model that never had
+an MTP block is loaded without a draft.
 """
 
 import shlex
@@ -70,7 +72,9 @@ def check_on(
                 continue
             with headers_of(source) as folder:
                 own = separate.folder if separate else None
-                drafts = 0 if separate is None and _has_nothing_to_draft_with(checked) else num_drafts
+                drafts = (
+                    0 if separate is None and _has_nothing_to_draft_with(checked) else num_drafts
+                )
                 jobs = [Job(folder=folder, tp=tp, num_drafts=drafts, draft=own) for tp in tps]
                 accounts: list[LoadAccount] = []
                 for loader in loaders:
@@ -86,13 +90,19 @@ def check_on(
 
 
 def with_loads(
-    checked: Checked, accounts: Sequence[LoadAccount], version: str, *, draft: RuntimeView | None = None
+    checked: Checked,
+    accounts: Sequence[LoadAccount],
+    version: str,
+    *,
+    draft: RuntimeView | None = None,
 ) -> Checked:
     """A static check with dry loads; `draft` is the runtime of a draft's own checkpoint."""
     counted: list[LoadAccount] = []
     found: list[tuple[DryLoad, list[Objection]]] = []
     for account in accounts:
-        own = objections(account, checked.runtime, version=version, static=checked.data.findings, draft=draft)
+        own = objections(
+            account, checked.runtime, version=version, static=checked.data.findings, draft=draft
+        )
         counted.append(account.counted(sum(each.finding.severity == "error" for each in own)))
         found.append((account.load, own))
     update = {
@@ -103,7 +113,9 @@ def with_loads(
 
 
 def _once(found: Sequence[tuple[DryLoad, list[Objection]]]) -> list[Finding]:
-    """A finding for each cause, with every GPU and TP size that has it; of their counts, the largest."""
+    """A finding for each cause, with every GPU and TP size that has it; of their counts, the
+    largest.
+    """
     seen: dict[tuple[str, str, str], list[tuple[DryLoad, Finding]]] = defaultdict(list)
     for load, objected in found:
         for cause, finding in by_cause(objected).items():
@@ -119,7 +131,9 @@ def _once(found: Sequence[tuple[DryLoad, list[Objection]]]) -> list[Finding]:
 
 def _has_nothing_to_draft_with(checked: Checked) -> bool:
     """Whether it is a model without an MTP block, which is loaded without a draft."""
-    return any((each.rule, each.severity) == ("family", "warning") for each in checked.data.findings)
+    return any(
+        (each.rule, each.severity) == ("family", "warning") for each in checked.data.findings
+    )
 
 
 def _no_target(path: str) -> RecipeError:
@@ -143,7 +157,9 @@ class _Draft:
         return cls(folder=stack.enter_context(headers_of(checked.source)), checked=checked)
 
     def joined(self, target: Checked) -> Checked:
-        """The target with the static findings of both; a target with a separate draft needs no family's table."""
+        """The target with the static findings of both; a target with a separate draft needs no
+        family's table.
+        """
         kept = [finding for finding in target.data.findings if finding.rule != "family"]
         findings = (*kept, *self.checked.data.findings)
         return target._replace(data=target.data.model_copy(update={"findings": findings}))

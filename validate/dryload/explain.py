@@ -1,9 +1,11 @@
 """`keepmtp explain`: what vLLM does with a checkpoint, and what a serve log says of its failure.
 
-In: what the check found of a checkpoint, and a `Log`; one of them may be missing. Out: an `Explanation`.
+In: what the check found of a checkpoint, and a `Log`; one of them may be missing. Out: an
+`Explanation`.
 
-Easy to get wrong: a log may be of another checkpoint, of another version, or of a failure that nobody knows. So each
-answer says what of it the check confirms here, and an exception that no table knows is called unknown.
+Easy to get wrong: a log may be of another checkpoint, of another version, or of a failure that
+nobody knows. So each answer says what of it the check confirms here, and an exception that no table
+knows is called unknown.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +25,11 @@ from .trace import on_disk
 
 _MOST_UNKNOWN = 5
 # What the engine and the server say after a worker has failed.
-_FOLLOW_UPS = ("EngineDeadError", "EngineGenerateError", "RuntimeError: Engine core initialization failed")
+_FOLLOW_UPS = (
+    "EngineDeadError",
+    "EngineGenerateError",
+    "RuntimeError: Engine core initialization failed",
+)
 
 
 class Recognized(Fact):
@@ -53,7 +59,8 @@ class Explanation(Fact):
         path: the checkpoint; "" if there is none.
         family, dialect: of the checkpoint.
         groups: of the target and the draft.
-        notes: sentences on the KV cache, on what the draft takes from the target, and on the dry load.
+        notes: sentences on the KV cache, on what the draft takes from the target, and on the dry
+            load.
         findings: of the check.
         answers: failures of the log that are known.
         unknown: exceptions of the log that are not.
@@ -74,7 +81,9 @@ class Explanation(Fact):
 
     @property
     def is_explained(self) -> bool:
-        """Something in the log is known, if one was given; else the modules of the checkpoint are known."""
+        """Something in the log is known, if one was given; else the modules of the checkpoint are
+        known.
+        """
         return bool(self.groups) if self.log_lines is None else bool(self.answers)
 
 
@@ -94,7 +103,12 @@ def explain(checked: Checked | None, log: Log | None) -> Explanation:
         told["groups"] = groups_of(runtime, account) if runtime is not None else ()
     if log is not None:
         answers, unknown = _answers(log, checked)
-        told |= {"answers": answers, "unknown": unknown, "log_lines": len(log.lines), "log_version": log.version}
+        told |= {
+            "answers": answers,
+            "unknown": unknown,
+            "log_lines": len(log.lines),
+            "log_version": log.version,
+        }
     return Explanation.model_validate(told)
 
 
@@ -121,10 +135,19 @@ def _kv_cache(runtime: RuntimeView) -> str:
     asked = given.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
     if not asked:
         return ""
-    if isinstance(runtime.dialect, CompressedTensors) and runtime.view.text_config.get("kv_lora_rank"):
+    if isinstance(runtime.dialect, CompressedTensors) and runtime.view.text_config.get(
+        "kv_lora_rank"
+    ):
         return "kv_cache_scheme has no effect: latent attention keeps its KV cache in BF16."
-    wanted = f"{asked.get('type')} with {asked.get('num_bits')} bits" if isinstance(asked, Mapping) else str(asked)
-    return f"The KV cache of target and draft is {shortened(wanted)}, unless --kv-cache-dtype says otherwise."
+    wanted = (
+        f"{asked.get('type')} with {asked.get('num_bits')} bits"
+        if isinstance(asked, Mapping)
+        else str(asked)
+    )
+    return (
+        f"The KV cache of target and draft is {shortened(wanted)}, unless --kv-cache-dtype says "
+        "otherwise."
+    )
 
 
 def _answers(log: Log, checked: Checked | None) -> tuple[tuple[Recognized, ...], tuple[str, ...]]:
@@ -143,7 +166,9 @@ def _answers(log: Log, checked: Checked | None) -> tuple[tuple[Recognized, ...],
     return tuple(answers.values()), tuple(unknown[-_MOST_UNKNOWN:])
 
 
-def _recognized(known: KnownFailure, named: str, line: str, at: str, checked: Checked | None) -> Recognized:
+def _recognized(
+    known: KnownFailure, named: str, line: str, at: str, checked: Checked | None
+) -> Recognized:
     path, culprit, confirmed = "PATH", "", list[str]()
     if checked is not None:
         path = checked.data.path

@@ -1,9 +1,11 @@
-"""What is known of failures with checkpoints like these: one table for `explain` and for the dry load's verdict.
+"""What is known of failures with checkpoints like these: one table for `explain` and for the dry
+load's verdict.
 
-In: a line of a log, or `<exception>: <message> [<file:line>]`; the table is failures.toml. Out: the `KnownFailure` that
-it tells of, with the name in it.
+In: a line of a log, or `<exception>: <message> [<file:line>]`; the table is failures.toml. Out: the
+`KnownFailure` that it tells of, with the name in it.
 
-Easy to get wrong: a defect ends with a release. A dry load asks about those of its own vLLM and of its family alone.
+Easy to get wrong: a defect ends with a release. A dry load asks about those of its own vLLM and of
+its family alone.
 """
 
 import re
@@ -17,7 +19,8 @@ from ...checkpoints.fact import Fact
 from ..facts.dry_load import LoadFailure
 
 FailureKind = Literal["dry_load", "sglang", "other_builds", "failures", "defects"]
-# The parts that a log is compared with, in this order: what SGLang raised is looked up in the first alone.
+# The parts that a log is compared with, in this order: what SGLang raised is looked up in the first
+# alone.
 IN_LOGS: tuple[FailureKind, ...] = ("sglang", "other_builds", "failures", "defects")
 ALL_VERSIONS = "0.32; older ones were not read"
 
@@ -30,8 +33,8 @@ class KnownFailure(Fact):
         words: regular expressions; the group `tensor`, if one has it, is a name in vLLM or on disk.
         says: what happened, and why.
         cure: what to do.
-        where: the entry of the config that it means; {named} is the name in the words, {count} the key that counts the
-            MTP layers.
+        where: the entry of the config that it means; {named} is the name in the words, {count} the
+            key that counts the MTP layers.
         command: the words after `keepmtp` that cure it or look closer; "" for none.
         concerns: the versions that have it; of a defect the release that has it, no more.
         sources: public threads, or numbers of docs/failures.md.
@@ -56,7 +59,9 @@ class KnownFailure(Fact):
         return self.concerns.startswith("this is general")
 
     def name_in(self, text: str) -> str | None:
-        """The name that a text tells of ("" for none); None where it does not tell of this failure."""
+        """The name that a text tells of ("" for none); None where it does not tell of this
+        failure.
+        """
         for words in self.words:
             if match := re.search(words, text):
                 return match.groupdict().get("tensor") or ""
@@ -78,7 +83,8 @@ def known_failure(
     Args:
         text: a line of a log, or `<exception>: <message> [<file:line>]`.
         kinds: parts of the table, in the order in which they are tried.
-        family: of the checkpoint; what only other families have is passed over. "" where it is not known.
+        family: of the checkpoint; what only other families have is passed over. "" where it is not
+            known.
     """
     for kind in kinds:
         for failure in known()[kind]:

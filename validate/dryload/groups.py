@@ -1,9 +1,11 @@
-"""What vLLM builds for each group of modules, from which tensors and files, with which kernel, and which entry decides.
+"""What vLLM builds for each group of modules, from which tensors and files, with which kernel, and
+which entry decides.
 
 In: a `RuntimeView`, and a dry load if there is one. Out: `BuiltGroup`s, the backbone's first.
 
-Easy to get wrong: modules of one kind need not have one fate. So a group is those that are built, stored and decided
-alike. The kernel is known of kinds of layers; vLLM's questions to the quantization config say which modules are of one.
+Easy to get wrong: modules of one kind need not have one fate. So a group is those that are built,
+stored and decided alike. The kernel is known of kinds of layers; vLLM's questions to the
+quantization config say which modules are of one.
 """
 
 from collections import defaultdict
@@ -113,7 +115,11 @@ def _built(module: Module) -> str:
 
 
 def _stored(weight: StoredWeight) -> str:
-    return weight.weight.dtype if weight.form == "plain" else _FORMS.get(weight.form, "packed integers")
+    return (
+        weight.weight.dtype
+        if weight.form == "plain"
+        else _FORMS.get(weight.form, "packed integers")
+    )
 
 
 def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
@@ -148,7 +154,10 @@ def _without_entry(dialect: Dialect, module: Module) -> str:
         case Fp8():
             return f"quant_method is {dialect.name}, and no entry excepts it"
         case UnknownDialect():
-            return f"keepmtp does not match names as {shortened(dialect.name)} does; --gpu lets vLLM say it"
+            return (
+                f"keepmtp does not match names as {shortened(dialect.name)} does; --gpu lets "
+                "vLLM say it"
+            )
         case _:
             return "the quantization config has no entry for it"
 
@@ -162,11 +171,18 @@ def _kernels(account: LoadAccount | None, role: Role) -> Mapping[str, str]:
     for use in model.kernels:
         method = "PyTorch" if use.method.startswith("Unquantized") else use.method
         refused = " (refused)" if use.outcome.startswith("refused") else ""
-        of_kind.setdefault((use.layer, use.method), (use.kernel.partition(" ")[0] or method) + refused)
-    return {asked.prefix: of_kind.get((asked.layer, asked.scheme or asked.method), "") for asked in written.asked}
+        of_kind.setdefault(
+            (use.layer, use.method), (use.kernel.partition(" ")[0] or method) + refused
+        )
+    return {
+        asked.prefix: of_kind.get((asked.layer, asked.scheme or asked.method), "")
+        for asked in written.asked
+    }
 
 
 def attention_of(account: LoadAccount, role: Role) -> str:
     """The backends of attention, with the number format of their KV cache."""
     kernels = account.of(role)[0].kernels
-    return ", ".join(dict.fromkeys(use.kernel for use in kernels if "ttention" in use.layer and use.kernel))
+    return ", ".join(
+        dict.fromkeys(use.kernel for use in kernels if "ttention" in use.layer and use.kernel)
+    )

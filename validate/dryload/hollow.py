@@ -1,7 +1,7 @@
 """A folder that vLLM can read a checkpoint from, without its data.
 
-In: an opened checkpoint. Out: its own folder; for a Hub repository a temporary folder with its headers, and holes where
-the data would be.
+In: an opened checkpoint. Out: its own folder; for a Hub repository a temporary folder with its
+headers, and holes where the data would be.
 
 Easy to get wrong: vLLM's config classes read more files than config.json.
 """
@@ -18,7 +18,12 @@ from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
 
 # What vLLM's config classes read, config.json apart.
-SMALL_FILES = ("hf_quant_config.json", "generation_config.json", "added_tokens.json", "preprocessor_config.json")
+SMALL_FILES = (
+    "hf_quant_config.json",
+    "generation_config.json",
+    "added_tokens.json",
+    "preprocessor_config.json",
+)
 
 
 @contextlib.contextmanager
@@ -44,7 +49,9 @@ def headers_of(source: Source) -> Iterator[Path]:
 
 
 def write_headers(path: Path, entries: Iterable[Entry]) -> None:
-    """A safetensors file of these tensors, in their order, with a hole where their data would be."""
+    """A safetensors file of these tensors, in their order, with a hole where their data would
+    be.
+    """
     ordered = sorted(entries, key=lambda entry: entry.start)
     layout = lay_out([(entry.name, entry.dtype, entry.shape) for entry in ordered])
     with open(path, "wb") as file:

@@ -1,10 +1,12 @@
 """vLLM's process: starts it, sends it checkpoints, and reads what it says of them.
 
-In: checkpoints (folders), a GPU, a TP size, a number of drafts. Out: a `LoadAccount` each. The work is done by
-validate/dryload/in_vllm in vLLM's own environment. There is one process for a GPU, and it speaks JSON lines.
+In: checkpoints (folders), a GPU, a TP size, a number of drafts. Out: a `LoadAccount` each. The work
+is done by validate/dryload/in_vllm in vLLM's own environment. There is one process for a GPU, and
+it speaks JSON lines.
 
-Easy to get wrong: nothing of vLLM is imported here. All jobs go out in one line before the first answer is read, and
-the other side reads that line to its end before it answers: neither waits for the other.
+Easy to get wrong: nothing of vLLM is imported here. All jobs go out in one line before the first
+answer is read, and the other side reads that line to its end before it answers: neither waits for
+the other.
 """
 
 import json
@@ -73,15 +75,27 @@ class DryLoader:
         self._cache = ScratchFolder("keepmtp-dryload-")
         self._log = open(self._cache.path / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
         words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, str(self._cache.path)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log, "text": True, "cwd": "/"}
+        pipes = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": self._log,
+            "text": True,
+            "cwd": "/",
+        }
         self._child = Child(words, environment=environment(), **pipes)
         self._process = self._child.process
 
     def __enter__(self) -> "DryLoader":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._child.end()  # at once: it holds nothing that has to be saved, and may still be importing
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
+        # at once: it holds nothing that has to be saved, and may still be importing
+        self._child.end()
         self._log.close()
         self._cache.remove()
 
@@ -92,14 +106,16 @@ class DryLoader:
     def load_all(self, jobs: Sequence[Job]) -> list[LoadAccount]:
         """Several at the same time; the accounts come in the order of the jobs.
 
-        The first rank may not read a tensor that another rank reads. So the other ranks load it too, before a tensor
-        counts as unused.
+        The first rank may not read a tensor that another rank reads. So the other ranks load it
+        too, before a tensor counts as unused.
         """
         accounts = self._load_ranks(jobs)
         for number, (job, account) in enumerate(zip(jobs, accounts, strict=True)):
             if job.tp > 1 and account.unconsumed and account.load.failure is None:
                 others = self._load_ranks([replace(job, rank=rank) for rank in range(1, job.tp)])
-                left = set(account.unconsumed).intersection(*(set(other.unconsumed) for other in others))
+                left = set(account.unconsumed).intersection(
+                    *(set(other.unconsumed) for other in others)
+                )
                 accounts[number] = account.model_copy(update={"unconsumed": tuple(sorted(left))})
         return accounts
 
@@ -123,7 +139,9 @@ class DryLoader:
         words = f"the process that judged it was lost ({died}): {self._last_words()}"
         failure = LoadFailure(stage="crash", role="", type="", words=words)
         place = {"gpu": self.gpu, "tp": job.tp, "k": job.num_drafts}
-        load = DryLoad(**place, ok=False, failure=failure, target=LoadedModel(), draft=LoadedModel())
+        load = DryLoad(
+            **place, ok=False, failure=failure, target=LoadedModel(), draft=LoadedModel()
+        )
         return LoadAccount(path=str(job.folder), load=load)
 
     def _death(self) -> VLLMError:

@@ -1,10 +1,11 @@
 """A serve log or a traceback: its words, without what the server writes before each line.
 
-In: bytes from a file or a pipe, of which the last ones count. Out: a `Log`: lines that may tell a failure, and the
-exceptions with the place in vLLM that raised them.
+In: bytes from a file or a pipe, of which the last ones count. Out: a `Log`: lines that may tell a
+failure, and the exceptions with the place in vLLM that raised them.
 
-Easy to get wrong: every worker writes the same traceback, each line after its own name and time, and an exception
-comes again as the cause of others. A line is kept once. Logs are a stranger's bytes: nothing is printed as it came.
+Easy to get wrong: every worker writes the same traceback, each line after its own name and time,
+and an exception comes again as the cause of others. A line is kept once. Logs are a stranger's
+bytes: nothing is printed as it came.
 """
 
 import re
@@ -24,18 +25,35 @@ _LONGEST_LINE = 4000
 _MOST_LINES = 20_000
 _MOST_RAISED = 1_000
 _ESCAPES = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]|�\[[0-9;]{1,20}m")
-# What stands before the words: vllm-1 | of containers, (Worker_TP0 pid=7), [rank0]:, a level with date, time and place,
-# a date alone.
+# What stands before the words: vllm-1 | of containers, (Worker_TP0 pid=7), [rank0]:, a level with
+# date, time and place, a date alone.
 _BEFORE = re.compile(
-    r"(?:\s{0,4}(?:[\w.-]{1,60} {1,20}\||\(\w{1,60}(?: \w{1,20}=\d{1,9}){0,3}(?:, ip=[\d.]{1,40})?\)"
+    r"(?:\s{0,4}(?:[\w.-]{1,60} {1,20}\||\(\w{1,60}(?: \w{1,20}=\d{1,9}){0,3}(?:, "
+    r"ip=[\d.]{1,40})?\)"
     r"|\[rank\d{1,5}\]:|\[VLLM LOG\]"
-    r"|(?:ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]{1,80}\]|\S{1,60}\])"
+    r"|(?:ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d "
+    r"(?:\[[^\]]{1,80}\]|\S{1,60}\])"
     r"|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\dZ+:]{0,20})){1,6} ?"
 )
 _FRAME = re.compile(r'^\s{0,20}File "([^"]{1,400})", line (\d{1,7})')
-_EXCEPTION = re.compile(r"^\s{0,4}([A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::(?: (.{0,3900}))?)?$")
-_VERSION = re.compile(r"(?:█ .{0,20}|vLLM.{0,40}|engine \()(?:version |v)(\d{1,3}\.\d{1,3}\.\d{1,3}[\w.+]{0,40})")
-_TELLS = ("Error", "Exception", "error", "WARNING", "assert", "cceptance", "not found", "failed", "different", "scal")
+_EXCEPTION = re.compile(
+    r"^\s{0,4}([A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::(?: (.{0,3900}))?)?$"
+)
+_VERSION = re.compile(
+    r"(?:█ .{0,20}|vLLM.{0,40}|engine \()(?:version |v)(\d{1,3}\.\d{1,3}\.\d{1,3}[\w.+]{0,40})"
+)
+_TELLS = (
+    "Error",
+    "Exception",
+    "error",
+    "WARNING",
+    "assert",
+    "cceptance",
+    "not found",
+    "failed",
+    "different",
+    "scal",
+)
 _READ = (*_TELLS, 'File "', "version", "engine (v")
 
 
@@ -45,8 +63,8 @@ class Log:
 
     Attributes:
         lines: each line that may tell a failure, once, in order of its first appearance.
-        raised: each exception as the log has it, once and in order, with file:line of its last frame in vLLM ("" where
-            the log has none).
+        raised: each exception as the log has it, once and in order, with file:line of its last
+            frame in vLLM ("" where the log has none).
         version: of vLLM, as the log says it; "" if it does not.
     """
 
@@ -71,7 +89,9 @@ def read_log(stream: BufferedIOBase) -> Log:
                 size -= len(kept.popleft())
             if total > _ENDLESS:
                 cure = "Pipe its last part: `tail -c 8M LOG | keepmtp explain --log -`"
-                raise RecipeError("--log", "must have an end", got=f"more than {_ENDLESS >> 30} GiB", cure=cure)
+                raise RecipeError(
+                    "--log", "must have an end", got=f"more than {_ENDLESS >> 30} GiB", cure=cure
+                )
     return parse_log(b"".join(kept)[-MOST_BYTES:])
 
 

@@ -1,10 +1,12 @@
-"""From vLLM's parameters to the files: which tensors on disk fill a parameter, or should have filled it.
+"""From vLLM's parameters to the files: which tensors on disk fill a parameter, or should have
+filled it.
 
 In: the questions that vLLM asked its quantization config, the `RuntimeView`. Out: names on disk.
 
-Easy to get wrong: a parameter's name is its place in the model (`model.layers.3.mtp_block.self_attn.qkv_proj`). The
-quantization config and the family's table use the prefix of construction (`model.layers.3.self_attn.qkv_proj`, and
-`mtp.fc` for `model.fc`). Each question to the config has both names; the two are compared to rename the others.
+Easy to get wrong: a parameter's name is its place in the model
+(`model.layers.3.mtp_block.self_attn.qkv_proj`). The quantization config and the family's table use
+the prefix of construction (`model.layers.3.self_attn.qkv_proj`, and `mtp.fc` for `model.fc`). Each
+question to the config has both names; the two are compared to rename the others.
 """
 
 import re
@@ -21,14 +23,20 @@ _GATE_UP = re.compile(r"\.(gate_proj|up_proj|w1|w3|gate_up_proj)$")
 
 
 class Trace:
-    """The way back for the target or the draft of one dry load; `questions` are those of its quantization config."""
+    """The way back for the target or the draft of one dry load; `questions` are those of its
+    quantization config.
+    """
 
     def __init__(self, questions: Sequence[Question], runtime: RuntimeView):
-        self._asked = {asked.path: asked.prefix for asked in questions if asked.path and asked.prefix}
+        self._asked = {
+            asked.path: asked.prefix for asked in questions if asked.path and asked.prefix
+        }
         self._runtime = runtime
 
     def module(self, param: str) -> str:
-        """vLLM's prefix of the module that owns a parameter; the parameter's own name if it belongs to none."""
+        """vLLM's prefix of the module that owns a parameter; the parameter's own name if it belongs
+        to none.
+        """
         path = param.rpartition(".")[0]
         for name in (path, param):
             for known in (name, name.replace(".routed_experts", "")):
@@ -38,14 +46,20 @@ class Trace:
         return self._prefix(path)
 
     def entry(self, fault: Fault) -> str:
-        """The tensor on disk that a fault is about: the missing one, else the one least written, else the first."""
+        """The tensor on disk that a fault is about: the missing one, else the one least written,
+        else the first.
+        """
         leaf = fault.param.rpartition(".")[2]
         half = _HALF.match(leaf)
         members = self._members(self.module(fault.param), half[1] if half else "")
         there = [module for module in members if module in self._runtime.weights]
         if fault.sources:
             there = []
-            members = [each for each in members if not any(f"{name}.".startswith(f"{each}.") for name in fault.sources)]
+            members = [
+                each
+                for each in members
+                if not any(f"{name}.".startswith(f"{each}.") for name in fault.sources)
+            ]
             if not members:
                 return min(fault.sources, key=lambda name: fault.sources[name])
         if there:
@@ -53,22 +67,42 @@ class Trace:
         return self._missing(members[0], _HALF.sub("", leaf)) if members else fault.param
 
     def module_entry(self, prefix: str) -> str:
-        """The first tensor on disk of a module that vLLM calls `prefix`; "" if the table does not know it."""
+        """The first tensor on disk of a module that vLLM calls `prefix`; "" if the table does not
+        know it.
+        """
         members = self._members(prefix)
         there = [module for module in members if module in self._runtime.weights]
         return self._first_of(there[0]) if there else next(iter(members), "")
 
     def _members(self, prefix: str, half: str = "") -> list[HFName]:
-        """Modules on disk; experts by number, as many as there are, and stacked ones only if there are no others."""
+        """Modules on disk; experts by number, as many as there are, and stacked ones only if there
+        are no others.
+        """
         modules = self._runtime.view.disk_modules.get(prefix, ())
-        kept = [module for module in modules if not half or bool(_GATE_UP.search(module)) == (half == "w13")]
+        kept = [
+            module
+            for module in modules
+            if not half or bool(_GATE_UP.search(module)) == (half == "w13")
+        ]
         single = [module for module in kept if "{e}" in module]
-        stacked = [module for module in kept if "{e}" not in module and module in self._runtime.source.entries]
+        stacked = [
+            module
+            for module in kept
+            if "{e}" not in module and module in self._runtime.source.entries
+        ]
         if not single or stacked:
             return stacked if single else kept
         pattern = re.compile(re.escape(single[0]).replace(r"\{e\}", r"(\d+)"))
-        numbers = [int(match[1]) for module in self._runtime.weights if (match := pattern.fullmatch(module))]
-        return [HFName(each.replace("{e}", str(e))) for e in range(max(numbers, default=0) + 1) for each in single]
+        numbers = [
+            int(match[1])
+            for module in self._runtime.weights
+            if (match := pattern.fullmatch(module))
+        ]
+        return [
+            HFName(each.replace("{e}", str(e)))
+            for e in range(max(numbers, default=0) + 1)
+            for each in single
+        ]
 
     def _first_of(self, module: HFName) -> str:
         return next(entry.name for entry in self._runtime.weights[module].parts.values())
@@ -80,7 +114,9 @@ class Trace:
         return self._first_of(module) if weight and leaf in weight.parts else f"{module}.{leaf}"
 
     def _prefix(self, path: str) -> str:
-        """The prefix for a path in the model: its longest stem with another known prefix is replaced."""
+        """The prefix for a path in the model: its longest stem with another known prefix is
+        replaced.
+        """
         if path in self._asked:
             return self._asked[path]
         for stem in sorted(self._stems, key=len, reverse=True):
@@ -90,7 +126,9 @@ class Trace:
 
     @cached_property
     def _stems(self) -> Mapping[str, str]:
-        """Stem of a path -> stem of its prefix, where they differ. A stem is a name without the end that both share."""
+        """Stem of a path -> stem of its prefix, where they differ. A stem is a name without the end
+        that both share.
+        """
         stems: dict[str, str] = {}
         for path, prefix in self._asked.items():
             ours, theirs = path.split("."), prefix.split(".")
@@ -105,15 +143,19 @@ class Trace:
 def on_disk(runtime: RuntimeView, named: str, *, is_draft: bool) -> str:
     """The tensor of the checkpoint that a name in vLLM's words means; "" where none is found.
 
-    Loaders cut names at both ends: `layers.0.mlp.experts.w2_weight` may be the draft's or the target's. The draft's is
-    meant if the words speak of it.
+    Loaders cut names at both ends: `layers.0.mlp.experts.w2_weight` may be the draft's or the
+    target's. The draft's is meant if the words speak of it.
     """
     if HFName(named) in runtime.source.entries:
         return named
     words = named.replace(".mtp_block", "").replace(".routed_experts", "").split(".")
     for end in range(len(words), 1, -1):
         wanted = f".{'.'.join(words[:end])}"
-        found = [each for each in runtime.modules if wanted.endswith(f".{each.name}") or each.name.endswith(wanted)]
+        found = [
+            each
+            for each in runtime.modules
+            if wanted.endswith(f".{each.name}") or each.name.endswith(wanted)
+        ]
         if found:
             best: Module = min(found, key=lambda module: (module.part == "mtp") != is_draft)
             return next(entry.name for entry in best.members[0].weight.parts.values())

@@ -1,10 +1,12 @@
-"""Findings from a dry load: what vLLM said or did in silence, the checkpoint's entry that caused it, and the cure.
+"""Findings from a dry load: what vLLM said or did in silence, the checkpoint's entry that caused
+it, and the cure.
 
-In: a `LoadAccount`, and the `RuntimeView` of the static check where the family is known. Out: an `Objection` for each
-parameter or tensor, in names on disk.
+In: a `LoadAccount`, and the `RuntimeView` of the static check where the family is known. Out: an
+`Objection` for each parameter or tensor, in names on disk.
 
-Easy to get wrong: parameters have vLLM's names, but people know names on disk. trace.py finds the one from the other.
-Nothing here names the GPU: check_on.py does, because one cause on several GPUs is one finding.
+Easy to get wrong: parameters have vLLM's names, but people know names on disk. trace.py finds the
+one from the other. Nothing here names the GPU: check_on.py does, because one cause on several GPUs
+is one finding.
 """
 
 import re
@@ -23,20 +25,25 @@ from .trace import Trace, on_disk
 
 RULE = "dry-load"
 DEFECT = "vllm-defect"
-# Buffers that vLLM computes itself, and GPTQ's order of inputs, which it refuses where it is not the natural one: its
-# loaders skip both (quantization/base_config.py, get_checkpoint_weight_mapper).
+# Buffers that vLLM computes itself, and GPTQ's order of inputs, which it refuses where it is not
+# the natural one: its loaders skip both (quantization/base_config.py,
+# get_checkpoint_weight_mapper).
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.g_idx$")
 _SCALE = re.compile(r"scale(_inv|_2)?$|zero_point$")
 _LONGEST = 400
 _SILENCE = {"target": "answers are garbage", "draft": "the draft guesses, acceptance is near 0 %"}
 _COMPRESSED = "Export with compressed-tensors instead of modelopt: its targets pass over heads"
 _FILES = (
-    "Make config.json's ignore list and targets say what the files hold: `keepmtp explain PATH` shows what vLLM builds"
+    "Make config.json's ignore list and targets say what the files hold: `keepmtp explain PATH` "
+    "shows what vLLM builds"
 )
-_RELEASE = "Compare its name and shape with the release's: vLLM knows it under another name, or not at all"
+_RELEASE = (
+    "Compare its name and shape with the release's: vLLM knows it under another name, or not at all"
+)
 _ADA = (
-    "the quantization config asks for an FP8 KV cache, for the draft too, read by FlashInfer: on this GPU people "
-    "report CUDA errors (illegal memory access) with MTP (vllm #44879, open; its cure #45038 was not merged)"
+    "the quantization config asks for an FP8 KV cache, for the draft too, read by FlashInfer: on "
+    "this GPU people report CUDA errors (illegal memory access) with MTP (vllm #44879, open; its "
+    "cure #45038 was not merged)"
 )
 _ACTS = {
     "config": "reading the config",
@@ -88,7 +95,11 @@ class _Case:
 
     @cached_property
     def traces(self) -> Mapping[str, Trace]:
-        return {role: Trace(self.account.of(role)[1].asked, view) for role in ROLES if (view := self.views[role])}
+        return {
+            role: Trace(self.account.of(role)[1].asked, view)
+            for role in ROLES
+            if (view := self.views[role])
+        }
 
     @cached_property
     def nameless(self) -> Sequence[Role]:
@@ -102,9 +113,14 @@ class _Case:
         return nameless
 
     def nameless_heads(self) -> Iterator[Objection]:
-        """A defect of vLLM: no entry of a quantization config can except a head that has no name."""
+        """A defect of vLLM: no entry of a quantization config can except a head that has no
+        name.
+        """
         for role in self.nameless:
-            says = f"a defect of vLLM {self.version}, not of the checkpoint: {self.account.of(role)[0].cls} has a head "
+            says = (
+                f"a defect of vLLM {self.version}, not of the checkpoint: "
+                f"{self.account.of(role)[0].cls} has a head "
+            )
             says += f"without a name, so no entry can except it from quantization; {_SILENCE[role]}"
             yield _objection(DEFECT, "lm_head.weight", says, _COMPRESSED)
 
@@ -114,7 +130,9 @@ class _Case:
         draft = self.views["draft"]
         family = draft.view.family.model_type if draft else ""
         if defect := known_defect(failure, family=family, version=self.version):
-            return _objection(DEFECT, failure.tensor or self._config, f"{defect.says}; {said}", defect.cure)
+            return _objection(
+                DEFECT, failure.tensor or self._config, f"{defect.says}; {said}", defect.cure
+            )
         where, cure = "", _FILES
         if found := known_failure(text_of(failure), kinds=("dry_load", "failures")):
             count = draft.view.mtp_count_key if draft else self._config
@@ -138,7 +156,9 @@ class _Case:
                 if use.outcome.startswith("refused: "):
                     yield self._no_kernel(role, use)
         draft = self.account.load.draft
-        if self.account.load.gpu == "sm89" and any(use.kernel.startswith("FLASHINFER kv=fp8") for use in draft.kernels):
+        if self.account.load.gpu == "sm89" and any(
+            use.kernel.startswith("FLASHINFER kv=fp8") for use in draft.kernels
+        ):
             cure = "Serve with --kv-cache-dtype bfloat16, which overrules the entry"
             yield _objection("kv-cache", self._config, _ADA, cure, severity="warning")
 
@@ -150,27 +170,42 @@ class _Case:
             place = holder.view.place(HFName(name)) if holder else None
             role = "draft" if place is not None and place.part == "mtp" else "target"
             is_unread = holder is not None and name.startswith(holder.view.layout.unread)
-            if is_unread or _RECOMPUTED.search(name) or (place is not None and self._is_left_alone(place)):
+            if (
+                is_unread
+                or _RECOMPUTED.search(name)
+                or (place is not None and self._is_left_alone(place))
+            ):
                 continue
             if is_kv_scale(name.rpartition(".")[2]):
-                says = f"{role}: vLLM's class has no parameter for this scale of the KV cache and uses 1.0, in silence"
-                yield _objection("kv-scales", name, says, "Nothing, unless the cache is FP8", role, "warning")
+                says = (
+                    f"{role}: vLLM's class has no parameter for this scale of the KV cache and "
+                    "uses 1.0, in silence"
+                )
+                yield _objection(
+                    "kv-scales", name, says, "Nothing, unless the cache is FP8", role, "warning"
+                )
             else:
-                says = f"neither target nor draft reads it, in silence; {_SILENCE[role]} if it matters"
+                says = (
+                    f"neither target nor draft reads it, in silence; {_SILENCE[role]} if it matters"
+                )
                 yield self._wrong(name, says, _RELEASE, f"unused {role}")
         for name, used, size in self.account.truncated:
             says = f"only {used:,} of its {size:,} elements are read, in silence"
             yield self._wrong(name, says, _RELEASE, "truncated")
 
     def _is_left_alone(self, place: Place) -> bool:
-        """A copy of what the draft takes from the target, or an MTP layer that vLLM does not build."""
+        """A copy of what the draft takes from the target, or an MTP layer that vLLM does not
+        build.
+        """
         draft = self.views["draft"]
         if draft is None or place.part != "mtp":
             return False
         most = draft.view.family.loader.most_layers(self.account.load.k)
         first = 0 if draft.view.layout.mtp else draft.view.num_layers
         is_beyond = bool(most) and place.layer is not None and place.layer - first >= most
-        return is_beyond or (place.role in ("embedding", "head") and bool(self.account.load.draft.shared))
+        return is_beyond or (
+            place.role in ("embedding", "head") and bool(self.account.load.draft.shared)
+        )
 
     def _fault(self, role: Role, fault: Fault) -> Objection:
         where, leaf = next(iter(fault.sources), fault.param), fault.param.rpartition(".")[2]
@@ -182,7 +217,9 @@ class _Case:
                 cure = f"Store its scales, or if its weights are plain, add '{entry}' to ignore"
         what, cause = "is filled by nothing on disk", "empty"
         if fault.num_written:
-            what = f"is filled in part only ({fault.num_written:,} of {fault.num_expected:,} elements)"
+            what = (
+                f"is filled in part only ({fault.num_written:,} of {fault.num_expected:,} elements)"
+            )
             cause = "partial"
         says = f"vLLM's {fault.param} {what}, in silence; {_SILENCE[role]}"
         return self._wrong(where, says, cure, f"{role} {cause} {leaf}")
@@ -191,7 +228,9 @@ class _Case:
         change = f"the file has {misfit.given} and vLLM takes it as {misfit.wanted}"
         says = f"{change}, its {misfit.param}, in silence; {_SILENCE[role]}"
         where = misfit.tensor.partition(", ")[0] or misfit.param
-        return self._wrong(where, says, _FILES, f"{role} {change} {misfit.param.rpartition('.')[2]}")
+        return self._wrong(
+            where, says, _FILES, f"{role} {change} {misfit.param.rpartition('.')[2]}"
+        )
 
     def _no_kernel(self, role: Role, use: KernelUse) -> Objection:
         where = self._entry_of(role, use.where) or use.where
@@ -200,11 +239,16 @@ class _Case:
             kind, cure = use.layer, "Serve it on another GPU: its attention needs one"
         elif found := known_failure(use.method, kinds=("failures",)):
             cure = found[0].cure
-        says = f"no kernel for {kind} in the {role} ({use.count}): {use.outcome.removeprefix('refused: ')}"
+        says = (
+            f"no kernel for {kind} in the {role} ({use.count}): "
+            f"{use.outcome.removeprefix('refused: ')}"
+        )
         return _objection("no-kernel", where, says, cure)
 
     def _named_in(self, failure: LoadFailure) -> str:
-        """The entry of a parameter or module that vLLM's message names, else of the module that it built last."""
+        """The entry of a parameter or module that vLLM's message names, else of the module that it
+        built last.
+        """
         for role in ROLES:
             view = self.views[role]
             if view is not None and failure.role in (role, ""):
@@ -224,15 +268,25 @@ class _Case:
         return f"{self.account.path}/config.json"
 
     def _wrong(self, where: str, says: str, cure: str, cause: str = "") -> Objection:
-        """With the static check's cure for the same tensor or module, or for its only error, where it has one."""
+        """With the static check's cure for the same tensor or module, or for its only error, where
+        it has one.
+        """
         stem = where.rpartition(".")[0] or where
-        same = (each for each in self.errors if each.where.startswith(stem) or where.startswith(each.where))
+        same = (
+            each
+            for each in self.errors
+            if each.where.startswith(stem) or where.startswith(each.where)
+        )
         known = next(same, self.errors[0] if len(self.errors) == 1 else None)
         return _objection(RULE, where, says, known.cure if known else cure, cause)
 
 
-def _objection(rule: str, where: str, says: str, cure: str, cause: str = "", severity: Severity = "error") -> Objection:
-    return objection(origin="dry", rule=rule, severity=severity, where=where, says=says, cure=cure, cause=cause)
+def _objection(
+    rule: str, where: str, says: str, cure: str, cause: str = "", severity: Severity = "error"
+) -> Objection:
+    return objection(
+        origin="dry", rule=rule, severity=severity, where=where, says=says, cure=cure, cause=cause
+    )
 
 
 def _said(failure: LoadFailure) -> str:

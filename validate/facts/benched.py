@@ -1,10 +1,12 @@
 """How fast real vLLM servers were with each k under each load, and which k that recommends.
 
-In: what `vllm bench serve` and vLLM's draft counters gave for each repetition (validate/measure/bench.py).
+In: what `vllm bench serve` and vLLM's draft counters gave for each repetition
+(validate/measure/bench.py).
 Out: a `BenchFact`. bench.json and report.json hold it, field by field.
 
-Easy to get wrong: a high acceptance is not speed (vllm #39680, #35387). A draft costs time too, and only tokens a
-second say whether it paid. And a difference that is smaller than the spread of the repetitions says nothing.
+Easy to get wrong: a high acceptance is not speed (vllm #39680, #35387). A draft costs time too, and
+only tokens a second say whether it paid. And a difference that is smaller than the spread of the
+repetitions says nothing.
 """
 
 from collections.abc import Mapping
@@ -30,7 +32,8 @@ class Latency(Fact):
 
 
 class Repetition(Drafts):
-    """One pass over the prompts of a load, with vLLM's draft counters over it. The warm-up before it is not in it.
+    """One pass over the prompts of a load, with vLLM's draft counters over it. The warm-up before
+    it is not in it.
 
     Attributes:
         number: from 0; all loads of a server are measured once before any is measured again.
@@ -40,7 +43,8 @@ class Repetition(Drafts):
         input_tokens, output_tokens: as the server counts them.
         first_token: from a request to its first token (TTFT).
         per_token: of each request, the time after its first token over its other tokens (TPOT).
-        between: from one piece of a stream to the next (ITL). With drafting a piece may hold several tokens.
+        between: from one piece of a stream to the next (ITL). With drafting a piece may hold
+            several tokens.
     """
 
     number: Count
@@ -78,7 +82,8 @@ class BenchCell(Fact):
     Attributes:
         k: tokens drafted a step; 0 served without method=mtp.
         concurrency: requests in flight.
-        context: tokens that each prompt was lengthened or cut to; 0 where prompts were sent as they are.
+        context: tokens that each prompt was lengthened or cut to; 0 where prompts were sent as they
+            are.
         repetitions: by number; empty where `error` says why.
         error: why there is no figure; "" if there is one.
     """
@@ -116,13 +121,21 @@ class BenchCell(Fact):
     @property
     def first_token_ms(self) -> float | None:
         """Median over the repetitions of the median time to the first token."""
-        return median(each.first_token.median_ms for each in self.repetitions) if self.repetitions else None
+        return (
+            median(each.first_token.median_ms for each in self.repetitions)
+            if self.repetitions
+            else None
+        )
 
     @computed_field
     @property
     def per_token_ms(self) -> float | None:
         """Median over the repetitions of the median time for each further token."""
-        return median(each.per_token.median_ms for each in self.repetitions) if self.repetitions else None
+        return (
+            median(each.per_token.median_ms for each in self.repetitions)
+            if self.repetitions
+            else None
+        )
 
     @property
     def drafts(self) -> Drafts:
@@ -132,7 +145,9 @@ class BenchCell(Fact):
     @computed_field
     @property
     def acceptance(self) -> float | None:
-        """Share of drafted tokens that were kept, over all repetitions; None where nothing was drafted."""
+        """Share of drafted tokens that were kept, over all repetitions; None where nothing was
+        drafted.
+        """
         return self.drafts.acceptance
 
     @computed_field
@@ -157,7 +172,9 @@ class BenchCell(Fact):
             raise ValueError("a cell has either repetitions or an error")
         for each in self.repetitions:
             if len(each.accepted_per_position) > self.k or (each.drafts and not self.k):
-                raise ValueError(f"repetition {each.number} drafted more than k={self.k} tokens a step")
+                raise ValueError(
+                    f"repetition {each.number} drafted more than k={self.k} tokens a step"
+                )
         return self
 
 
@@ -183,7 +200,8 @@ class Benched(Fact):
     Attributes:
         path: what the user named.
         sha256: of the bytes, as `Identity.sha256`.
-        as_served, reason: a BF16 copy where this CPU has no kernel for it; its speed is not the checkpoint's.
+        as_served, reason: a BF16 copy where this CPU has no kernel for it; its speed is not the
+            checkpoint's.
         form: how prompts were sent: as messages through the chat template, or as texts.
         max_num_seqs, max_model_len: with which the servers were started, whatever the load.
         cells: by context, then concurrency, then k.
@@ -206,10 +224,15 @@ class Benched(Fact):
 
     def cell(self, k: int, load: tuple[int, int]) -> BenchCell | None:
         """The cell with a figure, if there is one."""
-        return next((cell for cell in self.cells if (cell.k, cell.load) == (k, load) and cell.repetitions), None)
+        return next(
+            (cell for cell in self.cells if (cell.k, cell.load) == (k, load) and cell.repetitions),
+            None,
+        )
 
     def speed_up(self, cell: BenchCell) -> float | None:
-        """Tokens a second over those of k=0 under the same load; None where there is nothing to compare."""
+        """Tokens a second over those of k=0 under the same load; None where there is nothing to
+        compare.
+        """
         plain = self.cell(0, cell.load)
         if plain is None or not plain.tokens_per_second or cell.tokens_per_second is None:
             return None
@@ -232,14 +255,20 @@ class Benched(Fact):
                 continue
             if cell.fastest and plain.slowest and cell.fastest < plain.slowest:
                 said.append(
-                    f"k={cell.k}, {words_of(cell.load)}: {100 * share:.1f} % of the drafts are accepted, and it is "
-                    f"slower than k=0 ({self.speed_up(cell):.2f}x). A draft costs more time here than it saves."
+                    f"k={cell.k}, {words_of(cell.load)}: {100 * share:.1f} % of the drafts are "
+                    f"accepted, and it is slower than k=0 ({self.speed_up(cell):.2f}x). A draft "
+                    "costs more time here than it saves."
                 )
         return tuple(said)
 
     def _recommended(self, load: tuple[int, int]) -> RecommendedK:
-        """From the smallest k upwards: a larger one only if its slowest repetition beats the fastest of the best."""
-        cells = sorted((cell for cell in self.cells if cell.load == load and cell.repetitions), key=lambda one: one.k)
+        """From the smallest k upwards: a larger one only if its slowest repetition beats the
+        fastest of the best.
+        """
+        cells = sorted(
+            (cell for cell in self.cells if cell.load == load and cell.repetitions),
+            key=lambda one: one.k,
+        )
         best = None
         if not cells:
             says = "no k has a figure"
@@ -254,8 +283,8 @@ class Benched(Fact):
                 assert cell.slowest is not None and best.fastest is not None
                 if cell.slowest > best.fastest:
                     says = (
-                        f"its slowest repetition, {cell.slowest:.1f} tokens a second, is faster than the fastest of "
-                        f"k={best.k}, {best.fastest:.1f}"
+                        f"its slowest repetition, {cell.slowest:.1f} tokens a second, is faster "
+                        f"than the fastest of k={best.k}, {best.fastest:.1f}"
                     )
                     best = cell
         k, speed_up = (best.k, self.speed_up(best)) if best else (None, None)
@@ -277,9 +306,10 @@ class BenchFact(Fact):
         prompts: the file's name, or what the shipped prompts are.
         prompts_sha256: of all prompts, in the order of the file.
         num_prompts: in the file.
-        output_tokens: limit of tokens an answer; an answer that ends earlier by itself is not made longer.
-        rounds: how often each server was started; with one, what changes on the machine from one server to the next
-            is not in the spread of a cell.
+        output_tokens: limit of tokens an answer; an answer that ends earlier by itself is not made
+            longer.
+        rounds: how often each server was started; with one, what changes on the machine from one
+            server to the next is not in the spread of a cell.
         seed: of the order in which prompts are taken.
         environment: versions, device, and the words for `vllm serve`, by name.
     """

@@ -1,14 +1,18 @@
-"""Exact one-sided limits of a share, those of a ratio and of a difference of two shares, and Student's quantile.
+"""Exact one-sided limits of a share, those of a ratio and of a difference of two shares, and
+Student's quantile.
 
-In: how many of how many. Out: limits that hold with a confidence, by Clopper and Pearson (Biometrika 26 (1934),
-404-413): the share for which what was seen, or more of it, has the probability one less confidence. Counts may be
-fractions: a draft of which two of three tokens were accepted is two thirds of a success. A value between 0 and 1 never
-varies more than a coin of the same mean, so the limit is then on the safe side.
+In: how many of how many. Out: limits that hold with a confidence, by Clopper and Pearson
+(Biometrika 26 (1934), 404-413): the share for which what was seen, or more of it, has the
+probability one less confidence. Counts may be
+fractions: a draft of which two of three tokens were accepted is two thirds of a success. A value
+between 0 and 1 never varies more than a coin of the same mean, so the limit is then on the safe
+side.
 
-Easy to get wrong: a ratio has no exact limit of its own. The limits of both shares are combined by the method of
-variance estimates recovery (A. Donner, G. Y. Zou, "Closed-form confidence intervals for functions of the normal mean
-and standard deviation", Statistical Methods in Medical Research 21 (2012), 347-359). Where the other share is 1, and
-its upper limit too, that is the exact limit of the one. The tests count out how often the limits are wrong.
+Easy to get wrong: a ratio has no exact limit of its own. The limits of both shares are combined by
+the method of variance estimates recovery (A. Donner, G. Y. Zou, "Closed-form confidence intervals
+for functions of the normal mean and standard deviation", Statistical Methods in Medical Research 21
+(2012), 347-359). Where the other share is 1, and its upper limit too, that is the exact limit of
+the one. The tests count out how often the limits are wrong.
 """
 
 import math
@@ -21,7 +25,9 @@ from ...recipes.extras import install_command
 
 
 def limits(successes: float, trials: float, confidence: float) -> tuple[float, float]:
-    """(lower, upper) limit of a share: with `confidence` it is above the first, and likewise below the second."""
+    """(lower, upper) limit of a share: with `confidence` it is above the first, and likewise below
+    the second.
+    """
     failures, inverse = trials - successes, _special().betaincinv
     lower = 0.0 if successes <= 0 else float(inverse(successes, failures + 1, 1 - confidence))
     upper = 1.0 if failures <= 0 else float(inverse(successes + 1, failures, confidence))
@@ -49,10 +55,15 @@ def ratio_limits(
     return lower, upper
 
 
-def difference_limits(gained: float, lost: float, trials: float, confidence: float) -> tuple[float, float]:
+def difference_limits(
+    gained: float, lost: float, trials: float, confidence: float
+) -> tuple[float, float]:
     """One-sided limits of the share gained less the share lost, both of the same trials."""
     won, gone = gained / trials, lost / trials
-    (won_low, won_high), (gone_low, gone_high) = limits(gained, trials, confidence), limits(lost, trials, confidence)
+    (won_low, won_high), (gone_low, gone_high) = (
+        limits(gained, trials, confidence),
+        limits(lost, trials, confidence),
+    )
     others = (1 - won) * (1 - gone)
     # What one of them takes, the other cannot have.
     together = -math.sqrt(won * gone / others) if others else -1.0
@@ -69,14 +80,17 @@ def difference_limits(gained: float, lost: float, trials: float, confidence: flo
 def sign_test(one: int, other: int) -> float:
     """How often a fair coin, thrown so many times, falls at least as unevenly: exact and two-sided.
 
-    On the questions that only one of two servers gets right, it is McNemar's test in its exact form.
+    On the questions that only one of two servers gets right, it is McNemar's test in its exact
+    form.
     """
     fewer, more = sorted((one, other))
     return min(1.0, 2 * float(_special().betainc(more, fewer + 1, 0.5))) if more else 1.0
 
 
 def student(confidence: float, freedom: int) -> float:
-    """The value that Student's t with so many degrees of freedom stays below with `confidence`, above one half."""
+    """The value that Student's t with so many degrees of freedom stays below with `confidence`,
+    above one half.
+    """
     return float(_special().stdtrit(freedom, confidence))
 
 
@@ -93,7 +107,9 @@ def refuse_without_scipy() -> None:
 
 @cache
 def _special() -> Any:
-    """scipy's functions that its distributions use: `scipy.stats` itself takes a second to import."""
+    """scipy's functions that its distributions use: `scipy.stats` itself takes a second to
+    import.
+    """
     refuse_without_scipy()
     from scipy import special
 

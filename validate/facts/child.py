@@ -1,10 +1,13 @@
-"""Starts every child process of keepmtp: vLLM's servers, the dry load, questions to another Python, stations.
+"""Starts every child process of keepmtp: vLLM's servers, the dry load, questions to another Python,
+stations.
 
-In: the child's words, and whether it may reach the Hub. Out: a `Child`, which ends with its context and with keepmtp,
-by whatever signal, and takes its own children with it (validate/facts/supervisor.py).
+In: the child's words, and whether it may reach the Hub. Out: a `Child`, which ends with its context
+and with keepmtp, by whatever signal, and takes its own children with it
+(validate/facts/supervisor.py).
 
-Easy to get wrong: a checkpoint may bring code, and the current folder may be a stranger's. So a child that stays
-offline gets no secret of the environment, and no child imports from the current folder.
+Easy to get wrong: a checkpoint may bring code, and the current folder may be a stranger's. So a
+child that stays offline gets no secret of the environment, and no child imports from the current
+folder.
 """
 
 import os
@@ -19,19 +22,32 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
-_OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")  # they belong to keepmtp's Python
+_OURS = (
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONSTARTUP",
+    "VIRTUAL_ENV",
+)  # they belong to keepmtp's Python
 _SECRET = re.compile(r"(?:TOKEN|SECRET|PASSWORD|CREDENTIALS|_KEY|HF_OIDC_RESOURCE)$", re.IGNORECASE)
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "HF_TOKEN_PATH": os.devnull}
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+    "HF_TOKEN_PATH": os.devnull,
+}
 
 
 def environment(
-    changes: Mapping[str, str] = MappingProxyType({}), *, reaches_hub: bool = False, is_ours: bool = False
+    changes: Mapping[str, str] = MappingProxyType({}),
+    *,
+    reaches_hub: bool = False,
+    is_ours: bool = False,
 ) -> dict[str, str]:
     """The environment of a child.
 
     Args:
         changes: further variables.
-        reaches_hub: it may load from the Hub, with the user's token. Any other child gets no secret, and stays offline.
+        reaches_hub: it may load from the Hub, with the user's token. Any other child gets no
+            secret, and stays offline.
         is_ours: it runs keepmtp's own Python.
     """
     kept = {name: value for name, value in os.environ.items() if is_ours or name not in _OURS}
@@ -44,19 +60,27 @@ class Child:
     """A running child; a context manager.
 
     Attributes:
-        process: its supervisor, which leads a session of its own and ends as the child does, with the same status.
+        process: its supervisor, which leads a session of its own and ends as the child does, with
+            the same status.
     """
 
     def __init__(
-        self, words: Sequence[str | Path], *, environment: Mapping[str, str], grace_seconds: float = 0.0, **pipes: Any
+        self,
+        words: Sequence[str | Path],
+        *,
+        environment: Mapping[str, str],
+        grace_seconds: float = 0.0,
+        **pipes: Any,
     ):
         """Start it.
 
         Args:
             words: an executable and its arguments.
             environment: from `environment`.
-            grace_seconds: how long it may take to end after SIGTERM, before it and its descendants are killed.
-            pipes: `stdin`, `stdout`, `stderr`, `text`, `cwd` of `subprocess.Popen`; without a `stdin` it reads nothing.
+            grace_seconds: how long it may take to end after SIGTERM, before it and its descendants
+                are killed.
+            pipes: `stdin`, `stdout`, `stderr`, `text`, `cwd` of `subprocess.Popen`; without a
+                `stdin` it reads nothing.
         """
         self._grace_seconds = grace_seconds
         lifeline, self._writer = os.pipe()
@@ -77,11 +101,18 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
         self.end()
 
     def end(self) -> None:
-        """End it and all of its descendants: asked first, then by force, also if Ctrl-C is pressed again."""
+        """End it and all of its descendants: asked first, then by force, also if Ctrl-C is pressed
+        again.
+        """
         if self._writer < 0:
             return
         try:
@@ -93,15 +124,20 @@ class Child:
             os.close(self._writer)  # its supervisor then kills what is left
             self._writer = -1
             if self.process.wait() == -signal.SIGKILL:
-                with suppress(ProcessLookupError):  # it may have been killed itself, before it could end the others
+                with suppress(
+                    ProcessLookupError
+                ):  # it may have been killed itself, before it could end the others
                     os.killpg(self.process.pid, signal.SIGKILL)
-            for pipe in filter(None, (self.process.stdin, self.process.stdout, self.process.stderr)):
+            for pipe in filter(
+                None, (self.process.stdin, self.process.stdout, self.process.stderr)
+            ):
                 with suppress(BrokenPipeError):
                     pipe.close()
 
 
 def answer(words: Sequence[str | Path], *, environment: Mapping[str, str], timeout: float) -> str:
-    """What a child prints. It is started in the root folder, where nothing of a stranger can be imported.
+    """What a child prints. It is started in the root folder, where nothing of a stranger can be
+    imported.
 
     Raises:
         OSError: it cannot be started.
@@ -112,5 +148,7 @@ def answer(words: Sequence[str | Path], *, environment: Mapping[str, str], timeo
     with Child(words, environment=environment, **pipes) as child:
         said, complained = child.process.communicate(timeout=timeout)
     if child.process.returncode:
-        raise subprocess.CalledProcessError(child.process.returncode, list(map(str, words)), said, complained)
+        raise subprocess.CalledProcessError(
+            child.process.returncode, list(map(str, words)), said, complained
+        )
     return said

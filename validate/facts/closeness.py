@@ -1,11 +1,12 @@
 """How close a checkpoint is to its source on held-out text, as two real servers predict it.
 
-In: windows of text with the divergence at each position (`compared.py`). Out: a `ClosenessFact`. closeness.json and
-report.json hold it, field by field.
+In: windows of text with the divergence at each position (`compared.py`). Out: a `ClosenessFact`.
+closeness.json and report.json hold it, field by field.
 
-Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these figures are good enough.
-And positions of one window are not independent, so errors are taken over windows: `stderr` is a cluster's, and
-`effective_tokens` is how many independent positions would tell the share of flips as well.
+Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these
+figures are good enough. And positions of one window are not independent, so errors are taken over
+windows: `stderr` is a cluster's, and `effective_tokens` is how many independent positions would
+tell the share of flips as well.
 """
 
 import hashlib
@@ -18,12 +19,15 @@ from ...checkpoints.fact import Count, Fact, Figure, Share
 from .served import AsServed, Role
 
 HISTOGRAM_EDGES = tuple(10.0 ** (half / 2) for half in range(-14, 5))
-"""Nats, half a power of ten each: from 1e-7 to 100. The first bin has all below, the last all above."""
+"""Nats, half a power of ten each: from 1e-7 to 100. The first bin has all below, the last all
+above.
+"""
 NUM_WORST = 10
 
 
 class Asked(Fact):
-    """What a source is asked, of which bytes, and by which vLLM; equal ones have the same predictions.
+    """What a source is asked, of which bytes, and by which vLLM; equal ones have the same
+    predictions.
 
     Attributes:
         text_sha256: of the file with the texts.
@@ -57,7 +61,8 @@ class SourceSitting(Fact):
 
     Attributes:
         seconds: of asking.
-        repeated: nats a token between its predictions for its first window, asked with others in flight and again
+        repeated: nats a token between its predictions for its first window, asked with others in
+            flight and again
             alone: what a kernel's rounding differs by with the batch. None where it ended before.
     """
 
@@ -120,8 +125,13 @@ class PredictedFact(Fact):
 
     @property
     def repeated(self) -> float | None:
-        """The most that a server was away from itself, nats a token; None where none was asked again."""
-        return max((server.repeated for server in self.servers if server.repeated is not None), default=None)
+        """The most that a server was away from itself, nats a token; None where none was asked
+        again.
+        """
+        return max(
+            (server.repeated for server in self.servers if server.repeated is not None),
+            default=None,
+        )
 
 
 class ClosenessFact(Fact):
@@ -129,21 +139,26 @@ class ClosenessFact(Fact):
 
     Attributes:
         text, text_sha256: the file with the texts.
-        against: whether the texts were compared with those of calibration, in a sentence; "" where it had none.
+        against: whether the texts were compared with those of calibration, in a sentence; "" where
+            it had none.
         texts: in the file; the last ones may be more than was asked for.
-        windows, window: how many, and tokens of one at most. Each begins a text, or goes on in it without what was
-            before.
+        windows, window: how many, and tokens of one at most. Each begins a text, or goes on in it
+            without what was before.
         tokens: positions that were compared: all but the first of each window.
-        top, vocabulary: likeliest tokens that were asked for at each position, and how many there are.
-        outside: the source's probability of tokens that were not compared one by one, mean over positions.
-        divergence: Kullback-Leibler divergence of the checkpoint's predictions from the source's, nats a token; a lower
-            bound where `top` is less than `vocabulary`.
+        top, vocabulary: likeliest tokens that were asked for at each position, and how many there
+            are.
+        outside: the source's probability of tokens that were not compared one by one, mean over
+            positions.
+        divergence: Kullback-Leibler divergence of the checkpoint's predictions from the source's,
+            nats a token; a lower bound where `top` is less than `vocabulary`.
         stderr: of `divergence`, over windows; None with one window.
         median, percentile_99: of the divergence over positions.
         flips: positions where the first choice is another.
-        effective_tokens: independent positions that would tell the share of flips as well, at most `tokens`.
+        effective_tokens: independent positions that would tell the share of flips as well, at most
+            `tokens`.
         histogram: positions by divergence, see HISTOGRAM_EDGES.
-        worst: the position that is farthest off in each of the worst windows, the largest divergence first.
+        worst: the position that is farthest off in each of the worst windows, the largest
+            divergence first.
         samples: file in the report's folder with every position, and its SHA-256.
         environment: versions and device.
     """
@@ -164,7 +179,9 @@ class ClosenessFact(Fact):
     percentile_99: Figure
     flips: Count
     effective_tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    histogram: Annotated[tuple[Count, ...], Field(min_length=len(HISTOGRAM_EDGES) + 1, max_length=20)]
+    histogram: Annotated[
+        tuple[Count, ...], Field(min_length=len(HISTOGRAM_EDGES) + 1, max_length=20)
+    ]
     worst: Annotated[tuple[WorstFact, ...], Field(max_length=NUM_WORST)]
     source: PredictedFact
     checkpoint: PredictedFact

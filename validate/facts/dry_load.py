@@ -1,10 +1,10 @@
 """The facts of a dry load, from vLLM's process to report.json.
 
-In: the JSON that validate/dryload/in_vllm prints for one checkpoint. Out: a `LoadAccount`. Its `load` is what
-report.json, the page and the card hold; the rest is what the findings are made from.
+In: the JSON that validate/dryload/in_vllm prints for one checkpoint. Out: a `LoadAccount`. Its
+`load` is what report.json, the page and the card hold; the rest is what the findings are made from.
 
-Easy to get wrong: vLLM may raise nothing and still hold something else than the files. So `ok` is False where the
-account has an error, also without a failure (check_on.py counts the errors).
+Easy to get wrong: vLLM may raise nothing and still hold something else than the files. So `ok` is
+False where the account has an error, also without a failure (check_on.py counts the errors).
 """
 
 from collections import defaultdict
@@ -38,7 +38,8 @@ class KernelUse(Fact):
         layer, method, kernel: classes, or names of back-ends.
         count: layers.
         where: prefix of the first.
-        outcome: "ok", "refused: ...", or "not judged: ..." where values or compiled operators decide.
+        outcome: "ok", "refused: ...", or "not judged: ..." where values or compiled operators
+            decide.
     """
 
     layer: str
@@ -127,7 +128,8 @@ class Fault(Fact):
 
 
 class Misfit(Fact):
-    """A write that changed what it wrote: numbers cast between packed and wide formats, or one value spread over many.
+    """A write that changed what it wrote: numbers cast between packed and wide formats, or one
+    value spread over many.
 
     Attributes:
         param: the parameter's name in vLLM.
@@ -164,7 +166,8 @@ class ModelAccount(Fact):
         unwritten: parameters that are uninitialised memory.
         default: parameters that keep the value of their construction.
         partial: parameters that were filled in part.
-        padded: parameters that were filled as far as the checkpoint goes; the rest is padding on purpose.
+        padded: parameters that were filled as far as the checkpoint goes; the rest is padding on
+            purpose.
         asked: what the quantization config was asked, in the order of construction.
     """
 
@@ -197,7 +200,9 @@ class LoadAccount(Fact):
 
     def of(self, role: Role) -> tuple[LoadedModel, ModelAccount]:
         """What was loaded as target or draft, and how its parameters were written."""
-        return (self.load.target, self.target) if role == "target" else (self.load.draft, self.draft)
+        return (
+            (self.load.target, self.target) if role == "target" else (self.load.draft, self.draft)
+        )
 
     def counted(self, num_errors: int) -> "LoadAccount":
         """The same with the number of its findings that are errors."""
@@ -206,7 +211,8 @@ class LoadAccount(Fact):
 
 
 def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
-    """`sm90 and sm100 at TP 1 and 4`, or `sm90 at TP 1 and sm120 at TP 4` where the TP sizes differ.
+    """`sm90 and sm100 at TP 1 and 4`, or `sm90 at TP 1 and sm120 at TP 4` where the TP sizes
+    differ.
 
     `is_named`: with the names that people know, `sm100 (B200)`.
     """

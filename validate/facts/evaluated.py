@@ -1,10 +1,13 @@
-"""What GSM8K gave: scores of source and checkpoint under one protocol, their difference, and the draft counters.
+"""What GSM8K gave: scores of source and checkpoint under one protocol, their difference, and the
+draft counters.
 
-In: lm-eval's scores (`lm_eval_task.py`), pairs of answers (`validate/facts/paired.py`) and vLLM's counters.
+In: lm-eval's scores (`lm_eval_task.py`), pairs of answers (`validate/facts/paired.py`) and vLLM's
+counters.
 Out: an `EvaluationFact`. gsm8k.json and report.json hold it, field by field.
 
-Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these figures are good enough.
-And the third arm, `plain`, is no third model: it is the checkpoint's own bytes, served without method=mtp.
+Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these
+figures are good enough. And the third arm, `plain`, is no third model: it is the checkpoint's own
+bytes, served without method=mtp.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +24,11 @@ from .served import AsServed, Drafts
 
 Arm = Literal["source", "checkpoint", "plain"]
 """Who is asked. `plain` is the checkpoint once more, with MTP off."""
-ARM_TITLES: Mapping[Arm, str] = {"source": "source", "checkpoint": "checkpoint", "plain": "checkpoint, MTP off"}
+ARM_TITLES: Mapping[Arm, str] = {
+    "source": "source",
+    "checkpoint": "checkpoint",
+    "plain": "checkpoint, MTP off",
+}
 NOT_EMPTY = "not empty"
 """Reads an answer as right where there is any text in it."""
 
@@ -30,11 +37,12 @@ def mean_of_questions(values: Sequence[float], num_questions: int) -> tuple[floa
     """Mean and standard error of a score.
 
     Args:
-        values: what each answer gets, from 0 to 1; run after run, each with all questions in one order.
+        values: what each answer gets, from 0 to 1; run after run, each with all questions in one
+            order.
         num_questions: of one run.
 
-    Returns: the mean over all, and its standard error over questions, each with the mean of its runs: the runs of one
-        question are no further questions.
+    Returns: the mean over all, and its standard error over questions, each with the mean of its
+        runs: the runs of one question are no further questions.
     """
     means = [fmean(values[number::num_questions]) for number in range(num_questions)]
     return fmean(means), stdev(means) / sqrt(num_questions) if num_questions > 1 else 0.0
@@ -44,7 +52,8 @@ class ScoreFact(Fact):
     """Share of questions answered right, as one of lm-eval's filters or metrics reads the answers.
 
     Attributes:
-        filter: strict-match wants "#### 12", flexible-extract takes the last number; recipes/tasks.py has the others.
+        filter: strict-match wants "#### 12", flexible-extract takes the last number;
+            recipes/tasks.py has the others.
         value: from 0 to 1.
         stderr: of the mean over questions.
     """
@@ -118,13 +127,17 @@ class EvaluatedFact(Drafts):
 
 
 class SwitchFact(Fact):
-    """Questions on which drafting and not drafting come to another result, as one reading of the answers sees them.
+    """Questions on which drafting and not drafting come to another result, as one reading of the
+    answers sees them.
 
     Attributes:
         reads: one of lm-eval's filters, or `not empty`.
-        both, only_plain, only_drafting, neither: questions that are right with MTP off and on, with one of them, never.
-        chance: how often two equal servers would split at least as unevenly (exact two-sided sign test: McNemar's).
-        questions: the first few that only one of them gets right, numbered from 0, as in the files of answers.
+        both, only_plain, only_drafting, neither: questions that are right with MTP off and on, with
+            one of them, never.
+        chance: how often two equal servers would split at least as unevenly (exact two-sided sign
+            test: McNemar's).
+        questions: the first few that only one of them gets right, numbered from 0, as in the files
+            of answers.
     """
 
     reads: str
@@ -137,7 +150,9 @@ class SwitchFact(Fact):
 
 
 class ChangedAnswer(Fact):
-    """One answer that is another text with drafting: both texts around the first character that differs."""
+    """One answer that is another text with drafting: both texts around the first character that
+    differs.
+    """
 
     question: Count
     plain: str
@@ -145,7 +160,8 @@ class ChangedAnswer(Fact):
 
 
 class DraftingFact(Fact):
-    """What drafting changes: the checkpoint's greedy answers with MTP on against those with MTP off.
+    """What drafting changes: the checkpoint's greedy answers with MTP on against those with MTP
+    off.
 
     Attributes:
         switches: a row for each filter, then `not empty`.
@@ -181,10 +197,14 @@ class TaskFact(Fact):
     drafting: DraftingFact | None = None
 
     def judged_filter(self, wanted: str) -> str:
-        """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else the task's own."""
+        """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else
+        the task's own.
+        """
         names = [score.filter for score in self.checkpoint.scores]
         return (
-            wanted if wanted in names or self.protocol.task.startswith("gsm8k") else TASKS[self.protocol.task].headline
+            wanted
+            if wanted in names or self.protocol.task.startswith("gsm8k")
+            else TASKS[self.protocol.task].headline
         )
 
     def pair(self, wanted: str) -> PairedFact | None:
@@ -213,7 +233,10 @@ class TaskFact(Fact):
             raise ValueError("paired must have a row for each filter where there is a source")
         switches = [switch.reads for switch in self.drafting.switches] if self.drafting else []
         if switches != ([*names, NOT_EMPTY] if self.plain else []):
-            raise ValueError("drafting must have a row for each filter, and one more, where there are plain answers")
+            raise ValueError(
+                "drafting must have a row for each filter, and one more, where there are plain "
+                "answers"
+            )
         return self
 
 

@@ -1,9 +1,11 @@
 """What the check finds: facts of the checkpoint, and findings with one cause each.
 
-In: what the rules and the dry load object to, one `Objection` a tensor or entry. Out: a `Finding` a cause.
+In: what the rules and the dry load object to, one `Objection` a tensor or entry. Out: a `Finding` a
+cause.
 
-Easy to get wrong: a cause is not a sentence. One lost shard of each expert is one finding, although each has a name of
-its own in it; two layers without an alias are two, although their sentences are equal.
+Easy to get wrong: a cause is not a sentence. One lost shard of each expert is one finding, although
+each has a name of its own in it; two layers without an alias are two, although their sentences are
+equal.
 """
 
 from collections.abc import Iterable
@@ -26,7 +28,8 @@ class Finding(Fact):
 
     Attributes:
         origin: what found it: the static check, a dry load, or the value check.
-        severity: error: vLLM 0.32 does not load it, or loads something else than the checkpoint holds.
+        severity: error: vLLM 0.32 does not load it, or loads something else than the checkpoint
+            holds.
         where: the first tensor or config entry concerned.
         says: what will happen at serve time.
         cure: what to do.
@@ -63,7 +66,9 @@ class CheckpointFacts(Fact):
 
     @property
     def mtp_layers_follow_k(self) -> bool:
-        """Whether vLLM builds an MTP layer for each drafted token, and leaves alone those beyond."""
+        """Whether vLLM builds an MTP layer for each drafted token, and leaves alone those
+        beyond.
+        """
         return self._loader.builds_as_drafted
 
     def idle_mtp_layers(self, num_drafts: int) -> int:
@@ -79,7 +84,8 @@ class CheckpointFacts(Fact):
 
 
 class Objection(NamedTuple):
-    """One tensor or entry that is wrong, and the cause; "": those with the same words have one cause.
+    """One tensor or entry that is wrong, and the cause; "": those with the same words have one
+    cause.
 
     Attributes:
         finding: about the first of them.
@@ -104,7 +110,9 @@ def objection(
     count: int = 1,
     runtime: Runtime = "vllm",
 ) -> Objection:
-    """What a rule yields. Names come from files, so they are made printable here, once for all who show them."""
+    """What a rule yields. Names come from files, so they are made printable here, once for all who
+    show them.
+    """
     finding = Finding(
         origin=origin,
         severity=severity,
@@ -130,7 +138,9 @@ def by_cause(objections: Iterable[Objection]) -> dict[tuple[str, str, str], Find
         key = (finding.rule, finding.severity, cause or f"{finding.says} {finding.cure}")
         first.setdefault(key, finding)
         counts[key] = counts.get(key, 0) + times
-    return {key: finding.model_copy(update={"count": counts[key]}) for key, finding in first.items()}
+    return {
+        key: finding.model_copy(update={"count": counts[key]}) for key, finding in first.items()
+    }
 
 
 def errors_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

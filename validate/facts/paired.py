@@ -1,16 +1,17 @@
 """Two models that answered the same questions: the difference of their scores, and how sure it is.
 
-In: for each question, whether source and checkpoint were right, or the share that they got of it. Out: a `PairedFact`,
-or one-sided bounds for a gate.
+In: for each question, whether source and checkpoint were right, or the share that they got of it.
+Out: a `PairedFact`, or one-sided bounds for a gate.
 
-Easy to get wrong: a question that both get right, or both wrong, says nothing about a difference, and a quantized model
-differs from its source on few questions. Where they never differ, the usual standard error is zero, so twenty questions
-would seem to be proof. So `difference` is the plain one, but `stderr`, `low` and `high` are Agresti and Min's: half a
-question is added to each of the four cells first, which also moves the middle of the interval towards zero, by 2 in
-n + 2. Where an answer can be partly right, or a question is asked in several runs, the pairs are shares, and half a
-question is added in the same way to the sums of their differences and of the squares.
-(A. Agresti, Y. Min, "Simple improved confidence intervals for comparing matched proportions", Statistics in Medicine 24
-(2005), 729-740, "adjusted Wald".)
+Easy to get wrong: a question that both get right, or both wrong, says nothing about a difference,
+and a quantized model differs from its source on few questions. Where they never differ, the usual
+standard error is zero, so twenty questions would seem to be proof. So `difference` is the plain
+one, but `stderr`, `low` and `high` are Agresti and Min's: half a question is added to each of the
+four cells first, which also moves the middle of the interval towards zero, by 2 in n + 2. Where an
+answer can be partly right, or a question is asked in several runs, the pairs are shares, and half a
+question is added in the same way to the sums of their differences and of the squares. (A. Agresti,
+Y. Min, "Simple improved confidence intervals for comparing matched proportions", Statistics in
+Medicine 24 (2005), 729-740, "adjusted Wald".)
 """
 
 from collections.abc import Sequence
@@ -27,16 +28,23 @@ _WHOLE = 1e-6
 
 
 def paired(
-    name: str, source: Sequence[float], checkpoint: Sequence[float], *, runs: int = 1, confidence: float = 0.95
+    name: str,
+    source: Sequence[float],
+    checkpoint: Sequence[float],
+    *,
+    runs: int = 1,
+    confidence: float = 0.95,
 ) -> PairedFact:
     """Compare two models' answers to the same questions.
 
     Args:
         name: the filter that read the answers.
-        source, checkpoint: right or not, or a share from 0 to 1; run after run, each with all questions in one order.
+        source, checkpoint: right or not, or a share from 0 to 1; run after run, each with all
+            questions in one order.
         runs: how often each question was asked. Its runs count as one pair, of their means.
         confidence: of the two-sided interval.
-    Returns: `difference` as it was seen; `stderr`, `low` and `high` of the adjusted counts, within -1 and 1.
+    Returns: `difference` as it was seen; `stderr`, `low` and `high` of the adjusted counts, within
+    -1 and 1.
     Raises: ValueError if the sequences differ in length or are empty.
     """
     pairs = list(zip(_of_questions(source, runs), _of_questions(checkpoint, runs), strict=True))
@@ -64,18 +72,24 @@ def paired(
 
 
 def one_sided(fact: PairedFact, confidence: float, *, times: float = 1) -> tuple[float, float]:
-    """(lower, upper) bound of the difference; with `confidence` it is above the first, and likewise below the second.
+    """(lower, upper) bound of the difference; with `confidence` it is above the first, and likewise
+    below the second.
 
-    From the exact limits of both discordant shares, not from `low` and `high` of the fact: with a normal approximation
-    a loss at the limit goes through too often where every question on which the models part is a loss. Differences of
-    shares have no such limits, and get the normal ones.
+    From the exact limits of both discordant shares, not from `low` and `high` of the fact: with a
+    normal approximation a loss at the limit goes through too often where every question on which
+    the models part is a loss. Differences of shares have no such limits, and get the normal ones.
     `times`: as if so many times as many questions had been asked, with the same shares.
     """
     num = fact.both + fact.only_source + fact.only_checkpoint + fact.neither
     if abs(fact.difference * num - (fact.only_checkpoint - fact.only_source)) > _WHOLE:
-        middle, reach = fact.difference * num / (num + 2), _z(confidence) * fact.stderr / sqrt(times)
+        middle, reach = (
+            fact.difference * num / (num + 2),
+            _z(confidence) * fact.stderr / sqrt(times),
+        )
         return max(-1.0, middle - reach), min(1.0, middle + reach)
-    return difference_limits(times * fact.only_checkpoint, times * fact.only_source, times * num, confidence)
+    return difference_limits(
+        times * fact.only_checkpoint, times * fact.only_source, times * num, confidence
+    )
 
 
 def _of_questions(values: Sequence[float], runs: int) -> list[float]:

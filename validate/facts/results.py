@@ -1,18 +1,19 @@
 """The result files of one checkpoint: what each station measured, with the bytes it measured it on.
 
-In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json`, `gsm8k.json`, `bench.json` and
-`closeness.json` in the evidence folder, `NAME.report` next to the checkpoint NAME. `report.py` reads them and makes
-report.json of them.
+In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json`, `gsm8k.json`,
+`bench.json` and `closeness.json` in the evidence folder, `NAME.report` next to the checkpoint NAME.
+`report.py` reads them and makes report.json of them.
 
-    station, schema                 check, serve, gsm8k, bench or closeness; the form of its data, a number of SCHEMAS
-    keepmtp, vllm, made_at          what measured, and when (UTC)
-    checkpoint                      `Identity`: the bytes, file by file
-    data                            `CheckData`, `ServeCheck`, `EvaluationFact`, `BenchFact` or `ClosenessFact`
-    seal                            SHA-256 of all of that; a file that was edited is refused, and measured again
+    station, schema         check, serve, gsm8k, bench or closeness; a number of SCHEMAS
+    keepmtp, vllm, made_at  what measured, and when (UTC)
+    checkpoint              `Identity`: the bytes, file by file
+    data                    `CheckData`, `ServeCheck`, `EvaluationFact`, `BenchFact`, ...
+    seal                    SHA-256 of all of that; an edited file is refused, and measured again
 
-Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The identity is taken before
-the measurement, and the same file holds both. And a seal is no signature: it finds an edited number, and nobody who
-computes it anew. So what can be computed again from other facts is (rederived.py).
+Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The
+identity is taken before the measurement, and the same file holds both. And a seal is no signature:
+it finds an edited number, and nobody who computes it anew. So what can be computed again from other
+facts is (rederived.py).
 """
 
 import hashlib
@@ -57,7 +58,9 @@ TIME = "%Y-%m-%d %H:%M:%S UTC"
 
 
 class CheckData(Fact):
-    """The static check and the dry loads; `absent` says why sizes, dry or calibration is empty, where that is known."""
+    """The static check and the dry loads; `absent` says why sizes, dry or calibration is empty,
+    where that is known.
+    """
 
     path: str
     facts: CheckpointFacts
@@ -79,7 +82,9 @@ Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact, BenchFact, Closene
 class Result(BaseModel, Generic[Data]):
     """One result file; see the module's docstring."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True
+    )
 
     station: Station
     version: int = Field(alias="schema")
@@ -93,7 +98,9 @@ class Result(BaseModel, Generic[Data]):
     @field_validator("version")
     @classmethod
     def _is_the_stations(cls, version: int, info: ValidationInfo) -> int:
-        """A file that is read must have the number of the station that its name says: the context."""
+        """A file that is read must have the number of the station that its name says: the
+        context.
+        """
         if info.context and version != SCHEMAS[info.context]:
             raise ValueError(f"Input should be {SCHEMAS[info.context]}")
         return version
@@ -106,7 +113,9 @@ def report_folder(checkpoint: Path) -> Path:
 
 
 def results_of(path: Path) -> Path | None:
-    """The folder of results that a person means by a checkpoint's folder or by NAME.report; None for a file."""
+    """The folder of results that a person means by a checkpoint's folder or by NAME.report; None
+    for a file.
+    """
     if path.suffix == ".report" or not (path.is_dir() or report_folder(path).is_dir()):
         return path if path.is_dir() else None
     return report_folder(path)
@@ -167,7 +176,9 @@ def write_result(
     )
     content = result.model_dump(mode="json", by_alias=True)
     sealed = content | {"seal": seal_of(content)}
-    return write_whole(file_of(folder, station), json.dumps(sealed, indent=2, ensure_ascii=False) + "\n")
+    return write_whole(
+        file_of(folder, station), json.dumps(sealed, indent=2, ensure_ascii=False) + "\n"
+    )
 
 
 def seal_of(content: Mapping[str, Any]) -> str:
@@ -180,8 +191,8 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
     """A station's result, or None if it left none.
 
     Raises:
-        CheckpointError: no JSON, another version or station, a figure that could not have been measured, or a file that
-            was edited since.
+        CheckpointError: no JSON, another version or station, a figure that could not have been
+            measured, or a file that was edited since.
     """
     path = file_of(folder, station)
     cure = f"Run `{command(station, folder)}` again"
@@ -197,7 +208,10 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
         raise CheckpointError(path, f"must be a result of {station}", got=result.station, cure=cure)
     # The file itself, not what was read of it: computed figures are not read.
     if (seal := seal_of(json.loads(text))) != result.seal:
-        rule = f"must be as its station wrote it, with the SHA-256 {result.seal or 'that it has to name'}"
+        rule = (
+            "must be as its station wrote it, with the SHA-256 "
+            f"{result.seal or 'that it has to name'}"
+        )
         raise CheckpointError(path, rule, got=f"{seal}: it was edited", cure=cure)
     return result
 

@@ -1,26 +1,26 @@
 """report.json, version 6: everything that was found about one checkpoint.
 
-In and out: the file itself. `report.py` fills it, `html.py` makes the page and `validate/report/card.py` the model
-card from it and from nothing else.
+In and out: the file itself. `report.py` fills it, `html.py` makes the page and
+`validate/report/card.py` the model card from it and from nothing else.
 
-    schema, keepmtp, vllm, made_at      6, what wrote it, the vLLM that judged, when (UTC)
-    path, verdict {ok, label, says}     the checkpoint, and the sentence on top of the page
-    facts                               family, dialect, counts, bytes, forms of the MTP block
-    findings [...]                      origin (static, dry, values), severity, where, says, cure, rule, count
-    sizes [...]                         part, group, num_tensors, num_bytes, num_bytes_before
-    dry [...]                           gpu, tp, k, ok, failure, target, draft, seconds, ...: a pretended GPU each
-    calibration {...}                   what keepmtp.json says: data, coverage, acceptance by rows, candidates
-    serve {...}                         what real servers did: source, checkpoint, runs by k
-    evaluation {...}                    GSM8K of source and checkpoint under one protocol, paired, with draft counters
-    bench {...}                         tokens a second by k and load, and the k that is recommended for each load
-    closeness {...}                     divergence and flips between the served source and checkpoint on held-out text
-    judgement {...}                     the recipe's gates: pass, regression or infeasible, with a reason each
-    identity {...}                      the bytes that all of this was measured on, file by file
-    results {file: sha256}              result files in the same folder with the same numbers
-    absent {part: sentence}             why sizes, dry, calibration, serve, evaluation or identity is empty
+    schema, keepmtp, vllm, made_at   6, what wrote it, the vLLM that judged, when (UTC)
+    path, verdict {ok, label, says}  the checkpoint, and the sentence on top of the page
+    facts                            family, dialect, counts, bytes, forms of the MTP block
+    findings [...]                   origin, severity, where, says, cure, rule, count
+    sizes [...]                      part, group, num_tensors, num_bytes, num_bytes_before
+    dry [...]                        a pretended GPU each: gpu, tp, k, ok, failure, target, ...
+    calibration {...}                what keepmtp.json says: data, coverage, acceptance, candidates
+    serve {...}                      what real servers did: source, checkpoint, runs by k
+    evaluation {...}                 tasks of source and checkpoint, paired, with draft counters
+    bench {...}                      tokens a second by k and load, and the recommended k
+    closeness {...}                  divergence and flips between the served source and checkpoint
+    judgement {...}                  the gates: pass, regression or infeasible, with a reason each
+    identity {...}                   the bytes that all of this was measured on, file by file
+    results {file: sha256}           result files in the same folder with the same numbers
+    absent {part: sentence}          why a part is empty
 
-Easy to get wrong: a field that is added, renamed or read otherwise is a new version; unknown fields are refused, so
-that a page never leaves out what it does not know.
+Easy to get wrong: a field that is added, renamed or read otherwise is a new version; unknown fields
+are refused, so that a page never leaves out what it does not know.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,9 @@ JudgementWord = Literal["pass", "regression", "infeasible"]
 
 
 class GroupSize(Fact):
-    """Bytes of one module group, scales included; `num_bytes_before` is the source's, None if none was given."""
+    """Bytes of one module group, scales included; `num_bytes_before` is the source's, None if none
+    was given.
+    """
 
     part: str
     group: str
@@ -56,10 +58,11 @@ class ReasonFact(Fact):
     """One gate's answer.
 
     Attributes:
-        gate: findings, loads, acceptance, the first task's name, mean recovery, worst task, drafting, speed or
-            closeness.
+        gate: findings, loads, acceptance, the first task's name, mean recovery, worst task,
+            drafting, speed or closeness.
         says: a sentence with the figures.
-        needed: samples (questions or drafted tokens) that would settle it; None where it is not a matter of samples.
+        needed: samples (questions or drafted tokens) that would settle it; None where it is not a
+            matter of samples.
     """
 
     gate: str
@@ -76,7 +79,9 @@ class ReasonFact(Fact):
 
 
 class JudgementFact(Fact):
-    """The recipe's gates together: the worst of the reasons, regression before infeasible before pass."""
+    """The recipe's gates together: the worst of the reasons, regression before infeasible before
+    pass.
+    """
 
     verdict: JudgementWord
     gates: Gates
@@ -100,7 +105,9 @@ class VerdictFact(Fact):
 class FullReport(Fact):
     """The file; see the module's docstring."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True
+    )
 
     version: Literal[6] = Field(default=6, alias="schema")
     keepmtp: str
@@ -135,8 +142,13 @@ class FullReport(Fact):
         scores = self.evaluation.checkpoint.scores if self.evaluation else ()
         names = {score.filter for score in scores}
         wanted = (
-            self.evaluation.judged_filter(self.judgement.gates.filter) if self.evaluation and self.judgement else ""
+            self.evaluation.judged_filter(self.judgement.gates.filter)
+            if self.evaluation and self.judgement
+            else ""
         )
         if wanted and wanted not in names:
-            raise ValueError(f"judgement.gates.filter must be one of the evaluation's, {', '.join(sorted(names))}")
+            raise ValueError(
+                "judgement.gates.filter must be one of the evaluation's, "
+                f"{', '.join(sorted(names))}"
+            )
         return self

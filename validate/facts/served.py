@@ -1,10 +1,11 @@
 """What real vLLM servers did with a checkpoint and its source, with and without method=mtp.
 
 In: outputs, vLLM's draft counters and times, which `validate/measure/serve_check.py` measures.
-Out: a `ServeCheck`: every server of both checkpoints. serve.json and report.json hold it, field by field.
+Out: a `ServeCheck`: every server of both checkpoints. serve.json and report.json hold it, field by
+field.
 
-Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these figures are good enough,
-by the recipe's limits.
+Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these
+figures are good enough, by the recipe's limits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,8 @@ AsServed = Literal["native", "BF16 copy of the same weights"]
 GAP_TOLERANCE = 0.25
 """Largest log-probability gap, in nats, at which two greedy runs may part without a fault.
 
-BF16 logits near 16 are 0.0625 or 0.125 apart, and two of them decide; vLLM's CPU kernels were seen to part at 0.156.
+BF16 logits near 16 are 0.0625 or 0.125 apart, and two of them decide; vLLM's CPU kernels were seen
+to part at 0.156.
 """
 
 
@@ -31,8 +33,8 @@ class Output(Fact):
     Attributes:
         token_ids: the tokens, up to the end of text or the limit.
         text: the same as text.
-        top_logprobs: for each token, log-probability by token id of the likeliest few; empty where nobody asked for
-            them. No file holds them.
+        top_logprobs: for each token, log-probability by token id of the likeliest few; empty where
+            nobody asked for them. No file holds them.
     """
 
     token_ids: tuple[int, ...]
@@ -48,8 +50,8 @@ class Parting(Fact):
         at: index of the first token that differs.
         plain_token: token id without drafting; None where that output had ended.
         token: token id with drafting; None where this output had ended.
-        gap: log-probability without drafting of `plain_token` less that of `token`, in nats; None where it is unknown,
-            because `token` was not among the likeliest few.
+        gap: log-probability without drafting of `plain_token` less that of `token`, in nats; None
+            where it is unknown, because `token` was not among the likeliest few.
     """
 
     prompt: Count
@@ -90,12 +92,18 @@ class Drafts(Fact):
     @property
     def acceptance_per_position(self) -> tuple[float, ...]:
         """Share of drafts whose token at each position was kept."""
-        return tuple(count / self.drafts for count in self.accepted_per_position) if self.drafts else ()
+        return (
+            tuple(count / self.drafts for count in self.accepted_per_position)
+            if self.drafts
+            else ()
+        )
 
     @computed_field
     @property
     def mean_accepted_length(self) -> float | None:
-        """Tokens a step of the target: the accepted ones and the target's own; None where nothing was drafted."""
+        """Tokens a step of the target: the accepted ones and the target's own; None where nothing
+        was drafted.
+        """
         return 1 + self.accepted_tokens / self.drafts if self.drafts else None
 
     def since(self, earlier: "Drafts") -> "Drafts":
@@ -110,20 +118,22 @@ class Drafts(Fact):
 
 
 class Run(Drafts):
-    """One server, for one checkpoint with k speculative tokens (0: without method=mtp), and its counters.
+    """One server, for one checkpoint with k speculative tokens (0: without method=mtp), and its
+    counters.
 
     Attributes:
         loaded: the server came up and answered every prompt.
         seconds_to_health: process start to a healthy server; None if it never was.
-        tokens_per_second: generated tokens over wall time, one request at a time, prompts and log-probabilities
-            included; None if not loaded.
-        speed_up: tokens a second over those of k=0 of the same checkpoint; None where there is nothing to compare with
-            (k=0 itself, or it did not load).
+        tokens_per_second: generated tokens over wall time, one request at a time, prompts and
+            log-probabilities included; None if not loaded.
+        speed_up: tokens a second over those of k=0 of the same checkpoint; None where there is
+            nothing to compare with (k=0 itself, or it did not load).
         outputs: one for each prompt; empty if not loaded.
-        partings: prompts whose output differs from that of k=0 of the same checkpoint; None as for `speed_up`.
+        partings: prompts whose output differs from that of k=0 of the same checkpoint; None as for
+            `speed_up`.
         is_repeatable: the first prompt, which is asked twice, got the same tokens both times.
-        unwritten: runtime parameters that vLLM's weight tracking found without a tensor in the checkpoint and that
-            no rule explains; the run was then repeated without tracking.
+        unwritten: runtime parameters that vLLM's weight tracking found without a tensor in the
+            checkpoint and that no rule explains; the run was then repeated without tracking.
         notes: what a reader should know, a sentence each.
         error: vLLM's last error words; "" if loaded.
         log: path of the server's log.
@@ -149,7 +159,8 @@ class Served(Fact):
     Attributes:
         role: the checkpoint that is judged, or the source that it is compared with.
         path: what the user named.
-        as_served: the files themselves, or a BF16 copy of the same weights where this CPU has no kernel for them.
+        as_served: the files themselves, or a BF16 copy of the same weights where this CPU has no
+            kernel for them.
         reason: why a copy was served, and what that leaves unjudged; "" for native.
         dtype: what its weights are stored as, largest share first ("fp8_channel, plain").
         num_bytes: of its safetensors entries, before any copy.
@@ -231,6 +242,8 @@ def partings(plain: Sequence[Output], drafted: Sequence[Output]) -> tuple[Partin
             gap = None
             if plain_token in likeliest and token in likeliest:
                 gap = likeliest[plain_token] - likeliest[token]
-            found.append(Parting(prompt=prompt, at=at, plain_token=plain_token, token=token, gap=gap))
+            found.append(
+                Parting(prompt=prompt, at=at, plain_token=plain_token, token=token, gap=gap)
+            )
             break
     return tuple(found)

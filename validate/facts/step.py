@@ -2,7 +2,8 @@
 
 In: what a station has asked so far. Out: a `Step` for whoever watches.
 
-Easy to get wrong: the rate is of this sitting. What an earlier run left on the disk counts as done, and not as fast.
+Easy to get wrong: the rate is of this sitting. What an earlier run left on the disk counts as done,
+and not as fast.
 """
 
 from dataclasses import dataclass

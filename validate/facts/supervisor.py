@@ -1,11 +1,14 @@
-"""The first process of every child of keepmtp: it starts the child, and ends all of its descendants with keepmtp.
+"""The first process of every child of keepmtp: it starts the child, and ends all of its descendants
+with keepmtp.
 
-In: the number of a pipe's reading end, then the child's words. Out: the child's exit status, once no descendant is
-left. keepmtp holds the writing end. It closes when keepmtp ends, even by SIGKILL; all descendants are then killed.
+In: the number of a pipe's reading end, then the child's words. Out: the child's exit status, once
+no descendant is left. keepmtp holds the writing end. It closes when keepmtp ends, even by SIGKILL;
+all descendants are then killed.
 
-Easy to get wrong: a descendant may lead a session of its own (torchrun's workers do), so to end the process group is
-not enough. This process is a subreaper: orphans become its children, and none of them can leave its tree. It runs as a
-file, by any Python, and imports nothing of keepmtp. It has one thread: the child dies with the thread that started it.
+Easy to get wrong: a descendant may lead a session of its own (torchrun's workers do), so to end the
+process group is not enough. This process is a subreaper: orphans become its children, and none of
+them can leave its tree. It runs as a file, by any Python, and imports nothing of keepmtp. It has
+one thread: the child dies with the thread that started it.
 """
 
 import ctypes
@@ -21,7 +24,9 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _PROC = Path("/proc")
-_KILL_SECONDS = 30.0  # a process in an uninterruptible wait cannot be killed, and nobody waits for it for ever
+_KILL_SECONDS = (
+    30.0  # a process in an uninterruptible wait cannot be killed, and nobody waits for it for ever
+)
 
 
 def main() -> None:

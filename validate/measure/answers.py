@@ -1,14 +1,15 @@
-"""The answers to an evaluation, a line each: written as they come, read back to go on, proof of the score at the end.
+"""The answers to an evaluation, a line each: written as they come, read back to go on, proof of the
+score at the end.
 
-In and out: `gsm8k.source.jsonl`, `gsm8k.checkpoint.jsonl` and `gsm8k.plain.jsonl` in the evidence folder. JSON lines,
-three kinds:
+In and out: `gsm8k.source.jsonl`, `gsm8k.checkpoint.jsonl` and `gsm8k.plain.jsonl` in the evidence
+folder. JSON lines, three kinds:
 
-    {"samples": 1, role, protocol, dataset_sha256, prompts_sha256, num_questions, checkpoint_sha256, vllm, ...}
-    {"question": 0, prompt_sha256, text, finish_reason, num_tokens, correct}        a question, numbered from 0
-    {"sitting": 1, as_served, reason, seconds, drafts, draft_tokens, accepted_tokens, accepted_per_position}
+    {"samples": 1, role, protocol, dataset_sha256, prompts_sha256, num_questions, vllm, ...}
+    {"question": 0, prompt_sha256, text, finish_reason, num_tokens, correct}  a question
+    {"sitting": 1, as_served, reason, seconds, drafts, draft_tokens, accepted_tokens, ...}
 
-A server is a sitting; its last line counts. `correct`, by filter, is there once all are answered; the file is then in
-order and changes no more.
+A server is a sitting; its last line counts. `correct`, by filter, is there once all are answered;
+the file is then in order and changes no more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,8 @@ from .line_file import KeptHeader, LineFile, SittingLine, read_lines
 
 
 class Answer(Fact):
-    """What a server wrote; `num_tokens` of it, and whether it ended by itself (stop) or was cut (length).
+    """What a server wrote; `num_tokens` of it, and whether it ended by itself (stop) or was cut
+    (length).
 
     Attributes:
         question: number of the request; further runs of a sampled task go on counting.
@@ -88,8 +90,12 @@ def drafts_of(samples: Samples) -> Drafts:
 
 
 def correct(samples: Samples, name: str) -> tuple[float, ...]:
-    """Right or not by one filter, or a share, in the order of the numbers, once the file is finished."""
-    return tuple(samples.lines[number].correct[name] for number in range(samples.header.num_questions))
+    """Right or not by one filter, or a share, in the order of the numbers, once the file is
+    finished.
+    """
+    return tuple(
+        samples.lines[number].correct[name] for number in range(samples.header.num_questions)
+    )
 
 
 def finish(samples: Samples, right: Mapping[str, Sequence[float]]) -> None:

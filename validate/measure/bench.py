@@ -1,13 +1,16 @@
-"""Measures a matrix: a checkpoint and its source, each with every k, under every load, several times.
+"""Measures a matrix: a checkpoint and its source, each with every k, under every load, several
+times.
 
-In: local checkpoints, a `BenchPlan` and a `VLLM`. Out: a `BenchFact`, and the file of each checkpoint's repetitions.
+In: local checkpoints, a `BenchPlan` and a `VLLM`. Out: a `BenchFact`, and the file of each
+checkpoint's repetitions.
 
-The order: a server for each k; with it every load once, then every load again. So a machine that becomes slower shows
-in the spread of a cell. What changes from one server to the next shows only with a second round, which starts every
-server again, in the other direction.
+The order: a server for each k; with it every load once, then every load again. So a machine that
+becomes slower shows in the spread of a cell. What changes from one server to the next shows only
+with a second round, which starts every server again, in the other direction.
 
-Easy to get wrong: the same requests in the same order for every k, greedily, so that all do the same work. And answers
-end by themselves: a model that is made to write on after its end repeats itself, and a draft guesses that too easily.
+Easy to get wrong: the same requests in the same order for every k, greedily, so that all do the
+same work. And answers end by themselves: a model that is made to write on after its end repeats
+itself, and a draft guesses that too easily.
 """
 
 import time
@@ -23,12 +26,24 @@ from ..facts.served import Role
 from .bench_client import Client, RequestsFailed, benchmarking
 from .bench_lines import BenchHeader, Lines, MatrixPlace, Measured
 from .bench_prompts import Prompts, Request, num_requests, request, requests, taken
-from .harness import CHAT_TOKENS, TURN_TOKENS, Host, Model, Setup, has_template, most_tokens, refuse_drafts, room_for
+from .harness import (
+    CHAT_TOKENS,
+    TURN_TOKENS,
+    Host,
+    Model,
+    Setup,
+    has_template,
+    most_tokens,
+    refuse_drafts,
+    room_for,
+)
 from .line_file import open_lines
 from .server import ServerFailed
 
 WARM_UP_TOKENS = 32
-"""Of each answer before a load is measured: kernels are compiled and graphs captured for its number of requests."""
+"""Of each answer before a load is measured: kernels are compiled and graphs captured for its number
+of requests.
+"""
 _SPEED_OF_A_COPY = "the speed of the copy is not the checkpoint's"
 
 Load = tuple[int, int]
@@ -80,7 +95,9 @@ class BenchPlan:
     @property
     def loads(self) -> tuple[Load, ...]:
         """Every load, by context."""
-        return tuple((concurrency, context) for context in self.contexts for concurrency in self.concurrency)
+        return tuple(
+            (concurrency, context) for context in self.contexts for concurrency in self.concurrency
+        )
 
     @property
     def places(self) -> tuple[MatrixPlace, ...]:
@@ -118,24 +135,37 @@ def refuse_model(source: Source, plan: BenchPlan, extra: Sequence[str]) -> None:
     """Refuse before anything is read at length or started.
 
     Raises:
-        RecipeError: a k that the MTP block cannot draft, a conversation without a template, or a context beyond what
-            the model was made for.
+        RecipeError: a k that the MTP block cannot draft, a conversation without a template, or a
+            context beyond what the model was made for.
     """
     for k in plan.ks:
         refuse_drafts(source, k, where="--k", without="Use --k 0", use="Use --k 0,")
     if plan.prompts.needs_template and form_of(source, extra) != "chat":
-        rule, cure = "conversations need a chat template", "Name prompts of one message, or add -- --chat-template FILE"
+        rule, cure = (
+            "conversations need a chat template",
+            "Name prompts of one message, or add -- --chat-template FILE",
+        )
         raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
     most = most_tokens(source)
     asked = max(plan.contexts) + plan.output_tokens
     if most is not None and asked > most:
         rule = f"context and answer must fit max_position_embeddings, {most:,}"
         got = f"{max(plan.contexts):,} and {plan.output_tokens:,}"
-        raise RecipeError("--context", rule, got=got, cure=f"Use --context {max(1, most - plan.output_tokens)} or less")
+        raise RecipeError(
+            "--context",
+            rule,
+            got=got,
+            cure=f"Use --context {max(1, most - plan.output_tokens)} or less",
+        )
 
 
 def bench(
-    checkpoint: Model, source: Model | None, plan: BenchPlan, *, setup: Setup, watch: Watch = lambda _: None
+    checkpoint: Model,
+    source: Model | None,
+    plan: BenchPlan,
+    *,
+    setup: Setup,
+    watch: Watch = lambda _: None,
 ) -> BenchFact:
     """Measure what is missing of the source's matrix, then of the checkpoint's.
 
@@ -154,7 +184,9 @@ def bench(
     """
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may measure into a folder"):
-        found = [_Matrix(model, plan, setup, watch).benched() for model in (source, checkpoint) if model]
+        found = [
+            _Matrix(model, plan, setup, watch).benched() for model in (source, checkpoint) if model
+        ]
     return BenchFact(
         checkpoint=found[-1],
         source=found[0] if source is not None else None,
@@ -222,40 +254,58 @@ class _Matrix:
     def _missing(self) -> list[MatrixPlace]:
         """What is to be measured, in the order of the run."""
         there = self.lines.lines
-        return [place for place in self.plan.places if place not in there and place.cell not in self.failed]
+        return [
+            place
+            for place in self.plan.places
+            if place not in there and place.cell not in self.failed
+        ]
 
     def _sit(self, host: Host, missing: Sequence[MatrixPlace]) -> None:
         """One server, for all that is missing of its k in its round."""
         k, turn = missing[0].k, missing[0].number // self.plan.repeat
-        places = [place for place in missing if (place.k, place.number // self.plan.repeat) == (k, turn)]
+        places = [
+            place for place in missing if (place.k, place.number // self.plan.repeat) == (k, turn)
+        ]
         name = f"bench.{self.role}.k{k}"
         try:
             with (
                 host.serving(name, k=k, **self.settings) as server,
-                benchmarking(self.setup.vllm, server, self.form, self.setup.log(f"{name}.client")) as client,
+                benchmarking(
+                    self.setup.vllm, server, self.form, self.setup.log(f"{name}.client")
+                ) as client,
             ):
                 for load in dict.fromkeys(place.load for place in places):
                     self._repetition(client, MatrixPlace(k, *load, 0), is_warm_up=True)
                 for place in places:
-                    found = self._repetition(client, place) if place.cell not in self.failed else None
+                    found = (
+                        self._repetition(client, place) if place.cell not in self.failed else None
+                    )
                     if found is not None:
                         where = {"k": k, "concurrency": place.concurrency, "context": place.context}
                         self.lines.add(Measured(**where, **_as_served(host), repetition=found))
                         self._tell(f"k={k}, {words_of(place.load)}: measured")
         except ServerFailed as failure:
-            cure = f"nothing is lost: the same command measures the {len(self._missing())} repetitions that are left"
+            cure = (
+                f"nothing is lost: the same command measures the {len(self._missing())} "
+                "repetitions that are left"
+            )
             asked = f"with k={k} for the {self.role}"
             raise ServerFailed(failure.words, failure.log, asked=asked, cure=cure) from failure
 
-    def _repetition(self, client: Client, place: MatrixPlace, *, is_warm_up: bool = False) -> Repetition | None:
-        """None where a request failed: the cell then has no figure, and is not measured again by this run.
+    def _repetition(
+        self, client: Client, place: MatrixPlace, *, is_warm_up: bool = False
+    ) -> Repetition | None:
+        """None where a request failed: the cell then has no figure, and is not measured again by
+        this run.
 
         A warm-up has as many requests as are in flight, and short answers.
         """
         load, most = place.load, self.plan.output_tokens
         if load not in self.asked:
             items = taken(self.plan.prompts, self.plan.num_requests(load), self.plan.seed)
-            self.asked[load] = requests(items, form=self.form, context=place.context, server=client.server)
+            self.asked[load] = requests(
+                items, form=self.form, context=place.context, server=client.server
+            )
         sent = self.asked[load]
         doing = f"repetition {place.number + 1} of {self.plan.repeat * self.plan.rounds}"
         if is_warm_up:
@@ -267,7 +317,11 @@ class _Matrix:
         tell()
         try:
             return client.measure(
-                sent, number=place.number, concurrency=place.concurrency, output_tokens=most, watch=tell
+                sent,
+                number=place.number,
+                concurrency=place.concurrency,
+                output_tokens=most,
+                watch=tell,
             )
         except RequestsFailed as failure:
             self.failed[place.cell] = failure.words
@@ -283,9 +337,16 @@ class _Matrix:
         for load in self.plan.loads:
             for k in self.plan.ks:
                 error = self.failed.get((k, load), "")
-                places = [MatrixPlace(k, *load, number) for number in range(self.plan.repeat * self.plan.rounds)]
-                done = () if error else tuple(self.lines.lines[place].repetition for place in places)
-                yield BenchCell(k=k, concurrency=load[0], context=load[1], repetitions=done, error=error)
+                places = [
+                    MatrixPlace(k, *load, number)
+                    for number in range(self.plan.repeat * self.plan.rounds)
+                ]
+                done = (
+                    () if error else tuple(self.lines.lines[place].repetition for place in places)
+                )
+                yield BenchCell(
+                    k=k, concurrency=load[0], context=load[1], repetitions=done, error=error
+                )
 
 
 def _as_served(host: Host) -> dict[str, Any]:

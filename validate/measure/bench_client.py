@@ -1,10 +1,13 @@
-"""`vllm bench serve` against one server: a process in vLLM's Python that measures one load after the other.
+"""`vllm bench serve` against one server: a process in vLLM's Python that measures one load after
+the other.
 
-In: a healthy `Server`, and for each measurement the requests and how many are in flight. Out: a `Repetition`.
+In: a healthy `Server`, and for each measurement the requests and how many are in flight. Out: a
+`Repetition`.
 
-Easy to get wrong: vLLM's benchmark counts a failed request and goes on, and its figures are then those of a smaller
-load. Here a request that fails leaves no figure, only the sentence that says why. And vLLM's draft counters come a
-moment after the last token, so they are read from the server once they no longer change.
+Easy to get wrong: vLLM's benchmark counts a failed request and goes on, and its figures are then
+those of a smaller load. Here a request that fails leaves no figure, only the sentence that says
+why. And vLLM's draft counters come a moment after the last token, so they are read from the server
+once they no longer change.
 """
 
 import json
@@ -26,7 +29,10 @@ from .bench_prompts import Request
 from .server import PLUGIN, Server, ServerFailed, Watch, last_error
 
 TIME = "%Y-%m-%d %H:%M:%S UTC"
-_ENDPOINTS = {"chat": ("openai-chat", "/v1/chat/completions"), "completions": ("openai", "/v1/completions")}
+_ENDPOINTS = {
+    "chat": ("openai-chat", "/v1/chat/completions"),
+    "completions": ("openai", "/v1/completions"),
+}
 _REFUSED = ("Bad Request", "Unprocessable Entity")
 _ANSWER_SECONDS = 600.0
 _MAX_WORDS = 300
@@ -109,11 +115,15 @@ class Client:
         )
 
     def why_refused(self, requests: Sequence[Request], output_tokens: int) -> str:
-        """The server's own words about the longest request; vLLM's benchmark keeps only those of the HTTP status."""
+        """The server's own words about the longest request; vLLM's benchmark keeps only those of
+        the HTTP status.
+        """
         longest = max(requests, key=lambda each: len(json.dumps(each)))
         prompt = longest["text"] if "text" in longest else longest["messages"]
         try:
-            self.server.answer(prompt, max_tokens=output_tokens, stop=(), seed=0, timeout=_ANSWER_SECONDS)
+            self.server.answer(
+                prompt, max_tokens=output_tokens, stop=(), seed=0, timeout=_ANSWER_SECONDS
+            )
         except ServerFailed as failure:
             return failure.words
         return ""
@@ -129,9 +139,13 @@ class Client:
         tokens, since = -1, time.monotonic()
         while not select.select([pipe], [], [], 1.0)[0]:
             if self.server.process.poll() is not None:
-                raise ServerFailed(last_error(self.server.log, self.server.process.returncode), self.server.log)
+                raise ServerFailed(
+                    last_error(self.server.log, self.server.process.returncode), self.server.log
+                )
             silent = time.monotonic() - since
-            if silent > self.silent_seconds / 2:  # seldom: reading the counters takes the server a moment
+            if (
+                silent > self.silent_seconds / 2
+            ):  # seldom: reading the counters takes the server a moment
                 now = self.server.tokens_so_far()
                 if now == tokens and silent > self.silent_seconds:
                     raise ServerFailed(f"no token for {silent:.0f} s", self.server.log)
@@ -139,7 +153,9 @@ class Client:
             watch("measuring")
         line = pipe.readline()
         if not line:
-            raise ServerFailed(last_error(self.log, self.process.wait()), self.log, asked="vllm bench serve")
+            raise ServerFailed(
+                last_error(self.log, self.process.wait()), self.log, asked="vllm bench serve"
+            )
         return json.loads(line)
 
 

@@ -1,10 +1,12 @@
-"""The measured repetitions of one checkpoint, a line each: written as they come, read back to go on.
+"""The measured repetitions of one checkpoint, a line each: written as they come, read back to go
+on.
 
-In and out: `bench.source.jsonl` and `bench.checkpoint.jsonl` in the evidence folder. The first line is a
-`BenchHeader`, each other one a `Measured`.
+In and out: `bench.source.jsonl` and `bench.checkpoint.jsonl` in the evidence folder. The first line
+is a `BenchHeader`, each other one a `Measured`.
 
-Easy to get wrong: repetitions of other bytes, other prompts, another vLLM, device or server settings never meet in one
-file. The list of k and the list of loads are not in that line: a matrix that grows by a k measures that k alone.
+Easy to get wrong: repetitions of other bytes, other prompts, another vLLM, device or server
+settings never meet in one file. The list of k and the list of loads are not in that line: a matrix
+that grows by a k measures that k alone.
 """
 
 from pathlib import Path
@@ -37,7 +39,9 @@ class MatrixPlace(NamedTuple):
 
 
 class Measured(Fact):
-    """One repetition, under which load and k, and whether the checkpoint's own bytes were served."""
+    """One repetition, under which load and k, and whether the checkpoint's own bytes were
+    served.
+    """
 
     k: NumDrafts
     concurrency: Count

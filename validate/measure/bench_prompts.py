@@ -1,17 +1,19 @@
-"""What servers are asked when their speed is measured: prompts from a file, put in an order and brought to a length.
+"""What servers are asked when their speed is measured: prompts from a file, put in an order and
+brought to a length.
 
-In: a .jsonl file, or the problems that ship with keepmtp. Each line is one object in one of these forms:
+In: a .jsonl file, or the problems that ship with keepmtp. Each line is one object in one of these
+forms:
 
-    {"prompt": "..."}                               a text
-    {"messages": [{"role": ..., "content": ...}]}   a conversation; SPEED-Bench as its prepare.py writes it
-    {"turns": ["...", ...]}                         user messages; SPEED-Bench's and MT-Bench's own rows on the Hub
-    {"question": "..."}                             a problem; GSM8K's rows
+    {"prompt": "..."}                              a text
+    {"messages": [{"role": ..., "content": ...}]}  a conversation; what SPEED-Bench prepares
+    {"turns": ["...", ...]}                        user messages; rows of SPEED-Bench and MT-Bench
+    {"question": "..."}                            a problem; GSM8K's rows
 
 Out: `Prompt`s, and for each load a list of `Request`s, the same for every k.
 
-Easy to get wrong: random tokens as prompts overstate the speed of drafting, and so does one prompt that is asked again
-and again. Only what a user would write is asked, and of a conversation only up to the first message that has no answer
-in the file, since an answer must be the model's own.
+Easy to get wrong: random tokens as prompts overstate the speed of drafting, and so does one prompt
+that is asked again and again. Only what a user would write is asked, and of a conversation only up
+to the first message that has no answer in the file, since an answer must be the model's own.
 """
 
 import hashlib
@@ -35,13 +37,16 @@ SHIPPED = "models/held_out.jsonl"
 _CURE = 'Give a .jsonl file, each line an object with "prompt", "messages", "turns" or "question"'
 _ROLES = ("system", "developer", "user", "assistant")
 _LEAST_REQUESTS, _REQUESTS_A_SLOT = 16, 4
-# SPEED-Bench's rows on the Hub have these words where a licence keeps the text elsewhere; its prepare.py fetches it.
+# SPEED-Bench's rows on the Hub have these words where a licence keeps the text elsewhere; its
+# prepare.py fetches it.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt: as (role, content) of each message, and as a text; None where only messages can say it."""
+    """One prompt: as (role, content) of each message, and as a text; None where only messages can
+    say it.
+    """
 
     messages: tuple[tuple[str, str], ...]
     text: str | None
@@ -80,11 +85,15 @@ def read(path: Path | None) -> Prompts:
     path = path or find_path(SHIPPED)
     assert path is not None, f"{SHIPPED} ships with keepmtp"
     if path.suffix != ".jsonl":
-        raise RecipeError(path, "must be a .jsonl file with prompts", got=path.suffix or "no ending", cure=_CURE)
+        raise RecipeError(
+            path, "must be a .jsonl file with prompts", got=path.suffix or "no ending", cure=_CURE
+        )
     items = tuple(_item(row, where) for where, row in read_lines(path, cure=_CURE))
     if not items:
         raise RecipeError(path, "must hold a prompt", got="an empty file", cure=_CURE)
-    digest = hashlib.sha256(json.dumps([[item.messages, item.text] for item in items]).encode()).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps([[item.messages, item.text] for item in items]).encode()
+    ).hexdigest()
     return Prompts(name=path.name, sha256=digest, items=items)
 
 
@@ -94,25 +103,37 @@ def _item(value: Any, where: str) -> Prompt:
     if isinstance(row.get("prompt"), str):
         item = Prompt(messages=(("user", row["prompt"]),), text=row["prompt"])
     elif isinstance(row.get("question"), str):
-        item = Prompt(messages=(("user", row["question"]),), text=f"Question: {row['question']}\nAnswer:")
+        item = Prompt(
+            messages=(("user", row["question"]),), text=f"Question: {row['question']}\nAnswer:"
+        )
     else:
-        messages = row.get("messages") or [{"role": "user", "content": turn} for turn in row.get("turns") or ()]
+        messages = row.get("messages") or [
+            {"role": "user", "content": turn} for turn in row.get("turns") or ()
+        ]
         asked = _conversation(messages, where, got)
         item = Prompt(messages=asked, text=asked[0][1] if len(asked) == 1 else None)
     if not item.last.strip() or _PLACEHOLDER in item.last:
         cure = "Fetch it with the dataset's prepare.py"
-        raise RecipeError(where, "must hold the prompt itself", got=item.last[:60] or "an empty one", cure=cure)
+        raise RecipeError(
+            where, "must hold the prompt itself", got=item.last[:60] or "an empty one", cure=cure
+        )
     return item
 
 
 def _conversation(messages: Any, where: str, got: str) -> tuple[tuple[str, str], ...]:
-    """(role, content), up to the first message of the user that no answer follows; `got` is the line's beginning."""
+    """(role, content), up to the first message of the user that no answer follows; `got` is the
+    line's beginning.
+    """
     try:
         pairs = tuple((message["role"], message["content"]) for message in messages)
     except (TypeError, KeyError) as error:
-        raise RecipeError(where, 'each message has "role" and "content"', got=got, cure=_CURE) from error
+        raise RecipeError(
+            where, 'each message has "role" and "content"', got=got, cure=_CURE
+        ) from error
     if any(role not in _ROLES or not isinstance(content, str) for role, content in pairs):
-        raise RecipeError(where, f"each message is a text of {', '.join(_ROLES)}", got=got, cure=_CURE)
+        raise RecipeError(
+            where, f"each message is a text of {', '.join(_ROLES)}", got=got, cure=_CURE
+        )
     roles = [role for role, _ in pairs]
     for at, role in enumerate(roles, 1):
         if role == "user" and roles[at : at + 1] != ["assistant"]:
@@ -120,22 +141,29 @@ def _conversation(messages: Any, where: str, got: str) -> tuple[tuple[str, str],
     raise RecipeError(where, "must hold a prompt of the user", got=got, cure=_CURE)
 
 
-# --- requests of a load -----------------------------------------------------------------------------------------------
+# --- requests of a load
+# -----------------------------------------------------------------------------------------------
 
 
 def num_requests(concurrency: int, named: int) -> int:
-    """How many a load has: what the user named, or for 0 four for each that is in flight, and sixteen at least."""
+    """How many a load has: what the user named, or for 0 four for each that is in flight, and
+    sixteen at least.
+    """
     return named or max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * concurrency)
 
 
 def taken(prompts: Prompts, number: int, seed: int) -> tuple[Prompt, ...]:
-    """So many prompts in an order that the seed gives; from the first again where the file has fewer."""
+    """So many prompts in an order that the seed gives; from the first again where the file has
+    fewer.
+    """
     order = list(prompts.items)
     random.Random(seed).shuffle(order)  # noqa: S311 - an order, not a secret
     return tuple(islice(cycle(order), number))
 
 
-def requests(items: Sequence[Prompt], *, form: RequestForm, context: int, server: Server) -> list[Request]:
+def requests(
+    items: Sequence[Prompt], *, form: RequestForm, context: int, server: Server
+) -> list[Request]:
     """What is sent for some prompts.
 
     Args:
@@ -146,8 +174,9 @@ def requests(items: Sequence[Prompt], *, form: RequestForm, context: int, server
 
     Returns: a request for each prompt, in their order.
 
-    A prompt that is too short gets other prompts of the list before it, until there are enough tokens; then, as of one
-    that is too long, the last `context` tokens are kept. So its own words stay the last, and no text is made up.
+    A prompt that is too short gets other prompts of the list before it, until there are enough
+    tokens; then, as of one that is too long, the last `context` tokens are kept. So its own words
+    stay the last, and no text is made up.
     """
     if not context:
         return [request(item, form) for item in items]

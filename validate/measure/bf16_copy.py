@@ -1,11 +1,12 @@
-"""A BF16 copy of a quantized checkpoint, for CPUs that have no kernel for it: the same weights, MTP block included.
+"""A BF16 copy of a quantized checkpoint, for CPUs that have no kernel for it: the same weights, MTP
+block included.
 
-In: a local `Source` in any stored form. Out: a folder with the same shards, dequantized one at a time, config.json
-without its quantization config, and the tokenizer.
+In: a local `Source` in any stored form. Out: a folder with the same shards, dequantized one at a
+time, config.json without its quantization config, and the tokenizer.
 
-Easy to get wrong: such a copy has the rounding of the weights and nothing else of the original. It tries no kernel, no
-quantized activations and no quantization config, so a checkpoint with a wrong ignore list is served as a good one.
-`keepmtp check` and the dry load find those faults.
+Easy to get wrong: such a copy has the rounding of the weights and nothing else of the original. It
+tries no kernel, no quantized activations and no quantization config, so a checkpoint with a wrong
+ignore list is served as a good one. `keepmtp check` and the dry load find those faults.
 """
 
 import json
@@ -24,7 +25,8 @@ from ...recipes.errors import CheckpointError, VLLMError
 from ...recipes.schemes import num_bytes
 from ..facts.vllm_env import VLLM
 
-# vLLM's words for a layer that it has no kernel for on this machine (0.32.0; measured on CPUs with and without AMX).
+# vLLM's words for a layer that it has no kernel for on this machine (0.32.0; measured on CPUs with
+# and without AMX).
 NO_KERNEL = (
     "Failed to find a kernel",
     "MoE backend supports",
@@ -35,16 +37,22 @@ NO_KERNEL = (
 
 
 def why_no_kernel(source: Source, vllm: VLLM) -> str:
-    """Why this vLLM cannot serve the checkpoint as it is: "" on a GPU, and where its CPU build has kernels.
+    """Why this vLLM cannot serve the checkpoint as it is: "" on a GPU, and where its CPU build has
+    kernels.
 
     Native on a CPU: W4A16 linears with AVX-512, FP8 and INT8 linears, NVFP4 linears by emulation.
-    Source: vLLM 0.32.0 model_executor/kernels/linear/__init__.py, layers/fused_moe/oracle; tried on real servers.
+    Source: vLLM 0.32.0 model_executor/kernels/linear/__init__.py, layers/fused_moe/oracle; tried on
+    real servers.
     """
     if vllm.build != "cpu":
         return ""
     weights = stored_weights(source.entries.values())[0].values()
     missing = sorted({_lack(weight, vllm.cpu_features) for weight in weights} - {""})
-    return f"vLLM's CPU build has no kernel for {', '.join(missing)} on this machine" if missing else ""
+    return (
+        f"vLLM's CPU build has no kernel for {', '.join(missing)} on this machine"
+        if missing
+        else ""
+    )
 
 
 def _lack(weight: StoredWeight, features: tuple[str, ...]) -> str:
@@ -55,7 +63,11 @@ def _lack(weight: StoredWeight, features: tuple[str, ...]) -> str:
         return f"routed experts in {scheme}"
     if weight.form == "int_packed" and "avx512f" not in features:
         return f"{scheme} without AVX-512"
-    return f"linears in {scheme}" if weight.form in ("fp8_block", "mxfp4", "mxfp8") or scheme == "NVFP4A16" else ""
+    return (
+        f"linears in {scheme}"
+        if weight.form in ("fp8_block", "mxfp4", "mxfp8") or scheme == "NVFP4A16"
+        else ""
+    )
 
 
 def write_copy(source: Source, folder: Path) -> Path:
@@ -71,7 +83,9 @@ def write_copy(source: Source, folder: Path) -> Path:
         CheckpointError: a weight is stored in a form that cannot be read.
         VLLMError: too little room on the disk of `folder`.
     """
-    from safetensors.torch import save_file  # here, so that a check needs no torch where nothing has to be copied
+    from safetensors.torch import (
+        save_file,
+    )  # here, so that a check needs no torch where nothing has to be copied
 
     from ...checkpoints.dequantize import dequantize
     from ...checkpoints.values import read_tensor
@@ -106,14 +120,17 @@ def write_copy(source: Source, folder: Path) -> Path:
 
 
 def refuse_full_disk(source: Source, folder: Path) -> int:
-    """The bytes of a copy's weights, from headers alone, where the disk of `folder` has room for them.
+    """The bytes of a copy's weights, from headers alone, where the disk of `folder` has room for
+    them.
 
     Raises:
         VLLMError: it has not.
         CheckpointError: a weight is stored in a form that cannot be read.
     """
     weights, others = _held(source)
-    needed = sum(num_bytes("BF16", weight.shape) for weight in weights) + sum(entry.num_bytes for entry in others)
+    needed = sum(num_bytes("BF16", weight.shape) for weight in weights) + sum(
+        entry.num_bytes for entry in others
+    )
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
@@ -131,7 +148,9 @@ def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     gone = ("quantization_config", "compression_config")
     plain = {key: value for key, value in config.items() if key not in gone}
     if isinstance(plain.get("text_config"), Mapping):
-        plain["text_config"] = {key: value for key, value in plain["text_config"].items() if key not in gone}
+        plain["text_config"] = {
+            key: value for key, value in plain["text_config"].items() if key not in gone
+        }
     return plain
 
 
@@ -152,7 +171,10 @@ def _held(source: Source) -> tuple[list[StoredWeight], list[Entry]]:
         is_read = weight.form not in (*NOT_COMPUTED, "fp8_sliced")
         if not is_read or not weight.parts.keys().isdisjoint(("weight_g_idx", "weight_zero_point")):
             got = f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}"
-            rule, cure = "must lie in a form that can be dequantized", "Run `keepmtp check` on it, or serve it on a GPU"
+            rule, cure = (
+                "must lie in a form that can be dequantized",
+                "Run `keepmtp check` on it, or serve it on a GPU",
+            )
             raise CheckpointError(f"{source.where}: {weight.module}", rule, got=got, cure=cure)
         weights.append(weight)
     return weights, kept

@@ -1,10 +1,12 @@
-"""Serves the source and then the checkpoint, and compares what they predict on the same text, window by window.
+"""Serves the source and then the checkpoint, and compares what they predict on the same text,
+window by window.
 
-In: two local checkpoints, held-out texts and a `VLLM`. Out: a `ClosenessFact`, `closeness.jsonl`, and the source's
-predictions for the next checkpoint that is made from it.
+In: two local checkpoints, held-out texts and a `VLLM`. Out: a `ClosenessFact`, `closeness.jsonl`,
+and the source's predictions for the next checkpoint that is made from it.
 
-Easy to get wrong: what is on the disk is not asked again. A source whose predictions are all there is not served, which
-for a release of 700 GB is most of the time; and a killed run goes on with the windows that it lacks.
+Easy to get wrong: what is on the disk is not asked again. A source whose predictions are all there
+is not served, which for a release of 700 GB is most of the time; and a killed run goes on with the
+windows that it lacks.
 """
 
 import time
@@ -88,7 +90,13 @@ def measure(
     )
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may measure into a folder"):
-        run = _Run(store=open_store(setup.out, question, setup.say), text=text, setup=setup, depth=depth, watch=watch)
+        run = _Run(
+            store=open_store(setup.out, question, setup.say),
+            text=text,
+            setup=setup,
+            depth=depth,
+            watch=watch,
+        )
         run.ask_source(source)
         compared = run.compare(checkpoint)
     before, after = perplexities(compared)
@@ -100,7 +108,9 @@ def measure(
         top=question.top,
         vocabulary=question.vocabulary,
         source=_predicted(source, run.store.sittings, before),
-        checkpoint=_predicted(checkpoint, [_sitting(each) for each in compared.sittings.values()], after),
+        checkpoint=_predicted(
+            checkpoint, [_sitting(each) for each in compared.sittings.values()], after
+        ),
         samples=compared.path.name,
         samples_sha256=file_sha256(compared.path),
         environment=setup.environment,
@@ -113,7 +123,9 @@ def vocabulary_of(source: Source) -> int:
     size = (source.config.get("text_config") or source.config).get("vocab_size")
     if not isinstance(size, int) or size < 2:
         cure = "Restore the config.json of the release"
-        raise RecipeError(f"{source.where}: config.json", "must have vocab_size", got=repr(size), cure=cure)
+        raise RecipeError(
+            f"{source.where}: config.json", "must have vocab_size", got=repr(size), cure=cure
+        )
     return size
 
 
@@ -122,7 +134,8 @@ def cut_windows(
 ) -> list[tuple[int, ...]]:
     """The texts in order, each cut into windows, up to so many tokens.
 
-    A window that goes on in a text begins with what the tokenizer puts before every text, such as <bos>.
+    A window that goes on in a text begins with what the tokenizer puts before every text, such as
+    <bos>.
 
     Raises:
         RecipeError: no text of two tokens.
@@ -146,7 +159,8 @@ def cut_windows(
     return windows
 
 
-# --- servers ----------------------------------------------------------------------------------------------------------
+# --- servers
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +200,9 @@ class _Run:
         number = len(compared.sittings) + 1
 
         def keep(server: Server, window: int, predicted: Predicted) -> None:
-            compared.add(_window(server, window, store.windows[window], store.read(window), predicted))
+            compared.add(
+                _window(server, window, store.windows[window], store.read(window), predicted)
+            )
 
         def note(sitting: SourceSitting) -> None:
             compared.add(ComparedSitting(sitting=number, **dict(sitting)))
@@ -206,7 +222,12 @@ class _Run:
         step = Step(role=model.role, doing="", done=0, total=1, unit="window")
         top = min(self.depth.top, vocabulary_of(model.source))
         with (
-            Host(model.source, model.whose, self.setup, lambda doing: self.watch(replace(step, doing=doing))) as host,
+            Host(
+                model.source,
+                model.whose,
+                self.setup,
+                lambda doing: self.watch(replace(step, doing=doing)),
+            ) as host,
             host.serving(
                 f"closeness.{model.role}",
                 k=0,
@@ -217,13 +238,19 @@ class _Run:
         ):
             if not self.store.windows:
                 tokenize, depth = partial(tokens_of, server), self.depth
-                self.store.write(cut_windows(tokenize, self.text, num_tokens=depth.tokens, window_size=depth.window))
+                self.store.write(
+                    cut_windows(
+                        tokenize, self.text, num_tokens=depth.tokens, window_size=depth.window
+                    )
+                )
             windows, missing, question = self.store.windows, into.missing, self.store.asked
             sitting = SourceSitting(as_served=host.as_served, reason=host.reason, seconds=0)
             first: dict[int, Predicted] = {}
 
             def ask(number: int) -> Predicted:
-                return predictions(server, windows[number], top=question.top, vocabulary=question.vocabulary)
+                return predictions(
+                    server, windows[number], top=question.top, vocabulary=question.vocabulary
+                )
 
             def keep_one(number: int, predicted: Predicted) -> int:
                 if not first:
@@ -232,7 +259,9 @@ class _Run:
                 return len(windows[number])
 
             def note_seconds(seconds: float, repeated: float | None = None) -> None:
-                note(sitting.model_copy(update={"seconds": round(seconds, 3), "repeated": repeated}))
+                note(
+                    sitting.model_copy(update={"seconds": round(seconds, 3), "repeated": repeated})
+                )
 
             start = time.monotonic()
             Asking(

@@ -1,11 +1,13 @@
-"""Asks a server for its predictions over a window of text: prompt log-probabilities, and tokens for a text.
+"""Asks a server for its predictions over a window of text: prompt log-probabilities, and tokens for
+a text.
 
 In: a healthy `Server`. Out: token ids, text, and `Predicted`.
 
-Easy to get wrong: vLLM adds the token that follows in the text to the likeliest ones, so a position has K or K + 1
-entries. Drafting does not change them: vLLM 0.32.0 computes them from the target alone (v1/worker/gpu_model_runner.py,
-`_get_prompt_logprobs_dict`), and gave the same to the last bit with method=mtp and without. So the servers here run
-without it, which starts faster and leaves more memory.
+Easy to get wrong: vLLM adds the token that follows in the text to the likeliest ones, so a position
+has K or K + 1 entries. Drafting does not change them: vLLM 0.32.0 computes them from the target
+alone (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the last
+bit with method=mtp and without. So the servers here run without it, which starts faster and leaves
+more memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,9 @@ def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
         return tuple(server.post("/tokenize", {"prompt": text})["tokens"])
     if isinstance(text[0], int):
         return cast(tuple[int, ...], text)
-    return tuple(server.post("/tokenize", {"messages": text, "add_generation_prompt": False})["tokens"])
+    return tuple(
+        server.post("/tokenize", {"messages": text, "add_generation_prompt": False})["tokens"]
+    )
 
 
 def text_of(server: Server, ids: Sequence[int]) -> str:
@@ -61,10 +65,16 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
     rows: Sequence[Mapping[str, Mapping[str, Any]]] = reply["choices"][0]["prompt_logprobs"][1:]
     if len(rows) != len(ids) - 1 or not all(str(ids[at]) in row for at, row in enumerate(rows, 1)):
         raise GateError(
-            "vllm serve", "must predict every token of a window", got=f"{len(rows)} rows", cure="See its log"
+            "vllm serve",
+            "must predict every token of a window",
+            got=f"{len(rows)} rows",
+            cure="See its log",
         )
     shape = len(rows), min(top + 1, vocabulary)
-    names, logprobs = np.full(shape, NO_TOKEN, dtype=np.int32), np.full(shape, -np.inf, dtype=np.float32)
+    names, logprobs = (
+        np.full(shape, NO_TOKEN, dtype=np.int32),
+        np.full(shape, -np.inf, dtype=np.float32),
+    )
     following = np.empty(len(rows), dtype=np.float32)
     for at, row in enumerate(rows):
         names[at, : len(row)] = [int(name) for name in row]

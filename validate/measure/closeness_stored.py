@@ -1,12 +1,14 @@
-"""What the source predicts for each window of the text, on disk: asked once for all checkpoints made from it.
+"""What the source predicts for each window of the text, on disk: asked once for all checkpoints
+made from it.
 
 In and out: the folder `closeness.source.` and the number of what is asked, in the evidence folder:
 
-    windows.json            the `Asked` that it answers, the token ids of every window, and the servers that were asked
-    00000.safetensors       what the source predicts in window 0: ids, logprobs, following; of each window its own file
+    windows.json       the `Asked` that it answers, the token ids of every window, the servers
+    00000.safetensors  what the source predicts in window 0: ids, logprobs, following
 
-Easy to get wrong: a file is whole or not there, so a killed run goes on with the windows that have none. Predictions
-for other text, of other bytes or from another vLLM never meet in one folder: each `Asked` has a folder of its own.
+Easy to get wrong: a file is whole or not there, so a killed run goes on with the windows that have
+none. Predictions for other text, of other bytes or from another vLLM never meet in one folder: each
+`Asked` has a folder of its own.
 """
 
 import shutil
@@ -52,14 +54,18 @@ class SourceStore:
     @property
     def missing(self) -> tuple[int, ...]:
         """Windows without predictions, ascending; once the windows are known."""
-        return tuple(number for number in range(len(self.windows)) if not self._path(number).is_file())
+        return tuple(
+            number for number in range(len(self.windows)) if not self._path(number).is_file()
+        )
 
     @property
     def is_finished(self) -> bool:
         """Whether no server is needed any more."""
         return bool(self.windows) and not self.missing
 
-    def write(self, windows: Sequence[tuple[int, ...]], sittings: Sequence[SourceSitting] = ()) -> None:
+    def write(
+        self, windows: Sequence[tuple[int, ...]], sittings: Sequence[SourceSitting] = ()
+    ) -> None:
         """Keep what the tokenizer made of the texts, and how far the servers are."""
         self.windows, self.sittings = tuple(windows), tuple(sittings)
         kept = _Windows(asked=self.asked, windows=self.windows, sittings=self.sittings)
@@ -72,7 +78,11 @@ class SourceStore:
             CheckpointError: the disk does not take them. What it took before stays.
         """
         path = self._path(number)
-        tensors = {"ids": predicted.ids, "logprobs": predicted.logprobs, "following": predicted.following}
+        tensors = {
+            "ids": predicted.ids,
+            "logprobs": predicted.logprobs,
+            "following": predicted.following,
+        }
         try:
             save_file(tensors, partial_path(path))
             complete(path)
@@ -105,7 +115,8 @@ class SourceStore:
 
 
 def open_store(evidence: Path, asked: Asked, say: Callable[[str], None]) -> SourceStore:
-    """The folder to go on with, or a copy of a finished one in another checkpoint's evidence folder.
+    """The folder to go on with, or a copy of a finished one in another checkpoint's evidence
+    folder.
 
     One release is quantized in several ways, and its predictions are the same for all of them.
 
@@ -132,12 +143,18 @@ def open_store(evidence: Path, asked: Asked, say: Callable[[str], None]) -> Sour
 
 
 def _read_store(folder: Path, asked: Asked) -> SourceStore:
-    store, path, cure = SourceStore(folder, asked), folder / _WINDOWS, "Move the folder away, and the source is served"
+    store, path, cure = (
+        SourceStore(folder, asked),
+        folder / _WINDOWS,
+        "Move the folder away, and the source is served",
+    )
     if not path.is_file():
         return store
     try:
         found = _Windows.model_validate_json(read_bytes_of(path, path, cure=cure))
     except ValidationError as error:
-        raise CheckpointError(path, "must be as keepmtp wrote it", got=first_fault(error), cure=cure) from error
+        raise CheckpointError(
+            path, "must be as keepmtp wrote it", got=first_fault(error), cure=cure
+        ) from error
     store.windows, store.sittings = found.windows, found.sittings
     return store

@@ -1,15 +1,17 @@
-"""Every position of the text compared, a line a window: written as it comes, read back to go on, proof of the figures.
+"""Every position of the text compared, a line a window: written as it comes, read back to go on,
+proof of the figures.
 
 In and out: `closeness.jsonl` in the evidence folder. JSON lines, three kinds:
 
     {"compared": 1, asked, checkpoint_sha256, windows_sha256, num_windows, num_texts}
-    {"window": 0, nats: [...], flips: [...], outside: [...], source_nll, checkpoint_nll, worst: {...}}
-    {"sitting": 1, as_served, reason, seconds, repeated}
+    {"window": 0, nats: [...], flips: [...], outside: [...], source_nll, checkpoint_nll, worst:
+    {...}} {"sitting": 1, as_served, reason, seconds, repeated}
 
-`nats` has a value for each position, `flips` the positions where the first choice is another. A server is a sitting;
-its last line counts.
+`nats` has a value for each position, `flips` the positions where the first choice is another. A
+server is a sitting; its last line counts.
 
-Easy to get wrong: positions of one window are not independent, so every error is taken over windows.
+Easy to get wrong: positions of one window are not independent, so every error is taken over
+windows.
 """
 
 import hashlib
@@ -29,7 +31,9 @@ FILE = "closeness.jsonl"
 
 
 class ComparedWindow(Fact):
-    """One window: `nats` and `outside` by position, `flips` the positions themselves, `worst` the one farthest off."""
+    """One window: `nats` and `outside` by position, `flips` the positions themselves, `worst` the
+    one farthest off.
+    """
 
     window: Count
     nats: Annotated[tuple[Figure, ...], Field(min_length=1)]
@@ -83,7 +87,9 @@ def read_compared(path: Path) -> ComparedFile:
 
 
 def figures(found: ComparedFile) -> dict[str, Any]:
-    """Everything that follows from the lines alone: fields of a `ClosenessFact`. All windows must be there."""
+    """Everything that follows from the lines alone: fields of a `ClosenessFact`. All windows must
+    be there.
+    """
     lines = [found.lines[number] for number in range(found.header.num_windows)]
     nats = [value for line in lines for value in line.nats]
     num, ordered = len(nats), sorted(nats)
@@ -110,7 +116,10 @@ def perplexities(found: ComparedFile) -> tuple[float, float]:
     """Of the source and of the checkpoint, per token of the text."""
     lines = found.lines.values()
     num = sum(len(line.nats) for line in lines)
-    sums = math.fsum(line.source_nll for line in lines), math.fsum(line.checkpoint_nll for line in lines)
+    sums = (
+        math.fsum(line.source_nll for line in lines),
+        math.fsum(line.checkpoint_nll for line in lines),
+    )
     return math.exp(sums[0] / num), math.exp(sums[1] / num)
 
 
@@ -119,14 +128,16 @@ def sum_of(windows: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([list(each) for each in windows]).encode()).hexdigest()
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
+# --- figures
+# --------------------------------------------------------------------------------------------------
 
 
 def _stderr(windows: Sequence[tuple[float, int]]) -> float | None:
-    """Standard error of a mean over positions, from the sum and the number of positions of each window.
+    """Standard error of a mean over positions, from the sum and the number of positions of each
+    window.
 
-    The windows are the independent draws: the ratio estimator's error with clusters of unequal size (W. G. Cochran,
-    Sampling Techniques, 1977, 2.11).
+    The windows are the independent draws: the ratio estimator's error with clusters of unequal size
+    (W. G. Cochran, Sampling Techniques, 1977, 2.11).
     """
     num = sum(size for _, size in windows)
     if len(windows) < 2:
@@ -139,8 +150,8 @@ def _stderr(windows: Sequence[tuple[float, int]]) -> float | None:
 def _effective(windows: Sequence[tuple[int, int]]) -> float:
     """Independent positions with the same error of a share, at most as many as there are.
 
-    E. L. Korn, B. I. Graubard, "Confidence intervals for proportions with small expected number of positive counts
-    estimated from survey data", Survey Methodology 24 (1998), 193-201.
+    E. L. Korn, B. I. Graubard, "Confidence intervals for proportions with small expected number of
+    positive counts estimated from survey data", Survey Methodology 24 (1998), 193-201.
     """
     num = sum(size for _, size in windows)
     share = sum(count for count, _ in windows) / num

@@ -1,9 +1,10 @@
-"""The questions of a task and their reference answers: a file's rows, or those of a dataset on the Hub.
+"""The questions of a task and their reference answers: a file's rows, or those of a dataset on the
+Hub.
 
 In: a protocol. Out: `Rows`, each with the fields that the task's own dataset has (`_FORMS`).
 
-Easy to get wrong: a row that lm-eval cannot read the answer of is never answered right, and looks like a weak model. So
-each row is read here first, and one that cannot be used is named.
+Easy to get wrong: a row that lm-eval cannot read the answer of is never answered right, and looks
+like a weak model. So each row is read here first, and one that cannot be used is named.
 """
 
 import re
@@ -26,7 +27,15 @@ from ...recipes.model_file import find_path
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 
-_UNREADABLE = (DatasetsError, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
+_UNREADABLE = (
+    DatasetsError,
+    HfHubHTTPError,
+    HTTPError,
+    OSError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+)
 
 Row = Mapping[str, Any]
 
@@ -44,8 +53,13 @@ def _matching(words: str, pattern: str) -> Must:
 
 _TEXT = _matching("be a text", r"\S")
 _NUMBER = Must("be a whole number", lambda value: type(value) is int)
-_TEXT_OR_NUMBER = Must("be a text or a whole number", lambda value: _TEXT.is_met(value) or _NUMBER.is_met(value))
-_TEXTS = Must("be a list of texts", lambda value: isinstance(value, list) and value and all(map(_TEXT.is_met, value)))
+_TEXT_OR_NUMBER = Must(
+    "be a text or a whole number", lambda value: _TEXT.is_met(value) or _NUMBER.is_met(value)
+)
+_TEXTS = Must(
+    "be a list of texts",
+    lambda value: isinstance(value, list) and value and all(map(_TEXT.is_met, value)),
+)
 _OBJECTS = Must(
     "be a list of objects",
     lambda value: isinstance(value, list) and all(isinstance(each, Mapping) for each in value),
@@ -69,16 +83,27 @@ _FORMS: Mapping[str, Mapping[str, Must]] = {
     "ifeval": {"key": _NUMBER, "prompt": _TEXT, "instruction_id_list": _TEXTS, "kwargs": _OBJECTS},
     "humaneval": {"prompt": _TEXT, "test": _TEXT, "entry_point": _TEXT},
     "gpqa_diamond": {"Question": _TEXT, **dict.fromkeys(_CHOICES, _TEXT)},
-    "math500": {"problem": _TEXT, "solution": _matching(r"have its answer in \boxed{...}", r"\\boxed[ {]")},
+    "math500": {
+        "problem": _TEXT,
+        "solution": _matching(r"have its answer in \boxed{...}", r"\\boxed[ {]"),
+    },
     "aime24": {"Problem": _TEXT, "Answer": _TEXT_OR_NUMBER},
     "aime25": {"problem": _TEXT, "answer": _TEXT_OR_NUMBER},
-    "ruler": {"task": _TEXT, "input": _TEXT, "outputs": _TEXTS, "gen_prefix": _TEXT, "max_length": _NUMBER},
+    "ruler": {
+        "task": _TEXT,
+        "input": _TEXT,
+        "outputs": _TEXTS,
+        "gen_prefix": _TEXT,
+        "max_length": _NUMBER,
+    },
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What is asked, and what shots are drawn from; the same rows of a file, where no row is its own shot."""
+    """What is asked, and what shots are drawn from; the same rows of a file, where no row is its
+    own shot.
+    """
 
     asked: Sequence[Row]
     shown: Sequence[Row]
@@ -95,7 +120,8 @@ def read_rows(protocol: Evaluation, *, asked: str, shown: str) -> Rows:
 
     Args:
         protocol: says which dataset.
-        asked, shown: lm-eval's splits of the task's own dataset, for questions and for shots. A file has none.
+        asked, shown: lm-eval's splits of the task's own dataset, for questions and for shots. A
+            file has none.
 
     Raises:
         RecipeError: no such dataset, a row without one of the task's fields, or too few rows.
@@ -122,17 +148,25 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
     splits = {str(name): split.to_list() for name, split in found.items()}
     for name in names:
         if name not in splits:
-            rule, got = f"must have the splits {' and '.join(dict.fromkeys(names))}", ", ".join(splits)
+            rule, got = (
+                f"must have the splits {' and '.join(dict.fromkeys(names))}",
+                ", ".join(splits),
+            )
             raise RecipeError(where, rule, got=got, cure="Correct evaluation.dataset_revision")
     form = _FORMS[protocol.task]
     return {
-        name: [_row(row, f"{where} {name} row {number}", form) for number, row in enumerate(splits[name])]
+        name: [
+            _row(row, f"{where} {name} row {number}", form)
+            for number, row in enumerate(splits[name])
+        ]
         for name in names
     }
 
 
 def _unreadable(protocol: Evaluation, error: BaseException) -> RecipeError:
-    """A gated dataset has a cure of its own; `datasets` says so in words, the Hub's client by its type."""
+    """A gated dataset has a cure of its own; `datasets` says so in words, the Hub's client by its
+    type.
+    """
     got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300] or type(error).__name__
     rule, cure = "must be a dataset that can be read", "Correct evaluation.dataset_revision, or"
     causes = (error, error.__cause__, error.__context__)
@@ -149,14 +183,17 @@ def _a_file(task: str) -> str:
     return f"a file with the fields {', '.join(most)} and {last}{form}"
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------
 
 
 def _file_rows(protocol: Evaluation) -> list[Row]:
     name, task = str(protocol.dataset), protocol.task
     path, cure = find_path(name), f"Name {_a_file(task)} in each row"
     if path is None or not path.is_file():
-        raise RecipeError(f"evaluation.dataset {name}", "must be a file", got="no such file", cure=cure)
+        raise RecipeError(
+            f"evaluation.dataset {name}", "must be a file", got="no such file", cure=cure
+        )
     read = {".jsonl": read_lines, ".json": _json_list, ".parquet": _parquet}[path.suffix]
     form = _FORMS[task]
     if form is _GSM8K:
@@ -182,20 +219,25 @@ def _parquet(path: Path, *, cure: str) -> list[tuple[str, object]]:
     return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- rows
+# --------------------------------------------------------------------------------------------------
 
 
 def _row(row: object, where: str, form: Mapping[str, Must]) -> Row:
     """The row's fields that the task reads, each as it must be."""
     cure = "Mend the row, or name another dataset"
     if not isinstance(row, Mapping):
-        raise RecipeError(where, f"must be an object with {' and '.join(form)}", got=_short(row), cure=cure)
+        raise RecipeError(
+            where, f"must be an object with {' and '.join(form)}", got=_short(row), cure=cure
+        )
     for field, must in form.items():
         if field not in row:
             got = ", ".join(map(str, row)) or "no field"
             raise RecipeError(where, f"must have the field {field}", got=got, cure=cure)
         if not must.is_met(row[field]):
-            raise RecipeError(where, f"{field} must {must.words}", got=_short(row[field]), cure=cure)
+            raise RecipeError(
+                where, f"{field} must {must.words}", got=_short(row[field]), cure=cure
+            )
     return {field: row[field] for field in form}
 
 
@@ -206,10 +248,18 @@ def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
         most = row.max_shots
     elif row.group:
         shown = Counter(each[row.group] for each in rows.shown)
-        most, of = min((shown[group], f" of {group}") for group in {each[row.group] for each in rows.asked} or {""})
+        most, of = min(
+            (shown[group], f" of {group}")
+            for group in {each[row.group] for each in rows.asked} or {""}
+        )
     if protocol.shots > most:
         rule = f"{protocol.task} has {most} examples{of} at most"
-        raise RecipeError("evaluation.shots", rule, got=protocol.shots, cure=f"Use --shots {most}, or a longer dataset")
+        raise RecipeError(
+            "evaluation.shots",
+            rule,
+            got=protocol.shots,
+            cure=f"Use --shots {most}, or a longer dataset",
+        )
     if min(num_asked, protocol.limit or num_asked) < 2:
         raise RecipeError(
             f"evaluation.dataset {protocol.dataset_name}",

@@ -2,11 +2,12 @@
 
 In: two finished files of answers to the same questions. Out: a `DraftingFact`.
 
-Easy to get wrong: greedy decoding promises the same text with and without drafting, but only up to rounding: a step of
-one token and a step of several are computed by other kernels, and where two tokens are nearly as likely, the last digit
-decides. So another text is counted and shown, and is no fault by itself. A fault is one way of serving that is right
-more often than chance gives (vLLM issue 43559: 20 % fewer right answers with prefix caching; issue 43650: 18 of 39
-against 39 of 39, many answers empty).
+Easy to get wrong: greedy decoding promises the same text with and without drafting, but only up to
+rounding: a step of one token and a step of several are computed by other kernels, and where two
+tokens are nearly as likely, the last digit decides. So another text is counted and shown, and is no
+fault by itself. A fault is one way of serving that is right more often than chance gives (vLLM
+issue 43559: 20 % fewer right answers with prefix caching; issue 43650: 18 of 39 against 39 of 39,
+many answers empty).
 """
 
 from collections.abc import Sequence
@@ -31,20 +32,28 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
         drafted: finished answers with MTP on, to the same questions.
         filters: lm-eval's, of the task.
     """
-    pairs = [(plain.lines[number], drafted.lines[number]) for number in range(plain.header.num_questions)]
+    pairs = [
+        (plain.lines[number], drafted.lines[number]) for number in range(plain.header.num_questions)
+    ]
     changed = [(before, after) for before, after in pairs if before.text != after.text]
     switches = [_switch(name, correct(plain, name), correct(drafted, name)) for name in filters]
     texts = ([bool(pair[side].text.strip()) for pair in pairs] for side in (0, 1))
     return DraftingFact(
         switches=(*switches, _switch(NOT_EMPTY, *texts)),
         num_changed=len(changed),
-        changed=tuple(_shown(before.question, before.text, after.text) for before, after in changed[:MOST_SHOWN]),
+        changed=tuple(
+            _shown(before.question, before.text, after.text)
+            for before, after in changed[:MOST_SHOWN]
+        ),
     )
 
 
 def _switch(reads: str, plain: Sequence[float], drafted: Sequence[float]) -> SwitchFact:
     pairs = list(zip(plain, drafted, strict=True))
-    only_plain, only_drafting = sum(one > other for one, other in pairs), sum(one < other for one, other in pairs)
+    only_plain, only_drafting = (
+        sum(one > other for one, other in pairs),
+        sum(one < other for one, other in pairs),
+    )
     equal = [one for one, other in pairs if one == other]
     return SwitchFact(
         reads=reads,
@@ -53,7 +62,9 @@ def _switch(reads: str, plain: Sequence[float], drafted: Sequence[float]) -> Swi
         only_drafting=only_drafting,
         neither=equal.count(0),
         chance=sign_test(only_plain, only_drafting),
-        questions=tuple(number for number, (before, after) in enumerate(pairs) if before != after)[:MOST_NAMED],
+        questions=tuple(number for number, (before, after) in enumerate(pairs) if before != after)[
+            :MOST_NAMED
+        ],
     )
 
 

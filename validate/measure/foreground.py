@@ -1,10 +1,12 @@
 """A `vllm serve` for its user: on a port, until it is stopped, with its acceptance watched.
 
-In: the words of the server, its address, and what was measured of its drafts before. Out: a `ServerLife`.
+In: the words of the server, its address, and what was measured of its drafts before. Out: a
+`ServerLife`.
 
-Easy to get wrong: the counters are gone with the server, so they are read before it is stopped. And acceptance depends
-on what is asked: a server is doubted only where the first drafted token of each draft is accepted far less often than
-it was. That share hardly depends on k, and a draft of garbage has next to none.
+Easy to get wrong: the counters are gone with the server, so they are read before it is stopped. And
+acceptance depends on what is asked: a server is doubted only where the first drafted token of each
+draft is accepted far less often than it was. That share hardly depends on k, and a draft of garbage
+has next to none.
 """
 
 import errno
@@ -36,9 +38,13 @@ _STOP_SECONDS = 60.0
 ENOUGH_DRAFTS = 200
 """With fewer drafts, one odd answer may be all of them."""
 _LEAST = 0.1
-"""The least share of first tokens that is no reason for doubt, where nothing was measured before."""
+"""The least share of first tokens that is no reason for doubt, where nothing was measured
+before.
+"""
 _OURS = {
-    **dict.fromkeys(("--host", "--port", "--dry-run", "--gpu", "--log", "--any-vllm"), "Name it before `--`"),
+    **dict.fromkeys(
+        ("--host", "--port", "--dry-run", "--gpu", "--log", "--any-vllm"), "Name it before `--`"
+    ),
     "--uds": "Leave it out: the server listens on --host and --port",
     **dict.fromkeys(
         ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
@@ -115,7 +121,9 @@ def refuse_taken(address: Address) -> None:
     """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that has just ended is no reason
+        tried.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a server that has just ended is no reason
         try:
             tried.bind((address.host, address.port))
         except OSError as error:
@@ -162,7 +170,12 @@ def serve_until_stopped(
                 stdout=log,
                 stderr=subprocess.STDOUT,
             ) as child,
-            httpx.Client(base_url=address.url, timeout=5.0, trust_env=False, verify=False) as client,  # noqa: S501 - ours
+            httpx.Client(
+                base_url=address.url,
+                timeout=5.0,
+                trust_env=False,
+                verify=False,  # noqa: S501 - ours
+            ) as client,
         ):
             with _stop_asked() as stop:
                 watched = _Watched(client, child.process, stop, k, expected, every, tell)
@@ -189,13 +202,20 @@ def doubt(drafts: Drafts, expected: Expected | None) -> str:
     if share >= (_LEAST if usual is None else usual / 2):
         return ""
     found = f"only {share:.1%} of first drafted tokens are accepted, over {drafts.drafts:,} drafts"
-    against = f"; {expected.measured_by} measured {usual:.1%}" if expected and usual is not None else ""
-    return f"{found}{against}. Other texts are drafted otherwise, but a broken draft also looks like this"
+    against = (
+        f"; {expected.measured_by} measured {usual:.1%}" if expected and usual is not None else ""
+    )
+    return (
+        f"{found}{against}. Other texts are drafted otherwise, but a broken draft also looks "
+        "like this"
+    )
 
 
 def first_share(drafts: Drafts) -> float | None:
     """The share of drafts whose first token was accepted; None where nothing was drafted."""
-    return drafts.acceptance_per_position[0] if drafts.acceptance_per_position else drafts.acceptance
+    return (
+        drafts.acceptance_per_position[0] if drafts.acceptance_per_position else drafts.acceptance
+    )
 
 
 def in_words(drafts: Drafts) -> str:
@@ -243,7 +263,9 @@ def _watch(server: _Watched) -> tuple[bool, Drafts]:
         now = time.monotonic()
         if not is_healthy and server.get("/health") is not None:
             is_healthy, said_at = True, now
-            server.tell(f"serves {server.client.base_url} after {now - start:.0f} s; Ctrl-C stops it")
+            server.tell(
+                f"serves {server.client.base_url} after {now - start:.0f} s; Ctrl-C stops it"
+            )
         elif is_healthy and now - asked_at >= min(_POLL_SECONDS, server.every):
             drafts, asked_at = server.drafts(drafts), now
         if drafts != said and now - said_at >= server.every:
@@ -258,8 +280,8 @@ def _watch(server: _Watched) -> tuple[bool, Drafts]:
 
 @contextmanager
 def _stop_asked() -> Iterator[threading.Event]:
-    """An event that Ctrl-C, SIGTERM and SIGHUP set, instead of what they do otherwise. A second Ctrl-C is usual again
-    once the context is left, and then ends by force."""
+    """An event that Ctrl-C, SIGTERM and SIGHUP set, instead of what they do otherwise. A second
+    Ctrl-C is usual again once the context is left, and then ends by force."""
     asked = threading.Event()
     usual = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,11 +1,13 @@
-"""Tasks through real servers: source and checkpoint, each with method=mtp, asked the same questions the same way.
+"""Tasks through real servers: source and checkpoint, each with method=mtp, asked the same questions
+the same way.
 
-In: two local checkpoints, the questions of each task and a `VLLM`. Out: an `EvaluationFact`, and files of the answers.
-The third arm is the checkpoint again, with MTP off: what it answers otherwise then, drafting has changed.
+In: two local checkpoints, the questions of each task and a `VLLM`. Out: an `EvaluationFact`, and
+files of the answers. The third arm is the checkpoint again, with MTP off: what it answers otherwise
+then, drafting has changed.
 
-Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes. Answers carry all of that
-in their file's first line; a run goes on with those that have exactly its own, and a model whose answers are complete
-is not served again.
+Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes.
+Answers carry all of that in their file's first line; a run goes on with those that have exactly its
+own, and a model whose answers are complete is not served again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +33,9 @@ from .lm_eval_task import VERSIONS, Question, Questions, scores
 from .server import Reply, Server, ServerFailed
 
 MOST_STOPS = 4
-"""vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has five."""
+"""vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has
+five.
+"""
 
 Watch = Callable[[Step], None]
 
@@ -40,24 +44,34 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
     """Refuse before anything is read at length or started.
 
     Raises:
-        RecipeError: no MTP block that drafts k tokens, or messages without a template to put them in.
+        RecipeError: no MTP block that drafts k tokens, or messages without a template to put them
+            in.
     """
     refuse_drafts(source, protocol.k, where="evaluation.k", without="Name another", use="Use -k ")
     if protocol.api == "chat" and not has_template(source, extra):
-        rule, cure = "needs a chat template for evaluation.api chat", "Use --api completions or -- --chat-template FILE"
+        rule, cure = (
+            "needs a chat template for evaluation.api chat",
+            "Use --api completions or -- --chat-template FILE",
+        )
         raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
 
 
 def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> None:
-    """Refuse what vLLM's CPU build cannot serve: it has no kernel that puts a linear layer's state back after a draft.
+    """Refuse what vLLM's CPU build cannot serve: it has no kernel that puts a linear layer's state
+    back after a draft.
 
     Raises:
         RecipeError: prefix caching on a CPU, for a model with linear attention.
     """
     has_linear = find_view(source.config, source.where, source.entries).has_linear_attention
     if protocol.prefix_caching and vllm.build == "cpu" and has_linear:
-        rule = "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have linear attention"
-        raise RecipeError(source.where, rule, got="evaluation.prefix_caching", cure="Use --no-prefix-caching")
+        rule = (
+            "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "
+            "linear attention"
+        )
+        raise RecipeError(
+            source.where, rule, got="evaluation.prefix_caching", cure="Use --no-prefix-caching"
+        )
 
 
 def evaluate(
@@ -70,7 +84,8 @@ def evaluate(
     has_plain: bool = True,
     watch: Watch = lambda _: None,
 ) -> EvaluationFact:
-    """Ask source, checkpoint, and checkpoint with MTP off what has no answer yet, and let lm-eval score all answers.
+    """Ask source, checkpoint, and checkpoint with MTP off what has no answer yet, and let lm-eval
+    score all answers.
 
     Each of them is served once for all tasks that are drafted alike, not once for each task.
 
@@ -127,7 +142,11 @@ def ask(
     limit = request_seconds(protocol) if timeout is None else timeout
 
     def keep(item: Question, reply: Reply) -> int:
-        said = {"text": reply.text, "finish_reason": reply.finish_reason, "num_tokens": reply.num_tokens}
+        said = {
+            "text": reply.text,
+            "finish_reason": reply.finish_reason,
+            "num_tokens": reply.num_tokens,
+        }
         samples.add(Answer(question=item.number, prompt_sha256=item.sha256, **said))
         return reply.num_tokens
 
@@ -146,7 +165,9 @@ def ask(
         step=Step(role=role, doing="", done=len(samples.lines), total=total, task=protocol.task),
         concurrency=protocol.concurrency,
     ).run(watch)
-    note(samples.sittings[number].seconds, server.drafts)  # the last ones come a moment after the last answer
+    note(
+        samples.sittings[number].seconds, server.drafts
+    )  # the last ones come a moment after the last answer
 
 
 def request_seconds(protocol: Evaluation) -> float:
@@ -155,7 +176,9 @@ def request_seconds(protocol: Evaluation) -> float:
 
 
 def _reply(server: Server, item: Question, protocol: Evaluation, timeout: float) -> Reply:
-    """One answer, ended at the stop words that the server was not given; its tokens were generated."""
+    """One answer, ended at the stop words that the server was not given; its tokens were
+    generated.
+    """
     reply = server.answer(
         _prompt(item, protocol),
         max_tokens=item.max_tokens,
@@ -173,22 +196,29 @@ def _prompt(item: Question, protocol: Evaluation) -> TextOrTurns:
     return item.prompt if protocol.api == "completions" else item.messages
 
 
-# --- one model --------------------------------------------------------------------------------------------------------
+# --- one model
+# --------------------------------------------------------------------------------------------------
 
 
 def _fits(role: Arm, questions: Questions) -> bool:
-    """Whether an arm is asked a task: what is sampled differs by its draws, whether it is drafted or not."""
+    """Whether an arm is asked a task: what is sampled differs by its draws, whether it is drafted
+    or not.
+    """
     return role != "plain" or not questions.protocol.temperature
 
 
 def _ask_missing(model: Model, tasks: Sequence[Questions], setup: Setup, watch: Watch) -> None:
-    """All answers of one model; it is served only if one is missing, and once for all tasks of one (k, caching)."""
+    """All answers of one model; it is served only if one is missing, and once for all tasks of one
+    (k, caching).
+    """
     servers: dict[tuple[int, bool], list[tuple[Questions, Samples]]] = {}
     for questions in tasks:
         samples = _opened(model, questions, setup) if _fits(model.role, questions) else None
         if samples is not None and samples.missing:
             k = 0 if model.role == "plain" else questions.protocol.k
-            servers.setdefault((k, questions.protocol.prefix_caching), []).append((questions, samples))
+            servers.setdefault((k, questions.protocol.prefix_caching), []).append(
+                (questions, samples)
+            )
     if not servers:
         return
     missing = [samples for together in servers.values() for _, samples in together]
@@ -198,7 +228,9 @@ def _ask_missing(model: Model, tasks: Sequence[Questions], setup: Setup, watch: 
         done=sum(len(samples.lines) for samples in missing),
         total=sum(samples.header.num_questions for samples in missing),
     )
-    with Host(model.source, model.whose, setup, lambda doing: watch(replace(step, doing=doing))) as host:
+    with Host(
+        model.source, model.whose, setup, lambda doing: watch(replace(step, doing=doing))
+    ) as host:
         for number, ((k, prefix_caching), together) in enumerate(servers.items(), 1):
             protocols = [questions.protocol for questions, _ in together]
             rooms = [_room(questions, model.source) for questions, _ in together]
@@ -210,7 +242,14 @@ def _ask_missing(model: Model, tasks: Sequence[Questions], setup: Setup, watch: 
                 words=("--enable-prefix-caching",) if prefix_caching else (),
             ) as server:
                 for questions, samples in together:
-                    ask(server, questions, samples, as_served=host.as_served, reason=host.reason, watch=watch)
+                    ask(
+                        server,
+                        questions,
+                        samples,
+                        as_served=host.as_served,
+                        reason=host.reason,
+                        watch=watch,
+                    )
 
 
 def _room(questions: Questions, source: Source) -> int:
@@ -229,13 +268,18 @@ def _opened(model: Model, questions: Questions, setup: Setup) -> Samples:
         checkpoint_sha256=model.identity.sha256,
         **setup.answered_by,
     )
-    return open_lines(setup.out / f"{questions.protocol.task}.{model.role}.jsonl", header, setup.say)
+    return open_lines(
+        setup.out / f"{questions.protocol.task}.{model.role}.jsonl", header, setup.say
+    )
 
 
-# --- facts ------------------------------------------------------------------------------------------------------------
+# --- facts
+# --------------------------------------------------------------------------------------------------
 
 
-def _task_fact(questions: Questions, models: Sequence[Model], setup: Setup, confidence: float) -> TaskFact:
+def _task_fact(
+    questions: Questions, models: Sequence[Model], setup: Setup, confidence: float
+) -> TaskFact:
     """What one task gave, once all have answered it."""
     asked = [model for model in models if _fits(model.role, questions)]
     files: dict[Arm, Samples] = {model.role: _opened(model, questions, setup) for model in asked}
@@ -246,14 +290,20 @@ def _task_fact(questions: Questions, models: Sequence[Model], setup: Setup, conf
         dataset_sha256=questions.dataset_sha256,
         source=facts.get("source"),
         checkpoint=facts["checkpoint"],
-        paired=tuple(_pairs(files, filters, questions.protocol.repeats, confidence)) if "source" in files else (),
+        paired=tuple(_pairs(files, filters, questions.protocol.repeats, confidence))
+        if "source" in files
+        else (),
         plain=facts.get("plain"),
-        drafting=drafting(files["plain"], files["checkpoint"], filters) if "plain" in files else None,
+        drafting=drafting(files["plain"], files["checkpoint"], filters)
+        if "plain" in files
+        else None,
         environment={**VERSIONS, **setup.environment},
     )
 
 
-def _pairs(files: Mapping[Arm, Samples], filters: Sequence[str], runs: int, confidence: float) -> Iterator[PairedFact]:
+def _pairs(
+    files: Mapping[Arm, Samples], filters: Sequence[str], runs: int, confidence: float
+) -> Iterator[PairedFact]:
     for name in filters:
         before, after = correct(files["source"], name), correct(files["checkpoint"], name)
         yield paired(name, before, after, runs=runs, confidence=confidence)

@@ -1,10 +1,12 @@
-"""What every measurement with servers shares: which checkpoint is served and how, and requests several at once.
+"""What every measurement with servers shares: which checkpoint is served and how, and requests
+several at once.
 
-In: a checkpoint on this machine, and what to do with its files. Out: answers as they come. What is asked, and what the
-answers mean, is the business of serve_check.py, gsm8k.py, closeness.py and bench.py.
+In: a checkpoint on this machine, and what to do with its files. Out: answers as they come. What is
+asked, and what the answers mean, is the business of serve_check.py, gsm8k.py, closeness.py and
+bench.py.
 
-Easy to get wrong: a request that fails is no answer. The first failure ends the asking; what is in flight is waited for
-and handed on, so that something is asked again only if its answer never came.
+Easy to get wrong: a request that fails is no answer. The first failure ends the asking; what is in
+flight is waited for and handed on, so that something is asked again only if its answer never came.
 """
 
 import time
@@ -30,11 +32,18 @@ from .room import named_options
 from .server import Server, ServerFailed, Watch, serving
 
 COPY: AsServed = "BF16 copy of the same weights"
-UNTRIED = "only the rounding of its weights was tried: no kernel, no quantized activations, no quantization config"
+UNTRIED = (
+    "only the rounding of its weights was tried: no kernel, no quantized activations, no "
+    "quantization config"
+)
 NOTE_SECONDS = 2.0
-"""How often it is noted how a server is doing while it is asked: what one that dies has counted since is lost."""
+"""How often it is noted how a server is doing while it is asked: what one that dies has counted
+since is lost.
+"""
 CHAT_TOKENS, TURN_TOKENS = 2048, 64
-"""What a chat template adds to a conversation (system prompts of releases), and to a message, at most."""
+"""What a chat template adds to a conversation (system prompts of releases), and to a message, at
+most.
+"""
 _TEMPLATES = {"chat_template.jinja", "chat_template.json"}
 _TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
 
@@ -92,13 +101,17 @@ class Setup:
 
 
 class Host:
-    """Serves one checkpoint: its own files, or a BF16 copy where this CPU has no kernel for them. A context manager.
+    """Serves one checkpoint: its own files, or a BF16 copy where this CPU has no kernel for them. A
+    context manager.
 
     Attributes:
-        as_served, reason: what is served now, and why a copy; the copy is gone once the context is left.
+        as_served, reason: what is served now, and why a copy; the copy is gone once the context is
+            left.
     """
 
-    def __init__(self, source: Source, role: Role, setup: Setup, tell: Watch = lambda _: None) -> None:
+    def __init__(
+        self, source: Source, role: Role, setup: Setup, tell: Watch = lambda _: None
+    ) -> None:
         assert source.folder is not None, "download() first"
         self.as_served: AsServed = "native"
         self.reason = ""
@@ -134,7 +147,8 @@ class Host:
         words: tuple[str, ...] = (),
         is_tracked: bool = False,
     ) -> Iterator[Server]:
-        """A server of what is served now; of the copy, from here on, where vLLM's CPU build turns out to need one.
+        """A server of what is served now; of the copy, from here on, where vLLM's CPU build turns
+        out to need one.
 
         Args:
             name: of its log.
@@ -165,7 +179,9 @@ class Host:
             try:
                 server = started()
             except ServerFailed as failure:
-                is_lack = self._setup.vllm.build == "cpu" and any(lack in failure.words for lack in NO_KERNEL)
+                is_lack = self._setup.vllm.build == "cpu" and any(
+                    lack in failure.words for lack in NO_KERNEL
+                )
                 if not is_lack or self.as_served == COPY:
                     raise
                 self._copy(f"vLLM's CPU build refused it on this machine: {failure.words}")
@@ -174,7 +190,9 @@ class Host:
 
     def _copy(self, reason: str) -> None:
         self._setup.out.mkdir(parents=True, exist_ok=True)
-        folder = self._kept.enter_context(ScratchFolder(f"keepmtp-{self._role}-bf16-", self._setup.out))
+        folder = self._kept.enter_context(
+            ScratchFolder(f"keepmtp-{self._role}-bf16-", self._setup.out)
+        )
         self._tell("writing a BF16 copy")
         self._folder = write_copy(self._source, folder / "copy").absolute()
         self.as_served, self.reason = COPY, f"{reason}; {UNTRIED}"
@@ -188,7 +206,8 @@ class Asking(Generic[Item, Got]):
         items: in the order in which they are asked.
         ask: an item, of the server; called by several threads.
         keep: writes an answer down, and returns its number of tokens.
-        note: writes down for how many seconds the server was asked so far: before the first answer, and now and then.
+        note: writes down for how many seconds the server was asked so far: before the first answer,
+            and now and then.
         name: an item in words.
         step: of the progress; what was answered before is done already.
         concurrency: how many are in flight.
@@ -244,7 +263,10 @@ class Asking(Generic[Item, Got]):
                     failed = failed or (item, failure)
                     continue
                 if failed is None:
-                    flying |= {pool.submit(self.ask, following): following for following in islice(waiting, 1)}
+                    flying |= {
+                        pool.submit(self.ask, following): following
+                        for following in islice(waiting, 1)
+                    }
                 left -= 1
                 yield item, got
         finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
@@ -252,7 +274,9 @@ class Asking(Generic[Item, Got]):
         if failed is not None:
             item, failure = failed
             cure = f"nothing is lost: the same command asks only the {left} that are missing"
-            raise ServerFailed(failure.words, failure.log, asked=self.name(item), cure=cure) from failure
+            raise ServerFailed(
+                failure.words, failure.log, asked=self.name(item), cure=cure
+            ) from failure
 
 
 def refuse_drafts(source: Source, k: int, *, where: str, without: str, use: str) -> None:
@@ -270,19 +294,26 @@ def refuse_drafts(source: Source, k: int, *, where: str, without: str, use: str)
     """
     num_layers = find_view(source.config, source.where, source.entries).num_mtp_layers
     if k and not num_layers:
-        raise RecipeError(source.where, "must have an MTP block to draft with", got="none", cure=without)
+        raise RecipeError(
+            source.where, "must have an MTP block to draft with", got="none", cure=without
+        )
     if k not in ks_up_to(k, num_layers):
         rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
         raise RecipeError(where, rule, got=k, cure=f"{use}{num_layers}")
 
 
 def ks_up_to(most: int, num_mtp_layers: int) -> tuple[int, ...]:
-    """0 to `most`, without those that vLLM refuses: above the number of MTP layers, k must be a multiple of it."""
-    return tuple(k for k in range(most + 1) if k <= num_mtp_layers or k % max(1, num_mtp_layers) == 0)
+    """0 to `most`, without those that vLLM refuses: above the number of MTP layers, k must be a
+    multiple of it.
+    """
+    return tuple(
+        k for k in range(most + 1) if k <= num_mtp_layers or k % max(1, num_mtp_layers) == 0
+    )
 
 
 def has_template(source: Source, further: Sequence[str]) -> bool:
-    """Whether the server has a chat template: the checkpoint's, or one that the further words for vLLM name.
+    """Whether the server has a chat template: the checkpoint's, or one that the further words for
+    vLLM name.
 
     Raises:
         CheckpointError: see `source.small_bytes`.
@@ -300,7 +331,9 @@ def most_tokens(source: Source) -> int | None:
 
 
 def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int) -> int:
-    """Tokens of the longest prompt and its answer, at most, as far as the model goes: a token has at least one byte."""
+    """Tokens of the longest prompt and its answer, at most, as far as the model goes: a token has
+    at least one byte.
+    """
     longest = max(map(_most_tokens_of, prompts)) + max_tokens + 16
     return min(longest, most_tokens(source) or longest)
 

@@ -1,10 +1,12 @@
-"""A file of what servers answered, a line each: written as it comes, read back to go on, proof of the figures.
+"""A file of what servers answered, a line each: written as it comes, read back to go on, proof of
+the figures.
 
 In: a header, which is the first line and says what kind the others are. Out: a `LineFile`.
 
-Easy to get wrong: lines under another header say nothing under this one. Such a file is set aside under the number of
-its header, and taken back when the same is asked again. And a killed process may leave a part of a line at the end: it
-is cut off before anything is appended, or two lines would become one that nobody can read.
+Easy to get wrong: lines under another header say nothing under this one. Such a file is set aside
+under the number of its header, and taken back when the same is asked again. And a killed process
+may leave a part of a line at the end: it is cut off before anything is appended, or two lines would
+become one that nobody can read.
 """
 
 import hashlib
@@ -93,7 +95,10 @@ class LineFile(Generic[Head, Line, Sat]):
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            got, cure = error.strerror or repr(error), "Make room: the same command goes on with what is missing"
+            got, cure = (
+                error.strerror or repr(error),
+                "Make room: the same command goes on with what is missing",
+            )
             raise CheckpointError(self.path, "must be writable", got=got, cure=cure) from error
         self.take(line)
 
@@ -113,10 +118,13 @@ class LineFile(Generic[Head, Line, Sat]):
             write_whole(self.path, text)
 
 
-def open_lines(path: Path, header: Head, say: Callable[[str], None] = lambda _: None) -> LineFile[Head, Any, Any]:
+def open_lines(
+    path: Path, header: Head, say: Callable[[str], None] = lambda _: None
+) -> LineFile[Head, Any, Any]:
     """The file to go on with; one of another header that is in its place is set aside.
 
-    Without a file of its own, a run takes the finished one of another checkpoint's evidence folder that has the same
+    Without a file of its own, a run takes the finished one of another checkpoint's evidence folder
+    that has the same
     header: one release is quantized in several ways, and its answers are the same for all of them.
 
     Args:
@@ -151,17 +159,24 @@ def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any, Any]:
         CheckpointError: no such file, a line of another form, or a place that is there twice.
     """
     try:
-        lines = read_bytes_of(path, path, cure=_CURE).decode().split("\n")  # not splitlines, which knows other ends
+        lines = (
+            read_bytes_of(path, path, cure=_CURE).decode().split("\n")
+        )  # not splitlines, which knows other ends
     except UnicodeDecodeError as error:
-        raise CheckpointError(path, "must be a file of lines of text", got=str(error), cure=_CURE) from error
+        raise CheckpointError(
+            path, "must be a file of lines of text", got=str(error), cure=_CURE
+        ) from error
     if lines.pop():
-        raise CheckpointError(path, "must end with a line's end", got="a part of a line", cure=_CURE)
+        raise CheckpointError(
+            path, "must end with a line's end", got="a part of a line", cure=_CURE
+        )
     first, *others = lines or [""]
     found = LineFile(path, _parsed(kind, first, f"{path}:1"))
     num = found.header.num
     for number, text in enumerate(others, 2):
         where = f"{path}:{number}"
-        # A quotation mark within a text is written with a backslash, so no text looks like this key.
+        # A quotation mark within a text is written with a backslash, so no text looks like this
+        # key.
         if kind.sitting and '"sitting":' in text:
             found.take(_parsed(kind.sitting, text, where))
             continue

@@ -1,11 +1,14 @@
-"""lm-evaluation-harness at both ends of an evaluation: it builds the requests, and it reads and scores the answers.
+"""lm-evaluation-harness at both ends of an evaluation: it builds the requests, and it reads and
+scores the answers.
 
-In: a protocol. Out: `Questions`, which any server may be asked; then, from their answers, lm-eval's scores. Prompt,
-shots, stop words, filters and scores are lm-eval's own; between its two ends the requests are ours (`gsm8k.py`).
+In: a protocol. Out: `Questions`, which any server may be asked; then, from their answers, lm-eval's
+scores. Prompt, shots, stop words, filters and scores are lm-eval's own; between its two ends the
+requests are ours (`gsm8k.py`).
 
-Easy to get wrong: lm-eval's own HTTP models drop `finish_reason`, retry, and can score a failed request as an empty
-answer. Here its tasks get recorded answers. lm-eval's `repeats` are not used: most of its filters keep the first answer
-alone. Here each run is scored by itself, and the score is their mean.
+Easy to get wrong: lm-eval's own HTTP models drop `finish_reason`, retry, and can score a failed
+request as an empty answer. Here its tasks get recorded answers. lm-eval's `repeats` are not used:
+most of its filters keep the first answer alone. Here each run is scored by itself, and the score is
+their mean.
 """
 
 import hashlib
@@ -36,7 +39,8 @@ class Question:
     Attributes:
         number: from 0: a run's questions in the dataset's order, run after run.
         run: from 0.
-        prompt: a text, or for chat a JSON list of messages. One that ends with an assistant's is to be continued.
+        prompt: a text, or for chat a JSON list of messages. One that ends with an assistant's is to
+            be continued.
         sha256: of the prompt.
         stop: words that end an answer.
         max_tokens: of an answer.
@@ -78,7 +82,9 @@ class Questions:
 
     @property
     def prompts_sha256(self) -> str:
-        """Of all that is sent: what another lm-eval or datasets draws or words otherwise is not the same question."""
+        """Of all that is sent: what another lm-eval or datasets draws or words otherwise is not the
+        same question.
+        """
         first = self.items[: self.num_asked]  # other runs send the same
         return _sum("\n".join(json.dumps([item.prompt, item.stop]) for item in first))
 
@@ -91,15 +97,17 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
         runs_code: whether the user lets programs run that a model wrote.
 
     Raises:
-        RecipeError: a task that cannot be scored here, no such dataset, a row that lm-eval cannot read or score, or too
-            few rows for the shots.
+        RecipeError: a task that cannot be scored here, no such dataset, a row that lm-eval cannot
+            read or score, or too few rows for the shots.
     """
     refuse_task(protocol, runs_code=runs_code)
     with quiet():
         tasks, rows = open_tasks(protocol)
         for task in tasks.values():
             task.build_all_requests(
-                limit=None if TASKS[protocol.task].group else protocol.limit,  # sub-tasks' rows are cut before
+                limit=None
+                if TASKS[protocol.task].group
+                else protocol.limit,  # sub-tasks' rows are cut before
                 apply_chat_template=protocol.api == "chat",
                 fewshot_as_multiturn=True,
                 chat_template=_as_json,
@@ -114,17 +122,22 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
     ]
     rows_asked = (json.dumps([row[field] for field in fields_of(protocol.task)]) for row in rows)
     dataset_sha256 = _sum("\n".join(rows_asked))
-    return Questions(protocol=protocol, items=tuple(items), dataset_sha256=dataset_sha256, tasks=tasks)
+    return Questions(
+        protocol=protocol, items=tuple(items), dataset_sha256=dataset_sha256, tasks=tasks
+    )
 
 
-def scores(asked: Questions, answers: Mapping[int, str]) -> tuple[tuple[ScoreFact, ...], dict[str, tuple[float, ...]]]:
+def scores(
+    asked: Questions, answers: Mapping[int, str]
+) -> tuple[tuple[ScoreFact, ...], dict[str, tuple[float, ...]]]:
     """lm-eval's scores of the answers.
 
     Args:
         asked: from `questions`.
         answers: text by number, for every question of every run.
 
-    Returns: each of the task's scores, the mean over questions and runs; and by its name what each answer gets, by
+    Returns: each of the task's scores, the mean over questions and runs; and by its name what each
+    answer gets, by
         number: True or False, or a share from 0 to 1 where an answer can be partly right.
     """
     row, num = TASKS[asked.protocol.task], asked.num_asked
@@ -138,7 +151,10 @@ def scores(asked: Questions, answers: Mapping[int, str]) -> tuple[tuple[ScoreFac
             for task in asked.tasks.values():
                 task.apply_filters()
             for task, request in requests:
-                found = {each: task.process_results(request.doc, [request.filtered_resps[each]]) for each in filters}
+                found = {
+                    each: task.process_results(request.doc, [request.filtered_resps[each]])
+                    for each in filters
+                }
                 for name, (metric, each) in row.scores.items():
                     # RULER names its metric by the length of the prompt.
                     right[name].append(float(found[each][metric or str(request.doc["max_length"])]))
@@ -151,7 +167,8 @@ def scores(asked: Questions, answers: Mapping[int, str]) -> tuple[tuple[ScoreFac
     return tuple(facts), by_filter
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
+# --- requests
+# --------------------------------------------------------------------------------------------------
 
 
 def _question(protocol: Evaluation, number: int, run: int, request: Instance) -> Question:
@@ -168,7 +185,9 @@ def _question(protocol: Evaluation, number: int, run: int, request: Instance) ->
 
 
 def _refuse_unscored(protocol: Evaluation, tasks: Tasks) -> None:
-    """Score an empty answer to each question: what lm-eval cannot read of a row fails now, not after all answers."""
+    """Score an empty answer to each question: what lm-eval cannot read of a row fails now, not
+    after all answers.
+    """
     for name, task in tasks.items():
         for number, request in enumerate(task.instances, 1):
             try:
@@ -177,11 +196,15 @@ def _refuse_unscored(protocol: Evaluation, tasks: Tasks) -> None:
                 where = f"evaluation.dataset {protocol.dataset_name}: question {number} of {name}"
                 got = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
                 cure = "Mend the row, or name another dataset"
-                raise RecipeError(where, "must be one that lm-eval can score", got=got, cure=cure) from error
+                raise RecipeError(
+                    where, "must be one that lm-eval can score", got=got, cure=cure
+                ) from error
 
 
 def _as_json(chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    """Messages as they are: the server applies its template, and goes on where the last one is an assistant's."""
+    """Messages as they are: the server applies its template, and goes on where the last one is an
+    assistant's.
+    """
     assert add_generation_prompt == (chat_history[-1]["role"] == "user")
     return json.dumps(chat_history)
 

@@ -1,11 +1,12 @@
-"""Programs that a model wrote, run and judged in processes of their own: in the place of Hugging Face's `code_eval`.
+"""Programs that a model wrote, run and judged in processes of their own: in the place of Hugging
+Face's `code_eval`.
 
 In: a program and its test. Out: whether it passes, in the form that lm-eval's humaneval asks for.
 
-Easy to get wrong: `evaluate.load("code_eval")` fetches the module that runs the code from the Hub, and there the
-program itself could say that it passed. Here one process runs the program and another one its test
-(`model_code_child.py`). bubblewrap (bwrap) alone keeps a program away from the machine; without it a program may do
-what the user may, and docs/tasks.md says so.
+Easy to get wrong: `evaluate.load("code_eval")` fetches the module that runs the code from the Hub,
+and there the program itself could say that it passed. Here one process runs the program and another
+one its test (`model_code_child.py`). bubblewrap (bwrap) alone keeps a program away from the
+machine; without it a program may do what the user may, and docs/tasks.md says so.
 """
 
 import os
@@ -26,14 +27,22 @@ from ..facts.child import Child
 
 WALL_SECONDS = 20.0
 OPEN = (
-    "The model's programs run with your rights, files and network, because bubblewrap (bwrap) is not installed or may "
-    "not run here. Install it, or run the evaluation in a container that holds nothing else: docker run --network "
-    "none (docs/tasks.md)."
+    "The model's programs run with your rights, files and network, because bubblewrap (bwrap) is "
+    "not installed or may not run here. Install it, or run the evaluation in a container that "
+    "holds nothing else: docker run --network none (docs/tasks.md)."
 )
 """For the user, where `fence` is empty."""
 _FLAG = "--run-model-code"
 _CHILD = Path(__file__).with_name("model_code_child.py")
-_FENCE = ("--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--chdir", "/")
+_FENCE = (
+    "--unshare-all",
+    "--cap-drop",
+    "ALL",
+    "--die-with-parent",
+    "--new-session",
+    "--chdir",
+    "/",
+)
 _READ = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix, sys.prefix)
 
 
@@ -64,7 +73,12 @@ def fence() -> tuple[str, ...]:
     if _works(()):
         return ()
     cure = "Use another Python, or leave the task out"
-    raise RecipeError(_FLAG, "this Python must be able to run a program", got=f"{sys.executable} cannot", cure=cure)
+    raise RecipeError(
+        _FLAG,
+        "this Python must be able to run a program",
+        got=f"{sys.executable} cannot",
+        cure=cure,
+    )
 
 
 def _works(words: Sequence[str]) -> bool:
@@ -87,16 +101,25 @@ def passes(program: str, test: str, fence: Sequence[str]) -> bool:
     ours, theirs = socket.socketpair()
     with ours, theirs, TemporaryDirectory() as home:
         kept = {"PATH": "", "HOME": home, "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        kept["LD_LIBRARY_PATH"] = os.environ.get("LD_LIBRARY_PATH", "")  # some Pythons do not start without
+        kept["LD_LIBRARY_PATH"] = os.environ.get(
+            "LD_LIBRARY_PATH", ""
+        )  # some Pythons do not start without
         given: dict[str, Any] = {"environment": kept, "cwd": home, "stderr": subprocess.DEVNULL}
         with Child([*words, "0"], stdin=theirs, stdout=subprocess.DEVNULL, **given):
             theirs.close()  # the test's process then sees where the program's ends
             if not ours.recv(1):
-                rule, cure = "a process must start for each program", "Run the command again: the answers are kept"
-                raise RecipeError(_FLAG, rule, got="one that ended before its program began", cure=cure)
+                rule, cure = (
+                    "a process must start for each program",
+                    "Run the command again: the answers are kept",
+                )
+                raise RecipeError(
+                    _FLAG, rule, got="one that ended before its program began", cure=cure
+                )
             with suppress(BrokenPipeError):
                 ours.sendall(f"{program!a}\n".encode())
-            with Child([*words, "1"], stdin=subprocess.PIPE, stdout=ours, text=True, **given) as judge:
+            with Child(
+                [*words, "1"], stdin=subprocess.PIPE, stdout=ours, text=True, **given
+            ) as judge:
                 with suppress(subprocess.TimeoutExpired):
                     judge.process.communicate(ascii(test), timeout=WALL_SECONDS)
                 return judge.process.returncode == 0

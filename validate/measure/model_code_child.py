@@ -1,12 +1,13 @@
-"""One of two processes that judge a program that a model wrote. `model_code.py` starts both with this text.
+"""One of two processes that judge a program that a model wrote. `model_code.py` starts both with
+this text.
 
-In: which end of their link is its own: 0 runs the program, 1 runs the test, which comes on standard input. Out: as exit
-status 0, where the test comes to its end.
+In: which end of their link is its own: 0 runs the program, 1 runs the test, which comes on standard
+input. Out: as exit status 0, where the test comes to its end.
 
-Easy to get wrong: what runs in one process with the test can read it, or end the process as the test would. So the
-program's process never sees the test, and all that it can say is a value, written as Python writes it. A value of a
-class of its own could be equal to everything: only plain ones cross. A name that the test does not know is a function
-of the program.
+Easy to get wrong: what runs in one process with the test can read it, or end the process as the
+test would. So the program's process never sees the test, and all that it can say is a value,
+written as Python writes it. A value of a class of its own could be equal to everything: only plain
+ones cross. A name that the test does not know is a function of the program.
 """
 
 import ast

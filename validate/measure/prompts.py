@@ -1,7 +1,8 @@
 """What a server is asked, unless the user brings prompts: eight word problems of GSM8K's kind.
 
-Every language model goes on with them, and the models that ship with keepmtp were trained on such (these eight are held
-out). Acceptance depends on the text: for a figure about your traffic, bring your traffic.
+Every language model goes on with them, and the models that ship with keepmtp were trained on such
+(these eight are held out). Acceptance depends on the text: for a figure about your traffic, bring
+your traffic.
 """
 
 import json
@@ -17,7 +18,10 @@ _QUESTIONS = (
     "Ned has 8 boxes with 5 toys in each box and 4 more toys. How many toys are there in all?",
     "Ben has 34 cards. Ben buys 20 more and then gives away 2. How many cards are left?",
     "Joe has 3 boxes with 9 pens in each box. How many pens are there in all?",
-    "Eva has 5 boxes with 7 apples in each box and 4 more apples. How many apples are there in all?",
+    (
+        "Eva has 5 boxes with 7 apples in each box and 4 more apples. How many apples are there in "
+        "all?"
+    ),
     "Ida has 36 eggs. Ida gives away 18 eggs. How many eggs are left?",
 )
 PROMPTS = tuple(f"Question: {question}\nAnswer:" for question in _QUESTIONS)

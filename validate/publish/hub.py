@@ -1,12 +1,13 @@
-"""The calls of the Hugging Face Hub that `keepmtp publish` needs: sign in, look, create, upload, make public.
+"""The calls of the Hugging Face Hub that `keepmtp publish` needs: sign in, look, create, upload,
+make public.
 
-In: a token, from huggingface_hub.get_token, and a repository's name. Out: values, or one sentence. Where the server
-repeats the token, the sentence has `<token>` instead.
+In: a token, from huggingface_hub.get_token, and a repository's name. Out: values, or one sentence.
+Where the server repeats the token, the sentence has `<token>` instead.
 
-Easy to get wrong: huggingface_hub 1.33 tries again where it uploads bytes (`http_backoff`), but not in whoami-v2,
-repos/create, listings, settings, nor in each commit. So each call is tried again here. That is safe, because a commit
-holds only what is missing. And it takes an answer as it comes: a field that is not there is a KeyError, and a commit
-may be the number 7.
+Easy to get wrong: huggingface_hub 1.33 tries again where it uploads bytes (`http_backoff`), but not
+in whoami-v2, repos/create, listings, settings, nor in each commit. So each call is tried again
+here. That is safe, because a commit holds only what is missing. And it takes an answer as it comes:
+a field that is not there is a KeyError, and a commit may be the number 7.
 """
 
 import re
@@ -17,13 +18,25 @@ from typing import Annotated, TypeVar
 
 from httpx import HTTPError, TransportError
 from huggingface_hub import CommitOperationCopy, HfApi, constants
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import logging as hf_logging
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...checkpoints import hub_client
-from ...checkpoints.hub_client import BUSY, LONGEST_WAIT_SECONDS, PATIENCE, QUESTION_LIMITS, HubError, seconds_to_wait
+from ...checkpoints.hub_client import (
+    BUSY,
+    LONGEST_WAIT_SECONDS,
+    PATIENCE,
+    QUESTION_LIMITS,
+    HubError,
+    seconds_to_wait,
+)
 from ...recipes.errors import KeepMTPError, first_fault
 
 WAITS_SECONDS = (2, 10, 30)
@@ -36,16 +49,23 @@ _TOKENS = "https://huggingface.co/settings/tokens"
 _NEW_TOKEN = f"Make one with write access at {_TOKENS} and set HF_TOKEN, or run `hf auth login`"
 _RULES: Mapping[int, tuple[str, str]] = {
     401: ("the Hub must know the token", _NEW_TOKEN),
-    403: ("the token must be allowed to write there", f"Take one that is ({_TOKENS}), ask an owner, or another --repo"),
+    403: (
+        "the token must be allowed to write there",
+        f"Take one that is ({_TOKENS}), ask an owner, or another --repo",
+    ),
     412: ("nobody else may write to it meanwhile", AGAIN),
-    **dict.fromkeys((400, 402, 404, 409, 413, 422), ("the Hub must accept it", "Check --repo and its page")),
+    **dict.fromkeys(
+        (400, 402, 404, 409, 413, 422), ("the Hub must accept it", "Check --repo and its page")
+    ),
 }
 # What huggingface_hub raises where an answer has another form than it expects.
 _OTHER_FORM = (KeyError, TypeError, AttributeError, IndexError)
 
 
 class Blob(BaseModel):
-    """A file of a commit; the Hub has the SHA-256 of a large one, and of a small one git's hash alone."""
+    """A file of a commit; the Hub has the SHA-256 of a large one, and of a small one git's hash
+    alone.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -76,7 +96,8 @@ class Hub:
     def __init__(self, token: str, *, watch: Callable[[str], None]) -> None:
         hub_client.refuse_endpoint(constants.ENDPOINT)
         hub_client.install()
-        hf_logging.set_verbosity_error()  # its warnings quote the server's, which may hold the token
+        # its warnings quote the server's, which may hold the token
+        hf_logging.set_verbosity_error()
         self._token, self.watch = token, watch
         self._api = HfApi(token=token)
 
@@ -97,7 +118,8 @@ class Hub:
             raise HubError("the Hub", rule, got=got, cure=_NEW_TOKEN)
 
     def look(self, repo: str, *, revision: str | None = None) -> Remote | None:
-        """What a repository holds, at `revision` or now; None if there is none that this token may see.
+        """What a repository holds, at `revision` or now; None if there is none that this token may
+        see.
 
         Raises:
             HubError: it has another name now, or the Hub's answer has another form.
@@ -115,11 +137,17 @@ class Hub:
                 raise HubError("--repo", "must be the repository's own name", got=got, cure=cure)
             blobs = {}
             for file in self._api.list_repo_tree(repo, recursive=True, revision=info.sha):
-                if not isinstance(file.path, str):  # what is no file is a folder to huggingface_hub, whatever it is
+                if not isinstance(
+                    file.path, str
+                ):  # what is no file is a folder to huggingface_hub, whatever it is
                     raise TypeError(f"a path in its list is {file.path!r}")
                 if isinstance(file, RepoFile):
                     sha256 = file.lfs.sha256 if file.lfs else None
-                    blobs[file.path] = {"size": file.size, "git_hash": file.blob_id, "sha256": sha256}
+                    blobs[file.path] = {
+                        "size": file.size,
+                        "git_hash": file.blob_id,
+                        "sha256": sha256,
+                    }
             found = {"repo": repo, "commit": info.sha, "is_private": info.private, "files": blobs}
             return Remote.model_validate(found)
 
@@ -131,24 +159,43 @@ class Hub:
 
     def create_branch(self, repo: str, branch: str, *, commit: str) -> None:
         """Make a branch at a commit, if there is none of this name."""
-        self._ask(repo, lambda: self._api.create_branch(repo, branch=branch, revision=commit, exist_ok=True))
+        self._ask(
+            repo,
+            lambda: self._api.create_branch(repo, branch=branch, revision=commit, exist_ok=True),
+        )
 
     def upload(self, repo: str, folder: Path, *, branch: str, parent: str, message: str) -> str:
         """Send a folder's files on top of the commit `parent`; returns the commit that holds them.
 
-        With hf_xet, huggingface_hub sends by Xet: what the Hub has of a file already is not sent again.
+        With hf_xet, huggingface_hub sends by Xet: what the Hub has of a file already is not sent
+        again.
         """
 
         def send() -> str:
             done = self._api.upload_folder(
-                repo_id=repo, folder_path=folder, revision=branch, parent_commit=parent, commit_message=message
+                repo_id=repo,
+                folder_path=folder,
+                revision=branch,
+                parent_commit=parent,
+                commit_message=message,
             )
             return done.oid
 
         return self._ask(repo, send, is_long=True)
 
-    def merge(self, repo: str, names: Sequence[str], *, branch: str, commit: str, parent: str, message: str) -> None:
-        """Let the main branch have the files of a branch's commit, in one commit on top of `parent`."""
+    def merge(
+        self,
+        repo: str,
+        names: Sequence[str],
+        *,
+        branch: str,
+        commit: str,
+        parent: str,
+        message: str,
+    ) -> None:
+        """Let the main branch have the files of a branch's commit, in one commit on top of
+        `parent`.
+        """
         copies = [CommitOperationCopy(name, name, src_revision=commit) for name in names]
         create = self._api.create_commit
         self._ask(repo, lambda: create(repo, copies, commit_message=message, parent_commit=parent))
@@ -174,11 +221,14 @@ class Hub:
         """
         PATIENCE.silences = 0
         for wait in waits:
-            PATIENCE.until = None if is_long else time.monotonic() + QUESTION_LIMITS * PATIENCE.seconds
+            PATIENCE.until = (
+                None if is_long else time.monotonic() + QUESTION_LIMITS * PATIENCE.seconds
+            )
             try:
                 return call()
-            # HfHubHTTPError is an HTTPError; the upload's threads wrap it in a RuntimeError; what the Hub refuses to
-            # store is a ValueError (huggingface_hub 1.33 _commit_api.py), and so is an answer that is no JSON.
+            # HfHubHTTPError is an HTTPError; the upload's threads wrap it in a RuntimeError; what
+            # the Hub refuses to store is a ValueError (huggingface_hub 1.33 _commit_api.py), and so
+            # is an answer that is no JSON.
             except (HTTPError, OSError, RuntimeError, ValueError, *_OTHER_FORM) as error:
                 if isinstance(own := _root(error), KeepMTPError):
                     raise own from None
@@ -195,7 +245,10 @@ class Hub:
         status = _status(error)
         rule, cure = _RULES.get(status, ("the Hub must answer", AGAIN))
         if not status and isinstance(error, (ValueError, *_OTHER_FORM)):
-            rule, cure = "the Hub's answer must have its usual form", f"Check HF_ENDPOINT and the network. {AGAIN}"
+            rule, cure = (
+                "the Hub's answer must have its usual form",
+                f"Check HF_ENDPOINT and the network. {AGAIN}",
+            )
         return HubError(repo, rule, got=self._words(error), cure=cure)
 
     def _words(self, error: Exception) -> str:
@@ -209,8 +262,12 @@ class Hub:
         return self._clean(f"{status}: {line}" if status and str(status) not in line else line)
 
     def _clean(self, text: str) -> str:
-        """Without the token, and without the query of a URL: that of a presigned URL has its signature."""
-        return re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]+", r"\1", text.replace(self._token, "<token>"))
+        """Without the token, and without the query of a URL: that of a presigned URL has its
+        signature.
+        """
+        return re.sub(
+            r"(https?://[^\s?'\"]+)\?[^\s'\"]+", r"\1", text.replace(self._token, "<token>")
+        )
 
 
 def _pause(error: Exception, wait: int | None) -> int | None:

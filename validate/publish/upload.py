@@ -1,11 +1,13 @@
 """Sends a checkpoint and its card to the Hub, compares what arrived, and only then lets it be seen.
 
-In: a `Parcel` (upload_set.py) and a repository's name. Out: the commit that holds exactly these files, by their hashes.
+In: a `Parcel` (upload_set.py) and a repository's name. Out: the commit that holds exactly these
+files, by their hashes.
 
-Easy to get wrong: bytes with the hashes of the report are those that were loaded and served, so nothing is loaded there
-once more. But a repository that exists may be somebody else's. A file that differs is replaced only on request,
-nothing is deleted, and a run that continues after a cut must recognize its own files. A repository that everybody reads
-gets a branch, and its main branch the branch's files once they are checked.
+Easy to get wrong: bytes with the hashes of the report are those that were loaded and served, so
+nothing is loaded there once more. But a repository that exists may be somebody else's. A file that
+differs is replaced only on request, nothing is deleted, and a run that continues after a cut must
+recognize its own files. A repository that everybody reads gets a branch, and its main branch the
+branch's files once they are checked.
 """
 
 import hashlib
@@ -54,7 +56,8 @@ def check_name(repo: str) -> None:
     """Refuse a name that no repository of the Hub can have, before anything is read.
 
     Raises:
-        RecipeError: not ORG/NAME, characters that the Hub does not take, or the name of a folder here.
+        RecipeError: not ORG/NAME, characters that the Hub does not take, or the name of a folder
+            here.
     """
     if not is_repo_id(repo) or not repo.isascii():
         rule = "must be ORG/NAME with letters, digits, and single - _ . between them"
@@ -67,7 +70,9 @@ def check_name(repo: str) -> None:
 
 
 def compare(parcel: Parcel, remote: Remote | None) -> dict[str, FileState]:
-    """Compare a parcel with what the repository holds (None: there is no repository), by the files of both."""
+    """Compare a parcel with what the repository holds (None: there is no repository), by the files
+    of both.
+    """
     there = remote.files if remote else {}
     states: dict[str, FileState] = dict.fromkeys(parcel.files, "new")
     for name in sorted(there.keys() - {*HUBS_OWN}):
@@ -92,8 +97,13 @@ def refuse_overwriting(repo: str, found: Mapping[str, FileState]) -> None:
     """
     strange = [f"another {name}" for name in named(found, "differs")] + named(found, "other")
     if strange:
-        cure = "Take another --repo, or add --update: its history keeps what is replaced, and nothing is deleted"
-        raise RecipeError(repo, "must be empty or hold this checkpoint", got=listed(strange), cure=cure)
+        cure = (
+            "Take another --repo, or add --update: its history keeps what is replaced, and "
+            "nothing is deleted"
+        )
+        raise RecipeError(
+            repo, "must be empty or hold this checkpoint", got=listed(strange), cure=cure
+        )
 
 
 def publish(
@@ -105,7 +115,8 @@ def publish(
     update: bool = False,
     may_be_public: bool = False,
 ) -> Published:
-    """Send the parcel, compare and check it there, and then make it public or let the main branch have it.
+    """Send the parcel, compare and check it there, and then make it public or let the main branch
+    have it.
 
     Files that the repository has already are not sent again.
 
@@ -126,13 +137,18 @@ def publish(
         hub.create(repo)
     before = _must_be_there(hub, repo)
     if not before.is_private and not may_be_public:
-        raise RecipeError(repo, "must be private until it is checked", got="a public one", cure="Make it private")
+        raise RecipeError(
+            repo, "must be private until it is checked", got="a public one", cure="Make it private"
+        )
     found = compare(parcel, before)
     if not update:
         refuse_overwriting(repo, found)
     missing, others = named(found, "new", "differs"), named(found, "other")
     if strange := [name for name in others if name.endswith(_WEIGHTS)]:
-        rule, cure = "must hold no weights of another checkpoint: a server would read them", "Delete them there first"
+        rule, cure = (
+            "must hold no weights of another checkpoint: a server would read them",
+            "Delete them there first",
+        )
         raise RecipeError(repo, rule, got=listed(strange), cure=cure)
     message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
     branch, commit = "main", before.commit
@@ -142,14 +158,18 @@ def publish(
             hub.create_branch(repo, branch, commit=commit)
             commit = _must_be_there(hub, repo, branch).commit
         with held(parcel.folder, "only one run may publish a checkpoint"):
-            commit = _upload(parcel, missing, hub, repo, branch=branch, parent=commit, message=message)
+            commit = _upload(
+                parcel, missing, hub, repo, branch=branch, parent=commit, message=message
+            )
     there = _must_be_there(hub, repo, commit)
     try:
         verify(parcel, there, others=others)
         if branch == "main":
             _refuse_other_head(hub, there, AGAIN)
         else:
-            hub.merge(repo, missing, branch=branch, commit=commit, parent=before.commit, message=message)
+            hub.merge(
+                repo, missing, branch=branch, commit=commit, parent=before.commit, message=message
+            )
     except (GateError, HubError) as error:
         state = "stays private" if before.is_private else "is public, as it was"
         raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
@@ -168,7 +188,14 @@ def publish(
 
 
 def _upload(
-    parcel: Parcel, names: Sequence[str], hub: Hub, repo: str, *, branch: str, parent: str, message: str
+    parcel: Parcel,
+    names: Sequence[str],
+    hub: Hub,
+    repo: str,
+    *,
+    branch: str,
+    parent: str,
+    message: str,
 ) -> str:
     """One folder with exactly these files: links to those of the checkpoint, and the card's own."""
     with ScratchFolder("keepmtp-publish-") as folder:
@@ -186,7 +213,12 @@ def _must_be_there(hub: Hub, repo: str, revision: str | None = None) -> Remote:
     """A repository, which was made or written to just now."""
     remote = hub.look(repo, revision=revision)
     if remote is None:
-        raise HubError(repo, "must be there, as the Hub has said", got="none", cure="Look at its page on the Hub")
+        raise HubError(
+            repo,
+            "must be there, as the Hub has said",
+            got="none",
+            cure="Look at its page on the Hub",
+        )
     return remote
 
 
@@ -209,11 +241,14 @@ def _make_public(hub: Hub, checked: Remote) -> None:
         hub.set_visibility(checked.repo, is_private=True)
         raise
     if now.is_private:
-        raise HubError(checked.repo, "must be public, as the Hub has said", got="a private one", cure=AGAIN)
+        raise HubError(
+            checked.repo, "must be public, as the Hub has said", got="a private one", cure=AGAIN
+        )
 
 
 def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> None:
-    """Compare a commit with the parcel, file by file: sizes, SHA-256 of large files, git's hash of small ones.
+    """Compare a commit with the parcel, file by file: sizes, SHA-256 of large files, git's hash of
+    small ones.
 
     The Hub computes both hashes from what it received.
 
@@ -225,10 +260,20 @@ def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> Non
     """
     found = compare(parcel, remote)
     wrong = [f"{name} is not there" for name in named(found, "new")]
-    wrong += [f"{name} is {_difference(parcel.files[name], remote.files[name])}" for name in named(found, "differs")]
-    wrong += [f"{name} is there, which was not sent" for name in named(found, "other") if name not in others]
+    wrong += [
+        f"{name} is {_difference(parcel.files[name], remote.files[name])}"
+        for name in named(found, "differs")
+    ]
+    wrong += [
+        f"{name} is there, which was not sent"
+        for name in named(found, "other")
+        if name not in others
+    ]
     if wrong:
-        where, cure = f"{remote.repo} at {remote.commit}", "Run the same command with --update to send them again"
+        where, cure = (
+            f"{remote.repo} at {remote.commit}",
+            "Run the same command with --update to send them again",
+        )
         raise GateError(where, "must hold the bytes that were sent", got=listed(wrong), cure=cure)
 
 
@@ -241,6 +286,11 @@ def _difference(local: LocalFile, there: Blob) -> str:
     content = local.content
     if content is None:
         content = read_bytes_of(local.path, local.path)
-    # Git's hash says only that the Hub has what is here now, and the report only what was here then.
+    # Git's hash says only that the Hub has what is here now, and the report only what was here
+    # then.
     is_measured = hashlib.sha256(content).hexdigest() == local.sha256
-    return "" if is_measured and git_hash(content) == there.git_hash else "of another git hash there than here"
+    return (
+        ""
+        if is_measured and git_hash(content) == there.git_hash
+        else "of another git hash there than here"
+    )

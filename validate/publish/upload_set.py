@@ -1,11 +1,12 @@
 """The files that `keepmtp publish` may send: those of a green report and of its card, or a refusal.
 
-In: a checkpoint folder with its evidence (NAME.report) and card (NAME.card). Out: a `Parcel`: name in the repository ->
-file here, bytes, hash.
+In: a checkpoint folder with its evidence (NAME.report) and card (NAME.card). Out: a `Parcel`: name
+in the repository -> file here, bytes, hash.
 
-Easy to get wrong: the list comes from the report, never from the files that a folder holds, and a report can name any
-file. So each name must be known as a checkpoint's, and no link is followed. A file's time of change proves nothing:
-what the Hub has received is compared with the report's hashes before anybody else can read it (upload.py).
+Easy to get wrong: the list comes from the report, never from the files that a folder holds, and a
+report can name any file. So each name must be known as a checkpoint's, and no link is followed. A
+file's time of change proves nothing: what the Hub has received is compared with the report's hashes
+before anybody else can read it (upload.py).
 """
 
 import hashlib
@@ -16,7 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...checkpoints.companions import companions_among
-from ...checkpoints.identity import Identity, ReadingBar, identify, listed, measured_anew, refuse_other_bytes
+from ...checkpoints.identity import (
+    Identity,
+    ReadingBar,
+    identify,
+    listed,
+    measured_anew,
+    refuse_other_bytes,
+)
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, GateError
 from ...recipes.families import find_view
@@ -31,7 +39,8 @@ class LocalFile:
     """A file to send; `path` on this machine.
 
     Attributes:
-        content: of a file of the card, as the report makes it; None: the bytes are read from `path`.
+        content: of a file of the card, as the report makes it; None: the bytes are read from
+            `path`.
     """
 
     path: Path
@@ -56,11 +65,16 @@ class Parcel:
 
 
 def prepare(
-    folder: Path, *, repo: str = "", watch: ReadingBar | None = None, reading: ReadingBar | None = None
+    folder: Path,
+    *,
+    repo: str = "",
+    watch: ReadingBar | None = None,
+    reading: ReadingBar | None = None,
 ) -> Parcel:
     """The files that would be sent, or a refusal.
 
-    A file with the same size and time of change as before is not hashed again. Values are read each time.
+    A file with the same size and time of change as before is not hashed again. Values are read each
+    time.
 
     Args:
         folder: the checkpoint.
@@ -69,8 +83,10 @@ def prepare(
         reading: a progress bar, for the values that are read.
 
     Raises:
-        CheckpointError: no checkpoint, report or card; one of them was altered; or the bytes are not the report's.
-        GateError: the report is red, or has no judgement; or a value is one that no model can compute with.
+        CheckpointError: no checkpoint, report or card; one of them was altered; or the bytes are
+            not the report's.
+        GateError: the report is red, or has no judgement; or a value is one that no model can
+            compute with.
     """
     verified, identity = ready_report(folder)
     refuse_other_bytes(folder, identity, identify(folder, cache=report_folder(folder), watch=watch))
@@ -79,24 +95,37 @@ def prepare(
     for name, fact in identity.files.items():
         files[name] = LocalFile(path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
     place = card.card_folder(folder)
-    # The card's files as the report makes them, which is what the folder has; it may have something else later.
+    # The card's files as the report makes them, which is what the folder has; it may have something
+    # else later.
     for name, content in card.verified_files(folder, repository=repo).items():
         if name in files:
             got, cure = "one of the checkpoint's", "Move it away and check again"
-            raise CheckpointError(folder / name, "the card has a file of this name", got=got, cure=cure)
+            raise CheckpointError(
+                folder / name, "the card has a file of this name", got=got, cure=cure
+            )
         sha256 = hashlib.sha256(content).hexdigest()
-        files[name] = LocalFile(path=place / name, num_bytes=len(content), sha256=sha256, content=content)
-    return Parcel(folder=folder, report=verified, identity=identity, files=dict(sorted(files.items())))
+        files[name] = LocalFile(
+            path=place / name, num_bytes=len(content), sha256=sha256, content=content
+        )
+    return Parcel(
+        folder=folder, report=verified, identity=identity, files=dict(sorted(files.items()))
+    )
 
 
 def ready_report(folder: Path) -> tuple[FullReport, Identity]:
-    """The report of a checkpoint that may be sent, as far as small files say, and the bytes that it is about.
+    """The report of a checkpoint that may be sent, as far as small files say, and the bytes that it
+    is about.
 
     Raises:
         CheckpointError, GateError: as `prepare`.
     """
     if not (folder / "config.json").is_file():
-        raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Name its folder")
+        raise CheckpointError(
+            folder,
+            "what is published is a checkpoint",
+            got="no config.json",
+            cure="Name its folder",
+        )
     _refuse_links(folder)
     card.refuse_no_record(folder)
     evidence = report_folder(folder)
@@ -108,8 +137,13 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
     card.refuse_none(card.card_folder(folder), folder)
     identity = verified.identity
     if identity is None:
-        where, cure = evidence / report.JSON_FILE, f"Run `keepmtp check {shlex.quote(str(folder))} --record`"
-        raise CheckpointError(where, "must say which bytes it is about", got="no identity", cure=cure)
+        where, cure = (
+            evidence / report.JSON_FILE,
+            f"Run `keepmtp check {shlex.quote(str(folder))} --record`",
+        )
+        raise CheckpointError(
+            where, "must say which bytes it is about", got="no identity", cure=cure
+        )
     _refuse_unknown(folder, identity.files)
     return verified, identity
 
@@ -121,7 +155,9 @@ def _refuse_red(verified: FullReport, evidence: Path) -> None:
     if judgement is None:
         got = "no judgement"
     elif judgement.verdict != "pass":
-        why = next(reason.says for reason in judgement.reasons if reason.verdict == judgement.verdict)
+        why = next(
+            reason.says for reason in judgement.reasons if reason.verdict == judgement.verdict
+        )
         got = f"{judgement.title} ({why.rstrip('.')})"
     elif not verdict.ok:
         got = f"{verdict.label.lower()} ({verdict.says.rstrip('.')})"
@@ -131,11 +167,15 @@ def _refuse_red(verified: FullReport, evidence: Path) -> None:
 
 
 def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
-    """Read every scale, every weight that is not packed and the whole MTP block; whatever report.json says of them."""
+    """Read every scale, every weight that is not packed and the whole MTP block; whatever
+    report.json says of them.
+    """
     from ..check.values import Watch, check_values  # imports torch
 
     opened = open_source(folder)
-    runtime = RuntimeView(source=opened, view=find_view(opened.config, opened.where, opened.entries))
+    runtime = RuntimeView(
+        source=opened, view=find_view(opened.config, opened.where, opened.entries)
+    )
     for worst in check_values(runtime, "unpacked", watch=Watch(reading)).findings:
         if worst.severity == "error":
             rule = "what is published must hold values that a model can compute with"
@@ -143,12 +183,16 @@ def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse a link among the folder's files: what it leads to may be private, or another file a minute later."""
+    """Refuse a link among the folder's files: what it leads to may be private, or another file a
+    minute later.
+    """
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if path.is_symlink() and not is_hidden:
             got = f"a link to {os.readlink(path)}"
-            raise CheckpointError(path, "only the folder's own files are published", got=got, cure="Put a copy there")
+            raise CheckpointError(
+                path, "only the folder's own files are published", got=got, cure="Put a copy there"
+            )
 
 
 def _refuse_unknown(folder: Path, names: Iterable[str]) -> None:
@@ -156,4 +200,6 @@ def _refuse_unknown(folder: Path, names: Iterable[str]) -> None:
     unknown = companions_among(names).left
     if unknown:
         cure = f"Move it away, and measure again: {measured_anew(folder)}"
-        raise CheckpointError(folder, "only known files of a checkpoint are published", got=listed(unknown), cure=cure)
+        raise CheckpointError(
+            folder, "only known files of a checkpoint are published", got=listed(unknown), cure=cure
+        )

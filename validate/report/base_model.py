@@ -1,9 +1,10 @@
 """The base model that a card may name: what was read from the Hub, or what the author states.
 
-In: a checkpoint's record, and `--base-model`. Out: a `BaseModel`: the Hub id and a sentence that says how it is known.
+In: a checkpoint's record, and `--base-model`. Out: a `BaseModel`: the Hub id and a sentence that
+says how it is known.
 
-Easy to get wrong: a recipe names a release, and its user quantizes a fine-tune of it. Configuration and headers of both
-are equal. So of a local folder nothing is known but what its user states.
+Easy to get wrong: a recipe names a release, and its user quantizes a fine-tune of it. Configuration
+and headers of both are equal. So of a local folder nothing is known but what its user states.
 """
 
 import re
@@ -36,7 +37,9 @@ class BaseModel:
     says: str
 
 
-NO_BASE_MODEL = BaseModel(name="", is_proven=False, says="The author names no base model on the Hub.")
+NO_BASE_MODEL = BaseModel(
+    name="", is_proven=False, says="The author names no base model on the Hub."
+)
 
 
 def base_model_of(record: Record, named: str | None) -> BaseModel | None:
@@ -51,14 +54,19 @@ def base_model_of(record: Record, named: str | None) -> BaseModel | None:
     if was_read and named in (None, name):
         return BaseModel(name=name, is_proven=True, says=f"Read from the Hub at commit `{commit}`.")
     if named in (None, NONE) and commit == "local" and _is_shipped(name, record.source.files):
-        says = f"`{name}` is a small model that comes with keepmtp; it has no repository on the Hub."
+        says = (
+            f"`{name}` is a small model that comes with keepmtp; it has no repository on the Hub."
+        )
         return BaseModel(name="", is_proven=False, says=says)
     if named == NONE:
         return NO_BASE_MODEL
     if named is None:
         return None
     source = f"the repository `{name}`" if was_read else f"the local folder `{name}`"
-    says = f"Stated by the author. What was read is {source}; keepmtp did not compare it with `{named}`."
+    says = (
+        f"Stated by the author. What was read is {source}; keepmtp did not compare it with "
+        f"`{named}`."
+    )
     return BaseModel(name=named, is_proven=False, says=says)
 
 
@@ -68,7 +76,9 @@ def refuse_unknown(source: Source) -> None:
     Raises:
         CheckpointError: it is a local folder, and no shipped model.
     """
-    if source.mtp_source is not None and source.folder is not None:  # a block of another repository is no part of it
+    if (
+        source.mtp_source is not None and source.folder is not None
+    ):  # a block of another repository is no part of it
         source = open_source(source.folder)
     if source.revision == "local" and not _is_shipped(Path(source.where).name, file_sizes(source)):
         raise unknown(source.where, f"the local folder {source.where}")
@@ -77,7 +87,9 @@ def refuse_unknown(source: Source) -> None:
 def unknown(where: object, got: str) -> CheckpointError:
     """The refusal that asks for the base model."""
     cure = "Name it with --base-model ORG/NAME, or say --base-model none"
-    return CheckpointError(where, "a card names a base model that was read or is stated", got=got, cure=cure)
+    return CheckpointError(
+        where, "a card names a base model that was read or is stated", got=got, cure=cure
+    )
 
 
 def refuse_no_id(named: str | None) -> None:
@@ -88,11 +100,16 @@ def refuse_no_id(named: str | None) -> None:
     """
     if named is not None and named != NONE and not is_repo_id(named):
         raise RecipeError(
-            "--base-model", "must have the Hub's form", got=repr(named), cure="Choose with --base-model ORG/NAME"
+            "--base-model",
+            "must have the Hub's form",
+            got=repr(named),
+            cure="Choose with --base-model ORG/NAME",
         )
 
 
 def _is_shipped(name: str, files: Mapping[str, int]) -> bool:
     """Whether a folder is one of keepmtp's own models, by the sizes of its files."""
     own = shipped_path(name)
-    return own is not None and {path.name: path.stat().st_size for path in own.glob("*.safetensors")} == dict(files)
+    return own is not None and {
+        path.name: path.stat().st_size for path in own.glob("*.safetensors")
+    } == dict(files)

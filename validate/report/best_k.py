@@ -1,9 +1,11 @@
-"""How many tokens to draft in a step: what was measured says it, else the recipe, else the number of MTP layers.
+"""How many tokens to draft in a step: what was measured says it, else the recipe, else the number
+of MTP layers.
 
 In: a report, or a checkpoint. Out: a `BestK`, with the reason, and with the acceptance to expect.
 
-Easy to get wrong: a k that was measured on other bytes says nothing. So a report counts only if the hashes that its
-folder keeps are of files with today's sizes and times. No byte is read for that: 700 GB would take an hour.
+Easy to get wrong: a k that was measured on other bytes says nothing. So a report counts only if the
+hashes that its folder keeps are of files with today's sizes and times. No byte is read for that:
+700 GB would take an hour.
 """
 
 from dataclasses import dataclass
@@ -40,14 +42,24 @@ class BestK:
 def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
     """As bench recommends, else as evaluated, else one for each MTP layer.
 
-    `device` is the one that will serve: a speed that was measured on a CPU counts for that CPU alone.
+    `device` is the one that will serve: a speed that was measured on a CPU counts for that CPU
+    alone.
     """
     evaluation = report.evaluation
-    if report.bench and counts_bench(report.bench, device=device) and (found := _of_bench(report.bench)):
+    if (
+        report.bench
+        and counts_bench(report.bench, device=device)
+        and (found := _of_bench(report.bench))
+    ):
         return found
     if evaluation:
         why = f"with which {evaluation.protocol.title} was measured"
-        return BestK(k=evaluation.protocol.k, why=why, measured=evaluation.checkpoint, measured_by="keepmtp eval")
+        return BestK(
+            k=evaluation.protocol.k,
+            why=why,
+            measured=evaluation.checkpoint,
+            measured_by="keepmtp eval",
+        )
     runs = report.serve.checkpoint.drafting if report.serve else ()
     measured = next((run for run in runs if run.draft_tokens), None)
     by = "keepmtp serve-check" if measured else ""
@@ -56,20 +68,34 @@ def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
 
 
 def _of_bench(bench: BenchFact) -> BestK | None:
-    """What bench recommends for the smallest load, with what it says of the others; None where it cannot tell."""
-    first, *others = sorted(bench.checkpoint.recommended, key=lambda each: (each.concurrency, each.context))
+    """What bench recommends for the smallest load, with what it says of the others; None where it
+    cannot tell.
+    """
+    first, *others = sorted(
+        bench.checkpoint.recommended, key=lambda each: (each.concurrency, each.context)
+    )
     if first.k is None:
         return None
     load = first.concurrency, first.context
-    also = [f"k={each.k} for {words_of((each.concurrency, each.context))}" for each in others if each.k is not None]
-    why = f"as bench recommends for {words_of(load)} on {bench.environment.get('device') or 'an unnamed device'}"
+    also = [
+        f"k={each.k} for {words_of((each.concurrency, each.context))}"
+        for each in others
+        if each.k is not None
+    ]
+    why = (
+        f"as bench recommends for {words_of(load)} on "
+        f"{bench.environment.get('device') or 'an unnamed device'}"
+    )
     cell = bench.checkpoint.cell(first.k, load)
     measured = cell.drafts if cell and first.k else None
-    return BestK(k=first.k, why="; ".join([why, *also]), measured=measured, measured_by="keepmtp bench")
+    return BestK(
+        k=first.k, why="; ".join([why, *also]), measured=measured, measured_by="keepmtp bench"
+    )
 
 
 def best_k(opened: Source, num_mtp_layers: int, *, device: str = "") -> BestK:
-    """Of a checkpoint: by its NAME.report of these bytes, or the report in its repository; else by recipe or layers.
+    """Of a checkpoint: by its NAME.report of these bytes, or the report in its repository; else by
+    recipe or layers.
 
     Args:
         opened: a folder or a repository.

@@ -1,14 +1,16 @@
-"""The model card of a checkpoint NAME, in the folder NAME.card: made from its evidence and its record alone.
+"""The model card of a checkpoint NAME, in the folder NAME.card: made from its evidence and its
+record alone.
 
-In: a checkpoint folder with NAME.report. Out: a folder of what is uploaded with the checkpoint's own files:
+In: a checkpoint folder with NAME.report. Out: a folder of what is uploaded with the checkpoint's
+own files:
 
-    README.md                   front matter for the Hub, then `card_page.page`
-    acceptance.png, speed.png   where there is something to draw
-    report.json, report.html    the whole evidence, with folders of this machine shortened to their last name
-    .eval_results/TASK.yaml     a score that belongs on its benchmark's leaderboard: GSM8K's, MMLU-Pro's, GPQA Diamond's
+    README.md                  front matter for the Hub, then `card_page.page`
+    acceptance.png, speed.png  where there is something to draw
+    report.json, report.html   the whole evidence, with folders shortened to their last name
+    .eval_results/TASK.yaml    a score that belongs on its benchmark's leaderboard
 
-Easy to get wrong: somebody changes a number after it was measured. A report that differs from its result files makes no
-card, and a card that differs from what its report makes is refused.
+Easy to get wrong: somebody changes a number after it was measured. A report that differs from its
+result files makes no card, and a card that differs from what its report makes is refused.
 """
 
 import os
@@ -40,10 +42,18 @@ from .provenance import changed_by_the_run, groups_of, recipe_text
 from .usage import usage_of
 
 EVAL_RESULTS = tuple(f".eval_results/{task}.yaml" for task in BENCHMARKS)
-FILES = (README, "acceptance.png", "speed.png", reports.JSON_FILE, report_html.HTML_FILE, *EVAL_RESULTS)
+FILES = (
+    README,
+    "acceptance.png",
+    "speed.png",
+    reports.JSON_FILE,
+    report_html.HTML_FILE,
+    *EVAL_RESULTS,
+)
 """Everything that a card folder may hold."""
 _OF_OTHERS = (
-    "A card is for what `keepmtp quantize` made: upload any other checkpoint, also one of fix, graft or convert, with "
+    "A card is for what `keepmtp quantize` made: upload any other checkpoint, also one of fix, "
+    "graft or convert, with "
     "`hf upload ORG/NAME FOLDER`, and let `keepmtp check ORG/NAME` judge it there"
 )
 _SERVED = re.compile(r"^vllm serve (\S+)", re.MULTILINE)
@@ -68,7 +78,8 @@ def build(
 
     Args:
         checkpoint: its evidence is in NAME.report.
-        source: what it was made from, where that is here: its own card gives license, language and task.
+        source: what it was made from, where that is here: its own card gives license, language and
+            task.
         base_model: Hub id, or `none`; default what was read from the Hub.
         license_id: the license's name on the Hub; default the source's.
         out: folder; default `card_folder`.
@@ -77,8 +88,8 @@ def build(
     Returns: the folder, and the report the card was made from.
 
     Raises:
-        CheckpointError: no evidence, or evidence that differs from its report or is about other bytes; or no base model
-            that is known or named.
+        CheckpointError: no evidence, or evidence that differs from its report or is about other
+            bytes; or no base model that is known or named.
         RecipeError: the `report` extra is missing, or a choice does not have the Hub's form.
     """
     require_extra("keepmtp card", "report")
@@ -94,7 +105,9 @@ def build(
     theirs = read_front_matter(source) if source else {}
     inherited = {key: theirs.get(key) for key in INHERITED}
     where = source / README if source else "keepmtp card"
-    metadata = metadata_of(opened, inherited, license_id=license_id, base_model=base.name, where=where)
+    metadata = metadata_of(
+        opened, inherited, license_id=license_id, base_model=base.name, where=where
+    )
     _write(folder, _files(_facts(checkpoint, report, opened, metadata, base)))
     return folder, report
 
@@ -116,11 +129,14 @@ def refuse_none(folder: Path, checkpoint: Path) -> None:
     """
     if not (folder / README).is_file():
         cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}`"
-        raise CheckpointError(folder, "must hold the checkpoint's card", got=f"no {README}", cure=cure)
+        raise CheckpointError(
+            folder, "must hold the checkpoint's card", got=f"no {README}", cure=cure
+        )
 
 
 def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
-    """The folder of a checkpoint's card, once every file of it is compared with what the evidence makes.
+    """The folder of a checkpoint's card, once every file of it is compared with what the evidence
+    makes.
 
     Raises:
         CheckpointError: as `verified_files`.
@@ -130,11 +146,14 @@ def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
     return folder
 
 
-def verified_files(checkpoint: Path, *, repository: str = "", out: Path | None = None) -> dict[str, bytes]:
-    """Name -> bytes of a checkpoint's card, once every file of it is compared with what the evidence makes.
+def verified_files(
+    checkpoint: Path, *, repository: str = "", out: Path | None = None
+) -> dict[str, bytes]:
+    """Name -> bytes of a checkpoint's card, once every file of it is compared with what the
+    evidence makes.
 
-    License, language, task and base model are taken as the card has them: nobody measured them. With `repository`, the
-    commands in README.md name it.
+    License, language, task and base model are taken as the card has them: nobody measured them.
+    With `repository`, the commands in README.md name it.
 
     Raises:
         CheckpointError: no card, or a file of it that differs.
@@ -145,18 +164,24 @@ def verified_files(checkpoint: Path, *, repository: str = "", out: Path | None =
     refuse_none(folder, checkpoint)
     facts = _stated(checkpoint, folder)
     wanted = _files(facts)
-    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
+    found = {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()
+    }
     for name in sorted(wanted.keys() | found.keys()):
         content = read_bytes_of(found[name], found[name]) if name in found else None
         if content != wanted.get(name):
             got = "no such file" if content is None else "another text or drawing"
             got = got if name in wanted else "a file that the report does not make"
-            raise CheckpointError(folder / name, "a card holds what its report makes", got=got, cure=cure)
+            raise CheckpointError(
+                folder / name, "a card holds what its report makes", got=got, cure=cure
+            )
     return wanted | ({README: _readme(replace(facts, repository=repository))} if repository else {})
 
 
 def _stated(checkpoint: Path, folder: Path) -> CardFacts:
-    """What a card in `folder` is made of: the evidence, with what its own front matter and first command state."""
+    """What a card in `folder` is made of: the evidence, with what its own front matter and first
+    command state.
+    """
     report, opened = _verified(checkpoint)
     front = read_front_matter(folder)
     named = str(front.get("base_model") or NONE)
@@ -166,20 +191,29 @@ def _stated(checkpoint: Path, folder: Path) -> CardFacts:
     if base is None or base.name != ("" if named == NONE else named):
         base = NO_BASE_MODEL
     metadata = metadata_of(opened, front, base_model=base.name, where=folder / README)
-    return replace(_facts(checkpoint, report, opened, metadata, base), repository=_repository(folder))
+    return replace(
+        _facts(checkpoint, report, opened, metadata, base), repository=_repository(folder)
+    )
 
 
 def _repository(folder: Path) -> str:
     """The repository that a card's first command names; "" where its owner is left open."""
     found = _SERVED.search((folder / README).read_text(encoding="utf-8", errors="replace"))
-    return found[1] if found and HUB_ID.fullmatch(found[1]) and not found[1].startswith("ORG/") else ""
+    return (
+        found[1] if found and HUB_ID.fullmatch(found[1]) and not found[1].startswith("ORG/") else ""
+    )
 
 
 def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullReport, Source]:
-    """The report with shortened paths, if it is what its results make and the checkpoint still is those bytes."""
+    """The report with shortened paths, if it is what its results make and the checkpoint still is
+    those bytes.
+    """
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(
-            checkpoint, "a card is made of a checkpoint's folder", got="no config.json", cure="Name that folder"
+            checkpoint,
+            "a card is made of a checkpoint's folder",
+            got="no config.json",
+            cure="Name that folder",
         )
     evidence = report_folder(checkpoint)
     if not (evidence / reports.JSON_FILE).is_file():
@@ -191,11 +225,15 @@ def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullRe
         )
     report = reports.verify(evidence)
     if report.identity is not None:
-        refuse_other_bytes(checkpoint, report.identity, identify(checkpoint, cache=evidence, watch=watch))
+        refuse_other_bytes(
+            checkpoint, report.identity, identify(checkpoint, cache=evidence, watch=watch)
+        )
     return portable(report), open_source(checkpoint)
 
 
-def _facts(checkpoint: Path, report: FullReport, opened: Source, metadata: Metadata, base: BaseModel) -> CardFacts:
+def _facts(
+    checkpoint: Path, report: FullReport, opened: Source, metadata: Metadata, base: BaseModel
+) -> CardFacts:
     """What a card is made from, whose repository is not known."""
     from .charts import charts, png  # matplotlib, once it is known to be there
 
@@ -237,12 +275,17 @@ def _readme(told: CardFacts) -> bytes:
 def _refuse_strange(folder: Path) -> None:
     """Refuse to replace a folder that holds anything but a card."""
     strange = [
-        path for path in folder.rglob("*") if not path.is_dir() and path.relative_to(folder).as_posix() not in FILES
+        path
+        for path in folder.rglob("*")
+        if not path.is_dir() and path.relative_to(folder).as_posix() not in FILES
     ]
     if strange or (folder.exists() and not folder.is_dir()):
         got = strange[0] if strange else "a file"
         raise RecipeError(
-            folder, "must be a card's folder, or not there", got=got, cure="Choose another --out, or move it away"
+            folder,
+            "must be a card's folder, or not there",
+            got=got,
+            cure="Choose another --out, or move it away",
         )
 
 

@@ -1,9 +1,10 @@
 """A card's front matter: what the Hub reads.
 
-In: a report, the checkpoint's record, the source's card if it is here, and what the command line says. Out: YAML,
-through huggingface_hub's own types.
+In: a report, the checkpoint's record, the source's card if it is here, and what the command line
+says. Out: YAML, through huggingface_hub's own types.
 
-Easy to get wrong: nobody measured any of it. A value that does not have the Hub's form could add a line of its own.
+Easy to get wrong: nobody measured any of it. A value that does not have the Hub's form could add a
+line of its own.
 """
 
 import re
@@ -22,7 +23,9 @@ from .card_page import CardFacts, Metadata
 
 README = "README.md"
 INHERITED = ("license", "license_name", "license_link", "pipeline_tag", "language")
-"""What a checkpoint's card copies from its source's card. The source's base model is not the checkpoint's."""
+"""What a checkpoint's card copies from its source's card. The source's base model is not the
+checkpoint's.
+"""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 # The Hub's own forms; https://huggingface.co/docs/hub/model-cards#model-card-metadata.
 _WORD = re.compile(r"[\w.+-]{1,64}", re.ASCII)
@@ -54,11 +57,18 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
         got = f"a {type(told).__name__}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         got = " ".join(str(error).split())
-    raise CheckpointError(path, "front matter must be a YAML mapping", got=got, cure="Mend or remove it")
+    raise CheckpointError(
+        path, "front matter must be a YAML mapping", got=got, cure="Mend or remove it"
+    )
 
 
 def metadata_of(
-    opened: Source, front: Mapping[str, Any], *, license_id: str | None = None, base_model: str = "", where: object
+    opened: Source,
+    front: Mapping[str, Any],
+    *,
+    license_id: str | None = None,
+    base_model: str = "",
+    where: object,
 ) -> Metadata:
     """What the command line says, else a card's front matter, else config.json.
 
@@ -86,7 +96,9 @@ def metadata_of(
                 place, cure = "--license", "Choose one like apache-2.0"
             raise RecipeError(place, "must have the Hub's form", got=repr(strange[0]), cure=cure)
     language = tuple(values.pop("language"))
-    return Metadata(**{key: next(iter(words), "") for key, words in values.items()}, language=language)
+    return Metadata(
+        **{key: next(iter(words), "") for key, words in values.items()}, language=language
+    )
 
 
 def front_matter(told: CardFacts) -> str:
@@ -105,7 +117,9 @@ def front_matter(told: CardFacts) -> str:
 
 
 def _listed(value: Any) -> list[str]:
-    """A value of a front matter as a list of words; YAML reads `no`, which is Norwegian, as false."""
+    """A value of a front matter as a list of words; YAML reads `no`, which is Norwegian, as
+    false.
+    """
     if value in (None, ""):
         return []
     values = value if isinstance(value, (list, tuple)) else [value]

@@ -1,7 +1,8 @@
-"""README.md below its front matter: what a model card says, from report.json, keepmtp.json and recipe.yaml alone.
+"""README.md below its front matter: what a model card says, from report.json, keepmtp.json and
+recipe.yaml alone.
 
-In: a `CardFacts`. Out: Markdown. Needs the `report` extra (jinja2). The sentences are in templates/card.md.j2; the rows
-of its tables are those of the page (tables.py).
+In: a `CardFacts`. Out: Markdown. Needs the `report` extra (jinja2). The sentences are in
+templates/card.md.j2; the rows of its tables are those of the page (tables.py).
 
 Easy to get wrong: a card may only have numbers of the report, and numbers computed from them.
 """
@@ -85,8 +86,15 @@ class CardFacts:
         return best_k_of_report(self.report)
 
     def schemes(self, *parts: str) -> tuple[str, ...]:
-        """Of the tensors on disk in these parts, all by default; in the order of the table of schemes."""
-        used = {scheme for group in self.groups if group.part in (parts or (group.part,)) for scheme in group.schemes}
+        """Of the tensors on disk in these parts, all by default; in the order of the table of
+        schemes.
+        """
+        used = {
+            scheme
+            for group in self.groups
+            if group.part in (parts or (group.part,))
+            for scheme in group.schemes
+        }
         return (*(name for name in SCHEMES if name in used), *sorted(used - SCHEMES.keys()))
 
 
@@ -117,7 +125,8 @@ def page(told: CardFacts) -> str:
 
 
 def shell(words: Iterable[str]) -> Md:
-    """A command that a narrow column does not cut: on one line, or an option with its value on each.
+    """A command that a narrow column does not cut: on one line, or an option with its value on
+    each.
 
     A word that would make its line too long begins another one.
     """
@@ -147,8 +156,12 @@ def _commands(told: CardFacts) -> Iterator[Md]:
     source = ["--source", base.name if base.is_proven else told.record.source.name]
     block = ["--mtp-source", told.record.mtp_source.name] if told.record.mtp_source else []
     yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *block, "--out", out])
-    pretended = [word for gpu in dict.fromkeys(load.gpu for load in report.dry) for word in ("--gpu", gpu)]
-    pretended += [word for tp in dict.fromkeys(load.tp for load in report.dry) for word in ("--tp", str(tp))]
+    pretended = [
+        word for gpu in dict.fromkeys(load.gpu for load in report.dry) for word in ("--gpu", gpu)
+    ]
+    pretended += [
+        word for tp in dict.fromkeys(load.tp for load in report.dry) for word in ("--tp", str(tp))
+    ]
     yield shell(["keepmtp", "check", out, "--record", *pretended])
     if report.serve:
         most = max((run.k for run in report.serve.checkpoint.runs), default=1)
@@ -156,14 +169,24 @@ def _commands(told: CardFacts) -> Iterator[Md]:
     if report.evaluation:
         yield shell(["keepmtp", "eval", out, *source])
     if report.bench:
-        yield shell(["keepmtp", "bench", out, *(source if report.bench.source else ()), *_bench_words(report.bench)])
+        yield shell(
+            [
+                "keepmtp",
+                "bench",
+                out,
+                *(source if report.bench.source else ()),
+                *_bench_words(report.bench),
+            ]
+        )
     stated = ["--base-model", base.name] if base.name and not base.is_proven else []
     yield shell(["keepmtp", "card", out, *stated])
 
 
 def _bench_words(bench: BenchFact) -> Iterator[str]:
     """The options that ask the same matrix again; the prompts of others are named by their file."""
-    in_flight, contexts = (sorted(set(values)) for values in zip(*bench.checkpoint.loads, strict=True))
+    in_flight, contexts = (
+        sorted(set(values)) for values in zip(*bench.checkpoint.loads, strict=True)
+    )
     yield from ("-k", ",".join(map(str, tables.ks_of(bench))))
     yield from ("--concurrency", ",".join(map(str, in_flight)))
     if any(contexts):

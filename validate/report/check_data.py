@@ -1,9 +1,10 @@
 """What `check.json` holds next to findings and dry loads: sizes from headers, and the calibration.
 
-In: the `CheckData` of a check, and the opened checkpoint. Out: the same with sizes and calibration (results.py).
+In: the `CheckData` of a check, and the opened checkpoint. Out: the same with sizes and calibration
+(results.py).
 
-Easy to get wrong: a checkpoint without a family's table has no sizes, and one of another tool has no record. The reason
-goes into `absent`.
+Easy to get wrong: a checkpoint without a family's table has no sizes, and one of another tool has
+no record. The reason goes into `absent`.
 """
 
 from collections import defaultdict
@@ -25,7 +26,9 @@ from ..facts.schema import GroupSize
 from ..facts.vllm_env import TESTED
 
 
-def check_data(check: CheckData, *, opened: Source | None = None, source: Source | None = None) -> CheckData:
+def check_data(
+    check: CheckData, *, opened: Source | None = None, source: Source | None = None
+) -> CheckData:
     """A check with everything that headers and the checkpoint's own record say.
 
     Args:
@@ -46,8 +49,12 @@ def check_data(check: CheckData, *, opened: Source | None = None, source: Source
     return check.model_copy(update={"sizes": sizes, "calibration": calibration, "absent": absent})
 
 
-def record_static(folder: Path, checkpoint: Source, identity: Identity, *, source: Source | None = None) -> None:
-    """Write check.json from the static check, unless there is one of the same bytes, which may hold dry loads."""
+def record_static(
+    folder: Path, checkpoint: Source, identity: Identity, *, source: Source | None = None
+) -> None:
+    """Write check.json from the static check, unless there is one of the same bytes, which may hold
+    dry loads.
+    """
     found = read_result(folder, "check")
     if found is not None and found.checkpoint.sha256 == identity.sha256:
         return
@@ -57,7 +64,8 @@ def record_static(folder: Path, checkpoint: Source, identity: Identity, *, sourc
 
 
 def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[GroupSize, ...]:
-    """Bytes by part and module group, from headers, the largest first; `source` is what the checkpoint was made from.
+    """Bytes by part and module group, from headers, the largest first; `source` is what the
+    checkpoint was made from.
 
     Tensors without a place in the family table are the group "unknown" of the backbone.
 
@@ -75,7 +83,12 @@ def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[Gr
         )
         for part, group in sorted(after.keys() | (before or {}).keys())
     ]
-    return tuple(sorted(rows, key=lambda row: (row.part, -max(row.num_bytes, row.num_bytes_before or 0), row.group)))
+    return tuple(
+        sorted(
+            rows,
+            key=lambda row: (row.part, -max(row.num_bytes, row.num_bytes_before or 0), row.group),
+        )
+    )
 
 
 def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
@@ -88,7 +101,9 @@ def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
         if record.calibration is None:
             return None, "None: every value was computed from the weights alone, without batches."
         settings = record.recipe.whole.get("calibration")
-        return calibration_fact(record.calibration, settings if isinstance(settings, Mapping) else {}), ""
+        return calibration_fact(
+            record.calibration, settings if isinstance(settings, Mapping) else {}
+        ), ""
     except ValidationError as error:
         why = first_fault(error)
     except (KeepMTPError, OSError) as error:
@@ -97,7 +112,8 @@ def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
 
 
 def calibration_fact(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> CalibrationFact:
-    """The report's part from a run's own summary (`quantize/calibrate/run.py`) and its recipe's calibration block.
+    """The report's part from a run's own summary (`quantize/calibrate/run.py`) and its recipe's
+    calibration block.
 
     Raises:
         ValidationError: it is not what report.json has.
@@ -112,5 +128,7 @@ def _measured(source: Source) -> defaultdict[tuple[str, str], list[int]]:
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for entry in source.entries.values():
         place = view.place(entry.name)
-        groups[("backbone", "unknown") if place is None else (place.part, place.role)].append(entry.num_bytes)
+        groups[("backbone", "unknown") if place is None else (place.part, place.role)].append(
+            entry.num_bytes
+        )
     return groups

@@ -2,7 +2,8 @@
 
 In: a `ClosenessFact`. Out: names with figures, and sentences.
 
-Easy to get wrong: a figure without its error, its number of tokens, or whether it is a lower bound, is no figure.
+Easy to get wrong: a figure without its error, its number of tokens, or whether it is a lower bound,
+is no figure.
 """
 
 from collections.abc import Iterator
@@ -30,8 +31,8 @@ def flips_in_words(fact: ClosenessFact) -> str:
 def sentence(fact: ClosenessFact) -> str:
     """The one of the card."""
     return (
-        f"{divergence_in_words(fact)} from the source on {fact.tokens:,} tokens of held-out text; the most likely "
-        f"token differs at {flips_in_words(fact)}"
+        f"{divergence_in_words(fact)} from the source on {fact.tokens:,} tokens of held-out text; "
+        f"the most likely token differs at {flips_in_words(fact)}"
     )
 
 
@@ -50,21 +51,21 @@ def figures(fact: ClosenessFact) -> Iterator[tuple[str, str]]:
 def notes(fact: ClosenessFact) -> Iterator[str]:
     """What a reader should know, a sentence or two each."""
     yield (
-        f"Text: {fact.text}, in windows of at most {fact.window:,} tokens. ±: one standard error, over windows; in "
-        "brackets the 95 % interval, by Korn and Graubard."
+        f"Text: {fact.text}, in windows of at most {fact.window:,} tokens. ±: one standard error, "
+        "over windows; in brackets the 95 % interval, by Korn and Graubard."
     )
     if fact.against:
         yield fact.against
     if not fact.is_exact:
         yield (
-            f"The rest of the vocabulary, {percent(fact.outside)} of the source's probability, counts as one token, so "
-            "the divergence is a lower bound."
+            f"The rest of the vocabulary, {percent(fact.outside)} of the source's probability, "
+            "counts as one token, so the divergence is a lower bound."
         )
     for one in fact.predicted:
         if one.as_served != "native":
             yield f"The {one.role} was served as a {one.as_served}: {one.reason}."
         if one.repeated:
             yield (
-                f"Asked the same again, the {one.role}'s server was {one.repeated:.2g} nats a token from itself: less "
-                "than that is rounding."
+                f"Asked the same again, the {one.role}'s server was {one.repeated:.2g} nats a "
+                "token from itself: less than that is rounding."
             )

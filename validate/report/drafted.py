@@ -1,4 +1,5 @@
-"""What was measured of drafting, by the evaluation and by serve-check: what the gate judges, and the headline says.
+"""What was measured of drafting, by the evaluation and by serve-check: what the gate judges, and
+the headline says.
 
 In: draft counters of servers. Out: a `Drafted` for each station that has some.
 
@@ -34,10 +35,11 @@ class Drafted:
 
 
 def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list[Drafted]:
-    """What was measured of drafting, at most one of each station; the first is judged, and on top of the page.
+    """What was measured of drafting, at most one of each station; the first is judged, and on top
+    of the page.
 
-    That is the evaluation, unless only serve-check asked the source. Of serve-check it is the largest k that both
-    drafted with.
+    That is the evaluation, unless only serve-check asked the source. Of serve-check it is the
+    largest k that both drafted with.
     """
     found = []
     if evaluation:
@@ -55,7 +57,11 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
             )
         )
     if serve and serve.checkpoint.drafting:
-        sources = {run.k: run for run in serve.source.drafting if run.draft_tokens} if serve.source else {}
+        sources = (
+            {run.k: run for run in serve.source.drafting if run.draft_tokens}
+            if serve.source
+            else {}
+        )
         run = max(serve.checkpoint.drafting, key=lambda run: (run.k in sources, run.k))
         found.append(
             Drafted(

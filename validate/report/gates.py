@@ -1,12 +1,14 @@
 """The judge: what was measured of a checkpoint, whether that is good enough, and why.
 
-In: the check's findings and dry loads, what real servers did, the scores of tasks, speed, closeness, and the recipe's
-limits. Out: a `JudgementFact` with a reason for each gate: findings, loads, acceptance and the first task; drafting
-where the checkpoint was also asked with MTP off; and one for each limit that only some recipes have (mean recovery,
-worst task, speed, closeness). Its verdict is the worst of theirs: pass, regression, or infeasible where a measurement
-is missing or too small.
+In: the check's findings and dry loads, what real servers did, the scores of tasks, speed,
+closeness, and the recipe's limits. Out: a `JudgementFact` with a reason for each gate: findings,
+loads, acceptance and the first task; drafting where the checkpoint was also asked with MTP off; and
+one for each limit that only some recipes have (mean recovery, worst task, speed, closeness). Its
+verdict is the worst of theirs: pass, regression, or infeasible where a measurement is missing or
+too small.
 
-Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their verdict from here.
+Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their
+verdict from here.
 """
 
 from collections.abc import Collection, Iterable
@@ -50,7 +52,8 @@ def judge(
         check: of these bytes, with the dry loads that were made.
         serve: what `keepmtp serve-check` measured.
         evaluation: what `keepmtp eval` measured.
-        bench: what `keepmtp bench` measured; without a limit on speed in `gates` there is no reason for it.
+        bench: what `keepmtp bench` measured; without a limit on speed in `gates` there is no reason
+            for it.
         closeness: what `keepmtp closeness` measured; likewise.
         listed_tasks: of the recipe.
     """
@@ -64,7 +67,9 @@ def judge(
         *speed(gates, bench),
         *closeness_reasons(gates, closeness),
     )
-    return JudgementFact(verdict=worst(reason.verdict for reason in reasons), gates=gates, reasons=reasons)
+    return JudgementFact(
+        verdict=worst(reason.verdict for reason in reasons), gates=gates, reasons=reasons
+    )
 
 
 def verdict_on(judgement: JudgementFact, gates: Iterable[str]) -> JudgementWord:
@@ -74,7 +79,8 @@ def verdict_on(judgement: JudgementFact, gates: Iterable[str]) -> JudgementWord:
 
 
 def limits_in(record: Path | None, *, cure: str, where: object = None) -> Gates:
-    """The limits in a checkpoint's keepmtp.json; the defaults where there is no record, or none in it.
+    """The limits in a checkpoint's keepmtp.json; the defaults where there is no record, or none in
+    it.
 
     Args:
         record: the file.
@@ -88,7 +94,8 @@ def limits_in(record: Path | None, *, cure: str, where: object = None) -> Gates:
 
 
 def protocols_in(record: Path | None, *, cure: str, where: object = None) -> tuple[Evaluation, ...]:
-    """The protocols in a checkpoint's keepmtp.json, a task each; the default one where there is none.
+    """The protocols in a checkpoint's keepmtp.json, a task each; the default one where there is
+    none.
 
     Args:
         record: the file.
@@ -102,7 +109,9 @@ def protocols_in(record: Path | None, *, cure: str, where: object = None) -> tup
 
 
 def _of_recipe(record: Path | None, key: str, form: Any, cure: str, where: object) -> Any:
-    """A block of the recorded recipe, read as its form; without a record, or a block, the form's defaults."""
+    """A block of the recorded recipe, read as its form; without a record, or a block, the form's
+    defaults.
+    """
     block = read_record(record, where=where, cure=cure).recipe.whole.get(key) if record else None
     try:
         return TypeAdapter(form).validate_python(block or {})
@@ -111,7 +120,7 @@ def _of_recipe(record: Path | None, key: str, form: Any, cure: str, where: objec
         raise CheckpointError(where or record, rule, got=first_fault(error), cure=cure) from error
 
 
-# --- findings and loads -----------------------------------------------------------------------------------------------
+# --- findings and loads ---------------------------------------------------------------------------
 
 
 def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
@@ -127,21 +136,30 @@ def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
         return unmeasured("findings", "Not checked: `keepmtp check CHECKPOINT --record` does.")
     warnings = sum(found.severity == "warning" for found in check.findings)
     also = f"; {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
-    return ReasonFact(gate="findings", verdict="pass", says=f"No error in config.json and the headers{also}.")
+    return ReasonFact(
+        gate="findings", verdict="pass", says=f"No error in config.json and the headers{also}."
+    )
 
 
 def _changed_outputs(serve: ServeCheck) -> str:
-    """The first output that drafting changes without a near-tie, and how many there are; "" if none is changed."""
+    """The first output that drafting changes without a near-tie, and how many there are; "" if none
+    is changed.
+    """
     runs = [(served.role, run) for served in serve.served for run in served.runs]
-    far = [(role, run.k, one) for role, run in runs for one in run.partings or () if not one.is_near_tie]
+    far = [
+        (role, run.k, one)
+        for role, run in runs
+        for one in run.partings or ()
+        if not one.is_near_tie
+    ]
     if not far:
         return ""
     role, k, parting = far[0]
     gap = "unknown" if parting.gap is None else f"{parting.gap:.3f}"
     return (
-        f"{role} with k={k} leaves the output without it in prompt {parting.prompt} at token {parting.at}: "
-        f"{parting.token} instead of {parting.plain_token}, log-probability gap {gap}, more than a near-tie's "
-        f"{GAP_TOLERANCE:g}{more(len(far), 'output')}."
+        f"{role} with k={k} leaves the output without it in prompt {parting.prompt} at token "
+        f"{parting.at}: {parting.token} instead of {parting.plain_token}, log-probability gap "
+        f"{gap}, more than a near-tie's {GAP_TOLERANCE:g}{more(len(far), 'output')}."
     )
 
 
@@ -150,24 +168,42 @@ def _errors(check: CheckData | None) -> list[Finding]:
 
 
 def _loads(
-    check: CheckData | None, serve: ServeCheck | None, evaluation: EvaluationFact | None, bench: BenchFact | None
+    check: CheckData | None,
+    serve: ServeCheck | None,
+    evaluation: EvaluationFact | None,
+    bench: BenchFact | None,
 ) -> ReasonFact:
     """vLLM takes every tensor, on pretended GPUs or in a server of the checkpoint's own bytes."""
     loads = check.dry if check else ()
     if failed := [load for load in loads if not load.ok]:
         why = _why_it_fails(failed[0], check).rstrip(".")
-        says = f"A dry load fails on {places(failed[:1], is_named=True)}: {why}{more(len(failed), 'dry load')}."
+        says = (
+            f"A dry load fails on {places(failed[:1], is_named=True)}: "
+            f"{why}{more(len(failed), 'dry load')}."
+        )
         return ReasonFact(gate="loads", verdict="regression", says=says)
-    runs = serve.checkpoint.runs if serve else ()  # a source's server may fail without any fault here
-    dead = [f"The server with k={run.k} did not come up: {run.error}" for run in runs if not run.loaded]
-    dead += [f"The server with k={run.k} ran with {run.unwritten[0]} unwritten" for run in runs if run.unwritten]
+    runs = (
+        serve.checkpoint.runs if serve else ()
+    )  # a source's server may fail without any fault here
+    dead = [
+        f"The server with k={run.k} did not come up: {run.error}" for run in runs if not run.loaded
+    ]
+    dead += [
+        f"The server with k={run.k} ran with {run.unwritten[0]} unwritten"
+        for run in runs
+        if run.unwritten
+    ]
     if dead:
         says = f"{dead[0].rstrip('.')}{more(len(dead), 'server')}."
         return ReasonFact(gate="loads", verdict="regression", says=says)
     served = [each.checkpoint.as_served for each in (serve, evaluation) if each]
     if bench and any(cell.repetitions for cell in bench.checkpoint.cells):
         served.append(bench.checkpoint.as_served)
-    ways = [f"vLLM's own classes take every tensor on {places(loads, is_named=True)}."] if loads else []
+    ways = (
+        [f"vLLM's own classes take every tensor on {places(loads, is_named=True)}."]
+        if loads
+        else []
+    )
     if "native" in served:
         ways.append("Its own bytes were served.")
     elif not loads:
@@ -182,7 +218,11 @@ def _loads(
 def _why_it_fails(load: DryLoad, check: CheckData | None) -> str:
     """vLLM's words where it raised, else the first error of keepmtp's own account."""
     if load.failure:
-        return f"{load.failure.type}: {load.failure.words}" if load.failure.type else load.failure.words
+        return (
+            f"{load.failure.type}: {load.failure.words}"
+            if load.failure.type
+            else load.failure.words
+        )
     for error in _errors(check):
         if error.origin == "dry":
             return f"{error.where}: {error.says}"

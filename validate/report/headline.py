@@ -1,10 +1,11 @@
 """The one sentence on top of a report.
 
-In: what the stations found, and the judgement of it. Out: a `VerdictFact`: the worst that is known, or else how far the
-checkpoint was tried.
+In: what the stations found, and the judgement of it. Out: a `VerdictFact`: the worst that is known,
+or else how far the checkpoint was tried.
 
-Easy to get wrong: a part that did not run did not pass. The sentence names what was not tried, and it says where a gate
-has too few samples. Servers and scores are good or bad only by the judgement: this module compares no figure.
+Easy to get wrong: a part that did not run did not pass. The sentence names what was not tried, and
+it says where a gate has too few samples. Servers and scores are good or bad only by the judgement:
+this module compares no figure.
 """
 
 from collections.abc import Iterator
@@ -41,7 +42,9 @@ def verdict_of(
     measured += _speed(bench, is_first=not measured)
     unmeasured = "no server was run" if check.dry else "it was neither dry-loaded nor served"
     says = f"{tried}{also}; {'; '.join(measured) or unmeasured}."
-    if judgement and any(reason.gate == "acceptance" and reason.verdict == "pass" for reason in judgement.reasons):
+    if judgement and any(
+        reason.gate == "acceptance" and reason.verdict == "pass" for reason in judgement.reasons
+    ):
         return VerdictFact(ok=True, label="Loads and drafts", says=says)
     if measured:
         return VerdictFact(ok=True, label="Served", says=says)
@@ -49,7 +52,9 @@ def verdict_of(
 
 
 def counts_bench(bench: BenchFact, *, device: str = "") -> bool:
-    """Whether a speed matrix is about the checkpoint: its own bytes were served, on a GPU or on `device` itself."""
+    """Whether a speed matrix is about the checkpoint: its own bytes were served, on a GPU or on
+    `device` itself.
+    """
     served_on = bench.environment.get("device", "")
     is_there = bool(served_on) and (served_on == device or not served_on.startswith("CPU"))
     return bench.checkpoint.as_served == "native" and is_there
@@ -61,7 +66,9 @@ def _fault(check: CheckData, judgement: JudgementFact | None, vllm: str) -> str:
     failed: list[DryLoad] = [load for load in check.dry if load.failure]
     if failed:
         exception = failed[0].failure.type if failed[0].failure else ""
-        explained = [fact.says for fact in errors if fact.origin == "dry" and exception in fact.says]
+        explained = [
+            fact.says for fact in errors if fact.origin == "dry" and exception in fact.says
+        ]
         says = explained[0].partition(": ")[2] if explained else f"vLLM {vllm} raises {exception}"
         return f"On {places(failed, is_named=True)} {says}"
     if errors:
@@ -75,17 +82,24 @@ def _fault(check: CheckData, judgement: JudgementFact | None, vllm: str) -> str:
 
 def _served(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> Iterator[str]:
     """The acceptance that is judged."""
-    found = next((each for each in drafted(serve, evaluation) if each.checkpoint.draft_tokens), None)
+    found = next(
+        (each for each in drafted(serve, evaluation) if each.checkpoint.draft_tokens), None
+    )
     if found:
         source = f" (source: {percent(found.source.acceptance)})" if found.source else ""
-        counted = f"{percent(found.checkpoint.acceptance)} of {found.checkpoint.draft_tokens:,} drafted tokens"
+        counted = (
+            f"{percent(found.checkpoint.acceptance)} of {found.checkpoint.draft_tokens:,} "
+            "drafted tokens"
+        )
         yield f"{_as_served(found.as_served)} with k={found.k}, it accepts {counted}{source}"
     elif serve:
         yield "a server ran, but not with method=mtp"
 
 
 def _speed(bench: BenchFact | None, *, is_first: bool) -> Iterator[str]:
-    """What bench recommends for the smallest load, where its speed is the checkpoint's; else that it answered."""
+    """What bench recommends for the smallest load, where its speed is the checkpoint's; else that
+    it answered.
+    """
     if bench is None:
         return
     own = bench.checkpoint
@@ -95,7 +109,10 @@ def _speed(bench: BenchFact | None, *, is_first: bool) -> Iterator[str]:
         asked = "one request at a time" if load == (1, 0) else words_of(load)
         gain = "drafting makes it no faster"
         if row.k:
-            gain = f"it writes {row.speed_up:.2f} times as many tokens a second with k={row.k} as without MTP"
+            gain = (
+                f"it writes {row.speed_up:.2f} times as many tokens a second with k={row.k} as "
+                "without MTP"
+            )
         yield f"asked {asked}, {gain}"
     elif is_first and any(cell.repetitions for cell in own.cells):
         yield f"{_as_served(own.as_served)}, it answered while its speed was measured"
@@ -103,7 +120,9 @@ def _speed(bench: BenchFact | None, *, is_first: bool) -> Iterator[str]:
 
 def _as_served(as_served: str) -> str:
     """How a model was served, as words that start a clause."""
-    return "served natively" if as_served == "native" else "served as a BF16 copy of the same weights"
+    return (
+        "served natively" if as_served == "native" else "served as a BF16 copy of the same weights"
+    )
 
 
 def _answers(evaluation: EvaluationFact | None, judgement: JudgementFact | None) -> Iterator[str]:
@@ -112,9 +131,14 @@ def _answers(evaluation: EvaluationFact | None, judgement: JudgementFact | None)
         return
     mine = evaluation.checkpoint
     name = evaluation.judged_filter(judgement.gates.filter if judgement else mine.scores[0].filter)
-    source = f" (source: {percent(evaluation.source.score(name).value)})" if evaluation.source else ""
+    source = (
+        f" (source: {percent(evaluation.source.score(name).value)})" if evaluation.source else ""
+    )
     verdicts = {reason.gate: reason.verdict for reason in judgement.reasons} if judgement else {}
-    words = {"pass": ", within its recipe's gate", "infeasible": ", which its recipe's gate cannot judge yet"}
+    words = {
+        "pass": ", within its recipe's gate",
+        "infeasible": ", which its recipe's gate cannot judge yet",
+    }
     judged = words.get(verdicts.get(evaluation.protocol.task, ""), "")
     asked = f"{mine.num_questions} questions of {evaluation.protocol.title}"
     yield f"it answers {percent(mine.score(name).value)} of {asked} right{source} by {name}{judged}"

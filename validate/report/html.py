@@ -1,10 +1,10 @@
 """report.html: one self-contained page from the content of report.json, and from nothing else.
 
-In: a `FullReport`. Out: HTML with inline CSS and SVG, no script and no request; light, dark, on paper and on a phone.
-Needs the `report` extra (jinja2, matplotlib); planning and checking do not.
+In: a `FullReport`. Out: HTML with inline CSS and SVG, no script and no request; light, dark, on
+paper and on a phone. Needs the `report` extra (jinja2, matplotlib); planning and checking do not.
 
-Easy to get wrong: names in a report come from strangers' checkpoints. Everything is escaped; only our own charts, whose
-labels matplotlib has escaped, go in as they are.
+Easy to get wrong: names in a report come from strangers' checkpoints. Everything is escaped; only
+our own charts, whose labels matplotlib has escaped, go in as they are.
 """
 
 import json
@@ -57,8 +57,18 @@ def render(report: FullReport) -> str:
 
     from .charts import charts, svg
 
-    filters = {"quoted": _quoted, "broken": _broken, "ticked": _ticked, "gpu_title": gpu_title, "words_of": words_of}
-    runs = [(model.role, run) for model in report.serve.served for run in model.runs] if report.serve else []
+    filters = {
+        "quoted": _quoted,
+        "broken": _broken,
+        "ticked": _ticked,
+        "gpu_title": gpu_title,
+        "words_of": words_of,
+    }
+    runs = (
+        [(model.role, run) for model in report.serve.served for run in model.runs]
+        if report.serve
+        else []
+    )
     shared: dict[str, list[DryLoad]] = defaultdict(list)
     for load in report.dry:
         for name in load.draft.shared:
@@ -80,7 +90,9 @@ def render(report: FullReport) -> str:
 
 
 def _shown(value: object) -> object:
-    """What the page prints for a value: a stranger's control characters and marks of direction as `\\x1b`."""
+    """What the page prints for a value: a stranger's control characters and marks of direction as
+    `\\x1b`.
+    """
     return printable(value) if type(value) is str else value
 
 
@@ -101,7 +113,9 @@ def _ticked(words: str) -> "Markup":
     if len(parts) % 2 == 0:
         return escape(words)
     code = Markup("<code>{}</code>").format
-    return Markup("").join(code(part) if spot % 2 else escape(part) for spot, part in enumerate(parts))
+    return Markup("").join(
+        code(part) if spot % 2 else escape(part) for spot, part in enumerate(parts)
+    )
 
 
 def _quoted(text: str) -> str:

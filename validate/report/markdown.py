@@ -1,9 +1,11 @@
 """Text for a model card: Markdown that shows any string as it is.
 
-In: strings of strangers' checkpoints, servers and recipes. Out: `Md`, Markdown in which they are text or code, never
+In: strings of strangers' checkpoints, servers and recipes. Out: `Md`, Markdown in which they are
+text or code, never
 markup: no heading, link, image, HTML or table cell that the template does not have.
 
-Easy to get wrong: a template can forget to escape. So everything that it prints is escaped, unless it is `Md` already.
+Easy to get wrong: a template can forget to escape. So everything that it prints is escaped, unless
+it is `Md` already.
 """
 
 import json
@@ -74,10 +76,15 @@ def bare(text: str) -> Md:
 
 def _inner(part: str) -> str:
     """A part of a sentence, with the spaces at its ends."""
-    before, after = part[: len(part) - len(part.lstrip())], part[len(part.rstrip()) :] if part.strip() else ""
+    before, after = (
+        part[: len(part) - len(part.lstrip())],
+        part[len(part.rstrip()) :] if part.strip() else "",
+    )
     return f"{' ' * bool(before)}{escaped(part)}{' ' * bool(after)}"
 
 
 def _line(text: str) -> str:
-    """One line, with control characters, marks of text direction and halves of surrogate pairs shown as `\\x1b`."""
+    """One line, with control characters, marks of text direction and halves of surrogate pairs
+    shown as `\\x1b`.
+    """
     return printable(" ".join(text.split()))

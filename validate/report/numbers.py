@@ -1,10 +1,11 @@
-"""Figures in words, the same on the page, in the card, in the reasons of the gates and in the headline.
+"""Figures in words, the same on the page, in the card, in the reasons of the gates and in the
+headline.
 
-In: shares of one and bytes. Out: words. A share has two digits after the point everywhere, so that the page and the
-card never give two roundings of one number.
+In: shares of one and bytes. Out: words. A share has two digits after the point everywhere, so that
+the page and the card never give two roundings of one number.
 
-Easy to get wrong: the limit of a share. Rounded to the nearest it may say more than was found, so a lower limit goes
-`down` and an upper one `up`.
+Easy to get wrong: the limit of a share. Rounded to the nearest it may say more than was found, so a
+lower limit goes `down` and an upper one `up`.
 """
 
 import math
@@ -41,7 +42,9 @@ def signed(share: float) -> str:
 
 
 def figure(value: float | None) -> str:
-    """A ratio or a perplexity, in two digits after the point or in four that count; `-` where there is none."""
+    """A ratio or a perplexity, in two digits after the point or in four that count; `-` where there
+    is none.
+    """
     if value is None:
         return "-"
     return f"{value:.2f}" if value < 100 else f"{value:.4g}"

@@ -1,10 +1,10 @@
 """A report for other people, without the folders of this machine: each path becomes its last name.
 
-In: a `FullReport`, or any text. Out: the same without a path that begins at the root. Numbers, prompts and outputs stay
-as they are.
+In: a `FullReport`, or any text. Out: the same without a path that begins at the root. Numbers,
+prompts and outputs stay as they are.
 
-Easy to get wrong: a name with a space in it. First the folders of the report's own paths are removed, whatever their
-names are. After that, only slashes show what is a path.
+Easy to get wrong: a name with a space in it. First the folders of the report's own paths are
+removed, whatever their names are. After that, only slashes show what is a path.
 """
 
 import re
@@ -14,7 +14,8 @@ from typing import Any
 
 from ..facts.schema import FullReport
 
-# Not after a letter, which is a relative path, nor after a slash or colon, which is an address; not a server's /v1/.
+# Not after a letter, which is a relative path, nor after a slash or colon, which is an address; not
+# a server's /v1/.
 _PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`,;:()<>|])")
 _PATH_FIELDS = frozenset({"path", "log", "samples"})
 # Text of a model, or for one.
@@ -24,12 +25,18 @@ _TEXT_FIELDS = frozenset({"prompts", "outputs", "worst"})
 def portable(report: FullReport) -> FullReport:
     """The report without this machine's folders; equal reports give equal ones."""
     content = report.model_dump(mode="json", by_alias=True)
-    folders = {f"{PurePosixPath(path).parent}/" for path in _paths(content) if path.startswith("/")} - {"//"}
-    return FullReport.model_validate(_walk(content, sorted(folders, key=lambda folder: (-len(folder), folder))))
+    folders = {
+        f"{PurePosixPath(path).parent}/" for path in _paths(content) if path.startswith("/")
+    } - {"//"}
+    return FullReport.model_validate(
+        _walk(content, sorted(folders, key=lambda folder: (-len(folder), folder)))
+    )
 
 
 def shortened(text: str, folders: Sequence[str] = ()) -> str:
-    """Text whose absolute paths are their last name; `folders`, with a slash at their ends, are removed first."""
+    """Text whose absolute paths are their last name; `folders`, with a slash at their ends, are
+    removed first.
+    """
     for folder in folders:
         text = text.replace(folder, "")
     return _PATH.sub("", text)
@@ -49,7 +56,10 @@ def _paths(value: Any, field: str = "") -> Iterator[str]:
 
 def _walk(value: Any, folders: Sequence[str]) -> Any:
     if isinstance(value, dict):
-        return {key: inner if key in _TEXT_FIELDS else _walk(inner, folders) for key, inner in value.items()}
+        return {
+            key: inner if key in _TEXT_FIELDS else _walk(inner, folders)
+            for key, inner in value.items()
+        }
     if isinstance(value, list):
         return [_walk(inner, folders) for inner in value]
     return shortened(value, folders) if isinstance(value, str) else value

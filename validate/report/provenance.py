@@ -1,9 +1,11 @@
-"""What repeats a run, and what is in its checkpoint: its recipe, and every module group by stored form.
+"""What repeats a run, and what is in its checkpoint: its recipe, and every module group by stored
+form.
 
 In: the folder of a checkpoint that keepmtp wrote, and its record. Out: what the run changed of the
 recipe, and a row for each module group.
 
-Easy to get wrong: a recipe says what somebody wanted. The rows are read from the headers, which say what is there.
+Easy to get wrong: a recipe says what somebody wanted. The rows are read from the headers, which say
+what is there.
 """
 
 from collections import defaultdict
@@ -22,7 +24,8 @@ from ...recipes.find import read_recipe
 from ...recipes.schema import AUTO, Recipe
 from ..check.runtime_view import RuntimeView
 
-# What judges a checkpoint, and what `mtp: auto` replaces by its choice: neither is a decision about its bytes.
+# What judges a checkpoint, and what `mtp: auto` replaces by its choice: neither is a decision about
+# its bytes.
 _NOT_OF_THE_BYTES = frozenset({"summary", "evaluation", "gates"})
 _CHOSEN = frozenset({"mtp", "mtp_auto", "calibration"})
 
@@ -67,7 +70,9 @@ def recipe_text(folder: Path) -> str:
 
 
 def changed_by_the_run(folder: Path, record: Record) -> str:
-    """The first key of recipe.yaml that the run had otherwise, by `--scheme`, `--mtp` or `mtp: auto`; "" for none."""
+    """The first key of recipe.yaml that the run had otherwise, by `--scheme`, `--mtp` or `mtp:
+    auto`; "" for none.
+    """
     try:
         return other_decision(read_recipe(folder / RECIPE), record.recipe.whole) or ""
     except RecipeError:
@@ -75,9 +80,11 @@ def changed_by_the_run(folder: Path, record: Record) -> str:
 
 
 def other_decision(recipe: Recipe, made: Mapping[str, Any]) -> str | None:
-    """The first key of `recipe` that the recipe of a record has otherwise; None where both make the same bytes.
+    """The first key of `recipe` that the recipe of a record has otherwise; None where both make the
+    same bytes.
 
-    Summary, evaluation and gates change no byte, and what `mtp: auto` has chosen is one of its own outcomes.
+    Summary, evaluation and gates change no byte, and what `mtp: auto` has chosen is one of its own
+    outcomes.
     """
     passed_over = _NOT_OF_THE_BYTES | (_CHOSEN if recipe.mtp == AUTO else frozenset())
     told = recipe.model_dump(mode="json", exclude=set(passed_over))
@@ -94,7 +101,10 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     runtime = RuntimeView(source=checkpoint, view=view)
     mtp = record.recipe.mtp
     asked = {*record.recipe.backbone.values(), *([mtp] if isinstance(mtp, str) else mtp.values())}
-    stored = [(module, _scheme(weight, asked), weight.weight.dtype) for module, weight in runtime.weights.items()]
+    stored = [
+        (module, _scheme(weight, asked), weight.weight.dtype)
+        for module, weight in runtime.weights.items()
+    ]
     stored += [(entry.name, "", entry.dtype) for entry in runtime.others]
     found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
     for name, scheme, dtype in stored:
@@ -105,15 +115,23 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
         found[key].append((scheme, "" if scheme else dtype, reason))
     rows = []
     for (part, modules), stored_as in found.items():
-        schemes, plain, reasons = (tuple(sorted(set(filter(None, words)))) for words in zip(*stored_as, strict=True))
+        schemes, plain, reasons = (
+            tuple(sorted(set(filter(None, words)))) for words in zip(*stored_as, strict=True)
+        )
         decision = _decision(record, part, modules)
         why = "; ".join([*([f"recipe: {decision}"] if decision else []), *reasons])
-        rows.append(ModuleGroup(part=part, modules=modules, schemes=schemes, plain=plain, decision=decision, why=why))
+        rows.append(
+            ModuleGroup(
+                part=part, modules=modules, schemes=schemes, plain=plain, decision=decision, why=why
+            )
+        )
     return tuple(sorted(rows, key=lambda row: (row.part, not row.schemes, row.modules)))
 
 
 def _scheme(weight: StoredWeight, asked: Collection[str]) -> str:
-    """The scheme of a weight; "" where it is plain. One layout serves three, which differ in what vLLM does with it."""
+    """The scheme of a weight; "" where it is plain. One layout serves three, which differ in what
+    vLLM does with it.
+    """
     if weight.form == "mxfp4":
         return next((word for word in ("MXFP4", "MXFP4A16") if word in asked), "MXFP4A8")
     return weight.scheme or ("" if weight.form == "plain" else weight.form)

@@ -1,10 +1,12 @@
-"""Recovery: a checkpoint's score as a share of its source's, for each task and as the mean over tasks.
+"""Recovery: a checkpoint's score as a share of its source's, for each task and as the mean over
+tasks.
 
 In: the pairs of a task's answers. Out: a `Recovery`, for pages, cards, terminals and gates alike.
 
-Easy to get wrong: a recovery has an error, and it is that of the paired difference, not that of two scores: both models
-answered the same questions. It is divided by the source's score as it was seen. Tasks have other questions, so their
-errors are independent, and the error of a mean is smaller than each. A task that the source never gets right has none.
+Easy to get wrong: a recovery has an error, and it is that of the paired difference, not that of two
+scores: both models answered the same questions. It is divided by the source's score as it was seen.
+Tasks have other questions, so their errors are independent, and the error of a mean is smaller than
+each. A task that the source never gets right has none.
 """
 
 from collections.abc import Iterable
@@ -41,7 +43,9 @@ class Recovery:
         return self.one_sided(1 - (1 - self.confidence) / 2)[1]
 
     def one_sided(self, confidence: float, *, times: float = 1) -> tuple[float, float]:
-        """(lower, upper) bound, each at this confidence, as if so many times as many questions had been asked."""
+        """(lower, upper) bound, each at this confidence, as if so many times as many questions had
+        been asked.
+        """
         reach = NormalDist().inv_cdf(confidence) * self.stderr / sqrt(times)
         return self.middle - reach, self.middle + reach
 

@@ -1,12 +1,14 @@
-"""Computes every figure of a result again from its evidence, and refuses a result that says something else.
+"""Computes every figure of a result again from its evidence, and refuses a result that says
+something else.
 
-In: the result files of one evidence folder with its files of answers, repetitions and windows, and the
-checkpoint. Out: nothing, or a refusal that names a figure.
+In: the result files of one evidence folder with its files of answers, repetitions and windows, and
+the checkpoint. Out: nothing, or a refusal that names a figure.
 
-Easy to get wrong: report.json is made of the result files, so it agrees with them whatever they say; and the hash of a
-file of answers proves only that it is the named file. So the static check is run again, and whatever follows from
-counters, answers and windows is computed again. A finding that check.json lacks is a contradiction. One that it has on
-top is none: that check may have known the source.
+Easy to get wrong: report.json is made of the result files, so it agrees with them whatever they
+say; and the hash of a file of answers proves only that it is the named file. So the static check is
+run again, and whatever follows from counters, answers and windows is computed again. A finding that
+check.json lacks is a contradiction. One that it has on top is none: that check may have known the
+source.
 """
 
 import math
@@ -58,7 +60,9 @@ def refuse_contradicted(folder: Path, station: Station, data: Any, sha256: str) 
         pretended = " with the same --gpu and --tp" if station == "check" and data.dry else ""
         cure = f"Run `{command(station, folder)}` again{pretended}"
         place = f"{file_of(folder, station)}: {name}"
-        raise CheckpointError(place, f"must be what the evidence gives, {wanted}", got=claimed, cure=cure)
+        raise CheckpointError(
+            place, f"must be what the evidence gives, {wanted}", got=claimed, cure=cure
+        )
 
 
 def _is_close(claimed: object, wanted: object) -> bool:
@@ -67,7 +71,8 @@ def _is_close(claimed: object, wanted: object) -> bool:
     return math.isclose(claimed, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
-# --- the static check and servers -------------------------------------------------------------------------------------
+# --- the static check and servers
+# -------------------------------------------------------------------------------------
 
 
 def _of_check(folder: Path, data: CheckData, _: str) -> Figures:
@@ -81,7 +86,9 @@ def _of_check(folder: Path, data: CheckData, _: str) -> Figures:
     yield "facts", data.facts, again.facts
     yield "calibration", data.calibration, again.calibration
     yield "sizes", _sizes(data), _sizes(again)
-    has_errors = any(finding.origin == "dry" and finding.severity == "error" for finding in data.findings)
+    has_errors = any(
+        finding.origin == "dry" and finding.severity == "error" for finding in data.findings
+    )
     for load in data.dry:
         place = f"dry load on {load.gpu} at TP {load.tp}"
         yield f"{place}: ok", load.ok, not load.num_errors
@@ -95,7 +102,11 @@ def _key(finding: Finding, path: str) -> tuple[str, str, str]:
 
 def _sizes(data: CheckData) -> list[tuple[str, str, int, int]]:
     """What the checkpoint's own headers give; the source's sizes are other headers."""
-    return sorted((row.part, row.group, row.num_tensors, row.num_bytes) for row in data.sizes if row.num_tensors)
+    return sorted(
+        (row.part, row.group, row.num_tensors, row.num_bytes)
+        for row in data.sizes
+        if row.num_tensors
+    )
 
 
 def _of_serve(_: Path, serve: ServeCheck, __: str) -> Figures:
@@ -124,17 +135,24 @@ def _of_drafts(place: str, counted: Drafts, k: int) -> Figures:
     if by_position:
         yield f"{place}accepted_tokens", counted.accepted_tokens, sum(by_position)
         yield f"{place}accepted_per_position", by_position, tuple(sorted(by_position, reverse=True))
-        yield _at_most(f"{place}accepted at the first position, of the drafts", by_position[0], counted.drafts)
+        yield _at_most(
+            f"{place}accepted at the first position, of the drafts", by_position[0], counted.drafts
+        )
         yield _at_most(f"{place}positions", len(by_position), k)
-    yield _at_most(f"{place}draft_tokens, at most k a draft", counted.draft_tokens, k * counted.drafts)
-    yield _at_most(f"{place}accepted_tokens, of those drafted", counted.accepted_tokens, counted.draft_tokens)
+    yield _at_most(
+        f"{place}draft_tokens, at most k a draft", counted.draft_tokens, k * counted.drafts
+    )
+    yield _at_most(
+        f"{place}accepted_tokens, of those drafted", counted.accepted_tokens, counted.draft_tokens
+    )
 
 
 def _at_most(name: str, claimed: int, most: int) -> tuple[str, int, int]:
     return name, max(claimed, most), most
 
 
-# --- tasks ------------------------------------------------------------------------------------------------------------
+# --- tasks
+# --------------------------------------------------------------------------------------------------
 
 
 def _of_evaluation(folder: Path, evaluation: EvaluationFact, _: str) -> Figures:
@@ -148,13 +166,22 @@ def _of_task(folder: Path, task: TaskFact) -> Figures:
         yield from _of_file(folder, f"{fact.role}.", fact)
         read[fact.role] = samples = read_samples(folder / fact.samples)
         yield from _of_answers(fact, task, samples)
-        yield from _of_drafts(f"{fact.role}: ", fact, task.protocol.k if fact.role != "plain" else 0)
+        yield from _of_drafts(
+            f"{fact.role}: ", fact, task.protocol.k if fact.role != "plain" else 0
+        )
     if task.drafting is not None:
         filters = [score.filter for score in task.checkpoint.scores]
-        yield from _fields("drafting.", task.drafting, dict(drafting(read["plain"], read["checkpoint"], filters)))
+        yield from _fields(
+            "drafting.", task.drafting, dict(drafting(read["plain"], read["checkpoint"], filters))
+        )
     for number, pair in enumerate(task.paired):
-        before, after = correct(read["source"], pair.filter), correct(read["checkpoint"], pair.filter)
-        again = paired(pair.filter, before, after, runs=task.protocol.repeats, confidence=pair.confidence)
+        before, after = (
+            correct(read["source"], pair.filter),
+            correct(read["checkpoint"], pair.filter),
+        )
+        again = paired(
+            pair.filter, before, after, runs=task.protocol.repeats, confidence=pair.confidence
+        )
         yield from _fields(f"paired.{number}.", pair, dict(again))
 
 
@@ -162,7 +189,11 @@ def _of_file(folder: Path, place: str, fact: EvaluatedFact | ClosenessFact) -> F
     """The file that a result was counted from, in the same folder."""
     path = folder / Path(fact.samples).name
     yield f"{place}samples", fact.samples, path.name
-    yield f"{place}samples_sha256", fact.samples_sha256, file_sha256(path) if path.is_file() else "no such file"
+    yield (
+        f"{place}samples_sha256",
+        fact.samples_sha256,
+        file_sha256(path) if path.is_file() else "no such file",
+    )
 
 
 def _of_answers(fact: EvaluatedFact, task: TaskFact, samples: Samples) -> Figures:
@@ -187,7 +218,11 @@ def _of_answers(fact: EvaluatedFact, task: TaskFact, samples: Samples) -> Figure
     yield from _fields(place, fact, counted)
     read_by = Counter(name for answer in answers for name in answer.correct)
     for number, score in enumerate(fact.scores):
-        yield f"{place}num_questions, read by {score.filter}", fact.num_questions, read_by[score.filter]
+        yield (
+            f"{place}num_questions, read by {score.filter}",
+            fact.num_questions,
+            read_by[score.filter],
+        )
         right = correct(samples, score.filter)
         value, stderr = mean_of_questions(right, len(right) // task.protocol.repeats)
         yield from _fields(f"{place}scores.{number}.", score, {"value": value, "stderr": stderr})
@@ -198,22 +233,33 @@ def _fields(place: str, fact: BaseModel, again: Mapping[str, object]) -> Figures
         yield f"{place}{name}", getattr(fact, name), wanted
 
 
-# --- speed and closeness ----------------------------------------------------------------------------------------------
+# --- speed and closeness
+# ----------------------------------------------------------------------------------------------
 
 
 def _of_bench(folder: Path, bench: BenchFact, sha256: str) -> Figures:
-    """Speeds follow from counts and seconds whenever they are read; a repetition is a line of the file it came to."""
+    """Speeds follow from counts and seconds whenever they are read; a repetition is a line of the
+    file it came to.
+    """
     yield "checkpoint.sha256", bench.checkpoint.sha256, sha256
     for benched in bench.benched:
         measured = list(_measured(folder, benched, bench))
         for cell in benched.cells:
             for each in cell.repetitions:
-                place = f"{benched.role}, k={cell.k}, {words_of(cell.load)}, repetition {each.number}"
+                place = (
+                    f"{benched.role}, k={cell.k}, {words_of(cell.load)}, repetition {each.number}"
+                )
                 if cell.k:
                     yield from _of_drafts(f"{place}: ", each, cell.k)
                 limit = each.requests * bench.output_tokens
-                yield _at_most(f"{place}: output_tokens, at most the limit an answer", each.output_tokens, limit)
-                written = [line for line in measured if line.place == (cell.k, *cell.load, each.number)]
+                yield _at_most(
+                    f"{place}: output_tokens, at most the limit an answer",
+                    each.output_tokens,
+                    limit,
+                )
+                written = [
+                    line for line in measured if line.place == (cell.k, *cell.load, each.number)
+                ]
                 if benched.as_served == "native":
                     written = [line for line in written if line.as_served == "native"]
                 is_there = any(line.repetition == each for line in written)
@@ -245,14 +291,20 @@ def _of_closeness(folder: Path, fact: ClosenessFact, _: str) -> Figures:
     yield from _of_file(folder, "", fact)
     compared = read_compared(folder / fact.samples)
     asked = compared.header.asked
-    yield from _fields("", fact, asked.model_dump(include={"text_sha256", "window", "top", "vocabulary"}))
+    yield from _fields(
+        "", fact, asked.model_dump(include={"text_sha256", "window", "top", "vocabulary"})
+    )
     yield "windows, those that are missing", len(compared.missing), 0
     yield from _fields("", fact, figures(compared))
     before, after = perplexities(compared)
-    yield from _fields("source.", fact.source, {"sha256": asked.source_sha256, "perplexity": before})
+    yield from _fields(
+        "source.", fact.source, {"sha256": asked.source_sha256, "perplexity": before}
+    )
     own = {"sha256": compared.header.checkpoint_sha256, "perplexity": after}
     yield from _fields("checkpoint.", fact.checkpoint, own)
-    sittings = [SourceSitting(**each.model_dump(exclude={"sitting"})) for each in compared.sittings.values()]
+    sittings = [
+        SourceSitting(**each.model_dump(exclude={"sitting"})) for each in compared.sittings.values()
+    ]
     yield "checkpoint.servers", fact.checkpoint.servers, tuple(sittings)
 
 

@@ -1,10 +1,11 @@
 """report.json: made from the result files of one checkpoint, and checked against them.
 
-In: what the stations left in the evidence folder (results.py), or their values. Out: a `FullReport` (schema.py),
-written as report.json.
+In: what the stations left in the evidence folder (results.py), or their values. Out: a `FullReport`
+(schema.py), written as report.json.
 
-Easy to get wrong: nothing is measured here, not even the time. The same result files give the same report to the byte,
-so a number that was changed in one of them, or in report.json, is a difference with a name.
+Easy to get wrong: nothing is measured here, not even the time. The same result files give the same
+report to the byte, so a number that was changed in one of them, or in report.json, is a difference
+with a name.
 """
 
 import json
@@ -27,7 +28,16 @@ from ...recipes.protocol import Gates
 from ..facts.benched import BenchFact
 from ..facts.closeness import ClosenessFact
 from ..facts.evaluated import EvaluationFact
-from ..facts.results import STATIONS, CheckData, Result, Station, checkpoint_folder, command, file_of, read_result
+from ..facts.results import (
+    STATIONS,
+    CheckData,
+    Result,
+    Station,
+    checkpoint_folder,
+    command,
+    file_of,
+    read_result,
+)
 from ..facts.schema import FullReport, JudgementFact
 from ..facts.served import ServeCheck
 from .check_data import record_static
@@ -42,11 +52,18 @@ NOT_RUN = {
     "dry": "No dry load was run: whether vLLM's own classes take these tensors was not tried. "
     "`keepmtp check CHECKPOINT --gpu sm100` tries it, without a GPU.",
     "calibration": "No calibration: nobody looked for the checkpoint's own record.",
-    "serve": "No server was run: acceptance and speed are unknown. `keepmtp serve-check CHECKPOINT` measures them.",
-    "evaluation": "GSM8K was not asked: what quantization costs in right answers is unknown. `keepmtp eval CHECKPOINT` "
-    "measures it.",
-    "identity": "Not taken: this report is not bound to the checkpoint's bytes. `keepmtp check CHECKPOINT --record` "
-    "binds it.",
+    "serve": (
+        "No server was run: acceptance and speed are unknown. `keepmtp serve-check CHECKPOINT` "
+        "measures them."
+    ),
+    "evaluation": (
+        "GSM8K was not asked: what quantization costs in right answers is unknown. `keepmtp eval "
+        "CHECKPOINT` measures it."
+    ),
+    "identity": (
+        "Not taken: this report is not bound to the checkpoint's bytes. `keepmtp check CHECKPOINT "
+        "--record` binds it."
+    ),
 }
 _MOST_LETTERS = 120
 
@@ -69,7 +86,8 @@ def assemble(
 
     Args:
         check: the static check's, with the dry loads that were made.
-        vllm: the version that judged; without a dry load or server the one whose behaviour the rules describe.
+        vllm: the version that judged; without a dry load or server the one whose behaviour the
+            rules describe.
         made_at: UTC, in words.
         keepmtp: version that measured.
         serve, evaluation, bench, closeness: of real servers.
@@ -77,9 +95,17 @@ def assemble(
         identity: the bytes; None where nothing was recorded.
         results: SHA-256 of the result files by name.
     """
-    verdict = verdict_of(check, vllm=vllm, serve=serve, evaluation=evaluation, bench=bench, judgement=judgement)
-    parts: dict[str, Any] = dict(check) | {"serve": serve, "evaluation": evaluation, "identity": identity}
-    parts["absent"] = {name: check.absent.get(name, says) for name, says in NOT_RUN.items() if not parts[name]}
+    verdict = verdict_of(
+        check, vllm=vllm, serve=serve, evaluation=evaluation, bench=bench, judgement=judgement
+    )
+    parts: dict[str, Any] = dict(check) | {
+        "serve": serve,
+        "evaluation": evaluation,
+        "identity": identity,
+    }
+    parts["absent"] = {
+        name: check.absent.get(name, says) for name, says in NOT_RUN.items() if not parts[name]
+    }
     return FullReport(
         **parts,
         keepmtp=keepmtp,
@@ -97,26 +123,45 @@ def from_results(folder: Path) -> FullReport:
     """The report that the result files of an evidence folder make.
 
     Raises:
-        CheckpointError: no check.json, a result of other bytes than the others, a file that cannot be read or was
-            edited, or a figure that the headers, the counters or the answers do not give.
+        CheckpointError: no check.json, a result of other bytes than the others, a file that cannot
+            be read or was edited, or a figure that the headers, the counters or the answers do not
+            give.
     """
-    read: dict[Station, Result[Any] | None] = {station: read_result(folder, station) for station in STATIONS}
+    read: dict[Station, Result[Any] | None] = {
+        station: read_result(folder, station) for station in STATIONS
+    }
     check = read["check"]
     if check is None:
         cure = f"Run `{command('check', folder)}`"
-        raise CheckpointError(folder, "a report starts with the static check", got="no check.json", cure=cure)
-    found: dict[Station, Result[Any]] = {station: result for station, result in read.items() if result}
+        raise CheckpointError(
+            folder, "a report starts with the static check", got="no check.json", cure=cure
+        )
+    found: dict[Station, Result[Any]] = {
+        station: result for station, result in read.items() if result
+    }
     for station, result in found.items():
         _refuse_other(folder, result, check.checkpoint)
         refuse_contradicted(folder, station, result.data, check.checkpoint.sha256)
     gates, tasks = _recipes(folder, check.checkpoint)
-    names: dict[str, Station] = {"serve": "serve", "evaluation": "gsm8k", "bench": "bench", "closeness": "closeness"}
-    measured: dict[str, Any] = {part: found[name].data if name in found else None for part, name in names.items()}
+    names: dict[str, Station] = {
+        "serve": "serve",
+        "evaluation": "gsm8k",
+        "bench": "bench",
+        "closeness": "closeness",
+    }
+    measured: dict[str, Any] = {
+        part: found[name].data if name in found else None for part, name in names.items()
+    }
     answers = measured["evaluation"]
     wanted = answers.judged_filter(gates.filter) if answers else ""
     if answers and wanted not in {score.filter for score in answers.checkpoint.scores}:
-        rule, cure = f"must have the score of {wanted}, which the recipe judges", command("gsm8k", folder)
-        raise CheckpointError(file_of(folder, "gsm8k"), rule, got="no such score", cure=f"Run `{cure}` again")
+        rule, cure = (
+            f"must have the score of {wanted}, which the recipe judges",
+            command("gsm8k", folder),
+        )
+        raise CheckpointError(
+            file_of(folder, "gsm8k"), rule, got="no such score", cure=f"Run `{cure}` again"
+        )
     newest = max(found.values(), key=lambda result: result.made_at)
     others = [result for station, result in found.items() if station != "check"]
     judge_of = others[0] if others and not check.data.dry else check
@@ -134,17 +179,22 @@ def from_results(folder: Path) -> FullReport:
 
 
 def refresh(folder: Path, *, measured: Station | None = None) -> FullReport:
-    """Make report.json from the result files, and report.html where the `report` extra is installed.
+    """Make report.json from the result files, and report.html where the `report` extra is
+    installed.
 
-    A checkpoint that was measured without having been checked gets its check.json first, from its headers.
+    A checkpoint that was measured without having been checked gets its check.json first, from its
+    headers.
 
     Args:
         folder: evidence folder.
-        measured: the station that has just written its file. What the older report was made from must be there
-            otherwise: a red result that somebody replaced or removed does not become a green report.
+        measured: the station that has just written its file. What the older report was made from
+            must be there
+            otherwise: a red result that somebody replaced or removed does not become a green
+                report.
 
     Raises:
-        CheckpointError: as `from_results`; or a result of the older report is not there, or is no newer one.
+        CheckpointError: as `from_results`; or a result of the older report is not there, or is no
+            newer one.
     """
     _refuse_replaced(folder, measured)
     if not file_of(folder, "check").is_file():
@@ -159,8 +209,9 @@ def verify(folder: Path) -> FullReport:
     """The report of an evidence folder, if every number in it is what was measured.
 
     Raises:
-        CheckpointError: a result file that changed after report.json was made from it, answers that do not give the
-            score, or a field of report.json that the result files do not give; the message names it.
+        CheckpointError: a result file that changed after report.json was made from it, answers that
+            do not give the score, or a field of report.json that the result files do not give; the
+            message names it.
     """
     path = folder / JSON_FILE
     claimed = read_json(path)
@@ -169,13 +220,17 @@ def verify(folder: Path) -> FullReport:
         name = file_of(folder, station).name
         if name not in claimed.results and file_of(folder, station).is_file():
             got = "a report without it"
-            raise CheckpointError(path, f"must be made from every result, {name} too", got=got, cure=again)
+            raise CheckpointError(
+                path, f"must be made from every result, {name} too", got=got, cure=again
+            )
         _refuse_another_file(folder, station, claimed, is_new_good=False)
     full = from_results(folder)
     # The file itself, not what was read of it: computed figures are not read.
     written, wanted = dict(_flat(json.loads(path.read_bytes()))), dict(_flat(_plain(full)))
     for field in [*wanted, *written]:
-        here, there = (str(values.get(field, "nothing"))[:_MOST_LETTERS] for values in (wanted, written))
+        here, there = (
+            str(values.get(field, "nothing"))[:_MOST_LETTERS] for values in (wanted, written)
+        )
         if wanted.get(field, "nothing") != written.get(field, "nothing"):
             rule = f"must be as the result files make it, {here}"
             raise CheckpointError(f"{path}: {field}", rule, got=there, cure=again)
@@ -183,7 +238,8 @@ def verify(folder: Path) -> FullReport:
 
 
 def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) -> None:
-    """Refuse, before the work, to measure where there are results of other bytes; those of `but` are measured now.
+    """Refuse, before the work, to measure where there are results of other bytes; those of `but`
+    are measured now.
 
     Raises:
         CheckpointError: naming the file and both numbers.
@@ -194,7 +250,9 @@ def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) 
 
 
 def write(folder: Path, report: FullReport) -> Path:
-    """Write report.json, and report.html where the `report` extra is installed; returns the one to look at."""
+    """Write report.json, and report.html where the `report` extra is installed; returns the one to
+    look at.
+    """
     path = write_json(folder, report)
     if missing("report"):
         (folder / HTML_FILE).unlink(missing_ok=True)  # it would show an older report
@@ -216,9 +274,12 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 6 does not have.
+        CheckpointError: no such file, no JSON, another version, or a field that version 6 does not
+            have.
     """
-    raw = read_bytes_of(path, path, cure=f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote")
+    raw = read_bytes_of(
+        path, path, cure=f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote"
+    )
     try:
         return FullReport.model_validate_json(raw)
     except ValidationError as error:
@@ -228,7 +289,9 @@ def read_json(path: Path) -> FullReport:
 
 
 def _refuse_replaced(folder: Path, measured: Station | None) -> None:
-    """Refuse to make report.json anew where a result that it was made from is not there, or no newer one."""
+    """Refuse to make report.json anew where a result that it was made from is not there, or no
+    newer one.
+    """
     if not (folder / JSON_FILE).is_file():
         return
     try:
@@ -243,8 +306,12 @@ def _refuse_replaced(folder: Path, measured: Station | None) -> None:
             _refuse_another_file(folder, station, claimed, is_new_good=True)
 
 
-def _refuse_another_file(folder: Path, station: Station, claimed: FullReport, *, is_new_good: bool) -> None:
-    """Refuse a result file that is not the one that a report was made from; a newer one is `is_new_good` or not."""
+def _refuse_another_file(
+    folder: Path, station: Station, claimed: FullReport, *, is_new_good: bool
+) -> None:
+    """Refuse a result file that is not the one that a report was made from; a newer one is
+    `is_new_good` or not.
+    """
     path = file_of(folder, station)
     wanted = claimed.results.get(path.name)
     got = file_sha256(path) if path.is_file() else "no such file"
@@ -254,8 +321,14 @@ def _refuse_another_file(folder: Path, station: Station, claimed: FullReport, *,
     is_new = found is not None and found.made_at >= claimed.made_at
     if is_new and is_new_good:
         return
-    cure = f"Run `keepmtp report {shlex.quote(str(folder))}`" if is_new else f"Run `{command(station, folder)}` again"
-    raise CheckpointError(path, f"must be the file that {JSON_FILE} was made from, {wanted}", got=got, cure=cure)
+    cure = (
+        f"Run `keepmtp report {shlex.quote(str(folder))}`"
+        if is_new
+        else f"Run `{command(station, folder)}` again"
+    )
+    raise CheckpointError(
+        path, f"must be the file that {JSON_FILE} was made from, {wanted}", got=got, cure=cure
+    )
 
 
 def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None:
@@ -270,7 +343,9 @@ def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None
 
 
 def _recipes(folder: Path, identity: Identity) -> tuple[Gates, tuple[str, ...]]:
-    """The recipe's limits and tasks, from the checkpoint's own record, if that is still the one that was measured."""
+    """The recipe's limits and tasks, from the checkpoint's own record, if that is still the one
+    that was measured.
+    """
     recorded = identity.files.get(RECORD)
     if recorded is None:
         return Gates(), ()
@@ -278,7 +353,9 @@ def _recipes(folder: Path, identity: Identity) -> tuple[Gates, tuple[str, ...]]:
     cure = f"Run `{command('check', folder)}` on a whole checkpoint"
     got = file_sha256(path) if path.is_file() else "no such file"
     if got != recorded.sha256:
-        raise CheckpointError(path, f"must be the file that was measured, {recorded.sha256}", got=got, cure=cure)
+        raise CheckpointError(
+            path, f"must be the file that was measured, {recorded.sha256}", got=got, cure=cure
+        )
     return limits_in(path, cure=cure), tuple(one.task for one in protocols_in(path, cure=cure))
 
 

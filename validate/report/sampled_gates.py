@@ -1,11 +1,13 @@
-"""The gates on counted samples: acceptance, the tasks' scores, their mean recovery, and what drafting changes.
+"""The gates on counted samples: acceptance, the tasks' scores, their mean recovery, and what
+drafting changes.
 
-In: draft counters and paired answers, of servers or of tasks, and the recipe's limits. Out: a `ReasonFact` each.
+In: draft counters and paired answers, of servers or of tasks, and the recipe's limits. Out: a
+`ReasonFact` each.
 
-Easy to get wrong: a mean over the tasks that were asked is no mean over those that the recipe lists, so one that is
-missing leaves the mean unjudged. Most checkpoints have some answers that drafting changes, because near-ties flip, as
-many for the better as for the worse: that gate asks whether the split is one that chance hardly gives, in both
-directions.
+Easy to get wrong: a mean over the tasks that were asked is no mean over those that the recipe
+lists, so one that is missing leaves the mean unjudged. Most checkpoints have some answers that
+drafting changes, because near-ties flip, as many for the better as for the worse: that gate asks
+whether the split is one that chance hardly gives, in both directions.
 """
 
 import math
@@ -23,18 +25,24 @@ from .recovery import mean_recovery, recovery
 from .settle import WORST_FIRST, Estimate, Settled, at_least, unmeasured
 
 CHANCE = 0.001
-"""A split is no chance if two equal servers come to it less often than this: one good checkpoint in a thousand fails.
+"""A split is no chance if two equal servers come to it less often than this: one good checkpoint in
+a thousand fails.
 
-Both reports from the field are far beyond it: of 39 questions, 21 that only one server gets right are 1 in a million.
+Both reports from the field are far beyond it: of 39 questions, 21 that only one server gets right
+are 1 in a million.
 """
 BOUND = "one-sided, Clopper-Pearson"
 
 
-# --- acceptance -------------------------------------------------------------------------------------------------------
+# --- acceptance -----------------------------------------------------------------------------------
 
 
-def acceptance(gates: Gates, serve: ServeCheck | None, evaluation: EvaluationFact | None) -> ReasonFact:
-    """The share of the source's acceptance, on the first task's questions or else on serve-check's prompts."""
+def acceptance(
+    gates: Gates, serve: ServeCheck | None, evaluation: EvaluationFact | None
+) -> ReasonFact:
+    """The share of the source's acceptance, on the first task's questions or else on serve-check's
+    prompts.
+    """
     measured = drafted(serve, evaluation)
     reasons = [_kept(gates, each, each.source) for each in measured if each.source]
     if not reasons:
@@ -52,11 +60,18 @@ def _why_no_drafts(serve: ServeCheck | None, evaluation: EvaluationFact | None) 
     if serve is None and evaluation is None:
         return "Not measured: `keepmtp eval CHECKPOINT` measures acceptance beside the score."
     if all(each is None or each.source is None for each in (serve, evaluation)):
-        return "The source was not measured, and acceptance alone does not tell a damaged draft from a hard text."
+        return (
+            "The source was not measured, and acceptance alone does not tell a damaged draft "
+            "from a hard text."
+        )
     served = serve.served if serve else ()
-    dead = [f"{one.role}, k={run.k}: {run.error}" for one in served for run in one.runs if run.error]
+    dead = [
+        f"{one.role}, k={run.k}: {run.error}" for one in served for run in one.runs if run.error
+    ]
     why = f" A server did not come up: {dead[0].rstrip('.')}." if dead else ""
-    return f"No k drafted tokens of both source and checkpoint, so there is nothing to compare.{why}"
+    return (
+        f"No k drafted tokens of both source and checkpoint, so there is nothing to compare.{why}"
+    )
 
 
 def _kept(gates: Gates, measured: Drafted, theirs: Drafts) -> ReasonFact:
@@ -64,15 +79,27 @@ def _kept(gates: Gates, measured: Drafted, theirs: Drafts) -> ReasonFact:
     mine = measured.checkpoint
     where = f"On {measured.what} with k={measured.k}"
     if not mine.draft_tokens:
-        says = f"{where}, the checkpoint drafted nothing; the source drafted {theirs.draft_tokens:,} tokens."
+        says = (
+            f"{where}, the checkpoint drafted nothing; the source drafted "
+            f"{theirs.draft_tokens:,} tokens."
+        )
         return ReasonFact(gate="acceptance", verdict="regression", says=says)
-    share, source_share = mine.accepted_tokens / mine.draft_tokens, theirs.accepted_tokens / theirs.draft_tokens
+    share, source_share = (
+        mine.accepted_tokens / mine.draft_tokens,
+        theirs.accepted_tokens / theirs.draft_tokens,
+    )
     if not source_share:
-        says = f"{where}, none of the source's own {theirs.draft_tokens:,} drafted tokens was accepted: "
+        says = (
+            f"{where}, none of the source's own {theirs.draft_tokens:,} drafted tokens was "
+            "accepted: "
+        )
         return unmeasured("acceptance", f"{says}there is nothing to keep a share of.")
 
     def bounds(times: float) -> tuple[float, float]:
-        ours, others = times * _num_drafts(mine, measured.k), times * _num_drafts(theirs, measured.k)
+        ours, others = (
+            times * _num_drafts(mine, measured.k),
+            times * _num_drafts(theirs, measured.k),
+        )
         return ratio_limits(share * ours, ours, source_share * others, others, gates.confidence)
 
     num, kept = min(mine.draft_tokens, theirs.draft_tokens), share / source_share
@@ -80,10 +107,12 @@ def _kept(gates: Gates, measured: Drafted, theirs: Drafts) -> ReasonFact:
     found = at_least(estimate, gates.min_acceptance)
     asked = math.ceil((found.needed or 0) / num * measured.num_asked)
     says = (
-        f"{where}: {percent(share)} of {mine.draft_tokens:,} drafted tokens accepted, {percent(source_share)} of the "
-        f"source's {theirs.draft_tokens:,}. That is {percent(kept)} of it, {found.side} {percent(found.rounded)} at "
+        f"{where}: {percent(share)} of {mine.draft_tokens:,} drafted tokens accepted, "
+        f"{percent(source_share)} of the source's {theirs.draft_tokens:,}. That is "
+        f"{percent(kept)} of it, {found.side} {percent(found.rounded)} at "
         f"{limit(gates.confidence)} confidence ({BOUND}, a draft as one trial); at least "
-        f"{limit(gates.min_acceptance)} must be kept.{found.open_end(f', about {asked:,} {measured.unit}')}"
+        f"{limit(gates.min_acceptance)} must be "
+        f"kept.{found.open_end(f', about {asked:,} {measured.unit}')}"
     )
     return ReasonFact(gate="acceptance", verdict=found.verdict, says=says, needed=found.needed)
 
@@ -91,9 +120,9 @@ def _kept(gates: Gates, measured: Drafted, theirs: Drafts) -> ReasonFact:
 def _num_drafts(counted: Drafts, k: int) -> float:
     """How many trials the counters are.
 
-    A later token is accepted only if all before it are, so the draft is the trial, not the token: its accepted share is
-    a value from 0 to 1. Drafts are taken as independent: within an answer that makes the bounds too near, between two
-    models' answers to one question too far.
+    A later token is accepted only if all before it are, so the draft is the trial, not the token:
+    its accepted share is a value from 0 to 1. Drafts are taken as independent: within an answer
+    that makes the bounds too near, between two models' answers to one question too far.
     """
     return counted.drafts or counted.draft_tokens / k
 
@@ -102,10 +131,13 @@ def not_its_own(as_served: str) -> str:
     """A warning where other bytes than the checkpoint's were served."""
     if as_served == "native":
         return ""
-    return " Served was a BF16 copy of the same weights: packed kernels and quantized activations were not tried."
+    return (
+        " Served was a BF16 copy of the same weights: packed kernels and quantized activations "
+        "were not tried."
+    )
 
 
-# --- scores -----------------------------------------------------------------------------------------------------------
+# --- scores ---------------------------------------------------------------------------------------
 
 
 def score(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
@@ -120,7 +152,10 @@ def score(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
     before = source.score(name).value
     if before <= gates.max_drop:
         right = f"{percent(before)} of {_num_pairs(evaluation):,} questions"
-        says = f"{name}: the source itself gets {right}, so a drop of {points(gates.max_drop)} could not be seen."
+        says = (
+            f"{name}: the source itself gets {right}, so a drop of {points(gates.max_drop)} "
+            "could not be seen."
+        )
         return unmeasured(gate, says)
     found, says = _lost(gates, evaluation, gates.max_drop)
     says += not_its_own(checkpoint.as_served)
@@ -128,7 +163,9 @@ def score(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
 
 
 def _lost(gates: Gates, task: TaskFact, most: float) -> tuple[Settled, str]:
-    """One task's score against its source's, which was asked: what it comes to, and the figures in words."""
+    """One task's score against its source's, which was asked: what it comes to, and the figures in
+    words.
+    """
     name, pair = task.judged_filter(gates.filter), task.pair(gates.filter)
     assert task.source is not None and pair is not None, "the callers ask for a source"
     num = _num_pairs(task)
@@ -147,18 +184,23 @@ def _lost(gates: Gates, task: TaskFact, most: float) -> tuple[Settled, str]:
         bound = f"a gain of at least {points(found.rounded)}"
     says = (
         f"{name}: {percent(task.checkpoint.score(name).value)} of {num:,} questions, the source "
-        f"{percent(task.source.score(name).value)}: {change} (only the source gets {pair.only_source:,} right, only "
-        f"the checkpoint {pair.only_checkpoint:,}), {bound} at {limit(gates.confidence)} confidence ({BOUND}, paired); "
-        f"at most {points(most)} may be lost."
+        f"{percent(task.source.score(name).value)}: {change} (only the source gets "
+        f"{pair.only_source:,} right, only the checkpoint {pair.only_checkpoint:,}), {bound} at "
+        f"{limit(gates.confidence)} confidence ({BOUND}, paired); at most {points(most)} may be "
+        "lost."
     )
-    return found, says + found.open_end("" if task.protocol.limit else ", more than this dataset has")
+    return found, says + found.open_end(
+        "" if task.protocol.limit else ", more than this dataset has"
+    )
 
 
 def _num_pairs(task: TaskFact) -> int:
     return task.checkpoint.num_questions // task.protocol.repeats
 
 
-def tasks_together(gates: Gates, evaluation: EvaluationFact | None, listed: Collection[str]) -> Iterator[ReasonFact]:
+def tasks_together(
+    gates: Gates, evaluation: EvaluationFact | None, listed: Collection[str]
+) -> Iterator[ReasonFact]:
     """Mean recovery and the worst task, each where the recipe has a limit for it.
 
     Args:
@@ -167,7 +209,10 @@ def tasks_together(gates: Gates, evaluation: EvaluationFact | None, listed: Coll
         listed: the recipe's tasks.
     """
     lack = _lack(evaluation, listed, gates.filter)
-    for gate, value in (("mean recovery", gates.min_mean_recovery), ("worst task", gates.max_worst_drop)):
+    for gate, value in (
+        ("mean recovery", gates.min_mean_recovery),
+        ("worst task", gates.max_worst_drop),
+    ):
         if value is None:
             continue
         if evaluation is None or lack:
@@ -186,7 +231,9 @@ def _lack(evaluation: EvaluationFact | None, listed: Collection[str], wanted: st
     asked = {task.protocol.task for task in evaluation.by_task}
     if missing := [name for name in listed if name not in asked]:
         return f"Of the recipe's tasks {', '.join(missing)} was not asked. {cure}."
-    if unknown := [task.protocol.task for task in evaluation.by_task if recovery(task, wanted) is None]:
+    if unknown := [
+        task.protocol.task for task in evaluation.by_task if recovery(task, wanted) is None
+    ]:
         return f"{', '.join(unknown)}: the source was not asked, or gets nothing right. {cure}."
     return ""
 
@@ -203,9 +250,10 @@ def _mean(gates: Gates, evaluation: EvaluationFact, least: float) -> ReasonFact:
     found = at_least(estimate, least)
     each = [(task.protocol.title, recovery(task, gates.filter)) for task in evaluation.by_task]
     says = (
-        f"{', '.join(f'{title} {percent(kept and kept.value)}' for title, kept in each)}: {percent(mean.value)} of the "
-        f"source's scores on average, {found.side} {percent(found.rounded)} at {limit(gates.confidence)} confidence "
-        f"(one-sided, paired by question, tasks independent); at least {limit(least)} must be "
+        f"{', '.join(f'{title} {percent(kept and kept.value)}' for title, kept in each)}: "
+        f"{percent(mean.value)} of the source's scores on average, {found.side} "
+        f"{percent(found.rounded)} at {limit(gates.confidence)} confidence (one-sided, paired by "
+        f"question, tasks independent); at least {limit(least)} must be "
         f"kept.{found.open_end(' over all tasks')}"
     )
     return ReasonFact(gate="mean recovery", verdict=found.verdict, says=says, needed=found.needed)
@@ -214,44 +262,57 @@ def _mean(gates: Gates, evaluation: EvaluationFact, least: float) -> ReasonFact:
 def _worst(gates: Gates, evaluation: EvaluationFact, most: float) -> ReasonFact:
     """The task with the worst verdict, and among equals the one whose bound is the worst."""
     judged = [(task, *_lost(gates, task, most)) for task in evaluation.by_task]
-    task, found, says = min(judged, key=lambda one: (WORST_FIRST.index(one[1].verdict), one[1].bound))
+    task, found, says = min(
+        judged, key=lambda one: (WORST_FIRST.index(one[1].verdict), one[1].bound)
+    )
     says = f"{task.protocol.title}, {says}"
     if found.verdict == "pass" and len(judged) > 1:
         says += " No other task has a worse bound."
     return ReasonFact(gate="worst task", verdict=found.verdict, says=says, needed=found.needed)
 
 
-# --- drafting ---------------------------------------------------------------------------------------------------------
+# --- drafting -------------------------------------------------------------------------------------
 
 
 def drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
-    """The checkpoint's answers with MTP on against those with MTP off: one reason, where it was asked both ways.
+    """The checkpoint's answers with MTP on against those with MTP off: one reason, where it was
+    asked both ways.
 
     Every task, every filter and empty answers are asked, by the exact sign test.
     """
-    both = [(task, task.drafting) for task in evaluation.by_task if task.drafting] if evaluation else []
+    both = (
+        [(task, task.drafting) for task in evaluation.by_task if task.drafting]
+        if evaluation
+        else []
+    )
     if not both:
         return
     task, found = min(both, key=lambda one: _rarest(one[1]).chance)
     rarest, num = _rarest(found), task.checkpoint.num_questions
     where = f"{task.protocol.title}: " if len(both) > 1 else ""
     texts = (
-        f"{where}{num - found.num_changed:,} of {num:,} greedy answers are the same text with MTP on and off"
-        f"{'; near-ties may flip the others' if found.num_changed else ''}."
+        f"{where}{num - found.num_changed:,} of {num:,} greedy answers are the same text with MTP "
+        f"on and off{'; near-ties may flip the others' if found.num_changed else ''}."
     )
     what = "with text" if rarest.reads == NOT_EMPTY else f"right by {rarest.reads}"
     parted = rarest.only_plain + rarest.only_drafting
     split = (
-        f"Only without drafting {rarest.only_plain:,} are {what}, only with it {rarest.only_drafting:,} "
-        f"(exact sign test: {rarest.chance:.2g})"
+        f"Only without drafting {rarest.only_plain:,} are {what}, only with it "
+        f"{rarest.only_drafting:,} (exact sign test: {rarest.chance:.2g})"
     )
     if rarest.chance < CHANCE:
         says = f"Drafting changes what is right beyond chance. {split}. {texts}"
         yield ReasonFact(gate="drafting", verdict="regression", says=says)
     elif parted:
-        yield ReasonFact(gate="drafting", verdict="pass", says=f"{texts} {split}: no more than chance gives.")
+        yield ReasonFact(
+            gate="drafting", verdict="pass", says=f"{texts} {split}: no more than chance gives."
+        )
     else:
-        yield ReasonFact(gate="drafting", verdict="pass", says=f"{texts} Each is as right or wrong with it as without.")
+        yield ReasonFact(
+            gate="drafting",
+            verdict="pass",
+            says=f"{texts} Each is as right or wrong with it as without.",
+        )
 
 
 def _rarest(found: DraftingFact) -> SwitchFact:

@@ -1,9 +1,10 @@
-"""The one rule of every gate: an estimate and its bounds against a limit, and how many samples would tell.
+"""The one rule of every gate: an estimate and its bounds against a limit, and how many samples
+would tell.
 
 In: a figure that was measured, with a way to its bounds, and the recipe's limit. Out: a `Settled`.
 
-Easy to get wrong: an estimate on the right side of a limit is no pass, and one on the wrong side is no regression. A
-gate judges a bound of the estimate, at the recipe's confidence, one-sided.
+Easy to get wrong: an estimate on the right side of a limit is no pass, and one on the wrong side is
+no regression. A gate judges a bound of the estimate, at the recipe's confidence, one-sided.
 """
 
 import math
@@ -17,7 +18,9 @@ WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")
 _ON_THE_LIMIT = 1e-9
 """An estimate nearer to its limit than this is equal to it: no number of samples tells."""
 _MOST_TIMES = 1_000_000
-"""So many times as many samples nobody takes: where they would not settle it either, no number is named."""
+"""So many times as many samples nobody takes: where they would not settle it either, no number is
+named.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,8 @@ class Estimate:
 
     Attributes:
         value: as it was seen.
-        bounds: its (lower, upper) bound, one-sided, as if so many times as many samples had been taken.
+        bounds: its (lower, upper) bound, one-sided, as if so many times as many samples had been
+            taken.
         samples: that it is from.
         unit: what they are, for people.
     """
@@ -44,7 +48,8 @@ class Settled:
     Attributes:
         bound: of the estimate, the one that was judged.
         is_lower: whether that is the lower one.
-        needed: samples of the same shares that would settle it; None where no number would, or it is settled.
+        needed: samples of the same shares that would settle it; None where no number would, or it
+            is settled.
         too_few: with infeasible, how many samples would tell; the sentence's end is left open.
     """
 
@@ -105,11 +110,16 @@ def _settled(estimate: Estimate, limit: float, *, sign: int) -> Settled:
         too_few = "It lies on the limit itself, or so near that no number of samples tells"
         times = None
         if abs(margin) >= _ON_THE_LIMIT:
-            times = _times_to_settle(lambda times: margins(times)[0] >= 0 if margin > 0 else margins(times)[1] < 0)
+            times = _times_to_settle(
+                lambda times: margins(times)[0] >= 0 if margin > 0 else margins(times)[1] < 0
+            )
         if times:
             needed = max(estimate.samples + 1, math.ceil(estimate.samples * times))
             would = "pass" if margin > 0 else "fail"
-            too_few = f"Too few to tell: at these figures it would {would} with about {needed:,} {estimate.unit}"
+            too_few = (
+                f"Too few to tell: at these figures it would {would} with about {needed:,} "
+                f"{estimate.unit}"
+            )
     lower, upper = estimate.bounds(1)
     is_lower = (sign > 0) != (verdict == "regression")
     bound = lower if is_lower else upper
@@ -117,7 +127,9 @@ def _settled(estimate: Estimate, limit: float, *, sign: int) -> Settled:
 
 
 def _times_to_settle(settles: Callable[[float], bool]) -> float | None:
-    """The least number of times as many samples that settle it, to a thousandth; None where it is out of reach."""
+    """The least number of times as many samples that settle it, to a thousandth; None where it is
+    out of reach.
+    """
     high = 2.0
     while not settles(high):
         high *= 2

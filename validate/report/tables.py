@@ -1,11 +1,13 @@
 """The tables and sentences that the page and the card have in common, each figure rounded once.
 
-In: a report. Out: a `Table` of words, and sentences. Templates put them into HTML or Markdown and compute nothing.
+In: a report. Out: a `Table` of words, and sentences. Templates put them into HTML or Markdown and
+compute nothing.
 
-Easy to get wrong: a matrix is matched only if every cell of a row had the same requests. A k that one model was not
-asked with, or whose server failed, has no figure there and says so. And a checkpoint that no longer ends its answers
-reaches the limit of tokens more often than its source, and its score may hide that where the answer comes early: so
-each task has both shares of answers that were cut.
+Easy to get wrong: a matrix is matched only if every cell of a row had the same requests. A k that
+one model was not asked with, or whose server failed, has no figure there and says so. And a
+checkpoint that no longer ends its answers reaches the limit of tokens more often than its source,
+and its score may hide that where the answer comes early: so each task has both shares of answers
+that were cut.
 """
 
 from collections import defaultdict
@@ -22,7 +24,9 @@ from .numbers import figure, percent
 from .recovery import Recovery, mean_recovery, recovery
 
 MORE_CUT = 0.01
-"""A checkpoint whose answers are cut more often than the source's by this share of all is said to end fewer."""
+"""A checkpoint whose answers are cut more often than the source's by this share of all is said to
+end fewer.
+"""
 ROLES = {"source": "source", "checkpoint": "this checkpoint", "plain": "this checkpoint, MTP off"}
 
 
@@ -34,7 +38,7 @@ class Table:
     rows: list[tuple[str, ...]]
 
 
-# --- tasks ------------------------------------------------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 def tasks(report: FullReport) -> Table | None:
@@ -42,7 +46,11 @@ def tasks(report: FullReport) -> Table | None:
     evaluation = report.evaluation
     if evaluation is None or not evaluation.tasks:
         return None
-    wanted = report.judgement.gates.filter if report.judgement else evaluation.checkpoint.scores[0].filter
+    wanted = (
+        report.judgement.gates.filter
+        if report.judgement
+        else evaluation.checkpoint.scores[0].filter
+    )
     rows = [_task(task, wanted) for task in evaluation.by_task]
     mean = mean_recovery(evaluation.by_task, wanted)
     columns = "task", "asked", "source", "this checkpoint", "MTP off"
@@ -89,17 +97,19 @@ def endless(report: FullReport) -> Iterator[str]:
     for task in report.evaluation.by_task if report.evaluation else ():
         if task.source and _cut(task.checkpoint) - _cut(task.source) > MORE_CUT:
             yield (
-                f"{task.protocol.title}: {percent(_cut(task.checkpoint))} of the checkpoint's answers reach the limit "
-                f"of {task.protocol.max_tokens:,} tokens, of the source's {percent(_cut(task.source))}: it ends fewer "
-                "of them."
+                f"{task.protocol.title}: {percent(_cut(task.checkpoint))} of the checkpoint's "
+                f"answers reach the limit of {task.protocol.max_tokens:,} tokens, of the source's "
+                f"{percent(_cut(task.source))}: it ends fewer of them."
             )
 
 
-# --- speed ------------------------------------------------------------------------------------------------------------
+# --- speed ----------------------------------------------------------------------------------------
 
 
 def speed(bench: BenchFact) -> Table:
-    """k across and loads down: the source's rows first, loads in the order in which they were measured."""
+    """k across and loads down: the source's rows first, loads in the order in which they were
+    measured.
+    """
     ks = ks_of(bench)
     rows = []
     for model in bench.benched:
@@ -116,7 +126,9 @@ def ks_of(bench: BenchFact) -> tuple[int, ...]:
 
 
 def _rate(model: Benched, k: int, load: tuple[int, int]) -> str:
-    """Tokens a second, half the distance from the slowest to the fastest repetition, and times as fast as k=0."""
+    """Tokens a second, half the distance from the slowest to the fastest repetition, and times as
+    fast as k=0.
+    """
     cell = model.cell(k, load)
     if cell is None or cell.tokens_per_second is None:
         was_asked = any((each.k, each.load) == (k, load) for each in model.cells)
@@ -139,7 +151,10 @@ def failures(bench: BenchFact) -> Iterator[str]:
     for model in bench.benched:
         for cell in model.cells:
             if cell.error:
-                yield f"{model.role}, k={cell.k}, {words_of(cell.load)}: no figure. {cell.error.rstrip('.')}."
+                yield (
+                    f"{model.role}, k={cell.k}, {words_of(cell.load)}: no figure. "
+                    f"{cell.error.rstrip('.')}."
+                )
 
 
 def recommendation(row: RecommendedK) -> str:
@@ -151,11 +166,12 @@ def recommendation(row: RecommendedK) -> str:
     return f"{load}: k={row.k}{gain}: {row.says}."
 
 
-# --- drafts and kernels -----------------------------------------------------------------------------------------------
+# --- drafts and kernels ---------------------------------------------------------------------------
 
 
 def accepted(report: FullReport) -> Table:
-    """Draft counters: of the first task, of serve-check's prompts, and of bench with each k under the smallest load.
+    """Draft counters: of the first task, of serve-check's prompts, and of bench with each k under
+    the smallest load.
 
     Under other loads acceptance is nearly the same.
     """
@@ -174,7 +190,16 @@ def accepted(report: FullReport) -> Table:
             for cell in filter(None, (model.cell(k, load) for k in ks_of(bench))):
                 asked = f"bench, {cell.repetitions[0].requests:,} prompts of {bench.prompts}"
                 found.append((asked, model, cell.k, cell.concurrency, cell.drafts))
-    columns = "asked", "model", "served", "k", "in flight", "accepted of drafted tokens", "share", "by position"
+    columns = (
+        "asked",
+        "model",
+        "served",
+        "k",
+        "in flight",
+        "accepted of drafted tokens",
+        "share",
+        "by position",
+    )
     rows = [
         (
             asked,
@@ -199,7 +224,9 @@ def served_as(model: EvaluatedFact | Served | Benched) -> str:
 
 
 def kernels(loads: Iterable[DryLoad]) -> Table:
-    """One row for each quant method and kernel, with the GPUs and TP sizes that agree on it; refusals first."""
+    """One row for each quant method and kernel, with the GPUs and TP sizes that agree on it;
+    refusals first.
+    """
     found: dict[tuple[str, ...], list[DryLoad]] = defaultdict(list)
     for load in loads:
         for role, model in (("target", load.target), ("draft", load.draft)):
@@ -210,7 +237,11 @@ def kernels(loads: Iterable[DryLoad]) -> Table:
                 layers = ", ".join(dict.fromkeys(use.layer for use in uses))
                 count = sum(use.count for use in uses)
                 first = f" (first: {uses[0].where})" if outcome.startswith("refused") else ""
-                found[role, layers, method, kernel or "-", f"{count:,}", outcome + first].append(load)
+                found[role, layers, method, kernel or "-", f"{count:,}", outcome + first].append(
+                    load
+                )
     rows = [(*key[:5], places(where), key[5]) for key, where in found.items()]
     rows.sort(key=lambda row: (not row[-1].startswith("refused"), row[0] != "target"))
-    return Table(columns=("model", "layers", "quant method", "kernel", "count", "GPU", "outcome"), rows=rows)
+    return Table(
+        columns=("model", "layers", "quant method", "kernel", "count", "GPU", "outcome"), rows=rows
+    )

@@ -1,6 +1,7 @@
 """The templates of the page and the card, with the filters that both have.
 
-In: a template's name, and how it escapes. Out: the template, to be rendered. Needs the `report` extra (jinja2).
+In: a template's name, and how it escapes. Out: the template, to be rendered. Needs the `report`
+extra (jinja2).
 
 Easy to get wrong: a name that nobody passed is a mistake, and never an empty string.
 """
@@ -14,7 +15,14 @@ from . import numbers
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_FIGURES = (numbers.percent, numbers.signed, numbers.figure, numbers.count, numbers.size, numbers.limit)
+_FIGURES = (
+    numbers.percent,
+    numbers.signed,
+    numbers.figure,
+    numbers.count,
+    numbers.size,
+    numbers.limit,
+)
 
 
 def template(

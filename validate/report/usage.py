@@ -1,8 +1,10 @@
-"""What a card says to a person who serves the checkpoint: context, sampling, parsers, and how many GPUs.
+"""What a card says to a person who serves the checkpoint: context, sampling, parsers, and how many
+GPUs.
 
 In: the checkpoint's small files and headers. Out: a `Usage`.
 
-Easy to get wrong: nobody measured any of it here. What no file says is left out, and GPUs are counted from bytes.
+Easy to get wrong: nobody measured any of it here. What no file says is left out, and GPUs are
+counted from bytes.
 """
 
 from collections.abc import Mapping
@@ -13,13 +15,23 @@ from ...quantize.needs.cards import CARDS
 from ..measure.room import least_gpus
 
 # Source: vLLM 0.32.0 config/model.py (get_diff_sampling_param).
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _CARDS = ("4090", "L40S", "H100", "H200", "B200")
 _MOST_GPUS = 8
 
-# Left out are types whose models need different ones (deepseek_v3, qwen3_next), and those that vLLM does not name.
-# Source: vLLM 0.32.0 reasoning/__init__.py, tool_parsers/__init__.py, and the formats that parser/*.py describe.
+# Left out are types whose models need different ones (deepseek_v3, qwen3_next), and those that vLLM
+# does not name.
+# Source: vLLM 0.32.0 reasoning/__init__.py, tool_parsers/__init__.py, and the formats that
+# parser/*.py describe.
 PARSERS: Mapping[str, tuple[str, str]] = {
     "deepseek_v4": ("deepseek_v4", "deepseek_v4"),
     "glm4_moe": ("glm45", "glm47"),
@@ -47,7 +59,8 @@ class Usage:
         sampling: values of generation_config.json that vLLM takes by itself.
         is_chat: there is a chat template.
         parsers: words for `vllm serve`; () where none are known, or no chat template is there.
-        gpus: (number, card, its memory in GB): on how few the weights fit, with room for a KV cache.
+        gpus: (number, card, its memory in GB): on how few the weights fit, with room for a KV
+            cache.
     """
 
     context: int
@@ -67,7 +80,9 @@ def usage_of(checkpoint: Source, family: str) -> Usage:
     context = config.get("max_position_embeddings")
     values = small_object(checkpoint, "generation_config.json") or {}
     tokenizer = small_object(checkpoint, "tokenizer_config.json") or {}
-    is_chat = bool(tokenizer.get("chat_template")) or any(small_file(checkpoint, name) for name in _TEMPLATES)
+    is_chat = bool(tokenizer.get("chat_template")) or any(
+        small_file(checkpoint, name) for name in _TEMPLATES
+    )
     reasoning, tools = PARSERS.get(family, ("", "")) if is_chat else ("", "")
     words = ("--reasoning-parser", reasoning) if reasoning else ()
     words += ("--enable-auto-tool-choice", "--tool-call-parser", tools) if tools else ()

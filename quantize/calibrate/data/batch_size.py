@@ -1,10 +1,11 @@
 """How many sequences a batch has where the recipe says `batch_size: auto`.
 
-In: a plan, the folder of its pass, and the ranks. Out: the plan with a number: as many sequences as the memory holds
-that is free on the device with the least of it.
+In: a plan, the folder of its pass, and the ranks. Out: the plan with a number: as many sequences as
+the memory holds that is free on the device with the least of it.
 
-Easy to get wrong: a run that goes on with another number has other last bits under GPTQ and AWQ, which add up batch by
-batch. So the first choice is kept in the folder, and every rank takes the same.
+Easy to get wrong: a run that goes on with another number has other last bits under GPTQ and AWQ,
+which add up batch by batch. So the first choice is kept in the folder, and every rank takes the
+same.
 """
 
 from dataclasses import replace
@@ -27,7 +28,8 @@ _MAX_TOKENS_ON_CPU = 8_192
 
 
 def with_batch_size(plan: Plan, folder: Path, ranks: Ranks) -> Plan:
-    """The plan with a number of sequences in a batch, the recipe's or one that is chosen now or was chosen before.
+    """The plan with a number of sequences in a batch, the recipe's or one that is chosen now or was
+    chosen before.
 
     Args:
         plan: over a local source, with a calibration block.

@@ -1,15 +1,17 @@
 """Which run a calibration folder belongs to: one recipe, source, dataset and set of versions.
 
-In: a plan, its batches and a folder. Out: a folder that is this run's, or a refusal that names what differs.
+In: a plan, its batches and a folder. Out: a folder that is this run's, or a refusal that names what
+differs.
 
-Easy to get wrong: a run that is resumed with something else changed makes a checkpoint of two halves. So the
-fingerprint covers everything that a number depends on, and nothing else: each thing too much costs hours. The largest
-magnitudes that minmax and smoothquant look for are the same however the sequences are dealt out. GPTQ and AWQ add up
-numbers batch by batch and process by process, and a sum in another order has other last bits; so has what AutoRound
-learns from; and the importance of input channels is a sum.
+Easy to get wrong: a run that is resumed with something else changed makes a checkpoint of two
+halves. So the fingerprint covers everything that a number depends on, and nothing else: each thing
+too much costs hours. The largest magnitudes that minmax and smoothquant look for are the same
+however the sequences are dealt out. GPTQ and AWQ add up numbers batch by batch and process by
+process, and a sum in another order has other last bits; so has what AutoRound learns from; and the
+importance of input channels is a sum.
 
-Source: transformers 5.17 integrations/hub_kernels.py (`use_kernel_func_from_hub_with_fallback`: a package that is
-installed replaces a model's own functions).
+Source: transformers 5.17 integrations/hub_kernels.py (`use_kernel_func_from_hub_with_fallback`: a
+package that is installed replaces a model's own functions).
 """
 
 import hashlib
@@ -28,21 +30,33 @@ from ...run.ranks import Ranks
 from .data import CalibrationData
 
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
-# What the recipe says besides: the MTP policy may change without a new pass, the others change no number.
+# What the recipe says besides: the MTP policy may change without a new pass, the others change no
+# number.
 _OF_THE_BLOCK = {"mtp", "mtp_auto", "mtp_tuned"}
-_PASSED_OVER = _OF_THE_BLOCK | {"variant", "default", "summary", "format", "evaluation", "gates", "calibration"}
+_PASSED_OVER = _OF_THE_BLOCK | {
+    "variant",
+    "default",
+    "summary",
+    "format",
+    "evaluation",
+    "gates",
+    "calibration",
+}
 _OF_ANY_SPLIT = frozenset({"minmax", "smoothquant", "mse", "four-over-six"})
 _KERNELS = ("causal-conv1d", "flash-linear-attention", "mamba-ssm")
 _STAMP, _PARTS = "fingerprint", "fingerprint.json"
 
 
 def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
-    """SHA-256 over everything the statistics depend on; not the MTP policy, which may change without a new pass."""
+    """SHA-256 over everything the statistics depend on; not the MTP policy, which may change
+    without a new pass.
+    """
     return _sum(_parts(plan, data, size))
 
 
 def search_fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
-    """SHA-256 over everything the sensitivities of a search depend on; not its budget, nor what is asked of its plans.
+    """SHA-256 over everything the sensitivities of a search depend on; not its budget, nor what is
+    asked of its plans.
 
     Here batches and processes count always: sensitivities are sums.
     """
@@ -52,7 +66,12 @@ def search_fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
     auto = plan.recipe.backbone_auto
     assert auto is not None
     own = auto.model_dump(mode="json", exclude={"min_acceptance"})
-    parts["search"] = {**own, "mtp": plan.recipe.mtp, "processes": size, "batch_size": plan.calibration.batch_size}
+    parts["search"] = {
+        **own,
+        "mtp": plan.recipe.mtp,
+        "processes": size,
+        "batch_size": plan.calibration.batch_size,
+    }
     return _sum(parts)
 
 
@@ -60,7 +79,8 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
     """Mark the folder as this run's, or refuse one of another run.
 
     Raises:
-        RecipeError: the folder is another run's, or is not the same for all ranks; or a rank has no sequence.
+        RecipeError: the folder is another run's, or is not the same for all ranks; or a rank has no
+            sequence.
     """
     parts, stamp = _parts(plan, data, ranks.size), folder / _STAMP
     wanted = _sum(parts)
@@ -73,13 +93,15 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
         cure = f"Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES, or remove {folder} to start anew"
         raise RecipeError(folder, rule, got=f"{ranks.device.type} on {ranks}", cure=cure)
     if stamp.is_file() and plan.may_calibrate_mtp and not has_mtp_stream(folder):
-        # It was begun for a block that needs no batches: its layers are gone, and so are these states.
+        # It was begun for a block that needs no batches: its layers are gone, and so are these
+        # states.
         rule = "the MTP block must be calibrated on what the quantized backbone computes"
         cure = f"Keep to a `--mtp` word that needs no data, or remove {folder} to start anew"
         got = "the calibration of a run whose block needed none, without these states"
         raise RecipeError(folder, rule, got=got, cure=cure)
     refuse_processes(plan.calibration, ranks.size, plan.recipe.name)
-    ranks.wait()  # before the first writes: a rank that refuses must see what an earlier run wrote, not this one
+    # before the first writes: a rank that refuses must see what an earlier run wrote, not this one
+    ranks.wait()
     if ranks.is_first and not stamp.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         own = {"device": ranks.device.type, "mtp_stream": plan.may_calibrate_mtp}
@@ -99,12 +121,17 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, 
     """What a number depends on, by the words that a refusal uses; JSON values only."""
     settings = plan.calibration.model_dump(mode="json")
     batch_size = settings.pop("batch_size")
-    # Whether results are largest values alone, which no order of batches changes; importance is a sum.
-    is_of_any_split = plan.calibration.algorithm in _OF_ANY_SPLIT and plan.recipe.search != "imatrix"
+    # Whether results are largest values alone, which no order of batches changes; importance is a
+    # sum.
+    is_of_any_split = (
+        plan.calibration.algorithm in _OF_ANY_SPLIT and plan.recipe.search != "imatrix"
+    )
     parts: dict[str, dict[str, Any]] = {
         "recipe": plan.recipe.model_dump(mode="json", exclude=_PASSED_OVER),
         "calibration": settings,
-        "source": {name: state.model_dump(mode="json") for name, state in plan.source.states.items()},
+        "source": {
+            name: state.model_dump(mode="json") for name, state in plan.source.states.items()
+        },
         "config.json": dict(plan.source.config),
         "dataset": dict(data.provenance),
         "versions": {"keepmtp": __version__, **_versions(plan)},
@@ -118,7 +145,9 @@ def _sum(parts: Mapping[str, Any]) -> str:
 
 
 def _versions(plan: Plan) -> dict[str, str]:
-    """Of the packages that compute; transformers takes kernels for a model's own functions where they are installed."""
+    """Of the packages that compute; transformers takes kernels for a model's own functions where
+    they are installed.
+    """
     names = [*_PACKAGES, *_KERNELS]
     if plan.calibration.backend == "modelopt":
         names.append("nvidia-modelopt")
@@ -134,13 +163,16 @@ def _versions(plan: Plan) -> dict[str, str]:
 
 
 def refuse_shrunk_dataset(error: RecipeError, folder: Path) -> RecipeError:
-    """The refusal of a dataset; where a pass was begun with it, the cure says what the dataset was then."""
+    """The refusal of a dataset; where a pass was begun with it, the cure says what the dataset was
+    then.
+    """
     before = _parts_of(folder).get("dataset")
     if before is None:
         return error
     rows = before["rows"] + before["held_out_rows"]
     return error.with_cure(
-        f"{folder} was begun with {rows} of its rows: restore the dataset to go on, or remove that folder to start anew"
+        f"{folder} was begun with {rows} of its rows: restore the dataset to go on, or remove "
+        "that folder to start anew"
     )
 
 
@@ -153,14 +185,19 @@ def _parts_of(folder: Path) -> dict[str, Any]:
 def _another_run(folder: Path, parts: Mapping[str, Mapping[str, Any]]) -> RecipeError:
     """The refusal of a folder with another fingerprint; it names the first thing that differs."""
     got, cure, before = "another run", f"Remove {folder}, or choose another OUT", _parts_of(folder)
-    rule = "an unfinished calibration can only be resumed with the same recipe, source, dataset and versions"
+    rule = (
+        "an unfinished calibration can only be resumed with the same recipe, source, dataset and "
+        "versions"
+    )
     differing = [name for name in parts if name in before and before[name] != parts[name]]
     if differing:
         name, difference = differing[0], "in another order"
         was, now = before[name], parts[name]
         keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
         if keys:
-            difference = f"{keys[0]} was {_short(was.get(keys[0]))} and is {_short(now.get(keys[0]))}"
+            difference = (
+                f"{keys[0]} was {_short(was.get(keys[0]))} and is {_short(now.get(keys[0]))}"
+            )
         got = f"another {name} ({difference})"
         cure = f"Undo this change to go on, or remove {folder} to start anew"
     if differing == ["split"]:
@@ -175,5 +212,7 @@ def _short(value: Any) -> str:
 
 
 def has_mtp_stream(folder: Path) -> bool:
-    """Whether the pass in a folder hands on the calibration text as a server computes it, for an MTP block."""
+    """Whether the pass in a folder hands on the calibration text as a server computes it, for an
+    MTP block.
+    """
     return bool(_parts_of(folder).get("mtp_stream"))

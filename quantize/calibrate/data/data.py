@@ -1,10 +1,12 @@
-"""Calibration text: datasets' rows, tokenized and cut into sequences of one length, the same ones every time.
+"""Calibration text: datasets' rows, tokenized and cut into sequences of one length, the same ones
+every time.
 
-In: a recipe's calibration block and the source checkpoint, for its tokenizer and config. Out: token ids to calibrate
-on, token ids held out to measure on, which of these a model writes, and the provenance that proves which they are.
+In: a recipe's calibration block and the source checkpoint, for its tokenizer and config. Out: token
+ids to calibrate on, token ids held out to measure on, which of these a model writes, and the
+provenance that proves which they are.
 
-Easy to get wrong: a sequence is of one dataset alone. Those of several datasets are laid evenly among each other, so
-that no batch and no process has one kind of text only.
+Easy to get wrong: a sequence is of one dataset alone. Those of several datasets are laid evenly
+among each other, so that no batch and no process has one kind of text only.
 """
 
 import hashlib
@@ -29,10 +31,11 @@ class CalibrationData:
     Attributes:
         ids: [samples, sequence_length] int64, CPU, no padding.
         held_out_ids: [held_out, sequence_length], of rows that are not in `ids`.
-        held_out_written: bool, of the same shape: tokens that a model writes, not its user, in the row that a sequence
-            begins with; None where no row says which they are.
-        provenance: dataset, its resolved revision, numbers of rows and tokens, and SHA-256 sums of the row numbers and
-            of both sets' ids (int64, little-endian), which are equal exactly when the ids are.
+        held_out_written: bool, of the same shape: tokens that a model writes, not its user, in the
+            row that a sequence begins with; None where no row says which they are.
+        provenance: dataset, its resolved revision, numbers of rows and tokens, and SHA-256 sums of
+            the row numbers and of both sets' ids (int64, little-endian), which are equal exactly
+            when the ids are.
     """
 
     ids: Tensor
@@ -44,10 +47,10 @@ class CalibrationData:
 def calibration_data(calibration: Calibration, source: Source) -> CalibrationData:
     """Read, draw, tokenize and cut.
 
-    Rows follow one another, each as the tokenizer or the chat template begins and ends it, and are cut every
-    `sequence_length` tokens, which may be within a row. Each held-out sequence begins with a row of its own, as a
-    server's text does. Held-out text skips rows with the same tokens as a calibration row. Blank rows are skipped too;
-    the provenance counts them.
+    Rows follow one another, each as the tokenizer or the chat template begins and ends it, and are
+    cut every `sequence_length` tokens, which may be within a row. Each held-out sequence begins
+    with a row of its own, as a server's text does. Held-out text skips rows with the same tokens as
+    a calibration row. Blank rows are skipped too; the provenance counts them.
 
     Several datasets give sequences by their shares, each as if it were alone.
 
@@ -56,19 +59,30 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
         source: its files must be on this machine.
 
     Raises:
-        RecipeError: the dataset, its split, its column or a row of it cannot be used, it is too short, or
-            `sequence_length` is longer than the model takes.
-        CheckpointError: there is no usable tokenizer next to the weights, or it has ids the model has no embedding for.
+        RecipeError: the dataset, its split, its column or a row of it cannot be used, it is too
+            short, or `sequence_length` is longer than the model takes.
+        CheckpointError: there is no usable tokenizer next to the weights, or it has ids the model
+            has no embedding for.
     """
     longest = _text_config(source).get("max_position_embeddings")
     if longest is not None and calibration.sequence_length > longest:
         rule = f"must be at most the model's max_position_embeddings, {longest}"
-        raise RecipeError("calibration.sequence_length", rule, got=calibration.sequence_length, cure="Lower it")
+        raise RecipeError(
+            "calibration.sequence_length", rule, got=calibration.sequence_length, cure="Lower it"
+        )
     encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
     mix, length = calibration.mix, calibration.sequence_length
     shares = [texts.share for texts in mix]
-    numbers = zip(mix, portions(calibration.samples, shares), portions(calibration.held_out, shares), strict=True)
-    drawn = [_draw(texts, calibration, encoding, num_used=used, num_held=held) for texts, used, held in numbers]
+    numbers = zip(
+        mix,
+        portions(calibration.samples, shares),
+        portions(calibration.held_out, shares),
+        strict=True,
+    )
+    drawn = [
+        _draw(texts, calibration, encoding, num_used=used, num_held=held)
+        for texts, used, held in numbers
+    ]
     ids = _laid_among([_sequences(each.used, length) for each in drawn])
     held_out_ids = _laid_among([_sequences(each.held, length) for each in drawn])
     written = _written([each.held for each in drawn], encoding, length)
@@ -80,11 +94,15 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     }
     if written is not None:
         provenance["held_out_written_tokens"] = int(written.sum())
-    return CalibrationData(ids=ids, held_out_ids=held_out_ids, held_out_written=written, provenance=provenance)
+    return CalibrationData(
+        ids=ids, held_out_ids=held_out_ids, held_out_written=written, provenance=provenance
+    )
 
 
 def _provenance(calibration: Calibration, drawn: "Sequence[_Drawn]") -> dict[str, Any]:
-    """What was read: the first dataset by name, the others as a list, and the numbers of all of them."""
+    """What was read: the first dataset by name, the others as a list, and the numbers of all of
+    them.
+    """
     first, *others = [each.read for each in drawn]
     rows = [number for each in drawn for number in (*each.used.numbers, *each.held.numbers)]
     found = {
@@ -100,14 +118,19 @@ def _provenance(calibration: Calibration, drawn: "Sequence[_Drawn]") -> dict[str
         "blank_rows": sum(each.used.num_blank + each.held.num_blank for each in drawn),
         "row_numbers_sha256": ids_sha256(rows),
     }
-    return found | {"also": [texts.model_dump(mode="json") for texts in others]} if others else found
+    return (
+        found | {"also": [texts.model_dump(mode="json") for texts in others]} if others else found
+    )
 
 
-# --- one dataset ------------------------------------------------------------------------------------------------------
+# --- one dataset
+# --------------------------------------------------------------------------------------------------
 
 
 def portions(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers with this sum, as near to the shares as can be; the largest remainders get what is left."""
+    """Whole numbers with this sum, as near to the shares as can be; the largest remainders get what
+    is left.
+    """
     exact = [total * share for share in shares]
     found = [int(each) for each in exact]
     by_rest = sorted(range(len(shares)), key=lambda index: (found[index] - exact[index], index))
@@ -116,7 +139,9 @@ def portions(total: int, shares: Sequence[float]) -> list[int]:
     return found
 
 
-def _draw(texts: TextsOfMix, calibration: Calibration, encoding: Encoders, *, num_used: int, num_held: int) -> "_Drawn":
+def _draw(
+    texts: TextsOfMix, calibration: Calibration, encoding: Encoders, *, num_used: int, num_held: int
+) -> "_Drawn":
     """So many sequences of one dataset."""
     where, length = f"calibration.dataset {texts.dataset}", calibration.sequence_length
     dataset, revision = open_split(texts, where)
@@ -131,7 +156,8 @@ def _draw(texts: TextsOfMix, calibration: Calibration, encoding: Encoders, *, nu
         part = "its share of " if calibration.also else ""
         raise RecipeError(
             where,
-            f"must hold {num_used} + {num_held} sequences of {length} tokens ({part}samples + held_out)",
+            f"must hold {num_used} + {num_held} sequences of {length} tokens ({part}samples + "
+            "held_out)",
             got=f"{found}, from {read} different rows and {blank} blank ones",
             cure="Lower samples, held_out or sequence_length, or name a longer dataset",
         )
@@ -145,17 +171,22 @@ def _sequences(part: "_Part", length: int) -> Tensor:
 def _laid_among(parts: Sequence[Tensor]) -> Tensor:
     """The sequences of several datasets, each dataset's evenly over the whole."""
     places = [
-        ((turn + 0.5) / len(part), number, turn) for number, part in enumerate(parts) for turn in range(len(part))
+        ((turn + 0.5) / len(part), number, turn)
+        for number, part in enumerate(parts)
+        for turn in range(len(part))
     ]
     return torch.stack([parts[number][turn] for _, number, turn in sorted(places)])
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------
+# --- tokens
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Consecutive rows with their token ids, their numbers and sums, and all ids one after another."""
+    """Consecutive rows with their token ids, their numbers and sums, and all ids one after
+    another.
+    """
 
     rows: list[tuple[DataRow, list[int]]]
     numbers: list[int]
@@ -166,7 +197,9 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """What one dataset gives: rows to calibrate on, and rows to measure on; `revision` is what was read."""
+    """What one dataset gives: rows to calibrate on, and rows to measure on; `revision` is what was
+    read.
+    """
 
     texts: TextsOfMix
     revision: str
@@ -193,26 +226,38 @@ def _encoded(
         except KeepMTPError:
             raise
         except UNENCODABLE as error:
-            rule, cure = "must suit the model's chat format", "Mend the row, or name a column of texts"
-            raise RecipeError(f"{where}: row {number}", rule, got=one_line(error), cure=cure) from error
+            rule, cure = (
+                "must suit the model's chat format",
+                "Mend the row, or name a column of texts",
+            )
+            raise RecipeError(
+                f"{where}: row {number}", rule, got=one_line(error), cure=cure
+            ) from error
         if vocab_size is not None and max(ids, default=0) >= vocab_size:
             rule = f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}"
             got = f"{max(ids)} in row {number}"
-            raise CheckpointError(encoding.source.where, rule, got=got, cure="Use the release's own tokenizer")
+            raise CheckpointError(
+                encoding.source.where, rule, got=got, cure="Use the release's own tokenizer"
+            )
         yield number, row, ids
 
 
 def _take(
-    rows: Iterator[tuple[int, DataRow, list[int]]], num_tokens: int, *, without: Collection[str] = (), restart: int = 0
+    rows: Iterator[tuple[int, DataRow, list[int]]],
+    num_tokens: int,
+    *,
+    without: Collection[str] = (),
+    restart: int = 0,
 ) -> _Part:
-    """The next rows until they have so many tokens, cut to that number; fewer only if the rows run out.
+    """The next rows until they have so many tokens, cut to that number; fewer only if the rows run
+    out.
 
     Args:
         rows: numbers, rows and token ids; those that are taken are used up.
         num_tokens: how many tokens to take.
         without: sums of rows to pass over, because another part has them.
-        restart: length of a sequence. If given, each sequence begins with a row of its own, and the rest of the row
-            before it is left out.
+        restart: length of a sequence. If given, each sequence begins with a row of its own, and the
+            rest of the row before it is left out.
     """
     kept: list[tuple[DataRow, list[int]]] = []
     numbers: list[int] = []
@@ -243,7 +288,9 @@ def _written(parts: Sequence[_Part], encoding: Encoders, length: int) -> Tensor 
             written = encoding.written(row, ids)
             is_said |= written is not None
             place = len(each_token) % length
-            if written is None or place:  # nothing says who wrote this row, or another row is before it
+            if (
+                written is None or place
+            ):  # nothing says who wrote this row, or another row is before it
                 written = [False] * len(ids)
             each_token += written[: length - place]
         found.append(torch.tensor(each_token[: len(part.ids)], dtype=torch.bool).view(-1, length))

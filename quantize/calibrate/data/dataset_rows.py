@@ -1,9 +1,12 @@
-"""The rows of a dataset: opened on the Hub or here, read one at a time, in an order that can be repeated.
+"""The rows of a dataset: opened on the Hub or here, read one at a time, in an order that can be
+repeated.
 
-In: where texts are from, as a recipe says. Out: row numbers with a text, a prompt with its answer, or a conversation.
+In: where texts are from, as a recipe says. Out: row numbers with a text, a prompt with its answer,
+or a conversation.
 
-Easy to get wrong: what looks shuffled need not be repeatable. The order drawn here depends on the seed and the rows'
-numbers alone, not on how a dataset is cut into files, nor on a library's version.
+Easy to get wrong: what looks shuffled need not be repeatable. The order drawn here depends on the
+seed and the rows' numbers alone, not on how a dataset is cut into files, nor on a library's
+version.
 """
 
 import random
@@ -27,11 +30,21 @@ from ....recipes.schema import Texts
 from .tokenize import Answered, DataRow
 
 SHUFFLED_ROWS = 10_000
-"""Rows are drawn in a seeded order from this many first ones of the split, then from as many next ones, and so on, so
-that a Hub dataset is read only as far as needed. One that is sorted by topic should be shuffled beforehand."""
+"""Rows are drawn in a seeded order from this many first ones of the split, then from as many next
+ones, and so on, so that a Hub dataset is read only as far as needed. One that is sorted by topic
+should be shuffled beforehand."""
 _START_BYTES = 4096
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_UNREADABLE = (DatasetsError, ArrowException, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
+_UNREADABLE = (
+    DatasetsError,
+    ArrowException,
+    HfHubHTTPError,
+    HTTPError,
+    OSError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+)
 
 
 def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
@@ -39,12 +52,17 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
     name, path = texts.dataset, find_path(texts.dataset)
     suffix = Path(name).suffix
     is_file = path.is_file() if path is not None else suffix in _READERS
-    is_of_the_hub = path is None and not is_file and texts.dataset_revision != "local" and name.count("/") < 2
+    is_of_the_hub = (
+        path is None and not is_file and texts.dataset_revision != "local" and name.count("/") < 2
+    )
     if (path is None and not is_of_the_hub) or (is_file and suffix not in _READERS):
         raise RecipeError(
             where,
-            f"must be a Hub id with its dataset_revision, or a folder or {', '.join(_READERS)} file",
-            got="no such file or folder" if path is None else f"a file of another kind, {suffix or 'without a suffix'}",
+            f"must be a Hub id with its dataset_revision, or a folder or {', '.join(_READERS)} "
+            "file",
+            got="no such file or folder"
+            if path is None
+            else f"a file of another kind, {suffix or 'without a suffix'}",
             cure="Check the path, which is relative to the current folder, or convert the file",
         )
     if path is not None and is_file and _READERS[suffix] == "json":
@@ -52,7 +70,9 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
             start = file.read(_START_BYTES).removeprefix(BOM_UTF8).lstrip()[:4]
         if start and start[:1] not in b"{[":  # pyarrow 26 crashes on rows that are null
             got = start.decode(errors="replace")
-            raise RecipeError(where, "must begin with an object, or a list of them", got=got, cure="Mend the file")
+            raise RecipeError(
+                where, "must begin with an object, or a list of them", got=got, cure="Mend the file"
+            )
     revision = "local" if path is not None else dataset_commit(name, texts.dataset_revision, where)
     try:
         if path is None:
@@ -61,10 +81,18 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
             splits = load_dataset(_READERS[suffix], data_files=str(path), streaming=True)
         else:
             splits = load_dataset(str(path), texts.subset, streaming=True)
-    except (StopIteration, *_UNREADABLE) as error:  # the first where datasets 5.2 looks for a JSON file's first row
-        cure = "Give calibration.subset if it names several here, or else Parquet or JSON files with rows"
+    except (
+        StopIteration,
+        *_UNREADABLE,
+    ) as error:  # the first where datasets 5.2 looks for a JSON file's first row
+        cure = (
+            "Give calibration.subset if it names several here, or else Parquet or JSON files "
+            "with rows"
+        )
         got = "no rows" if isinstance(error, StopIteration) else one_line(error)
-        raise RecipeError(where, "must be a dataset that can be read", got=got, cure=cure) from error
+        raise RecipeError(
+            where, "must be a dataset that can be read", got=got, cure=cure
+        ) from error
     if texts.split not in splits:
         rule = f"split must be one of {', '.join(map(str, splits))}"
         raise RecipeError(where, rule, got=repr(texts.split), cure="Correct calibration.split")
@@ -77,7 +105,9 @@ def rows_of(dataset: IterableDataset, texts: Texts, where: str) -> Iterator[tupl
     if texts.prompt_column:
         columns["prompt_column"] = texts.prompt_column
     if {*columns.values()} <= {*(dataset.column_names or ())}:
-        dataset = dataset.select_columns([*columns.values()])  # Parquet is stored by column: others are not even read
+        dataset = dataset.select_columns(
+            [*columns.values()]
+        )  # Parquet is stored by column: others are not even read
     for number, row in enumerate(_readable(dataset, where)):
         for key, name in columns.items():
             if name not in row:
@@ -94,7 +124,9 @@ def _readable(dataset: IterableDataset, where: str) -> Iterator[Mapping[str, Any
             row = next(rows, None)
         except _UNREADABLE as error:
             cure = "Mend the file, or download it again"
-            raise RecipeError(where, f"row {number} must be readable", got=one_line(error), cure=cure) from error
+            raise RecipeError(
+                where, f"row {number} must be readable", got=one_line(error), cure=cure
+            ) from error
         if row is None:
             return
         yield row
@@ -120,12 +152,17 @@ def _value(row: Mapping[str, Any], texts: Texts, where: str) -> DataRow:
 
 
 def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+    return (
+        isinstance(turn, Mapping)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+    )
 
 
 def shuffled(rows: Iterator[tuple[int, DataRow]], seed: int) -> Iterator[tuple[int, DataRow]]:
     """The rows in an order that depends on the seed and their numbers alone."""
-    # A fixed algorithm in Python's standard library; numpy and torch keep theirs the same only within a version.
+    # A fixed algorithm in Python's standard library; numpy and torch keep theirs the same only
+    # within a version.
     order = random.Random(seed)  # noqa: S311
     while window := list(islice(rows, SHUFFLED_ROWS)):
         order.shuffle(window)

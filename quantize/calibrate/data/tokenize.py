@@ -1,11 +1,13 @@
-"""From a dataset's row to token ids, with the tokens that begin and end a text or a conversation for this model.
+"""From a dataset's row to token ids, with the tokens that begin and end a text or a conversation
+for this model.
 
-In: the source checkpoint's tokenizer files. Out: an `Encoders`: a row's token ids, and which of them a model writes
-when it is asked what the row's user asked.
+In: the source checkpoint's tokenizer files. Out: an `Encoders`: a row's token ids, and which of
+them a model writes when it is asked what the row's user asked.
 
-Easy to get wrong: a chat template writes its own special tokens, so its text must not get the tokenizer's on top; and a
-model without a template may have its encoding as Python next to the weights, which runs only if the recipe allows it.
-Templates may show a turn differently once others follow it; a token that is not surely a model's counts as its user's.
+Easy to get wrong: a chat template writes its own special tokens, so its text must not get the
+tokenizer's on top; and a model without a template may have its encoding as Python next to the
+weights, which runs only if the recipe allows it. Templates may show a turn differently once others
+follow it; a token that is not surely a model's counts as its user's.
 """
 
 import importlib.util
@@ -32,7 +34,15 @@ _TOKENIZER_FILES = (
 )
 
 Conversation = Sequence[Mapping[str, Any]]
-UNENCODABLE = (TemplateError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
+UNENCODABLE = (
+    TemplateError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    NotImplementedError,
+)
 """What chat templates and encodings raise on a conversation that they do not allow."""
 
 
@@ -49,7 +59,9 @@ _EncodeTurns = Callable[[Conversation, bool], list[int]]
 
 @dataclass(frozen=True)
 class Encoders:
-    """One model's ways to encode a row; the encoding of conversations is looked up at the first one."""
+    """One model's ways to encode a row; the encoding of conversations is looked up at the first
+    one.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     source: Source
@@ -58,8 +70,8 @@ class Encoders:
     def encode(self, row: DataRow) -> list[int]:
         """A row's token ids.
 
-        Raises: RecipeError or CheckpointError if it is a conversation and there is no way to encode one; one of
-            `UNENCODABLE` if this row is not allowed by the way that there is.
+        Raises: RecipeError or CheckpointError if it is a conversation and there is no way to encode
+            one; one of `UNENCODABLE` if this row is not allowed by the way that there is.
         """
         if not isinstance(row, str | Answered):
             return self._conversation(row, False)
@@ -76,13 +88,18 @@ class Encoders:
         """
         if isinstance(row, str):
             return None
-        return self._behind_prompt(row, ids) if isinstance(row, Answered) else self._answers(row, ids)
+        return (
+            self._behind_prompt(row, ids) if isinstance(row, Answered) else self._answers(row, ids)
+        )
 
     def _behind_prompt(self, row: Answered, ids: Sequence[int]) -> list[bool] | None:
         if not self.tokenizer.is_fast:
             return None
-        spans = self.tokenizer("".join(row), return_offsets_mapping=True, verbose=False)["offset_mapping"]
-        # Special tokens are at (0, 0), and a tokenizer that trims spaces leaves one of spaces alone without length.
+        spans = self.tokenizer("".join(row), return_offsets_mapping=True, verbose=False)[
+            "offset_mapping"
+        ]
+        # Special tokens are at (0, 0), and a tokenizer that trims spaces leaves one of spaces alone
+        # without length.
         first = len(row.prompt)
         written = [start >= first and end > first for start, end in spans]
         # The end belongs to the answer, whether the tokenizer or `encode` has added it.
@@ -93,19 +110,26 @@ class Encoders:
     def _answers(self, row: Conversation, ids: Sequence[int]) -> list[bool]:
         """The tokens of assistant turns.
 
-        A turn begins after the tokens that a server gets: the turns before it, and the beginning of an answer.
+        A turn begins after the tokens that a server gets: the turns before it, and the beginning of
+        an answer.
         """
         written = [False] * len(ids)
         for index, turn in enumerate(row):
             if turn["role"] != "assistant":
                 continue
             try:
-                asked, answered = self._conversation(row[:index], True), self._conversation(row[: index + 1], False)
+                asked, answered = (
+                    self._conversation(row[:index], True),
+                    self._conversation(row[: index + 1], False),
+                )
             except UNENCODABLE:  # templates need not take a part of a conversation
                 continue
             # After the answer there may be an end that only a whole conversation has.
             pairs = enumerate(zip(answered, ids, strict=False))
-            end = next((place for place, (one, other) in pairs if one != other), min(len(answered), len(ids)))
+            end = next(
+                (place for place, (one, other) in pairs if one != other),
+                min(len(answered), len(ids)),
+            )
             if asked == answered[: len(asked)] and len(asked) <= end:
                 written[len(asked) : end] = [True] * (end - len(asked))
         return written
@@ -125,27 +149,42 @@ class Encoders:
         return encode
 
     def _own_conversation(self) -> _EncodeTurns:
-        """DeepSeek-V3.2's and V4's way: `encode_messages` in `encoding/encoding_*.py` instead of a chat template.
+        """DeepSeek-V3.2's and V4's way: `encode_messages` in `encoding/encoding_*.py` instead of a
+        chat template.
 
-        Source: vllm 0.32.0 tokenizers/deepseek_v4.py, which adds no special tokens to the encoded text either.
-        A user's turn that comes last is followed by the beginning of an answer without being asked for it.
+        Source: vllm 0.32.0 tokenizers/deepseek_v4.py, which adds no special tokens to the encoded
+        text either. A user's turn that comes last is followed by the beginning of an answer without
+        being asked for it.
         """
         assert self.source.folder is not None
-        where, rule = self.source.where, "the tokenizer must have a chat template to calibrate on conversations"
+        where, rule = (
+            self.source.where,
+            "the tokenizer must have a chat template to calibrate on conversations",
+        )
         files = sorted(self.source.folder.glob("encoding/encoding*.py"))
         if not files:
-            cure = "Put the release's chat_template.jinja beside tokenizer.json, or name a column of texts"
+            cure = (
+                "Put the release's chat_template.jinja beside tokenizer.json, or name a column "
+                "of texts"
+            )
             raise CheckpointError(where, rule, got="none", cure=cure)
         if not self.may_run_code:
             cure = (
-                "Read it, set calibration.model_code: checkpoint and add --trust-remote-code to run it, "
-                "or name a column of texts"
+                "Read it, set calibration.model_code: checkpoint and add --trust-remote-code to "
+                "run it, or name a column of texts"
             )
-            raise RecipeError(where, rule, got=f"encoding/{files[0].name}, which is the checkpoint's code", cure=cure)
+            raise RecipeError(
+                where,
+                rule,
+                got=f"encoding/{files[0].name}, which is the checkpoint's code",
+                cure=cure,
+            )
         encode_messages = getattr(_imported(files[0]), "encode_messages", None)
         if encode_messages is None:
             cure = "Name a column of texts"
-            raise CheckpointError(files[0], "must have a function encode_messages", got="none", cure=cure)
+            raise CheckpointError(
+                files[0], "must have a function encode_messages", got="none", cure=cure
+            )
 
         def encode(row: Conversation, _: bool) -> list[int]:
             written = encode_messages(_turns(row), thinking_mode="chat")
@@ -162,7 +201,8 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
         may_run_code: whether Python that the checkpoint ships may be run.
 
     Raises:
-        CheckpointError: there is no tokenizer next to the weights, or none that transformers can build.
+        CheckpointError: there is no tokenizer next to the weights, or none that transformers can
+            build.
     """
     assert source.folder is not None, "download() first"
     rule = "a calibrated run needs the model's tokenizer beside the weights"
@@ -170,7 +210,9 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
     if not any(path for pattern in _TOKENIZER_FILES for path in source.folder.glob(pattern)):
         raise CheckpointError(source.where, rule, got="no tokenizer.json", cure=copy)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True, trust_remote_code=may_run_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.folder, local_files_only=True, trust_remote_code=may_run_code
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         got = " ".join(str(error).split()).rstrip(".")[:300]
         cure = f"{copy}, or set calibration.model_code: checkpoint if it is code of the checkpoint"

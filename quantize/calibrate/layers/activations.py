@@ -1,14 +1,17 @@
 """Activations rounded as vLLM's kernels round them, for the measurement.
 
-In: the input of a quantized linear layer, and its scheme. Out: the values that the kernel multiplies, in the input's
-own dtype. Each distinct input is rounded once: query, key and value projections see one, and so do gate and up.
+In: the input of a quantized linear layer, and its scheme. Out: the values that the kernel
+multiplies, in the input's own dtype. Each distinct input is rounded once: query, key and value
+projections see one, and so do gate and up.
 
-Easy to get wrong: compressed-tensors computes scales in the input's dtype, takes one scale for all tokens of an expert
-(`token` with two dimensions), and an INT8 scale of amax / 127.5. vLLM computes in F32, a token at a time, with 127.
+Easy to get wrong: compressed-tensors computes scales in the input's dtype, takes one scale for all
+tokens of an expert (`token` with two dimensions), and an INT8 scale of amax / 127.5. vLLM computes
+in F32, a token at a time, with 127.
 
-Source: vLLM 0.32.0 quantization/utils/nvfp4_emulation_utils.py (ref_nvfp4_quant_dequant), utils/int8_utils.py
-(_per_token_quant_int8) and input_quant_fp8.py (QuantFP8.forward_native). tests/vllm/test_activations.py compares the
-bits. MXFP4's inputs are rounded by compressed-tensors: vLLM takes a package for them that is not on a CPU.
+Source: vLLM 0.32.0 quantization/utils/nvfp4_emulation_utils.py (ref_nvfp4_quant_dequant),
+utils/int8_utils.py (_per_token_quant_int8) and input_quant_fp8.py (QuantFP8.forward_native).
+tests/vllm/test_activations.py compares the bits. MXFP4's inputs are rounded by compressed-tensors:
+vLLM takes a package for them that is not on a CPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -94,7 +97,9 @@ def nvfp4(value: Tensor, *, divisor: float) -> Tensor:
     """E2M1 values [..., K] with an E4M3 scale for each 16, in units of 1 / divisor."""
     groups = value.float().unflatten(-1, (-1, 16))
     common = torch.full((), divisor, dtype=torch.float32, device=value.device)
-    scale = (common * (groups.abs().amax(dim=-1, keepdim=True) * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX)
+    scale = (common * (groups.abs().amax(dim=-1, keepdim=True) * (1 / _E2M1_MAX))).clamp(
+        max=_E4M3_MAX
+    )
     scale = scale.to(torch.float8_e4m3fn).float()
     unit = scale * common.reciprocal()
     scaled = groups * torch.where(unit == 0, 0.0, unit.reciprocal())
@@ -118,7 +123,9 @@ def fp8_tokens(value: Tensor) -> Tensor:
 def fp8_groups(value: Tensor, *, group_size: int) -> Tensor:
     """E4M3 values [..., K] with a scale for each `group_size` channels of a token."""
     width = value.shape[-1]
-    groups = torch.nn.functional.pad(value.float(), (0, -width % group_size)).unflatten(-1, (-1, group_size))
+    groups = torch.nn.functional.pad(value.float(), (0, -width % group_size)).unflatten(
+        -1, (-1, group_size)
+    )
     scale = (groups.abs().amax(dim=-1, keepdim=True) / _E4M3_MAX).clamp(min=_SMALLEST_FP8_SCALE)
     return (e4m3(groups / scale) * scale).flatten(-2)[..., :width].to(value.dtype)
 
@@ -135,9 +142,13 @@ def e4m3(scaled: Tensor) -> Tensor:
 
 
 def e2m1(scaled: Tensor) -> Tensor:
-    """Nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with the sign; ties go to the even code (see `pack._e2m1_codes`)."""
+    """Nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with the sign; ties go to the even code (see
+    `pack._e2m1_codes`).
+    """
     magnitude = scaled.abs().clamp_(max=_E2M1_MAX)
-    power = (magnitude.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32).mul_(2.0**22)
+    power = (
+        (magnitude.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32).mul_(2.0**22)
+    )
     return magnitude.add_(power).sub_(power).copysign_(scaled)
 
 

@@ -1,18 +1,21 @@
-"""AutoRound on one decoder layer: rounding and clipping learned by gradient, as llm-compressor's modifier drives it.
+"""AutoRound on one decoder layer: rounding and clipping learned by gradient, as llm-compressor's
+modifier drives it.
 
-In: the modules of a model whose weights are to be rewritten, and the layer's own inputs, batch by batch. Out:
-`LayerAutoRound`, an AutoRoundModifier that leaves rounded weights and their scales in the modules.
+In: the modules of a model whose weights are to be rewritten, and the layer's own inputs, batch by
+batch. Out: `LayerAutoRound`, an AutoRoundModifier that leaves rounded weights and their scales in
+the modules.
 
-Each decoder layer is tuned on its own: its output with rounded weights is drawn to its output before, for `iters` steps
-of signed gradient descent. What is not within a decoder layer, such as the projection of an MTP block, is left to
-another modifier.
+Each decoder layer is tuned on its own: its output with rounded weights is drawn to its output
+before, for `iters` steps of signed gradient descent. What is not within a decoder layer, such as
+the projection of an MTP block, is left to another modifier.
 
-Easy to get wrong: auto-round changes the process that it runs in. It seeds every generator and switches torch to
-deterministic algorithms for good; both are put back here, so that a resumed run computes what a whole one does. And
-its scales may be negative: the largest weight of a group, whatever its sign, gets the code -8.
+Easy to get wrong: auto-round changes the process that it runs in. It seeds every generator and
+switches torch to deterministic algorithms for good; both are put back here, so that a resumed run
+computes what a whole one does. And its scales may be negative: the largest weight of a group,
+whatever its sign, gets the code -8.
 
-Source: llm-compressor 0.14.0.1 modifiers/autoround/base.py, auto-round 0.15.1 compressors/orchestrator.py
-(`quantize_block`).
+Source: llm-compressor 0.14.0.1 modifiers/autoround/base.py, auto-round 0.15.1
+compressors/orchestrator.py (`quantize_block`).
 """
 
 import gc
@@ -39,7 +42,9 @@ _WRAPPED = "model.layers.0."
 
 
 def tuned_layers(model: nn.Module, modules: Sequence[str]) -> dict[str, list[str]]:
-    """Decoder layer -> those of the modules that are within it; a decoder layer is an entry of the outermost list."""
+    """Decoder layer -> those of the modules that are within it; a decoder layer is an entry of the
+    outermost list.
+    """
     layers: dict[str, list[str]] = {}
     for name in modules:
         parts = name.split(".")
@@ -51,9 +56,11 @@ def tuned_layers(model: nn.Module, modules: Sequence[str]) -> dict[str, list[str
 
 
 class LayerAutoRound(AutoRoundModifier):
-    """AutoRoundModifier for named modules of the layers that are there, with inputs of any batch size.
+    """AutoRoundModifier for named modules of the layers that are there, with inputs of any batch
+    size.
 
-    0.14.0.1 finds layers by their class, hands on modules that another modifier quantizes, and takes batches of one.
+    0.14.0.1 finds layers by their class, hands on modules that another modifier quantizes, and
+    takes batches of one.
     """
 
     _layers: dict[nn.Module, dict[nn.Module, str]] = PrivateAttr(default_factory=dict)
@@ -67,7 +74,9 @@ class LayerAutoRound(AutoRoundModifier):
         return self
 
     def on_initialize(self, state: Any, **kwargs: Any) -> bool:
-        return super().on_initialize(state, **(kwargs | {"sequential_targets": []}))  # they are named already
+        return super().on_initialize(
+            state, **(kwargs | {"sequential_targets": []})
+        )  # they are named already
 
     def _initialize_hooks(self, module: nn.Module) -> set[Any]:
         return set()  # `coverage.TokenCounter` fills the observers of inputs
@@ -81,20 +90,35 @@ class LayerAutoRound(AutoRoundModifier):
     def get_unquantized_layer_names(self, wrapped_model: nn.Module) -> list[str]:
         """Every other linear layer, by its whole name: a part of one would match others."""
         own = self._layers[wrapped_model]
-        linear = {name: module for name, module in wrapped_model.named_modules() if isinstance(module, nn.Linear)}
+        linear = {
+            name: module
+            for name, module in wrapped_model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
         return [_WRAPPED + name for name, module in linear.items() if module not in own]
 
-    def input_capture_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Each sequence for itself, as llm-compressor's loader has them; what all have in common is kept once."""
-        values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 1]
+    def input_capture_hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Each sequence for itself, as llm-compressor's loader has them; what all have in common is
+        kept once.
+        """
+        values = [
+            value
+            for value in (*args, *kwargs.values())
+            if isinstance(value, Tensor) and value.ndim > 1
+        ]
         size = values[0].shape[0]
         found = self._all_module_input.setdefault(str(module._tmp_name), [])
         for row in range(size):
             one = tree_map(lambda value, row=row: _row(value, row, size), (args, dict(kwargs)))
             found.append(_sharing(one, found[0]) if found else one)
 
-    def on_sequential_epoch_end(self, state: Any, event: Any, modules: list[nn.Module], **kwargs: Any) -> None:
-        # A model's name and config say which of auto-round's own models it is; a layer is none of them.
+    def on_sequential_epoch_end(
+        self, state: Any, event: Any, modules: list[nn.Module], **kwargs: Any
+    ) -> None:
+        # A model's name and config say which of auto-round's own models it is; a layer is none of
+        # them.
         alone = SimpleNamespace(model=SimpleNamespace(name_or_path="", config=state.model.config))
         for layer in self._layers:
             with _process_as_it_was():
@@ -102,12 +126,16 @@ class LayerAutoRound(AutoRoundModifier):
             self._q_input = None
         self.post_autoround_cleanup()
 
-    def _postprocess_qparams(self, model: nn.Module, llmc_registered_qparams: dict[str, dict[str, Tensor]]) -> None:
+    def _postprocess_qparams(
+        self, model: nn.Module, llmc_registered_qparams: dict[str, dict[str, Tensor]]
+    ) -> None:
         for module, name in self._layers[model].items():
             if not isinstance(getattr(module, "scale", None), Tensor):
                 rule = "AutoRound must tune every module that it is given"
                 cure = "Give this module another scheme in overrides, or another algorithm to all"
-                raise CheckpointError(name, rule, got="a module that auto-round passed over", cure=cure)
+                raise CheckpointError(
+                    name, rule, got="a module that auto-round passed over", cure=cure
+                )
         super()._postprocess_qparams(model, llmc_registered_qparams)
 
 
@@ -122,11 +150,16 @@ def _row(value: Any, row: int, size: int) -> Any:
 
 
 def _sharing(value: Any, first: Any) -> Any:
-    """The same arguments, with the first sequence's tensors where they are equal: masks and positions are."""
+    """The same arguments, with the first sequence's tensors where they are equal: masks and
+    positions are.
+    """
     return tree_map(
         lambda own, other: (
             other
-            if isinstance(own, Tensor) and own.shape == other.shape and own.dtype == other.dtype and own.equal(other)
+            if isinstance(own, Tensor)
+            and own.shape == other.shape
+            and own.dtype == other.dtype
+            and own.equal(other)
             else own
         ),
         value,
@@ -142,7 +175,10 @@ def _process_as_it_was() -> Iterator[None]:
     """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    chosen = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    chosen = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     gc.freeze()
     try:
         yield

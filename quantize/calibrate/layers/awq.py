@@ -1,15 +1,16 @@
 """AWQ, with a cache that is bounded: experts that do not fit are searched some at a time.
 
-In: mappings, and passes over the batches. Out: `BoundedAWQ`, an AWQModifier whose scales are the same bits, however
-many experts are searched at once.
+In: mappings, and passes over the batches. Out: `BoundedAWQ`, an AWQModifier whose scales are the
+same bits, however many experts are searched at once.
 
-AWQ keeps what the module around each smoothing was handed, in every batch, on the host. For the pairs of up and down
-projection that is the down projection's input, of every expert: 550 GB for 256 sequences of 2,048 tokens and 256
-experts of 2,048 channels.
+AWQ keeps what the module around each smoothing was handed, in every batch, on the host. For the
+pairs of up and down projection that is the down projection's input, of every expert: 550 GB for 256
+sequences of 2,048 tokens and 256 experts of 2,048 channels.
 
-Easy to get wrong: scales are applied one smoothing after the other, and each search sees the weights that the earlier
-ones left. The search of a pair within an expert runs its down projection alone, which no other smoothing changes; so it
-gives the same scale before anything is applied, when a further pass still computes the inputs that the first one had.
+Easy to get wrong: scales are applied one smoothing after the other, and each search sees the
+weights that the earlier ones left. The search of a pair within an expert runs its down projection
+alone, which no other smoothing changes; so it gives the same scale before anything is applied, when
+a further pass still computes the inputs that the first one had.
 
 Source: llm-compressor 0.14.0.1 modifiers/transform/awq/base.py.
 """
@@ -63,7 +64,9 @@ class BoundedAWQ(AWQModifier):
             self._parent_args_cache[mapping.parent] = self._caches[mapping.smooth_name]
 
     def _may_wait(self, mapping: ResolvedMapping) -> bool:
-        """Whether this smoothing is within one expert, and its search sees no weights that another one changes."""
+        """Whether this smoothing is within one expert, and its search sees no weights that another
+        one changes.
+        """
         own = {*mapping.parent.modules()}
         if mapping.parent not in self._passes.expert_of or not own >= {*mapping.balance_layers}:
             return False
@@ -86,16 +89,25 @@ class BoundedAWQ(AWQModifier):
         sizes = {name: max(found[name] for found, _, _ in of_ranks) for name in own_sizes}
         for cache in self._caches.values():
             cache.is_open, cache.room.limit = False, None
-        within = [mapping for mapping in self._resolved_mappings if self._caches[mapping.smooth_name].may_wait]
+        within = [
+            mapping
+            for mapping in self._resolved_mappings
+            if self._caches[mapping.smooth_name].may_wait
+        ]
         for mapping in within:
             if mapping.smooth_name not in waits:
                 self._scales[mapping.smooth_name] = self._searched(model, mapping)
             self._caches[mapping.smooth_name].forget()
         held = sum(sizes[name] for name, cache in self._caches.items() if not cache.may_wait)
         room = min((room for _, _, room in of_ranks if room is not None), default=held) - held
-        for group in _groups([mapping for mapping in within if mapping.smooth_name in waits], sizes, room):
+        for group in _groups(
+            [mapping for mapping in within if mapping.smooth_name in waits], sizes, room
+        ):
             # The sums of activations are those of the first pass already.
-            sums = {name: [value.clone() for value in found] for name, found in self._smooth_activation_stats.items()}
+            sums = {
+                name: [value.clone() for value in found]
+                for name, found in self._smooth_activation_stats.items()
+            }
             for mapping in group:
                 self._caches[mapping.smooth_name].is_open = True
             self._passes.run({self._passes.expert_of[mapping.parent] for mapping in group})
@@ -116,9 +128,13 @@ class BoundedAWQ(AWQModifier):
         return scales
 
     def _run_samples(self, module: nn.Module) -> Any:
-        if any(mapping.parent is module and mapping.smooth_name in self._scales for mapping in self._resolved_mappings):
+        if any(
+            mapping.parent is module and mapping.smooth_name in self._scales
+            for mapping in self._resolved_mappings
+        ):
             return [torch.zeros(1)]  # searched already
-        # In the search, outputs are compared batch by batch, and only those of the rounded weights are made anew.
+        # In the search, outputs are compared batch by batch, and only those of the rounded weights
+        # are made anew.
         return self._outputs(module) if self._is_searching else super()._run_samples(module)
 
     def _outputs(self, module: nn.Module) -> Iterator[Tensor]:
@@ -127,7 +143,9 @@ class BoundedAWQ(AWQModifier):
             output = module(**batch)
             yield output[0] if isinstance(output, tuple) else output
 
-    def _compute_best_scale(self, mapping: ResolvedMapping, fp16_outputs: Any, orig_layer_weights: Any) -> Tensor:
+    def _compute_best_scale(
+        self, mapping: ResolvedMapping, fp16_outputs: Any, orig_layer_weights: Any
+    ) -> Tensor:
         if mapping.smooth_name in self._scales:
             return self._scales[mapping.smooth_name]
         if _sums_on_cpu():
@@ -151,7 +169,9 @@ class BoundedAWQ(AWQModifier):
 
 
 class _CacheRoom:
-    """State: the caches of a layer; while there is a limit, the last ones that may wait are emptied to keep it."""
+    """State: the caches of a layer; while there is a limit, the last ones that may wait are emptied
+    to keep it.
+    """
 
     def __init__(self, limit: int | None):
         self.limit = limit
@@ -205,7 +225,9 @@ class _Cache(IntermediatesCache):
         self.held_bytes = 0
 
 
-def _groups(mappings: Iterable[ResolvedMapping], sizes: Mapping[str, int], room: int) -> list[list[ResolvedMapping]]:
+def _groups(
+    mappings: Iterable[ResolvedMapping], sizes: Mapping[str, int], room: int
+) -> list[list[ResolvedMapping]]:
     """Mappings whose caches fit together; one at least."""
     groups: list[list[ResolvedMapping]] = []
     left = 0

@@ -1,17 +1,20 @@
 """The backbone pass: batches in, statistics and rewritten weights out, a file a decoder layer.
 
-In: a plan over a local source, and the batches. Out: a folder with what calibration found (`statistics.py` reads it),
-and the hidden states after the last layer, which the MTP pass and the figures of `acceptance.py` read.
+In: a plan over a local source, and the batches. Out: a folder with what calibration found
+(`statistics.py` reads it), and the hidden states after the last layer, which the MTP pass and the
+figures of `acceptance.py` read.
 
-Each decoder layer is a small model of its own: its weights come from the source, its inputs from the files that the
-layer before it wrote, llm-compressor's modifiers run on it in one basic pass, and its outputs become the next layer's
-inputs. Memory is one layer, whatever the model's size, and a killed run goes on at the layer it was in. Statistics
-equal those of llm-compressor's sequential pipeline, bit for bit: the layer computes the same in the same order.
+Each decoder layer is a small model of its own: its weights come from the source, its inputs from
+the files that the layer before it wrote, llm-compressor's modifiers run on it in one basic pass,
+and its outputs become the next layer's inputs. Memory is one layer, whatever the model's size, and
+a killed run goes on at the layer it was in. Statistics equal those of llm-compressor's sequential
+pipeline, bit for bit: the layer computes the same in the same order.
 
-Easy to get wrong: there are four streams of hidden states, and they must not be mixed. `calibration` is propagated as
-llm-compressor does (activations are not rounded), `source` has seen no quantization at all, and `served` is what a
-server would compute; the last two are held-out text. `mtp` is the calibration text as a server would compute it: what
-an MTP block is calibrated on, and computed only where one may be.
+Easy to get wrong: there are four streams of hidden states, and they must not be mixed.
+`calibration` is propagated as llm-compressor does (activations are not rounded), `source` has seen
+no quantization at all, and `served` is what a server would compute; the last two are held-out text.
+`mtp` is the calibration text as a server would compute it: what an MTP block is calibrated on, and
+computed only where one may be.
 """
 
 import json
@@ -64,15 +67,20 @@ def calibrate_backbone(
         progress: called after each layer, on the first rank.
 
     Raises:
-        RecipeError: the folder holds another run's pass or is not the same for all ranks, or a layer does not fit the
-            device.
-        CheckpointError: the architecture's class and the checkpoint disagree; a module is never called, or sees NaN.
+        RecipeError: the folder holds another run's pass or is not the same for all ranks, or a
+            layer does not fit the device.
+        CheckpointError: the architecture's class and the checkpoint disagree; a module is never
+            called, or sees NaN.
     """
     claim_pass(plan, data, folder, ranks)
     with fitting(plan, "the embedding", device):
         skeleton = Skeleton(plan, device=device)
     backbone = Backbone(
-        folder=folder, skeleton=skeleton, data=data, ranks=ranks, states=States(folder / "states", ranks)
+        folder=folder,
+        skeleton=skeleton,
+        data=data,
+        ranks=ranks,
+        states=States(folder / "states", ranks),
     )
     backbone.states.tidy()
     first, started = backbone.states.num_done(), time.monotonic()
@@ -81,12 +89,16 @@ def calibrate_backbone(
             _calibrate_layer(backbone, index)
         if progress and ranks.is_first:
             done = {"done": index + 1, "total": len(skeleton), "num_here": index + 1 - first}
-            progress(progress_since(started, "backbone", **done, tokens=data.ids.numel(), device=device))
+            progress(
+                progress_since(started, "backbone", **done, tokens=data.ids.numel(), device=device)
+            )
     return backbone
 
 
 def _calibrate_layer(backbone: "Backbone", index: int) -> None:
-    """Observe, rewrite and serve one layer, while the next is read; its states are whole once its statistics are."""
+    """Observe, rewrite and serve one layer, while the next is read; its states are whole once its
+    statistics are.
+    """
     skeleton, plan = backbone.skeleton, backbone.skeleton.plan
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
     read = skeleton.layer(index, index + 1)
@@ -112,7 +124,12 @@ def _observe_and_rewrite(
             found = calibrate(model, batches, work, after_batch=hand_over if is_one_pass else None)
         statistics = work.on_disk(found.tensors)
         if backbone.ranks.is_first:
-            backbone.record(backbone.folder / "statistics" / f"layer-{index:05d}.safetensors", found, work, statistics)
+            backbone.record(
+                backbone.folder / "statistics" / f"layer-{index:05d}.safetensors",
+                found,
+                work,
+                statistics,
+            )
     if not is_one_pass:
         backbone.run("calibration", index, outputs, propagating(model, routed=work.routed))
     return statistics
@@ -125,7 +142,11 @@ def _guarded(backbone: "Backbone", index: int) -> Iterator[None]:
     first = next(Batches(run=backbone, stream="calibration", index=index).batches())
     state = first.state and tuple(None if value is None else value[:1] for value in first.state)
     sample = next(skeleton.feed(index, [Batch(ids=first.ids[:1], state=state)]))
-    with guard(skeleton.model, {**sample, "use_cache": False}, policy=skeleton.plan.calibration.decorated_forward):
+    with guard(
+        skeleton.model,
+        {**sample, "use_cache": False},
+        policy=skeleton.plan.calibration.decorated_forward,
+    ):
         yield
 
 
@@ -151,7 +172,9 @@ class Backbone:
         """The sequences with the hidden states after the last layer."""
         return Batches(run=self, stream=stream, index=len(self.skeleton))
 
-    def run(self, stream: Stream, index: int, outputs: NextStates, context: AbstractContextManager[None]) -> None:
+    def run(
+        self, stream: Stream, index: int, outputs: NextStates, context: AbstractContextManager[None]
+    ) -> None:
         """Run a stream through the layer that is real, and hand over what it returns.
 
         Args:
@@ -166,8 +189,12 @@ class Backbone:
                 hand_over()
 
     @contextmanager
-    def handing_over(self, stream: Stream, index: int, outputs: NextStates) -> Iterator[Callable[[], None]]:
-        """A function to be called after each batch of a stream, which hands over what the layer has returned."""
+    def handing_over(
+        self, stream: Stream, index: int, outputs: NextStates
+    ) -> Iterator[Callable[[], None]]:
+        """A function to be called after each batch of a stream, which hands over what the layer has
+        returned.
+        """
         ranges = iter(Batches(run=self, stream=stream, index=index).ranges())
         returned: deque[Any] = deque(maxlen=1)
         layer = self.skeleton.model.get_submodule(f"{self.skeleton.layer_path}.{index}")
@@ -176,7 +203,9 @@ class Backbone:
             output, (first, _) = returned.pop(), next(ranges)
             outputs.put(stream, first, output if isinstance(output, tuple) else (output,))
 
-        with hooked([layer.register_forward_hook(lambda _module, _args, output: returned.append(output))]):
+        with hooked(
+            [layer.register_forward_hook(lambda _module, _args, output: returned.append(output))]
+        ):
             yield hand_over
 
     def record(
@@ -188,7 +217,8 @@ class Backbone:
         *,
         losses: Sequence[float] = (),
     ) -> None:
-        """Write the statistics of a decoder layer or MTP block, with the number of tokens that each module saw.
+        """Write the statistics of a decoder layer or MTP block, with the number of tokens that each
+        module saw.
 
         Args:
             path: of the file.
@@ -200,21 +230,35 @@ class Backbone:
         coverage: dict[HFName, int] = {}
         few_tokens: list[HFName] = []
         for each in found.coverage:
-            names = [piece.module for piece in work.binding[f"{each.module.removeprefix(work.path)}.weight"]]
+            names = [
+                piece.module
+                for piece in work.binding[f"{each.module.removeprefix(work.path)}.weight"]
+            ]
             coverage |= dict.fromkeys(names, each.tokens if each.routed is None else each.routed)
             few_tokens += names if each.has_few_tokens else []
-        said = {"coverage": coverage, "few_tokens": few_tokens, "left_out": found.left_out, "rounded": found.rounded}
+        said = {
+            "coverage": coverage,
+            "few_tokens": few_tokens,
+            "left_out": found.left_out,
+            "rounded": found.rounded,
+        }
         if losses:
             said["losses"] = losses
         metadata = {"fingerprint": (self.folder / "fingerprint").read_text()}
-        write_statistics(path, tensors, metadata | {key: json.dumps(value) for key, value in said.items()})
+        write_statistics(
+            path, tensors, metadata | {key: json.dumps(value) for key, value in said.items()}
+        )
 
     def coverage(self) -> dict[HFName, int]:
         """Module on disk -> tokens its calibration saw; experts: tokens the router sent them."""
-        return {name: tokens for of_layer in self._said("coverage") for name, tokens in of_layer.items()}
+        return {
+            name: tokens for of_layer in self._said("coverage") for name, tokens in of_layer.items()
+        }
 
     def few_tokens(self) -> list[HFName]:
-        """Modules of experts on disk whose statistics are of fewer tokens than they have input channels."""
+        """Modules of experts on disk whose statistics are of fewer tokens than they have input
+        channels.
+        """
         return [name for of_layer in self._said("few_tokens") for name in of_layer]
 
     def _said(self, key: str) -> Iterator[Any]:
@@ -225,9 +269,11 @@ class Backbone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """This rank's batches of one stream as inputs of one layer, read one at a time in each iteration.
+    """This rank's batches of one stream as inputs of one layer, read one at a time in each
+    iteration.
 
-    As llm-compressor wants them: arguments of the model's forward, with a length, and iterated more than once.
+    As llm-compressor wants them: arguments of the model's forward, with a length, and iterated more
+    than once.
     """
 
     run: Backbone
@@ -245,7 +291,11 @@ class Batches:
         ids, run = self._ids(), self.run
         for first, last in self.ranges():
             device = run.skeleton.device
-            state = run.states.read(self.index, self.stream, first, last, device) if self.index else None
+            state = (
+                run.states.read(self.index, self.stream, first, last, device)
+                if self.index
+                else None
+            )
             yield Batch(ids=ids[first:last], state=state, first=first)
 
     def ranges(self) -> list[tuple[int, int]]:
@@ -255,7 +305,11 @@ class Batches:
         return [(row, min(row + size, share.stop)) for row in range(share.start, share.stop, size)]
 
     def _ids(self) -> Tensor:
-        return self.run.data.ids if self.stream in ("calibration", "mtp") else self.run.data.held_out_ids
+        return (
+            self.run.data.ids
+            if self.stream in ("calibration", "mtp")
+            else self.run.data.held_out_ids
+        )
 
 
 @contextmanager
@@ -268,6 +322,7 @@ def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
             plan.recipe.name,
             f"{what} must fit {device}",
             got=f"out of memory in batches of {plan.calibration.num_in_batch}",
-            cure="Free the device of other processes, or lower calibration.batch_size or calibration.sequence_length. "
+            cure="Free the device of other processes, or lower calibration.batch_size or "
+            "calibration.sequence_length. "
             "minmax takes the least of all algorithms, and keepmtp plan says how much",
         ) from error

@@ -1,18 +1,22 @@
-"""An FP8 KV cache: the range of its keys and values during calibration, and their rounding as a server does it.
+"""An FP8 KV cache: the range of its keys and values during calibration, and their rounding as a
+server does it.
 
-In: attention modules of transformers, and batches that run through them. Out: the scales of each module's cache; or,
-for a measurement, modules that compute with rounded keys and values.
+In: attention modules of transformers, and batches that run through them. Out: the scales of each
+module's cache; or, for a measurement, modules that compute with rounded keys and values.
 
-An attention module hands its keys, after the rotary embedding, and its values to a cache. Here something stands between
-the two (compressed-tensors' `QuantizedKVCache` does the same). A server writes every key and value to its cache and
-reads all of them from there, the token's own too; so each one is rounded.
+An attention module hands its keys, after the rotary embedding, and its values to a cache. Here
+something stands between the two (compressed-tensors' `QuantizedKVCache` does the same). A server
+writes every key and value to its cache and reads all of them from there, the token's own too; so
+each one is rounded.
 
-Easy to get wrong: llm-compressor's default observer is a moving average, below the largest value of all batches. vLLM
-cuts off what is above 448 times the scale, so the largest value counts here: that is the observer `static_minmax`.
+Easy to get wrong: llm-compressor's default observer is a moving average, below the largest value of
+all batches. vLLM cuts off what is above 448 times the scale, so the largest value counts here: that
+is the observer `static_minmax`.
 
-Source: vLLM 0.32.0 v1/attention/ops/triton_reshape_and_cache_flash.py (a value is divided by its scale, then cast; its
-operator for CPUs cuts off digits instead of rounding: tests/vllm/test_kv_cache.py); compressed-tensors 0.19.0
-modeling/kvcache.py and quantization/utils/helpers.py.
+Source: vLLM 0.32.0 v1/attention/ops/triton_reshape_and_cache_flash.py (a value is divided by its
+scale, then cast; its operator for CPUs cuts off digits instead of rounding:
+tests/vllm/test_kv_cache.py); compressed-tensors 0.19.0 modeling/kvcache.py and
+quantization/utils/helpers.py.
 """
 
 import inspect
@@ -40,7 +44,9 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class CacheRanges:
-    """State: the largest magnitude of keys and of values of each attention module, over all batches."""
+    """State: the largest magnitude of keys and of values of each attention module, over all
+    batches.
+    """
 
     def __init__(self, model: Any, modules: Collection[str]):
         self._modules = {name: model.get_submodule(name) for name in modules}
@@ -48,7 +54,9 @@ class CacheRanges:
 
     def observing(self) -> AbstractContextManager[None]:
         """Looks at what goes into the caches."""
-        return _between({module: partial(self._see, name) for name, module in self._modules.items()})
+        return _between(
+            {module: partial(self._see, name) for name, module in self._modules.items()}
+        )
 
     def scales(self) -> dict[str, Tensor]:
         """`<module>.k_scale` and `<module>.v_scale`, [1] in BF16, on the CPU; over all ranks.
@@ -60,8 +68,13 @@ class CacheRanges:
             return {}
         for name in self._modules:
             if name not in self._largest:
-                rule, cure = "attention must hand its keys to a cache during calibration", "Remove kv_cache"
-                raise CheckpointError(name, rule, got="none", cure=f"{cure}: keepmtp cannot observe this class")
+                rule, cure = (
+                    "attention must hand its keys to a cache during calibration",
+                    "Remove kv_cache",
+                )
+                raise CheckpointError(
+                    name, rule, got="none", cure=f"{cure}: keepmtp cannot observe this class"
+                )
         largest = torch.stack([self._largest[name] for name in self._modules])
         if has_others():
             dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -72,11 +85,14 @@ class CacheRanges:
                     name,
                     "keys and values must be finite during calibration",
                     got=f"{row.tolist()} as their largest magnitudes",
-                    cure="Look for a broken weight in this layer, or calibrate in BF16 instead of F16",
+                    cure="Look for a broken weight in this layer, or calibrate in BF16 instead of "
+                    "F16",
                 )
             for leaf, value in zip(CACHE_LEAVES, row.bfloat16().split(1), strict=True):
                 # As compressed-tensors computes it of BF16 keys: in BF16, and never 0.
-                scale, _ = calculate_qparams(-value, value, QuantizationArgs.model_validate(dict(FP8_CACHE)))
+                scale, _ = calculate_qparams(
+                    -value, value, QuantizationArgs.model_validate(dict(FP8_CACHE))
+                )
                 found[f"{name}.{leaf}"] = scale.reshape(1).contiguous()
         return found
 
@@ -84,7 +100,9 @@ class CacheRanges:
         extremes = [torch.stack(torch.aminmax(each)).abs().amax() for each in (keys, values)]
         # BF16 would hold them as well; F32 is what every back-end reduces.
         seen = torch.stack(extremes).float()
-        self._largest[name] = torch.maximum(self._largest[name], seen) if name in self._largest else seen
+        self._largest[name] = (
+            torch.maximum(self._largest[name], seen) if name in self._largest else seen
+        )
         return keys, values
 
 
@@ -95,7 +113,9 @@ def serve_cache(module: Any, scales: tuple[float, float]) -> None:
 
 def rounded_caches(model: Any) -> AbstractContextManager[None]:
     """Keys and values as an FP8 cache gives them back, in the modules of `serve_cache`."""
-    given = {module: getattr(module, _SCALES) for module in model.modules() if hasattr(module, _SCALES)}
+    given = {
+        module: getattr(module, _SCALES) for module in model.modules() if hasattr(module, _SCALES)
+    }
     return _between({module: partial(_rounded, scales) for module, scales in given.items()})
 
 
@@ -117,13 +137,19 @@ class _Between:
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> KeysValues:
         keys, values = self._change(keys, values)
-        return (keys, values) if self._cache is None else self._cache.update(keys, values, *args, **kwargs)
+        return (
+            (keys, values)
+            if self._cache is None
+            else self._cache.update(keys, values, *args, **kwargs)
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
 
-def _between(changes: Mapping[Any, Callable[[Tensor, Tensor], KeysValues]]) -> AbstractContextManager[None]:
+def _between(
+    changes: Mapping[Any, Callable[[Tensor, Tensor], KeysValues]],
+) -> AbstractContextManager[None]:
     """Puts something between each of these attention modules and its cache."""
 
     def hand(module: Any, args: tuple, kwargs: dict) -> tuple:

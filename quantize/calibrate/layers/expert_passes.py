@@ -1,12 +1,12 @@
 """Further passes over a layer's batches, in which statistics are taken of some routed experts only.
 
-In: a model with one real layer, and its batches. Out: `ExpertPasses`, which runs them again: what hooks of statistics
-see of the chosen experts is what they saw, or would have seen, in the first pass. So what does not fit the memory for
-all experts at once is taken from some at a time, and comes out bit for bit. The hooks see the other modules, too, and
-know themselves what they wait for.
+In: a model with one real layer, and its batches. Out: `ExpertPasses`, which runs them again: what
+hooks of statistics see of the chosen experts is what they saw, or would have seen, in the first
+pass. So what does not fit the memory for all experts at once is taken from some at a time, and
+comes out bit for bit. The hooks see the other modules, too, and know themselves what they wait for.
 
-Easy to get wrong: what runs after one layer's experts may feed another layer's, as in an MTP block of two layers. Then
-the other experts must compute as before, too.
+Easy to get wrong: what runs after one layer's experts may feed another layer's, as in an MTP block
+of two layers. Then the other experts must compute as before, too.
 """
 
 from collections.abc import Collection
@@ -45,7 +45,8 @@ class ExpertPasses:
         self._stacks = [
             module
             for module in model.modules()
-            if isinstance(module, SortedExperts) and not any(value.is_meta for value in module.parameters())
+            if isinstance(module, SortedExperts)
+            and not any(value.is_meta for value in module.parameters())
         ]
         # The activation function is in the stack, too.
         experts = [stack[index] for stack in self._stacks for index in range(stack.num_experts)]

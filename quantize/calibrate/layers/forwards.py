@@ -1,10 +1,11 @@
-"""The three ways a layer computes: while it is calibrated, for the next layer's inputs, and as a server would.
+"""The three ways a layer computes: while it is calibrated, for the next layer's inputs, and as a
+server would.
 
 In: a model of which one layer is real, or an MTP block. Out: contexts to call its forward in.
 
-Easy to get wrong: `norm_calibration_context` leaves zero-centred norms rounded to what 1 + weight can hold. Whoever
-uses it takes `small_parameters` before and calls `restore` afterwards. And everything runs under no_grad, or with
-gradients, never in inference_mode (llm-compressor #2745).
+Easy to get wrong: `norm_calibration_context` leaves zero-centred norms rounded to what 1 + weight
+can hold. Whoever uses it takes `small_parameters` before and calls `restore` afterwards. And
+everything runs under no_grad, or with gradients, never in inference_mode (llm-compressor #2745).
 
 Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
 """
@@ -18,7 +19,12 @@ from compressed_tensors.quantization import QuantizationStatus
 from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.modeling.offset_norm import norm_calibration_context
 from llmcompressor.utils import calibration_forward_context
-from llmcompressor.utils.helpers import DisableQuantization, disable_cache, disable_hf_kernels, eval_context
+from llmcompressor.utils.helpers import (
+    DisableQuantization,
+    disable_cache,
+    disable_hf_kernels,
+    eval_context,
+)
 from torch import Tensor
 
 from .activations import rounded_inputs
@@ -27,18 +33,22 @@ from .caches import rounded_caches
 
 @contextmanager
 def calibrating(model: Any, *, routed: bool = False) -> Iterator[None]:
-    """The forward of calibration: no_grad, eager attention, every expert on every token, or `routed` on its own."""
+    """The forward of calibration: no_grad, eager attention, every expert on every token, or
+    `routed` on its own.
+    """
     with nullcontext() if routed else moe_calibration_context(), calibration_forward_context(model):
         yield
 
 
 @contextmanager
 def propagating(model: Any, *, routed: bool = False) -> Iterator[None]:
-    """Computes the layer's outputs as llm-compressor hands them on: rewritten weights, no rounding, eager attention.
+    """Computes the layer's outputs as llm-compressor hands them on: rewritten weights, no rounding,
+    eager attention.
 
-    Every expert computes every token, so that sums are the same to the bit; the router still chooses whose output
-    counts. Where statistics are `routed`, each computes its own, as it did while they were taken. Zero-centred norms
-    are modules of another class meanwhile, with 1 + weight rounded: their hooks do not fire.
+    Every expert computes every token, so that sums are the same to the bit; the router still
+    chooses whose output counts. Where statistics are `routed`, each computes its own, as it did
+    while they were taken. Zero-centred norms are modules of another class meanwhile, with 1 +
+    weight rounded: their hooks do not fire.
     """
     before = small_parameters(model)
     try:
@@ -50,21 +60,29 @@ def propagating(model: Any, *, routed: bool = False) -> Iterator[None]:
         ):
             yield
     finally:
-        # 1 + weight in BF16 loses bits of a zero-centred weight, and taking the 1 away does not bring them back.
+        # 1 + weight in BF16 loses bits of a zero-centred weight, and taking the 1 away does not
+        # bring them back.
         restore(model, before)
 
 
 @contextmanager
 def serving(model: Any, *, trains: bool = False) -> Iterator[None]:
-    """Computes as a server would: weights, activations and FP8 caches rounded, experts for their own tokens only.
+    """Computes as a server would: weights, activations and FP8 caches rounded, experts for their
+    own tokens only.
 
     Where it `trains`, gradients are kept, and pass activations as if these were not rounded.
 
     Quantized modules have their served weights already (`served.serve_weights`).
     """
-    quantized = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}
+    quantized = {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "quantization_scheme")
+    }
     for name, module in quantized.items():
-        assert module.quantization_status == QuantizationStatus.COMPRESSED, f"{name}: no served weight"
+        assert module.quantization_status == QuantizationStatus.COMPRESSED, (
+            f"{name}: no served weight"
+        )
     gradients = torch.enable_grad() if trains else torch.no_grad()
     with gradients, released(model), rounded_inputs(quantized.values()), rounded_caches(model):
         yield
@@ -74,10 +92,12 @@ def serving(model: Any, *, trains: bool = False) -> Iterator[None]:
 def plain_forwards(model: Any) -> Iterator[None]:
     """Calls the linear layers themselves, while rounding is switched off anyway.
 
-    compressed-tensors puts a function before each that asks at every call what to round; 1,536 of them a batch is as
-    much time as the layers take.
+    compressed-tensors puts a function before each that asks at every call what to round; 1,536 of
+    them a batch is as much time as the layers take.
     """
-    wrapped = [module.__dict__ for module in model.modules() if hasattr(module, "quantization_scheme")]
+    wrapped = [
+        module.__dict__ for module in model.modules() if hasattr(module, "quantization_scheme")
+    ]
     forwards = [attributes.pop("forward", None) for attributes in wrapped]
     try:
         yield
@@ -89,10 +109,11 @@ def plain_forwards(model: Any) -> Iterator[None]:
 
 @contextmanager
 def released(model: Any) -> Iterator[None]:
-    """Computes in transformers' own operators, as the model does that is in it; with gradients where a caller has them.
+    """Computes in transformers' own operators, as the model does that is in it; with gradients
+    where a caller has them.
 
-    On a CPU every expert computes every token, with the same results: a matrix of another height for each expert and
-    batch is another compiled kernel of oneDNN's, and these fill the memory.
+    On a CPU every expert computes every token, with the same results: a matrix of another height
+    for each expert and batch is another compiled kernel of oneDNN's, and these fill the memory.
     """
     is_on_cpu = all(value.device.type in ("cpu", "meta") for value in model.parameters())
     experts = moe_calibration_context() if is_on_cpu else nullcontext()
@@ -101,7 +122,9 @@ def released(model: Any) -> Iterator[None]:
 
 
 def small_parameters(model: Any) -> dict[str, Tensor]:
-    """Copies of the norms' weights and of all biases: what contexts and smoothings may change besides matrices."""
+    """Copies of the norms' weights and of all biases: what contexts and smoothings may change
+    besides matrices.
+    """
     return {
         name: value.detach().clone()
         for name, value in model.named_parameters()

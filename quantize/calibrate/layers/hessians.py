@@ -1,14 +1,15 @@
 """GPTQ's Hessians of one layer: one for each distinct input, however many modules read it.
 
-In: the input of each module, call by call. Out: for each module the sum of x^T x over its calls; modules that read the
-same tensors share one matrix. When every routed expert computes every token, the gate and up projections of all of
-them have one Hessian.
+In: the input of each module, call by call. Out: for each module the sum of x^T x over its calls;
+modules that read the same tensors share one matrix. When every routed expert computes every token,
+the gate and up projections of all of them have one Hessian.
 
-Easy to get wrong: an address is no identity. The allocator gives the input of one expert's down projection the memory
-of the one before it (`inputs.InputIdentity`). Which modules share is settled by their first inputs; that they go on to
-share is checked at every call.
+Easy to get wrong: an address is no identity. The allocator gives the input of one expert's down
+projection the memory of the one before it (`inputs.InputIdentity`). Which modules share is settled
+by their first inputs; that they go on to share is checked at every call.
 
-Source: llm-compressor 0.14.0.1 modifiers/gptq/helpers.py (`accumulate_hessian`, whose bits these are).
+Source: llm-compressor 0.14.0.1 modifiers/gptq/helpers.py (`accumulate_hessian`, whose bits these
+are).
 """
 
 from collections import defaultdict
@@ -21,7 +22,11 @@ import torch
 import torch.distributed as dist
 from compressed_tensors.utils import patch_attr
 from llmcompressor.modifiers.gptq import gptq_quantize
-from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, factorize_hessian, make_empty_hessian
+from llmcompressor.modifiers.gptq.helpers import (
+    accumulate_hessian,
+    factorize_hessian,
+    make_empty_hessian,
+)
 from torch import Tensor, nn
 
 from ....recipes.errors import CheckpointError
@@ -31,7 +36,9 @@ from .inputs import InputIdentity
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """One matrix, and the modules that share it: module -> how many inputs it has read. The first adds them."""
+    """One matrix, and the modules that share it: module -> how many inputs it has read. The first
+    adds them.
+    """
 
     matrix: Tensor
     inputs: dict[nn.Module, int]
@@ -39,7 +46,9 @@ class _Sum:
 
 
 class Hessians:
-    """State: the distinct sums of x^T x, which modules each belongs to, and each module's number of samples."""
+    """State: the distinct sums of x^T x, which modules each belongs to, and each module's number of
+    samples.
+    """
 
     def __init__(self, name_of: Mapping[nn.Module, str]) -> None:
         """Sums of these modules."""
@@ -73,7 +82,9 @@ class Hessians:
         self._samples[module] += value.shape[0] if value.ndim > 2 else 1
 
     def groups(self, modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
-        """The modules, those together whose Hessian is the same: one sum, divided by one number of samples."""
+        """The modules, those together whose Hessian is the same: one sum, divided by one number of
+        samples.
+        """
         found: dict[tuple[int, int], list[nn.Module]] = defaultdict(list)
         for module in modules:
             found[id(self._sums[module]), self._samples[module]].append(module)
@@ -96,7 +107,8 @@ class Hessians:
         """After a pass: what no rank has called; from now on only that is summed.
 
         Raises:
-            CheckpointError: a module has read fewer inputs than those that it shares the first one with.
+            CheckpointError: a module has read fewer inputs than those that it shares the first one
+                with.
         """
         self._newest.clear()
         for module, own in self._sums.items():
@@ -108,9 +120,13 @@ class Hessians:
         return self._only
 
     def sum_over_ranks(self, modules: Iterable[nn.Module]) -> None:
-        """Every rank's sums become those of all ranks, of those modules that one of them has called."""
+        """Every rank's sums become those of all ranks, of those modules that one of them has
+        called.
+        """
         leaders = {m: self._name_of[next(iter(own.inputs))] for m, own in self._sums.items()}
-        of_ranks = gathered({self._name_of[m]: (leader, self._samples[m]) for m, leader in leaders.items()})
+        of_ranks = gathered(
+            {self._name_of[m]: (leader, self._samples[m]) for m, leader in leaders.items()}
+        )
         by_leader: dict[str, _Sum] = {}
         for module in modules:
             name = self._name_of[module]
@@ -132,7 +148,9 @@ class Hessians:
             self._samples[module] = sum(samples for _, samples in found)
 
     def _first(self, module: nn.Module, identity: InputIdentity, value: Tensor) -> _Sum:
-        """The sum that a module starts with: another module's that has seen this one input and no more, or its own."""
+        """The sum that a module starts with: another module's that has seen this one input and no
+        more, or its own.
+        """
         own = self._newest.get(identity)
         if own is None or next(iter(own.inputs.values()), 0) != 1:
             own = self._newest[identity] = _Sum(make_empty_hessian(module, device=value.device), {})
@@ -143,20 +161,26 @@ class Hessians:
 
 def _parted(name: str, leader: str) -> CheckpointError:
     rule = f"GPTQ needs it to read what {leader} reads in every batch, as in the first one"
-    return CheckpointError(name, rule, got="another input", cure="Set calibration.algorithm: awq or minmax")
+    return CheckpointError(
+        name, rule, got="another input", cure="Set calibration.algorithm: awq or minmax"
+    )
 
 
 @contextmanager
 def factored_once() -> Iterator[None]:
-    """While modules of one Hessian are rewritten one by one: the first factors it, and the others take its factor.
+    """While modules of one Hessian are rewritten one by one: the first factors it, and the others
+    take its factor.
 
-    Dead channels and a matrix that cannot be inverted are the same for all of them, too. The library's function is
-    replaced because nothing else reaches it: `quantize_weight` takes no factor, and calls it by its name in the module
-    (checked against llm-compressor 0.14.0.1). Without this, 256 experts factor one Hessian 512 times.
+    Dead channels and a matrix that cannot be inverted are the same for all of them, too. The
+    library's function is replaced because nothing else reaches it: `quantize_weight` takes no
+    factor, and calls it by its name in the module (checked against llm-compressor 0.14.0.1).
+    Without this, 256 experts factor one Hessian 512 times.
     """
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def factor(weights: Tensor, hessians: Tensor, percdamp: float, used_rtn_fallback: Tensor) -> Tensor:
+    def factor(
+        weights: Tensor, hessians: Tensor, percdamp: float, used_rtn_fallback: Tensor
+    ) -> Tensor:
         if not kept:
             dead = torch.diagonal(hessians, dim1=-2, dim2=-1) == 0
             factors = factorize_hessian(weights, hessians, percdamp, used_rtn_fallback)

@@ -1,12 +1,14 @@
-"""The distinct inputs of a layer's modules: query, key and value projections see one tensor, and so do all experts.
+"""The distinct inputs of a layer's modules: query, key and value projections see one tensor, and so
+do all experts.
 
-In: the tensors that modules are handed, batch by batch. Out: the smallest and largest value that each module was
-handed; where it is wanted, the sum of squares of each channel, too.
+In: the tensors that modules are handed, batch by batch. Out: the smallest and largest value that
+each module was handed; where it is wanted, the sum of squares of each channel, too.
 
-Easy to get wrong: a tensor is not its address. A storage that was freed leaves its address to the next one, and a
-buffer may be rewritten between two modules that read it. So a storage is known by a weak reference, which keeps its
-address from being given away, and a rewritten one by PyTorch's count of writes. That count sees every operation of
-PyTorch's but those through `.data`; transformers' models have none between the modules of a layer.
+Easy to get wrong: a tensor is not its address. A storage that was freed leaves its address to the
+next one, and a buffer may be rewritten between two modules that read it. So a storage is known by a
+weak reference, which keeps its address from being given away, and a rewritten one by PyTorch's
+count of writes. That count sees every operation of PyTorch's but those through `.data`;
+transformers' models have none between the modules of a layer.
 """
 
 import math
@@ -23,7 +25,8 @@ _SQUARED_AT_ONCE = 2**22
 
 @dataclass(frozen=True, slots=True)
 class InputIdentity:
-    """Which tensor this is; equal only for the same rows in the same memory, not written to in between.
+    """Which tensor this is; equal only for the same rows in the same memory, not written to in
+    between.
 
     It holds no data, and while it is held no other storage is equal to its own.
     """
@@ -35,7 +38,8 @@ class InputIdentity:
     @classmethod
     def of(cls, value: Tensor) -> "InputIdentity":
         """Of a tensor [..., K]."""
-        # Rows in a row are the same whatever their batches are: a router's input and its shared expert's.
+        # Rows in a row are the same whatever their batches are: a router's input and its shared
+        # expert's.
         rows = (value.numel(),) if value.is_contiguous() else (*value.shape, *value.stride())
         place = (value.storage_offset(), value.dtype, value.shape[-1], *rows)
         # In inference mode nobody counts the writes.
@@ -52,14 +56,17 @@ class InputRanges:
     Each distinct input is read once in a batch. Nothing waits for the GPU here.
 
     Attributes:
-        ends: module -> [2] in the inputs' dtype: minus the smallest value, and the largest; -inf if never called.
+        ends: module -> [2] in the inputs' dtype: minus the smallest value, and the largest; -inf if
+            never called.
         squares: module -> [K] F64, over all its tokens, where they were asked for.
     """
 
     def __init__(self, modules: Mapping[str, Any]):
         """Of linear modules, by name."""
         self._modules = modules
-        self.ends = {name: module.weight.new_full((2,), -math.inf) for name, module in modules.items()}
+        self.ends = {
+            name: module.weight.new_full((2,), -math.inf) for name, module in modules.items()
+        }
         self.squares: dict[str, Tensor] = {}
         self._of_batch: dict[InputIdentity, Tensor] = {}
         self._squares_of_batch: dict[InputIdentity, Tensor] = {}
@@ -87,13 +94,18 @@ class InputRanges:
     def are_finite(self) -> bool:
         """Whether no input and no output of the modules can have been NaN or infinite.
 
-        An output is a sum of products of finite numbers. It cannot overflow where the number of its terms times the
-        largest input times the largest weight is small enough; half of the dtype's range is left to rounding.
+        An output is a sum of products of finite numbers. It cannot overflow where the number of its
+        terms times the largest input times the largest weight is small enough; half of the dtype's
+        range is left to rounding.
         """
         bounds = []
         for name, module in self._modules.items():
             ends = self.ends[name]
-            bound = ends.double().amax().clamp(min=0) * _largest(module.weight) * module.weight.shape[-1]
+            bound = (
+                ends.double().amax().clamp(min=0)
+                * _largest(module.weight)
+                * module.weight.shape[-1]
+            )
             if module.bias is not None:
                 bound = bound + _largest(module.bias)
             bounds.append(bound / (torch.finfo(ends.dtype).max / 2))

@@ -1,19 +1,21 @@
-"""Calibration of one layer by llm-compressor's modifiers: scales from the data, and the weights it rewrites.
+"""Calibration of one layer by llm-compressor's modifiers: scales from the data, and the weights it
+rewrites.
 
-In: a model of which the modules of a `LayerWork` are real (a decoder layer among weightless stubs, or an MTP block),
-and batches for its forward. Out: `Calibrated`: scales of activations, and the packed tensors of modules whose weights
-the algorithm rewrote. This module runs llm-compressor's session; `modifiers.py` builds what the session runs.
+In: a model of which the modules of a `LayerWork` are real (a decoder layer among weightless stubs,
+or an MTP block), and batches for its forward. Out: `Calibrated`: scales of activations, and the
+packed tensors of modules whose weights the algorithm rewrote. This module runs llm-compressor's
+session; `modifiers.py` builds what the session runs.
 
-The pipeline here is llm-compressor's own basic one (pipelines/basic/pipeline.py, 0.14.0.1) without `oneshot` around it:
-`oneshot` reads config.json again and refuses a source that is stored quantized, although the weights it gets are
-dequantized.
+The pipeline here is llm-compressor's own basic one (pipelines/basic/pipeline.py, 0.14.0.1) without
+`oneshot` around it: `oneshot` reads config.json again and refuses a source that is stored
+quantized, although the weights it gets are dequantized.
 
-Easy to get wrong: AWQ's grid search computes its reference at the end of the pass, when the basic pipeline has switched
-rounding on again. Against scales that nobody has computed yet, no smoothing is ever better than none, so rounding stays
-off until the modifiers are done.
+Easy to get wrong: AWQ's grid search computes its reference at the end of the pass, when the basic
+pipeline has switched rounding on again. Against scales that nobody has computed yet, no smoothing
+is ever better than none, so rounding stays off until the modifiers are done.
 
-Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0; equality with `oneshot(pipeline="sequential")` is tested in
-tests/quantize/calibrate/test_layer.py.
+Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0; equality with
+`oneshot(pipeline="sequential")` is tested in tests/quantize/calibrate/test_layer.py.
 """
 
 import os
@@ -54,7 +56,8 @@ for _name in ("llmcompressor", "compressed_tensors"):
 
 Inputs = Iterable[Mapping[str, Tensor]]
 
-# Scales of modules that run fused, and how one is made of several: divisors shrink, multipliers grow.
+# Scales of modules that run fused, and how one is made of several: divisors shrink, multipliers
+# grow.
 _SHARED: Mapping[str, Callable[..., Tensor]] = {
     "weight_global_scale": torch.amin,
     "input_global_scale": torch.amin,
@@ -67,9 +70,10 @@ class Calibrated:
     """The results of one layer's calibration.
 
     Attributes:
-        tensors: on the CPU, by "<module>.<suffix>" in the model's names: static input scales of modules that are
-            rounded to nearest, the importance of the input channels of weighted ones, all tensors of modules that the
-            algorithm rewrote, and kept parameters that it rescaled.
+        tensors: on the CPU, by "<module>.<suffix>" in the model's names: static input scales of
+            modules that are rounded to nearest, the importance of the input channels of weighted
+            ones, all tensors of modules that the algorithm rewrote, and kept parameters that it
+            rescaled.
         coverage: one entry for each quantized module.
         smoothings: what AWQ or SmoothQuant rescaled.
         left_out: a sentence for each smoothing that would have changed the layer's function.
@@ -86,28 +90,36 @@ class Calibrated:
 def calibrate(
     model: Any, batches: Inputs, work: LayerWork, *, after_batch: Callable[[], None] | None = None
 ) -> Calibrated:
-    """Runs the batches through the model and lets llm-compressor's modifiers observe, rescale and rewrite it.
+    """Runs the batches through the model and lets llm-compressor's modifiers observe, rescale and
+    rewrite it.
 
-    The model keeps its fake-quantized state: `forwards.propagating` and `forwards.serving` say how it computes then.
+    The model keeps its fake-quantized state: `forwards.propagating` and `forwards.serving` say how
+    it computes then.
 
     Args:
         model: experts as linear layers, on one device; modules without weights are ignored.
-        batches: keyword arguments of its forward, on its device, at least one for every rank. Iterated twice where
-            the algorithm smooths (the first batch alone, then all), and once more for each group of experts whose
-            statistics do not fit the memory together with those of others.
+        batches: keyword arguments of its forward, on its device, at least one for every rank.
+            Iterated twice where the algorithm smooths (the first batch alone, then all), and once
+            more for each group of experts whose statistics do not fit the memory together with
+            those of others.
         work: on the layer or block.
-        after_batch: called after each batch of the pass that observes. Unless `work.rewrites`, what the layer has
-            returned then is what it returns under `forwards.propagating`.
+        after_batch: called after each batch of the pass that observes. Unless `work.rewrites`, what
+            the layer has returned then is what it returns under `forwards.propagating`.
 
     Returns: tensors in the dtypes of `Scheme.tensors`.
 
     Raises:
-        CheckpointError: naming the module that was never called, or whose activations are not finite.
+        CheckpointError: naming the module that was never called, or whose activations are not
+            finite.
         RecipeError: there is no batch.
     """
     ranges = CacheRanges(model, work.scaled_caches)
     if not work.schemes:
-        with calibrating(model, routed=work.routed), norm_calibration_context(model), ranges.observing():
+        with (
+            calibrating(model, routed=work.routed),
+            norm_calibration_context(model),
+            ranges.observing(),
+        ):
             if not _run_all(model, batches, after_batch):
                 raise no_batch()
         return Calibrated(tensors=ranges.scales(), coverage=())
@@ -132,9 +144,15 @@ def calibrate(
         with calibrating(model, routed=work.routed), norm_calibration_context(model):
             _run_pipeline(session, model, work, modifiers, batches, run)
         restore(model, before)
-        if smoothings and work.scaled_caches:  # attention hands its cache something else than was seen
+        if (
+            smoothings and work.scaled_caches
+        ):  # attention hands its cache something else than was seen
             ranges = CacheRanges(model, work.scaled_caches)
-            with calibrating(model, routed=work.routed), DisableQuantization(model), ranges.observing():
+            with (
+                calibrating(model, routed=work.routed),
+                DisableQuantization(model),
+                ranges.observing(),
+            ):
                 _run_all(model, batches, None)
     return Calibrated(
         tensors=_tensors(model, work, rescaled)
@@ -147,7 +165,8 @@ def calibrate(
     )
 
 
-# --- llm-compressor's pipeline ----------------------------------------------------------------------------------------
+# --- llm-compressor's pipeline
+# ----------------------------------------------------------------------------------------
 
 
 def _run_pipeline(
@@ -158,14 +177,20 @@ def _run_pipeline(
     batches: Inputs,
     run: Callable[[], None],
 ) -> None:
-    """llm-compressor's basic pipeline, with the plan's fused groups, and the scales of another back-end."""
+    """llm-compressor's basic pipeline, with the plan's fused groups, and the scales of another
+    back-end.
+    """
     own = None
-    if work.backend == "modelopt":  # it takes seconds to import, and is not installed where no recipe asks for it
+    if (
+        work.backend == "modelopt"
+    ):  # it takes seconds to import, and is not installed where no recipe asks for it
         from .modelopt_backend import ModeloptBackend
 
         own = ModeloptBackend(model, work)
     with _no_bars():
-        session.initialize(model=model, start=-1, recipe=modifiers, calib_data=batches, copy_data=False)
+        session.initialize(
+            model=model, start=-1, recipe=modifiers, calib_data=batches, copy_data=False
+        )
         LifecycleCallbacks.calibration_start()
     for group in work.fused:  # their observers compute one global scale
         names = [name for name in group if name in work.schemes]
@@ -182,7 +207,8 @@ def _run_pipeline(
         share(model, modifiers, work.schemes)
         if own:
             own.set_weight_scales(tuple(work.fused))
-        # One input scale for modules that run as one: the inputs of fused ones are the same, those of experts differ.
+        # One input scale for modules that run as one: the inputs of fused ones are the same, those
+        # of experts differ.
         for group in (*work.fused, *work.experts):
             for suffix in ("input_global_scale", "input_scale"):
                 scales = _scales(model, group, suffix)
@@ -239,7 +265,8 @@ def _no_bars() -> Iterator[None]:
         yield
 
 
-# --- tensors for the statistics ---------------------------------------------------------------------------------------
+# --- tensors for the statistics
+# ---------------------------------------------------------------------------------------
 
 
 def _scales(model: Any, names: Iterable[str], suffix: str) -> list[Tensor]:
@@ -249,7 +276,9 @@ def _scales(model: Any, names: Iterable[str], suffix: str) -> list[Tensor]:
 
 
 def _tensors(model: Any, work: LayerWork, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of `kept` parameters that have changed; what the modules add: packed tensors, or input scales only."""
+    """Those of `kept` parameters that have changed; what the modules add: packed tensors, or input
+    scales only.
+    """
     now, found = dict(model.named_parameters()), {}
     for name, value in kept.items():
         if not torch.equal(now[name], value):
@@ -257,7 +286,9 @@ def _tensors(model: Any, work: LayerWork, kept: Mapping[str, Tensor]) -> dict[st
     rewritten = {*work.rewritten}
     for name, scheme_name in work.schemes.items():
         module, scheme = model.get_submodule(name), SCHEMES[scheme_name]
-        state: Any = {key: value for key, value in get_direct_state_dict(module).items() if value is not None}
+        state: Any = {
+            key: value for key, value in get_direct_state_dict(module).items() if value is not None
+        }
         specs = scheme.extra
         if name in rewritten:
             specs = scheme.tensors(*module.weight.shape)

@@ -1,10 +1,11 @@
 """llm-compressor's modifiers for a recipe: quantization, GPTQ, AWQ, SmoothQuant, AutoRound.
 
-In: schemes by module, an algorithm, and the smoothings that were found. Out: the modifiers in the order they act, and
-`share`, which gives every rank the weights that another rank computed.
+In: schemes by module, an algorithm, and the smoothings that were found. Out: the modifiers in the
+order they act, and `share`, which gives every rank the weights that another rank computed.
 
-Easy to get wrong: a QuantizationModifier after a GPTQModifier in one recipe computes GPTQ's scales again, from the
-rewritten weights. Before it, it does no harm: both act on every quantized module at the end of the pass.
+Easy to get wrong: a QuantizationModifier after a GPTQModifier in one recipe computes GPTQ's scales
+again, from the rewritten weights. Before it, it does no harm: both act on every quantized module at
+the end of the pass.
 
 Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
 """
@@ -38,7 +39,9 @@ from .smoothing import Smoothing
 from .work import LayerWork
 
 
-def modifiers_for(work: LayerWork, smoothings: Sequence[Smoothing], passes: ExpertPasses) -> list[Any]:
+def modifiers_for(
+    work: LayerWork, smoothings: Sequence[Smoothing], passes: ExpertPasses
+) -> list[Any]:
     """The modifiers of one layer, in the order they act.
 
     Args:
@@ -74,19 +77,27 @@ def modifiers_for(work: LayerWork, smoothings: Sequence[Smoothing], passes: Expe
 
 
 def rounded_to_nearest(modifiers: Iterable[Any]) -> tuple[str, ...]:
-    """Modules that GPTQ rounded to nearest because their Hessian could not be inverted, on whichever rank."""
-    own = [name for modifier in modifiers if isinstance(modifier, _GPTQ) for name in modifier.fell_back]
+    """Modules that GPTQ rounded to nearest because their Hessian could not be inverted, on
+    whichever rank.
+    """
+    own = [
+        name for modifier in modifiers if isinstance(modifier, _GPTQ) for name in modifier.fell_back
+    ]
     return tuple(name for names in gathered(own) for name in names)
 
 
 def share(model: Any, modifiers: Iterable[Any], schemes: Mapping[str, str]) -> None:
-    """Gives every rank what the owners of modules computed; llm-compressor 0.14.0.1 does so on GPUs only.
+    """Gives every rank what the owners of modules computed; llm-compressor 0.14.0.1 does so on GPUs
+    only.
 
-    It takes modules on the CPU for offloaded ones in memory that the ranks share (utils/dist.py, skip_cpu).
+    It takes modules on the CPU for offloaded ones in memory that the ranks share (utils/dist.py,
+    skip_cpu).
     """
     if not has_others():
         return
-    owned = gathered([name for modifier in modifiers if isinstance(modifier, _GPTQ) for name in modifier.own])
+    owned = gathered(
+        [name for modifier in modifiers if isinstance(modifier, _GPTQ) for name in modifier.own]
+    )
     owner = {name: rank for rank, names in enumerate(owned) for name in names}
     rounded = [model.get_submodule(name) for name in schemes if name not in owner]
     observe_weights(rounded, "weight")
@@ -107,8 +118,8 @@ class _Quantization(QuantizationModifier):
 class _GPTQ(GPTQModifier):
     """GPTQModifier with one Hessian for each distinct input.
 
-    Modules are rewritten one at a time: in batches, as 0.14.0.1 does on GPUs, the bits depend on the free memory. The
-    observers of inputs are filled by `coverage.TokenCounter`.
+    Modules are rewritten one at a time: in batches, as 0.14.0.1 does on GPUs, the bits depend on
+    the free memory. The observers of inputs are filled by `coverage.TokenCounter`.
     """
 
     batched_quantization: Literal["auto"] | int | None = None
@@ -128,7 +139,9 @@ class _GPTQ(GPTQModifier):
         return self._fell_back
 
     def with_passes(self, passes: ExpertPasses) -> "_GPTQ":
-        """An expert that the router sent no token is rewritten from all of them, in a further pass."""
+        """An expert that the router sent no token is rewritten from all of them, in a further
+        pass.
+        """
         self._passes = passes
         return self
 
@@ -140,7 +153,9 @@ class _GPTQ(GPTQModifier):
     def _initialize_hooks(self, module: nn.Module) -> set[Any]:
         return set()
 
-    def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
+    def calibrate_module(
+        self, module: nn.Module, args: tuple[Tensor, ...], _output: Tensor
+    ) -> None:
         self._sums.add(module, args[0])
 
     def compress_modules(self) -> None:
@@ -148,10 +163,14 @@ class _GPTQ(GPTQModifier):
             self._passes.run({self._passes.expert_of[module] for module in uncalled})
             self._sums.uncalled()
         self._compress([*self._module_names])
-        self._fell_back += self._rtn_fallback_module_names  # the library's own list ends with the session
+        self._fell_back += (
+            self._rtn_fallback_module_names
+        )  # the library's own list ends with the session
 
     def _compress(self, modules: Sequence[nn.Module]) -> None:
-        """Of these modules those that were called, by the ranks together, with the Hessians of all ranks."""
+        """Of these modules those that were called, by the ranks together, with the Hessians of all
+        ranks.
+        """
         if not has_others():
             self.compress_module_list([module for module in modules if module in self._sums])
             return

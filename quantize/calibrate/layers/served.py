@@ -1,10 +1,12 @@
 """Puts the weights that a server will have into a layer, in place of those it was calibrated with.
 
-In: a layer or MTP block that was calibrated, its binding, and what calibration found. Out: the same module, each
-quantized weight decompressed from the very tensors that the writer puts into the file (`unit.packed_groups`).
+In: a layer or MTP block that was calibrated, its binding, and what calibration found. Out: the same
+module, each quantized weight decompressed from the very tensors that the writer puts into the file
+(`unit.packed_groups`).
 
-Easy to get wrong: a linear of the model may be several tensors on disk, each with scales of its own, and a stack on
-disk is many linears. And this cannot be undone: whatever needs the weights as they were comes before.
+Easy to get wrong: a linear of the model may be several tensors on disk, each with scales of its
+own, and a stack on disk is many linears. And this cannot be undone: whatever needs the weights as
+they were comes before.
 """
 
 from collections import defaultdict
@@ -38,7 +40,9 @@ _FORMS: Mapping[str, Form] = {
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """What calibration found in one layer, in the names of the finished checkpoint, before it is on disk."""
+    """What calibration found in one layer, in the names of the finished checkpoint, before it is on
+    disk.
+    """
 
     tensors: Mapping[HFName, Tensor]
 
@@ -51,7 +55,8 @@ class InMemory:
 
 
 def serve_weights(model: Any, plan: Plan, work: LayerWork, given: Calibrations) -> None:
-    """Give the quantized modules of a layer the weights of the finished checkpoint, one fused group at a time.
+    """Give the quantized modules of a layer the weights of the finished checkpoint, one fused group
+    at a time.
 
     Attention whose cache is FP8 gets the scales that it is rounded by.
 
@@ -74,8 +79,11 @@ def serve_weights(model: Any, plan: Plan, work: LayerWork, given: Calibrations) 
         served.weight.copy_(served.values)
 
 
-def serve_tuned(model: Any, plan: Plan, binding: Binding, given: Calibrations) -> Iterator[PackedModule]:
-    """Round the weights that training has left in the quantized modules of an MTP block; others stay as they are.
+def serve_tuned(
+    model: Any, plan: Plan, binding: Binding, given: Calibrations
+) -> Iterator[PackedModule]:
+    """Round the weights that training has left in the quantized modules of an MTP block; others
+    stay as they are.
 
     Args:
         model: the block, after `serve_weights`.
@@ -83,7 +91,8 @@ def serve_tuned(model: Any, plan: Plan, binding: Binding, given: Calibrations) -
         binding: of the block.
         given: static input scales.
 
-    Returns: each module as it is written, once its weight in the model is what a server reads from that.
+    Returns: each module as it is written, once its weight in the model is what a server reads from
+    that.
 
     Raises:
         CheckpointError: a weight is not finite.
@@ -116,9 +125,16 @@ class ServedRows:
 
 
 def served_rows(
-    model: Any, plan: Plan, binding: Binding, path: str, given: Calibrations, *, from_model: bool = False
+    model: Any,
+    plan: Plan,
+    binding: Binding,
+    path: str,
+    given: Calibrations,
+    *,
+    from_model: bool = False,
 ) -> Iterator[ServedRows]:
-    """What `serve_weights` puts into the quantized modules, one fused group at a time, without doing it.
+    """What `serve_weights` puts into the quantized modules, one fused group at a time, without
+    doing it.
 
     Args:
         model: its modules have their weights.
@@ -142,7 +158,10 @@ def served_rows(
         for piece in pieces:
             last = first + piece.tensor.shape[-2] // max(1, len(piece.tensor.stacked))
             on_disk = piece.module
-            weights[on_disk], places[on_disk] = weight[first:last], (module, slice(first, last), piece.tensor)
+            weights[on_disk], places[on_disk] = (
+                weight[first:last],
+                (module, slice(first, last), piece.tensor),
+            )
             first = last
 
     device = next(iter(weights.values()), torch.empty(0)).device
@@ -151,20 +170,35 @@ def served_rows(
     def read(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
         parts = range(len(tensor.stacked) or 1)
         own = [weights[Piece(tensor=tensor, expert=expert, part=part).module] for part in parts]
-        return own if from_model or all(weight.dtype == torch.bfloat16 for weight in own) else source(tensor, expert)
+        return (
+            own
+            if from_model or all(weight.dtype == torch.bfloat16 for weight in own)
+            else source(tensor, expert)
+        )
 
     for unit in (list(members.values()) for members in units.values()):
         is_there = from_model or _is_in_model(plan, unit, given)
-        for group in packed_groups(plan, unit, given, device=device, read=read if is_there else source):
+        for group in packed_groups(
+            plan, unit, given, device=device, read=read if is_there else source
+        ):
             for packed in group:
                 module, rows, tensor = places[packed.module]
                 weight = weights[packed.module]
                 values = decompressed(SCHEMES[unit[0].scheme], packed, weight.shape)
-                yield ServedRows(module=module, rows=rows, tensor=tensor, weight=weight, packed=packed, values=values)
+                yield ServedRows(
+                    module=module,
+                    rows=rows,
+                    tensor=tensor,
+                    weight=weight,
+                    packed=packed,
+                    values=values,
+                )
 
 
 def _is_in_model(plan: Plan, unit: Sequence[TensorPlan], given: Calibrations) -> bool:
-    """Whether the model has a unit's weights as the source does: it computes in BF16, and calibration rewrites some."""
+    """Whether the model has a unit's weights as the source does: it computes in BF16, and
+    calibration rewrites some.
+    """
     if any(output.name in given for t in unit for output in t.outputs if ".weight" in output.name):
         return False
     return all(t.form != "plain" or plan.entries[t.inputs[0]].dtype == "BF16" for t in unit)

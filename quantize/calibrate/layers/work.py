@@ -1,9 +1,11 @@
-"""What is to be done to one decoder layer or MTP block: made from the plan in one place, and handed on whole.
+"""What is to be done to one decoder layer or MTP block: made from the plan in one place, and handed
+on whole.
 
-In: the plan, and the layer's binding. Out: a `LayerWork`: which modules are rounded and how, what a server runs as one
-module, what may not change, and by which algorithm.
+In: the plan, and the layer's binding. Out: a `LayerWork`: which modules are rounded and how, what a
+server runs as one module, what may not change, and by which algorithm.
 
-Easy to get wrong: names here are the model's, with the layer's path before them; `binding` has them without it.
+Easy to get wrong: names here are the model's, with the layer's path before them; `binding` has them
+without it.
 """
 
 from collections import defaultdict
@@ -29,13 +31,18 @@ class LayerWork:
         schemes: module to be quantized -> its scheme.
         algorithm: of the recipe; it rewrites the schemes of `REWRITES[algorithm]` only.
         knobs: of the algorithm; see `Calibration.knobs`.
-        backend: llmcompressor, or modelopt: its calibrators observe the inputs, and choose scales under its algorithms.
-        routed: statistics of an expert are of the tokens that the router sends it; see `Calibration.experts`.
-        fused: modules that run as one in vLLM and share global scales, those that llm-compressor fuses included.
-        experts: modules that vLLM gives one input scale, the largest of theirs; others keep their own.
+        backend: llmcompressor, or modelopt: its calibrators observe the inputs, and choose scales
+            under its algorithms.
+        routed: statistics of an expert are of the tokens that the router sends it; see
+            `Calibration.experts`.
+        fused: modules that run as one in vLLM and share global scales, those that llm-compressor
+            fuses included.
+        experts: modules that vLLM gives one input scale, the largest of theirs; others keep their
+            own.
         frozen: modules whose bytes come from the source whatever calibration finds.
         weighted: modules whose scales are searched by the importance of their input channels.
-        caches: attention modules whose cache a server has in FP8 -> its scales on disk; () for scales of 1.
+        caches: attention modules whose cache a server has in FP8 -> its scales on disk; () for
+            scales of 1.
         binding: of the layer or block.
         path: its path in the model, with a dot; "" for the model itself.
     """
@@ -57,9 +64,9 @@ class LayerWork:
     def of(cls, plan: Plan, binding: Binding, path: str = "") -> "LayerWork":
         """What a plan wants of the layer or block with this binding.
 
-        Source of `experts`: vLLM 0.32.0 fused_moe/oracle/nvfp4.py (FlashInfer and emulation take the largest of the
-        experts; CUTLASS and b12x keep one an expert, which may be the same) and quantization/utils/fp8_utils.py
-        (process_fp8_input_tensor_strategy_moe, all back-ends).
+        Source of `experts`: vLLM 0.32.0 fused_moe/oracle/nvfp4.py (FlashInfer and emulation take
+        the largest of the experts; CUTLASS and b12x keep one an expert, which may be the same) and
+        quantization/utils/fp8_utils.py (process_fp8_input_tensor_strategy_moe, all back-ends).
         """
         frozen, weighted = set[str](), set[str]()
         caches: dict[str, tuple[HFName, ...]] = {}
@@ -68,7 +75,9 @@ class LayerWork:
         for name, pieces in binding.items():
             module, tensor = f"{path}{name}".rpartition(".")[0], pieces[0].tensor
             # A rescaled expert could not be put back into its stack alone.
-            if not any(p.tensor.calibrated or (p.tensor.may_change and p.expert is None) for p in pieces):
+            if not any(
+                p.tensor.calibrated or (p.tensor.may_change and p.expert is None) for p in pieces
+            ):
                 frozen.add(module)
             if not name.endswith("weight"):
                 continue
@@ -106,7 +115,8 @@ class LayerWork:
 
     @property
     def rewrites(self) -> bool:
-        """Whether calibration changes weights; if not, the layer computes the same before and after.
+        """Whether calibration changes weights; if not, the layer computes the same before and
+        after.
 
         A sweep chooses scales, and rounds by them only what is written.
         """
@@ -124,7 +134,8 @@ class LayerWork:
             tensors: "<module>.<suffix>" or a parameter's own name, all under `path`.
 
         Raises:
-            CheckpointError: the weight of a module was rewritten, and it is several tensors on disk.
+            CheckpointError: the weight of a module was rewritten, and it is several tensors on
+                disk.
         """
         found: dict[HFName, Tensor] = {}
         for full, value in tensors.items():

@@ -1,7 +1,8 @@
 """Reads what the next decoder layer is stored as while this one computes.
 
-In: a plan over a local source, and tensors of it. Out: nothing but the system's own cache of these files, from which
-the layer is read when its turn comes. So no memory is promised to it: what is short, the system takes back.
+In: a plan over a local source, and tensors of it. Out: nothing but the system's own cache of these
+files, from which the layer is read when its turn comes. So no memory is promised to it: what is
+short, the system takes back.
 """
 
 import threading
@@ -19,7 +20,10 @@ _CHUNK_BYTES = 2**24
 @contextmanager
 def reading_ahead(plan: Plan, tensors: Iterable[TensorPlan]) -> Iterator[None]:
     """A thread reads these, until they are read or the context ends."""
-    entries, stop = [plan.entries[name] for tensor in tensors for name in tensor.inputs], threading.Event()
+    entries, stop = (
+        [plan.entries[name] for tensor in tensors for name in tensor.inputs],
+        threading.Event(),
+    )
 
     def read_all() -> None:
         buffer = memoryview(bytearray(_CHUNK_BYTES))

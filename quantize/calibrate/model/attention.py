@@ -1,10 +1,12 @@
 """Attention without its scores in memory, where a recipe says `attention: sdpa`.
 
-In: a decoder layer or MTP block. Out: the same module, whose attention calls PyTorch's kernel. Eager attention holds
-the scores of all heads, sequence_length x sequence_length of each, which grow with the square of the length.
+In: a decoder layer or MTP block. Out: the same module, whose attention calls PyTorch's kernel.
+Eager attention holds the scores of all heads, sequence_length x sequence_length of each, which grow
+with the square of the length.
 
-Easy to get wrong: llm-compressor sets the whole model's config to eager, and the mask is made by that config. So the
-model keeps eager, which always makes a mask, and only the attention modules get a config of their own.
+Easy to get wrong: llm-compressor sets the whole model's config to eager, and the mask is made by
+that config. So the model keeps eager, which always makes a mask, and only the attention modules get
+a config of their own.
 
 Source: transformers 5.17 integrations/sdpa_attention.py, llm-compressor 0.14.0.1 utils/helpers.py
 (`use_eager_attention`).
@@ -25,7 +27,10 @@ def use_sdpa(module: nn.Module) -> None:
     copies: dict[int, Any] = {}
     for each in module.modules():
         config: Any = getattr(each, "config", None)
-        if isinstance(each, PreTrainedModel) or getattr(config, "_attn_implementation", "sdpa") == "sdpa":
+        if (
+            isinstance(each, PreTrainedModel)
+            or getattr(config, "_attn_implementation", "sdpa") == "sdpa"
+        ):
             continue
         if id(config) not in copies:
             copies[id(config)] = deepcopy(config)
@@ -34,9 +39,14 @@ def use_sdpa(module: nn.Module) -> None:
 
 
 def refuse_without_sdpa(model: PreTrainedModel, plan: Plan) -> None:
-    """Raises RecipeError for a class whose attention PyTorch's kernel does not compute, such as one with sinks."""
+    """Raises RecipeError for a class whose attention PyTorch's kernel does not compute, such as one
+    with sinks.
+    """
     calibration = plan.recipe.calibration
     if calibration is not None and calibration.attention == "sdpa" and not model._supports_sdpa:
-        rule = f"calibration.attention: sdpa needs a class that computes by it, unlike {type(model).__name__}"
+        rule = (
+            "calibration.attention: sdpa needs a class that computes by it, unlike "
+            f"{type(model).__name__}"
+        )
         cure = "Set attention: eager, or shorter sequences where its scores do not fit"
         raise RecipeError(plan.recipe.name, rule, got="sdpa", cure=cure)

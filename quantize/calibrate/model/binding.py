@@ -1,13 +1,16 @@
 """Which tensors on disk make up each parameter of a transformers module, and the other way round.
 
-In: a module on the meta device (a decoder layer, an embedding, a norm), and the plan's tensors that belong to it. Out:
-a `Binding`: parameter -> pieces on disk. Names follow transformers' own conversion rules for the model's class; experts
-are single linears on the module's side, one by one or stacked on disk.
+In: a module on the meta device (a decoder layer, an embedding, a norm), and the plan's tensors that
+belong to it. Out: a `Binding`: parameter -> pieces on disk. Names follow transformers' own
+conversion rules for the model's class; experts are single linears on the module's side, one by one
+or stacked on disk.
 
-Easy to get wrong: a loader that skips what it does not know calibrates a layer of noise. Here every tensor is used
-exactly once and every parameter is filled, or the binding is refused and names the tensor.
+Easy to get wrong: a loader that skips what it does not know calibrates a layer of noise. Here every
+tensor is used exactly once and every parameter is filled, or the binding is refused and names the
+tensor.
 
-Source: transformers 5.17 conversion_mapping.py and core_model_loading.py (WeightRenaming, WeightConverter).
+Source: transformers 5.17 conversion_mapping.py and core_model_loading.py (WeightRenaming,
+WeightConverter).
 """
 
 import re
@@ -93,7 +96,9 @@ class Names:
                 renamed, pattern = transform.rename_source_key(name)
                 if pattern is None:
                     continue
-                if not all(isinstance(step, Concatenate) and step.dim == 0 for step in transform.operations):
+                if not all(
+                    isinstance(step, Concatenate) and step.dim == 0 for step in transform.operations
+                ):
                     rule = "only concatenation can be undone after calibration"
                     steps = " and ".join(type(step).__name__ for step in transform.operations)
                     raise CheckpointError(name, rule, got=steps, cure=_DATA_FREE)
@@ -108,7 +113,10 @@ class Names:
 
 
 def bind(
-    module: nn.Module, tensors: Iterable[TensorPlan], path_of: Callable[[TensorPlan], tuple[str, int]], where: str
+    module: nn.Module,
+    tensors: Iterable[TensorPlan],
+    path_of: Callable[[TensorPlan], tuple[str, int]],
+    where: str,
 ) -> Binding:
     """Match a module's parameters with tensors on disk, one to one.
 
@@ -127,13 +135,23 @@ def bind(
         path, turn = path_of(tensor)
         for target, piece in _targets(path, tensor, state):
             if target not in state:
-                rule = f"transformers' {type(module).__name__} must have a parameter for {tensor.name}"
+                rule = (
+                    f"transformers' {type(module).__name__} must have a parameter for {tensor.name}"
+                )
                 raise CheckpointError(where, rule, got=f"none called {target}", cure=_DATA_FREE)
             turned[target].append((turn, piece))
     if missing := sorted(set(state) - set(turned)):
-        rule, cure = f"every parameter of transformers' {type(module).__name__} must be on disk", "Check the download"
-        raise CheckpointError(where, rule, got=f"nothing for {missing[0]}", cure=f"{cure}, or use a data-free scheme")
-    return {target: tuple(piece for _, piece in sorted(found, key=itemgetter(0))) for target, found in turned.items()}
+        rule, cure = (
+            f"every parameter of transformers' {type(module).__name__} must be on disk",
+            "Check the download",
+        )
+        raise CheckpointError(
+            where, rule, got=f"nothing for {missing[0]}", cure=f"{cure}, or use a data-free scheme"
+        )
+    return {
+        target: tuple(piece for _, piece in sorted(found, key=itemgetter(0)))
+        for target, found in turned.items()
+    }
 
 
 def _targets(path: str, tensor: TensorPlan, state: Mapping[str, Tensor]) -> list[tuple[str, Piece]]:
@@ -167,7 +185,8 @@ def fill(
         binding: from `bind`.
         plan: over a local source.
         device: where the weights go.
-        dtype_of: the dtype a parameter is computed in, given its name, the parameter before, and the value on disk.
+        dtype_of: the dtype a parameter is computed in, given its name, the parameter before, and
+            the value on disk.
 
     Raises:
         CheckpointError: a shape on disk is not the parameter's.
@@ -189,7 +208,9 @@ def fill(
 
 
 def _reader(plan: Plan, device: torch.device) -> Callable[[Piece], Tensor]:
-    """Reads pieces. Those of one expert in a stack follow each other in a binding, and are read together."""
+    """Reads pieces. Those of one expert in a stack follow each other in a binding, and are read
+    together.
+    """
     last: dict[tuple[HFName, int], tuple[Tensor, ...]] = {}
 
     def value_of(piece: Piece) -> Tensor:

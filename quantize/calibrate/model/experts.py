@@ -1,9 +1,12 @@
-"""Experts of a model on the meta device as single linear layers, which is how checkpoints and algorithms see them.
+"""Experts of a model on the meta device as single linear layers, which is how checkpoints and
+algorithms see them.
 
-In: a model whose routed experts are 3-D stacks. Out: the same model with one linear layer an expert and a projection.
+In: a model whose routed experts are 3-D stacks. Out: the same model with one linear layer an expert
+and a projection.
 
-Easy to get wrong: a gate may read constants of its experts (limits, slopes); the new modules keep them. And an output
-is a sum in BF16, which rounds after each expert: experts are added in their order.
+Easy to get wrong: a gate may read constants of its experts (limits, slopes); the new modules keep
+them. And an output is a sum in BF16, which rounds after each expert: experts are added in their
+order.
 """
 
 from collections.abc import Collection
@@ -21,12 +24,14 @@ from ....recipes.errors import CheckpointError
 def linear_experts(model: Any) -> None:
     """Replaces experts stored as 3-D stacks by one linear layer each, on the meta device, in place.
 
-    Raises: CheckpointError where an expert module has a constructor or a forward of its own (Llama 4).
+    Raises: CheckpointError where an expert module has a constructor or a forward of its own (Llama
+    4).
     """
     for name, module in get_non_linearized_moes(model):
         experts_class: Any = LinearExperts2D.get_linear_experts_cls(cast(Any, type(module)))
         has_common_code = all(
-            getattr(experts_class, method) is getattr(LinearExperts2D, method) for method in ("__init__", "forward")
+            getattr(experts_class, method) is getattr(LinearExperts2D, method)
+            for method in ("__init__", "forward")
         )
         if not has_common_code:
             raise CheckpointError(
@@ -45,13 +50,15 @@ def linear_experts(model: Any) -> None:
 
 
 class SortedExperts(LinearExperts2D):
-    """Experts whose tokens are found by one sort, where llm-compressor searches all tokens once for each expert.
+    """Experts whose tokens are found by one sort, where llm-compressor searches all tokens once for
+    each expert.
 
-    On a GPU each search waits until the GPU has done what it was given; this waits once. Outputs are the same bits:
-    each expert computes the same rows, which are added in the same order.
+    On a GPU each search waits until the GPU has done what it was given; this waits once. Outputs
+    are the same bits: each expert computes the same rows, which are added in the same order.
 
     Attributes:
-        every_token: the experts that compute every token; None: all do under `moe_calibration_context`, else none.
+        every_token: the experts that compute every token; None: all do under
+            `moe_calibration_context`, else none.
     """
 
     every_token: Collection[nn.Module] | None = None
@@ -61,7 +68,8 @@ class SortedExperts(LinearExperts2D):
 
         Args:
             hidden_states: [T, H].
-            top_k_index: [T, K] int64, the experts of each token; first choices are added before second ones.
+            top_k_index: [T, K] int64, the experts of each token; first choices are added before
+                second ones.
             top_k_weights: [T, K], their weights.
         """
         total = torch.zeros_like(hidden_states)

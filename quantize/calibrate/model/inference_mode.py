@@ -1,16 +1,19 @@
-"""Model code that computes under `torch.inference_mode`: found before calibration, then refused or run under `no_grad`.
+"""Model code that computes under `torch.inference_mode`: found before calibration, then refused or
+run under `no_grad`.
 
-In: a model, and one batch it can be called with. Out: `guard`, a context in which no forward of the model makes
-inference tensors; CheckpointError where that cannot be had.
+In: a model, and one batch it can be called with. Out: `guard`, a context in which no forward of the
+model makes inference tensors; CheckpointError where that cannot be had.
 
-Easy to get wrong: weights that are loaded inside such a forward are inference tensors, and GPTQ's write to them fails
-hours later, at the first such layer: "Inplace update to inference tensor outside InferenceMode" (llm-compressor #2745).
-llm-compressor's own warning looks at `module.forward` of each instance, which calibration has replaced by then, and is
-silent in the pipeline that crashes. A decorator could be seen on the class, `with torch.inference_mode()` inside a
-forward only when it runs; so the model is run once.
+Easy to get wrong: weights that are loaded inside such a forward are inference tensors, and GPTQ's
+write to them fails hours later, at the first such layer: "Inplace update to inference tensor
+outside InferenceMode" (llm-compressor #2745). llm-compressor's own warning looks at
+`module.forward` of each instance, which calibration has replaced by then, and is silent in the
+pipeline that crashes. A decorator could be seen on the class, `with torch.inference_mode()` inside
+a forward only when it runs; so the model is run once.
 
-Source: torch 2.13 autograd/grad_mode.py (`inference_mode`), compressed-tensors 0.19.0 offload/cache/base.py
-(`__setitem__`, the write that fails), llm-compressor 0.14.0.1 utils/transformers.py (`warn_inference_mode_forwards`).
+Source: torch 2.13 autograd/grad_mode.py (`inference_mode`), compressed-tensors 0.19.0
+offload/cache/base.py (`__setitem__`, the write that fails), llm-compressor 0.14.0.1
+utils/transformers.py (`warn_inference_mode_forwards`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,9 +34,10 @@ from .hooks import hooked
 def without_inference_mode() -> Iterator[None]:
     """`torch.inference_mode` is `torch.no_grad` meanwhile, in this process.
 
-    The class itself is changed, because a forward enters it from its source, or from a decorator's closure that nobody
-    else can reach: a forward on the instance is passed over by `super().forward` and by llm-compressor's wrapper, which
-    look it up on the class (checked against torch 2.13, compressed-tensors 0.19.0 offload/module.py).
+    The class itself is changed, because a forward enters it from its source, or from a decorator's
+    closure that nobody else can reach: a forward on the instance is passed over by
+    `super().forward` and by llm-compressor's wrapper, which look it up on the class (checked
+    against torch 2.13, compressed-tensors 0.19.0 offload/module.py).
     """
 
     def enter(self: Any) -> None:
@@ -51,8 +55,8 @@ def modules_in_inference_mode(model: nn.Module, batch: Mapping[str, Any]) -> lis
         model: with weights for whatever the batch reaches.
         batch: the model's keyword arguments, [1, S] is enough.
 
-    Returns: "" is the model itself; empty if all tensors are ordinary. A module that only holds an inference tensor (a
-        table built under inference mode) counts as one.
+    Returns: "" is the model itself; empty if all tensors are ordinary. A module that only holds an
+        inference tensor (a table built under inference mode) counts as one.
     """
     finder = _InferenceModeFinder(model)
     with torch.no_grad(), finder.hooked(), finder:
@@ -61,7 +65,9 @@ def modules_in_inference_mode(model: nn.Module, batch: Mapping[str, Any]) -> lis
 
 
 @contextmanager
-def guard(model: nn.Module, batch: Mapping[str, Any], *, policy: Literal["refuse", "unwrap"]) -> Iterator[None]:
+def guard(
+    model: nn.Module, batch: Mapping[str, Any], *, policy: Literal["refuse", "unwrap"]
+) -> Iterator[None]:
     """The context to calibrate in: in it, no forward of the model computes under inference mode.
 
     Args:
@@ -79,10 +85,11 @@ def guard(model: nn.Module, batch: Mapping[str, Any], *, policy: Literal["refuse
             file = cls.__module__.rpartition(".")[2]
             raise CheckpointError(
                 f"{file}.{cls.__qualname__}.forward",
-                "must not compute under torch.inference_mode: calibration cannot write the weights that were loaded in "
-                "it (llm-compressor #2745)",
+                "must not compute under torch.inference_mode: calibration cannot write the "
+                "weights that were loaded in it (llm-compressor #2745)",
                 got=f"inference mode at {found[0] or 'the model itself'}{more}",
-                cure=f"Set calibration.decorated_forward: unwrap, or write torch.no_grad instead in {file}.py",
+                cure="Set calibration.decorated_forward: unwrap, or write torch.no_grad instead "
+                f"in {file}.py",
             )
         yield
 
@@ -90,8 +97,8 @@ def guard(model: nn.Module, batch: Mapping[str, Any], *, policy: Literal["refuse
 class _InferenceModeFinder(TorchFunctionMode):
     """State: the modules being run, and those that began inference mode.
 
-    Every call of a torch function is seen, so a `with` block is found even if what leaves it is cloned, and a module's
-    parameters are found however they are used.
+    Every call of a torch function is seen, so a `with` block is found even if what leaves it is
+    cloned, and a module's parameters are found however they are used.
     """
 
     def __init__(self, model: nn.Module):
@@ -102,23 +109,35 @@ class _InferenceModeFinder(TorchFunctionMode):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hooks on every module that note which are running, and whether inference mode was on when they began."""
+        """Hooks on every module that note which are running, and whether inference mode was on when
+        they began.
+        """
 
         def enter(name: str) -> Callable[..., None]:
-            return lambda module, _: self._running.append((name, module, torch.is_inference_mode_enabled()))
+            return lambda module, _: self._running.append(
+                (name, module, torch.is_inference_mode_enabled())
+            )
 
         def leave(*_: Any) -> None:
             self._running.pop()
 
         modules = dict(self.model.named_modules())
-        hooks = [module.register_forward_pre_hook(enter(name), prepend=True) for name, module in modules.items()]
-        hooks += [module.register_forward_hook(leave, always_call=True) for module in modules.values()]
+        hooks = [
+            module.register_forward_pre_hook(enter(name), prepend=True)
+            for name, module in modules.items()
+        ]
+        hooks += [
+            module.register_forward_hook(leave, always_call=True) for module in modules.values()
+        ]
         with hooked(hooks):
             yield
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Once a module is named, inference tensors may come from it; before that, one is the running module's own.
+        # Once a module is named, inference tensors may come from it; before that, one is the
+        # running module's own.
         leaves = [] if self.begun else pytree.tree_leaves((args, kwargs, result))
         is_any = any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in leaves)
         if torch.is_inference_mode_enabled() or is_any:

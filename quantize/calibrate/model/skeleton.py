@@ -1,15 +1,17 @@
 """The backbone as transformers builds it, with the weights of one decoder layer at a time.
 
-In: a plan over a local source. Out: a `Skeleton`: the model's own class on the meta device, whose decoder layers are
-stand-ins without weights. One at a time is made real; the stand-in before it returns the hidden states that the layer
-before it computed, so the model's own forward computes everything around the layer: embedding, rotary embedding,
-masks, position ids.
+In: a plan over a local source. Out: a `Skeleton`: the model's own class on the meta device, whose
+decoder layers are stand-ins without weights. One at a time is made real; the stand-in before it
+returns the hidden states that the layer before it computed, so the model's own forward computes
+everything around the layer: embedding, rotary embedding, masks, position ids.
 
-Easy to get wrong: llm-compressor's pipelines compute under eager attention. Any other implementation rounds elsewhere,
-and GPTQ then rounds other weights up. So there is another only where a recipe asks for it (`attention.py`).
+Easy to get wrong: llm-compressor's pipelines compute under eager attention. Any other
+implementation rounds elsewhere, and GPTQ then rounds other weights up. So there is another only
+where a recipe asks for it (`attention.py`).
 
-Source: transformers 5.17 modeling_utils.py (`_init_weights`, `_keep_in_fp32_modules`), llm-compressor 0.14.0.1
-utils/helpers.py (`calibration_forward_context`) and entrypoints/oneshot.py (reads config.json at `name_or_path`).
+Source: transformers 5.17 modeling_utils.py (`_init_weights`, `_keep_in_fp32_modules`),
+llm-compressor 0.14.0.1 utils/helpers.py (`calibration_forward_context`) and entrypoints/oneshot.py
+(reads config.json at `name_or_path`).
 """
 
 import json
@@ -75,7 +77,8 @@ class StandIn(nn.Module):
 
     def __init__(self, real: nn.Module, like: list[int]):
         super().__init__()
-        # In a tuple it is no submodule: its parameters, all meta, must not be found among the model's.
+        # In a tuple it is no submodule: its parameters, all meta, must not be found among the
+        # model's.
         self._held, self._like = (real,), like
         self.answer: LayerState | None = None
 
@@ -114,7 +117,9 @@ class Skeleton:
         linear_experts(self.model)
         self.names = Names.of(self.model)
         self._layers = decoder_layers(self.model, plan)
-        self.layer_path = next(name for name, module in self.model.named_modules() if module is self._layers)
+        self.layer_path = next(
+            name for name, module in self.model.named_modules() if module is self._layers
+        )
         self._real, self._like = list(self._layers), [1]
         for index, layer in enumerate(self._real):
             self._layers[index] = StandIn(layer, self._like)
@@ -130,13 +135,22 @@ class Skeleton:
         """What decoder layer `index` is on disk; nothing of None, and after the last one."""
         if index is None:
             return []
-        own = [t for t in self.plan.tensors if t.part == "backbone" and t.layer == index and t.fate != "drop"]
+        own = [
+            t
+            for t in self.plan.tensors
+            if t.part == "backbone" and t.layer == index and t.fate != "drop"
+        ]
         return [tensor for tensor in own if tensor.calibrated != "cache"]
 
     def bind_layer(self, index: int) -> Binding:
         """What fills decoder layer `index`."""
         in_layer = self.names.in_layer
-        return bind(self._real[index], self.tensors_of(index), lambda t: in_layer(t.name), self.plan.source.where)
+        return bind(
+            self._real[index],
+            self.tensors_of(index),
+            lambda t: in_layer(t.name),
+            self.plan.source.where,
+        )
 
     @contextmanager
     def layer(self, index: int, then: int | None = None) -> Iterator[nn.Module]:
@@ -151,11 +165,16 @@ class Skeleton:
         self._layers[index] = layer
 
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            """A stand-in returns as many values as a layer: some layers return more than hidden states."""
+            """A stand-in returns as many values as a layer: some layers return more than hidden
+            states.
+            """
             self._like[0] = len(output) if isinstance(output, tuple) else 1
 
         try:
-            with hooked([layer.register_forward_hook(note)]), reading_ahead(self.plan, self.tensors_of(then)):
+            with (
+                hooked([layer.register_forward_hook(note)]),
+                reading_ahead(self.plan, self.tensors_of(then)),
+            ):
                 yield layer
         finally:
             layer.to("meta")
@@ -176,7 +195,9 @@ class Skeleton:
         top = _top(self.plan)
         # Without a head of its own it is tied.
         tensors = [t for t in top if t.role == "head"] or [t for t in top if t.role == "embedding"]
-        binding = bind(self._head, tensors, lambda t: (t.name.rpartition(".")[2], 0), self.plan.source.where)
+        binding = bind(
+            self._head, tensors, lambda t: (t.name.rpartition(".")[2], 0), self.plan.source.where
+        )
         self.fill(self._head, binding)
         self.model.set_output_embeddings(self._head)
         try:
@@ -187,7 +208,9 @@ class Skeleton:
 
     @contextmanager
     def whole(self) -> Iterator[PreTrainedModel]:
-        """The model with all its weights, for a device that holds them; they are gone afterwards."""
+        """The model with all its weights, for a device that holds them; they are gone
+        afterwards.
+        """
         with ExitStack() as stack:
             for index in range(len(self)):
                 stack.enter_context(self.layer(index))
@@ -195,14 +218,18 @@ class Skeleton:
             yield self.model
 
     def feed(self, index: int, batches: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
-        """The model's arguments for each batch as input of layer `index` (the number of layers: after the last one).
+        """The model's arguments for each batch as input of layer `index` (the number of layers:
+        after the last one).
 
-        Use each before the next one is read: the stand-in before the layer holds the states of one batch.
+        Use each before the next one is read: the stand-in before the layer holds the states of one
+        batch.
         """
         before: Any = self._layers[index - 1] if index else None
         for batch in batches:
             if before is not None:
-                assert batch.state is not None, f"layer {index} needs the states that layer {index - 1} left"
+                assert batch.state is not None, (
+                    f"layer {index} needs the states that layer {index - 1} left"
+                )
                 self._like[0] = len(batch.state)  # a resumed run has not seen a layer return it
                 before.answer = tuple(None if t is None else t.to(self.device) for t in batch.state)
             yield {"input_ids": batch.ids.to(self.device)}
@@ -210,17 +237,31 @@ class Skeleton:
             before.answer = None
 
     def _fill_top(self) -> None:
-        """Loads the language model without its layers and its head; a vision tower stays without weights."""
+        """Loads the language model without its layers and its head; a vision tower stays without
+        weights.
+        """
         decoder = self.model.get_decoder()
-        inside = next(f"{name}." if name else "" for name, module in self.model.named_modules() if module is decoder)
-        for name, child in decoder.named_children():  # a checkpoint's own code may keep its MTP block in here
-            if any(self.plan.view.is_mtp(HFName(f"{inside}{name}.{path}")) for path, _ in child.named_parameters()):
+        inside = next(
+            f"{name}." if name else ""
+            for name, module in self.model.named_modules()
+            if module is decoder
+        )
+        for (
+            name,
+            child,
+        ) in decoder.named_children():  # a checkpoint's own code may keep its MTP block in here
+            if any(
+                self.plan.view.is_mtp(HFName(f"{inside}{name}.{path}"))
+                for path, _ in child.named_parameters()
+            ):
                 setattr(decoder, name, nn.ModuleList())
         state = decoder.state_dict()
         stem = self.plan.view.layout.layers.disk.partition("layers.")[0]
 
         def path_of(tensor: TensorPlan) -> tuple[str, int]:
-            found = [self.names.rename(name) for name in (tensor.name, tensor.name.removeprefix(stem))]
+            found = [
+                self.names.rename(name) for name in (tensor.name, tensor.name.removeprefix(stem))
+            ]
             paths = [(name.removeprefix(inside), turn) for name, turn in found]
             return next((path for path in paths if path[0] in state), paths[0])
 
@@ -228,18 +269,23 @@ class Skeleton:
         self.fill(decoder, bind(decoder, tensors, path_of, self.plan.source.where))
 
     def _dtype_of(self, name: str, empty: Tensor, value: Tensor) -> torch.dtype:
-        """The dtype transformers computes in: that of the parameter it made, but for what the class keeps in F32.
+        """The dtype transformers computes in: that of the parameter it made, but for what the class
+        keeps in F32.
 
-        DeepSeek-V4's class keeps its norms in F32 too, whose outputs its own BF16 linears then refuse: what is BF16 on
-        disk stays so.
+        DeepSeek-V4's class keeps its norms in F32 too, whose outputs its own BF16 linears then
+        refuse: what is BF16 on disk stays so.
         """
         kept = self.model._keep_in_fp32_modules_strict or ()
         is_kept = value.dtype == torch.float32 and any(re.search(pattern, name) for pattern in kept)
         return torch.float32 if is_kept else empty.dtype
 
     def _compute_buffers(self, module: nn.Module) -> None:
-        """Buffers that are no part of a checkpoint (rotary frequencies), as `from_pretrained` makes them."""
-        missing = [name for name in module._non_persistent_buffers_set if getattr(module, name).is_meta]
+        """Buffers that are no part of a checkpoint (rotary frequencies), as `from_pretrained` makes
+        them.
+        """
+        missing = [
+            name for name in module._non_persistent_buffers_set if getattr(module, name).is_meta
+        ]
         for name in missing:
             setattr(module, name, torch.empty_like(getattr(module, name), device=self.device))
         if missing:
@@ -286,7 +332,10 @@ def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
             auto = AutoModelForCausalLM
         with torch.device("meta"):
             model = auto.from_config(
-                config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=is_foreign
+                config,
+                dtype=torch.bfloat16,
+                attn_implementation="eager",
+                trust_remote_code=is_foreign,
             )
     except (ValueError, KeyError, ImportError, AttributeError) as error:
         raise RecipeError(
@@ -303,16 +352,24 @@ def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
 
 
 def _config(plan: Plan, folder: Path, *, is_foreign: bool) -> PreTrainedConfig:
-    """transformers' config, under another model_type where the family's layers are those of a class it has."""
+    """transformers' config, under another model_type where the family's layers are those of a class
+    it has.
+    """
     if not plan.view.family.built_as or is_foreign:
         return AutoConfig.from_pretrained(folder, trust_remote_code=is_foreign)
-    values = {key: value for key, value in plan.source.config.items() if key not in _NAMES_OF_CLASSES}
+    values = {
+        key: value for key, value in plan.source.config.items() if key not in _NAMES_OF_CLASSES
+    }
     return CONFIG_MAPPING[plan.view.family.built_as].from_dict(values)
 
 
 def _why_no_class(error: str, config: Mapping[str, Any]) -> str:
     """transformers' own words but where they are about folders, or about classes of Python."""
-    if "custom code" in error or "for this kind of AutoModel" in error or "does not recognize" in error:
+    if (
+        "custom code" in error
+        or "for this kind of AutoModel" in error
+        or "does not recognize" in error
+    ):
         code = ", only Python of the checkpoint's own" if "custom code" in error else ""
         return f"no class for model_type {config.get('model_type')!r} in transformers{code}"
     return next(iter(error.strip().splitlines()), "an error without words")

@@ -1,20 +1,22 @@
-"""The hidden states between two decoder layers: kept in memory where they fit, and always on disk as well.
+"""The hidden states between two decoder layers: kept in memory where they fit, and always on disk
+as well.
 
-In: what a layer returned for some rows of a stream; a row is one sequence. Out: any rows of that stream, as inputs of
-the next layer.
+In: what a layer returned for some rows of a stream; a row is one sequence. Out: any rows of that
+stream, as inputs of the next layer.
 
     states = States(folder / "states", ranks)
-    with states.writing(index + 1) as outputs:  # every rank calls it; layer index + 1 has its states at the end
-        outputs.put("calibration", 8, state)    # rows from 8 on; a thread writes them while the caller goes on
+    with states.writing(index + 1) as outputs:  # every rank calls it; layer index + 1 has its
+    states at the end
+        outputs.put("calibration", 8, state)  # rows from 8 on; a thread writes them
     states.read(index + 1, "calibration", 10, 15, device)
 
-Rows are addressed by their number in the data. Which batch size wrote them, and which process, does not matter: a
-resumed run may read them in other batches and in other shares. A file holds the rows of one `put`, and its name says
-which.
+Rows are addressed by their number in the data. Which batch size wrote them, and which process, does
+not matter: a resumed run may read them in other batches and in other shares. A file holds the rows
+of one `put`, and its name says which.
 
-Easy to get wrong: states in memory alone would be gone after a kill, and with them every layer. So each is on disk too
-before the layer counts as done; memory only saves reading. And what is read from memory is a copy: a model's own code
-may compute in place.
+Easy to get wrong: states in memory alone would be gone after a kill, and with them every layer. So
+each is on disk too before the layer counts as done; memory only saves reading. And what is read
+from memory is a copy: a model's own code may compute in place.
 """
 
 import re
@@ -37,17 +39,20 @@ from ...run.ranks import Ranks
 from ...run.statistics import save
 
 Stream = Literal["calibration", "source", "served", "mtp"]
-"""The calibration text as llm-compressor hands it on, held-out text of the release and as a server computes it, and the
-calibration text as a server computes it, for the MTP block.
+"""The calibration text as llm-compressor hands it on, held-out text of the release and as a server
+computes it, and the calibration text as a server computes it, for the MTP block.
 """
 LayerState = tuple[Tensor | None, ...]
-"""What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more for the next one.
+"""What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more
+for the next one.
 
 Rows are the first dimension of every value.
 """
 
 SHARE_IN_MEMORY = 0.5
-"""States take at most this part of the memory that is free on a machine; its processes divide it."""
+"""States take at most this part of the memory that is free on a machine; its processes divide
+it.
+"""
 _MAX_WAITING = 8  # puts that are not on disk yet
 _FILE = re.compile(r"[a-z]+-(?P<first>\d{6,})-(?P<last>\d{6,})\.safetensors")
 
@@ -83,9 +88,11 @@ class States:
 
     @contextmanager
     def writing(self, index: int, *, keeps: bool = False) -> Iterator["NextStates"]:
-        """What the layer before `index` returns; whole at the end, when the states that it read are removed.
+        """What the layer before `index` returns; whole at the end, when the states that it read are
+        removed.
 
-        Every rank enters it, and leaves it when all have. After an error inside, nothing is renamed or removed.
+        Every rank enters it, and leaves it when all have. After an error inside, nothing is renamed
+        or removed.
 
         Args:
             index: of the layer that reads them.
@@ -118,8 +125,11 @@ class States:
         self._kept = outputs.kept
         self._ranks.wait()
 
-    def read(self, index: int, stream: Stream, first: int, last: int, device: torch.device) -> LayerState:
-        """Rows `first` to `last` (exclusive) of the states that layer `index` reads, as a copy on `device`.
+    def read(
+        self, index: int, stream: Stream, first: int, last: int, device: torch.device
+    ) -> LayerState:
+        """Rows `first` to `last` (exclusive) of the states that layer `index` reads, as a copy on
+        `device`.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -127,14 +137,21 @@ class States:
         folder, parts, place = self._folder / f"{index:05d}", [], first
         for path in sorted(folder.glob(f"{stream}-*")):
             of_file = _FILE.fullmatch(path.name)
-            if of_file is None or not int(of_file["first"]) <= place < int(of_file["last"]) or place >= last:
+            if (
+                of_file is None
+                or not int(of_file["first"]) <= place < int(of_file["last"])
+                or place >= last
+            ):
                 continue
             start, end = int(of_file["first"]), min(last, int(of_file["last"]))
             parts.append(self._rows(path, slice(place - start, end - start)))
             place = end
         if place < last:
             raise CheckpointError(
-                folder, f"rows {first} to {last - 1} of {stream} must be there", got="not all of them", cure=self._anew
+                folder,
+                f"rows {first} to {last - 1} of {stream} must be there",
+                got="not all of them",
+                cure=self._anew,
             )
         return tuple(_joined(values, device) for values in zip(*parts, strict=True))
 
@@ -148,16 +165,22 @@ class States:
                 for name in file.keys():  # noqa: SIM118 (it is no dict)
                     values[int(name)] = file.get_slice(name)[rows]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(path, "must be a whole file of states", got=str(error), cure=self._anew) from error
+            raise CheckpointError(
+                path, "must be a whole file of states", got=str(error), cure=self._anew
+            ) from error
         return tuple(values)
 
     @property
     def _anew(self) -> str:
-        return f"Remove {self._folder.parent}, and run the same command again: calibration starts anew"
+        return (
+            f"Remove {self._folder.parent}, and run the same command again: calibration starts anew"
+        )
 
 
 class NextStates:
-    """States that are being written. State: those that are kept, and the files that a thread has yet to write."""
+    """States that are being written. State: those that are kept, and the files that a thread has
+    yet to write.
+    """
 
     def __init__(self, whole: Path, pool: ThreadPoolExecutor, *, room: int):
         self.kept: dict[Path, LayerState] = {}
@@ -175,7 +198,9 @@ class NextStates:
         own, copied = _on_host(state)
         present = [value for value in own if value is not None]
         name = f"{stream}-{first:06d}-{first + len(present[0]):06d}.safetensors"
-        self._waiting.append(self._pool.submit(_write, partial_path(self._whole) / name, own, copied))
+        self._waiting.append(
+            self._pool.submit(_write, partial_path(self._whole) / name, own, copied)
+        )
         size = sum(value.nbytes for value in present)
         if size <= self._room:
             self._room -= size
@@ -211,7 +236,9 @@ def _on_host(state: Sequence[Tensor | None]) -> tuple[LayerState, Any]:
 
 def _joined(values: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
     """Parts one after the other, on a device, in memory of their own."""
-    moved = [value.to(device, non_blocking=True, copy=True) for value in values if value is not None]
+    moved = [
+        value.to(device, non_blocking=True, copy=True) for value in values if value is not None
+    ]
     if not moved:
         return None
     return torch.cat(moved) if len(moved) > 1 else moved[0]

@@ -1,29 +1,35 @@
-"""What a server would accept of an MTP block's drafts, without a server, and how sure a comparison of two blocks is.
+"""What a server would accept of an MTP block's drafts, without a server, and how sure a comparison
+of two blocks is.
 
-In: a backbone's own choices on held-out text (`target.py`), and MTP blocks. Out: an `Acceptance`: the share of drafts
-that a server at temperature 0 accepts, by position, and how many tokens a step yields; and `Kept`: the share of
-another's acceptance that is kept, with limits that hold at a confidence.
+In: a backbone's own choices on held-out text (`target.py`), and MTP blocks. Out: an `Acceptance`:
+the share of drafts that a server at temperature 0 accepts, by position, and how many tokens a step
+yields; and `Kept`: the share of another's acceptance that is kept, with limits that hold at a
+confidence.
 
-Such a server drafts after text that the target wrote. So a slot counts only where the held-out text is what the target
-would have written: token i+1 is the target's choice at slot i and does not end the text; for step k the same is true of
-the k-1 tokens after it. There, teacher forcing is what the server does: step k reads the drafts before it, and where
-they were accepted they are the text. A rejected draft ends a server's step, so position k is accepted only where all
-positions before it are.
+Such a server drafts after text that the target wrote. So a slot counts only where the held-out text
+is what the target would have written: token i+1 is the target's choice at slot i and does not end
+the text; for step k the same is true of the k-1 tokens after it. There, teacher forcing is what the
+server does: step k reads the drafts before it, and where they were accepted they are the text. A
+rejected draft ends a server's step, so position k is accepted only where all positions before it
+are.
 
-A server does not draft at every slot either: after n accepted drafts, its next one starts n + 1 slots on. Slots are
-weighted by how often it drafts there, in stretches of text that the target would have written.
+A server does not draft at every slot either: after n accepted drafts, its next one starts n + 1
+slots on. Slots are weighted by how often it drafts there, in stretches of text that the target
+would have written.
 
-A sequence is the sample, not a slot: slots of one text go right or wrong together. The limits are the jackknife's over
-sequences, both blocks on the same ones, so that what is hard for both cancels out (B. Efron, "The Jackknife, the
-Bootstrap and Other Resampling Plans", SIAM 1982, chapter 3).
+A sequence is the sample, not a slot: slots of one text go right or wrong together. The limits are
+the jackknife's over sequences, both blocks on the same ones, so that what is hard for both cancels
+out (B. Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", SIAM 1982, chapter 3).
 
-Easy to get wrong: a draft is compared with the choice of the same target, right or wrong, never with the text. And no
-server drafts a prompt: counted as if the model had written it, it lowers every figure (`held_out_written` of the data).
-And where all sequences say the same, the jackknife sees no error at all. So many slots without a loss allow a loss all
-the same: 1 - (1 - confidence)^(1 / slots) at most, as Clopper and Pearson's limit says.
+Easy to get wrong: a draft is compared with the choice of the same target, right or wrong, never
+with the text. And no server drafts a prompt: counted as if the model had written it, it lowers
+every figure (`held_out_written` of the data). And where all sequences say the same, the jackknife
+sees no error at all. So many slots without a loss allow a loss all the same: 1 - (1 -
+confidence)^(1 / slots) at most, as Clopper and Pearson's limit says.
 
-Source: vLLM 0.32.0 v1/spec_decode/metrics.py (accepted tokens by position over drafts), v1/core/sched/scheduler.py
-(counted before a text is cut at its end); compared with real counters in tests/vllm/test_acceptance_without_server.py.
+Source: vLLM 0.32.0 v1/spec_decode/metrics.py (accepted tokens by position over drafts),
+v1/core/sched/scheduler.py (counted before a text is cut at its end); compared with real counters in
+tests/vllm/test_acceptance_without_server.py.
 """
 
 import math
@@ -61,9 +67,9 @@ class Acceptance:
 
     Attributes:
         num_slots: slots of the text that count.
-        counts: [held_out, 2, K, K] float64. By sequence, by tokens drafted a step (entry k - 1 is for k), by position:
-            slots whose earlier drafts were accepted, weighted by how often a server drafts there; and of these, the
-            slots whose draft is the target's choice.
+        counts: [held_out, 2, K, K] float64. By sequence, by tokens drafted a step (entry k - 1 is
+            for k), by position: slots whose earlier drafts were accepted, weighted by how often a
+            server drafts there; and of these, the slots whose draft is the target's choice.
     """
 
     num_slots: int
@@ -72,14 +78,19 @@ class Acceptance:
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "Acceptance":
         """From what `as_json` gave."""
-        return cls(num_slots=values["num_slots"], counts=torch.tensor(values["counts"], dtype=torch.float64))
+        return cls(
+            num_slots=values["num_slots"],
+            counts=torch.tensor(values["counts"], dtype=torch.float64),
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The same value, for a file."""
         return {"num_slots": self.num_slots, "counts": self.counts.tolist()}
 
     def by_position(self, k: int) -> tuple[float, ...]:
-        """Share of drafts whose token at each position is accepted, as `Drafts.acceptance_per_position` of a server."""
+        """Share of drafts whose token at each position is accepted, as
+        `Drafts.acceptance_per_position` of a server.
+        """
         return tuple(_by_position(self.counts.sum(dim=0), k).tolist())
 
     def mean_accepted_length(self, k: int) -> float:
@@ -87,7 +98,8 @@ class Acceptance:
         return 1 + sum(self.by_position(k))
 
     def kept_of(self, other: "Acceptance", confidence: float) -> "Kept":
-        """The least that is kept of another's share of accepted tokens, whatever a server drafts a step.
+        """The least that is kept of another's share of accepted tokens, whatever a server drafts a
+        step.
 
         A released block of which no draft is accepted has nothing to lose: all is kept.
 
@@ -97,14 +109,20 @@ class Acceptance:
         """
         each = [self._limits(other, k, confidence) for k in self._ks]
         value, low, high = map(min, zip(*each, strict=True))
-        return Kept(value=value, low=low, high=high, num_slots=self.num_slots, confidence=confidence)
+        return Kept(
+            value=value, low=low, high=high, num_slots=self.num_slots, confidence=confidence
+        )
 
     def fact(self) -> AcceptanceFact:
         """The figures for the record, by the number of tokens drafted a step."""
         return AcceptanceFact(
             num_slots=self.num_slots,
-            by_position={str(k): tuple(round(rate, DIGITS) for rate in self.by_position(k)) for k in self._ks},
-            mean_accepted_length={str(k): round(self.mean_accepted_length(k), DIGITS) for k in self._ks},
+            by_position={
+                str(k): tuple(round(rate, DIGITS) for rate in self.by_position(k)) for k in self._ks
+            },
+            mean_accepted_length={
+                str(k): round(self.mean_accepted_length(k), DIGITS) for k in self._ks
+            },
         )
 
     @property
@@ -116,13 +134,20 @@ class Acceptance:
         own, theirs = self.counts.sum(dim=0), other.counts.sum(dim=0)
         kept = _share(own, theirs, k)
         # A sequence that counts for neither says nothing.
-        rows = [row for row in range(len(self.counts)) if self.counts[row].any() or other.counts[row].any()]
+        rows = [
+            row
+            for row in range(len(self.counts))
+            if self.counts[row].any() or other.counts[row].any()
+        ]
         if len(rows) < FEWEST_SEQUENCES:
             return kept, 0.0, math.inf
         without = [_share(own - self.counts[row], theirs - other.counts[row], k) for row in rows]
         mean = sum(without) / len(rows)
         variance = (len(rows) - 1) / len(rows) * sum((each - mean) ** 2 for each in without)
-        reach = max(student_t(confidence, len(rows) - 1) * math.sqrt(variance), unseen(self.num_slots, confidence))
+        reach = max(
+            student_t(confidence, len(rows) - 1) * math.sqrt(variance),
+            unseen(self.num_slots, confidence),
+        )
         return kept, max(0.0, kept - reach), kept + reach
 
 
@@ -143,7 +168,9 @@ class Kept:
     confidence: float
 
     def needed_slots(self, least: float) -> int | None:
-        """About how many slots would show that `least` is kept; None where these do, or the estimate is below it."""
+        """About how many slots would show that `least` is kept; None where these do, or the
+        estimate is below it.
+        """
         margin = self.value - least
         if self.low >= least or margin <= 0 or not math.isfinite(self.high):
             return None
@@ -179,15 +206,19 @@ def _share(own: Tensor, theirs: Tensor, k: int) -> float:
 def _by_position(counts: Tensor, k: int) -> Tensor:
     """[k]: what is accepted at each position, as a share of all drafts, from counts [2, K, K]."""
     reached, accepted = counts[:, k - 1, :k]
-    rates = torch.where(reached > 0, accepted / reached.clamp(min=1e-300), torch.zeros_like(accepted))
+    rates = torch.where(
+        reached > 0, accepted / reached.clamp(min=1e-300), torch.zeros_like(accepted)
+    )
     return rates.cumprod(dim=0)
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+# --- measuring
+# --------------------------------------------------------------------------------------------------
 
 
 def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
-    """What a server accepts of the drafts of `blocks` with one backbone, on the text that a model wrote.
+    """What a server accepts of the drafts of `blocks` with one backbone, on the text that a model
+    wrote.
 
     Args:
         target: the backbone; the blocks are given its hidden states.
@@ -200,20 +231,31 @@ def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
     model, written = skeleton.model, backbone.data.held_out_written
     num_steps = NUM_STEPS if len(blocks) == 1 else min(NUM_STEPS, len(blocks))
     ends = end_ids(skeleton.plan)
-    counts = torch.zeros(len(backbone.data.held_out_ids), 3, num_steps, num_steps, dtype=torch.float64)
+    counts = torch.zeros(
+        len(backbone.data.held_out_ids), 3, num_steps, num_steps, dtype=torch.float64
+    )
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
         for block in blocks:
             stack.enter_context(serving(block))
         for row, sequence in sequences(backbone, target.stream):
-            ids, hidden = sequence.ids.to(skeleton.device), block_input(skeleton, blocks[0], sequence)
-            outputs = draft_steps(blocks, model.get_input_embeddings(), ids=ids, hidden=hidden, num_steps=num_steps)
+            ids, hidden = (
+                sequence.ids.to(skeleton.device),
+                block_input(skeleton, blocks[0], sequence),
+            )
+            outputs = draft_steps(
+                blocks, model.get_input_embeddings(), ids=ids, hidden=hidden, num_steps=num_steps
+            )
             drafts = []
             for step, output in enumerate(outputs):
                 head: Any = blocks[min(step, len(blocks) - 1)].head or model.get_output_embeddings()
-                drafts.append(head(output).float().argmax(dim=-1).cpu())  # of BF16 it takes five times as long
+                drafts.append(
+                    head(output).float().argmax(dim=-1).cpu()
+                )  # of BF16 it takes five times as long
             own = None if written is None else written[row]
             choices = target.choices[row]
-            counts[row] = server_counts(sequence.ids[0], choices, torch.cat(drafts), ends=ends, written=own)
+            counts[row] = server_counts(
+                sequence.ids[0], choices, torch.cat(drafts), ends=ends, written=own
+            )
     counts = backbone.ranks.sum(counts)
     num_slots = int(counts[:, 0, 0, 0].sum())
     if not num_slots:
@@ -227,7 +269,12 @@ def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
 
 
 def server_counts(
-    ids_S: Tensor, choices_S: Tensor, drafts_KS: Tensor, *, ends: Collection[int], written: Tensor | None
+    ids_S: Tensor,
+    choices_S: Tensor,
+    drafts_KS: Tensor,
+    *,
+    ends: Collection[int],
+    written: Tensor | None,
 ) -> Tensor:
     """What a server would have counted over one text.
 
@@ -238,19 +285,22 @@ def server_counts(
         ends: tokens that end a text; a server drafts nothing after them.
         written: [S] bool, tokens that count as the model's; None for all.
 
-    Returns: [3, K, K] float64, by tokens drafted a step and by position: slots that count (in every entry), slots
-        reached and slots accepted, weighted by how often a server that drafts so many drafts there.
+    Returns: [3, K, K] float64, by tokens drafted a step and by position: slots that count (in every
+        entry), slots reached and slots accepted, weighted by how often a server that drafts so many
+        drafts there.
     """
     num_steps, length = drafts_KS.shape
     is_own_S = F.pad(ids_S[1:] == choices_S[:-1], (0, 1))  # at slot i: token i + 1
-    # A server drafts nothing after an end, but a draft may run across one, and vLLM counts what it does there.
+    # A server drafts nothing after an end, but a draft may run across one, and vLLM counts what it
+    # does there.
     is_slot_S = is_own_S.clone()
     is_slot_S[:-1] &= ~torch.isin(ids_S[1:], torch.tensor(sorted(ends), dtype=ids_S.dtype))
     if written is not None:
         is_slot_S[:-1] &= written[1:]
     reached, accepted, open_S = [], [], is_slot_S
     for step, drafts_S in enumerate(drafts_KS):
-        # The step reads tokens up to i + step + 1; its draft is for the target's choice after that token.
+        # The step reads tokens up to i + step + 1; its draft is for the target's choice after that
+        # token.
         reached.append(open_S)
         is_right_S = drafts_S[: length - step - 1] == choices_S[step + 1 :]
         accepted.append(open_S & F.pad(is_right_S, (0, step + 1)))
@@ -290,9 +340,17 @@ def end_ids(plan: Plan) -> frozenset[int]:
     """Tokens after which a server stops."""
     assert plan.source.folder is not None
     path = plan.source.folder / "generation_config.json"
-    holders = [plan.source.config, plan.view.text_config, read_object(path, path) if path.is_file() else {}]
+    holders = [
+        plan.source.config,
+        plan.view.text_config,
+        read_object(path, path) if path.is_file() else {},
+    ]
     found: set[int] = set()
     for holder in holders:
         value = holder.get("eos_token_id")
-        found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
+        found |= {
+            each
+            for each in (value if isinstance(value, list) else [value])
+            if isinstance(each, int)
+        }
     return frozenset(found)

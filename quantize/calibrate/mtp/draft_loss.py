@@ -1,21 +1,25 @@
-"""How far drafts are from being accepted, as a loss whose gradient reaches the draft's hidden states.
+"""How far drafts are from being accepted, as a loss whose gradient reaches the draft's hidden
+states.
 
-In: for each slot what the head multiplies, of the draft and of the target at the token that is drafted. Out: the sum of
-the loss over the slots, and its gradient.
+In: for each slot what the head multiplies, of the draft and of the target at the token that is
+drafted. Out: the sum of the loss over the slots, and its gradient.
 
-p is the target's distribution and q the draft's; their overlap, the sum of min(p, q), is the share of drafts that
-rejection sampling accepts (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023).
+p is the target's distribution and q the draft's; their overlap, the sum of min(p, q), is the share
+of drafts that rejection sampling accepts (Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding", 2023).
 
-    tv         1 - overlap: the share that is rejected. Its gradient is small where the two hardly overlap
+    tv         1 - overlap: the share that is rejected; a small gradient where they hardly overlap
     nla        -log overlap
     kl_div     the divergence of q from p
-    lk_hybrid  kl_div where they hardly overlap and tv where they do: a share of exp(-3 overlap) of kl_div
+    lk_hybrid  kl_div where they hardly overlap, else tv: a share of exp(-3 overlap) of kl_div
     ce         -log q of the target's choice: temperature 0, and nothing else of the target counts
 
-Easy to get wrong: logits of a batch are gigabytes, with 150,000 tokens a vocabulary. They are made for a few slots at a
-time, and are gone before the next ones; only the gradient of hidden states stays.
+Easy to get wrong: logits of a batch are gigabytes, with 150,000 tokens a vocabulary. They are made
+for a few slots at a time, and are gone before the next ones; only the gradient of hidden states
+stays.
 
-Source: the names and their meaning are those of speculators (docs, "Loss Functions"), for drafts of other kinds.
+Source: the names and their meaning are those of speculators (docs, "Loss Functions"), for drafts of
+other kinds.
 """
 
 from collections.abc import Callable
@@ -29,7 +33,9 @@ from torch import Tensor
 SLOTS = 256
 """Slots whose logits are in memory together."""
 COPIES = 6
-"""F32 values of each logit that are there at a time: of draft and target, their distributions and the gradients."""
+"""F32 values of each logit that are there at a time: of draft and target, their distributions and
+the gradients.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
 """What calibration measures: the data, the coverage, and the acceptance without a server.
 
-In: figures of a pass (`mtp_pass.py`), or the `calibration` block of a keepmtp.json. Out: the same fact for the record,
-report.json, the page and the card.
+In: figures of a pass (`mtp_pass.py`), or the `calibration` block of a keepmtp.json. Out: the same
+fact for the record, report.json, the page and the card.
 
-Easy to get wrong: keepmtp.json may be anybody's. A number that nobody could have measured is refused before it is
-drawn.
+Easy to get wrong: keepmtp.json may be anybody's. A number that nobody could have measured is
+refused before it is drawn.
 """
 
 from collections.abc import Mapping
@@ -58,8 +58,8 @@ class CoverageFact(Fact):
 
     Attributes:
         never_routed: experts' modules that the router sent no token.
-        few_tokens: those whose statistics are of fewer tokens than they have input channels. Only where an expert's
-            are of its own tokens (`Calibration.experts`).
+        few_tokens: those whose statistics are of fewer tokens than they have input channels. Only
+            where an expert's are of its own tokens (`Calibration.experts`).
     """
 
     modules: Count
@@ -84,8 +84,12 @@ class AcceptanceFact(Fact):
     @model_validator(mode="after")
     def _has_a_share_a_position(self) -> "AcceptanceFact":
         ks = [str(k) for k in range(1, len(self.by_position) + 1)]
-        if sorted(self.by_position) != sorted(ks) or sorted(self.mean_accepted_length) != sorted(ks):
-            raise ValueError("by_position and mean_accepted_length must be for 1 to k tokens a step")
+        if sorted(self.by_position) != sorted(ks) or sorted(self.mean_accepted_length) != sorted(
+            ks
+        ):
+            raise ValueError(
+                "by_position and mean_accepted_length must be for 1 to k tokens a step"
+            )
         if any(len(shares) != int(k) for k, shares in self.by_position.items()):
             raise ValueError("by_position must have a share for each position")
         return self
@@ -121,9 +125,10 @@ class MeasuredFact(Fact):
 
     Attributes:
         perplexity: the backbone's, per token.
-        divergence: Kullback-Leibler divergence of its predictions from the released model's, nats a slot; None for the
-            released model, and in older records.
-        flips: share of slots where its first choice is another than the released model's; None likewise.
+        divergence: Kullback-Leibler divergence of its predictions from the released model's, nats a
+            slot; None for the released model, and in older records.
+        flips: share of slots where its first choice is another than the released model's; None
+            likewise.
     """
 
     backbone: Literal["source", "quantized"]
@@ -151,9 +156,10 @@ class CandidateFact(Fact):
         policy: as in a recipe.
         bytes: of the block's tensors on disk; 0 where it was refused.
         kept: part of the released model's acceptance, see `acceptance.Acceptance.kept_of`.
-        kept_at_least: that share's lower limit, at the confidence of the recipe's gates; None where nobody asked.
-        needed_slots: about how many slots of held-out text would show that it keeps enough; None where these do, or
-            where the estimate is below.
+        kept_at_least: that share's lower limit, at the confidence of the recipe's gates; None where
+            nobody asked.
+        needed_slots: about how many slots of held-out text would show that it keeps enough; None
+            where these do, or where the estimate is below.
         refused: why there is no plan; "" if there is.
         chosen: it is what is written.
         acceptance: with the quantized backbone; None where it was refused.
@@ -177,16 +183,19 @@ class CandidateFact(Fact):
 
 
 class TunedFact(Fact):
-    """An MTP block that was trained for the quantized backbone, and what it drafts on text that it has not seen.
+    """An MTP block that was trained for the quantized backbone, and what it drafts on text that it
+    has not seen.
 
     Attributes:
-        policy, steps, batch_size, learning_rate, seed, loss, draft_steps: the recipe's; see `schema.MtpTuned`.
+        policy, steps, batch_size, learning_rate, seed, loss, draft_steps: the recipe's; see
+            `schema.MtpTuned`.
         first_loss, last_loss: averages over the first and the last tenth of the steps.
         before, after: with the same schemes, as rounded from the release and as trained.
-        gain: part of the untrained block's acceptance that the trained one has, the least of all numbers of tokens a
-            step; above 1 it is better.
+        gain: part of the untrained block's acceptance that the trained one has, the least of all
+            numbers of tokens a step; above 1 it is better.
         gain_at_least: its lower limit, at `confidence`.
-        of_released, of_released_at_least: the same against the block as released, with the same backbone.
+        of_released, of_released_at_least: the same against the block as released, with the same
+            backbone.
         chosen: the trained block is what is written.
     """
 
@@ -212,16 +221,21 @@ class TunedFact(Fact):
     def says(self) -> str:
         """What training did, in sentences for people."""
         trained = (
-            f"The MTP block was trained for {self.steps:,} steps of {self.batch_size:,} sequences of the calibration "
+            f"The MTP block was trained for {self.steps:,} steps of {self.batch_size:,} "
+            "sequences of the calibration "
             f"text (loss {self.loss}, seed {self.seed}, {self.draft_steps} tokens ahead)."
         )
         drafts = (
-            f"On held-out text its drafts are accepted {self.gain:.3f} times as often as those of the same block "
-            f"untrained, at least {self.gain_at_least:.3f} times at {self.confidence:.0%} confidence, and "
-            f"{self.of_released:.3f} times as often as those of the block as released, at least "
-            f"{self.of_released_at_least:.3f} times"
+            f"On held-out text its drafts are accepted {self.gain:.3f} times as often as those of "
+            f"the same block untrained, at least {self.gain_at_least:.3f} times at "
+            f"{self.confidence:.0%} confidence, and {self.of_released:.3f} times as often as "
+            f"those of the block as released, at least {self.of_released_at_least:.3f} times"
         )
-        end = "." if self.chosen else ": it is not shown to be better, and the untrained block is what is written."
+        end = (
+            "."
+            if self.chosen
+            else ": it is not shown to be better, and the untrained block is what is written."
+        )
         return f"{trained} {drafts}{end}"
 
 
@@ -278,13 +292,15 @@ class CalibrationFact(Fact):
         algorithm, sequence_length: the recipe's.
         data: the batches.
         processes: that shared them.
-        batch_size: sequences that were computed at a time, chosen where the recipe says auto; None in older records.
+        batch_size: sequences that were computed at a time, chosen where the recipe says auto; None
+            in older records.
         coverage: of the backbone's modules.
         mtp: the policy for the MTP block, chosen where the recipe says auto.
         min_acceptance: what `mtp: auto` had to keep; None where the recipe does not say auto.
         confidence: of `kept_at_least`; None where the recipe does not say auto.
         rows: released model first.
-        agreement: share of held-out slots where the quantized backbone chooses what the released one does.
+        agreement: share of held-out slots where the quantized backbone chooses what the released
+            one does.
         candidates: of `mtp: auto`, in the order tried.
         tuned: of `mtp: tuned`; None where the recipe does not say so.
         unmeasured: why there is no acceptance; "" if there is.

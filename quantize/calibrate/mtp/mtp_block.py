@@ -1,19 +1,22 @@
-"""An MTP layer as a module of its own, built from the family's table, and its draft steps over whole sequences.
+"""An MTP layer as a module of its own, built from the family's table, and its draft steps over
+whole sequences.
 
-In: a family's view of a config.json. Out: an `MtpBlock` on the meta device, around transformers' own decoder layer, to
-be bound, filled and calibrated like a small model. `draft_steps` runs filled blocks as vLLM does token by token. Slot i
-of draft step k predicts token i + k + 1:
+In: a family's view of a config.json. Out: an `MtpBlock` on the meta device, around transformers'
+own decoder layer, to be bound, filled and calibrated like a small model. `draft_steps` runs filled
+blocks as vLLM does token by token. Slot i of draft step k predicts token i + k + 1:
 
     step 1, slot i: token i+1, hidden state of the target at i,     position i
     step k, slot i: token i+k, hidden state of step k-1 at slot i,  position i+k-1
 
-Easy to get wrong: a family's block may be built with another entry of config.json than the backbone's layers: its own
-kind of attention, its own number of heads, norms kept in float32. And what step k attends to: vLLM's cache has step 1's
-keys for each token that the target has confirmed; later steps append their own only. So slot i of step k sees step 1 at
-slots <= i, and of the later steps slot i alone. A causal pass over the states of step 2 is what vLLM never runs.
+Easy to get wrong: a family's block may be built with another entry of config.json than the
+backbone's layers: its own kind of attention, its own number of heads, norms kept in float32. And
+what step k attends to: vLLM's cache has step 1's keys for each token that the target has confirmed;
+later steps append their own only. So slot i of step k sees step 1 at slots <= i, and of the later
+steps slot i alone. A causal pass over the states of step 2 is what vLLM never runs.
 
-Source: the draft classes of vLLM 0.32.0 that the family files name, v1/spec_decode/llm_base_proposer.py (`propose`),
-and v1/spec_decode/step3p5.py for blocks that take one step each.
+Source: the draft classes of vLLM 0.32.0 that the family files name,
+v1/spec_decode/llm_base_proposer.py (`propose`), and v1/spec_decode/step3p5.py for blocks that take
+one step each.
 """
 
 import importlib
@@ -42,13 +45,14 @@ _NOT_THE_LAYER = frozenset({"quantization_config", "architectures", "auto_map", 
 _SLIDING = frozenset({"sliding_attention"})
 # Attention of these kinds caches what its indexer chooses keys by.
 _INDEXED = frozenset({"deepseek_sparse_attention", "minimax_m3_sparse", "qwen_sparse_attention"})
-# The key of config.json by which later draft steps read the keys that step 1 chose. A server's `speculative_config` may
-# say otherwise, which nobody knows here.
+# The key of config.json by which later draft steps read the keys that step 1 chose. A server's
+# `speculative_config` may say otherwise, which nobody knows here.
 _KEEPS_CHOICE = "index_share_for_mtp_iteration"
 
 
 class MtpBlock(PreTrainedModel):
-    """One MTP layer: norms, projection, decoder layer, final norm; without embedding, and mostly without a head.
+    """One MTP layer: norms, projection, decoder layer, final norm; without embedding, and mostly
+    without a head.
 
     Attributes:
         view: names on disk.
@@ -60,7 +64,14 @@ class MtpBlock(PreTrainedModel):
     _supports_sdpa = True
     config_class = PreTrainedConfig
 
-    def __init__(self, view: FamilyView, draft: Draft, index: int, config: PreTrainedConfig, classes: ModuleType):
+    def __init__(
+        self,
+        view: FamilyView,
+        draft: Draft,
+        index: int,
+        config: PreTrainedConfig,
+        classes: ModuleType,
+    ):
         """Use `build_block`."""
         super().__init__(config)
         self.view, self.draft, self.index = view, draft, index
@@ -80,7 +91,9 @@ class MtpBlock(PreTrainedModel):
         if draft.collapse:
             kind = getattr(classes, draft.collapse[0])
             # Of the hyper-connections' own class, the one after the last layer gives nothing back.
-            self.collapse = kind(config, use_combine=False) if "Residual" in kind.__name__ else kind(config)
+            self.collapse = (
+                kind(config, use_combine=False) if "Residual" in kind.__name__ else kind(config)
+            )
         self.final_norm = self._norm(classes, hidden_size) if draft.final_norm else None
         self.head = nn.Linear(hidden_size, config.vocab_size, bias=False) if draft.head else None
         self.rotary: nn.Module | None = None
@@ -116,7 +129,8 @@ class MtpBlock(PreTrainedModel):
 
         Args:
             inputs_embeds: [B, T, H], embeddings of the next tokens.
-            hidden: [B, T, H], the target's hidden states at the same slots, or [B, T, C, H] where it has C streams.
+            hidden: [B, T, H], the target's hidden states at the same slots, or [B, T, C, H] where
+                it has C streams.
             position_ids: [T] int64, the same for all rows; 0, 1, ... by default.
             mask: [T, S] bool, True where a slot may attend; causal by default, as in step 1.
             cache: keys of the steps before; this step adds its own.
@@ -163,7 +177,9 @@ class MtpBlock(PreTrainedModel):
         return kinds[self._entry]
 
     def owns(self, tensor: TensorPlan) -> bool:
-        """Whether a tensor is one of this block's; copies of the target's embedding and head are not."""
+        """Whether a tensor is one of this block's; copies of the target's embedding and head are
+        not.
+        """
         if tensor.part != "mtp" or tensor.calibrated == "cache":
             return False
         if tensor.role in ("embedding", "head") and tensor.module != self._glue.get("head"):
@@ -171,12 +187,16 @@ class MtpBlock(PreTrainedModel):
         return tensor.layer is None or tensor.layer in self._layers_on_disk
 
     def path_of(self, name: HFName) -> tuple[str, int]:
-        """The parameter that a tensor on disk goes to, and its turn where several are concatenated."""
+        """The parameter that a tensor on disk goes to, and its turn where several are
+        concatenated.
+        """
         for path, disk in self._glue.items():
             # A module's name is followed by a dot; the parameters of `collapse` go on as they like.
             if name.startswith(disk if path.startswith("collapse.") else f"{disk}."):
                 return path + name[len(disk) :], 0
-        part = next(i for i, layer in enumerate(self._layers_on_disk) if name.startswith(self._stem(layer)))
+        part = next(
+            i for i, layer in enumerate(self._layers_on_disk) if name.startswith(self._stem(layer))
+        )
         rest = name[len(self._stem(self._layers_on_disk[part])) :]
         for backbone, disk in self.draft.renames:
             if rest.startswith(disk):
@@ -189,7 +209,11 @@ class MtpBlock(PreTrainedModel):
     def _glue(self) -> dict[str, str]:
         """Module outside the decoder layer -> its name on disk."""
         draft = self.draft
-        joined = ("projection",) if len(draft.projections) == 1 else ("embedding_projection", "hidden_projection")
+        joined = (
+            ("projection",)
+            if len(draft.projections) == 1
+            else ("embedding_projection", "hidden_projection")
+        )
         paths = {"embedding_norm": draft.embedding_norm, "hidden_norm": draft.hidden_norm}
         paths |= dict(zip(joined, draft.projections, strict=True))
         paths |= {"final_norm": draft.final_norm, "head": draft.head}
@@ -212,9 +236,12 @@ class MtpBlock(PreTrainedModel):
 
     @cached_property
     def _names(self) -> Names:
-        # The rules belong to the model's class; a text model's are sometimes kept with the whole model's type.
+        # The rules belong to the model's class; a text model's are sometimes kept with the whole
+        # model's type.
         kinds = (self.draft.model_type, self.view.config.get("model_type", ""))
-        rules = next((found for kind in kinds if (found := get_checkpoint_conversion_mapping(kind))), [])
+        rules = next(
+            (found for kind in kinds if (found := get_checkpoint_conversion_mapping(kind))), []
+        )
         return Names(transforms=tuple(rules))
 
     def _stem(self, layer: int) -> str:
@@ -227,7 +254,9 @@ class MtpBlock(PreTrainedModel):
     def _layer(self, classes: ModuleType, part: int) -> nn.Module:
         for key, value in self.draft.layers[part].items():
             setattr(self.config, key, value)
-        layer = getattr(classes, self.draft.decoder or f"{self.draft.classes}DecoderLayer")(self.config, self._entry)
+        layer = getattr(classes, self.draft.decoder or f"{self.draft.classes}DecoderLayer")(
+            self.config, self._entry
+        )
         # All parts share one cache, each under its own number.
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
@@ -246,7 +275,9 @@ class MtpBlock(PreTrainedModel):
             states_BTCH = self.hidden_norm(hidden.flatten(2)).view(shape_BTCH)
         else:
             states_BTCH = self.hidden_norm(hidden.view(shape_BTCH))
-        joined_BTCH = self.hidden_projection(states_BTCH) + self.embedding_projection(tokens_BTH).unsqueeze(-2)
+        joined_BTCH = self.hidden_projection(states_BTCH) + self.embedding_projection(
+            tokens_BTH
+        ).unsqueeze(-2)
         return joined_BTCH.view(hidden.shape)
 
     def _rotated(self, inputs_embeds: Tensor, positions_T: Tensor) -> Any:
@@ -260,7 +291,8 @@ class MtpBlock(PreTrainedModel):
         if self.draft.rope_types == ("own",):
             return self.rotary(inputs_embeds, position_ids=positions, layer_type=self.kind)
         return {
-            kind: self.rotary(inputs_embeds, position_ids=positions, layer_type=kind) for kind in self.draft.rope_types
+            kind: self.rotary(inputs_embeds, position_ids=positions, layer_type=kind)
+            for kind in self.draft.rope_types
         }
 
 
@@ -280,11 +312,12 @@ class PlainResidual(nn.Module):
 class KeptChoice:
     """State: what each indexer of a block chose in step 1, which its later draft steps read again.
 
-    Such a step does not see its own key: step 1 chose among the tokens that the target has confirmed, and nobody
-    chooses afterwards.
+    Such a step does not see its own key: step 1 chose among the tokens that the target has
+    confirmed, and nobody chooses afterwards.
 
-    Source: vLLM 0.32.0 v1/spec_decode/llm_base_proposer.py and v1/worker/gpu/spec_decode/mtp/speculator.py
-    (`index_share_for_mtp_iteration`), models/deepseek_v32/nvidia/mtp.py (`set_skip_topk`, `compact_topk_indices`).
+    Source: vLLM 0.32.0 v1/spec_decode/llm_base_proposer.py and
+    v1/worker/gpu/spec_decode/mtp/speculator.py (`index_share_for_mtp_iteration`),
+    models/deepseek_v32/nvidia/mtp.py (`set_skip_topk`, `compact_topk_indices`).
     """
 
     def __init__(self, block: nn.Module):
@@ -312,18 +345,21 @@ class KeptChoice:
         return F.pad(chosen, (0, added), value=torch.finfo(chosen.dtype).min)
 
 
-# --- draft steps ------------------------------------------------------------------------------------------------------
+# --- draft steps
+# --------------------------------------------------------------------------------------------------
 
 
 def draft_steps(
     blocks: Sequence[MtpBlock], embedding: nn.Module, *, ids: Tensor, hidden: Tensor, num_steps: int
 ) -> list[Tensor]:
-    """Head inputs of draft steps 1..num_steps, each [B, T, H]; the last k slots of step k have no real target.
+    """Head inputs of draft steps 1..num_steps, each [B, T, H]; the last k slots of step k have no
+    real target.
 
     Args:
         blocks: one block that takes every step, or one block a step, as Step-3.5 has them.
         embedding: the target's token embedding.
-        ids: [B, T] int64; every step reads the true tokens, as a server does after drafts that were accepted.
+        ids: [B, T] int64; every step reads the true tokens, as a server does after drafts that were
+            accepted.
         hidden: the target's hidden states, see `MtpBlock.forward`.
         num_steps: at most as many as there are blocks, if there are several.
     """
@@ -333,8 +369,8 @@ def draft_steps(
     for step in range(1, num_steps + 1):
         block = blocks[min(step, len(blocks)) - 1]
         if cache is None or len(blocks) > 1:
-            # It holds every key, and the mask decides what a slot may see: the kind of cache for a sliding window would
-            # forget keys that step 1 left. Indexers want one of their own.
+            # It holds every key, and the mask decides what a slot may see: the kind of cache for a
+            # sliding window would forget keys that step 1 left. Indexers want one of their own.
             cache = DynamicCache(config=block.config) if block.kind in _INDEXED else DynamicCache()
             positions = []
         positions.append(places_T + step - 1)
@@ -346,7 +382,8 @@ def draft_steps(
 
 
 def step_mask(positions: Sequence[Tensor], window: int | None) -> Tensor:
-    """[T, steps * T] bool: where slots of the last step may attend; the cache holds the steps one after another.
+    """[T, steps * T] bool: where slots of the last step may attend; the cache holds the steps one
+    after another.
 
     Args:
         positions: [T] of each step.
@@ -361,7 +398,8 @@ def step_mask(positions: Sequence[Tensor], window: int | None) -> Tensor:
     return mask
 
 
-# --- building ---------------------------------------------------------------------------------------------------------
+# --- building
+# --------------------------------------------------------------------------------------------------
 
 
 def draft_of(view: FamilyView) -> Draft:
@@ -381,7 +419,8 @@ def draft_of(view: FamilyView) -> Draft:
 
 
 def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
-    """An MTP layer on the meta device, its experts single linears; only the rotary embedding is real, on the CPU.
+    """An MTP layer on the meta device, its experts single linears; only the rotary embedding is
+    real, on the CPU.
 
     Args:
         view: the family's view of config.json.
@@ -396,7 +435,9 @@ def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
     config = CONFIG_MAPPING[draft.model_type].from_dict(values).get_text_config()
     if getattr(config, "mtp_layer_types", None):
         config = config.get_mtp_config()
-        if config.layer_types[index] in _SLIDING:  # which transformers knows of backbone layers alone
+        if (
+            config.layer_types[index] in _SLIDING
+        ):  # which transformers knows of backbone layers alone
             config.num_attention_heads = config.num_sliding_attention_heads
     # Calibration computes under eager attention, like the backbone's.
     config._attn_implementation = "eager"
@@ -412,9 +453,13 @@ def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
             if isinstance(value, float) and not hasattr(module, key):
                 setattr(module, key, value)
     # On meta only: `Skeleton.fill` takes the dtype from these parameters.
-    nn.Module.to(block, dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16)
+    nn.Module.to(
+        block, dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    )
     if draft.rotary is not None:
-        block.rotary = getattr(classes, draft.rotary or f"{draft.classes}RotaryEmbedding")(config=config)
+        block.rotary = getattr(classes, draft.rotary or f"{draft.classes}RotaryEmbedding")(
+            config=config
+        )
     _keep_float32(block, classes)
     return block
 
@@ -432,7 +477,11 @@ def bind_block(block: MtpBlock, plan: Plan) -> Binding:
 def _keep_float32(block: MtpBlock, classes: ModuleType) -> None:
     """What the backbone's class keeps in float32, the block keeps, too."""
     for kind in vars(classes).values():
-        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == classes.__name__:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, PreTrainedModel)
+            and kind.__module__ == classes.__name__
+        ):
             for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
                 if found := getattr(kind, name, None):
                     setattr(block, name, {*(getattr(block, name, None) or ()), *found})

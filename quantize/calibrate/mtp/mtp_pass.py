@@ -1,12 +1,15 @@
-"""The MTP pass: the block calibrated on the backbone's last hidden states, measured, and where asked for chosen.
+"""The MTP pass: the block calibrated on the backbone's last hidden states, measured, and where
+asked for chosen.
 
-In: a plan and its finished backbone pass. Out: an `MtpPass`: the plan with the MTP policy decided, the statistics of
-its block next to those of the backbone, and what every policy that was tried would have cost and kept.
+In: a plan and its finished backbone pass. Out: an `MtpPass`: the plan with the MTP policy decided,
+the statistics of its block next to those of the backbone, and what every policy that was tried
+would have cost and kept.
 
-Easy to get wrong: acceptance is lost in two places, by rounding the backbone and by rounding the block. Both are
-measured apart, and a policy is judged by both together, against the released model. A trained block is compared with
-something else: not with the release, which a block rounded to fewer bits rarely reaches, but with what would be written
-otherwise, the same schemes without training, on held-out text that neither has seen.
+Easy to get wrong: acceptance is lost in two places, by rounding the backbone and by rounding the
+block. Both are measured apart, and a policy is judged by both together, against the released model.
+A trained block is compared with something else: not with the release, which a block rounded to
+fewer bits rarely reaches, but with what would be written otherwise, the same schemes without
+training, on held-out text that neither has seen.
 """
 
 import json
@@ -41,9 +44,10 @@ class MtpPass:
 
     Attributes:
         plan: with one policy for the block.
-        combinations: released model, quantized backbone with the block as released, and with the quantized block if
-            the policy quantizes it.
-        agreement: share of held-out slots where the quantized backbone chooses what the released one does.
+        combinations: released model, quantized backbone with the block as released, and with the
+            quantized block if the policy quantizes it.
+        agreement: share of held-out slots where the quantized backbone chooses what the released
+            one does.
         candidates: of `mtp: auto`, in the recipe's order.
         tuned: of `mtp: tuned`.
         unmeasured: why there is no acceptance; "" if there is.
@@ -68,7 +72,9 @@ class MtpPass:
         }
 
 
-def mtp_pass(plan: Plan, backbone: Backbone, *, progress: ProgressCallback | None = None) -> MtpPass:
+def mtp_pass(
+    plan: Plan, backbone: Backbone, *, progress: ProgressCallback | None = None
+) -> MtpPass:
     """Calibrate, measure, and choose for `mtp: auto`; train and choose for `mtp: tuned`.
 
     Args:
@@ -77,8 +83,8 @@ def mtp_pass(plan: Plan, backbone: Backbone, *, progress: ProgressCallback | Non
         progress: called after each policy.
 
     Raises:
-        RecipeError: see `refuse_mtp`; or under `mtp: auto` and `mtp: tuned` the held-out text says nothing about this
-            model; or the loss of training is not finite.
+        RecipeError: see `refuse_mtp`; or under `mtp: auto` and `mtp: tuned` the held-out text says
+            nothing about this model; or the loss of training is not finite.
         CheckpointError: NaN in the block, or a module that is never called.
         GateError: no candidate keeps what the recipe asks for.
     """
@@ -89,7 +95,9 @@ def mtp_pass(plan: Plan, backbone: Backbone, *, progress: ProgressCallback | Non
     rows = [_row(source, "source"), _row(served, "source")]
     if refusal := cannot_run(plan):
         _publish(backbone, ())
-        return MtpPass(plan=plan, combinations=tuple(rows), agreement=served.agreement, unmeasured=str(refusal))
+        return MtpPass(
+            plan=plan, combinations=tuple(rows), agreement=served.agreement, unmeasured=str(refusal)
+        )
     results = PolicyResults(plan=plan, source=source, served=served)
     tried, tuned, final, unmeasured = (), None, plan, ""
     try:
@@ -98,15 +106,21 @@ def mtp_pass(plan: Plan, backbone: Backbone, *, progress: ProgressCallback | Non
         elif plan.recipe.mtp_auto:
             tried, final = choose(results, plan.recipe.mtp_auto, progress)
         own = results.measured(final)
-        rows = [_row(source, "source", results.released()), _row(served, "source", results.unquantized())]
+        rows = [
+            _row(source, "source", results.released()),
+            _row(served, "source", results.unquantized()),
+        ]
     except NothingCounts as error:
         if plan.recipe.measures_mtp:
             raise
-        # No reason to lose hours of work: by then the block is calibrated, and only a figure is missing.
+        # No reason to lose hours of work: by then the block is calibrated, and only a figure is
+        # missing.
         own, unmeasured = None, str(error)
     if is_served_changed(final):
         rows.append(_row(served, "tuned" if tuned and tuned.chosen else "quantized", own))
-    files = [file for file in results.statistics(final) if _depends_on_batches(final) and file.is_file()]
+    files = [
+        file for file in results.statistics(final) if _depends_on_batches(final) and file.is_file()
+    ]
     _publish(backbone, files)
     if tuned is not None:  # the recipe stays what it is, and `tuned` says what became of it
         final = replace(final, recipe=plan.recipe)
@@ -124,7 +138,10 @@ def _row(backbone: Target, mtp: Side, found: Acceptance | None = None) -> Measur
     """A backbone with a block; without the block's acceptance where it was not measured."""
     of_reference = {}
     if backbone.reference is not None:
-        of_reference = {"divergence": round(backbone.divergence, 6), "flips": round(1 - backbone.agreement, DIGITS)}
+        of_reference = {
+            "divergence": round(backbone.divergence, 6),
+            "flips": round(1 - backbone.agreement, DIGITS),
+        }
     return MeasuredFact(
         backbone="source" if backbone.reference is None else "quantized",
         mtp=mtp,
@@ -148,7 +165,8 @@ def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
     backbone.ranks.wait()
 
 
-# --- mtp: auto --------------------------------------------------------------------------------------------------------
+# --- mtp: auto
+# --------------------------------------------------------------------------------------------------
 
 
 def choose(
@@ -156,8 +174,9 @@ def choose(
 ) -> tuple[tuple[CandidateFact, ...], Plan]:
     """Every policy measured, and the plan of the cheapest that is shown to keep enough.
 
-    Where too few slots show it of any candidate, the block stays as released, if that is a candidate and the estimate
-    does not speak against it: what is not known costs bytes, never drafts.
+    Where too few slots show it of any candidate, the block stays as released, if that is a
+    candidate and the estimate does not speak against it: what is not known costs bytes, never
+    drafts.
 
     Raises:
         GateError: there is none; names the best one, and where acceptance is lost.
@@ -167,18 +186,27 @@ def choose(
     facts: list[CandidateFact] = []
     measured: list[tuple[CandidateFact, Kept, Plan]] = []
     data = results.backbone.data
-    report = _reporter(results, progress, "mtp", len(policies), data.ids.numel() + data.held_out_ids.numel())
+    report = _reporter(
+        results, progress, "mtp", len(policies), data.ids.numel() + data.held_out_ids.numel()
+    )
     for policy in policies:
         try:
             plan = with_policy(results.plan, policy)
         except RecipeError as error:
-            facts.append(CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None))
+            facts.append(
+                CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None)
+            )
             continue
         found = results.measured(plan)
         kept = found.kept_of(results.released(), recipe.gates.confidence)
         fact = CandidateFact(
             policy=policy,
-            bytes=sum(out.num_bytes for tensor in plan.tensors if tensor.part == "mtp" for out in tensor.outputs),
+            bytes=sum(
+                out.num_bytes
+                for tensor in plan.tensors
+                if tensor.part == "mtp"
+                for out in tensor.outputs
+            ),
             kept=round(kept.value, DIGITS),
             kept_at_least=round(kept.low, DIGITS),
             needed_slots=kept.needed_slots(least),
@@ -189,7 +217,9 @@ def choose(
         report(0, len(facts))
     enough = [each for each in measured if each[1].low >= least]
     if not enough:
-        enough = [each for each in measured if not block_schemes(each[2]) and each[1].value >= least]
+        enough = [
+            each for each in measured if not block_schemes(each[2]) and each[1].value >= least
+        ]
     if not enough:
         raise _nothing_is_enough(results, least, facts)
     # Of two that cost the same, the one that keeps more.
@@ -197,9 +227,14 @@ def choose(
     return tuple(fact.model_copy(update={"chosen": fact is best}) for fact in facts), plan
 
 
-def _nothing_is_enough(results: PolicyResults, least: float, facts: Sequence[CandidateFact]) -> GateError:
+def _nothing_is_enough(
+    results: PolicyResults, least: float, facts: Sequence[CandidateFact]
+) -> GateError:
     recipe, confidence = results.plan.recipe, results.plan.recipe.gates.confidence
-    rule = f"a candidate of mtp: auto must keep {least:.1%} of acceptance, at {confidence:.0%} confidence"
+    rule = (
+        f"a candidate of mtp: auto must keep {least:.1%} of acceptance, at {confidence:.0%} "
+        "confidence"
+    )
     best = max(facts, key=lambda fact: (fact.acceptance is not None, fact.kept))
     if best.acceptance is None:
         got = f"no candidate that fits the model: {facts[0].refused.removesuffix('.')}"
@@ -208,10 +243,13 @@ def _nothing_is_enough(results: PolicyResults, least: float, facts: Sequence[Can
     return GateError(
         recipe.name,
         rule,
-        got=f"{best.kept:.1%} at best, at least {best.kept_at_least:.1%}, by {best.title}; the quantized backbone "
+        got=f"{best.kept:.1%} at best, at least {best.kept_at_least:.1%}, by {best.title}; the "
+        "quantized backbone "
         f"keeps {alone:.1%} with the block as released, on {results.released().num_slots:,} slots",
-        cure="Quantize less of what loses it, add bf16 to mtp_auto.candidates, raise calibration.held_out for a surer "
-        "answer, or lower mtp_auto.min_acceptance",
+        cure=(
+            "Quantize less of what loses it, add bf16 to mtp_auto.candidates, raise "
+            "calibration.held_out for a surer answer, or lower mtp_auto.min_acceptance"
+        ),
     )
 
 
@@ -225,28 +263,39 @@ def _groups(plan: Plan) -> set[str]:
     return found
 
 
-# --- mtp: tuned -------------------------------------------------------------------------------------------------------
+# --- mtp: tuned
+# --------------------------------------------------------------------------------------------------
 
 
 def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[TunedFact, Plan]:
-    """Train the block, or take what an earlier run has trained, and choose: it is written only if it is shown to draft
-    better than the same block untrained.
+    """Train the block, or take what an earlier run has trained, and choose: it is written only if
+    it is shown to draft better than the same block untrained.
 
     Raises:
         RecipeError: the loss is not finite.
     """
-    plan, confidence, settings = results.plan, results.plan.recipe.gates.confidence, results.plan.recipe.mtp_tuned
+    plan, confidence, settings = (
+        results.plan,
+        results.plan.recipe.gates.confidence,
+        results.plan.recipe.mtp_tuned,
+    )
     assert settings is not None
     untuned = with_policy(plan, plan.recipe.mtp_policy)
     before = results.measured(untuned)
     num_tokens = settings.batch_size * results.backbone.data.ids.shape[1]
-    after = results.measured(plan, _reporter(results, progress, "tuning", settings.steps, num_tokens))
-    gain, of_released = (after.kept_of(other, confidence) for other in (before, results.unquantized()))
+    after = results.measured(
+        plan, _reporter(results, progress, "tuning", settings.steps, num_tokens)
+    )
+    gain, of_released = (
+        after.kept_of(other, confidence) for other in (before, results.unquantized())
+    )
     losses = json.loads(read_metadata(results.statistics(plan)[0])["losses"])
     count = max(1, len(losses) // _SHOWN)
     fact = TunedFact(
         policy=settings.mtp,
-        **settings.model_dump(include={"steps", "batch_size", "learning_rate", "seed", "loss", "draft_steps"}),
+        **settings.model_dump(
+            include={"steps", "batch_size", "learning_rate", "seed", "loss", "draft_steps"}
+        ),
         first_loss=round(sum(losses[:count]) / count, DIGITS),
         last_loss=round(sum(losses[-count:]) / count, DIGITS),
         before=before.fact(),
@@ -268,11 +317,17 @@ def with_policy(plan: Plan, policy: str | dict[str, str]) -> Plan:
         RecipeError: the policy does not fit the model.
     """
     recipe = plan.recipe.resolved(policy)
-    return make_plan(recipe, plan.source, shard_bytes=plan.shard_bytes, trust_remote_code=plan.trust_remote_code)
+    return make_plan(
+        recipe, plan.source, shard_bytes=plan.shard_bytes, trust_remote_code=plan.trust_remote_code
+    )
 
 
 def _reporter(
-    results: PolicyResults, progress: ProgressCallback | None, name: str, total: int, num_tokens: int
+    results: PolicyResults,
+    progress: ProgressCallback | None,
+    name: str,
+    total: int,
+    num_tokens: int,
 ) -> Callable[[int, int], None]:
     """What is called after each step, with the steps done before this process, and with all."""
     started = time.monotonic()
@@ -281,21 +336,30 @@ def _reporter(
         if progress and (done == total or not done % -(-total // _REPORTS)):
             device = results.backbone.skeleton.device
             step = progress_since(
-                started, name, done=done, total=total, num_here=done - first, tokens=num_tokens, device=device
+                started,
+                name,
+                done=done,
+                total=total,
+                num_here=done - first,
+                tokens=num_tokens,
+                device=device,
             )
             progress(step)
 
     return report
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals
+# --------------------------------------------------------------------------------------------------
 
 
 def refuse_mtp(plan: Plan) -> None:
-    """Refuse an MTP block that has to be run and cannot: known from the headers, before hours of work.
+    """Refuse an MTP block that has to be run and cannot: known from the headers, before hours of
+    work.
 
     Raises:
-        RecipeError: the block has to be calibrated, trained or chosen, and it cannot be here, or there is none.
+        RecipeError: the block has to be calibrated, trained or chosen, and it cannot be here, or
+            there is none.
         CheckpointError: likewise, and its tensors are not those of its class.
     """
     refusal = cannot_run(plan)
@@ -326,8 +390,8 @@ def cannot_run(plan: Plan) -> RecipeError | CheckpointError | None:
 
 
 def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
-    """Refuse held-out text that could show nothing of a candidate or of a trained block, were no draft lost: before
-    hours of work.
+    """Refuse held-out text that could show nothing of a candidate or of a trained block, were no
+    draft lost: before hours of work.
 
     Args:
         plan: its recipe says auto or tuned for its block, or auto for all of it.
@@ -347,7 +411,9 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
     if recipe.mtp == TUNED:
         if num_sequences < FEWEST_SEQUENCES:
             rule = f"mtp: tuned needs {FEWEST_SEQUENCES} held-out sequences to compare blocks on"
-            raise RecipeError(recipe.name, rule, got=num_sequences, cure="Raise calibration.held_out")
+            raise RecipeError(
+                recipe.name, rule, got=num_sequences, cure="Raise calibration.held_out"
+            )
         return
     auto = recipe.mtp_auto or recipe.backbone_auto
     assert auto is not None
@@ -356,7 +422,10 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
     num_slots = data.held_out_ids.numel() if written is None else int(written.sum())
     needed = fewest_slots(auto.min_acceptance, recipe.gates.confidence)
     if num_sequences < FEWEST_SEQUENCES or num_slots < needed:
-        text = f"{FEWEST_SEQUENCES} held-out sequences, and {needed:,} tokens of them that a model writes"
+        text = (
+            f"{FEWEST_SEQUENCES} held-out sequences, and {needed:,} tokens of them that a model "
+            "writes"
+        )
         rule = f"mtp: auto needs {text}"
         got = f"{num_sequences} sequences, {num_slots:,} tokens"
         raise RecipeError(recipe.name, rule, got=got, cure="Raise calibration.held_out")

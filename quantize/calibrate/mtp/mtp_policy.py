@@ -1,15 +1,15 @@
 """The MTP block under one policy: filled, calibrated or trained, its acceptance measured.
 
-In: a finished backbone pass as two targets (`target.py`), and a plan for each policy. Out: `PolicyResults`: the
-acceptance of the released model, of the quantized backbone with the block as released, and of both quantized, and the
-files with what is written of the block.
+In: a finished backbone pass as two targets (`target.py`), and a plan for each policy. Out:
+`PolicyResults`: the acceptance of the released model, of the quantized backbone with the block as
+released, and of both quantized, and the files with what is written of the block.
 
-The block is a small model of its own. Its inputs are the hidden states of the calibration batches as a server computes
-them, which the backbone pass wrote after its last layer, and the embeddings of the next tokens. So a policy needs no
-other backbone pass.
+The block is a small model of its own. Its inputs are the hidden states of the calibration batches
+as a server computes them, which the backbone pass wrote after its last layer, and the embeddings of
+the next tokens. So a policy needs no other backbone pass.
 
-Easy to get wrong: with several blocks, block j drafts step j + 1. Its inputs are the tokens j + 1 slots on, and the
-hidden state that block j - 1 computes as a server would.
+Easy to get wrong: with several blocks, block j drafts step j + 1. Its inputs are the tokens j + 1
+slots on, and the hidden state that block j - 1 computes as a server would.
 """
 
 import hashlib
@@ -36,8 +36,9 @@ from .mtp_block import MtpBlock, bind_block, build_block
 from .target import Target, block_input
 from .tuning import Training, masters_of, train
 
-# vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
-# spec_step_idx at 0). For this family alone a proposer takes the next layer at each step (v1/spec_decode/step3p5.py).
+# vLLM 0.32.0 runs the first MTP layer at every step, however many there are
+# (v1/spec_decode/llm_base_proposer.py leaves spec_step_idx at 0). For this family alone a proposer
+# takes the next layer at each step (v1/spec_decode/step3p5.py).
 _A_LAYER_A_STEP = frozenset({"step3p5"})
 
 
@@ -69,14 +70,21 @@ class PolicyResults:
 
     def released(self) -> Acceptance:
         """Of the released model."""
-        return self._kept("released", lambda: self._acceptance(self.source, self._filled(self.plan)))
+        return self._kept(
+            "released", lambda: self._acceptance(self.source, self._filled(self.plan))
+        )
 
     def unquantized(self) -> Acceptance:
         """Of the quantized backbone with the block as released."""
-        return self._kept("unquantized", lambda: self._acceptance(self.served, self._filled(self.plan)))
+        return self._kept(
+            "unquantized", lambda: self._acceptance(self.served, self._filled(self.plan))
+        )
 
-    def measured(self, plan: Plan, progress: Callable[[int, int], None] | None = None) -> Acceptance:
-        """Of the quantized backbone with the block as `plan` has it; a killed run goes on with a training.
+    def measured(
+        self, plan: Plan, progress: Callable[[int, int], None] | None = None
+    ) -> Acceptance:
+        """Of the quantized backbone with the block as `plan` has it; a killed run goes on with a
+        training.
 
         Args:
             plan: of one policy.
@@ -84,7 +92,9 @@ class PolicyResults:
         """
         if not is_served_changed(plan):
             return self.unquantized()
-        found = self._kept(_key(plan), lambda: self._acceptance(self.served, self._made(plan, progress)))
+        found = self._kept(
+            _key(plan), lambda: self._acceptance(self.served, self._made(plan, progress))
+        )
         if self.backbone.ranks.is_first:
             for file in self.statistics(plan):
                 _unfinished(file).unlink(missing_ok=True)
@@ -92,12 +102,18 @@ class PolicyResults:
 
     def statistics(self, plan: Plan) -> tuple[Path, ...]:
         """The statistics of a policy that was measured: a file for each block."""
-        return tuple(self.folder / f"{_key(plan)}-{index:05d}.safetensors" for index in range(num_blocks(plan)))
+        return tuple(
+            self.folder / f"{_key(plan)}-{index:05d}.safetensors"
+            for index in range(num_blocks(plan))
+        )
 
     def _kept(self, key: str, measure: Callable[[], Acceptance]) -> Acceptance:
-        """A result from the pass's folder, or one that is measured now and written there for the next run."""
+        """A result from the pass's folder, or one that is measured now and written there for the
+        next run.
+        """
         path, ranks = self.folder / f"{key}.json", self.backbone.ranks
-        # One rank looks for all: each for itself, one could find what another has not seen yet, and wait for its sums.
+        # One rank looks for all: each for itself, one could find what another has not seen yet, and
+        # wait for its sums.
         kept = ranks.of_first(lambda: json.loads(path.read_text()) if path.is_file() else None)
         if kept is not None:
             return Acceptance.read(kept)
@@ -116,7 +132,9 @@ class PolicyResults:
         return filled_blocks(plan, self.backbone.skeleton)
 
     def _made(self, plan: Plan, progress: Callable[[int, int], None] | None) -> list[MtpBlock]:
-        """The blocks rounded or trained as `plan` says, once everything that is written of them is on disk."""
+        """The blocks rounded or trained as `plan` says, once everything that is written of them is
+        on disk.
+        """
         blocks = self._filled(plan)
         for index, (block, file) in enumerate(zip(blocks, self.statistics(plan), strict=True)):
             binding = bind_block(block, plan)
@@ -129,7 +147,12 @@ class PolicyResults:
             serve_weights(block, plan, work, InMemory(tensors))
             if masters:
                 training = Training(
-                    plan=plan, backbone=self.backbone, block=block, binding=binding, scales=tensors, masters=masters
+                    plan=plan,
+                    backbone=self.backbone,
+                    block=block,
+                    binding=binding,
+                    scales=tensors,
+                    masters=masters,
                 )
                 losses = train(training, _unfinished(file), progress)
                 tensors = tensors | training.serve()
@@ -137,7 +160,9 @@ class PolicyResults:
                 self.backbone.record(file, found, work, tensors, losses=losses)
         return blocks
 
-    def _calibrated(self, plan: Plan, blocks: Sequence[MtpBlock], work: LayerWork) -> Calibrated | None:
+    def _calibrated(
+        self, plan: Plan, blocks: Sequence[MtpBlock], work: LayerWork
+    ) -> Calibrated | None:
         """What calibration finds in the last of `blocks`; None where it has no scheme."""
         if not work.schemes and not work.caches:
             return None
@@ -145,7 +170,9 @@ class PolicyResults:
             work = replace(work, algorithm="minmax", backend="llmcompressor")
         needs_batches = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
         stream: Stream = "mtp" if needs_batches else "served"
-        return calibrate(blocks[-1], BlockInputs(backbone=self.backbone, blocks=blocks, stream=stream), work)
+        return calibrate(
+            blocks[-1], BlockInputs(backbone=self.backbone, blocks=blocks, stream=stream), work
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +181,8 @@ class BlockInputs:
 
     Attributes:
         blocks: those before the last one have their served weights.
-        stream: `mtp`, the calibration text; `served`, held-out text, for schemes that no batch changes.
+        stream: `mtp`, the calibration text; `served`, held-out text, for schemes that no batch
+            changes.
     """
 
     backbone: Backbone
@@ -206,18 +234,26 @@ def blocks_that_draft(plan: Plan, blocks: Sequence[MtpBlock]) -> Sequence[MtpBlo
 
 def block_schemes(plan: Plan) -> dict[HFName, str]:
     """Tensor of the block -> scheme that it is rounded to."""
-    return {tensor.name: tensor.scheme for tensor in plan.tensors if tensor.part == "mtp" and tensor.fate == "quantize"}
+    return {
+        tensor.name: tensor.scheme
+        for tensor in plan.tensors
+        if tensor.part == "mtp" and tensor.fate == "quantize"
+    }
 
 
 def is_served_changed(plan: Plan) -> bool:
-    """Whether a server computes the block otherwise than the release does: trained, rounded, or with an FP8 cache."""
+    """Whether a server computes the block otherwise than the release does: trained, rounded, or
+    with an FP8 cache.
+    """
     is_tuned = any(tensor.tuned for tensor in plan.tensors)
     return is_tuned or bool(block_schemes(plan) or _block_caches(plan))
 
 
 def _block_caches(plan: Plan) -> list[HFName]:
     """The projections of keys whose attention has an FP8 cache."""
-    return [tensor.name for tensor in plan.tensors if tensor.part == "mtp" and tensor.cache is not None]
+    return [
+        tensor.name for tensor in plan.tensors if tensor.part == "mtp" and tensor.cache is not None
+    ]
 
 
 def num_blocks(plan: Plan) -> int:
@@ -231,7 +267,9 @@ def _unfinished(file: Path) -> Path:
 
 
 def _key(plan: Plan) -> str:
-    """What a policy makes of the block, whatever a recipe calls it; and how it is trained, if it is."""
+    """What a policy makes of the block, whatever a recipe calls it; and how it is trained, if it
+    is.
+    """
     made = json.dumps([*sorted(block_schemes(plan).items()), *_block_caches(plan)])
     if plan.recipe.mtp_tuned is not None:
         made += plan.recipe.mtp_tuned.model_dump_json()

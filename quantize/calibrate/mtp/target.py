@@ -1,11 +1,13 @@
-"""What a backbone predicts on held-out text: its perplexity, its first choices, and how far they moved.
+"""What a backbone predicts on held-out text: its perplexity, its first choices, and how far they
+moved.
 
-In: a finished backbone pass with the hidden states of held-out text after its last layer, and for a quantized one the
-backbone as released. Out: a `Target`, with a row for each held-out sequence: greedy choices, log likelihood, and the
-divergence from the other's predictions. An MTP block is measured against it (`acceptance.py`).
+In: a finished backbone pass with the hidden states of held-out text after its last layer, and for a
+quantized one the backbone as released. Out: a `Target`, with a row for each held-out sequence:
+greedy choices, log likelihood, and the divergence from the other's predictions. An MTP block is
+measured against it (`acceptance.py`).
 
-Easy to get wrong: a divergence is of all that a model might say next, over every slot. Perplexity looks at the text's
-own token alone, which may become likelier by chance while the model gets worse.
+Easy to get wrong: a divergence is of all that a model might say next, over every slot. Perplexity
+looks at the text's own token alone, which may become likelier by chance while the model gets worse.
 """
 
 import math
@@ -28,7 +30,9 @@ from ..model.states import Stream
 from .mtp_block import MtpBlock
 
 _SLOTS_AT_ONCE = 256
-"""Slots whose predictions are compared at a time: in F32, those of a whole sequence are gigabytes."""
+"""Slots whose predictions are compared at a time: in F32, those of a whole sequence are
+gigabytes.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,12 +41,13 @@ class Target:
 
     Attributes:
         backbone: the finished pass.
-        stream: whose hidden states are its own: `source` for the backbone as released, `served` for the quantized one.
+        stream: whose hidden states are its own: `source` for the backbone as released, `served` for
+            the quantized one.
         choices: [R, S] int64 on the CPU, its greedy choice after each token.
         log_likelihoods: [R] float64, of each sequence's tokens but the first, natural, summed.
         reference: what it is compared with; None for the released model.
-        divergences: [R] float64, the Kullback-Leibler divergence of its predictions from the reference's, natural,
-            summed over each sequence's slots; zero without a reference.
+        divergences: [R] float64, the Kullback-Leibler divergence of its predictions from the
+            reference's, natural, summed over each sequence's slots; zero without a reference.
     """
 
     backbone: Backbone
@@ -75,22 +80,29 @@ class Target:
 
 
 def target(backbone: Backbone, stream: Stream, *, reference: Target | None = None) -> Target:
-    """The choices and the perplexity of one backbone on held-out text, and how far it is from another one.
+    """The choices and the perplexity of one backbone on held-out text, and how far it is from
+    another one.
 
-    It is kept in the pass's folder, for a run that goes on, and a sum is of the same numbers in the same order whatever
-    the number of processes.
+    It is kept in the pass's folder, for a run that goes on, and a sum is of the same numbers in the
+    same order whatever the number of processes.
 
     Args:
         backbone: a finished pass.
         stream: `source` for the backbone as released, `served` for the quantized one.
         reference: what it is compared with, over the same text.
     """
-    path = backbone.folder / "figures" / f"target-{stream}{'-compared' if reference else ''}.safetensors"
+    path = (
+        backbone.folder
+        / "figures"
+        / f"target-{stream}{'-compared' if reference else ''}.safetensors"
+    )
     if not backbone.ranks.of_first(path.is_file):
         by_row: dict[int, tuple[Tensor, float, float]] = {}
         for of_rank in gathered(_measured(backbone, stream, reference)):
             by_row |= of_rank
-        choices, likelihoods, divergences = zip(*(by_row[row] for row in sorted(by_row)), strict=True)
+        choices, likelihoods, divergences = zip(
+            *(by_row[row] for row in sorted(by_row)), strict=True
+        )
         if backbone.ranks.is_first:
             tensors = {
                 HFName("choices"): torch.stack(choices),
@@ -103,7 +115,9 @@ def target(backbone: Backbone, stream: Stream, *, reference: Target | None = Non
     return Target(backbone=backbone, stream=stream, reference=reference, **load_file(path))
 
 
-def _measured(backbone: Backbone, stream: Stream, reference: Target | None) -> dict[int, tuple[Tensor, float, float]]:
+def _measured(
+    backbone: Backbone, stream: Stream, reference: Target | None
+) -> dict[int, tuple[Tensor, float, float]]:
     """This rank's rows: choices, log likelihood, divergence."""
     found = {}
     with torch.no_grad(), ExitStack() as stack:
@@ -124,26 +138,34 @@ def _measured(backbone: Backbone, stream: Stream, reference: Target | None) -> d
 
 
 def divergence(reference_SV: Tensor, logits_SV: Tensor) -> float:
-    """Kullback-Leibler divergence of predictions from the reference's, natural, summed over the slots.
+    """Kullback-Leibler divergence of predictions from the reference's, natural, summed over the
+    slots.
 
     Args:
         reference_SV: logits in any dtype.
         logits_SV: logits on the same device.
     """
     total = 0.0
-    for pair in zip(reference_SV.split(_SLOTS_AT_ONCE), logits_SV.split(_SLOTS_AT_ONCE), strict=True):
+    for pair in zip(
+        reference_SV.split(_SLOTS_AT_ONCE), logits_SV.split(_SLOTS_AT_ONCE), strict=True
+    ):
         wanted, found = (F.log_softmax(part.float(), dim=-1) for part in pair)
         total += F.kl_div(found, wanted, reduction="sum", log_target=True).item()
     return max(0.0, total)
 
 
 def sequences(backbone: Backbone, stream: Stream) -> Iterator[tuple[int, Batch]]:
-    """This rank's sequences one by one, with their row in the data: logits of a batch may not fit."""
+    """This rank's sequences one by one, with their row in the data: logits of a batch may not
+    fit.
+    """
     for batch in backbone.batches(stream).batches():
         assert batch.state is not None
         for row in range(len(batch.ids)):
             state = tuple(None if part is None else part[row : row + 1] for part in batch.state)
-            yield batch.first + row, Batch(ids=batch.ids[row : row + 1], state=state, first=batch.first + row)
+            yield (
+                batch.first + row,
+                Batch(ids=batch.ids[row : row + 1], state=state, first=batch.first + row),
+            )
 
 
 def _logits(backbone: Backbone, sequence: Batch) -> Tensor:
@@ -152,7 +174,9 @@ def _logits(backbone: Backbone, sequence: Batch) -> Tensor:
 
 def computed(skeleton: Skeleton, module: Any, batch: Batch) -> Any:
     """What the model, or its decoder, computes from the states after the last layer."""
-    (output,) = [module(**arguments, use_cache=False) for arguments in skeleton.feed(len(skeleton), [batch])]
+    (output,) = [
+        module(**arguments, use_cache=False) for arguments in skeleton.feed(len(skeleton), [batch])
+    ]
     return output
 
 
@@ -162,11 +186,14 @@ def head_input(skeleton: Skeleton, batch: Batch) -> Tensor:
 
 
 def block_input(skeleton: Skeleton, block: MtpBlock, batch: Batch) -> Tensor:
-    """The hidden states an MTP block reads for the tokens of a batch: after the final norm, or before it."""
+    """The hidden states an MTP block reads for the tokens of a batch: after the final norm, or
+    before it.
+    """
     if block.draft.reads_normed:
         hidden = head_input(skeleton, batch)
     else:
         assert batch.state is not None and batch.state[0] is not None
         hidden = batch.state[0].to(skeleton.device)
-    # A foreign model may have computed it in inference mode, whose tensors nothing may be hooked to.
+    # A foreign model may have computed it in inference mode, whose tensors nothing may be hooked
+    # to.
     return hidden.clone() if hidden.is_inference() else hidden

@@ -1,19 +1,23 @@
-"""Trains an MTP block on what the quantized backbone computes, with the very weights that the writer will pack.
+"""Trains an MTP block on what the quantized backbone computes, with the very weights that the
+writer will pack.
 
-In: a block with the released weights, its binding, static input scales, and a finished backbone pass with the `mtp`
-stream: the calibration text as a server computes it. Out: the same block trained, as it will be served.
+In: a block with the released weights, its binding, static input scales, and a finished backbone
+pass with the `mtp`
+stream: the calibration text as a server computes it. Out: the same block trained, as it will be
+served.
 
-Each step runs the block over some sequences as vLLM drafts (`mtp_block.draft_steps`), up to three tokens ahead. The
-loss compares each draft with the target's own distribution where it chooses that token (`draft_loss.py`). Weights are
-kept in F32. The forward computes with what they become in the file: rounded to BF16, or packed and decompressed; inputs
-of packed layers are rounded as served. A gradient passes both roundings as if they were not there (Bengio et al.,
-"Estimating or Propagating Gradients Through Stochastic Neurons", 2013). Further draft steps weigh less, as in FastMTP
-(Cai et al., 2025).
+Each step runs the block over some sequences as vLLM drafts (`mtp_block.draft_steps`), up to three
+tokens ahead. The loss compares each draft with the target's own distribution where it chooses that
+token (`draft_loss.py`). Weights are kept in F32. The forward computes with what they become in the
+file: rounded to BF16, or packed and decompressed; inputs of packed layers are rounded as served. A
+gradient passes both roundings as if they were not there (Bengio et al., "Estimating or Propagating
+Gradients Through Stochastic Neurons", 2013). Further draft steps weigh less, as in FastMTP (Cai et
+al., 2025).
 
-Easy to get wrong: a run that is resumed must end with the same bytes. So the order of the sequences is a function of
-the seed and the step alone, and weights, moments and losses are kept in one file, which is written whole. Processes
-each take some sequences of a step and sum their gradients, in an order of their own: other last bits than those of one
-process, as with GPTQ's sums.
+Easy to get wrong: a run that is resumed must end with the same bytes. So the order of the sequences
+is a function of the seed and the step alone, and weights, moments and losses are kept in one file,
+which is written whole. Processes each take some sequences of a step and sum their gradients, in an
+order of their own: other last bits than those of one process, as with GPTQ's sums.
 """
 
 import math
@@ -77,13 +81,18 @@ class Training:
         return self.plan.recipe.mtp_tuned
 
     def serve(self) -> dict[HFName, Tensor]:
-        """Give the block the weights that a server will have, and return them as they are written."""
+        """Give the block the weights that a server will have, and return them as they are
+        written.
+        """
         with torch.no_grad():
             for name, master in self.masters.items():
                 self.block.get_parameter(name).data.copy_(master)
             packed: dict[HFName, Tensor] = {}
             for module in serve_tuned(self.block, self.plan, self.binding, InMemory(self.scales)):
-                packed |= {HFName(f"{module.module}.{leaf}"): value for leaf, value in module.tensors.items()}
+                packed |= {
+                    HFName(f"{module.module}.{leaf}"): value
+                    for leaf, value in module.tensors.items()
+                }
             return packed | _plain(self.block, self.binding)
 
 
@@ -93,7 +102,9 @@ def masters_of(block: MtpBlock, binding: Binding) -> dict[str, Tensor]:
     return {name: block.get_parameter(name).detach().float().clone() for name in tuned}
 
 
-def train(training: Training, kept: Path, progress: Callable[[int, int], None] | None = None) -> list[float]:
+def train(
+    training: Training, kept: Path, progress: Callable[[int, int], None] | None = None
+) -> list[float]:
     """Train the block, from where `kept` says that an earlier run has stopped.
 
     Args:
@@ -108,7 +119,9 @@ def train(training: Training, kept: Path, progress: Callable[[int, int], None] |
     """
     settings, ranks = training.settings, training.backbone.ranks
     parameters = [training.block.get_parameter(name).requires_grad_() for name in training.masters]
-    optimizer = torch.optim.AdamW(training.masters.values(), lr=settings.learning_rate, betas=BETAS, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        training.masters.values(), lr=settings.learning_rate, betas=BETAS, weight_decay=0.0
+    )
     losses = _resumed(training, optimizer, kept)
     ranks.wait()  # none writes the file while another one reads it
     first, saved = len(losses), time.monotonic()
@@ -130,7 +143,9 @@ def train(training: Training, kept: Path, progress: Callable[[int, int], None] |
 
 
 def rows_of(step: int, *, num_rows: int, settings: MtpTuned) -> list[int]:
-    """The sequences of one step: each is drawn once before one is drawn again, in an order of the seed's."""
+    """The sequences of one step: each is drawn once before one is drawn again, in an order of the
+    seed's.
+    """
     found = []
     for place in range(step * settings.batch_size, (step + 1) * settings.batch_size):
         epoch, index = divmod(place, num_rows)
@@ -139,10 +154,13 @@ def rows_of(step: int, *, num_rows: int, settings: MtpTuned) -> list[int]:
     return found
 
 
-# --- one step -------------------------------------------------------------------------------------------------------
+# --- one step
+# --------------------------------------------------------------------------------------------------
 
 
-def _step(training: Training, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, step: int) -> float:
+def _step(
+    training: Training, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, step: int
+) -> float:
     """One step of the optimizer; the loss before it, over the sequences of all ranks."""
     ranks, settings = training.backbone.ranks, training.settings
     training.serve()
@@ -183,13 +201,22 @@ def _backward(training: Training, row: int) -> Tensor:
     backbone, settings, block = training.backbone, training.settings, training.block
     skeleton = backbone.skeleton
     ids = backbone.data.ids[row : row + 1]
-    batch = Batch(ids=ids, state=backbone.states.read(len(skeleton), "mtp", row, row + 1, skeleton.device), first=row)
+    batch = Batch(
+        ids=ids,
+        state=backbone.states.read(len(skeleton), "mtp", row, row + 1, skeleton.device),
+        first=row,
+    )
     with torch.no_grad():
         hidden = block_input(skeleton, block, batch)
         wanted_SH = head_input(skeleton, batch)[0]
-    embedding, target_head = skeleton.model.get_input_embeddings(), skeleton.model.get_output_embeddings()
+    embedding, target_head = (
+        skeleton.model.get_input_embeddings(),
+        skeleton.model.get_output_embeddings(),
+    )
     device_ids = ids.to(skeleton.device)
-    outputs = draft_steps([block], embedding, ids=device_ids, hidden=hidden, num_steps=settings.draft_steps)
+    outputs = draft_steps(
+        [block], embedding, ids=device_ids, hidden=hidden, num_steps=settings.draft_steps
+    )
     # Further steps weigh less; the weights of all are 1 in sum.
     weights = [settings.decay**turn for turn in range(settings.draft_steps)]
     total, gradients = torch.zeros((), device=skeleton.device), []
@@ -207,18 +234,23 @@ def _backward(training: Training, row: int) -> Tensor:
     return total
 
 
-# --- tensors and files ------------------------------------------------------------------------------------------------
+# --- tensors and files
+# ------------------------------------------------------------------------------------------------
 
 
 def _plain(block: MtpBlock, binding: Binding) -> dict[HFName, Tensor]:
-    """The tuned tensors that are written in floating point, by their names on disk; on the block's device."""
+    """The tuned tensors that are written in floating point, by their names on disk; on the block's
+    device.
+    """
     parts: dict[HFName, list[tuple[Piece, Tensor]]] = defaultdict(list)
     for name, pieces in binding.items():
         tensor = pieces[0].tensor
         if tensor.tuned and tensor.fate != "quantize":
             rows = tensor.shape[1] // len(tensor.stacked) if tensor.stacked else 0
             sizes = [rows or piece.tensor.shape[0] for piece in pieces]
-            for piece, value in zip(pieces, block.get_parameter(name).data.split(sizes), strict=True):
+            for piece, value in zip(
+                pieces, block.get_parameter(name).data.split(sizes), strict=True
+            ):
                 parts[piece.tensor.name].append((piece, value))
     found: dict[HFName, Tensor] = {}
     for pieces in parts.values():
@@ -234,14 +266,18 @@ def _plain(block: MtpBlock, binding: Binding) -> dict[HFName, Tensor]:
     return found
 
 
-def _save(training: Training, optimizer: torch.optim.Optimizer, losses: Sequence[float], path: Path) -> None:
+def _save(
+    training: Training, optimizer: torch.optim.Optimizer, losses: Sequence[float], path: Path
+) -> None:
     """Everything that the next step depends on, in one file, whole or not at all."""
     tensors = {HFName("losses"): torch.tensor(losses, dtype=torch.float64)}
     for name, master in training.masters.items():
         state = optimizer.state[master]
         tensors |= {HFName(f"{key}.{name}"): state[key] for key in ("exp_avg", "exp_avg_sq")}
         tensors[HFName(f"master.{name}")] = master
-    write_statistics(path, tensors, {"fingerprint": (training.backbone.folder / "fingerprint").read_text()})
+    write_statistics(
+        path, tensors, {"fingerprint": (training.backbone.folder / "fingerprint").read_text()}
+    )
 
 
 def _resumed(training: Training, optimizer: torch.optim.Optimizer, path: Path) -> list[float]:
@@ -254,6 +290,8 @@ def _resumed(training: Training, optimizer: torch.optim.Optimizer, path: Path) -
     losses = kept["losses"].tolist()
     for name, master in training.masters.items():
         master.copy_(kept[f"master.{name}"])
-        moments = {key: kept[f"{key}.{name}"].to(master.device) for key in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            key: kept[f"{key}.{name}"].to(master.device) for key in ("exp_avg", "exp_avg_sq")
+        }
         optimizer.state[master] = {"step": torch.tensor(float(len(losses))), **moments}
     return losses

@@ -1,11 +1,14 @@
-"""One candidate plan on a layer that was not calibrated for it: its weights, its rounded inputs, and back again.
+"""One candidate plan on a layer that was not calibrated for it: its weights, its rounded inputs,
+and back again.
 
-In: a layer or MTP block with the released weights, a plan of `Choices`, and the largest inputs that were seen. Out: the
-layer as a server would compute it under that plan, for as long as a context lasts.
+In: a layer or MTP block with the released weights, a plan of `Choices`, and the largest inputs that
+were seen. Out: the layer as a server would compute it under that plan, for as long as a context
+lasts.
 
-Easy to get wrong: a static input scale is the largest of the modules that run as one, and of all experts of a layer, as
-in a calibrated checkpoint. The inputs that were seen are those of the search's own text, which is a part of the
-calibration text: a scale of the final run may be a little larger.
+Easy to get wrong: a static input scale is the largest of the modules that run as one, and of all
+experts of a layer, as in a calibrated checkpoint. The inputs that were seen are those of the
+search's own text, which is a part of the calibration text: a scale of the final run may be a little
+larger.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,14 +43,21 @@ def input_scales(binding: Binding, largest: LargestInputs) -> InMemory:
         module = name.rpartition(".")[0]
         if module in largest:
             for leaf in ("input_scale", "input_global_scale"):
-                found |= {HFName(f"{piece.module}.{leaf}"): static_scale(leaf, largest[module]) for piece in pieces}
+                found |= {
+                    HFName(f"{piece.module}.{leaf}"): static_scale(leaf, largest[module])
+                    for piece in pieces
+                }
     return InMemory(found)
 
 
 def static_scale(leaf: str, largest: float) -> Tensor:
     """The scale for inputs up to `largest`, [1]: a divisor for NVFP4, a multiplier for FP8."""
     amax = torch.tensor([largest or 1.0], dtype=torch.float32)
-    return _E4M3_MAX * _E2M1_MAX / amax if leaf == "input_global_scale" else (amax / _E4M3_MAX).bfloat16()
+    return (
+        _E4M3_MAX * _E2M1_MAX / amax
+        if leaf == "input_global_scale"
+        else (amax / _E4M3_MAX).bfloat16()
+    )
 
 
 def rebound(binding: Binding, plan: Plan) -> Binding:
@@ -68,8 +78,11 @@ def rounding_for(scheme: str, largest: float) -> Rounding:
 
 
 @contextmanager
-def as_candidate(model: Any, plan: Plan | None, binding: Binding, path: str, largest: LargestInputs) -> Iterator[None]:
-    """A layer with the served weights of a plan and rounded inputs; afterwards with its weights as they were.
+def as_candidate(
+    model: Any, plan: Plan | None, binding: Binding, path: str, largest: LargestInputs
+) -> Iterator[None]:
+    """A layer with the served weights of a plan and rounded inputs; afterwards with its weights as
+    they were.
 
     Args:
         model: with the released weights.
@@ -89,10 +102,16 @@ def as_candidate(model: Any, plan: Plan | None, binding: Binding, path: str, lar
             module = model.get_submodule(name)
             module.weight.data = module.weight.data.clone()
             module.quantization_scheme = _for_ct(scheme)
-            module.quantization_status = QuantizationStatus.COMPRESSED  # so that its weight is not rounded again
+            module.quantization_status = (
+                QuantizationStatus.COMPRESSED
+            )  # so that its weight is not rounded again
             for spec in SCHEMES[scheme].extra:
                 scale = static_scale(spec.suffix, largest[name.removeprefix(path)])
-                setattr(module, spec.suffix, torch.nn.Parameter(scale.to(module.weight.device), requires_grad=False))
+                setattr(
+                    module,
+                    spec.suffix,
+                    torch.nn.Parameter(scale.to(module.weight.device), requires_grad=False),
+                )
         for served in served_rows(model, plan, binding, path, input_scales(binding, largest)):
             served.weight.copy_(served.values)
         yield

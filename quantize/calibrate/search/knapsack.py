@@ -1,10 +1,13 @@
-"""The best word for each unit under a limit: a multiple-choice knapsack, and how far from the best it may be.
+"""The best word for each unit under a limit: a multiple-choice knapsack, and how far from the best
+it may be.
 
-In: for each unit its options, each with a cost and a loss, and what all may cost. Out: an option for each unit, and a
-bound below which no choice can be. SciPy's HiGHS solves it by branch and bound.
+In: for each unit its options, each with a cost and a loss, and what all may cost. Out: an option
+for each unit, and a bound below which no choice can be. SciPy's HiGHS solves it by branch and
+bound.
 
-Easy to get wrong: the solver's numbers are floating point, and its limits hold up to a tolerance. Costs are whole
-numbers, so what it chose is added up again, and solved again with less room where it is too much.
+Easy to get wrong: the solver's numbers are floating point, and its limits hold up to a tolerance.
+Costs are whole numbers, so what it chose is added up again, and solved again with less room where
+it is too much.
 """
 
 from collections.abc import Sequence
@@ -52,7 +55,13 @@ def best_packing(units: Sequence[Sequence[CostAndLoss]], room: int) -> Packing:
     cheapest = [min(cost for cost, _ in options) for options in units]
     left = room - sum(cheapest)
     unit_of = np.repeat(np.arange(len(units)), [len(options) for options in units])
-    extra = np.array([cost - least for options, least in zip(units, cheapest, strict=True) for cost, _ in options])
+    extra = np.array(
+        [
+            cost - least
+            for options, least in zip(units, cheapest, strict=True)
+            for cost, _ in options
+        ]
+    )
     losses = np.array([loss for options in units for _, loss in options])
     largest = max(float(np.abs(losses).max()), 1e-300)
     is_of_unit = csr_array((np.ones(len(unit_of)), (unit_of, np.arange(len(unit_of)))))

@@ -1,13 +1,17 @@
-"""A few plans measured together: each on the held-out text, as a server would compute it, a layer at a time.
+"""A few plans measured together: each on the held-out text, as a server would compute it, a layer
+at a time.
 
-In: plans of `Choices`, and the largest inputs that the sweeps saw. Out: for each its divergence from the released model
-on held-out text, and what a server would accept of its drafts.
+In: plans of `Choices`, and the largest inputs that the sweeps saw. Out: for each its divergence
+from the released model on held-out text, and what a server would accept of its drafts.
 
-A layer is loaded once and becomes one plan after the other. The states of each plan are a stream of their own, in a
-folder that looks like that of a finished backbone pass, so that `target.py` and `acceptance.py` measure them.
+A layer is loaded once and becomes one plan after the other. The states of each plan are a stream of
+their own, in a folder that looks like that of a finished backbone pass, so that `target.py` and
+`acceptance.py` measure them.
 
-Easy to get wrong: these figures choose between plans. Those in the record are measured again, on the calibrated
-backbone: its input scales are of all calibration text, and an algorithm such as GPTQ rewrites its weights.
+Easy to get wrong: these figures choose between plans. Those in the record are measured again, on
+the calibrated
+backbone: its input scales are of all calibration text, and an algorithm such as GPTQ rewrites its
+weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,14 +35,20 @@ from .sensitivity import SearchRun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPlan:
-    """What held-out text says of a plan; `drafts` is None where there is no block that can be run."""
+    """What held-out text says of a plan; `drafts` is None where there is no block that can be
+    run.
+    """
 
     target: Target
     drafts: Acceptance | None
 
 
 def measure_plans(
-    run: SearchRun, plans: Sequence[Plan], data: CalibrationData, folder: Path, largest: Mapping[int, LargestInputs]
+    run: SearchRun,
+    plans: Sequence[Plan],
+    data: CalibrationData,
+    folder: Path,
+    largest: Mapping[int, LargestInputs],
 ) -> tuple[MeasuredPlan, ...]:
     """The released model, and each plan.
 
@@ -73,7 +83,9 @@ def measure_plans(
     except NothingCounts:
         if run.recipe.mtp == AUTO or run.auto.min_acceptance:
             raise
-    return tuple(MeasuredPlan(target=own, drafts=found) for own, found in zip(targets, drafts, strict=True))
+    return tuple(
+        MeasuredPlan(target=own, drafts=found) for own, found in zip(targets, drafts, strict=True)
+    )
 
 
 def _pass(run: SearchRun, data: CalibrationData, folder: Path) -> Backbone:
@@ -83,7 +95,10 @@ def _pass(run: SearchRun, data: CalibrationData, folder: Path) -> Backbone:
 
 
 def _drafts(
-    run: SearchRun, plans: Sequence[Plan | None], targets: Sequence[Target], largest: Mapping[int, LargestInputs]
+    run: SearchRun,
+    plans: Sequence[Plan | None],
+    targets: Sequence[Target],
+    largest: Mapping[int, LargestInputs],
 ) -> Sequence[Acceptance | None]:
     """With the block as released, and as each plan has it; None for all where it cannot be run."""
     if not run.has_block:
@@ -94,6 +109,8 @@ def _drafts(
         with ExitStack() as stack:
             for number, block in enumerate(blocks):
                 binding = bind_block(block, base)
-                stack.enter_context(as_candidate(block, plan, binding, "", largest.get(-1 - number, {})))
+                stack.enter_context(
+                    as_candidate(block, plan, binding, "", largest.get(-1 - number, {}))
+                )
             found.append(acceptance(own, blocks))
     return found

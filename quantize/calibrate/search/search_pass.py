@@ -1,18 +1,20 @@
-"""The search of `backbone: auto`: sensitivities -> knapsack -> a few plans measured -> the recipe that is carried out.
+"""The search of `backbone: auto`: sensitivities -> knapsack -> a few plans measured -> the recipe
+that is carried out.
 
-In: a plan whose recipe leaves groups to a search, and the run's data. Out: a `Found`: the plan of a recipe without
-`auto`, its text, and what was tried. All is in `<pass>/search`; a run with another budget uses its sensitivities again.
+In: a plan whose recipe leaves groups to a search, and the run's data. Out: a `Found`: the plan of a
+recipe without `auto`, its text, and what was tried. All is in `<pass>/search`; a run with another
+budget uses its sensitivities again.
 
-Measured are the plan that the knapsack found, the best of one word for all units that fits, and, where the block is
-searched, the best plans with the block as large and as small as it can be. Of those that keep `min_acceptance`, the one
-with the smallest sum is taken: divergence of the answers, and `draft_weight` times the logarithm of what is lost of the
-release's acceptance, both in nats.
+Measured are the plan that the knapsack found, the best of one word for all units that fits, and,
+where the block is searched, the best plans with the block as large and as small as it can be. Of
+those that keep `min_acceptance`, the one with the smallest sum is taken: divergence of the answers,
+and `draft_weight` times the logarithm of what is lost of the release's acceptance, both in nats.
 
-Easy to get wrong: the search must find the same again after a kill, or the pass after it would refuse its own folder.
-So what was found is on disk before that pass begins.
+Easy to get wrong: the search must find the same again after a kill, or the pass after it would
+refuse its own folder. So what was found is on disk before that pass begins.
 
-Other searches: modelopt's AutoQuantize scores modules by squared gradients and solves a linear program, AutoRound's
-AutoScheme and PrismaQuant choose bits by loss; none of them looks at drafts.
+Other searches: modelopt's AutoQuantize scores modules by squared gradients and solves a linear
+program, AutoRound's AutoScheme and PrismaQuant choose bits by loss; none of them looks at drafts.
 """
 
 import json
@@ -58,9 +60,15 @@ class Found:
 
 
 def search(
-    plan: Plan, data: CalibrationData, folder: Path, *, ranks: Ranks, progress: ProgressCallback | None = None
+    plan: Plan,
+    data: CalibrationData,
+    folder: Path,
+    *,
+    ranks: Ranks,
+    progress: ProgressCallback | None = None,
 ) -> Found:
-    """Find the plan of a recipe with `backbone: auto`, resuming what an earlier run left in `folder`.
+    """Find the plan of a recipe with `backbone: auto`, resuming what an earlier run left in
+    `folder`.
 
     Args:
         plan: over a local source; its recipe has a number for `batch_size`.
@@ -89,11 +97,17 @@ def search(
             shutil.rmtree(plans, ignore_errors=True)
         ranks.wait()
     made = found_plan(choices, found["assignment"], shard_bytes=plan.shard_bytes)
-    return Found(plan=made, text=found_text(made.recipe), fact=SearchFact.model_validate(found["fact"]))
+    return Found(
+        plan=made, text=found_text(made.recipe), fact=SearchFact.model_validate(found["fact"])
+    )
 
 
 def search_run(
-    choices: Choices, data: CalibrationData, folder: Path, ranks: Ranks, progress: ProgressCallback | None = None
+    choices: Choices,
+    data: CalibrationData,
+    folder: Path,
+    ranks: Ranks,
+    progress: ProgressCallback | None = None,
 ) -> SearchRun:
     """A search that reports its progress."""
     skeleton = Skeleton(choices.base, device=ranks.device)
@@ -107,7 +121,13 @@ def search_run(
             total = 3 * len(skeleton) + 1
             progress(
                 progress_since(
-                    started, "search", done=done, total=total, num_here=done, tokens=tokens, device=ranks.device
+                    started,
+                    "search",
+                    done=done,
+                    total=total,
+                    num_here=done,
+                    tokens=tokens,
+                    device=ranks.device,
                 )
             )
 
@@ -127,8 +147,8 @@ def _found(run: SearchRun, folder: Path) -> dict[str, Any]:
     choices, recipe, auto = run.choices, run.recipe, run.auto
     sensitivities = run.sensitivities()
     tried, gap = plans_to_try(run, sensitivities)
-    # All of the held-out text where acceptance must be shown; else not more of it than there is text for the
-    # sensitivities, for every plan takes a pass.
+    # All of the held-out text where acceptance must be shown; else not more of it than there is
+    # text for the sensitivities, for every plan takes a pass.
     data, rows = run.data, rows_looked_at(recipe)
     if not auto.min_acceptance:
         written = None if data.held_out_written is None else data.held_out_written[:rows]
@@ -164,8 +184,12 @@ def _found(run: SearchRun, folder: Path) -> dict[str, Any]:
     return {"assignment": tried[best.title], "fact": fact.model_dump(mode="json")}
 
 
-def plans_to_try(run: SearchRun, sensitivities: Sensitivities) -> tuple[dict[str, Assignment], float]:
-    """Title -> plan, each plan once, and only those that fit; and how far the first may be from the best."""
+def plans_to_try(
+    run: SearchRun, sensitivities: Sensitivities
+) -> tuple[dict[str, Assignment], float]:
+    """Title -> plan, each plan once, and only those that fit; and how far the first may be from the
+    best.
+    """
     choices = run.choices
     assignment, gap = packed(choices, sensitivities, {})
     tried: list[tuple[str, Assignment]] = [("found", assignment)]
@@ -173,7 +197,10 @@ def plans_to_try(run: SearchRun, sensitivities: Sensitivities) -> tuple[dict[str
     uniform = [(title, each) for title, each in uniform if choices.fits(each)]
     if uniform:
         tried.append(min(uniform, key=lambda each: sensitivities.predicted(each[1])))
-    for title, extreme in (("largest block", choices.largest), ("smallest block", choices.smallest)):
+    for title, extreme in (
+        ("largest block", choices.largest),
+        ("smallest block", choices.smallest),
+    ):
         fixed = {unit.name: extreme[unit.name] for unit in choices.units if unit.part == "mtp"}
         if fixed and choices.fits({**choices.smallest, **fixed}):
             tried.append((title, packed(choices, sensitivities, fixed)[0]))
@@ -184,12 +211,23 @@ def plans_to_try(run: SearchRun, sensitivities: Sensitivities) -> tuple[dict[str
     return found, gap
 
 
-def packed(choices: Choices, sensitivities: Sensitivities, fixed: Mapping[str, str]) -> tuple[dict[str, str], float]:
-    """The best words by sensitivities, with these for some units; and the part of the loss that others could save."""
+def packed(
+    choices: Choices, sensitivities: Sensitivities, fixed: Mapping[str, str]
+) -> tuple[dict[str, str], float]:
+    """The best words by sensitivities, with these for some units; and the part of the loss that
+    others could save.
+    """
     units = []
     for unit in choices.units:
-        options = [option for option in unit.options if fixed.get(unit.name, option.word) == option.word]
-        units.append([(choices.cost(option), sensitivities.loss(unit.name, option.word)) for option in options])
+        options = [
+            option for option in unit.options if fixed.get(unit.name, option.word) == option.word
+        ]
+        units.append(
+            [
+                (choices.cost(option), sensitivities.loss(unit.name, option.word))
+                for option in options
+            ]
+        )
     packing = best_packing(units, choices.room)
     words = {}
     for unit, number in zip(choices.units, packing.chosen, strict=True):
@@ -205,9 +243,12 @@ def _best(run: SearchRun, facts: Sequence[TriedPlanFact]) -> TriedPlanFact:
         best = max(facts, key=lambda each: each.kept_at_least or 0.0)
         raise GateError(
             run.recipe.name,
-            f"a plan under the budget must keep {least:.1%} of acceptance, at {confidence:.0%} confidence",
-            got=f"{best.kept or 0.0:.1%} at best, at least {best.kept_at_least or 0.0:.1%}, by {best.title}",
-            cure="Raise budget, draft_weight or calibration.held_out, or lower backbone_auto.min_acceptance",
+            f"a plan under the budget must keep {least:.1%} of acceptance, at {confidence:.0%} "
+            "confidence",
+            got=f"{best.kept or 0.0:.1%} at best, at least {best.kept_at_least or 0.0:.1%}, by "
+            f"{best.title}",
+            cure="Raise budget, draft_weight or calibration.held_out, or lower "
+            "backbone_auto.min_acceptance",
         )
 
     def score(fact: TriedPlanFact) -> tuple[float, float]:

@@ -1,20 +1,23 @@
-"""How much each unit of a model cares for its words: one sweep forward, one backward, a decoder layer at a time.
+"""How much each unit of a model cares for its words: one sweep forward, one backward, a decoder
+layer at a time.
 
-In: the choices of a search, and some of the calibration text. Out: for each unit and word, nats of divergence a token,
-of the answers and, weighted, of the drafts; and the largest input of every linear layer.
+In: the choices of a search, and some of the calibration text. Out: for each unit and word, nats of
+divergence a token, of the answers and, weighted, of the drafts; and the largest input of every
+linear layer.
 
-    forward    each layer computes the text once as released; what it returns stays on disk
-    top        head and MTP block: tokens are drawn from their predictions, and the gradient of these tokens' log
-               likelihood goes back to the states after the last layer
-    backward   from the last layer to the first: the gradient goes through, and each layer is judged (`unit_errors.py`)
+    forward  each layer computes the text once as released; what it returns stays on disk
+    top      head and MTP block: tokens are drawn from their predictions, and the gradient of these
+             tokens' log likelihood goes back to the states after the last layer
+    backward from the last layer to the first: the gradient goes through, and each layer is judged
+             (`unit_errors.py`)
 
-Answers and drafts need one gradient, not two: drawn apart, the two log likelihoods have gradients whose product is zero
-in the mean, so that the squares of their sum are the sum of their squares.
+Answers and drafts need one gradient, not two: drawn apart, the two log likelihoods have gradients
+whose product is zero in the mean, so that the squares of their sum are the sum of their squares.
 
 Every file is whole or not there, so that a killed run goes on at the layer it was in.
 
-Easy to get wrong: what is drawn is from the model's own predictions, never the text's next token. The text's gradients
-say what would improve the model, not what would change it.
+Easy to get wrong: what is drawn is from the model's own predictions, never the text's next token.
+The text's gradients say what would improve the model, not what would change it.
 """
 
 import json
@@ -55,7 +58,8 @@ class Sensitivities:
 
     Attributes:
         losses: unit -> word -> nats a token; a word that rounds nothing is not there.
-        largest: layer (or -1 - block) -> linear layer by its path there -> the largest magnitude of its input.
+        largest: layer (or -1 - block) -> linear layer by its path there -> the largest magnitude of
+            its input.
         num_tokens: that they were measured on.
     """
 
@@ -129,7 +133,8 @@ class SearchRun:
             self.step()
         return self._read()
 
-    # --- forward ------------------------------------------------------------------------------------------------------
+    # --- forward
+    # ----------------------------------------------------------------------------------------------
 
     def _forward(self, index: int) -> None:
         with (
@@ -147,11 +152,13 @@ class SearchRun:
                         f"{self.choices.base.source.where}: {self.skeleton.layer_path}.{index}",
                         "a released model must compute finite values",
                         got="NaN or infinity",
-                        cure="Check the download against the release, or choose the schemes yourself",
+                        cure="Check the download against the release, or choose the schemes "
+                        "yourself",
                     )
                 outputs.put("calibration", first, state)
 
-    # --- top ----------------------------------------------------------------------------------------------------------
+    # --- top
+    # ----------------------------------------------------------------------------------------------
 
     def _top(self) -> None:
         """The gradient at the states after the last layer, and the sums of the block's units."""
@@ -164,7 +171,9 @@ class SearchRun:
             skeleton.model.requires_grad_(False)
             for block in blocks:
                 stack.enter_context(released(block))
-                seen.append(stack.enter_context(watching(block, self._linears(bind_block(block, base)))))
+                seen.append(
+                    stack.enter_context(watching(block, self._linears(bind_block(block, base))))
+                )
             outputs = stack.enter_context(self._states("gradients").writing(last, keeps=True))
             stack.enter_context(released(skeleton.model))
             for first, arguments, leaves in self._batches(last, row_by_row=True, gradients=True):
@@ -173,13 +182,23 @@ class SearchRun:
             for number, (block, own) in enumerate(zip(blocks, seen, strict=True)):
                 binding = bind_block(block, base)
                 largest = largest_inputs(own, binding, self.ranks)
-                self._keep(-1 - number, unit_errors(self.choices, block, binding, "", own, largest), largest)
+                self._keep(
+                    -1 - number,
+                    unit_errors(self.choices, block, binding, "", own, largest),
+                    largest,
+                )
 
-    def _drawn(self, row: int, arguments: dict[str, Tensor], leaves: LayerState, blocks: Sequence[MtpBlock]) -> None:
-        """Sends the gradient of drawn tokens' log likelihood back from one sequence's predictions and drafts."""
+    def _drawn(
+        self, row: int, arguments: dict[str, Tensor], leaves: LayerState, blocks: Sequence[MtpBlock]
+    ) -> None:
+        """Sends the gradient of drawn tokens' log likelihood back from one sequence's predictions
+        and drafts.
+        """
         model, ids = self.skeleton.model, arguments["input_ids"]
         assert self.recipe.calibration is not None
-        generator = torch.Generator(self.skeleton.device).manual_seed(self.recipe.calibration.seed + row)
+        generator = torch.Generator(self.skeleton.device).manual_seed(
+            self.recipe.calibration.seed + row
+        )
         likelihood = _drawn_likelihood(model(**arguments, use_cache=False).logits[0], generator)
         weight = self.auto.draft_weight
         if blocks and weight:
@@ -197,13 +216,20 @@ class SearchRun:
         if not likelihood.requires_grad:
             rule = "a model must be differentiable for backbone: auto"
             cure = "Choose the schemes yourself: its own code computes without gradients"
-            raise CheckpointError(self.choices.base.source.where, rule, got="no gradient", cure=cure)
+            raise CheckpointError(
+                self.choices.base.source.where, rule, got="no gradient", cure=cure
+            )
         likelihood.backward()
 
-    # --- backward -----------------------------------------------------------------------------------------------------
+    # --- backward
+    # ----------------------------------------------------------------------------------------------
 
     def _backward(self, index: int) -> None:
-        skeleton, model, path = self.skeleton, self.skeleton.model, f"{self.skeleton.layer_path}.{index}."
+        skeleton, model, path = (
+            self.skeleton,
+            self.skeleton.model,
+            f"{self.skeleton.layer_path}.{index}.",
+        )
         binding = skeleton.bind_layer(index)
         with ExitStack() as stack:
             layer = stack.enter_context(skeleton.layer(index, index - 1))
@@ -215,13 +241,17 @@ class SearchRun:
                 returned = sweep.enter_context(_returning(layer))
                 if not index:  # gradients begin at the embedding, whose weights have none
                     embedding = model.get_input_embeddings()
-                    begin = embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+                    begin = embedding.register_forward_hook(
+                        lambda _module, _args, output: output.requires_grad_()
+                    )
                     sweep.enter_context(hooked([begin]))
                 after = self._states("gradients")
                 for first, arguments, leaves in self._batches(index, gradients=True):
                     model(**arguments, use_cache=False)
                     num_rows = len(arguments["input_ids"])
-                    above = after.read(index + 1, "calibration", first, first + num_rows, skeleton.device)
+                    above = after.read(
+                        index + 1, "calibration", first, first + num_rows, skeleton.device
+                    )
                     outputs, gradients = [], []
                     for output, gradient in zip(returned.pop(), above, strict=True):
                         if output is not None and gradient is not None and output.requires_grad:
@@ -239,8 +269,12 @@ class SearchRun:
         self.ranks.wait()
 
     def _linears(self, binding: Binding, path: str = "") -> dict[str, str]:
-        """Linear layers of a layer or block that a search decides about: path in the model -> path there."""
-        searched = {tensor.name for unit in self.choices.units for tensor in unit.options[0].tensors}
+        """Linear layers of a layer or block that a search decides about: path in the model -> path
+        there.
+        """
+        searched = {
+            tensor.name for unit in self.choices.units for tensor in unit.options[0].tensors
+        }
         found = {}
         for name, pieces in binding.items():
             if pieces[0].tensor.name in searched:
@@ -248,7 +282,8 @@ class SearchRun:
                 found[f"{path}{module}"] = module
         return found
 
-    # --- files --------------------------------------------------------------------------------------------------------
+    # --- files
+    # ----------------------------------------------------------------------------------------------
 
     def _states(self, kind: SweepKind) -> States:
         return States(self.place / kind, self.ranks)
@@ -262,7 +297,9 @@ class SearchRun:
     def _batches(
         self, index: int, *, row_by_row: bool = False, gradients: bool = False
     ) -> Iterator[tuple[int, dict[str, Tensor], LayerState]]:
-        """This rank's batches: the first row, the model's arguments, and the states that layer `index` reads."""
+        """This rank's batches: the first row, the model's arguments, and the states that layer
+        `index` reads.
+        """
         ids = self.ids
         # No more in a batch than leaves some for every rank.
         size = max(1, min(SWEEP_TOKENS // ids.shape[1], math.ceil(len(ids) / self.ranks.size)))
@@ -295,8 +332,13 @@ class SearchRun:
             for (unit, word), value in zip(keys, total, strict=True):
                 if not math.isfinite(value):
                     where = f"{self.choices.base.source.where}: {unit}"
-                    cure = "Look for weights or activations that are not finite, or choose the schemes yourself"
-                    raise CheckpointError(where, f"the error that {word} makes must be a number", got=value, cure=cure)
+                    cure = (
+                        "Look for weights or activations that are not finite, or choose the "
+                        "schemes yourself"
+                    )
+                    raise CheckpointError(
+                        where, f"the error that {word} makes must be a number", got=value, cure=cure
+                    )
                 found[unit][word] = value
             path = self._figures(index)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,7 +358,8 @@ class SearchRun:
         return Sensitivities(losses, largest, num_tokens)
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
+# --- tensors
+# --------------------------------------------------------------------------------------------------
 
 
 def _gradients(leaves: LayerState) -> LayerState:

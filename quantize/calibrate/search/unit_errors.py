@@ -1,19 +1,22 @@
-"""What every candidate would do to the answers, unit by unit, from one backward pass through a layer.
+"""What every candidate would do to the answers, unit by unit, from one backward pass through a
+layer.
 
-In: a layer or MTP block whose linear layers have computed, with their inputs and the gradients of a sampled log
-likelihood at their outputs. Out: for each unit and word, a sum over tokens whose half is about the divergence in nats.
+In: a layer or MTP block whose linear layers have computed, with their inputs and the gradients of a
+sampled log likelihood at their outputs. Out: for each unit and word, a sum over tokens whose half
+is about the divergence in nats.
 
-A candidate changes the output of a linear layer at one token by d: its real packed weights, with its inputs rounded as
-on a server, against the released ones. If g is the gradient of the log likelihood of tokens that the model itself would
-draw, the divergence is half the mean of (g . d)^2 to second order, for the mean of g g^T is Fisher's information. (Its
-first order is zero.) Tokens and modules are taken to add up: errors of rounding hardly agree with one another.
+A candidate changes the output of a linear layer at one token by d: its real packed weights, with
+its inputs rounded as on a server, against the released ones. If g is the gradient of the log
+likelihood of tokens that the model itself would draw, the divergence is half the mean of (g . d)^2
+to second order, for the mean of g g^T is Fisher's information. (Its first order is zero.) Tokens
+and modules are taken to add up: errors of rounding hardly agree with one another.
 
-Easy to get wrong: d is a small difference of large numbers. So it is never made: the change of the weights and that of
-the inputs are multiplied with the gradient one by one.
+Easy to get wrong: d is a small difference of large numbers. So it is never made: the change of the
+weights and that of the inputs are multiplied with the gradient one by one.
 
-Source: the score of modelopt's AutoQuantize is a squared gradient times a squared error, each element for itself; here
-signs are kept within a token. James Martens, "New Insights and Perspectives on the Natural Gradient Method" (2020), on
-sampled and on observed tokens.
+Source: the score of modelopt's AutoQuantize is a squared gradient times a squared error, each
+element for itself; here signs are kept within a token. James Martens, "New Insights and
+Perspectives on the Natural Gradient Method" (2020), on sampled and on observed tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,12 +41,15 @@ UnitErrors = dict[str, dict[str, float]]
 """Unit -> word -> sum over tokens of (g . d)^2."""
 
 Projected = dict[tuple[str, int], list[Tensor]]
-"""Linear layer and first row of a weight there -> the gradients at its inputs, [T, K], by chunks."""
+"""Linear layer and first row of a weight there -> the gradients at its inputs, [T, K], by
+chunks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a linear layer read, [T, K], and the gradients at its output, [T, N]; rows without a gradient are left out.
+    """What a linear layer read, [T, K], and the gradients at its output, [T, N]; rows without a
+    gradient are left out.
 
     Attributes:
         largest: of all inputs, also of the rows that are left out.
@@ -64,7 +70,9 @@ def watching(model: Any, names: Mapping[str, str]) -> Iterator[dict[str, Seen]]:
     """
     seen = {name: Seen([], [], []) for name in names.values()}
     handles = []
-    last: list[tuple[object, float]] = []  # experts and fused layers read the same tensor one after the other
+    last: list[
+        tuple[object, float]
+    ] = []  # experts and fused layers read the same tensor one after the other
     for path, name in names.items():
 
         def look(_module: nn.Module, args: Any, output: Tensor, own: Seen = seen[name]) -> None:
@@ -88,7 +96,9 @@ def watching(model: Any, names: Mapping[str, str]) -> Iterator[dict[str, Seen]]:
 
 
 def largest_inputs(seen: Mapping[str, Seen], binding: Binding, ranks: Ranks) -> dict[str, float]:
-    """Over all ranks; one value for all first projections of a layer's experts, and one for all second ones."""
+    """Over all ranks; one value for all first projections of a layer's experts, and one for all
+    second ones.
+    """
     own = [max(each.largest, default=0.0) for each in seen.values()]
     values = torch.zeros(ranks.size, len(own), dtype=torch.float64)
     values[ranks.rank] = torch.tensor(own, dtype=torch.float64)
@@ -104,7 +114,12 @@ def largest_inputs(seen: Mapping[str, Seen], binding: Binding, ranks: Ranks) -> 
 
 
 def unit_errors(
-    choices: Choices, model: Any, binding: Binding, path: str, seen: Mapping[str, Seen], largest: LargestInputs
+    choices: Choices,
+    model: Any,
+    binding: Binding,
+    path: str,
+    seen: Mapping[str, Seen],
+    largest: LargestInputs,
 ) -> UnitErrors:
     """This rank's sums for every unit of a layer or block, and every word that rounds it.
 
@@ -128,7 +143,10 @@ def unit_errors(
             unit, rows = unit_of.get(served.tensor.name), served.rows
             if unit is None or unit.option(word).word != word:
                 continue
-            weight, inputs = model.get_submodule(f"{path}{served.module}").weight.data[rows], seen[served.module]
+            weight, inputs = (
+                model.get_submodule(f"{path}{served.module}").weight.data[rows],
+                seen[served.module],
+            )
             through = rounding = None
             if SCHEMES[served.tensor.scheme].inputs is not None:
                 key = served.module, rows.start
@@ -148,9 +166,16 @@ def _projected(seen: Seen, rows: slice, weight: Tensor) -> list[Tensor]:
 
 
 def _sum_of_squares(
-    seen: Seen, rows: slice, weight: Tensor, values: Tensor, rounding: Any, projected: list[Tensor] | None
+    seen: Seen,
+    rows: slice,
+    weight: Tensor,
+    values: Tensor,
+    rounding: Any,
+    projected: list[Tensor] | None,
 ) -> float:
-    """Over tokens, (g . d)^2 of one weight [N, K] that becomes `values`; `projected` where its inputs are rounded."""
+    """Over tokens, (g . d)^2 of one weight [N, K] that becomes `values`; `projected` where its
+    inputs are rounded.
+    """
     dtype = _dtype(weight)
     change_NK = (values.float() - weight.float()).to(dtype)
     total = 0.0

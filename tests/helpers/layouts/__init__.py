@@ -1,8 +1,9 @@
 """Layouts of released checkpoints, a file a family; a new file is found by itself.
 
-A layout file defines `MODELS` (name -> config.json as published), `TINY` (model_type -> the sizes that make it tiny),
-`LAYOUTS` (model_type -> function from config to tensors) and `PUBLISHED` (name -> what else is known). Names come from
-published indexes or from transformers' save_pretrained, never from keepmtp's tables or vLLM's parameters.
+A layout file defines `MODELS` (name -> config.json as published), `TINY` (model_type -> the sizes
+that make it tiny), `LAYOUTS` (model_type -> function from config to tensors) and `PUBLISHED` (name
+-> what else is known). Names come from published indexes or from transformers' save_pretrained,
+never from keepmtp's tables or vLLM's parameters.
 """
 
 import importlib
@@ -17,7 +18,9 @@ TINY: dict[str, Config] = {}
 LAYOUTS: dict[str, Callable[[Config], Tensors]] = {}
 PUBLISHED: dict[str, Published] = {}
 
-for _module in sorted(pkgutil.iter_modules([str(Path(__file__).parent)]), key=lambda module: module.name):
+for _module in sorted(
+    pkgutil.iter_modules([str(Path(__file__).parent)]), key=lambda module: module.name
+):
     _layout = importlib.import_module(f"{__name__}.{_module.name}")
     MODELS |= _layout.MODELS
     TINY |= _layout.TINY

@@ -1,14 +1,28 @@
 """Ring-2.5-1T and Ling-3.0-flash as inclusionAI publishes them; both are model_type bailing_hybrid.
 
-Ring 2.5: names from Ant's own conversions, AReaL's mcore/bailing_moe_bridge.py and awex's converter; sizes from the
-BailingHybridConfig that InclusionAI proposed to transformers for this checkpoint. Ling 3: names and counts from
-`BailingMoeV3ForCausalLM` as Ant's Megatron-Bridge port (models/bailing/bailing_bridge.py) lists them, `model.layers.42`
-included, and rlx's parity script, which makes a checkpoint in this naming; sizes from transformers' BailingHybridConfig
-for this release. MTP layers: `eh_proj`, `enorm`, `hnorm` and `final_layernorm` by that list, the rest is a
-latent-attention layer with experts, as both say; for Ring 2.5 by the same list and vLLM's loader (bailing_moe_mtp.py).
+Ring 2.5: names from Ant's own conversions, AReaL's mcore/bailing_moe_bridge.py and awex's
+converter; sizes from the BailingHybridConfig that InclusionAI proposed to transformers for this
+checkpoint. Ling 3: names and counts from `BailingMoeV3ForCausalLM` as Ant's Megatron-Bridge port
+(models/bailing/bailing_bridge.py) lists them, `model.layers.42` included, and rlx's parity script,
+which makes a checkpoint in this naming; sizes from transformers' BailingHybridConfig for this
+release. MTP layers: `eh_proj`, `enorm`, `hnorm` and `final_layernorm` by that list, the rest is a
+latent-attention layer with experts, as both say; for Ring 2.5 by the same list and vLLM's loader
+(bailing_moe_mtp.py).
 """
 
-from tensors import Config, Published, Tensors, embeddings, experts, gated_mlp, linear, mla, norms, under, vectors
+from tensors import (
+    Config,
+    Published,
+    Tensors,
+    embeddings,
+    experts,
+    gated_mlp,
+    linear,
+    mla,
+    norms,
+    under,
+    vectors,
+)
 
 _SHARED: Config = {
     "model_type": "bailing_hybrid", "vocab_size": 157184, "hidden_act": "silu", "num_shared_experts": 1,
@@ -49,8 +63,14 @@ TINY: dict[str, Config] = {
 
 
 def bailing_hybrid(config: Config) -> Tensors:
-    """The last layer of each group has latent attention, like the MTP layer; the others are linear in two ways."""
-    hidden, num_layers, is_v3 = config["hidden_size"], config["num_hidden_layers"], "no_kda_lora" in config
+    """The last layer of each group has latent attention, like the MTP layer; the others are linear
+    in two ways.
+    """
+    hidden, num_layers, is_v3 = (
+        config["hidden_size"],
+        config["num_hidden_layers"],
+        "no_kda_lora" in config,
+    )
     inner, count = config["moe_intermediate_size"], config["num_experts"]
     layer_norms = norms("input_layernorm post_attention_layernorm", hidden)
     latent, other = _latent(config), _delta(config) if is_v3 else _lightning(config)
@@ -64,8 +84,15 @@ def bailing_hybrid(config: Config) -> Tensors:
     for layer in range(num_layers):
         attention = latent if (layer + 1) % config["layer_group_size"] == 0 else other
         mlp = dense if layer < config["first_k_dense_replace"] else sparse
-        tensors |= under(f"model.layers.{layer}.", under("attention.", attention) | mlp | layer_norms)
-    mtp = under("attention.", latent) | sparse | layer_norms | norms("enorm hnorm final_layernorm", hidden)
+        tensors |= under(
+            f"model.layers.{layer}.", under("attention.", attention) | mlp | layer_norms
+        )
+    mtp = (
+        under("attention.", latent)
+        | sparse
+        | layer_norms
+        | norms("enorm hnorm final_layernorm", hidden)
+    )
     mtp |= linear("eh_proj", hidden, 2 * hidden)
     for index in range(config["num_nextn_predict_layers"]):
         tensors |= under(f"model.layers.{num_layers + index}.", mtp)
@@ -78,8 +105,12 @@ def _latent(config: Config) -> Tensors:
     attention = {name.removeprefix("self_attn."): spec for name, spec in whole.items()}
     attention["dense.weight"] = attention.pop("o_proj.weight")
     if config["q_lora_rank"] is None:
-        attention = {name: spec for name, spec in attention.items() if not name.startswith(("q_a_", "q_b_"))}
-        attention |= linear("q_proj", heads * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]), hidden)
+        attention = {
+            name: spec for name, spec in attention.items() if not name.startswith(("q_a_", "q_b_"))
+        }
+        attention |= linear(
+            "q_proj", heads * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]), hidden
+        )
     gate = "gated_attention_proj_granularity_type" in config
     return attention | (linear("g_proj", heads, hidden) if gate else {})
 
@@ -96,7 +127,9 @@ def _lightning(config: Config) -> Tensors:
 def _delta(config: Config) -> Tensors:
     hidden, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     width = heads * head
-    tensors = linear("b_proj", heads, hidden) | linear("o_proj", hidden, width) | norms("o_norm", head)
+    tensors = (
+        linear("b_proj", heads, hidden) | linear("o_proj", hidden, width) | norms("o_norm", head)
+    )
     for name in "qkvfg":
         tensors |= linear(f"{name}_proj", width, hidden)
     for name in "qkv":
@@ -109,12 +142,12 @@ EXPERTS = "mlp.experts mlp.shared_experts.gate_up_proj mlp.shared_experts.down_p
 PUBLISHED = {
     "ring-2.5-1t": Published(
         draft_stem="model.layers.4.",
-        asks=f"self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj {EXPERTS}",
+        asks="self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj " f"{EXPERTS}",
         unasked="eh_proj mlp.gate", unsaved=True,
     ),
     "ling-3.0-flash": Published(
         draft_stem="model.layers.4.",
-        asks="eh_proj self_attn.q_proj self_attn.kv_a_proj_with_mqa self_attn.kv_b_proj self_attn.g_proj "
+        asks="eh_proj self_attn.q_proj self_attn.kv_a_proj_with_mqa self_attn.kv_b_proj " "self_attn.g_proj "
         f"self_attn.dense {EXPERTS}",
         unasked="mlp.gate", unsaved=True,
     ),

@@ -1,9 +1,11 @@
-"""dots3-note: sparse and sliding-window latent attention, headwise gates, experts; a dense MTP layer, own embedding.
+"""dots3-note: sparse and sliding-window latent attention, headwise gates, experts; a dense MTP
+layer, own embedding.
 
-Names, sizes and the MTP layer's 18 tensors (sliding attention, a dense MLP) beside `model.mtp.embed_tokens`: what
-vllm.cpp wrote down of the config and index of dots-studio/dots3-note-prev, and vLLM 0.32.0's loader of them
-(models/dots3_note/nvidia). transformers 5.17 has no class. The towers (`vision_encoder.*`, `audio_encoder.*`) are left
-out, and with them their configs.
+Names, sizes and the MTP layer's 18 tensors (sliding attention, a dense MLP) beside
+`model.mtp.embed_tokens`: what vllm.cpp wrote down of the config and index of
+dots-studio/dots3-note-prev, and vLLM 0.32.0's loader of them (models/dots3_note/nvidia).
+transformers 5.17 has no class. The towers (`vision_encoder.*`, `audio_encoder.*`) are left out, and
+with them their configs.
 """
 
 from tensors import (
@@ -56,7 +58,7 @@ TINY: dict[str, Config] = {
 PUBLISHED = {
     "dots3-note-prev": Published(
         draft_stem="model.layers.3.", whole=("model.",), num_mtp_weights=19, billions=280, unsaved=True,
-        asks="eh_proj self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj "
+        asks="eh_proj self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj " "self_attn.o_proj "
              "self_attn.g_proj mlp.gate_up_proj mlp.down_proj",
         unasked="model.embed_tokens",
     ),
@@ -67,7 +69,9 @@ def dots3_note(config: Config) -> Tensors:
     """The first two layers are sparse, then one in four; all others slide."""
     hidden = config["hidden_size"]
     layer_norms = norms("input_layernorm post_attention_layernorm", hidden)
-    own = {key.removeprefix("swa_"): value for key, value in config.items() if key.startswith("swa_")}
+    own = {
+        key.removeprefix("swa_"): value for key, value in config.items() if key.startswith("swa_")
+    }
     no_index = {key: value for key, value in config.items() if not key.startswith("index_")}
     full, sliding = _gated(config), _gated(no_index | own)
     dense = gated_mlp("mlp", hidden, config["intermediate_size"])
@@ -79,7 +83,9 @@ def dots3_note(config: Config) -> Tensors:
     ))  # fmt: skip
     tensors = embeddings(config)
     for layer in range(config["num_hidden_layers"]):
-        block = (full if config["layer_types"][layer] == "full_attention" else sliding) | layer_norms
+        block = (
+            full if config["layer_types"][layer] == "full_attention" else sliding
+        ) | layer_norms
         block |= dense if layer < config["first_k_dense_replace"] else sparse
         tensors |= under(f"model.layers.{layer}.", block)
     mtp = sliding | dense | layer_norms

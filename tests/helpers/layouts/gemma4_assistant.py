@@ -1,8 +1,9 @@
-"""Gemma 4's assistants (google/gemma-4-26B-A4B-it-assistant): the draft alone, and a target to try it with.
+"""Gemma 4's assistants (google/gemma-4-26B-A4B-it-assistant): the draft alone, and a target to try
+it with.
 
-Names and shapes: transformers' save_pretrained, of the target too. The config: as a public engine demands it of the
-official file, which also tells the size of the 12B model's assistant (backbone_hidden_size 3840): 845,713,928 bytes,
-as this layout has it.
+Names and shapes: transformers' save_pretrained, of the target too. The config: as a public engine
+demands it of the official file, which also tells the size of the 12B model's assistant
+(backbone_hidden_size 3840): 845,713,928 bytes, as this layout has it.
 """
 
 from tensors import Config, Published, Tensors, gated_mlp, linear, norms, under
@@ -10,7 +11,11 @@ from tensors import Config, Published, Tensors, gated_mlp, linear, norms, under
 PATTERN = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1000000.0,
+        "partial_rotary_factor": 0.25,
+    },
 }
 ASSISTANT_26B: Config = {
     "architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant", "backbone_hidden_size": 2816,
@@ -25,11 +30,15 @@ ASSISTANT_26B: Config = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-FOUR_NORMS = "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
+FOUR_NORMS = (
+    "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
+)
 
 
 def gemma4_assistant(config: Config) -> Tensors:
-    """The draft: queries alone, two projections to and from the target's width; the head is the embedding."""
+    """The draft: queries alone, two projections to and from the target's width; the head is the
+    embedding.
+    """
     text = config["text_config"]
     hidden, outside = text["hidden_size"], config["backbone_hidden_size"]
     tensors = (
@@ -42,7 +51,9 @@ def gemma4_assistant(config: Config) -> Tensors:
 
 
 def target(assistant: Config) -> tuple[Config, Tensors]:
-    """config.json and tensors of a language model, text only and two layers deep, that an assistant can draft for."""
+    """config.json and tensors of a language model, text only and two layers deep, that an assistant
+    can draft for.
+    """
     text = assistant["text_config"] | {
         "architectures": ["Gemma4ForCausalLM"], "hidden_size": assistant["backbone_hidden_size"],
         "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
@@ -62,7 +73,9 @@ def _layer(text: Config, kind: str, *, queries_only: bool) -> Tensors:
     attention = linear("q_proj", q, hidden) | linear("o_proj", hidden, q) | norms("q_norm", head)
     if not queries_only:
         attention |= linear("k_proj", groups * head, hidden) | norms("k_norm", head)
-        attention |= {} if is_full and text["attention_k_eq_v"] else linear("v_proj", groups * head, hidden)
+        attention |= (
+            {} if is_full and text["attention_k_eq_v"] else linear("v_proj", groups * head, hidden)
+        )
     return (
         under("self_attn.", attention) | gated_mlp("mlp", hidden, text["intermediate_size"]) | norms(FOUR_NORMS, hidden)
         | {"layer_scalar": ("BF16", (1,))}

@@ -1,9 +1,12 @@
-"""GLM-5.3-Flash: delta attention, sparse latent attention without rotation, hyper-connections, experts, a vision tower.
+"""GLM-5.3-Flash: delta attention, sparse latent attention without rotation, hyper-connections,
+experts, a vision tower.
 
-Names and shapes of the backbone and the vision tower are those of transformers 5.17's save_pretrained; the tower's 347
-tensors are the release's number. The MTP layer is `model.language_model.layers.45` as converters of the release list
-it: 25 tensors beside the routed experts, no hyper-connections, no copies of embedding and head. This is the BF16
-release, zai-org/GLM-5.3-Flash-BF16; zai-org/GLM-5.3-Flash has the same names with block FP8.
+Names and shapes of the backbone and the vision tower are those of transformers 5.17's
+save_pretrained; the tower's 347 tensors are the release's number. The MTP layer is
+`model.language_model.layers.45` as converters of the release list
+it: 25 tensors beside the routed experts, no hyper-connections, no copies of embedding and head.
+This is the BF16 release, zai-org/GLM-5.3-Flash-BF16; zai-org/GLM-5.3-Flash has the same names with
+block FP8.
 """
 
 from tensors import (
@@ -77,7 +80,7 @@ PUBLISHED = {
     "glm-5.3-flash": Published(
         draft_stem="model.layers.4.", num_mtp_weights=889, billions=321,
         asks="mlp.experts mlp.shared_experts.gate_up_proj mlp.shared_experts.down_proj",
-        unasked="eh_proj mlp.gate self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj "
+        unasked="eh_proj mlp.gate self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj " "self_attn.o_proj "
                 "self_attn.indexer.wq_b self_attn.indexer.wk self_attn.indexer.weights_proj",
     ),
 }  # fmt: skip
@@ -90,9 +93,13 @@ def glm5_next(config: Config) -> Tensors:
     layer_norms = norms("input_layernorm post_attention_layernorm", hidden)
     dense, sparse = gated_mlp("mlp", hidden, text["intermediate_size"]), _experts(text)
     delta, latent = _delta_attention(text), mla(text, "bf16") | _pool(text)
-    tensors = embeddings(text, "model.language_model.embed_tokens", "lm_head", "model.language_model.norm")
+    tensors = embeddings(
+        text, "model.language_model.embed_tokens", "lm_head", "model.language_model.norm"
+    )
     for layer in range(count):
-        block = (delta if text["layer_types"][layer] == "linear_attention" else latent) | layer_norms
+        block = (
+            delta if text["layer_types"][layer] == "linear_attention" else latent
+        ) | layer_norms
         block |= dense if text["mlp_layer_types"][layer] == "dense" else sparse
         for part in ("attn", "ffn"):
             block |= _hyper_connection(part, text)
@@ -114,7 +121,11 @@ def _delta_attention(text: Config) -> Tensors:
         tensors[f"{name}_conv1d.weight"] = ("BF16", (width, 1, kda["short_conv_kernel_size"]))
     for name in "fg":
         tensors |= linear(f"{name}_a_proj", head, hidden) | linear(f"{name}_b_proj", width, head)
-    tensors |= vectors(["A_log"], heads, "F32") | vectors(["dt_bias"], width, "F32") | norms("o_norm", head)
+    tensors |= (
+        vectors(["A_log"], heads, "F32")
+        | vectors(["dt_bias"], width, "F32")
+        | norms("o_norm", head)
+    )
     return under("self_attn.", tensors)
 
 
@@ -126,7 +137,11 @@ def _pool(text: Config) -> Tensors:
 
 
 def _experts(text: Config) -> Tensors:
-    hidden, inner, count = text["hidden_size"], text["moe_intermediate_size"], text["n_routed_experts"]
+    hidden, inner, count = (
+        text["hidden_size"],
+        text["moe_intermediate_size"],
+        text["n_routed_experts"],
+    )
     return under("mlp.", (
         linear("gate", count, hidden) | vectors(["gate.e_score_correction_bias"], count, "F32")
         | experts("experts", count, hidden, inner)
@@ -157,8 +172,12 @@ def _vision_tower(vision: Config) -> Tensors:
     )  # fmt: skip
     tensors: Tensors = {"patch_embed.proj.weight": ("BF16", patches)}
     tensors |= vectors(["patch_embed.proj.bias"], hidden) | norms("post_layernorm", hidden)
-    tensors |= {"downsample.weight": ("BF16", (out, hidden, merge, merge))} | vectors(["downsample.bias"], out)
-    tensors |= linear("merger.proj", out, out) | gated_mlp("merger", out, vision["projection_intermediate_size"])
+    tensors |= {"downsample.weight": ("BF16", (out, hidden, merge, merge))} | vectors(
+        ["downsample.bias"], out
+    )
+    tensors |= linear("merger.proj", out, out) | gated_mlp(
+        "merger", out, vision["projection_intermediate_size"]
+    )
     tensors |= vectors((f"merger.post_projection_norm.{leaf}" for leaf in ("weight", "bias")), out)
     for layer in range(vision["depth"]):
         tensors |= under(f"blocks.{layer}.", block)

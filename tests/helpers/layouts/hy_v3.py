@@ -1,11 +1,25 @@
-"""Hy3 (tencent/Hy3, tencent/Hy3-preview): routed experts, the MTP layer continues the decoder layers.
+"""Hy3 (tencent/Hy3, tencent/Hy3-preview): routed experts, the MTP layer continues the decoder
+layers.
 
-Backbone names and shapes: transformers' save_pretrained. MTP names: attention, norms and glue of layer 80 as listed
-from the headers of tencent/Hy3@716aa724 (a public survey of its KV cache); its MLP as in every sparse layer, which
-gives that index' 47,138 names and 597,572,342,272 bytes exactly.
+Backbone names and shapes: transformers' save_pretrained. MTP names: attention, norms and glue of
+layer 80 as listed from the headers of tencent/Hy3@716aa724 (a public survey of its KV cache); its
+MLP as in every sparse layer, which gives that index' 47,138 names and 597,572,342,272 bytes
+exactly.
 """
 
-from tensors import Config, Published, Tensors, embeddings, experts, gated_mlp, gqa, linear, norms, under, vectors
+from tensors import (
+    Config,
+    Published,
+    Tensors,
+    embeddings,
+    experts,
+    gated_mlp,
+    gqa,
+    linear,
+    norms,
+    under,
+    vectors,
+)
 
 HY3: Config = {
     "architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "vocab_size": 120832, "hidden_size": 4096,
@@ -21,7 +35,11 @@ HY3: Config = {
 
 def hy_v3(config: Config) -> Tensors:
     """Hy3: first layer dense, MTP layer sparse and without copies of embedding and head."""
-    hidden, num_layers, inner = config["hidden_size"], config["num_hidden_layers"], config["moe_intermediate_size"]
+    hidden, num_layers, inner = (
+        config["hidden_size"],
+        config["num_hidden_layers"],
+        config["moe_intermediate_size"],
+    )
     block = gqa(config, qk_norm=True) | norms("input_layernorm post_attention_layernorm", hidden)
     dense = block | gated_mlp("mlp", hidden, config["intermediate_size"])
     sparse = block | under("mlp.", (
@@ -31,8 +49,14 @@ def hy_v3(config: Config) -> Tensors:
     ))  # fmt: skip
     tensors = embeddings(config)
     for layer in range(num_layers):
-        tensors |= under(f"model.layers.{layer}.", dense if layer < config["first_k_dense_replace"] else sparse)
-    mtp = sparse | linear("eh_proj", hidden, 2 * hidden) | norms("enorm hnorm final_layernorm", hidden)
+        tensors |= under(
+            f"model.layers.{layer}.", dense if layer < config["first_k_dense_replace"] else sparse
+        )
+    mtp = (
+        sparse
+        | linear("eh_proj", hidden, 2 * hidden)
+        | norms("enorm hnorm final_layernorm", hidden)
+    )
     for index in range(config["num_nextn_predict_layers"]):
         tensors |= under(f"model.layers.{num_layers + index}.", mtp)
     return tensors
@@ -50,7 +74,7 @@ LAYOUTS = {"hy_v3": hy_v3}
 PUBLISHED = {
     "hy3": Published(
         draft_stem="model.layers.3.",
-        asks="self_attn.qkv_proj self_attn.o_proj mlp.experts mlp.shared_mlp.gate_up_proj mlp.shared_mlp.down_proj",
+        asks="self_attn.qkv_proj self_attn.o_proj mlp.experts mlp.shared_mlp.gate_up_proj " "mlp.shared_mlp.down_proj",
         unasked="eh_proj mlp.gate", num_mtp_weights=593, billions=298.8,
     ),
 }  # fmt: skip

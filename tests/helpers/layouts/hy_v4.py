@@ -1,12 +1,25 @@
-"""Hy4: gated latent attention with a shared sparse index, hyper-connections, stacked experts, MTP as `mtp_layers.0`.
+"""Hy4: gated latent attention with a shared sparse index, hyper-connections, stacked experts, MTP
+as `mtp_layers.0`.
 
-Names and sizes: transformers 5.17's conversion table from the published names (conversion_mapping.py, "hy_v4"), which
-loads this layout without a missing or an unexpected tensor, and rtp-llm's loader of the release (models/hy_v4.py,
-backbone and MTP block: `hc_*` only in the backbone, the MTP block closed by final_layernorm). Only every fourth layer
-has an indexer of its own; the MTP layer always has one (vLLM 0.32.0, models/hy_v4/nvidia/attention.py).
+Names and sizes: transformers 5.17's conversion table from the published names
+(conversion_mapping.py, "hy_v4"), which loads this layout without a missing or an unexpected tensor,
+and rtp-llm's loader of the release (models/hy_v4.py, backbone and MTP block: `hc_*` only in the
+backbone, the MTP block closed by final_layernorm). Only every fourth layer has an indexer of its
+own; the MTP layer always has one (vLLM 0.32.0, models/hy_v4/nvidia/attention.py).
 """
 
-from tensors import Config, Published, Tensors, embeddings, gated_mlp, linear, mla, norms, under, vectors
+from tensors import (
+    Config,
+    Published,
+    Tensors,
+    embeddings,
+    gated_mlp,
+    linear,
+    mla,
+    norms,
+    under,
+    vectors,
+)
 
 
 def _indexed(layers: int) -> Config:
@@ -66,7 +79,9 @@ def hy_v4(config: Config) -> Tensors:
         | gated_mlp("shared_experts", hidden, inner * config["n_shared_experts"])
     ))  # fmt: skip
     layer_norms = norms("input_layernorm post_attention_layernorm", hidden)
-    tensors = embeddings(config) | under("model.hc_head.", _hyper_connection(config, "hc_head_", rows=1))
+    tensors = embeddings(config) | under(
+        "model.hc_head.", _hyper_connection(config, "hc_head_", rows=1)
+    )
     for layer in range(config["num_hidden_layers"]):
         block = (own if config["indexer_types"][layer] == "full" else shared) | layer_norms
         block |= dense if config["mlp_layer_types"][layer] == "dense" else sparse

@@ -1,10 +1,12 @@
-"""Inkling: attention with short convolutions and relative positions, stacked experts, eight dense MTP blocks.
+"""Inkling: attention with short convolutions and relative positions, stacked experts, eight dense
+MTP blocks.
 
-Names and shapes: transformers 5.17's conversion table from the published names (conversion_mapping.py,
-"inkling_mm_model" and "MtpModel": `transformer_block.` around a decoder layer, `chain_norm` behind all) applied to its
-classes; sizes are the defaults of its config, which are those of thinkingmachines/Inkling. Eight MTP blocks and two
-leading dense layers are those of Inkling-Small. The towers (`model.visual.*`, `model.audio.*`) are left out, and with
-them their configs.
+Names and shapes: transformers 5.17's conversion table from the published names
+(conversion_mapping.py, "inkling_mm_model" and "MtpModel": `transformer_block.` around a decoder
+layer, `chain_norm` behind all) applied to its classes; sizes are the defaults of its config, which
+are those of thinkingmachines/Inkling. Eight MTP blocks and two leading dense layers are those of
+Inkling-Small. The towers (`model.visual.*`, `model.audio.*`) are left out, and with them their
+configs.
 """
 
 from tensors import Config, Published, Tensors, linear, norms, under, vectors
@@ -13,8 +15,16 @@ from tensors import Config, Published, Tensors, linear, norms, under, vectors
 def _layers(count: int, dense: int, mtp: int) -> Config:
     local = [layer for layer in range(count) if (layer + 1) % 6]
     return {
-        "text_config": {"num_hidden_layers": count, "local_layer_ids": local, "dense_mlp_idx": dense},
-        "mtp_config": {"num_nextn_predict_layers": mtp, "local_layer_ids": [], "chain_hidden_post_norm": True},
+        "text_config": {
+            "num_hidden_layers": count,
+            "local_layer_ids": local,
+            "dense_mlp_idx": dense,
+        },
+        "mtp_config": {
+            "num_nextn_predict_layers": mtp,
+            "local_layer_ids": [],
+            "chain_hidden_post_norm": True,
+        },
     }
 
 
@@ -63,7 +73,9 @@ def inkling(config: Config) -> Tensors:
     tensors = linear("model.llm.embed", vocab, hidden) | linear("model.llm.unembed", vocab, hidden)
     tensors |= norms("model.llm.embed_norm model.llm.norm", hidden)
     for layer in range(text["num_hidden_layers"]):
-        block = _block(text, is_local=layer in text["local_layer_ids"], is_dense=layer < text["dense_mlp_idx"])
+        block = _block(
+            text, is_local=layer in text["local_layer_ids"], is_dense=layer < text["dense_mlp_idx"]
+        )
         tensors |= under(f"model.llm.layers.{layer}.", block)
     for index in range(mtp["num_nextn_predict_layers"]):
         block = _block(text, is_local=index in mtp["local_layer_ids"], is_dense=True)
@@ -75,8 +87,15 @@ def inkling(config: Config) -> Tensors:
 def _block(text: Config, *, is_local: bool, is_dense: bool) -> Tensors:
     hidden, kernel = text["hidden_size"], text["sconv_kernel_size"]
     mlp = _dense(text) if is_dense else _experts(text)
-    convolutions: Tensors = {f"{name}_sconv.weight": ("BF16", (hidden, 1, kernel)) for name in ("attn", "mlp")}
-    return _attention(text, "swa_" if is_local else "") | mlp | convolutions | norms("attn_norm mlp_norm", hidden)
+    convolutions: Tensors = {
+        f"{name}_sconv.weight": ("BF16", (hidden, 1, kernel)) for name in ("attn", "mlp")
+    }
+    return (
+        _attention(text, "swa_" if is_local else "")
+        | mlp
+        | convolutions
+        | norms("attn_norm mlp_norm", hidden)
+    )
 
 
 def _attention(text: Config, kind: str) -> Tensors:

@@ -1,10 +1,12 @@
-"""Kimi-K3: delta attention with a full-rank gate, gated latent attention, latent experts in MXFP4, a vision tower.
+"""Kimi-K3: delta attention with a full-rank gate, gated latent attention, latent experts in MXFP4,
+a vision tower.
 
-Names, dtypes and shapes of the backbone: header listings of moonshotai/Kimi-K3 (layers 0 and 11; A_log padded to 128
-heads), of its vision tower and projector those of other converters of the same files. The release has no MTP layer
-(`num_nextn_predict_layers` is 0), so this is a checkpoint as vLLM 0.32.0 and rtp-llm's KimiK3MtpWeight would take one:
-`model.layers.{N}` with enorm, hnorm, eh_proj and shared_head.norm, no copies of embedding and head. The quantization
-config is nested in text_config as in the release; its entries are written after sglang's tests of it.
+Names, dtypes and shapes of the backbone: header listings of moonshotai/Kimi-K3 (layers 0 and 11;
+A_log padded to 128 heads), of its vision tower and projector those of other converters of the same
+files. The release has no MTP layer (`num_nextn_predict_layers` is 0), so this is a checkpoint as
+vLLM 0.32.0 and rtp-llm's KimiK3MtpWeight would take one: `model.layers.{N}` with enorm, hnorm,
+eh_proj and shared_head.norm, no copies of embedding and head. The quantization config is nested in
+text_config as in the release; its entries are written after sglang's tests of it.
 """
 
 import math
@@ -13,7 +15,9 @@ from tensors import Config, Published, Tensors, embeddings, gated_mlp, linear, n
 
 
 def _layers(count: int) -> Config:
-    """Three layers of delta attention, one of latent attention, and so on; the last is latent. Counted from 1."""
+    """Three layers of delta attention, one of latent attention, and so on; the last is latent.
+    Counted from 1.
+    """
     latent = [layer for layer in range(1, count + 1) if layer % 4 == 0 or layer == count]
     return {
         "num_hidden_layers": count,
@@ -80,7 +84,7 @@ PUBLISHED = {
     "kimi-k3-mtp": Published(
         draft_stem="model.layers.4.", unsaved=True,
         asks="self_attn.fused_qkv_a_g_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj "
-             "block_sparse_moe.shared_experts.gate_up_proj block_sparse_moe.shared_experts.down_proj "
+             "block_sparse_moe.shared_experts.gate_up_proj " "block_sparse_moe.shared_experts.down_proj "
              "block_sparse_moe.routed_expert_down_proj block_sparse_moe.routed_expert_up_proj",
         unasked="eh_proj block_sparse_moe.gate",
     ),
@@ -100,7 +104,9 @@ def kimi_k3(config: Config) -> Tensors:
     delta, latent = _delta_attention(text), _latent_attention(text)
     kda = text["linear_attn_config"]["kda_layers"]
     tensors = (
-        embeddings(text) | norms("model.output_attn_res_norm", hidden) | linear("model.output_attn_res_proj", 1, hidden)
+        embeddings(text)
+        | norms("model.output_attn_res_norm", hidden)
+        | linear("model.output_attn_res_proj", 1, hidden)
     )
     for layer in range(count):
         block = (delta if layer + 1 in kda else latent) | layer_norms | residuals
@@ -143,7 +149,11 @@ def _latent_attention(text: Config) -> Tensors:
 
 
 def _latent_experts(text: Config) -> Tensors:
-    hidden, latent, inner = text["hidden_size"], text["routed_expert_hidden_size"], text["moe_intermediate_size"]
+    hidden, latent, inner = (
+        text["hidden_size"],
+        text["routed_expert_hidden_size"],
+        text["moe_intermediate_size"],
+    )
     tensors = (
         linear("gate", text["num_experts"], hidden)
         | vectors(["gate.e_score_correction_bias"], text["num_experts"], "F32")

@@ -1,11 +1,14 @@
-"""MiMo-V2.5 (XiaomiMiMo/MiMo-V2.5): MiMo-V2-Flash's layers, q, k and v in one FP8 tensor, a vision and an audio tower.
+"""MiMo-V2.5 (XiaomiMiMo/MiMo-V2.5): MiMo-V2-Flash's layers, q, k and v in one FP8 tensor, a vision
+and an audio tower.
 
-The config: the release's, as a public report on the model quotes it whole. The MTP block: the header of the
-release's model_mtp.safetensors, 48 tensors and 1189400448 bytes, which x3haloed/mimo-prismwing writes down and checks.
-Rows and scales of qkv_proj in a full and in a sliding layer: vllm-project/vllm #57508, which quotes [14848, 4096] with
-[116, 32]; [13568, 4096] with 108 rows of scales from the layout that it describes. Routers are F32: with that, and 127
-bytes of header for a tensor, the release's 17 files have their 315040382024 bytes. Towers: the 364 names and the shapes
-that two ports of the release bind exactly (vision), and the release's audio_config (audio).
+The config: the release's, as a public report on the model quotes it whole. The MTP block: the
+header of the release's model_mtp.safetensors, 48 tensors and 1189400448 bytes, which
+x3haloed/mimo-prismwing writes down and checks. Rows and scales of qkv_proj in a full and in a
+sliding layer: vllm-project/vllm #57508, which quotes [14848, 4096] with [116, 32]; [13568, 4096]
+with 108 rows of scales from the layout that it describes. Routers are F32: with that, and 127 bytes
+of header for a tensor, the release's 17 files have their 315040382024 bytes. Towers: the 364 names
+and the shapes that two ports of the release bind exactly (vision), and the release's audio_config
+(audio).
 """
 
 from tensors import FP8_128, Config, Published, Tensors, linear, norms, under, vectors
@@ -13,7 +16,10 @@ from tensors import FP8_128, Config, Published, Tensors, linear, norms, under, v
 from .mimo_v2_flash import FLASH, NUM_MTP_LAYERS, mimo_v2_flash
 from .mimo_v2_flash import TINY as FLASH_TINY
 
-_O_PROJ = [*(f"model.layers.{i}.self_attn.o_proj" for i in range(48)), "model.decoder.self_attn.o_proj"]
+_O_PROJ = [
+    *(f"model.layers.{i}.self_attn.o_proj" for i in range(48)),
+    "model.decoder.self_attn.o_proj",
+]
 V25: Config = {key: value for key, value in FLASH.items() if key != "torch_dtype"} | {
     "architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2", "dtype": "bfloat16",
     "auto_map": {"AutoConfig": "configuration_mimo_v2.MiMoV2Config", "AutoModel": "modeling_mimo_v2.MiMoV2Model",
@@ -64,10 +70,18 @@ def _fused(config: Config, stem: str) -> Tensors:
 
 
 def _vision(vision: Config) -> Tensors:
-    hidden, inner, heads, patch = (vision[k] for k in ("hidden_size", "intermediate_size", "num_heads", "patch_size"))
-    rows, merged = (heads + 2 * vision["num_key_value_heads"]) * 64, hidden * vision["spatial_merge_size"] ** 2
+    hidden, inner, heads, patch = (
+        vision[k] for k in ("hidden_size", "intermediate_size", "num_heads", "patch_size")
+    )
+    rows, merged = (
+        (heads + 2 * vision["num_key_value_heads"]) * 64,
+        hidden * vision["spatial_merge_size"] ** 2,
+    )
     tensors: Tensors = {
-        "patch_embed.proj.weight": ("BF16", (hidden, 3, vision["temporal_patch_size"], patch, patch)),
+        "patch_embed.proj.weight": (
+            "BF16",
+            (hidden, 3, vision["temporal_patch_size"], patch, patch),
+        ),
         **norms("merger.ln_q", hidden),
         **linear("merger.mlp.0", merged, merged),
         **linear("merger.mlp.2", vision["out_hidden_size"], merged),
@@ -93,14 +107,18 @@ def _audio(audio: Config) -> Tensors:
     ))  # fmt: skip
     for name in ("gate_proj", "up_proj"):
         layer |= linear(f"mlp.{name}", inner, hidden)
-    layer |= linear("mlp.down_proj", hidden, inner) | norms("input_layernorm post_attention_layernorm", hidden)
+    layer |= linear("mlp.down_proj", hidden, inner) | norms(
+        "input_layernorm post_attention_layernorm", hidden
+    )
     encoder = norms("input_local_transformer.norm", hidden)
     for index in range(audio["input_local_layers"]):
         encoder |= under(f"input_local_transformer.layers.{index}.", layer)
     encoder |= linear("projection.mlp.0", 4 * joined, joined)
     encoder |= linear("projection.mlp.2", audio["out_hidden_size"], 4 * joined)
     channels = range(audio["audio_channels"])
-    speech = {f"speech_embeddings.{channel}.weight": ("BF16", (vocab, hidden)) for channel in channels}
+    speech = {
+        f"speech_embeddings.{channel}.weight": ("BF16", (vocab, hidden)) for channel in channels
+    }
     return under("audio_encoder.", encoder) | speech
 
 

@@ -1,12 +1,26 @@
-"""MiMo-V2-Flash (XiaomiMiMo/MiMo-V2-Flash): FP8 in blocks, sinks on sliding layers, three dense MTP layers.
+"""MiMo-V2-Flash (XiaomiMiMo/MiMo-V2-Flash): FP8 in blocks, sinks on sliding layers, three dense MTP
+layers.
 
-Backbone names and shapes: transformers' save_pretrained. MTP names: NVIDIA-NeMo/Megatron-Bridge, which converts this
-release (models/mimo_v2_flash/mimo_v2_flash_bridge.py) and counts its layers from the names; which of them are FP8: the
-header of MiMo-V2.5's model_mtp.safetensors, the same block with q, k and v in one tensor. The config: the bridge's
-fixture, its two layer lists at full length by transformers' configuration_mimo_v2_flash.py.
+Backbone names and shapes: transformers' save_pretrained. MTP names: NVIDIA-NeMo/Megatron-Bridge,
+which converts this release (models/mimo_v2_flash/mimo_v2_flash_bridge.py) and counts its layers
+from the names; which of them are FP8: the header of MiMo-V2.5's model_mtp.safetensors, the same
+block with q, k and v in one tensor. The config: the bridge's fixture, its two layer lists at full
+length by transformers' configuration_mimo_v2_flash.py.
 """
 
-from tensors import FP8_128, Config, Published, Tensors, embeddings, experts, gated_mlp, linear, norms, under, vectors
+from tensors import (
+    FP8_128,
+    Config,
+    Published,
+    Tensors,
+    embeddings,
+    experts,
+    gated_mlp,
+    linear,
+    norms,
+    under,
+    vectors,
+)
 
 FLASH: Config = {
     "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "vocab_size": 152576,
@@ -27,7 +41,11 @@ NUM_MTP_LAYERS = 3
 
 def mimo_v2_flash(config: Config) -> Tensors:
     """MiMo-V2-Flash: first layer dense; MTP layers dense, with sliding attention."""
-    hidden, inner, num_experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
+    hidden, inner, num_experts = (
+        config["hidden_size"],
+        config["moe_intermediate_size"],
+        config["n_routed_experts"],
+    )
     dense = gated_mlp("mlp", hidden, config["intermediate_size"], "fp8_scale_inv")
     sparse = under("mlp.", (
         linear("gate", num_experts, hidden) | vectors(["gate.e_score_correction_bias"], num_experts, "F32")

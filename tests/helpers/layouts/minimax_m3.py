@@ -1,9 +1,11 @@
-"""MiniMax-M3: block-sparse attention with an indexer, routed experts, a vision tower, MTP as `model.mtp.layers.0`.
+"""MiniMax-M3: block-sparse attention with an indexer, routed experts, a vision tower, MTP as
+`model.mtp.layers.0`.
 
-Names of the backbone and the vision tower: transformers 5.17's conversion table from the published names
-(conversion_mapping.py, "minimax_m3_vl"), which loads this layout without a missing or an unexpected tensor. Names of
-the MTP block: rtp-llm's loader of the released block (models/minimax_m3_mtp.py: one module, `transformer_layer.`
-around a decoder layer, eh_proj in BF16) and vLLM 0.32.0's own. Router and its bias are float32 (vLLM's model.py).
+Names of the backbone and the vision tower: transformers 5.17's conversion table from the published
+names (conversion_mapping.py, "minimax_m3_vl"), which loads this layout without a missing or an
+unexpected tensor. Names of the MTP block: rtp-llm's loader of the released block
+(models/minimax_m3_mtp.py: one module, `transformer_layer.` around a decoder layer, eh_proj in BF16)
+and vLLM 0.32.0's own. Router and its bias are float32 (vLLM's model.py).
 """
 
 from tensors import (
@@ -22,7 +24,9 @@ from tensors import (
 
 
 def _sparse(layers: int, dense: int) -> Config:
-    """Layers by kind: the leading ones are dense with full attention, the others have experts and the indexer."""
+    """Layers by kind: the leading ones are dense with full attention, the others have experts and
+    the indexer.
+    """
     freq = [0] * dense + [1] * (layers - dense)
     return {
         "num_hidden_layers": layers, "moe_layer_freq": freq,
@@ -73,7 +77,7 @@ TINY: dict[str, Config] = {
 PUBLISHED = {
     "minimax-m3": Published(
         draft_stem="model.layers.0.", whole=("language_model.",), billions=428, unsaved=True,
-        asks="eh_proj self_attn.qkv_proj self_attn.o_proj block_sparse_moe.shared_experts.gate_up_proj "
+        asks="eh_proj self_attn.qkv_proj self_attn.o_proj " "block_sparse_moe.shared_experts.gate_up_proj "
              "block_sparse_moe.shared_experts.down_proj block_sparse_moe.experts",
         unasked="block_sparse_moe.gate",
     ),
@@ -81,20 +85,30 @@ PUBLISHED = {
 
 
 def minimax_m3(config: Config) -> Tensors:
-    """Three dense layers of full attention, then indexed attention and experts, as the MTP block has them."""
+    """Three dense layers of full attention, then indexed attention and experts, as the MTP block
+    has them.
+    """
     text, vision = config["text_config"], config["vision_config"]
     hidden = text["hidden_size"]
     layer_norms = norms("input_layernorm post_attention_layernorm", hidden)
-    dense = gqa(text, qk_norm=True) | gated_mlp("mlp", hidden, text["dense_intermediate_size"]) | layer_norms
+    dense = (
+        gqa(text, qk_norm=True)
+        | gated_mlp("mlp", hidden, text["dense_intermediate_size"])
+        | layer_norms
+    )
     sparse = gqa(text, qk_norm=True) | _indexer(text) | _experts(text) | layer_norms
     tensors = embeddings(text, "model.embed_tokens", "lm_head", "model.norm")
     for layer in range(text["num_hidden_layers"]):
-        tensors |= under(f"model.layers.{layer}.", sparse if text["moe_layer_freq"][layer] else dense)
+        tensors |= under(
+            f"model.layers.{layer}.", sparse if text["moe_layer_freq"][layer] else dense
+        )
     mtp = linear("eh_proj", hidden, 2 * hidden) | norms("enorm hnorm final_layernorm", hidden)
     mtp |= under("transformer_layer.", sparse)
     for index in range(text["num_mtp_modules"]):
         tensors |= under(f"model.mtp.layers.{index}.", mtp)
-    return under("language_model.", tensors) | _vision_tower(vision, config["projector_hidden_size"], hidden)
+    return under("language_model.", tensors) | _vision_tower(
+        vision, config["projector_hidden_size"], hidden
+    )
 
 
 def _indexer(text: Config) -> Tensors:
@@ -116,7 +130,11 @@ def _experts(text: Config) -> Tensors:
 
 
 def _vision_tower(vision: Config, projector: int, out: int) -> Tensors:
-    hidden, patch, compression = vision["hidden_size"], vision["patch_size"], vision["img_token_compression_config"]
+    hidden, patch, compression = (
+        vision["hidden_size"],
+        vision["patch_size"],
+        vision["img_token_compression_config"],
+    )
     merged = projector * compression["spatial_merge_size"] ** 2
     patches = (hidden, vision["num_channels"], compression["temporal_patch_size"], patch, patch)
     block = under("self_attn.", {
@@ -125,7 +143,9 @@ def _vision_tower(vision: Config, projector: int, out: int) -> Tensors:
     })  # fmt: skip
     block |= linear("mlp.fc1", vision["intermediate_size"], hidden, bias=True)
     block |= linear("mlp.fc2", hidden, vision["intermediate_size"], bias=True)
-    block |= vectors((f"layer_norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")), hidden)
+    block |= vectors(
+        (f"layer_norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")), hidden
+    )
     tower: Tensors = {"embeddings.patch_embedding.weight": ("BF16", patches)}
     tower |= vectors(["pre_layrnorm.weight", "pre_layrnorm.bias"], hidden)
     for layer in range(vision["num_hidden_layers"]):

@@ -1,13 +1,26 @@
-"""Qwen3.8-Flash-Next (qwen4_exp): delta nets and indexed attention, hyper-connections, an n-gram table, MTP as `mtp.*`.
+"""Qwen3.8-Flash-Next (qwen4_exp): delta nets and indexed attention, hyper-connections, an n-gram
+table, MTP as `mtp.*`.
 
-Names and shapes of the backbone and the vision tower: transformers 5.17's save_pretrained; experts are published
-stacked. The MTP block: a listing of the BF16 release's headers (31 tensors, experts stacked, hyper-connections as in
-the backbone). Sizes: the release's text_config as servers pass it on.
+Names and shapes of the backbone and the vision tower: transformers 5.17's save_pretrained; experts
+are published stacked. The MTP block: a listing of the BF16 release's headers (31 tensors, experts
+stacked, hyper-connections as in the backbone). Sizes: the release's text_config as servers pass it
+on.
 """
 
 import math
 
-from tensors import Config, Published, Tensors, gated_mlp, gqa, linear, norms, qwen_vision_tower, under, vectors
+from tensors import (
+    Config,
+    Published,
+    Tensors,
+    gated_mlp,
+    gqa,
+    linear,
+    norms,
+    qwen_vision_tower,
+    under,
+    vectors,
+)
 
 
 def _layers(count: int) -> Config:
@@ -61,18 +74,20 @@ _MIXED = "input_mix_weight_down_block_inject"
 PUBLISHED = {
     "qwen3.8-flash-next": Published(
         draft_stem="mtp.layers.4.", num_mtp_weights=31, unsaved=True,
-        asks="mtp.fc_embedding mtp.fc_hidden self_attn.qkv_proj self_attn.o_proj mlp.shared_expert.gate_up_proj "
+        asks="mtp.fc_embedding mtp.fc_hidden self_attn.qkv_proj self_attn.o_proj " "mlp.shared_expert.gate_up_proj "
              "mlp.shared_expert.down_proj",
         unasked=f"mlp.gate mlp.shared_expert_gate attn_hyper_connection.{_MIXED} "
                 f"attn_hyper_connection.input_mix_weight_up mlp_hyper_connection.{_MIXED} "
-                "mlp_hyper_connection.input_mix_weight_up mtp.hyper_connection_mixer.input_mix_weight_down "
+                "mlp_hyper_connection.input_mix_weight_up " "mtp.hyper_connection_mixer.input_mix_weight_down "
                 "mtp.hyper_connection_mixer.input_mix_weight_up",
     ),
 }  # fmt: skip
 
 
 def qwen4_exp(config: Config) -> Tensors:
-    """Three delta nets to one indexed attention, experts in all; the second layer has the n-gram table."""
+    """Three delta nets to one indexed attention, experts in all; the second layer has the n-gram
+    table.
+    """
     text = config["text_config"]
     stem = "model.language_model."
     indexed, experts = gqa(text, qk_norm=True, gated=True) | _indexer(text), _experts(text)
@@ -133,13 +148,17 @@ def _hyper_connection(name: str, text: Config, *, inject: bool = True) -> Tensor
     """A connection of a sublayer; the mixer behind the last layer injects nothing back."""
     streams, rank = text["hc_count"], text["hc_lowrank"]
     width = streams * text["hidden_size"]
-    down_up = linear("input_mix_weight_down", rank, width) | linear("input_mix_weight_up", width, rank)
+    down_up = linear("input_mix_weight_down", rank, width) | linear(
+        "input_mix_weight_up", width, rank
+    )
     back = linear("block_inject_weight", streams, width) if inject else {}
     return under(f"{name}.", down_up | norms("hc_norm", width) | back)
 
 
 def _ngram_table(text: Config) -> Tensors:
-    """One row for each slot of 16 hash tables, whose sizes are the primes from ngram_vocab_size_base on."""
+    """One row for each slot of 16 hash tables, whose sizes are the primes from
+    ngram_vocab_size_base on.
+    """
     hidden, dim = text["hidden_size"], text["ple_embed_dim"]
     width = hidden * text["hc_count"]
     num_tables = (text["ngram_size"] - 1) * text["heads_per_ngram"]

@@ -1,12 +1,13 @@
 """Step-3.5-Flash and Step-3.7-Flash as stepfun-ai publishes them.
 
 Names of decoder and MTP layers: Megatron-Bridge's mapping (models/stepfun/step35_bridge.py, with
-`model.layers.45.transformer.shared_head.output.weight` bf16 [128896, 4096] quoted from the release in its PR 5364) and
-the index that vllm-ascend's weight test spells out: 17 tensors in each of the layers 45, 46 and 47, attention as in the
-decoder layers, a dense MLP. Experts are stacked: `moe.gate_proj.weight` [E, I, K]. Sizes: the release's config as
-aiconfigurator, sglang-jax and architecture-encyclopedia quote it.
-Step-3.7-Flash: the same language model (TensorRT-LLM's modeling_step3p7.py names its MTP tensors the same way) beside a
-vision tower, both by the layout that transformers' convert_step3p7 script quotes from the release.
+`model.layers.45.transformer.shared_head.output.weight` bf16 [128896, 4096] quoted from the release
+in its PR 5364) and the index that vllm-ascend's weight test spells out: 17 tensors in each of the
+layers 45, 46 and 47, attention as in the decoder layers, a dense MLP. Experts are stacked:
+`moe.gate_proj.weight` [E, I, K]. Sizes: the release's config as aiconfigurator, sglang-jax and
+architecture-encyclopedia quote it. Step-3.7-Flash: the same language model (TensorRT-LLM's
+modeling_step3p7.py names its MTP tensors the same way) beside a vision tower, both by the layout
+that transformers' convert_step3p7 script quotes from the release.
 """
 
 from dataclasses import replace
@@ -64,9 +65,15 @@ TINY["step3p7"] = {
 
 
 def step3p7(config: Config) -> Tensors:
-    """Step-3.5's names beside a perception encoder, whose fused `in_proj_weight` is a parameter without a module."""
+    """Step-3.5's names beside a perception encoder, whose fused `in_proj_weight` is a parameter
+    without a module.
+    """
     vision, hidden = config["vision_config"], config["text_config"]["hidden_size"]
-    width, patch, side = vision["width"], vision["patch_size"], vision["image_size"] // vision["patch_size"]
+    width, patch, side = (
+        vision["width"],
+        vision["patch_size"],
+        vision["image_size"] // vision["patch_size"],
+    )
     inner = int(vision["mlp_ratio"] * width)
     both = [f"{name}.{leaf}" for name in ("ln_1", "ln_2") for leaf in ("weight", "bias")]
     block = (
@@ -74,11 +81,16 @@ def step3p7(config: Config) -> Tensors:
         | linear("attn.out_proj", width, width, bias=True) | vectors([*both, "ls_1.gamma", "ls_2.gamma"], width)
         | linear("mlp.c_fc", inner, width, bias=True) | linear("mlp.c_proj", width, inner, bias=True)
     )  # fmt: skip
-    tower: Tensors = {
-        "conv1.weight": ("BF16", (width, 3, patch, patch)), "positional_embedding": ("BF16", (side * side, width)),
-        "vit_downsampler1.weight": ("BF16", (2 * width, width, 3, 3)),
-        "vit_downsampler2.weight": ("BF16", (4 * width, 2 * width, 3, 3)),
-    } | vectors(["vit_downsampler1.bias"], 2 * width) | vectors(["vit_downsampler2.bias"], 4 * width)  # fmt: skip
+    tower: Tensors = (
+        {
+            "conv1.weight": ("BF16", (width, 3, patch, patch)),
+            "positional_embedding": ("BF16", (side * side, width)),
+            "vit_downsampler1.weight": ("BF16", (2 * width, width, 3, 3)),
+            "vit_downsampler2.weight": ("BF16", (4 * width, 2 * width, 3, 3)),
+        }
+        | vectors(["vit_downsampler1.bias"], 2 * width)
+        | vectors(["vit_downsampler2.bias"], 4 * width)
+    )
     tower |= vectors(["ln_pre.weight", "ln_pre.bias"], width)
     for layer in range(vision["layers"]):
         tower |= under(f"transformer.resblocks.{layer}.", block)
@@ -89,8 +101,14 @@ def step3p7(config: Config) -> Tensors:
 
 
 def step3p5(config: Config) -> Tensors:
-    """Three MTP layers behind the decoder layers; heads by layer type; experts of a layer stacked in three tensors."""
-    hidden, num_layers, inner = config["hidden_size"], config["num_hidden_layers"], config["moe_intermediate_size"]
+    """Three MTP layers behind the decoder layers; heads by layer type; experts of a layer stacked
+    in three tensors.
+    """
+    hidden, num_layers, inner = (
+        config["hidden_size"],
+        config["num_hidden_layers"],
+        config["moe_intermediate_size"],
+    )
     count = config["moe_num_experts"]
     moe = under("moe.", (
         linear("gate", count, hidden) | vectors(["router_bias"], count, "F32")
@@ -101,9 +119,16 @@ def step3p5(config: Config) -> Tensors:
     sparse_layers = {int(layer) for layer in config["moe_layers_enum"].split(",")}
     tensors = embeddings(config)
     for layer in range(num_layers):
-        tensors |= under(f"model.layers.{layer}.", _block(config, layer) | (moe if layer in sparse_layers else dense))
+        tensors |= under(
+            f"model.layers.{layer}.",
+            _block(config, layer) | (moe if layer in sparse_layers else dense),
+        )
     for layer in range(num_layers, num_layers + config["num_nextn_predict_layers"]):
-        mtp = _block(config, layer) | dense | norms("enorm hnorm transformer.shared_head.norm", hidden)
+        mtp = (
+            _block(config, layer)
+            | dense
+            | norms("enorm hnorm transformer.shared_head.norm", hidden)
+        )
         mtp |= linear("eh_proj", hidden, 2 * hidden) | linear(
             "transformer.shared_head.output", config["vocab_size"], hidden
         )
@@ -115,7 +140,11 @@ def _block(config: Config, layer: int) -> Tensors:
     hidden, other = config["hidden_size"], config["attention_other_setting"]
     is_other = config["layer_types"][layer] == other["attention_type"]
     sizes = other if is_other else config
-    heads, groups, head = sizes["num_attention_heads"], sizes["num_attention_groups"], sizes["head_dim"]
+    heads, groups, head = (
+        sizes["num_attention_heads"],
+        sizes["num_attention_groups"],
+        sizes["head_dim"],
+    )
     return under("self_attn.", (
         linear("q_proj", heads * head, hidden) | linear("k_proj", groups * head, hidden)
         | linear("v_proj", groups * head, hidden) | linear("o_proj", hidden, heads * head)
@@ -124,7 +153,10 @@ def _block(config: Config, layer: int) -> Tensors:
 
 
 LAYOUTS = {"step3p5": step3p5, "step3p7": step3p7}
-BLOCK = "mtp_block.self_attn.qkv_proj mtp_block.self_attn.o_proj mtp_block.self_attn.g_proj mtp_block.mlp.gate_up_proj"
+BLOCK = (
+    "mtp_block.self_attn.qkv_proj mtp_block.self_attn.o_proj mtp_block.self_attn.g_proj "
+    "mtp_block.mlp.gate_up_proj"
+)
 STEP = Published(
     draft_stem="model.layers.4.", asks=f"shared_head.head {BLOCK} mtp_block.mlp.down_proj", unasked="eh_proj",
     num_mtp_layers=3, num_mtp_weights=51, billions=199, unsaved=True,

@@ -20,9 +20,11 @@ def accepted(reached: list[list[float]], right: list[list[float]], *, rows: int 
 
 
 def played(kept: float, *, slots: int, rows: int, seed: int) -> tuple[Acceptance, Acceptance]:
-    """Two blocks on one text: the first keeps that share of what the second has accepted, in the long run.
+    """Two blocks on one text: the first keeps that share of what the second has accepted, in the
+    long run.
 
-    Sequences are not equally hard, and the first has some drafts accepted where the second has none.
+    Sequences are not equally hard, and the first has some drafts accepted where the second has
+    none.
     """
     draw, length = torch.Generator().manual_seed(seed), slots // rows
     share = (0.8 + 0.1 * torch.randn(rows, 1, generator=draw)).clamp(0.3, 0.99)
@@ -32,18 +34,25 @@ def played(kept: float, *, slots: int, rows: int, seed: int) -> tuple[Acceptance
     luck = torch.rand(rows, length, generator=draw)
     own = torch.where(theirs, luck >= lost, luck < gained)
     counts = [
-        torch.stack([torch.full((rows,), float(length)), each.sum(dim=1).float()], dim=1) for each in (own, theirs)
+        torch.stack([torch.full((rows,), float(length)), each.sum(dim=1).float()], dim=1)
+        for each in (own, theirs)
     ]
-    first, second = (Acceptance(num_slots=slots, counts=each.double()[:, :, None, None]) for each in counts)
+    first, second = (
+        Acceptance(num_slots=slots, counts=each.double()[:, :, None, None]) for each in counts
+    )
     return first, second
 
 
 def test_what_is_kept_is_the_least_over_all_lengths_of_a_draft():
     best = accepted([[10.0], [10.0, 9.0]], [[9.0], [9.0, 8.1]])
     worse = accepted([[10.0], [10.0, 9.0]], [[9.0], [9.0, 0.0]])
-    assert best.by_position(2) == pytest.approx((0.9, 0.81)) and best.mean_accepted_length(2) == pytest.approx(2.71)
+    assert best.by_position(2) == pytest.approx((0.9, 0.81)) and best.mean_accepted_length(
+        2
+    ) == pytest.approx(2.71)
     assert best.kept_of(best, 0.95).value == 1.0
-    assert worse.by_position(1) == best.by_position(1) and worse.kept_of(best, 0.95).value == pytest.approx(0.9 / 1.71)
+    assert worse.by_position(1) == best.by_position(1) and worse.kept_of(
+        best, 0.95
+    ).value == pytest.approx(0.9 / 1.71)
     again = Acceptance.read(best.as_json())
     assert again.num_slots == 10 and torch.equal(again.counts, best.counts)
 
@@ -75,7 +84,9 @@ def test_a_block_passes_as_often_as_the_confidence_says(kept, slots, fewest, mos
 
 
 def test_the_slots_that_it_names_would_tell():
-    """So many slots show it about every other time: the estimate is then as often above as below."""
+    """So many slots show it about every other time: the estimate is then as often above as
+    below.
+    """
     games = [played(0.985, slots=600, rows=16, seed=seed) for seed in range(60)]
     needed = [own.kept_of(theirs, 0.95).needed_slots(LEAST) for own, theirs in games]
     told = sorted(each for each in needed if each is not None)
@@ -86,7 +97,9 @@ def test_the_slots_that_it_names_would_tell():
 
 
 def test_without_a_loss_the_number_of_slots_speaks():
-    """The jackknife sees no error where all sequences are equal; 98 slots of which none is lost allow 3 %."""
+    """The jackknife sees no error where all sequences are equal; 98 slots of which none is lost
+    allow 3 %.
+    """
     for slots, is_shown in ((96, False), (112, True)):
         perfect = accepted([[slots / 16]], [[slots / 16]], rows=16)
         found = perfect.kept_of(perfect, 0.95)

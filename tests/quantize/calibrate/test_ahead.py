@@ -1,4 +1,6 @@
-"""The next layer's files, read while this one computes, and what a layer's weights take of memory."""
+"""The next layer's files, read while this one computes, and what a layer's weights take of
+memory.
+"""
 
 import os
 import threading
@@ -34,7 +36,12 @@ MODELS = ("glm-4.7", "deepseek-v3.1", "dsv4-flash", "qwen3.5-397b")
 @pytest.fixture(scope="module", params=MODELS)
 def plan(request, tmp_path_factory) -> Plan:
     schemes = {"attention": "bf16"} if request.param.startswith(("deepseek", "ds")) else {}
-    return planned(tmp_path_factory.mktemp(request.param) / "source", model=request.param, data="random", **schemes)
+    return planned(
+        tmp_path_factory.mktemp(request.param) / "source",
+        model=request.param,
+        data="random",
+        **schemes,
+    )
 
 
 @pytest.fixture
@@ -51,12 +58,18 @@ def num_read(monkeypatch) -> Counter[str]:
     return found
 
 
-def test_each_byte_of_a_layer_is_read_once_and_of_the_next_one_meanwhile(plan, num_read, monkeypatch):
+def test_each_byte_of_a_layer_is_read_once_and_of_the_next_one_meanwhile(
+    plan, num_read, monkeypatch
+):
     skeleton = Skeleton(plan, device=CPU)
     ahead: Counter[str] = Counter()
     done = threading.Event()
     stored = [
-        {name: plan.entries[name].num_bytes for each in skeleton.tensors_of(index) for name in each.inputs}
+        {
+            name: plan.entries[name].num_bytes
+            for each in skeleton.tensors_of(index)
+            for name in each.inputs
+        }
         for index in (len(skeleton) - 2, len(skeleton) - 1)
     ]
 
@@ -77,8 +90,13 @@ def test_an_expert_keeps_no_more_memory_than_its_own(tmp_path):
     plan = planned(tmp_path / "source", model="qwen3.5-397b")
     skeleton = Skeleton(plan, device=CPU)
     with skeleton.layer(0) as layer:
-        storages = {value.untyped_storage().data_ptr(): value.untyped_storage() for value in layer.parameters()}
-        assert sum(each.nbytes() for each in storages.values()) == sum(value.nbytes for value in layer.parameters())
+        storages = {
+            value.untyped_storage().data_ptr(): value.untyped_storage()
+            for value in layer.parameters()
+        }
+        assert sum(each.nbytes() for each in storages.values()) == sum(
+            value.nbytes for value in layer.parameters()
+        )
 
 
 def test_a_shard_that_ends_early_is_named_when_its_layer_begins(tmp_path):
@@ -102,7 +120,10 @@ def test_an_end_in_the_middle_waits_for_no_more_than_a_piece(tmp_path, monkeypat
         time.sleep(0.2)
 
     monkeypatch.setattr(module, "read", read)
-    with pytest.raises(KeyboardInterrupt), reading_ahead(plan, Skeleton(plan, device=CPU).tensors_of(1)):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        reading_ahead(plan, Skeleton(plan, device=CPU).tensors_of(1)),
+    ):
         assert begun.wait(10)
         raise KeyboardInterrupt
     assert len(calls) == 1
@@ -115,7 +136,9 @@ def test_weights_are_dequantized_on_the_device_that_computes_and_packs(tmp_path)
 
 def dequantizing_run(folder: Path) -> None:
     planned(folder / "source", model="deepseek-v3.1", data="random", attention="bf16")
-    plan = plan_over(folder / "source", "deepseek-v3.1")  # without data, so that it can be packed at once
+    plan = plan_over(
+        folder / "source", "deepseek-v3.1"
+    )  # without data, so that it can be packed at once
     forms: Counter[tuple[str, str]] = Counter()
     real = weights.dequantize
 

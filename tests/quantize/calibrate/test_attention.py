@@ -1,4 +1,6 @@
-"""`attention: sdpa`: no scores are held, the numbers are nearly the same, and a class without it is refused."""
+"""`attention: sdpa`: no scores are held, the numbers are nearly the same, and a class without it is
+refused.
+"""
 
 from dataclasses import replace
 
@@ -25,9 +27,13 @@ MODELS = {"tiny-glm4-moe.nvfp4": modeling_glm4_moe, "tiny-qwen3_5.nvfp4": modeli
 def test_no_scores_are_computed_and_scales_are_nearly_the_same(name, tmp_path, monkeypatch):
     found = {}
     for attention in ("eager", "sdpa"):
-        plan, _ = plan_for(str(small_recipe(tmp_path, name, attention=attention, samples=4, held_out=8)))
+        plan, _ = plan_for(
+            str(small_recipe(tmp_path, name, attention=attention, samples=4, held_out=8))
+        )
         if attention == "sdpa":
-            monkeypatch.setattr(MODELS[name], "eager_attention_forward", None)  # a call is a TypeError
+            monkeypatch.setattr(
+                MODELS[name], "eager_attention_forward", None
+            )  # a call is a TypeError
         run = calibrate(plan, tmp_path / attention, ranks=ALONE)
         statistics = run.statistics
         found[attention] = {key: statistics.read(key) for key in statistics if "input" in key}
@@ -52,12 +58,17 @@ def with_sdpa(recipe: Recipe) -> Recipe:
 
 def test_a_class_with_sinks_is_refused(tmp_path):
     plan = planned(tmp_path / "source", model="dsv4-flash", attention="bf16")
-    rule = r"attention: sdpa needs a class that computes by it, unlike DeepseekV4\w+; got sdpa\. Set attention: eager"
+    rule = (
+        r"attention: sdpa needs a class that computes by it, unlike DeepseekV4\w+; got sdpa\. "
+        r"Set attention: eager"
+    )
     with pytest.raises(RecipeError, match=rule):
         Skeleton(replace(plan, recipe=with_sdpa(plan.recipe)), device=CPU)
 
 
 def test_memory_is_counted_without_scores(tmp_path):
     plan = planned(tmp_path / "source")
-    eager, sdpa = (peak(stations(each)) for each in (plan, replace(plan, recipe=with_sdpa(plan.recipe))))
+    eager, sdpa = (
+        peak(stations(each)) for each in (plan, replace(plan, recipe=with_sdpa(plan.recipe)))
+    )
     assert sdpa[0].device_bytes < eager[0].device_bytes

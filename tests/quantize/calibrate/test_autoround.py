@@ -1,7 +1,9 @@
-"""AutoRound on one layer at a time, against llm-compressor's own sequential pipeline; and its gates.
+"""AutoRound on one layer at a time, against llm-compressor's own sequential pipeline; and its
+gates.
 
-Equality is to the bit, where llm-compressor's pipeline tunes each layer on what that layer is really handed. As it is,
-it tunes a layer on outputs that auto-round computed of the layer before, in batches of its own, which nobody keeps.
+Equality is to the bit, where llm-compressor's pipeline tunes each layer on what that layer is
+really handed. As it is, it tunes a layer on outputs that auto-round computed of the layer before,
+in batches of its own, which nobody keeps.
 """
 
 import gc
@@ -14,7 +16,17 @@ from keepmtp.quantize.calibrate.layers.autoround import tuned_layers
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.knobs import AutoRoundKnobs
 from keepmtp.recipes.schemes import SCHEMES
-from layerwise import GLM, IGNORE, QWEN, Skeleton, assert_same, layerwise, outliers, sequential, token_ids
+from layerwise import (
+    GLM,
+    IGNORE,
+    QWEN,
+    Skeleton,
+    assert_same,
+    layerwise,
+    outliers,
+    sequential,
+    token_ids,
+)
 from torch import Tensor, nn
 
 KNOBS = AutoRoundKnobs(iters=4, lr=0.01, batch_size=2).arguments()
@@ -22,7 +34,9 @@ KNOBS = AutoRoundKnobs(iters=4, lr=0.01, batch_size=2).arguments()
 
 @pytest.fixture(autouse=True, scope="module")
 def quick():
-    """One thread; and what is there is passed over, since auto-round lets garbage be collected at every turn."""
+    """One thread; and what is there is passed over, since auto-round lets garbage be collected at
+    every turn.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.freeze()
@@ -35,9 +49,13 @@ def one_layer(schemes=None, *, index: int = 1, together: int = 1, **options):
     """A layer's statistics; hidden states with loud channels, `together` sequences in a batch."""
     skeleton = Skeleton(GLM)
     ids, hidden = token_ids(), outliers(4, 256)
-    ids, hidden = ([torch.cat(each[i : i + together]) for i in range(0, 4, together)] for each in (ids, hidden))
+    ids, hidden = (
+        [torch.cat(each[i : i + together]) for i in range(0, 4, together)] for each in (ids, hidden)
+    )
     batches = skeleton.enter(index, ids, hidden)
-    schemes = {name: (schemes or {}).get(name.split(".")[3], "W4A16") for name in skeleton.linears(index)}
+    schemes = {
+        name: (schemes or {}).get(name.split(".")[3], "W4A16") for name in skeleton.linears(index)
+    }
     options = {"algorithm": "autoround", "knobs": KNOBS, **options}
     return skeleton.calibrated(batches, schemes, **options).tensors
 
@@ -49,7 +67,9 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("folder", "scheme"), [(GLM, "W4A16"), (QWEN, "W8A16"), (GLM, "W4A16_ASYM")])
+@pytest.mark.parametrize(
+    ("folder", "scheme"), [(GLM, "W4A16"), (QWEN, "W8A16"), (GLM, "W4A16_ASYM")]
+)
 def test_autoround_equals_the_sequential_pipelines(folder, scheme):
     from llmcompressor.modifiers.autoround import AutoRoundModifier
 
@@ -60,16 +80,22 @@ def test_autoround_equals_the_sequential_pipelines(folder, scheme):
 
     # Linear attention is a loop in PyTorch, and slow to learn through.
     is_quick = folder == GLM and scheme == "W4A16"
-    ids, knobs = (token_ids(), KNOBS) if is_quick else (token_ids(2, length=8), KNOBS | {"iters": 2})
+    ids, knobs = (
+        (token_ids(), KNOBS) if is_quick else (token_ids(2, length=8), KNOBS | {"iters": 2})
+    )
     modifier = OnWhatTheLayerIsHanded(targets="Linear", scheme=scheme, ignore=IGNORE, **knobs)
     model = sequential(folder, ids, [modifier])
     _, results = layerwise(folder, ids, scheme, "autoround", knobs=knobs)
     tensors = len(SCHEMES[scheme].tensors(128, 128))
-    assert assert_same(results, model, all_tensors=True) == tensors * sum(len(result.coverage) for result in results)
+    assert assert_same(results, model, all_tensors=True) == tensors * sum(
+        len(result.coverage) for result in results
+    )
 
 
 def test_a_layer_does_not_depend_on_what_ran_before():
-    """So a killed run comes out the same. Nor does it on the batches that the states are read in."""
+    """So a killed run comes out the same. Nor does it on the batches that the states are read
+    in.
+    """
     expected = one_layer()
     torch.use_deterministic_algorithms(False)  # llm-compressor's own run leaves them on
     random.seed(5)
@@ -86,7 +112,9 @@ def test_what_was_learned_is_nearer_to_the_layer():
     learned, nearest = one_layer(), one_layer(knobs=KNOBS | {"iters": 1})
     assert learned.keys() == nearest.keys()
     assert any(not torch.equal(value, nearest[name]) for name, value in learned.items())
-    assert any((value < 0).any() for name, value in learned.items() if name.endswith("weight_scale"))
+    assert any(
+        (value < 0).any() for name, value in learned.items() if name.endswith("weight_scale")
+    )
 
 
 def test_other_schemes_of_the_layer_are_rounded_to_nearest():
@@ -95,7 +123,9 @@ def test_other_schemes_of_the_layer_are_rounded_to_nearest():
     scales = {name: value for name, value in mixed.items() if "self_attn" in name}
     assert_equal(scales, plain)
     assert {name.rpartition(".")[2] for name in scales} == {"input_global_scale"}
-    assert len(mixed) - len(scales) == 3 * 15, "every matrix of the MLP has its codes, scales and shape"
+    assert len(mixed) - len(scales) == 3 * 15, (
+        "every matrix of the MLP has its codes, scales and shape"
+    )
 
 
 def test_a_module_that_is_passed_over_is_named(monkeypatch):
@@ -103,7 +133,10 @@ def test_a_module_that_is_passed_over_is_named(monkeypatch):
     own = autoround.LayerAutoRound.get_unquantized_layer_names
     others = lambda self, layer: [*own(self, layer), "model.layers.0.mlp.experts.2.up_proj"]  # noqa: E731
     monkeypatch.setattr(autoround.LayerAutoRound, "get_unquantized_layer_names", others)
-    with pytest.raises(CheckpointError, match=f"^{name}: AutoRound must tune every module that it is given; got a mod"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"^{name}: AutoRound must tune every module that it is given; got a mod",
+    ):
         one_layer()
 
 
@@ -113,4 +146,6 @@ def test_layers_are_entries_of_the_outermost_list():
     model.layers = nn.ModuleList([nn.Module(), nn.Module()])
     model.layers[1].experts = nn.ModuleList([nn.Module()])
     model.layers[1].experts[0].up = nn.Linear(2, 2)
-    assert tuned_layers(model, ["projection", "layers.1.experts.0.up"]) == {"layers.1": ["layers.1.experts.0.up"]}
+    assert tuned_layers(model, ["projection", "layers.1.experts.0.up"]) == {
+        "layers.1": ["layers.1.experts.0.up"]
+    }

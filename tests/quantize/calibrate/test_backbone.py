@@ -23,8 +23,14 @@ from safetensors.torch import load_file, save_file
 from transformers.models.glm4_moe import modeling_glm4_moe
 
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
-# Each rerun is killed at another place, later than the last; the fourth has finished its layer, but told no one.
-PLACES = [("before statistics", 0), ("after statistics", 1), ("amid states", 1), ("amid removal", 1)]
+# Each rerun is killed at another place, later than the last; the fourth has finished its layer, but
+# told no one.
+PLACES = [
+    ("before statistics", 0),
+    ("after statistics", 1),
+    ("amid states", 1),
+    ("amid removal", 1),
+]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +46,11 @@ PLACES = [("before statistics", 0), ("after statistics", 1), ("amid states", 1),
 )
 def test_a_killed_pass_goes_on_and_leaves_the_same_bytes(name, places, told, tmp_path):
     name, _, search = name.partition(" ")
-    recipe, unbroken, broken = small_recipe(tmp_path, name, search=search), tmp_path / "unbroken", tmp_path / "broken"
+    recipe, unbroken, broken = (
+        small_recipe(tmp_path, name, search=search),
+        tmp_path / "unbroken",
+        tmp_path / "broken",
+    )
     straight = start(recipe, unbroken)
     for place in places:
         assert finished(start(recipe, broken, kill=place)) == [-9], place
@@ -51,14 +61,19 @@ def test_a_killed_pass_goes_on_and_leaves_the_same_bytes(name, places, told, tmp
     assert [path.name for path in (broken / "states").iterdir()] == ["00003"]
 
 
-# --- in this process --------------------------------------------------------------------------------------------------
+# --- in this process ------------------------------------------------------------------------------
 
 
 def run(plan: Plan, data: CalibrationData, folder: Path, *, ranks: Ranks = ALONE) -> list[int]:
     """The layers that were done."""
     told: list[int] = []
     calibrate_backbone(
-        plan, data, folder, device=ranks.device, ranks=ranks, progress=lambda step: told.append(step.done)
+        plan,
+        data,
+        folder,
+        device=ranks.device,
+        ranks=ranks,
+        progress=lambda step: told.append(step.done),
     )
     return told
 
@@ -92,7 +107,8 @@ def test_out_of_memory_says_what_helps(tmp_path, monkeypatch):
     plan, data = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4"))
     monkeypatch.setattr(modeling_glm4_moe.Glm4MoeMoE, "forward", forward)
     rule = (
-        "decoder layer 1 and a batch must fit cpu; got out of memory in batches of 2. Free the device of other "
+        "decoder layer 1 and a batch must fit cpu; got out of memory in batches of 2. Free the "
+        "device of other "
         "processes, or lower calibration.batch_size or calibration.sequence_length"
     )
     with pytest.raises(RecipeError, match=re.escape(rule)):
@@ -123,7 +139,10 @@ def test_values_that_are_not_finite_name_their_module(broken, named, value, tmp_
 def test_a_module_that_is_never_called_is_named(tmp_path, monkeypatch):
     plan, data = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=4))
     monkeypatch.setattr(modeling_glm4_moe.Glm4MoeMLP, "forward", lambda _self, states: states)
-    rule = r"model\.layers\.0\.mlp\.\w+_proj: every quantized module must be called .* got 3 modules without a token"
+    rule = (
+        r"model\.layers\.0\.mlp\.\w+_proj: every quantized module must be called .* got 3 "
+        r"modules without a token"
+    )
     with pytest.raises(CheckpointError, match=rule):
         run(plan, data, tmp_path / "pass")
 
@@ -140,7 +159,9 @@ def deep(folder: Path, model: str, num_layers: int, batches: int) -> tuple[Plan,
 
 
 def test_minmax_runs_each_calibration_batch_once(tmp_path, monkeypatch):
-    """A layer computes one sequence for the guard, held-out text twice, and calibration text once, or twice by GPTQ."""
+    """A layer computes one sequence for the guard, held-out text twice, and calibration text once,
+    or twice by GPTQ.
+    """
     calls: list[int] = []
     forward = modeling_glm4_moe.Glm4MoeDecoderLayer.forward
 
@@ -161,25 +182,35 @@ def test_minmax_runs_each_calibration_batch_once(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_nothing_is_held_from_layer_to_layer(tmp_path, monkeypatch):
-    """Between layers there is embedding, norm and no more than a batch of states, after the fifth as after the first.
+    """Between layers there is embedding, norm and no more than a batch of states, after the fifth
+    as after the first.
 
-    So it is where no memory is free; else the states and the next layer, as it is stored, are kept in it.
+    So it is where no memory is free; else the states and the next layer, as it is stored, are kept
+    in it.
 
-    Tensors, not the process's size: that grows by oneDNN's cache of kernels, one for each number of tokens an expert
-    is sent, up to 1024 of them.
+    Tensors, not the process's size: that grows by oneDNN's cache of kernels, one for each number of
+    tokens an expert is sent, up to 1024 of them.
     """
     held: list[int] = []
 
     def look(_step: object) -> None:
         gc.collect()
-        alive = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive if not t.is_meta}
+        alive = (
+            each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)
+        )
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in alive
+            if not t.is_meta
+        }
         held.append(sum(storages.values()))
 
     plan, data = deep(tmp_path / "source", "glm-4.7", 5, 3)
     monkeypatch.setattr(states, "free_host_bytes", lambda: 0)
     look(None)
-    calibrate_backbone(plan, data, tmp_path / "pass", device=ALONE.device, ranks=ALONE, progress=look)
+    calibrate_backbone(
+        plan, data, tmp_path / "pass", device=ALONE.device, ranks=ALONE, progress=look
+    )
     before, *after = held
     assert len(after) == 5
     assert max(after) - min(after) < 2**14
@@ -187,7 +218,9 @@ def test_nothing_is_held_from_layer_to_layer(tmp_path, monkeypatch):
 
 
 def test_layers_that_hand_on_more_than_states_can_be_resumed(tmp_path):
-    """GLM-5's layers return (hidden states, indices): so must the stand-ins of a run that has seen none of them."""
+    """GLM-5's layers return (hidden states, indices): so must the stand-ins of a run that has seen
+    none of them.
+    """
     plan, data = deep(tmp_path / "source", "glm-5", 4, 1)
     assert run(plan, data, tmp_path / "whole") == [1, 2, 3, 4]
 
@@ -196,6 +229,8 @@ def test_layers_that_hand_on_more_than_states_can_be_resumed(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_backbone(plan, data, tmp_path / "cut", device=ALONE.device, ranks=ALONE, progress=stop)
+        calibrate_backbone(
+            plan, data, tmp_path / "cut", device=ALONE.device, ranks=ALONE, progress=stop
+        )
     assert run(plan, data, tmp_path / "cut") == [3, 4]
     assert statistics(tmp_path / "cut") == statistics(tmp_path / "whole")

@@ -34,7 +34,10 @@ def test_the_largest_batch_that_fits_is_taken_and_kept(tmp_path, monkeypatch):
     plan = auto(planned(tmp_path / "source"), samples=64, sequence_length=32)
     needed = {size: peak(stations(plan, batch_size=size))[0].device_bytes for size in (1, 2, 4, 8)}
     assert needed[4] < needed[8], "the count depends on it"
-    for size, free in ((4, int(1.06 * needed[4])), (1, 0)):  # the count is careful: one is tried always
+    for size, free in (
+        (4, int(1.06 * needed[4])),
+        (1, 0),
+    ):  # the count is careful: one is tried always
         monkeypatch.setattr(module, "_free_bytes", lambda _ranks, free=free: free)
         folder = tmp_path / f"of-{size}"
         folder.mkdir()
@@ -82,7 +85,9 @@ def test_a_recipe_says_a_number_or_auto(wrong, tmp_path):
 
 @pytest.mark.parametrize("name", ["tiny-glm4-moe.nvfp4", "tiny-qwen3_5.nvfp4"])
 def test_minmax_finds_the_same_with_any_batch_size(name, tmp_path):
-    """The largest magnitudes do not depend on how the sequences are dealt out, so auto changes no number."""
+    """The largest magnitudes do not depend on how the sequences are dealt out, so auto changes no
+    number.
+    """
     found: dict[object, dict[str, torch.Tensor]] = {}
     for size in (1, 8):
         plan, _ = plan_for(str(small_recipe(tmp_path, name, batch_size=size)))
@@ -96,11 +101,18 @@ def test_minmax_finds_the_same_with_any_batch_size(name, tmp_path):
     assert [name for name in found[1] if not torch.equal(found[1][name], found[8][name])] == []
 
 
-def test_a_whole_run_says_what_was_chosen_and_records_the_recipe_as_it_was_written(tmp_path, monkeypatch):
+def test_a_whole_run_says_what_was_chosen_and_records_the_recipe_as_it_was_written(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(module, "_MAX_TOKENS_ON_CPU", 64)
-    plan, _ = plan_for(str(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", batch_size="auto", samples=4)))
+    plan, _ = plan_for(
+        str(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", batch_size="auto", samples=4))
+    )
     run = calibrate(plan, tmp_path / "pass", ranks=ALONE)
     assert run.summary["batch_size"] == 2
     assert run.plan.recipe.calibration == plan.recipe.calibration
     names = {path.name for path in (tmp_path / "pass" / "states" / "00003").glob("calibration-*")}
-    assert names == {"calibration-000000-000002.safetensors", "calibration-000002-000004.safetensors"}
+    assert names == {
+        "calibration-000000-000002.safetensors",
+        "calibration-000002-000004.safetensors",
+    }

@@ -1,4 +1,6 @@
-"""What GPTQ and AWQ keep of a layer: one Hessian for each input, and experts in groups that fit; bit for bit."""
+"""What GPTQ and AWQ keep of a layer: one Hessian for each input, and experts in groups that fit;
+bit for bit.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -75,8 +77,12 @@ def num_matrices(found: Hessians) -> int:
 
 
 @cache
-def unbounded(scheme: str = "W4A16", algorithm: str = "gptq", *, unused: int | None = None, **options) -> Calibrated:
-    """The same where everything fits, as it does here; with a `room` it is to be asked for before."""
+def unbounded(
+    scheme: str = "W4A16", algorithm: str = "gptq", *, unused: int | None = None, **options
+) -> Calibrated:
+    """The same where everything fits, as it does here; with a `room` it is to be asked for
+    before.
+    """
     return moe_layer(scheme, algorithm, unused=unused, **options)
 
 
@@ -96,13 +102,18 @@ def most(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("scheme", ["W4A16", "NVFP4"])
 def test_a_moe_layer_needs_a_hessian_for_each_input(scheme, most, monkeypatch):
-    """q, k, v share one, all gate and up projections share one; o and each of five down projections have their own."""
+    """q, k, v share one, all gate and up projections share one; o and each of five down projections
+    have their own.
+    """
     factored: list[int] = []
     factorize = hessians.factorize_hessian
-    monkeypatch.setattr(hessians, "factorize_hessian", lambda *a: factored.append(len(a[1])) or factorize(*a))
+    monkeypatch.setattr(
+        hessians, "factorize_hessian", lambda *a: factored.append(len(a[1])) or factorize(*a)
+    )
     shared = moe_layer(scheme)
     assert max(most) == 8
-    # The shared expert reads sequences and the routed ones rows: one sum, divided by two numbers of samples.
+    # The shared expert reads sequences and the routed ones rows: one sum, divided by two numbers of
+    # samples.
     assert factored == [1] * 9
     most.clear()
     with monkeypatch.context() as patch:
@@ -125,22 +136,34 @@ def test_sums_stay_together_while_inputs_do():
             found.add(module, value)
     assert found.uncalled() == [] and num_matrices(found) == 2
     assert found.matrix(modules[0]) is found.matrix(modules[2])
-    assert torch.equal(found.matrix(modules[1]), summed(modules[1], values)) and found.samples(modules[1]) == 6
+    assert (
+        torch.equal(found.matrix(modules[1]), summed(modules[1], values))
+        and found.samples(modules[1]) == 6
+    )
 
 
-@pytest.mark.parametrize("calls", [[(0, "b"), (1, "c")], [(0, "b")], [(1, "a")], [(0, "b"), (1, "b"), (1, "b")]])
+@pytest.mark.parametrize(
+    "calls", [[(0, "b"), (1, "c")], [(0, "b")], [(1, "a")], [(0, "b"), (1, "b"), (1, "b")]]
+)
 def test_modules_that_part_are_refused(calls):
     """Both read one tensor first; afterwards one reads another, or nothing, or once more."""
-    modules, values = [nn.Linear(8, 4) for _ in range(2)], {name: torch.randn(2, 5, 8) for name in "abc"}
+    modules, values = (
+        [nn.Linear(8, 4) for _ in range(2)],
+        {name: torch.randn(2, 5, 8) for name in "abc"},
+    )
     found = hessians_of(modules)
-    with pytest.raises(CheckpointError, match=r"^1: GPTQ needs it to read what 0 reads in every batch"):
+    with pytest.raises(
+        CheckpointError, match=r"^1: GPTQ needs it to read what 0 reads in every batch"
+    ):
         for number, name in [(0, "a"), (1, "a"), *calls]:
             found.add(modules[number], values[name])
         found.uncalled()
 
 
 def test_memory_that_is_used_again_is_another_input():
-    """What the allocator does with the inputs of experts' down projections, and what an operation in place does."""
+    """What the allocator does with the inputs of experts' down projections, and what an operation
+    in place does.
+    """
     modules = [nn.Linear(64, 4) for _ in range(4)]
     found, expected = hessians_of(modules), []
     for index, module in enumerate(modules[:3]):
@@ -158,18 +181,29 @@ def test_memory_that_is_used_again_is_another_input():
 
 
 def test_rows_are_the_same_input_whatever_their_batches_are():
-    """As a shared expert reads sequences where the routed ones read rows; the library counts the former as several."""
+    """As a shared expert reads sequences where the routed ones read rows; the library counts the
+    former as several.
+    """
     routed, shared, other = (nn.Linear(8, 4) for _ in range(3))
     value, found = torch.randn(3, 5, 8), hessians_of([routed, shared, other])
-    for module, read in ((routed, value.view(-1, 8)), (shared, value), (other, value.transpose(0, 1))):
+    for module, read in (
+        (routed, value.view(-1, 8)),
+        (shared, value),
+        (other, value.transpose(0, 1)),
+    ):
         found.add(module, read)
     assert found.matrix(routed) is found.matrix(shared) and num_matrices(found) == 2
     assert (found.samples(routed), found.samples(shared), found.samples(other)) == (1, 3, 5)
-    for module, read in ((routed, value.view(-1, 8)), (shared, value), (other, value.transpose(0, 1))):
+    for module, read in (
+        (routed, value.view(-1, 8)),
+        (shared, value),
+        (other, value.transpose(0, 1)),
+    ):
         assert torch.equal(found.matrix(module), summed(module, [read]))
 
 
-# --- experts in groups ------------------------------------------------------------------------------------------------
+# --- experts in groups
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -184,7 +218,9 @@ def passes(monkeypatch) -> list[int]:
     counts: list[int] = []
     run = ExpertPasses.run
     monkeypatch.setattr(
-        ExpertPasses, "run", lambda self, chosen, **options: counts.append(len(chosen)) or run(self, chosen, **options)
+        ExpertPasses,
+        "run",
+        lambda self, chosen, **options: counts.append(len(chosen)) or run(self, chosen, **options),
     )
     return counts
 
@@ -216,7 +252,9 @@ def test_awq_searches_experts_in_groups_that_fit(spare, groups, room, passes, mo
     caches: list[_Cache] = []
     init = _Cache.__init__
     monkeypatch.setattr(_Cache, "append", counted)
-    monkeypatch.setattr(_Cache, "__init__", lambda self, *a, **k: caches.append(self) or init(self, *a, **k))
+    monkeypatch.setattr(
+        _Cache, "__init__", lambda self, *a, **k: caches.append(self) or init(self, *a, **k)
+    )
     room(None)
     expected = moe_layer(algorithm="awq")
     everything = max(held)
@@ -227,7 +265,8 @@ def test_awq_searches_experts_in_groups_that_fit(spare, groups, room, passes, mo
     assert max(held) == everything - 4 * PAIR + max(spare, PAIR)
 
 
-# --- counted from headers ---------------------------------------------------------------------------------------------
+# --- counted from headers
+# ---------------------------------------------------------------------------------------------
 
 
 def tensors_of_layer(variant: str) -> list[TensorPlan]:
@@ -241,7 +280,9 @@ def test_hessians_are_as_large_as_counted(routed, monkeypatch):
 
     def measured(self, *args):
         found = first(self, *args)
-        largest.append(sum(own.matrix.nbytes for own in {id(own): own for own in self._sums.values()}.values()))
+        largest.append(
+            sum(own.matrix.nbytes for own in {id(own): own for own in self._sums.values()}.values())
+        )
         return found
 
     monkeypatch.setattr(Hessians, "_first", measured)
@@ -257,7 +298,9 @@ def test_awqs_caches_are_as_large_as_counted(monkeypatch):
     """But for the mask and the positions, which attention is handed with its input."""
     caches: list[_Cache] = []
     init = _Cache.__init__
-    monkeypatch.setattr(_Cache, "__init__", lambda self, *a, **k: caches.append(self) or init(self, *a, **k))
+    monkeypatch.setattr(
+        _Cache, "__init__", lambda self, *a, **k: caches.append(self) or init(self, *a, **k)
+    )
     moe_layer(algorithm="awq")
     counted = awq_cache_bytes(tensors_of_layer("w4a16-awq"), 3 * 64)
     assert 0.8 < counted / sum(cache.whole_bytes for cache in caches) < 1.25
@@ -265,13 +308,16 @@ def test_awqs_caches_are_as_large_as_counted(monkeypatch):
     assert pairs == 3 * PAIR
 
 
-# --- routed tokens only ---------------------------------------------------------------------------------------------
+# --- routed tokens only
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
 def test_routed_experts_are_calibrated_as_llmcompressor_does_without_all_experts():
     ids = token_ids()
-    model = sequential(GLM, ids, [GPTQModifier(targets="Linear", scheme="W4A16", ignore=IGNORE)], all_experts=False)
+    model = sequential(
+        GLM, ids, [GPTQModifier(targets="Linear", scheme="W4A16", ignore=IGNORE)], all_experts=False
+    )
     _, results = layerwise(GLM, ids, "W4A16", "gptq", routed=True)
     assert assert_same(results, model, all_tensors=True) > 10
     _, everything = layerwise(GLM, ids, "W4A16", "gptq")
@@ -280,7 +326,9 @@ def test_routed_experts_are_calibrated_as_llmcompressor_does_without_all_experts
 
 
 def test_an_expert_without_a_token_takes_all_of_them(passes):
-    """Its tensors are those of `all`, to the bit, and the other experts' those of their own tokens."""
+    """Its tensors are those of `all`, to the bit, and the other experts' those of their own
+    tokens.
+    """
     everything, own = unbounded(unused=3), unbounded(routed=True)
     found = moe_layer(unused=3, routed=True)
     routed = {entry.module: entry.routed for entry in found.coverage}
@@ -289,8 +337,12 @@ def test_an_expert_without_a_token_takes_all_of_them(passes):
         name = f"model.layers.1.mlp.experts.3.{projection}"
         assert routed[name] == tokens[name] == 0
         for suffix in ("weight_packed", "weight_scale"):
-            assert torch.equal(found.tensors[f"{name}.{suffix}"], everything.tensors[f"{name}.{suffix}"])
-        assert not torch.equal(found.tensors[f"{name}.weight_packed"], own.tensors[f"{name}.weight_packed"])
+            assert torch.equal(
+                found.tensors[f"{name}.{suffix}"], everything.tensors[f"{name}.{suffix}"]
+            )
+        assert not torch.equal(
+            found.tensors[f"{name}.weight_packed"], own.tensors[f"{name}.weight_packed"]
+        )
         other = f"model.layers.1.mlp.experts.0.{projection}.weight_packed"
         assert not torch.equal(found.tensors[other], everything.tensors[other])
     assert passes == [1]
@@ -302,21 +354,28 @@ def test_a_scale_that_no_token_decides_is_the_other_experts(algorithm, scheme):
     suffix = {"FP8": "input_scale", "NVFP4": "input_global_scale"}[scheme]
     largest = max if scheme == "FP8" else min
     for projection in ("gate_proj", "up_proj", "down_proj"):
-        scales = [float(found.tensors[f"model.layers.1.mlp.experts.{e}.{projection}.{suffix}"]) for e in range(4)]
+        scales = [
+            float(found.tensors[f"model.layers.1.mlp.experts.{e}.{projection}.{suffix}"])
+            for e in range(4)
+        ]
         assert scales[3] == largest(scales[:3]) and len({*scales}) > 1
 
 
 def test_experts_with_few_tokens_are_named():
     found = moe_layer("FP8", "minmax", routed=True)
     entries = {entry.module: entry for entry in found.coverage}
-    gate, down = (entries[f"model.layers.1.mlp.experts.0.{projection}"] for projection in ("gate_proj", "down_proj"))
+    gate, down = (
+        entries[f"model.layers.1.mlp.experts.0.{projection}"]
+        for projection in ("gate_proj", "down_proj")
+    )
     assert gate.has_few_tokens == (gate.routed < 256) and down.has_few_tokens == (down.routed < 128)
     assert gate.tokens == gate.routed and gate.has_few_tokens
     assert not entries["model.layers.1.mlp.shared_experts.up_proj"].has_few_tokens
     assert not any(entry.has_few_tokens for entry in moe_layer("FP8", "minmax").coverage)
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
+# --- several ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def on_rank(rank: int, store: str) -> None:
@@ -349,12 +408,17 @@ def groups_on_rank(rank: int, store: str) -> None:
 
 
 class Two(nn.Module):
-    """The input of `a` is the same in every channel, so its Hessian cannot be inverted; that of `b` can."""
+    """The input of `a` is the same in every channel, so its Hessian cannot be inverted; that of `b`
+    can.
+    """
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b = nn.Linear(32, 32, dtype=torch.bfloat16), nn.Linear(32, 32, dtype=torch.bfloat16)
+        self.a, self.b = (
+            nn.Linear(32, 32, dtype=torch.bfloat16),
+            nn.Linear(32, 32, dtype=torch.bfloat16),
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.a(torch.ones_like(hidden)) + self.b(hidden)
@@ -366,7 +430,9 @@ def fallen_back_on_rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     hidden = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(rank)).bfloat16()
     schemes, knobs = dict.fromkeys("ab", "W8A8"), {"dampening_frac": 0.0}
-    found = calibrate(Two(), [{"hidden": hidden}], LayerWork(schemes=schemes, algorithm="gptq", knobs=knobs))
+    found = calibrate(
+        Two(), [{"hidden": hidden}], LayerWork(schemes=schemes, algorithm="gptq", knobs=knobs)
+    )
     assert found.rounded == ("a",)
     dist.destroy_process_group()
 
@@ -374,7 +440,10 @@ def fallen_back_on_rank(rank: int, store: str) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("on_rank", [on_rank, groups_on_rank, fallen_back_on_rank])
 def test_ranks_agree(on_rank, tmp_path):
-    processes = [get_context("fork").Process(target=on_rank, args=(rank, str(tmp_path / "store"))) for rank in range(2)]
+    processes = [
+        get_context("fork").Process(target=on_rank, args=(rank, str(tmp_path / "store")))
+        for rank in range(2)
+    ]
     for process in processes:
         process.start()
     for process in processes:

@@ -1,4 +1,6 @@
-"""Scales of an FP8 KV cache: llm-compressor's own to the bit, and keys and values rounded as vLLM rounds them."""
+"""Scales of an FP8 KV cache: llm-compressor's own to the bit, and keys and values rounded as vLLM
+rounds them.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from keepmtp.quantize.calibrate.layers.caches import CacheRanges, e4m3_by, rounded_caches, serve_cache
+from keepmtp.quantize.calibrate.layers.caches import (
+    CacheRanges,
+    e4m3_by,
+    rounded_caches,
+    serve_cache,
+)
 from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
@@ -31,7 +38,9 @@ def attention_of(skeleton: Skeleton, index: int) -> list[str]:
 def scales_by_layer(
     folder: Path, ids: list[Tensor], scheme: str | None, algorithm: str = "minmax"
 ) -> dict[str, Tensor]:
-    """Every layer's scales, found in the same pass as those of its linears; without a scheme in a pass of their own."""
+    """Every layer's scales, found in the same pass as those of its linears; without a scheme in a
+    pass of their own.
+    """
     skeleton, hidden, found = Skeleton(folder), None, {}
     for index in range(len(skeleton.layers)):
         batches = skeleton.enter(index, ids, hidden)
@@ -40,21 +49,29 @@ def scales_by_layer(
         result = calibrate(
             skeleton.model,
             batches,
-            LayerWork(schemes=schemes, algorithm=algorithm, caches=dict.fromkeys(caches, CACHE_LEAVES)),
+            LayerWork(
+                schemes=schemes, algorithm=algorithm, caches=dict.fromkeys(caches, CACHE_LEAVES)
+            ),
         )
-        found |= {name: value for name, value in result.tensors.items() if name.endswith(CACHE_LEAVES)}
+        found |= {
+            name: value for name, value in result.tensors.items() if name.endswith(CACHE_LEAVES)
+        }
         hidden = skeleton.leave(index, batches)
     return found
 
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
 def test_scales_equal_llmcompressors(folder):
-    """With the largest value of all batches (`static_minmax`); its default is a moving average, which cuts off more."""
+    """With the largest value of all batches (`static_minmax`); its default is a moving average,
+    which cuts off more.
+    """
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     ids = token_ids()
     cache = QuantizationArgs(**FP8_CACHE, observer="static_minmax")
-    recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=IGNORE, kv_cache_scheme=cache)
+    recipe = QuantizationModifier(
+        targets="Linear", scheme="FP8", ignore=IGNORE, kv_cache_scheme=cache
+    )
     theirs = sequential(folder, ids, [recipe]).state_dict()
     wanted = {name: value for name, value in theirs.items() if name.endswith(CACHE_LEAVES)}
     found = scales_by_layer(folder, ids, "FP8")
@@ -66,13 +83,19 @@ def test_scales_equal_llmcompressors(folder):
 
 
 def test_a_cache_alone_has_the_same_scales():
-    """No weight is quantized: then llm-compressor's session has nothing to do, and the batches run by themselves."""
+    """No weight is quantized: then llm-compressor's session has nothing to do, and the batches run
+    by themselves.
+    """
     alone, others = (scales_by_layer(GLM, token_ids(samples=2), scheme) for scheme in (None, "FP8"))
-    assert alone.keys() == others.keys() and all(torch.equal(alone[name], others[name]) for name in alone)
+    assert alone.keys() == others.keys() and all(
+        torch.equal(alone[name], others[name]) for name in alone
+    )
 
 
 def test_values_that_a_smoothing_rescaled_are_looked_at_again():
-    """AWQ moves scale from the projection of values to that of the output, and the cache holds what is in between."""
+    """AWQ moves scale from the projection of values to that of the output, and the cache holds what
+    is in between.
+    """
     skeleton, ids = Skeleton(GLM), token_ids(samples=2)
     batches = skeleton.enter(0, ids, None)
     name = "model.layers.0.self_attn"
@@ -82,11 +105,15 @@ def test_values_that_a_smoothing_rescaled_are_looked_at_again():
     with torch.no_grad(), ranges.observing():
         skeleton.leave(0, batches)
     for leaf in CACHE_LEAVES:
-        assert torch.equal(result.tensors[f"{name}.{leaf}"], ranges.scales()[f"{name}.{leaf}"]), leaf
+        assert torch.equal(result.tensors[f"{name}.{leaf}"], ranges.scales()[f"{name}.{leaf}"]), (
+            leaf
+        )
 
 
 def test_a_run_with_nothing_but_an_fp8_cache(tmp_path):
-    """Every layer's scales are found, the block's too, and the figures are those of rounded keys and values."""
+    """Every layer's scales are found, the block's too, and the figures are those of rounded keys
+    and values.
+    """
     recipe = find_recipe("tiny-glm4-moe.fp8-kv")[0]
     plain = recipe.model_dump() | {"backbone": dict.fromkeys(recipe.backbone, "bf16")}
     plan = plan_over(GLM, Recipe.model_validate(plain))
@@ -95,7 +122,10 @@ def test_a_run_with_nothing_but_an_fp8_cache(tmp_path):
     assert released.perplexity != served.perplexity and cached.acceptance is not None
     statistics = Statistics.open(tmp_path / "statistics")
     refuse_statistics(plan, statistics)
-    attention = [*(f"model.layers.{index}.self_attn" for index in range(3)), "model.layers.3.self_attn.attn"]
+    attention = [
+        *(f"model.layers.{index}.self_attn" for index in range(3)),
+        "model.layers.3.self_attn.attn",
+    ]
     assert {*statistics} == {f"{name}.{leaf}" for name in attention for leaf in CACHE_LEAVES}
     dropped = "model.layers.3.self_attn.attn.v_scale"
     fewer = {name: entry for name, entry in statistics.entries.items() if name != dropped}
@@ -111,11 +141,17 @@ class Attention(nn.Module):
         self.has_cache = has_cache
 
     def forward(self, states: Tensor, past_key_values=None):
-        return past_key_values.update(states, 2 * states, 0) if self.has_cache and past_key_values else (states, states)
+        return (
+            past_key_values.update(states, 2 * states, 0)
+            if self.has_cache and past_key_values
+            else (states, states)
+        )
 
 
 def test_values_are_those_of_a_cache_in_e4m3():
-    """448 times the scale is the largest; halves go to the even neighbour; what is larger is cut off."""
+    """448 times the scale is the largest; halves go to the even neighbour; what is larger is cut
+    off.
+    """
     model = nn.ModuleDict({"attention": Attention()})
     serve_cache(model["attention"], (0.5, 1.0))
     states = torch.tensor([[0.3, 8.5, 9.5, 223.9, 300.0, -1000.0]]).bfloat16()
@@ -123,7 +159,10 @@ def test_values_are_those_of_a_cache_in_e4m3():
     with rounded_caches(model):
         keys, values = model["attention"](states)
     assert torch.equal(plain, states)
-    by_hand = [(value / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.5 for value in states.float()]
+    by_hand = [
+        (value / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.5
+        for value in states.float()
+    ]
     assert torch.equal(keys, torch.stack(by_hand).bfloat16())
     assert keys[0, -2:].tolist() == [224.0, -224.0] and values[0, -1] == -448
     assert torch.equal(e4m3_by(1.0, 2 * states), values)

@@ -1,7 +1,9 @@
-"""The calibrated line over families whose layers differ most, tiny and random: calibrate both parts, write, check.
+"""The calibrated line over families whose layers differ most, tiny and random: calibrate both
+parts, write, check.
 
-What a release stores quantized (DeepSeek: FP8, MXFP4), experts stacked on disk, latent attention, hyper-connections.
-Of random weights there is nothing to accept: that the measurement is left out, in words, is part of it.
+What a release stores quantized (DeepSeek: FP8, MXFP4), experts stacked on disk, latent attention,
+hyper-connections. Of random weights there is nothing to accept: that the measurement is left out,
+in words, is part of it.
 """
 
 import re
@@ -62,25 +64,49 @@ def test_the_whole_line(model, scheme, algorithm, tmp_path, monkeypatch):
         seed=0,
     )
     recipe = RECIPES[model]
-    words = {group: scheme if group == "experts" else word for group, word in recipe.backbone.items()}
-    mtp = {group: scheme if group == "experts" else "bf16" for group in recipe.backbone if group != "dense_mlp"}
+    words = {
+        group: scheme if group == "experts" else word for group, word in recipe.backbone.items()
+    }
+    mtp = {
+        group: scheme if group == "experts" else "bf16"
+        for group in recipe.backbone
+        if group != "dense_mlp"
+    }
     mtp.pop("linear_attention", None)
     recipe = recipe.model_copy(update={"calibration": block, "backbone": words, "mtp": mtp})
     plan = make_plan(recipe, open_source(tmp_path / "source"))
     measured = spied_weights(monkeypatch)
     run = calibration.calibrate(plan, tmp_path / "calibration", ranks=ALONE)
-    assert "must resemble what the model writes" in run.mtp.unmeasured or run.mtp.combinations[0].acceptance
+    assert (
+        "must resemble what the model writes" in run.mtp.unmeasured
+        or run.mtp.combinations[0].acceptance
+    )
     with claim(run.plan, tmp_path / "out", calibration=run.salt) as partial:
-        write(run.plan, partial, recipe_text="", threads=1, statistics=run.statistics, calibration=run.summary)
+        write(
+            run.plan,
+            partial,
+            recipe_text="",
+            threads=1,
+            statistics=run.statistics,
+            calibration=run.summary,
+        )
         report = check(partial, source=plan.source)
-        tensors = {name: value for file in partial.glob("*.safetensors") for name, value in load_file(file).items()}
+        tensors = {
+            name: value
+            for file in partial.glob("*.safetensors")
+            for name, value in load_file(file).items()
+        }
     assert report.ok, report.findings
     assert {"backbone", "mtp"} == {piece.tensor.part for piece, _ in measured}
     for piece, weight in measured:
         written = decompressed(piece.tensor.scheme, piece.module, tensors)
-        assert torch.equal(weight, written), f"{piece.module} was measured otherwise than it is written"
+        assert torch.equal(weight, written), (
+            f"{piece.module} was measured otherwise than it is written"
+        )
     for (layer, projection), scales in input_scales_of_experts(run.statistics).items():
-        assert len(scales) == 1, f"vLLM takes one input scale for {projection} of all experts of {layer}"
+        assert len(scales) == 1, (
+            f"vLLM takes one input scale for {projection} of all experts of {layer}"
+        )
     parts = {tensor.part for tensor in plan.tensors if tensor.calibrated}
     assert parts == {"backbone", "mtp"}
 
@@ -94,7 +120,9 @@ def spied_weights(monkeypatch) -> list[tuple[Piece, Tensor]]:
         for name, pieces in work.binding.items():
             if name.endswith("weight") and scheme_of(pieces[0]):
                 rows = model.get_parameter(work.path + name).data.chunk(len(pieces))
-                found.extend((piece, weight.clone()) for piece, weight in zip(pieces, rows, strict=True))
+                found.extend(
+                    (piece, weight.clone()) for piece, weight in zip(pieces, rows, strict=True)
+                )
 
     for module in (backbone, mtp_policy):
         monkeypatch.setattr(module, "serve_weights", serve)

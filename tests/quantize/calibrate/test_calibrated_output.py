@@ -1,4 +1,6 @@
-"""What the writer makes of statistics: llm-compressor's own bytes, checked clean, and nothing half calibrated."""
+"""What the writer makes of statistics: llm-compressor's own bytes, checked clean, and nothing half
+calibrated.
+"""
 
 import json
 import os
@@ -27,7 +29,8 @@ from safetensors.torch import load_file
 
 TINY = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 
-# A process of its own: llm-compressor's loader changes transformers' global registry of checkpoint conversions.
+# A process of its own: llm-compressor's loader changes transformers' global registry of checkpoint
+# conversions.
 ONESHOT = """
 import sys, torch, transformers.monkey_patching as patching
 from llmcompressor import oneshot
@@ -61,7 +64,9 @@ for scheme in schemes:
 
 @pytest.fixture(scope="module")
 def oneshots(tmp_path_factory) -> Path:
-    """tiny-glm4-moe calibrated and saved by llm-compressor alone, with its own presets: a folder a scheme."""
+    """tiny-glm4-moe calibrated and saved by llm-compressor alone, with its own presets: a folder a
+    scheme.
+    """
     pytest.importorskip("llmcompressor")
     folder = tmp_path_factory.mktemp("oneshot")
     command = [sys.executable, "-c", ONESHOT, str(TINY), str(folder), "NVFP4", "FP8"]
@@ -70,7 +75,9 @@ def oneshots(tmp_path_factory) -> Path:
     return folder
 
 
-def written(plan: Plan, statistics: Statistics | None, out: Path, **given) -> dict[str, torch.Tensor]:
+def written(
+    plan: Plan, statistics: Statistics | None, out: Path, **given
+) -> dict[str, torch.Tensor]:
     """The tensors of a finished run; the folder has its final name."""
     refuse_output(plan, out)
     with claim(plan, out) as partial:
@@ -80,12 +87,18 @@ def written(plan: Plan, statistics: Statistics | None, out: Path, **given) -> di
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, where: str) -> None:
     assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
-    assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), where
+    assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), (
+        where
+    )
 
 
 @pytest.mark.parametrize("scheme", ["NVFP4", "FP8"])
@@ -96,16 +109,30 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
     """
     theirs = tensors_of(oneshots / scheme)
     plan = planned(TINY, model="tiny-glm4-moe", rest=scheme)
-    scales = {HFName(name): value for name, value in theirs.items() if re.search(r"\.input_(global_)?scale$", name)}
+    scales = {
+        HFName(name): value
+        for name, value in theirs.items()
+        if re.search(r"\.input_(global_)?scale$", name)
+    }
     assert len(scales) > 30 and len({float(value) for value in scales.values()}) > 5
     ours = written(plan, saved(tmp_path / "statistics", scales), tmp_path / "out")
-    mtp = {output.name for tensor in plan.tensors if tensor.part == "mtp" for output in tensor.outputs}
+    mtp = {
+        output.name for tensor in plan.tensors if tensor.part == "mtp" for output in tensor.outputs
+    }
     assert len(mtp) > 10
     assert set(ours) - mtp == set(theirs)
-    fused = {output.name: unit for unit in plan.units if len(unit) > 1 for t in unit for output in t.outputs}
+    fused = {
+        output.name: unit
+        for unit in plan.units
+        if len(unit) > 1
+        for t in unit
+        for output in t.outputs
+    }
     for name, value in theirs.items():
         if scheme == "FP8" and name in fused and name.endswith("weight_scale"):
-            assert ours[name] == max(theirs[f"{tensor.module}.weight_scale"] for tensor in fused[name])
+            assert ours[name] == max(
+                theirs[f"{tensor.module}.weight_scale"] for tensor in fused[name]
+            )
         elif scheme == "FP8" and name in fused and name.endswith(".weight"):
             weight = tensors_of(TINY)[name]
             assert_same(ours[name], (weight / ours[f"{name}_scale"]).to(torch.float8_e4m3fn), name)
@@ -140,21 +167,38 @@ def test_one_scale_less_is_refused_before_a_byte(tmp_path):
     name = HFName("model.layers.2.mlp.experts.3.up_proj.input_global_scale")
     del made[name]
     with claim(plan, tmp_path / "out") as partial:
-        with pytest.raises(CheckpointError, match=rf"calibration must give {re.escape(name)}; got no such tensor"):
-            write(plan, partial, recipe_text="", threads=2, statistics=saved(tmp_path / "statistics", made))
+        with pytest.raises(
+            CheckpointError, match=rf"calibration must give {re.escape(name)}; got no such tensor"
+        ):
+            write(
+                plan,
+                partial,
+                recipe_text="",
+                threads=2,
+                statistics=saved(tmp_path / "statistics", made),
+            )
         with pytest.raises(RecipeError, match="must be calibrated before it is written"):
             write(plan, partial, recipe_text="", threads=2)
         assert [path.name for path in partial.iterdir()] == [WORK]
 
 
 def test_stacked_experts_take_their_scales_one_by_one(tmp_path):
-    """Step-3.5 has one tensor for all experts; each expert's projections have scales of their own."""
-    plan = planned(tmp_path / "source", model="step-3.5-flash", data="random", rest="bf16", experts="NVFP4")
-    made = {HFName(name): torch.tensor([100.0 + int(re.findall(r"experts\.(\d+)", name)[0])]) for name in made_up(plan)}
+    """Step-3.5 has one tensor for all experts; each expert's projections have scales of their
+    own.
+    """
+    plan = planned(
+        tmp_path / "source", model="step-3.5-flash", data="random", rest="bf16", experts="NVFP4"
+    )
+    made = {
+        HFName(name): torch.tensor([100.0 + int(re.findall(r"experts\.(\d+)", name)[0])])
+        for name in made_up(plan)
+    }
     ours = written(plan, saved(tmp_path / "statistics", made), tmp_path / "out")
     source = tensors_of(tmp_path / "source")
     for expert in range(4):
-        stacks = [source[f"model.layers.2.moe.{name}_proj.weight"][expert] for name in ("gate", "up")]
+        stacks = [
+            source[f"model.layers.2.moe.{name}_proj.weight"][expert] for name in ("gate", "up")
+        ]
         for name, parts in zip(("gate", "up"), pack(SCHEMES["NVFP4"], stacks), strict=True):
             stem = f"model.layers.2.moe.experts.{expert}.{name}_proj"
             for leaf, value in parts.items():
@@ -164,7 +208,12 @@ def test_stacked_experts_take_their_scales_one_by_one(tmp_path):
 
 def test_rewritten_stacked_experts_are_copied(tmp_path):
     plan = planned(
-        tmp_path / "source", model="step-3.5-flash", data="random", rest="bf16", experts="NVFP4", algorithm="gptq"
+        tmp_path / "source",
+        model="step-3.5-flash",
+        data="random",
+        rest="bf16",
+        experts="NVFP4",
+        algorithm="gptq",
     )
     made = made_up(plan)
     ours = written(plan, saved(tmp_path / "statistics", made), tmp_path / "out")
@@ -174,23 +223,36 @@ def test_rewritten_stacked_experts_are_copied(tmp_path):
 
 
 def test_mxfp4_becomes_nvfp4_without_rounding_and_with_its_scales(tmp_path):
-    """DeepSeek-V4's experts keep their codes; the weights' tensors are those of the data-free run."""
+    """DeepSeek-V4's experts keep their codes; the weights' tensors are those of the data-free
+    run.
+    """
     words = {"model": "dsv4-flash", "data": "random", "rest": "FP8_BLOCK"}
     plan = planned(tmp_path / "source", **words, experts="NVFP4")
     ours = written(plan, saved(tmp_path / "statistics", made_up(plan)), tmp_path / "out")
     # What the same recipe writes data-free; the calibration block serves one expert only.
-    recipe = plan.recipe.model_copy(update={"backbone": plan.recipe.backbone | {"experts": "NVFP4A16"}})
+    recipe = plan.recipe.model_copy(
+        update={"backbone": plan.recipe.backbone | {"experts": "NVFP4A16"}}
+    )
     theirs = written(make_plan(recipe, plan.source), None, tmp_path / "data-free")
-    assert set(ours) - set(theirs) == {name for name in ours if name.endswith("input_global_scale")} != set()
+    assert (
+        set(ours) - set(theirs)
+        == {name for name in ours if name.endswith("input_global_scale")}
+        != set()
+    )
     for name, value in theirs.items():
         assert_same(ours[name], value, name)
 
 
 def test_what_awq_rescaled_is_taken_and_all_else_packed_from_the_source(tmp_path):
-    plan = planned(TINY, model="tiny-glm4-moe", rest="FP8_DYNAMIC", experts="W4A16", algorithm="awq")
+    plan = planned(
+        TINY, model="tiny-glm4-moe", rest="FP8_DYNAMIC", experts="W4A16", algorithm="awq"
+    )
     made = made_up(plan)
     plain = written(plan, saved(tmp_path / "without", made), tmp_path / "plain")
-    norm, value_proj = "model.layers.1.post_attention_layernorm.weight", "model.layers.1.self_attn.v_proj"
+    norm, value_proj = (
+        "model.layers.1.post_attention_layernorm.weight",
+        "model.layers.1.self_attn.v_proj",
+    )
     made[HFName(norm)] = 2 * plain[norm]
     (packed,) = pack(SCHEMES["FP8_DYNAMIC"], [torch.ones(128, 256).bfloat16()])
     made |= {HFName(f"{value_proj}.{leaf}"): value for leaf, value in packed.items()}
@@ -207,13 +269,19 @@ def test_other_batches_do_not_resume_and_are_told_in_the_provenance(tmp_path):
         pass
     refuse_output(plan, out, calibration="these ids")
     for other in ("those ids", ""):
-        with pytest.raises(RecipeError, match="only be resumed with the same recipe, source, calibration data"):
+        with pytest.raises(
+            RecipeError, match="only be resumed with the same recipe, source, calibration data"
+        ):
             refuse_output(plan, out, calibration=other)
     told = {"dataset": "d", "ids_sha256": "abc"}
-    written(plan, saved(tmp_path / "statistics", made_up(plan)), tmp_path / "made", calibration=told)
+    written(
+        plan, saved(tmp_path / "statistics", made_up(plan)), tmp_path / "made", calibration=told
+    )
     provenance = json.loads((tmp_path / "made/keepmtp.json").read_text())
     assert provenance["calibration"] == told
-    assert {"llmcompressor", "compressed-tensors", "transformers", "torch"} <= provenance["versions"].keys()
+    assert {"llmcompressor", "compressed-tensors", "transformers", "torch"} <= provenance[
+        "versions"
+    ].keys()
 
 
 def test_batches_do_not_count_where_nothing_is_calibrated(tmp_path):
@@ -259,9 +327,18 @@ def test_two_processes_write_what_one_writes(tmp_path):
         "LOCAL_WORLD_SIZE": "2",
         "PYTHONPATH": str(Path(__file__).parent.parent.parent / "helpers"),
     }
-    command = [sys.executable, "-c", RANK, str(TINY), str(tmp_path / "statistics"), str(tmp_path / "two")]
+    command = [
+        sys.executable,
+        "-c",
+        RANK,
+        str(TINY),
+        str(tmp_path / "statistics"),
+        str(tmp_path / "two"),
+    ]
     ranks = [
-        subprocess.Popen(command, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}, cwd=tmp_path)
+        subprocess.Popen(
+            command, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}, cwd=tmp_path
+        )
         for rank in ("0", "1")
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]

@@ -37,7 +37,9 @@ def prepared(recipe: Path, source: Path) -> tuple[Plan, CalibrationData]:
 
 @pytest.fixture
 def begun(tmp_path) -> tuple[Path, Path, Path]:
-    """(recipe, source, folder) of a pass that was begun over a copy of the shipped model and of its dataset."""
+    """(recipe, source, folder) of a pass that was begun over a copy of the shipped model and of its
+    dataset.
+    """
     source = shutil.copytree(SHIPPED, tmp_path / "source")
     dataset = shutil.copy("models/problems.jsonl", tmp_path)
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", dataset=str(dataset), samples=4)
@@ -59,12 +61,18 @@ CHANGES = {
     r"another recipe \(backbone was .* and is .*\)": lambda recipe, source: edit(
         recipe, "mlp: NVFP4", "mlp: FP8_DYNAMIC"
     ),
-    r"another calibration \(seed was 42 and is 43\)": lambda recipe, source: edit(recipe, "seed: 42", "seed: 43"),
+    r"another calibration \(seed was 42 and is 43\)": lambda recipe, source: edit(
+        recipe, "seed: 42", "seed: 43"
+    ),
     r"another source \(model\S*\.safetensors was .* and is .*\)": lambda recipe, source: os.utime(
         next(source.glob("*.safetensors"))
     ),
-    r"another (source|config\.json) \(": lambda recipe, source: add_to_config(source, rms_norm_eps=1e-6),
-    r"another dataset \(\w+_sha256 was": lambda recipe, source: edit(recipe.parent / "problems.jsonl", "has", "had"),
+    r"another (source|config\.json) \(": lambda recipe, source: add_to_config(
+        source, rms_norm_eps=1e-6
+    ),
+    r"another dataset \(\w+_sha256 was": lambda recipe, source: edit(
+        recipe.parent / "problems.jsonl", "has", "had"
+    ),
 }
 
 
@@ -74,7 +82,9 @@ def test_another_runs_folder_is_refused_and_what_differs_is_named(named, begun):
     claim_pass(*prepared(recipe, source), folder, ALONE)
     CHANGES[named](recipe, source)
     rule = "can only be resumed with the same recipe, source, dataset and versions; got "
-    with pytest.raises(RecipeError, match=rule + named + r".*\. Undo this change to go on, or remove ") as refused:
+    with pytest.raises(
+        RecipeError, match=rule + named + r".*\. Undo this change to go on, or remove "
+    ) as refused:
         claim_pass(*prepared(recipe, source), folder, ALONE)
     assert len(str(refused.value)) < 500
 
@@ -83,13 +93,19 @@ def test_what_changes_no_number_keeps_a_pass(begun):
     recipe, source, folder = begun
     words = yaml.safe_load(recipe.read_text())
     words["evaluation"] = {**words.get("evaluation", {}), "shots": 3}
-    recipe.write_text(yaml.safe_dump({**words, "mtp": "FP8_DYNAMIC", "gates": {"min_acceptance": 0.9}}))
+    recipe.write_text(
+        yaml.safe_dump({**words, "mtp": "FP8_DYNAMIC", "gates": {"min_acceptance": 0.9}})
+    )
     claim_pass(*prepared(recipe, source), folder, ALONE)
 
 
 @pytest.mark.parametrize("variant", ["nvfp4", "w4a16-gptq", "w4a16-awq", "w8a8-smoothquant"])
 def test_another_split_counts_where_numbers_are_added_up(variant, tmp_path):
-    recipe, source, folder = small_recipe(tmp_path, f"tiny-glm4-moe.{variant}"), SHIPPED, tmp_path / "pass"
+    recipe, source, folder = (
+        small_recipe(tmp_path, f"tiny-glm4-moe.{variant}"),
+        SHIPPED,
+        tmp_path / "pass",
+    )
     claim_pass(*prepared(recipe, source), folder, ALONE)
     algorithm = variant.rpartition("-")[2]
     if algorithm in ("nvfp4", "smoothquant"):
@@ -97,7 +113,10 @@ def test_another_split_counts_where_numbers_are_added_up(variant, tmp_path):
         assert fingerprint(*prepared(recipe, source), 3) == (folder / "fingerprint").read_text()
         claim_pass(*prepared(recipe, source), folder, ALONE)
         return
-    rule = rf"and under {algorithm} with the same batches and processes, whose sums it adds; got another split \("
+    rule = (
+        rf"and under {algorithm} with the same batches and processes, whose sums it adds; got "
+        rf"another split \("
+    )
     with pytest.raises(RecipeError, match=rule + "processes was 1 and is 2"):
         claim_pass(*prepared(recipe, source), folder, replace(ALONE, size=2))
     edit(recipe, "batch_size: 2", "batch_size: 4")
@@ -109,7 +128,9 @@ def test_a_knob_makes_another_run(tmp_path):
     recipe, folder = small_recipe(tmp_path, "tiny-glm4-moe.w4a16-gptq"), tmp_path / "pass"
     claim_pass(*prepared(recipe, SHIPPED), folder, ALONE)
     edit(recipe, "algorithm: gptq", "algorithm: gptq\n  gptq: {block_size: 64}")
-    with pytest.raises(RecipeError, match=r'another calibration \(gptq was nothing and is \{"actorder"'):
+    with pytest.raises(
+        RecipeError, match=r'another calibration \(gptq was nothing and is \{"actorder"'
+    ):
         claim_pass(*prepared(recipe, SHIPPED), folder, ALONE)
 
 
@@ -134,9 +155,12 @@ def test_a_dataset_that_shrank_names_the_pass_that_was_begun(begun):
     dataset.write_text("".join(dataset.read_text().splitlines(keepends=True)[:2]))
     before = sorted(folder.rglob("*"))
     rule = (
-        r"must hold 4 \+ 4 sequences of 32 tokens .* got \d, from \d+ different rows .*pass was begun with \d+ of its "
+        r"must hold 4 \+ 4 sequences of 32 tokens .* got \d, from \d+ different rows .*pass was "
+        r"begun with \d+ of its "
     )
-    with pytest.raises(RecipeError, match=rule + "rows: restore the dataset to go on, or remove that folder"):
+    with pytest.raises(
+        RecipeError, match=rule + "rows: restore the dataset to go on, or remove that folder"
+    ):
         calibrate(plan, folder, ranks=ALONE)
     assert sorted(folder.rglob("*")) == before
 
@@ -156,7 +180,9 @@ def test_kernels_count(tmp_path, monkeypatch):
     data = CalibrationData(ids=torch.zeros(4, 8), held_out_ids=torch.zeros(2, 8), provenance={})
     plan, real = planned(tmp_path / "source", model="qwen3-next-80b"), metadata.version
     before = fingerprint(plan, data, 1)
-    monkeypatch.setattr(claim, "version", lambda name: "1.5.0" if name == "causal-conv1d" else real(name))
+    monkeypatch.setattr(
+        claim, "version", lambda name: "1.5.0" if name == "causal-conv1d" else real(name)
+    )
     assert fingerprint(plan, data, 1) != before
 
 
@@ -186,5 +212,7 @@ def test_autoround_runs_in_one_process():
     recipe = find_recipe("tiny-glm4-moe.w4a16-autoround")[0]
     assert recipe.calibration is not None
     refuse_processes(recipe.calibration, 1, recipe.name)
-    with pytest.raises(RecipeError, match=f"^{recipe.name}: .*autoround must run in one process; got 2. Start"):
+    with pytest.raises(
+        RecipeError, match=f"^{recipe.name}: .*autoround must run in one process; got 2. Start"
+    ):
         refuse_processes(recipe.calibration, 2, recipe.name)

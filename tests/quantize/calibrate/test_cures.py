@@ -1,4 +1,6 @@
-"""What a refusal of a calibrated run says to do is done, and the same command then ends as if nothing had happened."""
+"""What a refusal of a calibrated run says to do is done, and the same command then ends as if
+nothing had happened.
+"""
 
 import os
 import re
@@ -28,12 +30,16 @@ def made(tmp_path_factory) -> Path:
 
 
 def quantized(made: Path, out: Path) -> dict[str, str]:
-    plan, text = pipeline.plan_for(str(made / f"{MODEL}.fp8.yaml"), source=str(made / MODEL), mtp="FP8")
+    plan, text = pipeline.plan_for(
+        str(made / f"{MODEL}.fp8.yaml"), source=str(made / MODEL), mtp="FP8"
+    )
     pipeline.quantize(plan, text, out=out, threads=1, keep_calibration=True)
     return digests(out)
 
 
-def damaged(change: Callable[[bytearray], bytearray | None], pattern: str) -> Callable[[Path, Path], None]:
+def damaged(
+    change: Callable[[bytearray], bytearray | None], pattern: str
+) -> Callable[[Path, Path], None]:
     def damage(_: Path, calibration: Path) -> None:
         path = min(calibration.glob(pattern))
         raw = change(bytearray(path.read_bytes()))
@@ -56,7 +62,9 @@ def lost(_: bytearray) -> None:
 
 
 def another_source(made: Path, _: Path) -> None:
-    """With size and time kept. It comes last: what was calibrated on the first one is no other test's any more."""
+    """With size and time kept. It comes last: what was calibrated on the first one is no other
+    test's any more.
+    """
     shard = next((made / MODEL).glob("*.safetensors"))
     shutil.copy2(shard, made / "copy")
     os.replace(made / "copy", shard)

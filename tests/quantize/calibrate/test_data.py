@@ -1,4 +1,6 @@
-"""Calibration text: the same ids every time, nothing held out that was calibrated on, and what is refused and how."""
+"""Calibration text: the same ids every time, nothing held out that was calibrated on, and what is
+refused and how.
+"""
 
 import json
 import os
@@ -26,7 +28,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 WORDS = [f"w{number}" for number in range(400)]
 EOS, USER, ASSISTANT = 1, 2, 3
 TEMPLATE = (
-    "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}{% if turn.name %}!{% endif %}{% endfor %}<eos>"
+    "{% for turn in messages %}<{{ turn.role }}>{{ turn.content "
+    "}}{% if turn.name %}!{% endif %}{% endfor %}<eos>"
 )
 
 
@@ -43,9 +46,16 @@ def make_source(folder: Path, *, vocab_size: int = 404, **config) -> Source:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = ["<user>", "<assistant>"]
     PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<eos>", unk_token="<unk>", additional_special_tokens=special
+        tokenizer_object=words,
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=special,
     ).save_pretrained(folder)
-    config = {"model_type": "glm4_moe", "vocab_size": vocab_size, "max_position_embeddings": 64} | config
+    config = {
+        "model_type": "glm4_moe",
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 64,
+    } | config
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return open_source(folder)
@@ -99,25 +109,32 @@ def refusal(run: Callable[[], CalibrationData], kind: type[Exception] = RecipeEr
     with pytest.raises(kind) as caught:
         run()
     message = str(caught.value)
-    assert "; got " in message and message[-1] in ".?" and "\n" not in message, "the house form of a refusal"
+    assert "; got " in message and message[-1] in ".?" and "\n" not in message, (
+        "the house form of a refusal"
+    )
     return message
 
 
-# --- what is drawn ----------------------------------------------------------------------------------------------------
+# --- what is drawn
+# --------------------------------------------------------------------------------------------------
 
 
 def test_rows_lie_end_to_end_without_padding(rows, source):
     made = calibration_data(calibration(rows), source)
     assert (made.ids.shape, made.held_out_ids.shape) == ((4, 8), (3, 8))
     assert made.ids.dtype == made.held_out_ids.dtype == torch.int64
-    expected = [token for row in rows_of(made.ids) for token in (*range(4 + 5 * row, 9 + 5 * row), EOS)]
+    expected = [
+        token for row in rows_of(made.ids) for token in (*range(4 + 5 * row, 9 + 5 * row), EOS)
+    ]
     assert made.ids.flatten().tolist() == expected[:32]
     assert made.provenance["rows"] == -(-32 // 6) and made.provenance["tokens"] == 32
 
 
 def test_the_same_ids_every_time_and_others_with_another_seed(rows, source):
     first, second = (calibration_data(calibration(rows), source) for _ in range(2))
-    assert torch.equal(first.ids, second.ids) and torch.equal(first.held_out_ids, second.held_out_ids)
+    assert torch.equal(first.ids, second.ids) and torch.equal(
+        first.held_out_ids, second.held_out_ids
+    )
     assert first.provenance == second.provenance
     other = calibration_data(calibration(rows, seed=1), source)
     assert rows_of(other.ids) != rows_of(first.ids)
@@ -151,7 +168,9 @@ def test_parquet_json_lines_and_a_folder_give_the_same_ids(rows, tmp_path, sourc
         write(folder / f"train-{start:05d}-of-00002.parquet", part)
     for place in (write(tmp_path / "rows.parquet", texts()), folder.parent):
         made = calibration_data(calibration(place), source)
-        assert torch.equal(made.ids, expected.ids) and torch.equal(made.held_out_ids, expected.held_out_ids)
+        assert torch.equal(made.ids, expected.ids) and torch.equal(
+            made.held_out_ids, expected.held_out_ids
+        )
         assert {**made.provenance, "dataset": ""} == {**expected.provenance, "dataset": ""}
 
 
@@ -169,7 +188,11 @@ def test_a_repeated_row_is_not_held_out_either(tmp_path, source):
 
 def test_a_longer_row_is_cut_into_sequences(tmp_path, source):
     made = calibration_data(
-        calibration(write(tmp_path / "long.jsonl", [" ".join(WORDS), " ".join(WORDS[:60])]), samples=6, held_out=1),
+        calibration(
+            write(tmp_path / "long.jsonl", [" ".join(WORDS), " ".join(WORDS[:60])]),
+            samples=6,
+            held_out=1,
+        ),
         source,
     )
     flat = made.ids.flatten()
@@ -203,12 +226,16 @@ def test_relative_names_are_found_beside_the_package_too(tmp_path, monkeypatch):
     assert calibration_data(recipe.calibration, source).provenance == here.provenance
 
 
-# --- conversations ----------------------------------------------------------------------------------------------------
+# --- conversations
+# --------------------------------------------------------------------------------------------------
 
 
 def conversations(count: int = 40) -> list[list[dict[str, str]]]:
     return [
-        [{"role": "user", "content": f" w{5 * n} w{5 * n + 1} "}, {"role": "assistant", "content": f" w{5 * n + 2} "}]
+        [
+            {"role": "user", "content": f" w{5 * n} w{5 * n + 1} "},
+            {"role": "assistant", "content": f" w{5 * n + 2} "},
+        ]
         for n in range(count)
     ]
 
@@ -241,7 +268,9 @@ def encode_messages(messages, thinking_mode, context=None):
 
 
 def test_the_checkpoints_own_encoding_runs_only_where_the_recipe_says_so(tmp_path, source):
-    chat = calibration(write(tmp_path / "chat.jsonl", conversations(), "messages"), column="messages")
+    chat = calibration(
+        write(tmp_path / "chat.jsonl", conversations(), "messages"), column="messages"
+    )
     message = refusal(lambda: calibration_data(chat, source), CheckpointError)
     assert "must have a chat template to calibrate on conversations; got none" in message
     assert "chat_template.jinja" in message and "column of texts" in message
@@ -254,38 +283,54 @@ def test_the_checkpoints_own_encoding_runs_only_where_the_recipe_says_so(tmp_pat
 
     allowed = chat.model_copy(update={"model_code": "checkpoint"})
     own = calibration_data(allowed, source)
-    assert torch.equal(own.ids, calibration_data(allowed, with_template(source)).ids), "encoded as by the template"
+    assert torch.equal(own.ids, calibration_data(allowed, with_template(source)).ids), (
+        "encoded as by the template"
+    )
 
     (source.folder / "chat_template.jinja").unlink()
     (source.folder / "encoding" / "encoding_own.py").write_text("")
-    assert "must have a function encode_messages" in refusal(lambda: calibration_data(allowed, source), CheckpointError)
+    assert "must have a function encode_messages" in refusal(
+        lambda: calibration_data(allowed, source), CheckpointError
+    )
 
 
 def test_a_conversation_that_the_template_does_not_allow(tmp_path, source):
     template = "{{ raise_exception('roles must alternate') }}"
-    chat = calibration(write(tmp_path / "chat.jsonl", conversations(1), "messages"), column="messages")
+    chat = calibration(
+        write(tmp_path / "chat.jsonl", conversations(1), "messages"), column="messages"
+    )
     message = refusal(lambda: calibration_data(chat, with_template(source, template)))
     assert "row 0: must suit the model's chat format; got roles must alternate" in message
 
 
-# --- what a model writes ----------------------------------------------------------------------------------------------
+# --- what a model writes
+# ----------------------------------------------------------------------------------------------
 
 CHATML = (
     "{% for turn in messages %}<{{ turn.role }}> {{ turn.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 THOUGHT = CHATML.replace(
-    "{{ turn.content }}", "{% if loop.last and turn.role == 'assistant' %}w0 {% endif %}{{ turn.content }}"
+    "{{ turn.content }}",
+    "{% if loop.last and turn.role == 'assistant' %}w0 {% endif %}{{ turn.content }}",
 )
 """As Qwen3's: the last answer has what earlier ones lack."""
 
 
 def talks(count: int = 40) -> list[list[dict[str, str]]]:
-    """System, user, assistant, user, assistant: words under 100 are never an answer's, those over 100 always are."""
+    """System, user, assistant, user, assistant: words under 100 are never an answer's, those over
+    100 always are.
+    """
     return [
         [
             {"role": role, "content": f"w{n + offset} w{n + offset + 1}"}
-            for role, offset in (("system", 0), ("user", 20), ("assistant", 100), ("user", 40), ("assistant", 200))
+            for role, offset in (
+                ("system", 0),
+                ("user", 20),
+                ("assistant", 100),
+                ("user", 40),
+                ("assistant", 200),
+            )
         ]
         for n in range(1, count + 1)
     ]
@@ -300,7 +345,10 @@ def answers(ids: torch.Tensor) -> torch.Tensor:
 
 def asked(path: Path, count: int = 40) -> Path:
     """Rows with a question and an answer apart, of words from `w200` on."""
-    rows = [{"query": f"w{200 + n} w{200 + n}", "answer": f"w{300 + n} w{300 + n}"} for n in range(count)]
+    rows = [
+        {"query": f"w{200 + n} w{200 + n}", "answer": f"w{300 + n} w{300 + n}"}
+        for n in range(count)
+    ]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
@@ -309,23 +357,37 @@ def test_a_question_and_its_answer_become_two_turns(tmp_path, source):
     place = asked(tmp_path / "asked.jsonl")
     chat = calibration(place, column="answer", prompt_column="query", chat=True)
     made = calibration_data(chat, with_template(source, CHATML))
-    assert made.held_out_ids[:, 0].tolist() == [USER] * 3 and made.held_out_ids[:, 4].tolist() == [ASSISTANT] * 3
-    assert made.held_out_written.tolist() == [[False] * 5 + [True] * 3] * 3, "the answer and its end"
-    with pytest.raises(ValueError, match=r"chat needs a prompt_column; got none\. Name it, or leave out chat"):
+    assert (
+        made.held_out_ids[:, 0].tolist() == [USER] * 3
+        and made.held_out_ids[:, 4].tolist() == [ASSISTANT] * 3
+    )
+    assert made.held_out_written.tolist() == [[False] * 5 + [True] * 3] * 3, (
+        "the answer and its end"
+    )
+    with pytest.raises(
+        ValueError, match=r"chat needs a prompt_column; got none\. Name it, or leave out chat"
+    ):
         calibration(place, column="answer", chat=True)
 
 
 def test_a_mix_is_each_dataset_by_its_share(tmp_path, source):
     """Every sequence is of one dataset, and both datasets are spread over the whole."""
     place, other = write(tmp_path / "rows.jsonl", texts()), asked(tmp_path / "asked.jsonl")
-    words = {"dataset": str(other), "dataset_revision": "local", "split": "train", "column": "answer"}
+    words = {
+        "dataset": str(other),
+        "dataset_revision": "local",
+        "split": "train",
+        "column": "answer",
+    }
     also = ({"share": 0.25, **words, "prompt_column": "query", "chat": True},)
     mixed = calibration(place, samples=8, held_out=4, also=also)
     made = calibration_data(mixed, with_template(source, CHATML))
     alone = calibration_data(calibration(place, samples=6, held_out=3), source)
     is_other = [bool((ids >= 4 + 200).any()) for ids in made.ids]
     assert [number for number, each in enumerate(is_other) if each] == [2, 6]
-    assert torch.equal(made.ids[~torch.tensor(is_other)], alone.ids), "each dataset gives what it would give alone"
+    assert torch.equal(made.ids[~torch.tensor(is_other)], alone.ids), (
+        "each dataset gives what it would give alone"
+    )
     assert made.held_out_ids.shape == (4, 8) and made.held_out_written.any()
     (told,) = DataFact.model_validate(made.provenance).also
     assert (told.dataset, told.share, told.prompt_column) == (str(other), 0.25, "query")
@@ -337,7 +399,9 @@ def test_a_mix_is_each_dataset_by_its_share(tmp_path, source):
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.25, 0.75, 0.3)])
 def test_a_mix_that_leaves_nothing_for_the_first_is_refused(rows, shares):
     words = {"dataset": str(rows), "dataset_revision": "local", "split": "train", "column": "text"}
-    with pytest.raises(ValueError, match="the shares in also must leave some for the first dataset; got 1"):
+    with pytest.raises(
+        ValueError, match="the shares in also must leave some for the first dataset; got 1"
+    ):
         calibration(rows, also=tuple({"share": share, **words} for share in shares))
 
 
@@ -347,7 +411,9 @@ def test_portions_are_whole_and_lose_nothing():
     assert portions(1, [0.5, 0.5]) == [1, 0]
 
 
-@pytest.mark.parametrize("length", [18, 26])  # a conversation is 20 tokens long: cut, or with another behind it
+@pytest.mark.parametrize(
+    "length", [18, 26]
+)  # a conversation is 20 tokens long: cut, or with another behind it
 def test_answers_are_told_from_what_was_asked(tmp_path, source, length):
     place = write(tmp_path / "chat.jsonl", talks(), "messages")
     chat = calibration(place, column="messages", held_out=8, sequence_length=length)
@@ -366,7 +432,9 @@ def test_an_end_that_only_a_whole_conversation_has_is_the_last_answers(tmp_path,
         "{% for turn in messages %}<{{ turn.role }}> {{ turn.content }} {% endfor %}"
         "{% if add_generation_prompt %}<assistant> {% else %}<eos>{% endif %}"
     )
-    chat = calibration(write(tmp_path / "chat.jsonl", talks(), "messages"), column="messages", held_out=9)
+    chat = calibration(
+        write(tmp_path / "chat.jsonl", talks(), "messages"), column="messages", held_out=9
+    )
     made = calibration_data(chat, with_template(source, template))
     ids, written = made.held_out_ids.flatten(), made.held_out_written.flatten()
     assert torch.equal(written, (ids >= 4 + 100) | (ids == EOS))
@@ -374,7 +442,9 @@ def test_an_end_that_only_a_whole_conversation_has_is_the_last_answers(tmp_path,
 
 def test_a_template_that_begins_answers_otherwise_marks_nothing(tmp_path, source):
     """The twin: what a server is given is not how the text goes on."""
-    chat = calibration(write(tmp_path / "chat.jsonl", talks(), "messages"), column="messages", sequence_length=20)
+    chat = calibration(
+        write(tmp_path / "chat.jsonl", talks(), "messages"), column="messages", sequence_length=20
+    )
     template = CHATML.replace("<assistant> {% endif", "<assistant> w399 {% endif")
     made = calibration_data(chat, with_template(source, template))
     assert made.held_out_written.sum() == 0 == made.provenance["held_out_written_tokens"]
@@ -383,7 +453,9 @@ def test_a_template_that_begins_answers_otherwise_marks_nothing(tmp_path, source
 
 
 def test_an_earlier_answer_that_a_template_shows_otherwise_does_not_count(tmp_path, source):
-    chat = calibration(write(tmp_path / "chat.jsonl", talks(), "messages"), column="messages", held_out=9)
+    chat = calibration(
+        write(tmp_path / "chat.jsonl", talks(), "messages"), column="messages", held_out=9
+    )
     made = calibration_data(chat, with_template(source, THOUGHT))
     ids, written = made.held_out_ids.flatten(), made.held_out_written.flatten()
     assert not written[(ids >= 4 + 100) & (ids < 4 + 200)].any()
@@ -407,7 +479,9 @@ def test_the_checkpoints_own_encoding_tells_answers_too(tmp_path, source):
     (source.folder / "encoding").mkdir()
     (source.folder / "encoding" / "encoding_own.py").write_text(OWN_TURNS)
     place = write(tmp_path / "chat.jsonl", talks(), "messages")
-    made = calibration_data(calibration(place, column="messages", held_out=9, model_code="checkpoint"), source)
+    made = calibration_data(
+        calibration(place, column="messages", held_out=9, model_code="checkpoint"), source
+    )
     assert torch.equal(made.held_out_written.flatten(), answers(made.held_out_ids.flatten()))
 
 
@@ -419,19 +493,28 @@ def answered(place: Path, texts: list[str], cut: Callable[[str], int]) -> Path:
 
 def test_a_text_behind_a_prompt(rows, tmp_path, source):
     """Two words of each row are asked; the space before the third is the answer's."""
-    place = answered(tmp_path / "answered.jsonl", texts(), lambda text: text.index(" ", text.index(" ") + 1))
+    place = answered(
+        tmp_path / "answered.jsonl", texts(), lambda text: text.index(" ", text.index(" ") + 1)
+    )
     plain = calibration_data(calibration(rows), source)
     made = calibration_data(calibration(place, prompt_column="asked"), source)
     assert torch.equal(made.ids, plain.ids) and torch.equal(made.held_out_ids, plain.held_out_ids)
     expected = (made.held_out_ids == EOS) | ((made.held_out_ids - 4) % 5 >= 2)
     assert torch.equal(made.held_out_written, expected)
-    assert made.provenance["held_out_written_tokens"] == expected.sum() and made.provenance["prompt_column"] == "asked"
+    assert (
+        made.provenance["held_out_written_tokens"] == expected.sum()
+        and made.provenance["prompt_column"] == "asked"
+    )
 
 
 def test_a_token_that_begins_in_the_prompt_is_the_users(tmp_path, source):
-    place = answered(tmp_path / "answered.jsonl", texts(), lambda text: text.index(" ") + 2)  # within the second word
+    place = answered(
+        tmp_path / "answered.jsonl", texts(), lambda text: text.index(" ") + 2
+    )  # within the second word
     made = calibration_data(calibration(place, prompt_column="asked"), source)
-    assert torch.equal(made.held_out_written, (made.held_out_ids == EOS) | ((made.held_out_ids - 4) % 5 >= 2))
+    assert torch.equal(
+        made.held_out_written, (made.held_out_ids == EOS) | ((made.held_out_ids - 4) % 5 >= 2)
+    )
 
 
 def test_a_plain_text_is_nobodys(rows, source):
@@ -457,22 +540,44 @@ def test_a_prompt_column_is_for_texts(tmp_path, source):
     message = refusal(lambda: calibration_data(calibration(place, prompt_column="asked"), source))
     assert "row 0: columns asked and text must hold texts; got [{" in message
     message = refusal(lambda: calibration_data(calibration(place, prompt_column="ask"), source))
-    assert "prompt_column must be one of asked, text; got 'ask'. Correct calibration.prompt_column." in message
+    assert (
+        "prompt_column must be one of asked, text; got 'ask'. Correct calibration.prompt_column."
+        in message
+    )
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"dataset": "nowhere.jsonl"}, "must be a Hub id with its dataset_revision, or a folder or .jsonl, .json, "),
+        (
+            {"dataset": "nowhere.jsonl"},
+            "must be a Hub id with its dataset_revision, or a folder or .jsonl, .json, ",
+        ),
         ({"dataset": "org/data"}, "got no such file or folder"),
         ({"split": "test"}, "split must be one of train; got 'test'"),
         ({"column": "txt"}, "column must be one of text; got 'txt'"),
-        ({"sequence_length": 65}, "must be at most the model's max_position_embeddings, 64; got 65. Lower it."),
-        ({"samples": 100}, "must hold 100 + 3 sequences of 8 tokens (samples + held_out); got 30, from 40 different"),
-        ({"samples": 28}, "must hold 28 + 3 sequences of 8 tokens (samples + held_out); got 29, from 40 different"),
+        (
+            {"sequence_length": 65},
+            "must be at most the model's max_position_embeddings, 64; got 65. Lower it.",
+        ),
+        (
+            {"samples": 100},
+            (
+                "must hold 100 + 3 sequences of 8 tokens (samples + held_out); got 30, from 40 "
+                "different"
+            ),
+        ),
+        (
+            {"samples": 28},
+            (
+                "must hold 28 + 3 sequences of 8 tokens (samples + held_out); got 29, from 40 "
+                "different"
+            ),
+        ),
     ],
 )
 def test_what_is_refused(rows, source, changes, says):
@@ -480,7 +585,9 @@ def test_what_is_refused(rows, source, changes, says):
 
 
 @pytest.mark.parametrize(
-    "row", [7, None, {"role": "user"}, ["w1"], [{"role": "user"}], [{"role": "user", "content": ["w1"]}]], ids=repr
+    "row",
+    [7, None, {"role": "user"}, ["w1"], [{"role": "user"}], [{"role": "user", "content": ["w1"]}]],
+    ids=repr,
 )
 def test_a_row_that_is_neither_a_text_nor_a_conversation(tmp_path, source, row):
     place = tmp_path / "odd.jsonl"
@@ -492,12 +599,24 @@ def test_a_row_that_is_neither_a_text_nor_a_conversation(tmp_path, source, row):
 @pytest.mark.parametrize(
     ("suffix", "content", "says"),
     [
-        (".jsonl", b"", "must be a dataset that can be read; got no rows. Give calibration.subset "),
+        (
+            ".jsonl",
+            b"",
+            "must be a dataset that can be read; got no rows. Give calibration.subset ",
+        ),
         (".jsonl", b"\n\n", "got 0, from 0 different rows and 0 blank ones."),
         (".json", b"[]", "got 0, from 0 different rows and 0 blank ones."),
         (".jsonl", b'{"text": "w1', "row 0 must be readable; got "),
-        (".jsonl", b"null\n", "must begin with an object, or a list of them; got null. Mend the file."),
-        (".json", b"\xef\xbb\xbf 7", "must begin with an object, or a list of them; got 7. Mend the file."),
+        (
+            ".jsonl",
+            b"null\n",
+            "must begin with an object, or a list of them; got null. Mend the file.",
+        ),
+        (
+            ".json",
+            b"\xef\xbb\xbf 7",
+            "must begin with an object, or a list of them; got 7. Mend the file.",
+        ),
         (".parquet", b"PAR1", "must be a dataset that can be read; got "),
     ],
 )
@@ -544,20 +663,28 @@ def test_a_tokenizer_of_another_model(rows, source):
 
 def test_the_language_models_part_of_the_config_counts(rows, source):
     nested = replace(source, config={"text_config": source.config | {"max_position_embeddings": 4}})
-    assert "max_position_embeddings, 4; got 8" in refusal(lambda: calibration_data(calibration(rows), nested))
+    assert "max_position_embeddings, 4; got 8" in refusal(
+        lambda: calibration_data(calibration(rows), nested)
+    )
 
 
 def test_a_hub_that_cannot_be_reached(source, hub_at):
     hub_at("http://127.0.0.1:9")  # the discard port, where nobody listens
-    message = refusal(lambda: calibration_data(calibration("org/data", dataset_revision="main"), source))
+    message = refusal(
+        lambda: calibration_data(calibration("org/data", dataset_revision="main"), source)
+    )
     assert message.startswith("calibration.dataset org/data: the Hub must be reachable; got ")
     assert "hf download --repo-type dataset org/data --local-dir DIR" in message
 
 
 def test_a_dataset_that_the_hub_does_not_have(tmp_path, source, serve_hub):
     serve_hub(tmp_path)
-    message = refusal(lambda: calibration_data(calibration("org/data", dataset_revision="main"), source))
-    assert message.startswith("calibration.dataset org/data: must be a dataset on the Hub, or a file or folder; got ")
+    message = refusal(
+        lambda: calibration_data(calibration("org/data", dataset_revision="main"), source)
+    )
+    assert message.startswith(
+        "calibration.dataset org/data: must be a dataset on the Hub, or a file or folder; got "
+    )
 
 
 # Another process: datasets and huggingface_hub read where the Hub is when they are imported.
@@ -584,9 +711,21 @@ def test_a_hub_dataset_is_streamed_and_gives_the_ids_of_a_local_copy(tmp_path, s
     asked = calibration("org/data", dataset_revision="main")
     with serving(tmp_path / "hub") as hub:
         commit = hub.mirror("datasets/org/data", repository)
-        told = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        code = [sys.executable, "-c", IN_ANOTHER_PROCESS, asked.model_dump_json(), str(source.folder)]
-        done = subprocess.run(code, env=os.environ | told, capture_output=True, text=True, timeout=120)
+        told = {
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        code = [
+            sys.executable,
+            "-c",
+            IN_ANOTHER_PROCESS,
+            asked.model_dump_json(),
+            str(source.folder),
+        ]
+        done = subprocess.run(
+            code, env=os.environ | told, capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 0, done.stderr
     provenance, no_split, no_column, no_subset = map(json.loads, done.stdout.splitlines())
     assert provenance["dataset_revision"] == commit

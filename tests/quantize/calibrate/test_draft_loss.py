@@ -1,4 +1,6 @@
-"""Losses of drafts against acceptance that is computed by hand, and their gradients against PyTorch's own."""
+"""Losses of drafts against acceptance that is computed by hand, and their gradients against
+PyTorch's own.
+"""
 
 import math
 
@@ -21,7 +23,9 @@ def test_the_loss_is_what_rejection_sampling_rejects():
         drafts = torch.multinomial(Q[slot], 40_000, replacement=True, generator=rng)
         kept = torch.rand(40_000, generator=rng) < (P[slot] / Q[slot])[drafts]
         # Four standard errors.
-        assert kept.float().mean().item() == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 40_000))
+        assert kept.float().mean().item() == pytest.approx(
+            share, abs=4 * math.sqrt(share * (1 - share) / 40_000)
+        )
 
 
 def test_the_other_losses_by_hand():

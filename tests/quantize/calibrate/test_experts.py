@@ -1,4 +1,6 @@
-"""Routed experts as single linear layers: the same bits as llm-compressor's, whatever the router chose."""
+"""Routed experts as single linear layers: the same bits as llm-compressor's, whatever the router
+chose.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,10 @@ class Routed(nn.Module):
     def __init__(self, index: Tensor):
         super().__init__()
         self.config = Glm4MoeConfig(
-            hidden_size=64, moe_intermediate_size=48, n_routed_experts=EXPERTS, num_experts_per_tok=CHOICES
+            hidden_size=64,
+            moe_intermediate_size=48,
+            n_routed_experts=EXPERTS,
+            num_experts_per_tok=CHOICES,
         )
         with torch.device("meta"):
             self.experts = Glm4MoeExperts(self.config)
@@ -60,11 +65,15 @@ def test_outputs_are_llmcompressors(kind, dtype):
 def test_a_broken_expert_without_a_token_is_named():
     """No output holds the NaN: the layer's own output leaves this expert out."""
     model, hidden = Routed(choices("two without a token")), torch.randn(TOKENS, 64).bfloat16()
-    schemes = {name: "FP8" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    schemes = {
+        name: "FP8" for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     model.experts[EXPERTS - 1].down_proj.weight.data[0, 0] = float("nan")
     with torch.no_grad():
         assert model(hidden).isfinite().all()
-    with pytest.raises(CheckpointError, match=r"^experts\.5\.down_proj: activations must be finite.* its output"):
+    with pytest.raises(
+        CheckpointError, match=r"^experts\.5\.down_proj: activations must be finite.* its output"
+    ):
         calibrate(model, [{"hidden": hidden}], LayerWork(schemes=schemes, algorithm="minmax"))
 
 

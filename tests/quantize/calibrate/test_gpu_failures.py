@@ -1,4 +1,6 @@
-"""A GPU that is full, or that fails, at each station: a sentence, and the same command goes on to the same bytes."""
+"""A GPU that is full, or that fails, at each station: a sentence, and the same command goes on to
+the same bytes.
+"""
 
 import re
 from collections.abc import Callable
@@ -18,7 +20,11 @@ from keepmtp.recipes.find import shipped_recipes
 from pretended_gpu import GPU, pretended_gpu
 from releases import source_layout, write_checkpoint
 
-RECIPE = next(recipe for recipe in shipped_recipes() if recipe.model == "glm-4.7" and not recipe.calibrated_schemes())
+RECIPE = next(
+    recipe
+    for recipe in shipped_recipes()
+    if recipe.model == "glm-4.7" and not recipe.calibrated_schemes()
+)
 # What must fit, in the sentence -> where the GPU is full: from this call of a function on.
 FULL: dict[str, tuple[Any, str, int]] = {
     "the embedding": (Skeleton, "__init__", 1),
@@ -34,16 +40,25 @@ def test_a_full_gpu_and_one_that_fails_are_sentences_and_nothing_is_lost(tmp_pat
     full, failed, different = in_a_child(starved_runs, tmp_path)
     assert full.keys() == FULL.keys()
     for what, sentence in full.items():
-        rule = rf"{what} must fit gpu:0.*; got out of memory.*\. Free the device of other processes, or "
+        rule = (
+            rf"{what} must fit gpu:0.*; got out of memory.*\. Free the device of other "
+            rf"processes, or "
+        )
         assert re.search(rule, sentence), (what, sentence)
-    assert "gpu:0 of rank 0 of 1" in failed and "got CUDA error: an uncorrectable ECC error" in failed
+    assert (
+        "gpu:0 of rank 0 of 1" in failed and "got CUDA error: an uncorrectable ECC error" in failed
+    )
     assert "the same command goes on where this run stopped" in failed
     assert different == []
 
 
 def starved_runs(folder: Path) -> tuple[dict[str, str], str, list[str]]:
-    """The sentences of a full GPU and of one that fails, and the files that then differ from the CPU's."""
-    source = write_checkpoint(folder / "source", *source_layout(RECIPE.model, size="tiny"), data="random")
+    """The sentences of a full GPU and of one that fails, and the files that then differ from the
+    CPU's.
+    """
+    source = write_checkpoint(
+        folder / "source", *source_layout(RECIPE.model, size="tiny"), data="random"
+    )
     recipe = nvfp4_recipe(RECIPE, source)
     line(recipe, source, DATA, folder / "cpu", CPU)
     with pretended_gpu() as gpu:
@@ -64,7 +79,9 @@ def starved_runs(folder: Path) -> tuple[dict[str, str], str, list[str]]:
             with patch.object(owner, name, after(count, getattr(owner, name), lambda: fill(gpu))):
                 full[what] = run()
         error = torch.AcceleratorError("CUDA error: an uncorrectable ECC error\nMore.")
-        with patch.object(writer._Job, "run", after(5, writer._Job.run, lambda: setattr(gpu, "failure", error))):
+        with patch.object(
+            writer._Job, "run", after(5, writer._Job.run, lambda: setattr(gpu, "failure", error))
+        ):
             failed = run()
         assert run() == ""
     different = [
@@ -79,7 +96,9 @@ def fill(gpu: GPU) -> None:
     gpu.memory_bytes = gpu.bytes_now
 
 
-def after(count: int, real: Callable[..., Any], happens: Callable[[], object]) -> Callable[..., Any]:
+def after(
+    count: int, real: Callable[..., Any], happens: Callable[[], object]
+) -> Callable[..., Any]:
     """A function before whose call number `count` something happens."""
     calls = []
 

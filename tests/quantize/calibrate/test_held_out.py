@@ -1,4 +1,6 @@
-"""Figures without a server: on text the shipped models wrote, and against a server that is played token by token."""
+"""Figures without a server: on text the shipped models wrote, and against a server that is played
+token by token.
+"""
 
 import json
 import shutil
@@ -42,11 +44,14 @@ def of_source(backbone: Backbone, block: MtpBlock) -> Acceptance:
 
 @pytest.mark.few(1)
 def test_the_shipped_blocks_draft_as_their_training_said(shipped):
-    """models/train/measure.py: another block, another loop over the slots, other problems. It counts every slot of an
-    answer up to its end; so does a server that drafts one token, but for the slots it skips."""
+    """models/train/measure.py: another block, another loop over the slots, other problems. It
+    counts every slot of an answer up to its end; so does a server that drafts one token, but for
+    the slots it skips."""
     name, backbone = shipped
     found = of_source(backbone, block_of(backbone))
-    trained = json.loads((ROOT / "models" / name / "training.json").read_text())["measured"]["accepted"]
+    trained = json.loads((ROOT / "models" / name / "training.json").read_text())["measured"][
+        "accepted"
+    ]
     assert found.by_position(1)[0] == pytest.approx(trained[0], abs=0.01)
     assert found.num_slots > 400
     # Behind the end of an answer, where this counts and training did not, drafts are mostly lost.
@@ -55,33 +60,46 @@ def test_the_shipped_blocks_draft_as_their_training_said(shipped):
 
 
 def test_a_broken_block_is_seen(shipped):
-    """The twins: token and hidden state swapped, and a projection of noise. Both load without a word."""
+    """The twins: token and hidden state swapped, and a projection of noise. Both load without a
+    word.
+    """
     _name, backbone = shipped
     swapped = of_source(backbone, block_of(backbone, hidden_first=True))
     noise = block_of(backbone)
-    torch.nn.init.normal_(noise.projection.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(
+        noise.projection.weight, std=0.02, generator=torch.Generator().manual_seed(0)
+    )
     assert swapped.by_position(1)[0] < 0.5
     assert of_source(backbone, noise).by_position(1)[0] < 0.5
 
 
 def test_prompts_are_not_drafted(shipped):
-    """Counted as if the model had written them, they pull the figure down: nobody foresees a problem's numbers."""
+    """Counted as if the model had written them, they pull the figure down: nobody foresees a
+    problem's numbers.
+    """
     _name, backbone = shipped
     block = block_of(backbone)
     everything = of_source(reading(backbone, None), block).by_position(1)[0]
     assert everything < of_source(backbone, block).by_position(1)[0]
-    with pytest.raises(RecipeError, match="the held-out text must resemble what the model writes; got not one token"):
+    with pytest.raises(
+        RecipeError,
+        match="the held-out text must resemble what the model writes; got not one token",
+    ):
         of_source(reading(backbone, torch.zeros_like(backbone.data.held_out_written)), block)
 
 
 def test_perplexity_and_choices_are_those_of_transformers_own_model(shipped):
-    """The whole model at once, in float32: layer by layer in BF16, logits are off by their rounding."""
+    """The whole model at once, in float32: layer by layer in BF16, logits are off by their
+    rounding.
+    """
     name, backbone = shipped
     model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / name, dtype=torch.float32).eval()
     ids = backbone.data.held_out_ids
     with torch.no_grad():
         logits = model(ids).logits
-    likelihood = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    likelihood = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
     found = target(backbone, "source")
     assert found.perplexity == pytest.approx(likelihood.exp().item(), rel=0.02)
     assert (found.choices == logits.argmax(dim=-1)).float().mean() > 0.97
@@ -92,12 +110,19 @@ def test_perplexity_and_choices_are_those_of_transformers_own_model(shipped):
 
 
 def test_divergence_is_that_of_all_predictions_from_the_released_models(shipped):
-    """In float64 over all logits at once, which the pass never holds; and a release does not diverge from itself."""
+    """In float64 over all logits at once, which the pass never holds; and a release does not
+    diverge from itself.
+    """
     _name, backbone = shipped
     own = target(backbone, "served", reference=target(backbone, "source"))
     with torch.no_grad(), backbone.skeleton.head():
         sides = [
-            torch.cat([computed(backbone.skeleton, backbone.skeleton.model, each).logits for _, each in rows])
+            torch.cat(
+                [
+                    computed(backbone.skeleton, backbone.skeleton.model, each).logits
+                    for _, each in rows
+                ]
+            )
             for rows in (sequences(backbone, "source"), sequences(backbone, "served"))
         ]
     wanted, found = (side.double().log_softmax(dim=-1) for side in sides)
@@ -122,19 +147,29 @@ def test_a_target_is_computed_once(shipped, tmp_path):
     assert end_ids(backbone.skeleton.plan) == {END}
 
 
-# --- the count ------------------------------------------------------------------------------------------------------
+# --- the count
+# --------------------------------------------------------------------------------------------------
 
 
-def played(ids: list[int], choices: list[int], drafts: list[list[int]], k: int, written: list[bool]) -> Tensor:
-    """A server, played: from each of the first k + 1 slots of a stretch on, [2, k] slots reached and accepted.
+def played(
+    ids: list[int], choices: list[int], drafts: list[list[int]], k: int, written: list[bool]
+) -> Tensor:
+    """A server, played: from each of the first k + 1 slots of a stretch on, [2, k] slots reached
+    and accepted.
 
-    It stands at a slot, has just written the token behind it, and drafts k more; the target checks them one by one.
+    It stands at a slot, has just written the token behind it, and drafts k more; the target checks
+    them one by one.
     """
     reached, accepted = [0] * k, [0] * k
     length = len(ids)
 
     def stands(slot: int) -> bool:
-        return slot + 1 < length and choices[slot] == ids[slot + 1] and ids[slot + 1] != END and written[slot + 1]
+        return (
+            slot + 1 < length
+            and choices[slot] == ids[slot + 1]
+            and ids[slot + 1] != END
+            and written[slot + 1]
+        )
 
     starts, place = [], 0
     for slot in range(length):
@@ -163,7 +198,9 @@ def played(ids: list[int], choices: list[int], drafts: list[list[int]], k: int, 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_count_is_that_of_a_server_played_token_by_token(seed):
-    """Random texts, choices and drafts over five tokens, one of which ends a text, so that everything happens."""
+    """Random texts, choices and drafts over five tokens, one of which ends a text, so that
+    everything happens.
+    """
     draw = torch.Generator().manual_seed(seed)
     length = 400
     choices = torch.randint(0, 5, (length,), generator=draw)

@@ -1,4 +1,6 @@
-"""`search: imatrix`: what each input channel counts, from the batches to the packer, alone and on two ranks."""
+"""`search: imatrix`: what each input channel counts, from the batches to the packer, alone and on
+two ranks.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -33,10 +35,13 @@ def with_imatrix(plan: Plan) -> Plan:
 def searched(tmp_path_factory) -> Plan:
     """Schemes with static input scales and without, and one that the search leaves alone."""
     folder = tmp_path_factory.mktemp("searched") / "source"
-    return with_imatrix(planned(folder, rest="W4A16", experts="NVFP4", shared_experts="MXFP4", mtp="FP8_DYNAMIC"))
+    return with_imatrix(
+        planned(folder, rest="W4A16", experts="NVFP4", shared_experts="MXFP4", mtp="FP8_DYNAMIC")
+    )
 
 
-# --- what channels count ----------------------------------------------------------------------------------------------
+# --- what channels count
+# ----------------------------------------------------------------------------------------------
 
 
 def observer_of(module: torch.nn.Module) -> Any:
@@ -48,14 +53,18 @@ def observer_of(module: torch.nn.Module) -> Any:
 
 
 def test_importance_is_that_of_llm_compressors_observer(monkeypatch):
-    """One dense layer; theirs is summed in F32. q, k and v read one tensor, which is squared once in a batch."""
+    """One dense layer; theirs is summed in F32. q, k and v read one tensor, which is squared once
+    in a batch.
+    """
     ids = token_ids(3)
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(0, ids, None)
     names = skeleton.linears(0)
     theirs = {name: observer_of(skeleton.model.get_submodule(name)) for name in names}
     squared, real = [], inputs._sums_of_squares
-    monkeypatch.setattr(inputs, "_sums_of_squares", lambda value: (squared.append(value.shape), real(value))[1])
+    monkeypatch.setattr(
+        inputs, "_sums_of_squares", lambda value: (squared.append(value.shape), real(value))[1]
+    )
     schemes = dict.fromkeys(names, "W4A16")
     found = skeleton.calibrated(batches, schemes, algorithm="minmax", weighted=names).tensors
     assert found.keys() == {f"{name}.input_importance" for name in names}
@@ -76,7 +85,12 @@ def test_experts_count_by_their_own_inputs(routed):
     found = calibrate(
         skeleton.model,
         batches,
-        LayerWork(schemes=dict.fromkeys(names, "FP8_DYNAMIC"), algorithm="minmax", weighted=names, routed=routed),
+        LayerWork(
+            schemes=dict.fromkeys(names, "FP8_DYNAMIC"),
+            algorithm="minmax",
+            weighted=names,
+            routed=routed,
+        ),
     )
     ups = {
         each.module: each.tokens
@@ -86,17 +100,26 @@ def test_experts_count_by_their_own_inputs(routed):
     ones = [bool((found.tensors[f"{name}.input_importance"] == 1).all()) for name in ups]
     assert ones == [tokens == 0 for tokens in ups.values()]
     assert any(ones) == routed
-    downs = [found.tensors[f"{name.replace('up_proj', 'down_proj')}.input_importance"] for name in ups if ups[name]]
-    assert len({tuple(each.tolist()) for each in downs}) == len(downs), "each expert has inputs of its own"
+    downs = [
+        found.tensors[f"{name.replace('up_proj', 'down_proj')}.input_importance"]
+        for name in ups
+        if ups[name]
+    ]
+    assert len({tuple(each.tolist()) for each in downs}) == len(downs), (
+        "each expert has inputs of its own"
+    )
 
 
-# --- from calibration to the packer -----------------------------------------------------------------------------------
+# --- from calibration to the packer
+# -----------------------------------------------------------------------------------
 
 
 def test_the_plan_takes_importance_of_what_is_searched_and_writes_none(searched):
     by_role = {(t.part, t.role): t for t in searched.tensors if t.fate == "quantize"}
     weighted = {key for key, tensor in by_role.items() if tensor.weighted}
-    assert {key for key in by_role if key[1] == "shared_experts" and key[0] == "backbone"}.isdisjoint(weighted)
+    assert {
+        key for key in by_role if key[1] == "shared_experts" and key[0] == "backbone"
+    }.isdisjoint(weighted)
     assert ("backbone", "experts") in weighted and ("mtp", "attention") in weighted
     assert searched.needs_calibration == ["FP8_DYNAMIC", "NVFP4", "W4A16"]
     names = {output.name for tensor in searched.tensors for output in tensor.outputs}
@@ -113,12 +136,17 @@ def test_statistics_have_exactly_the_importance_that_the_packer_reads(searched, 
     with pytest.raises(CheckpointError, match=rf"{name} must be F32\[\d+\]; got F32\[7\]"):
         refuse_statistics(searched, saved(tmp_path / "narrow", made | {name: torch.ones(7)}))
     other = with_search(searched, "mse")
-    with pytest.raises(CheckpointError, match=r"every tensor must be one that the plan .* got \S+\.input_importance"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"every tensor must be one that the plan .* got \S+\.input_importance",
+    ):
         refuse_statistics(other, saved(tmp_path / "other", made))
 
 
 def with_search(plan: Plan, search: str) -> Plan:
-    return make_plan(Recipe.model_validate(plan.recipe.model_dump() | {"search": search}), plan.source)
+    return make_plan(
+        Recipe.model_validate(plan.recipe.model_dump() | {"search": search}), plan.source
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
@@ -128,29 +156,42 @@ def test_importance_that_is_no_number_is_named(value, searched, tmp_path):
     made = made_up(searched)
     made[name][3] = value
     given = saved(tmp_path, made)
-    with pytest.raises(CheckpointError, match=rf"^{name}: every value must be finite and not negative"):
+    with pytest.raises(
+        CheckpointError, match=rf"^{name}: every value must be finite and not negative"
+    ):
         list(packed_groups(searched, unit, given, device=torch.device("cpu")))
 
 
 def test_what_importance_takes_is_counted(searched):
     """On the device and on the disk."""
-    plain = replace(searched, tensors=tuple(tensor._replace(weighted=False) for tensor in searched.tensors))
+    plain = replace(
+        searched, tensors=tuple(tensor._replace(weighted=False) for tensor in searched.tensors)
+    )
     made = made_up(searched)
     kept = sum(value.nbytes for name, value in made.items() if name.endswith("input_importance"))
     assert calibration_bytes(searched) - calibration_bytes(plain) == kept > 0
-    of_layer = [tensor for tensor in searched.tensors if tensor.part == "backbone" and tensor.layer == 1]
+    of_layer = [
+        tensor for tensor in searched.tensors if tensor.part == "backbone" and tensor.layer == 1
+    ]
     summed = sum(made[output.name].numel() for tensor in of_layer for output in tensor.importances)
-    (layer,) = (each for each in stations(searched, batch_size=1) if each.name.startswith("decoder layer"))
-    assert squares_bytes(of_layer) == 2 * 8 * summed and layer.device["squares of inputs"] >= 2 * 8 * summed
+    (layer,) = (
+        each for each in stations(searched, batch_size=1) if each.name.startswith("decoder layer")
+    )
+    assert (
+        squares_bytes(of_layer) == 2 * 8 * summed
+        and layer.device["squares of inputs"] >= 2 * 8 * summed
+    )
 
 
-# --- recipes ----------------------------------------------------------------------------------------------------------
+# --- recipes
+# --------------------------------------------------------------------------------------------------
 
 
 def test_importance_needs_text():
     recipe = find_recipe("glm-4.7", scheme="W4A16")[0].model_dump()
     with pytest.raises(
-        RecipeError, match=r"calibration must be given for search: imatrix; got null\. Name a dataset, or"
+        RecipeError,
+        match=r"calibration must be given for search: imatrix; got null\. Name a dataset, or",
     ):
         validated(recipe | {"search": "imatrix"}, "mine")
 
@@ -159,17 +200,27 @@ def test_importance_stands_beside_nothing_that_has_scales_of_its_own():
     recipe = find_recipe("glm-4.7", scheme="w4a16-gptq")[0].model_dump()
     with pytest.raises(RecipeError, match=r"rounded to nearest; got calibration\.algorithm gptq"):
         validated(recipe | {"search": "imatrix"}, "mine")
-    auto = {"backbone": "auto", "budget": "6.9MiB", "backbone_auto": {"candidates": ["NVFP4", "bf16"]}}
+    auto = {
+        "backbone": "auto",
+        "budget": "6.9MiB",
+        "backbone_auto": {"candidates": ["NVFP4", "bf16"]},
+    }
     plain = find_recipe("tiny-docs", scheme="NVFP4")[0].model_dump()
-    with pytest.raises(RecipeError, match=r"search: imatrix must come with a word for every group; got backbone: auto"):
+    with pytest.raises(
+        RecipeError,
+        match=r"search: imatrix must come with a word for every group; got backbone: auto",
+    ):
         validated(plain | auto | {"search": "imatrix"}, "mine")
 
 
-# --- whole passes -----------------------------------------------------------------------------------------------------
+# --- whole passes
+# --------------------------------------------------------------------------------------------------
 
 
 def test_two_ranks_find_what_one_process_finds(tmp_path):
-    """A sum over two ranks is in F64; here it is the same F32 number to the bit. One alone does the MTP block, too."""
+    """A sum over two ranks is in F64; here it is the same F32 number to the bit. One alone does the
+    MTP block, too.
+    """
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", search="imatrix", samples=4, held_out=2)
     recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"mtp": "W4A16"}))
     one, two = tmp_path / "one", tmp_path / "two"
@@ -177,5 +228,7 @@ def test_two_ranks_find_what_one_process_finds(tmp_path):
     assert finished(alone) == [0] and finished(together) == [0, 0]
     found, shared = (Statistics.open(folder / "statistics") for folder in (one, two))
     of_block = {name for name in found if ".layers.3." in name}
-    assert shared.sums == {name: value for name, value in found.sums.items() if name not in of_block}
+    assert shared.sums == {
+        name: value for name, value in found.sums.items() if name not in of_block
+    }
     assert any(name.endswith("input_importance") for name in of_block)

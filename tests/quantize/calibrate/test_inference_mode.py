@@ -1,8 +1,10 @@
-"""inference_mode.py against the crash it is there for: llm-compressor #2745, reproduced on a foreign model.
+"""inference_mode.py against the crash it is there for: llm-compressor #2745, reproduced on a
+foreign model.
 
-The crash needs all of: a decorated forward on a sequential target, weights that are loaded while it runs (here from
-disk; on a GPU, any CPU weight), and an algorithm that writes weights back (GPTQ). With weights that stay where they
-are, or round-to-nearest, a decorated model calibrates as if nothing were wrong, and a test of it would show nothing.
+The crash needs all of: a decorated forward on a sequential target, weights that are loaded while it
+runs (here from disk; on a GPU, any CPU weight), and an algorithm that writes weights back (GPTQ).
+With weights that stay where they are, or round-to-nearest, a decorated model calibrates as if
+nothing were wrong, and a test of it would show nothing.
 """
 
 import contextlib
@@ -23,8 +25,8 @@ from torch import nn
 
 ROOT = Path(__file__).parents[3]
 
-# llm-compressor changes transformers' classes and keeps a session for the whole process, so it gets one of its own.
-# One import for all questions: it takes most of the time.
+# llm-compressor changes transformers' classes and keeps a session for the whole process, so it gets
+# one of its own. One import for all questions: it takes most of the time.
 CALIBRATIONS = r"""
 import contextlib, json, sys, tempfile, traceback
 from pathlib import Path
@@ -138,7 +140,9 @@ print(json.dumps(answers))
 def answers(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("foreign")
     # Not "with" alone: the folder's name becomes that of a Python package.
-    forms = [str(write_foreign(folder / f"mimo_{form}", form)) for form in ("decorated", "with", "plain")]
+    forms = [
+        str(write_foreign(folder / f"mimo_{form}", form)) for form in ("decorated", "with", "plain")
+    ]
     (folder / "offloaded").mkdir()
     recipe = folder / "mimo-7b.w4a16.yaml"
     recipe.write_text(find_recipe("mimo-7b.w4a16")[1])
@@ -152,7 +156,9 @@ def answers(tmp_path_factory) -> dict:
 @pytest.mark.full
 @pytest.mark.parametrize("form", ["decorated", "with"])
 def test_llmcompressor_dies(answers, form):
-    """The crash as reported, at the line that the guard's docstring blames, for either way to write it."""
+    """The crash as reported, at the line that the guard's docstring blames, for either way to write
+    it.
+    """
     message, file, line = answers[f"crash, {form}"]
     assert "Inplace update to inference tensor outside InferenceMode" in message
     assert file.endswith("compressed_tensors/offload/cache/base.py")
@@ -161,19 +167,25 @@ def test_llmcompressor_dies(answers, form):
 
 @pytest.mark.full
 def test_llmcompressor_does_not_warn_in_the_pipeline_that_dies(answers):
-    """Why keepmtp looks for itself: the same function, asked before the forwards are replaced, does see it."""
+    """Why keepmtp looks for itself: the same function, asked before the forwards are replaced, does
+    see it.
+    """
     assert answers["warned in the pipeline"] == []
     assert len(answers["warned when asked"]) == 1
 
 
 @pytest.mark.parametrize("form", ["decorated", "with"])
 def test_llmcompressor_lives_without_inference_mode(answers, form):
-    """Same pipeline, offloading and algorithm; every tensor as from the model that never was decorated."""
+    """Same pipeline, offloading and algorithm; every tensor as from the model that never was
+    decorated.
+    """
     assert answers[f"{form}, without"] is True
 
 
 def test_keepmtp_lives_on_the_same_model(answers):
-    """Layer by layer with GPTQ, the checkpoint's own code: every statistic as from the plain model."""
+    """Layer by layer with GPTQ, the checkpoint's own code: every statistic as from the plain
+    model.
+    """
     num_statistics, different = answers["keepmtp, unwrap"]
     assert num_statistics == 42
     assert different == []
@@ -182,20 +194,28 @@ def test_keepmtp_lives_on_the_same_model(answers):
 @pytest.mark.parametrize("form", ["decorated", "with"])
 def test_keepmtp_refuses_before_the_first_layer_is_calibrated(answers, form):
     sentence, num_files = answers[f"keepmtp, {form}, refuse"]
-    assert sentence.startswith("modeling_mimo.MiMoDecoderLayer.forward: must not compute under torch.inference_mode")
+    assert sentence.startswith(
+        "modeling_mimo.MiMoDecoderLayer.forward: must not compute under torch.inference_mode"
+    )
     assert num_files == 0
 
 
 @pytest.mark.parametrize("form", ["decorated", "with"])
 def test_guard_on_the_foreign_model(answers, form):
     refused = answers[f"{form}, refuse"]
-    assert refused.startswith("modeling_mimo.MiMoDecoderLayer.forward: must not compute under torch.inference_mode")
-    assert "got inference mode at model.layers.0 and 1 more. Set calibration.decorated_forward: unwrap" in refused
+    assert refused.startswith(
+        "modeling_mimo.MiMoDecoderLayer.forward: must not compute under torch.inference_mode"
+    )
+    assert (
+        "got inference mode at model.layers.0 and 1 more. Set calibration.decorated_forward: unwrap"
+        in refused
+    )
     assert refused.endswith("in modeling_mimo.py.")
     assert answers[f"{form}, unwrap"] is None and answers["plain, refuse"] is None
 
 
-# --- Ways to write it -------------------------------------------------------------------------------------------------
+# --- Ways to write it
+# -------------------------------------------------------------------------------------------------
 
 
 def note(function):
@@ -257,7 +277,9 @@ DECORATED = {
     "named": block(torch.inference_mode(plain_forward)),
     "twice": block(torch.inference_mode()(note(torch.inference_mode()(plain_forward)))),
     "inherited": type("Block", (block(torch.inference_mode()(plain_forward)),), {}),
-    "called by super": type("Block", (block(torch.inference_mode()(plain_forward)),), {"forward": by_super}),
+    "called by super": type(
+        "Block", (block(torch.inference_mode()(plain_forward)),), {"forward": by_super}
+    ),
     "a context that is kept": block(entering(plain_forward)),
     "in a helper": block(lambda self, x: torch.inference_mode()(self.linear)(x)),
 }
@@ -266,7 +288,9 @@ HARMLESS = {
     "no_grad": block(torch.no_grad()(plain_forward)),
     "inference_mode(False)": block(torch.inference_mode(False)(plain_forward)),
     "another wrapper": block(note(plain_forward)),
-    "replaced by a subclass": type("Block", (block(torch.inference_mode()(plain_forward)),), {"forward": replaced}),
+    "replaced by a subclass": type(
+        "Block", (block(torch.inference_mode()(plain_forward)),), {"forward": replaced}
+    ),
 }
 
 
@@ -290,11 +314,16 @@ def test_each_way_to_begin_it(cls):
     assert modules_in_inference_mode(model, BATCH) == ["layers.1"]
     wanted = model(**BATCH)
     assert wanted.is_inference()
-    with pytest.raises(CheckpointError, match="decorated_forward: unwrap"), guard(model, BATCH, policy="refuse"):
+    with (
+        pytest.raises(CheckpointError, match="decorated_forward: unwrap"),
+        guard(model, BATCH, policy="refuse"),
+    ):
         pass
     with guard(model, BATCH, policy="unwrap"), torch.no_grad():
         result = model(**BATCH)
-        assert not result.is_inference() and not result.requires_grad and torch.equal(result, wanted)
+        assert (
+            not result.is_inference() and not result.requires_grad and torch.equal(result, wanted)
+        )
     assert model(**BATCH).is_inference(), "restored"
 
 
@@ -307,7 +336,10 @@ def test_an_inference_tensor_from_before_is_refused_by_either_policy():
     model = Model(block(holds_a_table))
     model(**BATCH)
     for policy in ("refuse", "unwrap"):
-        with pytest.raises(CheckpointError, match=r"inference mode at layers\.1\."), guard(model, BATCH, policy=policy):
+        with (
+            pytest.raises(CheckpointError, match=r"inference mode at layers\.1\."),
+            guard(model, BATCH, policy=policy),
+        ):
             pass
 
 
@@ -350,7 +382,9 @@ def test_a_module_that_fails_and_is_caught_is_not_blamed():
 
 @pytest.mark.parametrize("name", ["tiny-glm4-moe", "tiny-qwen3_5"])
 def test_transformers_own_decorators_are_no_danger(name):
-    """The shipped models, whose forwards carry several: none is refused, and the probe runs through."""
+    """The shipped models, whose forwards carry several: none is refused, and the probe runs
+    through.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(ROOT / "models" / name).get_text_config()

@@ -1,4 +1,6 @@
-"""Distinct inputs: each is read once, and every module still gets what its own observer would have found."""
+"""Distinct inputs: each is read once, and every module still gets what its own observer would have
+found.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -37,7 +39,9 @@ def test_an_address_that_was_given_away_is_another_input():
         addresses.add(value.data_ptr())
         seen.add(InputIdentity.of(value))
         del value
-    assert len(addresses) < 20, "the allocator gave an address away twice, or this test shows nothing"
+    assert len(addresses) < 20, (
+        "the allocator gave an address away twice, or this test shows nothing"
+    )
     assert len(seen) == 20
 
 
@@ -48,12 +52,16 @@ def test_nobody_counts_writes_in_inference_mode():
 
 
 class Shared(nn.Module):
-    """Four projections of one tensor, which is rewritten in place in front of the third, and one that runs twice."""
+    """Four projections of one tensor, which is rewritten in place in front of the third, and one
+    that runs twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(name="shared")
-        self.a, self.b, self.c, self.d = (nn.Linear(64, 64, bias=name == "d").bfloat16() for name in "abcd")
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(64, 64, bias=name == "d").bfloat16() for name in "abcd"
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         x = hidden.clone()
@@ -82,23 +90,37 @@ def test_each_module_has_what_its_own_observer_finds(scheme, shared, monkeypatch
         return lambda _module, inputs: observer(inputs[0]) and None
 
     for name in "abcd":
-        expected[name] = Observer.load_from_registry("static_minmax", base_name="input", args=arguments)
-    handles = [getattr(model, name).register_forward_pre_hook(observing(each)) for name, each in expected.items()]
+        expected[name] = Observer.load_from_registry(
+            "static_minmax", base_name="input", args=arguments
+        )
+    handles = [
+        getattr(model, name).register_forward_pre_hook(observing(each))
+        for name, each in expected.items()
+    ]
     with torch.no_grad():
         for batch in batches:
             model(**batch)
     for handle in handles:
         handle.remove()
     reads, aminmax = [], torch.aminmax
-    monkeypatch.setattr(torch, "aminmax", lambda value: (reads.append(value.shape), aminmax(value))[1])
-    found = calibrate(model, batches, LayerWork(schemes=dict.fromkeys("abcd", scheme), algorithm="minmax")).tensors
+    monkeypatch.setattr(
+        torch, "aminmax", lambda value: (reads.append(value.shape), aminmax(value))[1]
+    )
+    found = calibrate(
+        model, batches, LayerWork(schemes=dict.fromkeys("abcd", scheme), algorithm="minmax")
+    ).tensors
     weights = [(64, 64)] * 4 + [(64,)]
-    assert len(reads) == 3 * 4 + len(weights), "a and b share an input; c's was rewritten; d has two"
+    assert len(reads) == 3 * 4 + len(weights), (
+        "a and b share an input; c's was rewritten; d has two"
+    )
     suffix = SCHEMES[scheme].extra[0].suffix
     for name, observer in expected.items():
         qparams = observer.get_qparams()
         value = qparams["global_scale"] if suffix == "input_global_scale" else qparams["scale"]
-        assert torch.equal(found[f"{name}.{suffix}"].double(), value.reshape(found[f"{name}.{suffix}"].shape).double())
+        assert torch.equal(
+            found[f"{name}.{suffix}"].double(),
+            value.reshape(found[f"{name}.{suffix}"].shape).double(),
+        )
 
 
 def test_static_scales_observe_the_extremes():
@@ -117,7 +139,9 @@ def test_large_finite_values_are_looked_at_and_kept(shared):
         ranges.read(name, batches[0]["hidden"])
         assert ranges.are_finite() is is_finite
     small = [{"hidden": batch["hidden"] * 1e-3} for batch in batches]
-    assert calibrate(model, small, LayerWork(schemes=dict.fromkeys("abcd", "FP8"), algorithm="minmax")).tensors
+    assert calibrate(
+        model, small, LayerWork(schemes=dict.fromkeys("abcd", "FP8"), algorithm="minmax")
+    ).tensors
 
 
 @pytest.mark.parametrize(("module", "side"), [("c", "output"), ("d", "output")])
@@ -128,5 +152,11 @@ def test_overflow_in_a_later_batch_is_named(module, side, shared):
         {"hidden": torch.full_like(batches[0]["hidden"], 1e-3)},
         {"hidden": torch.full_like(batches[0]["hidden"], 1)},
     ]
-    with pytest.raises(CheckpointError, match=rf"^{module}: activations must be finite.* its {side}, batch 2"):
-        calibrate(model, small, LayerWork(schemes=dict.fromkeys("abcd", "FP8_DYNAMIC"), algorithm="minmax"))
+    with pytest.raises(
+        CheckpointError, match=rf"^{module}: activations must be finite.* its {side}, batch 2"
+    ):
+        calibrate(
+            model,
+            small,
+            LayerWork(schemes=dict.fromkeys("abcd", "FP8_DYNAMIC"), algorithm="minmax"),
+        )

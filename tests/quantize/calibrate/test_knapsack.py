@@ -36,7 +36,10 @@ def test_no_choice_is_better(seed):
     assert found.cost <= room and found.gap < 1e-6
     assert found.loss == pytest.approx(min(fitting), abs=1e-12)
     picked = [options[number] for options, number in zip(units, found.chosen, strict=True)]
-    assert (found.cost, found.loss) == (sum(c for c, _ in picked), pytest.approx(sum(loss for _, loss in picked)))
+    assert (found.cost, found.loss) == (
+        sum(c for c, _ in picked),
+        pytest.approx(sum(loss for _, loss in picked)),
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 1.0])

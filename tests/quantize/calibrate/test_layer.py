@@ -1,6 +1,8 @@
-"""The llm-compressor back-end, one layer at a time, against llm-compressor's own sequential pipeline; and its gates.
+"""The llm-compressor back-end, one layer at a time, against llm-compressor's own sequential
+pipeline; and its gates.
 
-Equality is to the bit, AWQ's grid search included: both run the same modifiers on the same inputs in the same order.
+Equality is to the bit, AWQ's grid search included: both run the same modifiers on the same inputs
+in the same order.
 """
 
 from collections.abc import Iterable
@@ -18,7 +20,17 @@ from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.knobs import AWQKnobs, GPTQKnobs
 from keepmtp.recipes.schemes import SCHEMES
-from layerwise import GLM, IGNORE, QWEN, Skeleton, assert_same, layerwise, outliers, sequential, token_ids
+from layerwise import (
+    GLM,
+    IGNORE,
+    QWEN,
+    Skeleton,
+    assert_same,
+    layerwise,
+    outliers,
+    sequential,
+    token_ids,
+)
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,13 +42,19 @@ def test_input_scales_equal_the_sequential_pipelines(folder, scheme):
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     ids = token_ids()
-    model = sequential(folder, ids, [QuantizationModifier(targets="Linear", scheme=scheme, ignore=IGNORE)])
+    model = sequential(
+        folder, ids, [QuantizationModifier(targets="Linear", scheme=scheme, ignore=IGNORE)]
+    )
     skeleton, results = layerwise(folder, ids, scheme, "minmax")
-    assert assert_same(results, model, all_tensors=False) == sum(len(result.coverage) for result in results)
+    assert assert_same(results, model, all_tensors=False) == sum(
+        len(result.coverage) for result in results
+    )
     for index, layer in enumerate(skeleton.layers):
         for name, value in layer.named_parameters():
             on_disk = skeleton.weights.get(f"model.layers.{index}.{name}")
-            assert on_disk is None or torch.equal(value, on_disk), f"{name} was changed by calibration"
+            assert on_disk is None or torch.equal(value, on_disk), (
+                f"{name} was changed by calibration"
+            )
 
 
 @pytest.mark.few(2)
@@ -57,10 +75,14 @@ def test_gptq_equals_the_sequential_pipelines(folder, scheme, knobs):
     from llmcompressor.modifiers.gptq import GPTQModifier
 
     ids, given = token_ids(samples=2), knobs.arguments()
-    model = sequential(folder, ids, [GPTQModifier(config_groups=group_of(scheme), ignore=IGNORE, **given)])
+    model = sequential(
+        folder, ids, [GPTQModifier(config_groups=group_of(scheme), ignore=IGNORE, **given)]
+    )
     _, results = layerwise(folder, ids, scheme, "gptq", knobs=given)
     compared = assert_same(results, model, all_tensors=True)
-    assert compared == sum(len(result.coverage) for result in results) * len(SCHEMES[scheme].tensors(128, 128))
+    assert compared == sum(len(result.coverage) for result in results) * len(
+        SCHEMES[scheme].tensors(128, 128)
+    )
     assert all(not result.rounded for result in results)
 
 
@@ -117,18 +139,23 @@ def test_smoothing_equals_the_sequential_pipelines(folder, scheme, algorithm, kn
         smoother = SmoothQuantModifier(mappings=[(balance, smooth) for smooth, balance in pairs])
     rounding = QuantizationModifier(config_groups=group_of(scheme), ignore=IGNORE)
     model = sequential(folder, ids, [smoother, rounding])
-    # Qwen3.5's norms are zero-centred, and what of a rescaled one survives the subtraction of its 1 is what the
-    # checkpoint holds: later layers see that here, and the norm before the subtraction in the sequential pipeline.
+    # Qwen3.5's norms are zero-centred, and what of a rescaled one survives the subtraction of its 1
+    # is what the checkpoint holds: later layers see that here, and the norm before the subtraction
+    # in the sequential pipeline.
     equal = results[:1] if folder == QWEN else results
     assert assert_same(equal, model, all_tensors=True) > 10
     assert any("layernorm" in name for result in equal for name in result.tensors)
-    assert any(name.endswith("zero_point") for name in results[0].tensors) == (scheme == "W4A16_ASYM")
+    assert any(name.endswith("zero_point") for name in results[0].tensors) == (
+        scheme == "W4A16_ASYM"
+    )
 
 
 def test_smoothings_are_those_of_the_structure():
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(samples=1), outliers(1, 256))
-    result = skeleton.calibrated(batches, "W4A16", algorithm="awq", frozen=["model.layers.1.self_attn.k_proj"])
+    result = skeleton.calibrated(
+        batches, "W4A16", algorithm="awq", frozen=["model.layers.1.self_attn.k_proj"]
+    )
     found = {s.smooth.removeprefix("model.layers.1."): s.balance for s in result.smoothings}
     experts = [
         f"model.layers.1.mlp.{e}.{p}"
@@ -150,11 +177,21 @@ def test_gptq_beside_rounding_to_nearest():
     results = []
     for choice in ("W4A16", "FP8", "both"):
         batches = skeleton.enter(2, ids, hidden)
-        mlp = {name: choice if choice != "both" else "W4A16" for name in skeleton.linears(2) if ".mlp." in name}
-        attention = {name: choice if choice != "both" else "FP8" for name in skeleton.linears(2) if "self_attn" in name}
+        mlp = {
+            name: choice if choice != "both" else "W4A16"
+            for name in skeleton.linears(2)
+            if ".mlp." in name
+        }
+        attention = {
+            name: choice if choice != "both" else "FP8"
+            for name in skeleton.linears(2)
+            if "self_attn" in name
+        }
         results.append(skeleton.calibrated(batches, attention | mlp, algorithm="gptq").tensors)
     gptq, fp8, both = results
-    assert {name for name in both if "self_attn" in name} == {name for name in fp8 if "self_attn" in name}
+    assert {name for name in both if "self_attn" in name} == {
+        name for name in fp8 if "self_attn" in name
+    }
     for name, value in both.items():
         assert torch.equal(value, fp8[name] if "self_attn" in name else gptq[name]), name
 
@@ -163,7 +200,9 @@ def test_coverage_counts_what_the_router_sent():
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(), outliers(4, 256))
     schemes = dict.fromkeys(skeleton.linears(1), "FP8_DYNAMIC")
-    coverage = {c.module: c for c in skeleton.calibrated(batches, schemes, algorithm="minmax").coverage}
+    coverage = {
+        c.module: c for c in skeleton.calibrated(batches, schemes, algorithm="minmax").coverage
+    }
     assert {entry.tokens for entry in coverage.values()} == {4 * 32}
     routed = [coverage[f"model.layers.1.mlp.experts.{e}.up_proj"].routed for e in range(4)]
     assert sum(routed) == 4 * 32 * 2
@@ -193,18 +232,33 @@ class Toy(nn.Module):
         super().__init__()
         self.config = SimpleNamespace(name="toy")
         self.norm = nn.RMSNorm(128)
-        self.in_proj_qkv, self.in_proj_z = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
-        self.gate_proj, self.up_proj = nn.Linear(128, 256, bias=False), nn.Linear(128, 256, bias=False)
-        self.down_proj, self.spare = nn.Linear(256, 128, bias=False), nn.Linear(128, 128, bias=False)
+        self.in_proj_qkv, self.in_proj_z = (
+            nn.Linear(128, 128, bias=False),
+            nn.Linear(128, 128, bias=False),
+        )
+        self.gate_proj, self.up_proj = (
+            nn.Linear(128, 256, bias=False),
+            nn.Linear(128, 256, bias=False),
+        )
+        self.down_proj, self.spare = (
+            nn.Linear(256, 128, bias=False),
+            nn.Linear(128, 128, bias=False),
+        )
         self.clamped, self.leaks = clamped, leaks
         generator = torch.Generator().manual_seed(0)
         for index, parameter in enumerate(self.parameters()):
-            parameter.data = torch.randn(parameter.shape, generator=generator).bfloat16() * (index + 1) / 100
+            parameter.data = (
+                torch.randn(parameter.shape, generator=generator).bfloat16() * (index + 1) / 100
+            )
         self.norm.weight.data.fill_(1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         x = self.norm(hidden)
-        h = hidden + self.in_proj_qkv(x) * torch.sigmoid(self.in_proj_z(x)) + (x if self.leaks else 0)
+        h = (
+            hidden
+            + self.in_proj_qkv(x) * torch.sigmoid(self.in_proj_z(x))
+            + (x if self.leaks else 0)
+        )
         up = self.up_proj(h)
         up = up.clamp(-100, 100) if self.clamped else up
         return h + self.down_proj(nn.functional.silu(self.gate_proj(h)) * up)
@@ -215,12 +269,18 @@ PROJECTIONS = ("in_proj_qkv", "in_proj_z", "gate_proj", "up_proj", "down_proj")
 
 def toy_batches(samples: int = 3) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [{"hidden": torch.randn(2, 16, 128, generator=generator).bfloat16()} for _ in range(samples)]
+    return [
+        {"hidden": torch.randn(2, 16, 128, generator=generator).bfloat16()} for _ in range(samples)
+    ]
 
 
-@pytest.mark.parametrize(("toy", "missing"), [({"leaks": True}, "norm"), ({"clamped": True}, "up_proj")])
+@pytest.mark.parametrize(
+    ("toy", "missing"), [({"leaks": True}, "norm"), ({"clamped": True}, "up_proj")]
+)
 def test_what_is_not_linear_is_not_smoothed(toy, missing):
-    """A norm whose output also goes elsewhere, and a projection behind which values are clamped, are left alone."""
+    """A norm whose output also goes elsewhere, and a projection behind which values are clamped,
+    are left alone.
+    """
     schemes = dict.fromkeys(PROJECTIONS, "W4A16")
     plain = calibrate(Toy(), toy_batches(), LayerWork(schemes=schemes, algorithm="awq"))
     assert {s.smooth for s in plain.smoothings} == {"norm", "up_proj"}
@@ -239,25 +299,35 @@ def test_modules_of_other_schemes_are_not_rescaled():
 
 @pytest.mark.parametrize("algorithm", ["minmax", "gptq"])
 def test_fused_modules_share_global_scales(algorithm):
-    """Names that llm-compressor's table of fused modules misses, given by the caller; without them they differ."""
+    """Names that llm-compressor's table of fused modules misses, given by the caller; without them
+    they differ.
+    """
     pair = ("in_proj_qkv", "in_proj_z")
     schemes = dict.fromkeys(pair, "NVFP4")
     apart, together = Toy(), Toy()
     calibrate(apart, toy_batches(), LayerWork(schemes=schemes, algorithm=algorithm))
     assert len({float(apart.get_submodule(name).weight_global_scale) for name in pair}) == 2
-    result = calibrate(together, toy_batches(), LayerWork(schemes=schemes, algorithm=algorithm, fused=[pair]))
+    result = calibrate(
+        together, toy_batches(), LayerWork(schemes=schemes, algorithm=algorithm, fused=[pair])
+    )
     smaller = min(float(apart.get_submodule(name).weight_global_scale) for name in pair)
     for name in pair:
         module = together.get_submodule(name)
         assert float(module.weight_global_scale) == smaller
-        assert float(module.input_global_scale) == float(result.tensors[f"{name}.input_global_scale"])
+        assert float(module.input_global_scale) == float(
+            result.tensors[f"{name}.input_global_scale"]
+        )
     if algorithm == "gptq":
         assert float(result.tensors["in_proj_z.weight_global_scale"]) == smaller
         # Packed by that very scale: what is on disk decompresses to what the model computes with.
         from compressed_tensors.compressors import BaseCompressor
 
         for name in pair:
-            state = {k.rpartition(".")[2]: v for k, v in result.tensors.items() if k.startswith(f"{name}.")}
+            state = {
+                k.rpartition(".")[2]: v
+                for k, v in result.tensors.items()
+                if k.startswith(f"{name}.")
+            }
             module = together.get_submodule(name)
             weight = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(
                 state, module.quantization_scheme
@@ -271,19 +341,31 @@ def test_input_scales_of_fused_modules_are_unified():
     result = calibrate(
         toy,
         toy_batches(),
-        LayerWork(schemes=dict.fromkeys(PROJECTIONS, "FP8"), algorithm="minmax", fused=[("up_proj", "down_proj")]),
+        LayerWork(
+            schemes=dict.fromkeys(PROJECTIONS, "FP8"),
+            algorithm="minmax",
+            fused=[("up_proj", "down_proj")],
+        ),
     )
     apart = calibrate(
-        Toy(), toy_batches(), LayerWork(schemes=dict.fromkeys(PROJECTIONS, "FP8"), algorithm="minmax")
+        Toy(),
+        toy_batches(),
+        LayerWork(schemes=dict.fromkeys(PROJECTIONS, "FP8"), algorithm="minmax"),
     ).tensors
     larger = max(float(apart[f"{name}.input_scale"]) for name in ("up_proj", "down_proj"))
-    assert {float(result.tensors[f"{name}.input_scale"]) for name in ("up_proj", "down_proj")} == {larger}
+    assert {float(result.tensors[f"{name}.input_scale"]) for name in ("up_proj", "down_proj")} == {
+        larger
+    }
     assert float(apart["up_proj.input_scale"]) != float(apart["down_proj.input_scale"])
 
 
 def test_a_module_that_is_never_called_is_an_error():
     with pytest.raises(CheckpointError, match="spare: every quantized module must be called"):
-        calibrate(Toy(), toy_batches(), LayerWork(schemes={"spare": "FP8", "up_proj": "FP8"}, algorithm="minmax"))
+        calibrate(
+            Toy(),
+            toy_batches(),
+            LayerWork(schemes={"spare": "FP8", "up_proj": "FP8"}, algorithm="minmax"),
+        )
 
 
 @pytest.mark.parametrize(("value", "named"), [(float("nan"), "in_proj_z"), (3e38, "up_proj")])
@@ -291,7 +373,11 @@ def test_activations_that_are_not_finite_name_the_first_module(value, named):
     toy = Toy()
     (toy.in_proj_z if value != value else toy.up_proj).weight.data[3, 5] = value
     with pytest.raises(CheckpointError, match=named + ": .* its output, batch 1"):
-        calibrate(toy, toy_batches(), LayerWork(schemes=dict.fromkeys(PROJECTIONS, "NVFP4"), algorithm="minmax"))
+        calibrate(
+            toy,
+            toy_batches(),
+            LayerWork(schemes=dict.fromkeys(PROJECTIONS, "NVFP4"), algorithm="minmax"),
+        )
 
 
 def test_no_batch_is_an_error():
@@ -305,7 +391,11 @@ def test_propagating_and_serving(scheme):
     toy, (batch, *_) = Toy(), toy_batches()
     with torch.no_grad():
         exact = toy(**batch)
-    calibrate(toy, toy_batches(), LayerWork(schemes=dict.fromkeys(PROJECTIONS, scheme), algorithm="minmax"))
+    calibrate(
+        toy,
+        toy_batches(),
+        LayerWork(schemes=dict.fromkeys(PROJECTIONS, scheme), algorithm="minmax"),
+    )
     with propagating(toy):
         assert torch.equal(toy(**batch), exact)
     with pytest.raises(AssertionError, match="in_proj_qkv: no served weight"), serving(toy):
@@ -325,14 +415,21 @@ def serve(model: nn.Module, names: Iterable[str]) -> None:
     """Weights rounded by compressed-tensors, for modules that no plan knows."""
     for name in names:
         module = model.get_submodule(name)
-        module.weight.data = forward_quantize(module, module.weight.data, "weight", module.quantization_scheme.weights)
+        module.weight.data = forward_quantize(
+            module, module.weight.data, "weight", module.quantization_scheme.weights
+        )
         module.quantization_status = QuantizationStatus.COMPRESSED
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A8"])
 def test_an_experts_tokens_have_scales_of_their_own(scheme):
-    """compressed-tensors takes one scale for all tokens of an expert: here the second token would be rounded to 0."""
-    toy, tokens = nn.Sequential(nn.Linear(128, 128, bias=False)).bfloat16(), torch.ones(2, 128).bfloat16()
+    """compressed-tensors takes one scale for all tokens of an expert: here the second token would
+    be rounded to 0.
+    """
+    toy, tokens = (
+        nn.Sequential(nn.Linear(128, 128, bias=False)).bfloat16(),
+        torch.ones(2, 128).bfloat16(),
+    )
     toy.config = SimpleNamespace(name="toy")
     tokens[0] *= 4096
     calibrate(toy, [{"input": tokens}], LayerWork(schemes={"0": scheme}, algorithm="minmax"))
@@ -343,14 +440,20 @@ def test_an_experts_tokens_have_scales_of_their_own(scheme):
 
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
-@pytest.mark.parametrize(("scheme", "algorithm", "equal"), [("NVFP4", "minmax", True), ("W4A16", "gptq", False)])
+@pytest.mark.parametrize(
+    ("scheme", "algorithm", "equal"), [("NVFP4", "minmax", True), ("W4A16", "gptq", False)]
+)
 def test_one_pass_is_enough_where_no_weight_is_rewritten(folder, scheme, algorithm, equal):
-    """What the layer returns while it is observed is what it hands on, to the bit; GPTQ's weights are the twin."""
+    """What the layer returns while it is observed is what it hands on, to the bit; GPTQ's weights
+    are the twin.
+    """
     skeleton = Skeleton(folder)
     for index in range(len(skeleton.layers)):
         batches = skeleton.enter(index, token_ids(), outliers(4, skeleton.model.config.hidden_size))
         for name, value in skeleton.layers[index].named_parameters():
-            if "layernorm" in name:  # 1 + weight does not fit BF16 where norms are zero-centred, as Qwen3.5's are
+            if (
+                "layernorm" in name
+            ):  # 1 + weight does not fit BF16 where norms are zero-centred, as Qwen3.5's are
                 value.data.add_(0.0012)
         while_observed: list[Tensor] = []
         handle = skeleton.layers[index].register_forward_hook(
@@ -385,7 +488,9 @@ def test_zero_centred_norms_come_back_as_they_were():
 
 
 def test_modifiers_act_in_this_order():
-    """GPTQ comes last: a QuantizationModifier after it would compute its scales again from the rewritten weights."""
+    """GPTQ comes last: a QuantizationModifier after it would compute its scales again from the
+    rewritten weights.
+    """
     work = LayerWork(schemes={"a": "FP8", "b": "W4A16"}, algorithm="gptq")
     modifiers = modifiers_for(work, (), ExpertPasses(nn.Module(), [], 0))
     assert [type(modifier).__name__ for modifier in modifiers] == ["_Quantization", "_GPTQ"]

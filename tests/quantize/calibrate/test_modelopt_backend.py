@@ -1,7 +1,8 @@
-"""The modelopt back-end, one layer at a time, against modelopt's own run over the whole model, and llm-compressor's.
+"""The modelopt back-end, one layer at a time, against modelopt's own run over the whole model, and
+llm-compressor's.
 
-Equality is to the bit. modelopt's sweeps round in Triton kernels, which a CPU has not: there the rounding is that of
-its exporter, which rounds the weights that its users publish.
+Equality is to the bit. modelopt's sweeps round in Triton kernels, which a CPU has not: there the
+rounding is that of its exporter, which rounds the weights that its users publish.
 """
 
 from collections.abc import Iterator
@@ -64,27 +65,42 @@ def test_minmax_is_that_of_the_other_back_end(folder, scheme, routed, length):
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
 def test_input_scales_are_those_of_modelopts_own_run(folder):
-    """Its run over the whole model, keys and values too. Its experts have one input scale a stack, as ours in a run.
+    """Its run over the whole model, keys and values too. Its experts have one input scale a stack,
+    as ours in a run.
 
-    Zero-centred norms are those of the calibration here: with transformers' own, 7 of 19 scales of Qwen3.5 differ, by
-    1.8 % at most.
+    Zero-centred norms are those of the calibration here: with transformers' own, 7 of 19 scales of
+    Qwen3.5 differ, by 1.8 % at most.
     """
     from llmcompressor.modeling.offset_norm import norm_calibration_context
     from modelopt_peer import calibrated, loaded
 
     ids, model = token_ids(), loaded(folder)
     with norm_calibration_context(model):
-        calibrated(folder, ids, cache="FP8_KV_CFG", forwards=calibrating(model, routed=True), model=model)
-    amax = {name: q.amax for name, q in model.named_modules() if name.endswith("input_quantizer") and q.is_enabled}
+        calibrated(
+            folder, ids, cache="FP8_KV_CFG", forwards=calibrating(model, routed=True), model=model
+        )
+    amax = {
+        name: q.amax
+        for name, q in model.named_modules()
+        if name.endswith("input_quantizer") and q.is_enabled
+    }
     ours = tensors(layerwise(folder, ids, "NVFP4", "minmax", backend="modelopt", routed=True)[1])
     assert len(ours) == (45 if folder == GLM else 19)
     for name, value in ours.items():
         module = name.removesuffix(".input_global_scale")
-        stack, is_expert, leaf = module.rpartition(".")[0].rpartition(".experts.")[0], ".experts." in module, module
+        stack, is_expert, leaf = (
+            module.rpartition(".")[0].rpartition(".experts.")[0],
+            ".experts." in module,
+            module,
+        )
         if is_expert:
             is_down = module.endswith("down_proj")
             leaf = f"{stack}.experts.{'down_proj' if is_down else 'gate_up_proj'}_input_quantizer"
-            same = [v for n, v in ours.items() if n.startswith(f"{stack}.experts.") and ("down_proj" in n) == is_down]
+            same = [
+                v
+                for n, v in ours.items()
+                if n.startswith(f"{stack}.experts.") and ("down_proj" in n) == is_down
+            ]
             value = torch.stack(same).amin(0)
         theirs = amax[leaf if is_expert else f"{module}.input_quantizer"].reshape(1)
         assert torch.equal(value, generate_gparam(-theirs, theirs)), module
@@ -113,13 +129,18 @@ def caches(folder: Path, ids: list[Tensor]) -> dict[str, float]:
                 caches=dict.fromkeys(own, CACHE_LEAVES),
             ),
         )
-        found |= {name: float(value) for name, value in made.tensors.items() if name.endswith(("k_scale", "v_scale"))}
+        found |= {
+            name: float(value)
+            for name, value in made.tensors.items()
+            if name.endswith(("k_scale", "v_scale"))
+        }
         hidden = skeleton.leave(index, batches)
     assert len(found) > 1
     return found
 
 
-# --- sweeps -----------------------------------------------------------------------------------------------------------
+# --- sweeps
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -132,20 +153,29 @@ def swept() -> dict[str, tuple[Skeleton, dict[str, Tensor]]]:
     return found
 
 
-def exporters_rounding(groups: Tensor, amax: Tensor, global_amax: Tensor, largest_scale: float) -> Tensor:
+def exporters_rounding(
+    groups: Tensor, amax: Tensor, global_amax: Tensor, largest_scale: float
+) -> Tensor:
     """Groups [G, 16] as modelopt's exporter writes them and its loader reads them."""
-    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor, _cast_per_block_scale_to_fp8
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import (
+        NVFP4QTensor,
+        _cast_per_block_scale_to_fp8,
+    )
 
     common = global_amax / (6 * largest_scale)
     scale = _cast_per_block_scale_to_fp8(amax / 6, global_amax / 6, largest_scale)
     packed, _, _ = NVFP4QTensor.quantize(groups.clone(), 16, scale.reshape(-1, 1), common)
-    return packed.dequantize(torch.float32, scale=scale.reshape(-1, 1), double_scale=common, block_sizes={-1: 16})
+    return packed.dequantize(
+        torch.float32, scale=scale.reshape(-1, 1), double_scale=common, block_sizes={-1: 16}
+    )
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", sorted(SWEEPS))
 def test_block_scales_are_those_of_modelopts_calibrators(algorithm, swept):
-    """Run on their own, with its exporter's rounding; then the file's tensors, decompressed by compressed-tensors."""
+    """Run on their own, with its exporter's rounding; then the file's tensors, decompressed by
+    compressed-tensors.
+    """
     from modelopt.torch.quantization.calib import MseCalibrator, NVFP4MSECalibrator
 
     skeleton, found = swept[algorithm]
@@ -166,15 +196,19 @@ def test_block_scales_are_those_of_modelopts_calibrators(algorithm, swept):
     calibrator.collect(groups)
     ends = calibrator.compute_amax()
     assert ends is not None
-    theirs = (ends * largest / total).clamp(2**-9, 448).to(torch.float8_e4m3fn).reshape(len(weight), -1)
-    own = {key.rpartition(".")[2]: value for key, value in found.items() if key.startswith(f"{name}.")}
+    theirs = (
+        (ends * largest / total).clamp(2**-9, 448).to(torch.float8_e4m3fn).reshape(len(weight), -1)
+    )
+    own = {
+        key.rpartition(".")[2]: value for key, value in found.items() if key.startswith(f"{name}.")
+    }
     assert torch.equal(own["weight_scale"].float(), theirs.float())
     assert own["weight_global_scale"] == largest * 6 / total
     values = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(
         own, QuantizationScheme(targets=[], **SCHEMES["NVFP4A16"].config_group())
     )
-    # Decompressed in BF16: three roundings of 2**-9, where another code is 8 % away at least. In the middle between two
-    # codes both are as near, and the last bit of a quotient decides.
+    # Decompressed in BF16: three roundings of 2**-9, where another code is 8 % away at least. In
+    # the middle between two codes both are as near, and the last bit of a quotient decides.
     ours, expected = values["weight"].float(), rounding(groups, ends).reshape(weight.shape)
     room = 2**-7 * weight.abs()
     differ = (ours - expected).abs() > room
@@ -208,7 +242,11 @@ def test_a_sweep_ends_nearer_to_the_weights(swept):
     def error(skeleton: Skeleton, found: dict[str, Tensor]) -> float:
         total = 0.0
         for name in skeleton.linears(2):
-            own = {key.rpartition(".")[2]: value for key, value in found.items() if key.startswith(f"{name}.")}
+            own = {
+                key.rpartition(".")[2]: value
+                for key, value in found.items()
+                if key.startswith(f"{name}.")
+            }
             weight = skeleton.weights[f"{name}.weight"]
             own = own or pack(scheme, [weight])[0]
             values = BaseCompressor.get_value_from_registry(scheme.format).decompress(
@@ -228,11 +266,16 @@ def test_a_fused_group_shares_the_global_scale_that_it_is_swept_in():
     names = tuple(f"model.layers.1.self_attn.{each}_proj" for each in "qkv")
     batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
     schemes = dict.fromkeys(names, "NVFP4")
-    found = skeleton.calibrated(batches, schemes, algorithm="mse", backend="modelopt", fused=[names]).tensors
+    found = skeleton.calibrated(
+        batches, schemes, algorithm="mse", backend="modelopt", fused=[names]
+    ).tensors
     largest = max(float(skeleton.weights[f"{name}.weight"].abs().amax()) for name in names)
     for name in names:
         assert float(found[f"{name}.weight_global_scale"]) == pytest.approx(2688 / largest)
-    assert [LayerWork(schemes=schemes, algorithm=each).rewrites for each in ("mse", "gptq")] == [False, True]
+    assert [LayerWork(schemes=schemes, algorithm=each).rewrites for each in ("mse", "gptq")] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("algorithm", sorted(SWEEPS))
@@ -242,7 +285,9 @@ def test_a_weight_of_zeros_has_finite_scales(algorithm):
     name = "model.layers.1.self_attn.o_proj"
     batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
     skeleton.model.get_submodule(name).weight.data.zero_()
-    found = skeleton.calibrated(batches, {name: "NVFP4A16"}, algorithm=algorithm, backend="modelopt").tensors
+    found = skeleton.calibrated(
+        batches, {name: "NVFP4A16"}, algorithm=algorithm, backend="modelopt"
+    ).tensors
     assert 0 < float(found[f"{name}.weight_global_scale"]) < float("inf")
     assert found[f"{name}.weight_scale"].float().isfinite().all()
     values = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(
@@ -262,7 +307,9 @@ def test_activations_that_are_not_finite_are_named():
     hidden = torch.randn(1, 32, 256).bfloat16()
     hidden[0, 3, 7] = torch.nan
     batches = skeleton.enter(1, token_ids(samples=1), [hidden])
-    with pytest.raises(CheckpointError, match=r"self_attn\.q_proj: activations must be finite .* input, batch 1"):
+    with pytest.raises(
+        CheckpointError, match=r"self_attn\.q_proj: activations must be finite .* input, batch 1"
+    ):
         schemes = dict.fromkeys(skeleton.linears(1), "NVFP4")
         skeleton.calibrated(batches, schemes, algorithm="minmax", backend="modelopt")
     assert not any(module._forward_pre_hooks for module in skeleton.model.modules())
@@ -270,12 +317,19 @@ def test_activations_that_are_not_finite_are_named():
 
 def test_the_memory_of_its_hessians_is_counted(tmp_path):
     """From headers, and what the back-end holds of a layer."""
-    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian")
-    counted = group_hessian_bytes(tensor for tensor in api.plan(str(recipe)).tensors if tensor.layer == 1)
+    recipe = small_recipe(
+        tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian"
+    )
+    counted = group_hessian_bytes(
+        tensor for tensor in api.plan(str(recipe)).tensors if tensor.layer == 1
+    )
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
     held = ModeloptBackend(
-        skeleton.model, LayerWork(schemes=dict.fromkeys(skeleton.linears(1), "NVFP4A16"), algorithm="local-hessian")
+        skeleton.model,
+        LayerWork(
+            schemes=dict.fromkeys(skeleton.linears(1), "NVFP4A16"), algorithm="local-hessian"
+        ),
     )
 
     def run() -> None:
@@ -287,7 +341,8 @@ def test_the_memory_of_its_hessians_is_counted(tmp_path):
     assert counted == sum(each.hessian_per_block.nbytes for each in held._hessians.values())
 
 
-# --- a whole run ------------------------------------------------------------------------------------------------------
+# --- a whole run
+# --------------------------------------------------------------------------------------------------
 
 
 def made(folder: Path, name: str, **changes) -> Path:
@@ -306,18 +361,28 @@ def written(tmp_path_factory) -> Iterator[dict[str, Path]]:
 
 @pytest.mark.full
 def test_either_dialect_has_the_same_bytes(written):
-    """And the check, which reads every value, has nothing to say; nor has the record forgotten who calibrated."""
+    """And the check, which reads every value, has nothing to say; nor has the record forgotten who
+    calibrated.
+    """
     of = {
-        name: {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+        name: {
+            key: value
+            for file in folder.glob("*.safetensors")
+            for key, value in load_file(file).items()
+        }
         for name, folder in written.items()
     }
     ours, theirs = of["compressed-tensors"], of["modelopt"]
     packed = [name for name in ours if name.endswith(".weight_packed")]
-    assert len(packed) > 60 and any(name.startswith("model.layers.3.") for name in packed), "no MTP block"
+    assert len(packed) > 60 and any(name.startswith("model.layers.3.") for name in packed), (
+        "no MTP block"
+    )
     for name in packed:
         module = name.removesuffix(".weight_packed")
         assert torch.equal(ours[name], theirs[f"{module}.weight"]), name
-        assert torch.equal(ours[f"{module}.weight_scale"].float(), theirs[f"{module}.weight_scale"].float()), name
+        assert torch.equal(
+            ours[f"{module}.weight_scale"].float(), theirs[f"{module}.weight_scale"].float()
+        ), name
         assert theirs[f"{module}.input_scale"] == 1 / ours[f"{module}.input_global_scale"]
     for folder in written.values():
         assert check(folder, source=open_source(GLM)).findings == ()
@@ -330,8 +395,12 @@ def test_either_dialect_has_the_same_bytes(written):
 def test_ranks_give_the_bits_of_one(written, tmp_path):
     """Each sees its own sequences; what a sweep sees of a weight is the same everywhere."""
     one = written["compressed-tensors"]
-    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4-mtp-nvfp4", backend="modelopt", algorithm="mse")
+    recipe = small_recipe(
+        tmp_path, "tiny-glm4-moe.nvfp4-mtp-nvfp4", backend="modelopt", algorithm="mse"
+    )
     assert finished(start(recipe, tmp_path / "two", size=2)) == [0, 0]
     assert events(tmp_path / "two") == [1, 2, 3]
     expected = statistics(one.with_name(f"{one.name}.calibration"))
-    assert statistics(tmp_path / "two") == {name: raw for name, raw in expected.items() if "layer" in name}
+    assert statistics(tmp_path / "two") == {
+        name: raw for name, raw in expected.items() if "layer" in name
+    }

@@ -1,4 +1,6 @@
-"""The MTP pass over shipped models: what it leaves for the writer, what it measures, and how `mtp: auto` chooses."""
+"""The MTP pass over shipped models: what it leaves for the writer, what it measures, and how `mtp:
+auto` chooses.
+"""
 
 import re
 from dataclasses import replace
@@ -73,7 +75,11 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     statistics = Statistics.open(backbone.folder / "statistics", fingerprint=stamp)
     refuse_statistics(found.plan, statistics)
     wanted = {o.name for t in plan.tensors if t.part == "mtp" for o in t.calibrated_outputs}
-    assert wanted and {name for name in statistics if statistics.entries[name].file.startswith("mtp-")} == wanted
+    assert (
+        wanted
+        and {name for name in statistics if statistics.entries[name].file.startswith("mtp-")}
+        == wanted
+    )
     assert [(row.backbone, row.mtp) for row in found.combinations] == [
         ("source", "source"),
         ("quantized", "source"),
@@ -82,11 +88,16 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     source, kept, quantized = (row.acceptance for row in found.combinations)
     assert source.by_position["1"][0] > 0.98
     assert kept_of(kept, source) > 0.9 and kept_of(quantized, source) > 0.85
-    assert 0.8 < found.agreement < 1.0 and found.combinations[1].perplexity == found.combinations[2].perplexity
+    assert (
+        0.8 < found.agreement < 1.0
+        and found.combinations[1].perplexity == found.combinations[2].perplexity
+    )
     assert found.combinations[0].divergence is None is found.combinations[0].flips
     assert 0 < found.combinations[1].divergence == found.combinations[2].divergence < 1
     assert found.combinations[1].flips == pytest.approx(1 - found.agreement, abs=1e-5)
-    assert found.summary()["rows"][2]["acceptance"]["by_position"]["1"] == [round(quantized.by_position["1"][0], 5)]
+    assert found.summary()["rows"][2]["acceptance"]["by_position"]["1"] == [
+        round(quantized.by_position["1"][0], 5)
+    ]
 
 
 def test_a_run_without_its_statistics_is_refused(made, tmp_path):
@@ -112,17 +123,27 @@ def test_auto_takes_the_cheapest_that_keeps_enough(made, tmp_path):
     plan, backbone = made
     backbone = fresh(backbone, tmp_path / "pass")
     group = "experts" if "glm" in plan.recipe.model else "dense_mlp"
-    candidates = ("bf16", "FP8_DYNAMIC", {group: "NVFP4"}, {"attention": "FP8_DYNAMIC", group: "NVFP4"}, "NVFP4")
+    candidates = (
+        "bf16",
+        "FP8_DYNAMIC",
+        {group: "NVFP4"},
+        {"attention": "FP8_DYNAMIC", group: "NVFP4"},
+        "NVFP4",
+    )
     found = mtp_pass(auto(plan, *candidates, least=0.9), backbone)
     tried = found.candidates
     assert [each.policy for each in tried] == list(candidates)
     refused = [each for each in tried if each.refused]
-    assert refused[0].policy == {group: "NVFP4"} and "must say what happens to" in refused[0].refused
+    assert (
+        refused[0].policy == {group: "NVFP4"} and "must say what happens to" in refused[0].refused
+    )
     (chosen,) = (each for each in tried if each.chosen)
     enough = [each for each in tried if not each.refused and each.kept_at_least >= 0.9]
     assert all(each.kept_at_least < each.kept for each in tried if not each.refused)
     assert chosen.bytes == min(each.bytes for each in enough) and not chosen.refused
-    assert tried[0].bytes == sum(o.num_bytes for t in plan.tensors if t.part == "mtp" for o in t.outputs)
+    assert tried[0].bytes == sum(
+        o.num_bytes for t in plan.tensors if t.part == "mtp" for o in t.outputs
+    )
     assert chosen.bytes < tried[1].bytes < tried[0].bytes
     assert found.plan.recipe.mtp == chosen.policy and found.plan.recipe.mtp_auto is None
     assert (
@@ -134,12 +155,18 @@ def test_auto_takes_the_cheapest_that_keeps_enough(made, tmp_path):
     named = mtp_pass(with_mtp(plan, chosen.policy), alone)
     assert named.combinations == found.combinations and named.candidates == ()
     for name in files(alone):
-        assert (alone.folder / "statistics" / name).read_bytes() == (backbone.folder / "statistics" / name).read_bytes()
+        assert (alone.folder / "statistics" / name).read_bytes() == (
+            backbone.folder / "statistics" / name
+        ).read_bytes()
 
 
-@pytest.mark.parametrize(("least", "chosen"), [(0.89, "W4A16"), (0.96, "FP8_DYNAMIC"), (0.99, "bf16"), (0.999, None)])
+@pytest.mark.parametrize(
+    ("least", "chosen"), [(0.89, "W4A16"), (0.96, "FP8_DYNAMIC"), (0.99, "bf16"), (0.999, None)]
+)
 def test_the_budget_decides(glm, tmp_path, monkeypatch, least, chosen):
-    """Figures put in by hand, since the shipped blocks lose nothing: in the order in which they are measured."""
+    """Figures put in by hand, since the shipped blocks lose nothing: in the order in which they are
+    measured.
+    """
     plan, backbone = glm
     rates = iter((0.8, 0.72, 0.77, 0.798))
     monkeypatch.setattr(
@@ -170,18 +197,23 @@ def test_an_impossible_budget_is_refused_by_name(glm, tmp_path):
         mtp_pass(impossible, backbone)
     said = str(caught.value)
     assert said.startswith(
-        f"{plan.recipe.name}: a candidate of mtp: auto must keep 100.0% of acceptance, at 95% confidence; got "
+        f"{plan.recipe.name}: a candidate of mtp: auto must keep 100.0% of acceptance, at 95% "
+        "confidence; got "
     )
     assert re.search(r"at best, at least \d+\.\d%, by ", said)
     assert "the quantized backbone keeps" in said and "mtp_auto.min_acceptance" in said
     assert not [name for name in files(backbone) if name.startswith("mtp-")]
     misfit = auto(plan, {"experts": "NVFP4"})
-    with pytest.raises(GateError, match=r"no candidate that fits the model: .*must say what happens to \w+;"):
+    with pytest.raises(
+        GateError, match=r"no candidate that fits the model: .*must say what happens to \w+;"
+    ):
         mtp_pass(misfit, backbone)
 
 
 def test_too_few_slots_keep_the_block_as_released(glm, tmp_path, monkeypatch):
-    """99 % on 200 slots may be 96 %: rounding is taken where it is shown to be good, and else left."""
+    """99 % on 200 slots may be 96 %: rounding is taken where it is shown to be good, and else
+    left.
+    """
     plan, backbone = glm
     monkeypatch.setattr(policy, "acceptance", lambda *_, **__: even(0.8, slots=80))
     monkeypatch.setattr(policy.PolicyResults, "_made", lambda *_: [])
@@ -190,8 +222,13 @@ def test_too_few_slots_keep_the_block_as_released(glm, tmp_path, monkeypatch):
     run = results_of(asked, fresh(backbone, tmp_path / "pass"))
     tried, best = mtp.choose(run, asked.recipe.mtp_auto, None)
     assert best.recipe.mtp == "bf16"
-    assert all(each.kept == 1.0 and each.kept_at_least < 0.97 and each.needed_slots == 99 for each in tried)
-    with pytest.raises(GateError, match=r"on 80 slots\. .*add bf16 to mtp_auto.candidates, raise calibration.held_out"):
+    assert all(
+        each.kept == 1.0 and each.kept_at_least < 0.97 and each.needed_slots == 99 for each in tried
+    )
+    with pytest.raises(
+        GateError,
+        match=r"on 80 slots\. .*add bf16 to mtp_auto.candidates, raise calibration.held_out",
+    ):
         mtp_pass(auto(plan, "W4A16"), run.backbone)
 
 
@@ -199,7 +236,8 @@ def test_text_that_can_show_nothing_is_refused_at_once(glm):
     plan, backbone = glm
     for num_sequences, num_slots in ((16, 98), (3, 10_000)):
         with pytest.raises(
-            RecipeError, match=r"needs 4 held-out sequences, and 99 tokens of them.*Raise calibration.held_out"
+            RecipeError,
+            match=r"needs 4 held-out sequences, and 99 tokens of them.*Raise calibration.held_out",
         ):
             refuse_held_out(auto(plan, "bf16"), text(backbone, num_sequences, num_slots))
     refuse_held_out(auto(plan, "bf16"), text(backbone, 4, 99))
@@ -232,11 +270,15 @@ def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypat
         patch.setattr(policy, "calibrate", killed_at(2))
         with pytest.raises(KeyboardInterrupt):
             mtp_pass(asked, cut)
-    assert not [name for name in files(cut) if name.startswith("mtp-")], "nothing is published before the end"
+    assert not [name for name in files(cut) if name.startswith("mtp-")], (
+        "nothing is published before the end"
+    )
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(policy, "calibrate", killed_at(0))
-        patch.setattr(calibrate, "_calibrate_layer", lambda *_: pytest.fail("a second backbone pass"))
+        patch.setattr(
+            calibrate, "_calibrate_layer", lambda *_: pytest.fail("a second backbone pass")
+        )
         resumed = mtp_pass(asked, cut)
         assert len(calls) == 2, "the first candidate was done"
         again = mtp_pass(asked, cut)
@@ -247,7 +289,8 @@ def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypat
         assert whole_file.read_bytes() == (cut.folder / "statistics" / name).read_bytes()
 
 
-# --- what cannot be run -----------------------------------------------------------------------------------------------
+# --- what cannot be run
+# -----------------------------------------------------------------------------------------------
 
 
 def without_draft(plan: Plan) -> Plan:
@@ -258,14 +301,18 @@ def without_draft(plan: Plan) -> Plan:
 def test_a_block_that_cannot_be_run_is_refused_or_left_unmeasured(glm, tmp_path):
     plan, backbone = glm
     for mtp_word in ("NVFP4", "auto"):
-        needing = without_draft(auto(plan, "bf16") if mtp_word == "auto" else with_mtp(plan, mtp_word))
+        needing = without_draft(
+            auto(plan, "bf16") if mtp_word == "auto" else with_mtp(plan, mtp_word)
+        )
         with pytest.raises(RecipeError, match="keepmtp must be able to run an MTP block"):
             refuse_mtp(needing)
     kept = without_draft(with_mtp(plan, "FP8_DYNAMIC"))
     refuse_mtp(kept)
     found: MtpPass = mtp_pass(kept, fresh(backbone, tmp_path / "pass"))
     assert "transformers has no class for it" in found.unmeasured and found.plan is kept
-    assert [row.acceptance for row in found.combinations] == [None, None] and found.combinations[1].perplexity > 1
+    assert [row.acceptance for row in found.combinations] == [None, None] and found.combinations[
+        1
+    ].perplexity > 1
     refuse_mtp(with_mtp(plan, "NVFP4"))
 
 
@@ -280,7 +327,10 @@ def test_text_that_says_nothing_costs_a_figure_not_the_run(glm, tmp_path):
     backbone, known = fresh(backbone, tmp_path / "pass"), fresh(backbone, tmp_path / "known")
     plan = with_mtp(plan, "NVFP4")
     found = mtp_pass(plan, reading(backbone, nobody(backbone)))
-    says = f"{plan.recipe.name}: the held-out text must resemble what the model writes; got not one token"
+    says = (
+        f"{plan.recipe.name}: the held-out text must resemble what the model writes; got not one "
+        "token"
+    )
     assert found.unmeasured.startswith(says)
     assert [row.mtp for row in found.combinations] == ["source", "source", "quantized"]
     assert not any(row.acceptance for row in found.combinations)
@@ -299,11 +349,14 @@ def test_auto_cannot_choose_by_text_that_says_nothing(glm, tmp_path):
         mtp_pass(auto(plan, "bf16"), reading(fresh(backbone, tmp_path / "pass"), nobody(backbone)))
 
 
-# --- inputs -----------------------------------------------------------------------------------------------------------
+# --- inputs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_inputs_are_those_of_a_draft(made):
-    """Each block sees in calibration what it sees when it drafts, up to the last slots, which have no next token."""
+    """Each block sees in calibration what it sees when it drafts, up to the last slots, which have
+    no next token.
+    """
     _, backbone = made
     skeleton = backbone.skeleton
     blocks = []
@@ -314,20 +367,27 @@ def test_inputs_are_those_of_a_draft(made):
     batch = next(backbone.batches("mtp").batches())
     with torch.no_grad():
         hidden = block_input(skeleton, blocks[0], batch)
-        steps = draft_steps(blocks, skeleton.model.get_input_embeddings(), ids=batch.ids, hidden=hidden, num_steps=2)
+        steps = draft_steps(
+            blocks, skeleton.model.get_input_embeddings(), ids=batch.ids, hidden=hidden, num_steps=2
+        )
         for count, expected in enumerate(steps, start=1):
             inputs = policy.BlockInputs(backbone=backbone, blocks=blocks[:count])
             arguments = next(iter(inputs))
             assert len(inputs) == len(list(inputs)) == len(list(inputs))
             output = blocks[count - 1](**arguments)[0]
             assert output.shape[1] == batch.ids.shape[1] - count
-            # Sums over other lengths are added in another order: two units in the last place of BF16 near 4.
-            torch.testing.assert_close(output, expected[:, : output.shape[1]], atol=0.0625, rtol=0.02)
+            # Sums over other lengths are added in another order: two units in the last place of
+            # BF16 near 4.
+            torch.testing.assert_close(
+                output, expected[:, : output.shape[1]], atol=0.0625, rtol=0.02
+            )
 
 
 @pytest.mark.full
 def test_the_shipped_recipe_chooses(glm, tmp_path):
-    """`tiny-glm4-moe.nvfp4-mtp-auto`: its seven candidates over a pass of its sibling, which has the same backbone."""
+    """`tiny-glm4-moe.nvfp4-mtp-auto`: its seven candidates over a pass of its sibling, which has
+    the same backbone.
+    """
     plan, backbone = glm
     recipe = find_recipe("tiny-glm4-moe.nvfp4-mtp-auto")[0]
     assert recipe.backbone == plan.recipe.backbone and recipe.calibration == plan.recipe.calibration

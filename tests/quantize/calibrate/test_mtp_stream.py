@@ -1,4 +1,6 @@
-"""The states that an MTP block is calibrated on are those that a server computes, or there are none."""
+"""The states that an MTP block is calibrated on are those that a server computes, or there are
+none.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,16 +52,26 @@ def without(tmp_path_factory) -> Backbone:
 def test_a_block_is_calibrated_on_what_a_server_computes(with_stream):
     mtp, served = last_states(with_stream, "mtp"), last_states(with_stream, "served")
     assert torch.equal(mtp, served)
-    propagated, released = last_states(with_stream, "calibration"), last_states(with_stream, "source")
-    assert torch.equal(propagated, released), "under minmax llm-compressor hands on the released model's states"
+    propagated, released = (
+        last_states(with_stream, "calibration"),
+        last_states(with_stream, "source"),
+    )
+    assert torch.equal(propagated, released), (
+        "under minmax llm-compressor hands on the released model's states"
+    )
     assert (propagated - served).norm() > 0.05 * served.norm()
 
 
 def test_a_pass_without_these_states_does_not_calibrate_a_block(without, tmp_path):
     """The twin: states of another stream would fit in shape."""
-    names = {path.name.partition("-")[0] for path in (without.folder / "states").rglob("*.safetensors")}
+    names = {
+        path.name.partition("-")[0] for path in (without.folder / "states").rglob("*.safetensors")
+    }
     assert names == {"calibration", "source", "served"}
-    rule = "the MTP block must be calibrated on what the quantized backbone computes; got .* without these states"
+    rule = (
+        "the MTP block must be calibrated on what the quantized backbone computes; got .* "
+        "without these states"
+    )
     with pytest.raises(RecipeError, match=rule):
         claim_pass(planned("NVFP4"), DATA, without.folder, ALONE)
     with pytest.raises(CheckpointError, match="rows 0 to 3 of mtp must be there"):

@@ -1,4 +1,6 @@
-"""Held-out text that the released model writes: as transformers' own model, kept, and left where no room is."""
+"""Held-out text that the released model writes: as transformers' own model, kept, and left where no
+room is.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +19,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", params=("tiny-glm4-moe", "tiny-qwen3_5"))
 def asked(request) -> tuple[str, Plan, CalibrationData]:
-    """A model, a plan, and its data with few held-out sequences, whose answers the model would not give."""
+    """A model, a plan, and its data with few held-out sequences, whose answers the model would not
+    give.
+    """
     plan = plan_over(ROOT / "models" / request.param, f"{request.param}.nvfp4")
     calibration = plan.recipe.calibration.model_copy(update={"samples": 2, "held_out": 4})
     data = calibration_data(calibration, plan.source)
@@ -29,9 +33,13 @@ def test_the_model_answers_the_prompts_of_the_dataset(asked, tmp_path):
     name, plan, data = asked
     found = with_own_text(plan, data, tmp_path, device=CPU)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / name)
-    for row, (ids, written) in enumerate(zip(found.held_out_ids, found.held_out_written, strict=True)):
+    for row, (ids, written) in enumerate(
+        zip(found.held_out_ids, found.held_out_written, strict=True)
+    ):
         first = int(written.int().argmax())
-        assert first == int(data.held_out_written[row].int().argmax()), "the prompt is the dataset's"
+        assert first == int(data.held_out_written[row].int().argmax()), (
+            "the prompt is the dataset's"
+        )
         assert torch.equal(ids[:first], data.held_out_ids[row, :first])
         (answer,) = greedy_answers(ROOT / "models" / name, [tokenizer.decode(ids[:first])])
         own = ids[written].tolist()
@@ -39,7 +47,9 @@ def test_the_model_answers_the_prompts_of_the_dataset(asked, tmp_path):
         end = first + len(own)
         assert torch.equal(ids[end:], data.held_out_ids[row, end:]) and not written[end:].any()
     fact = DataFact.model_validate(found.provenance)
-    assert fact.held_out_by == "model" and fact.held_out_written_tokens == int(found.held_out_written.sum())
+    assert fact.held_out_by == "model" and fact.held_out_written_tokens == int(
+        found.held_out_written.sum()
+    )
     assert fact.ids_sha256 == data.provenance["ids_sha256"]
     assert not torch.equal(found.held_out_ids, data.held_out_ids)
 
@@ -49,7 +59,9 @@ def test_the_text_is_written_once(asked, tmp_path, monkeypatch):
     first = with_own_text(plan, data, tmp_path, device=CPU)
     monkeypatch.setattr(own_text, "_written_by", lambda *_: pytest.fail("a second time"))
     again = with_own_text(plan, data, tmp_path, device=CPU)
-    assert torch.equal(again.held_out_ids, first.held_out_ids) and again.provenance == first.provenance
+    assert (
+        torch.equal(again.held_out_ids, first.held_out_ids) and again.provenance == first.provenance
+    )
 
 
 def test_a_model_that_memory_does_not_hold_leaves_the_datasets_text(asked, tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
-"""Calibration on a pretended GPU: no operation mixes devices, and the results are those of the CPU, bit for bit.
+"""Calibration on a pretended GPU: no operation mixes devices, and the results are those of the CPU,
+bit for bit.
 
-Every family that can be calibrated once, with NVFP4 in backbone and MTP block, and every algorithm once.
+Every family that can be calibrated once, with NVFP4 in backbone and MTP block, and every algorithm
+once.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from keepmtp.recipes.find import find_recipe, shipped_recipes
 from passes import ROOT
 from pretended_gpu import MixedDevices, pretended_gpu
 
-# One model of each family that transformers can build. The block of those without a draft stays BF16.
+# One model of each family that transformers can build. The block of those without a draft stays
+# BF16.
 FAMILIES = (
     "deepseek-v3.1",
     "deepseek-v3.2",
@@ -53,7 +56,8 @@ def test_every_family(model, tmp_path):
 
 
 SMALL = {"samples": 2, "held_out": 4, "sequence_length": 32, "batch_size": 1}
-# GPTQ walks over the columns of each matrix, AWQ over a grid: a few matrices show what all of them do.
+# GPTQ walks over the columns of each matrix, AWQ over a grid: a few matrices show what all of them
+# do.
 FEW = {"attention": "W4A16", "dense_mlp": "W4A16", "shared_experts": "bf16", "experts": "bf16"}
 
 
@@ -78,21 +82,28 @@ def test_every_algorithm(name, backbone, tmp_path):
 
 def algorithm_run(name: str, backbone: dict[str, str], folder: Path):
     recipe, _ = find_recipe(name)
-    changes = {"calibration": recipe.calibration.model_copy(update=SMALL), "backbone": recipe.backbone | backbone}
+    changes = {
+        "calibration": recipe.calibration.model_copy(update=SMALL),
+        "backbone": recipe.backbone | backbone,
+    }
     if recipe.mtp_auto:
-        changes["mtp_auto"] = recipe.mtp_auto.model_copy(update={"min_acceptance": 0.01, "candidates": ("NVFP4",)})
+        changes["mtp_auto"] = recipe.mtp_auto.model_copy(
+            update={"min_acceptance": 0.01, "candidates": ("NVFP4",)}
+        )
     source = ROOT / "models" / recipe.model
     data = calibration_data(changes["calibration"], open_source(source))
     return both(recipe.model_copy(update=changes), source, data, folder)
 
 
-# --- twins: what is wrong on purpose is found -------------------------------------------------------------------------
+# --- twins: what is wrong on purpose is found -----------------------------------------------------
 
 
 def test_a_tensor_left_on_the_cpu_is_found_by_operation_and_place(tmp_path):
     message = (
-        r"MixedDevices: aten\.embedding\.default must have all tensors on one device; got bfloat16 \[512, 256\] on gpu "
-        r"and int64 \[1, 16\] on cpu, in quantize/calibrate/model/inference_mode\.py:\d+ \(modules_in_inference_mode\)"
+        r"MixedDevices: aten\.embedding\.default must have all tensors on one device; got "
+        r"bfloat16 \[512, 256\] on gpu "
+        r"and int64 \[1, 16\] on cpu, in quantize/calibrate/model/inference_mode\.py:\d+ "
+        r"\(modules_in_inference_mode\)"
     )
     with pytest.raises(RuntimeError, match=message):
         in_a_child(left_run, tmp_path)
@@ -159,10 +170,13 @@ def test_what_cuda_takes_and_what_it_refuses():
 
 
 def rules() -> tuple[dict[str, list], dict[str, str], tuple[int, int]]:
-    """Values of what is taken, messages about what is refused, and bytes that are held: now and at most."""
+    """Values of what is taken, messages about what is refused, and bytes that are held: now and at
+    most.
+    """
     with pretended_gpu() as gpu:
         values = {
-            name: call(torch.arange(6.0, device=gpu.device).reshape(2, 3)).tolist() for name, call in TAKEN.items()
+            name: call(torch.arange(6.0, device=gpu.device).reshape(2, 3)).tolist()
+            for name, call in TAKEN.items()
         }
         messages = {}
         for name, call in REFUSED.items():

@@ -1,4 +1,6 @@
-"""Several processes, as torchrun starts them: the same checkpoint as from one, and no one waits for the dead."""
+"""Several processes, as torchrun starts them: the same checkpoint as from one, and no one waits for
+the dead.
+"""
 
 import json
 import os
@@ -30,11 +32,17 @@ ONE = (BIN / "keepmtp",)
 def command(out: Path, start: tuple[object, ...]) -> subprocess.Popen[str]:
     words = [*map(str, start), "quantize", "tiny-glm4-moe", "--scheme", "nvfp4", "--out", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(words, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        words, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +78,9 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(whole, tmp_path):
 
 @pytest.mark.full
 def test_ranks_share_the_work_and_survive_none_of_them(whole, tmp_path):
-    """One is killed, and the other says so and ends; the same command then ends in what one process makes."""
+    """One is killed, and the other says so and ends; the same command then ends in what one process
+    makes.
+    """
     out = tmp_path / "out"
     process = command(out, TWO)
     wait_for(tmp_path / "out.calibration" / "states" / "00001", process)
@@ -85,9 +95,14 @@ def test_ranks_share_the_work_and_survive_none_of_them(whole, tmp_path):
     assert said.count("check passed") == told.count("layer 3 of 3") == 1, "one speaks for all"
     assert "layer 1 of 3" not in told
     made, expected = files(out), files(whole)
-    account, expected_account = (json.loads(found.pop("keepmtp.json")) for found in (made, expected))
+    account, expected_account = (
+        json.loads(found.pop("keepmtp.json")) for found in (made, expected)
+    )
     assert made == expected
-    assert account["calibration"].pop("processes") == 2 and expected_account["calibration"].pop("processes") == 1
+    assert (
+        account["calibration"].pop("processes") == 2
+        and expected_account["calibration"].pop("processes") == 1
+    )
     assert account == expected_account
 
 
@@ -99,7 +114,8 @@ def worker(torchrun: int, *, rank: int) -> int:
     raise AssertionError(f"no rank {rank}")
 
 
-# --- statistics -------------------------------------------------------------------------------------------------------
+# --- statistics
+# --------------------------------------------------------------------------------------------------
 
 
 def codes(packed: torch.Tensor) -> torch.Tensor:
@@ -108,9 +124,16 @@ def codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def error_of(folder: Path) -> float:
-    """What quantization does to held-out text: relative error of the states behind the last layer."""
+    """What quantization does to held-out text: relative error of the states behind the last
+    layer.
+    """
     source, served = (
-        torch.cat([load_file(path)["0"].float() for path in sorted((folder / "states" / "00003").glob(f"{stream}-*"))])
+        torch.cat(
+            [
+                load_file(path)["0"].float()
+                for path in sorted((folder / "states" / "00003").glob(f"{stream}-*"))
+            ]
+        )
         for stream in ("source", "served")
     )
     return float((served - source).norm() / source.norm())
@@ -119,13 +142,15 @@ def error_of(folder: Path) -> float:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("variant", ["w4a16-gptq", "w4a16-awq", "w8a8-smoothquant"])
 def test_three_ranks_find_what_one_finds(variant, tmp_path):
-    """Four batches, so one rank has two. Ranks add up in another order than one process does, in F32.
+    """Four batches, so one rank has two. Ranks add up in another order than one process does, in
+    F32.
 
-    Largest magnitudes have no order, so SmoothQuant and NVFP4 (above) come out to the bit. AWQ takes the best of 20
-    candidates by a sum of squares; here the same wins. GPTQ's Hessians differ by an ulp, which moves codes that lie
-    between two steps, and each moves the rest of its row, so rows are counted: which ones part depends on the CPU
-    (measured in the first layer: none to 2 of 128, 3 of 256). Later layers see other inputs, so codes say nothing;
-    their error stays (measured: within 5 %, as after changing batch_size in one process).
+    Largest magnitudes have no order, so SmoothQuant and NVFP4 (above) come out to the bit. AWQ
+    takes the best of 20 candidates by a sum of squares; here the same wins. GPTQ's Hessians differ
+    by an ulp, which moves codes that lie between two steps, and each moves the rest of its row, so
+    rows are counted: which ones part depends on the CPU (measured in the first layer: none to 2 of
+    128, 3 of 256). Later layers see other inputs, so codes say nothing; their error stays
+    (measured: within 5 %, as after changing batch_size in one process).
     """
     recipe = small_recipe(tmp_path, f"tiny-glm4-moe.{variant}")
     one, three = tmp_path / "one", tmp_path / "three"
@@ -137,7 +162,9 @@ def test_three_ranks_find_what_one_finds(variant, tmp_path):
     if variant != "w4a16-gptq":
         assert statistics(three) == without_fingerprint(statistics(one), one, three)
         return
-    first, other = (load_file(folder / "statistics" / "layer-00000.safetensors") for folder in (one, three))
+    first, other = (
+        load_file(folder / "statistics" / "layer-00000.safetensors") for folder in (one, three)
+    )
     assert first.keys() == other.keys()
     for name in (name for name in first if name.endswith("weight_packed")):
         parted = (codes(first[name]) != codes(other[name])).flatten(1).any(-1)
@@ -146,16 +173,25 @@ def test_three_ranks_find_what_one_finds(variant, tmp_path):
 
 
 def test_two_ranks_find_the_plan_that_one_finds(tmp_path):
-    """A search under a budget, with half of the text for each: sums differ in their last bits, the plan does not."""
+    """A search under a budget, with half of the text for each: sums differ in their last bits, the
+    plan does not.
+    """
     shipped = find_recipe("tiny-glm4-moe.nvfp4")[0].model_dump()
-    auto = {"backbone": "auto", "budget": "5 bits", "backbone_auto": {"candidates": ["NVFP4", "bf16"]}}
+    auto = {
+        "backbone": "auto",
+        "budget": "5 bits",
+        "backbone_auto": {"candidates": ["NVFP4", "bf16"]},
+    }
     recipe, one, two = tmp_path / "asked.yaml", tmp_path / "one", tmp_path / "two"
     recipe.write_text(json.dumps(shipped | auto | {"calibration": shipped["calibration"] | SMALL}))
     assert finished(start(recipe, one, is_whole=True)) == [0]
     assert finished(start(recipe, two, size=2, is_whole=True)) == [0, 0]
     alone, first, second = (summary(*place)["search"] for place in ((one,), (two,), (two, 1)))
     assert first == second
-    known = [[(plan["title"], plan["bytes"], plan["chosen"]) for plan in each["plans"]] for each in (alone, first)]
+    known = [
+        [(plan["title"], plan["bytes"], plan["chosen"]) for plan in each["plans"]]
+        for each in (alone, first)
+    ]
     assert known[0] == known[1] and len(known[0]) > 1
     for plan, other in zip(alone["plans"], first["plans"], strict=True):
         assert other["predicted"] == pytest.approx(plan["predicted"], rel=0.02)
@@ -164,11 +200,18 @@ def test_two_ranks_find_the_plan_that_one_finds(tmp_path):
 
 def test_a_gpu_that_fails_loses_nothing(tmp_path):
     """One of three ranks' GPU fails; one process goes on."""
-    recipe, one, many = small_recipe(tmp_path, "tiny-glm4-moe.w8a8-smoothquant"), tmp_path / "one", tmp_path / "many"
+    recipe, one, many = (
+        small_recipe(tmp_path, "tiny-glm4-moe.w8a8-smoothquant"),
+        tmp_path / "one",
+        tmp_path / "many",
+    )
     assert finished(start(recipe, one)) == [0]
     failed = start(recipe, many, size=3, kill=("gpu fails", 1), killed_rank=1)
     assert finished(failed, 60) == [2, 2, 2]
-    assert "the GPU must work until the end; got CUDA error: unspecified launch failure. Look at " in error(many, 1)
+    assert (
+        "the GPU must work until the end; got CUDA error: unspecified launch failure. Look at "
+        in error(many, 1)
+    )
     assert "all processes must stay until the end; got no answer from another" in error(many, 0)
     assert [path.name for path in (many / "statistics").iterdir()] == ["layer-00000.safetensors"]
     assert finished(start(recipe, many)) == [0]
@@ -177,7 +220,8 @@ def test_a_gpu_that_fails_loses_nothing(tmp_path):
 
 
 def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
-    """Three ranks for four batches, and for two of held-out text; one is killed; two ranks go on in larger batches.
+    """Three ranks for four batches, and for two of held-out text; one is killed; two ranks go on in
+    larger batches.
 
     The MTP block is calibrated too, and all figures are those of one process, to the last bit.
     """
@@ -185,7 +229,9 @@ def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
     words = yaml.safe_load(recipe.read_text()) | {"mtp": "NVFP4"}
     recipe.write_text(yaml.safe_dump(words))
     larger = tmp_path / "larger.yaml"
-    larger.write_text(yaml.safe_dump(words | {"calibration": words["calibration"] | {"batch_size": 4}}))
+    larger.write_text(
+        yaml.safe_dump(words | {"calibration": words["calibration"] | {"batch_size": 4}})
+    )
     one, many = tmp_path / "one", tmp_path / "many"
     assert finished(start(recipe, one, is_whole=True)) == [0]
     killed = start(recipe, many, size=3, kill=("amid states", 1), killed_rank=2, is_whole=True)
@@ -194,29 +240,48 @@ def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
     assert statistics(many) == statistics(one)
     assert summary(many, 0) == summary(many, 1) == summary(one)
     assert finished(start(recipe, many, size=3, is_whole=True), 60) == [0, 0, 0]
-    assert summary(many, 2) == summary(one) and events(many)[:3] == [1, 2, 3], "nothing is computed again"
+    assert summary(many, 2) == summary(one) and events(many)[:3] == [1, 2, 3], (
+        "nothing is computed again"
+    )
 
 
 def test_two_ranks_train_what_one_trains(tmp_path):
-    """Each takes two of the four sequences of a step. Gradients are summed in another order, in F32: the first loss is
-    one forward of the same weights, later ones are of weights that differ in last bits of BF16, some codes in NVFP4.
+    """Each takes two of the four sequences of a step. Gradients are summed in another order, in
+    F32: the first loss is one forward of the same weights, later ones are of weights that differ in
+    last bits of BF16, some codes in NVFP4.
     """
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4")
-    settings = {"mtp": "NVFP4", "steps": 3, "batch_size": 4, "learning_rate": 1e-3, "seed": 0, "loss": "kl_div"}
+    settings = {
+        "mtp": "NVFP4",
+        "steps": 3,
+        "batch_size": 4,
+        "learning_rate": 1e-3,
+        "seed": 0,
+        "loss": "kl_div",
+    }
     settings |= {"draft_steps": 2, "decay": 0.6}
-    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"mtp": "tuned", "mtp_tuned": settings}))
+    recipe.write_text(
+        yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"mtp": "tuned", "mtp_tuned": settings})
+    )
     found = {}
     for size in (1, 2):
         folder = tmp_path / f"of-{size}"
-        assert finished(start(recipe, folder, size=size, is_whole=True), 120) == [0] * size, error(folder)
-        (file,) = (path for path in (folder / "mtp").glob("*.safetensors") if "losses" in read_metadata(path))
+        assert finished(start(recipe, folder, size=size, is_whole=True), 120) == [0] * size, error(
+            folder
+        )
+        (file,) = (
+            path
+            for path in (folder / "mtp").glob("*.safetensors")
+            if "losses" in read_metadata(path)
+        )
         found[size] = json.loads(read_metadata(file)["losses"]), load_file(file)
     assert summary(tmp_path / "of-2", 0) == summary(tmp_path / "of-2", 1)
     (one, weights), (two, others) = found[1], found[2]
     assert two[0] == pytest.approx(one[0], rel=1e-6) and two == pytest.approx(one, rel=0.02)
     assert weights.keys() == others.keys()
     for name in (name for name, value in weights.items() if value.dtype == torch.bfloat16):
-        # A step of AdamW is about the learning rate at most, whatever the gradient: three of them, and a last bit.
+        # A step of AdamW is about the learning rate at most, whatever the gradient: three of them,
+        # and a last bit.
         near = 3 * 1e-3 * 2 + 2**-8 * weights[name].float().abs().max().item()
         assert (weights[name].float() - others[name].float()).abs().max().item() < near, name
         assert (weights[name] == others[name]).float().mean().item() > 0.9, name
@@ -229,26 +294,36 @@ def without_fingerprint(found: dict[str, bytes], one: Path, many: Path) -> dict[
 
 
 def test_the_first_rank_reads_the_dataset_and_all_refuse_it(tmp_path):
-    recipe, folder = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=100_000), tmp_path / "pass"
+    recipe, folder = (
+        small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=100_000),
+        tmp_path / "pass",
+    )
     assert finished(start(recipe, folder, size=2, is_whole=True), 60) == [2, 2]
     assert error(folder, 0) == error(folder, 1)
-    assert "must hold 100000 + 4 sequences of 32 tokens (samples + held_out); got " in error(folder, 0)
+    assert "must hold 100000 + 4 sequences of 32 tokens (samples + held_out); got " in error(
+        folder, 0
+    )
 
 
 def test_a_rank_that_dies_amid_llmcompressors_sums(tmp_path):
     recipe, folder = small_recipe(tmp_path, "tiny-glm4-moe.w4a16-gptq"), tmp_path / "pass"
-    assert finished(start(recipe, folder, size=2, kill=("amid calibration", 1), killed_rank=1), 60) == [2, -9]
+    assert finished(
+        start(recipe, folder, size=2, kill=("amid calibration", 1), killed_rank=1), 60
+    ) == [2, -9]
     assert "all processes must stay until the end; got no answer from another" in error(folder, 0)
     assert finished(start(recipe, folder, size=2)) == [0, 0]
 
 
-# --- places and devices -----------------------------------------------------------------------------------------------
+# --- places and devices
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def environment(monkeypatch):
     """Sets the environment of a process, and how many GPUs it sees."""
-    for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE")]:
+    for name in [
+        name for name in os.environ if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE")
+    ]:
         monkeypatch.delenv(name)
 
     def change(num_gpus: int = 0, **values: str) -> None:
@@ -283,7 +358,13 @@ def test_a_tasks_own_gpu_is_number_0(environment):
     """`srun --gpus-per-task 1` shows each task one GPU, whatever its number on the node is."""
     environment(num_gpus=1, CUDA_VISIBLE_DEVICES="3", **SRUN)
     place = place_of_process()
-    assert (place.rank, place.size, place.local, place.local_size, place.launcher) == (11, 20, 3, 8, "srun")
+    assert (place.rank, place.size, place.local, place.local_size, place.launcher) == (
+        11,
+        20,
+        3,
+        8,
+        "srun",
+    )
     assert _device_of(place) == torch.device("cuda", 0)
     environment(num_gpus=1, CUDA_VISIBLE_DEVICES="", **SRUN)
     with pytest.raises(RecipeError, match="got 8 processes for 1 GPUs"):
@@ -293,16 +374,22 @@ def test_a_tasks_own_gpu_is_number_0(environment):
 
 
 def test_two_processes_on_one_gpu_are_refused(monkeypatch):
-    """`CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 2` shows both the same one; NCCL would say so in its words."""
+    """`CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 2` shows both the same one; NCCL would say
+    so in its words.
+    """
     ranks = Ranks(rank=2, size=3, device=torch.device("cuda", 0))
     place = ProcessPlace(rank=2, size=3, launcher="srun")
     monkeypatch.setattr(socket, "gethostname", lambda: "node-2")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="b"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="b")
+    )
     others = ["node-2: GPU a", "node-1: GPU b"]
     monkeypatch.setattr("keepmtp.quantize.run.ranks.gathered", lambda own: [*others, own])
     _refuse_shared_gpu(ranks, place)
     others[0] = "node-2: GPU b"
-    with pytest.raises(RecipeError, match=r"GPU of its own; got 2 processes on node-2: GPU b, started by srun"):
+    with pytest.raises(
+        RecipeError, match=r"GPU of its own; got 2 processes on node-2: GPU b, started by srun"
+    ):
         _refuse_shared_gpu(ranks, place)
 
 
@@ -320,7 +407,9 @@ def test_torchrun_within_a_job_comes_first(environment):
 @pytest.mark.parametrize(
     "error",
     [
-        torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"),
+        torch.AcceleratorError(
+            "CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"
+        ),
         RuntimeError("CUDA error: uncorrectable ECC error encountered"),
         RuntimeError("No CUDA-capable device is detected"),
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
@@ -333,7 +422,9 @@ def test_a_gpu_that_fails_is_a_sentence(error, environment):
         raise error
     said = str(refused.value)
     assert said.startswith("cpu of rank 0 of 1 on ") and str(error).splitlines()[0] in said
-    assert "the GPU must work until the end; got " in said and "goes on where this run stopped" in said
+    assert (
+        "the GPU must work until the end; got " in said and "goes on where this run stopped" in said
+    )
 
 
 def test_a_full_gpu_has_not_failed(environment):
@@ -342,9 +433,14 @@ def test_a_full_gpu_has_not_failed(environment):
         raise torch.OutOfMemoryError("CUDA error: out of memory")
 
 
-@pytest.mark.parametrize(("num_rows", "size"), [(16, 8), (16, 3), (16, 1), (14, 3), (5, 8), (64, 8), (9, 2)])
+@pytest.mark.parametrize(
+    ("num_rows", "size"), [(16, 8), (16, 3), (16, 1), (14, 3), (5, 8), (64, 8), (9, 2)]
+)
 def test_shares_are_whole_batches_where_all_get_one(num_rows, size):
-    shares = [Ranks(rank=rank, size=size, device=torch.device("cpu")).share(num_rows, 4) for rank in range(size)]
+    shares = [
+        Ranks(rank=rank, size=size, device=torch.device("cpu")).share(num_rows, 4)
+        for rank in range(size)
+    ]
     assert [row for share in shares for row in share] == list(range(num_rows))
     if -(-num_rows // 4) >= size:
         assert all(share and share.start % 4 == 0 for share in shares)

@@ -1,4 +1,6 @@
-"""The search of `backbone: auto`: what its sensitivities predict, what it finds, and what becomes of it on disk."""
+"""The search of `backbone: auto`: what its sensitivities predict, what it finds, and what becomes
+of it on disk.
+"""
 
 import json
 import shutil
@@ -30,9 +32,16 @@ GLM = ROOT / "models" / "tiny-glm4-moe"
 WORDS = ["NVFP4", "FP8_DYNAMIC", "bf16"]
 
 
-def searched(budget: str, model: str = "tiny-glm4-moe", *, auto: dict | None = None, **changes) -> Recipe:
+def searched(
+    budget: str, model: str = "tiny-glm4-moe", *, auto: dict | None = None, **changes
+) -> Recipe:
     raw = find_recipe(f"{model}.nvfp4")[0].model_dump()
-    own = {"backbone": "auto", "mtp": "auto", "budget": budget, "backbone_auto": {"candidates": WORDS} | (auto or {})}
+    own = {
+        "backbone": "auto",
+        "mtp": "auto",
+        "budget": budget,
+        "backbone_auto": {"candidates": WORDS} | (auto or {}),
+    }
     return Recipe.model_validate(raw | own | changes)
 
 
@@ -52,21 +61,26 @@ def swept(tmp_path_factory) -> tuple[SearchRun, Sensitivities]:
 
 @pytest.mark.full
 def test_sensitivities_predict_what_one_unit_does_to_held_out_text(swept, tmp_path):
-    """Each unit in 4 bits alone: predicted on calibration text, measured as divergence on held-out text.
+    """Each unit in 4 bits alone: predicted on calibration text, measured as divergence on held-out
+    text.
 
-    Predictions are of answers and drafts together, so the measured ones are of units before the block; a drawn token
-    for each slot leaves a factor of about two.
+    Predictions are of answers and drafts together, so the measured ones are of units before the
+    block; a drawn token for each slot leaves a factor of about two.
     """
     own, found = swept
     choices = own.choices
     backbone = [unit for unit in choices.units if unit.part == "backbone"]
     plans = [choices.plan({**choices.uniform("bf16"), unit.name: "NVFP4"}) for unit in backbone]
-    _, *measured = measure_plans(replace(own, has_block=False), plans, own.data, tmp_path, found.largest)
+    _, *measured = measure_plans(
+        replace(own, has_block=False), plans, own.data, tmp_path, found.largest
+    )
     predicted = [found.loss(unit.name, "NVFP4") for unit in backbone]
     diverged = [each.target.divergence for each in measured]
     assert spearmanr(predicted, diverged).statistic > 0.8
     assert 0.5 < sum(predicted) / sum(diverged) < 3
-    assert all(found.loss(unit.name, "FP8_DYNAMIC") < found.loss(unit.name, "NVFP4") for unit in backbone)
+    assert all(
+        found.loss(unit.name, "FP8_DYNAMIC") < found.loss(unit.name, "NVFP4") for unit in backbone
+    )
     assert all(found.loss(unit.name, "bf16") == 0 for unit in choices.units)
     # The block's units are known, too, by what they do to drafts.
     assert all(found.loss(unit.name, "NVFP4") > 0 for unit in choices.units if unit.part == "mtp")
@@ -83,10 +97,15 @@ def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept):
     path = own.place / "recipe.yaml"
     path.write_text(text)
     again = make_plan(read_recipe(path), plan.source)
-    assert [(t.name, t.fate, t.scheme) for t in again.tensors] == [(t.name, t.fate, t.scheme) for t in plan.tensors]
+    assert [(t.name, t.fate, t.scheme) for t in again.tensors] == [
+        (t.name, t.fate, t.scheme) for t in plan.tensors
+    ]
     # One of its overrides is wrong: the unit is named.
     assert plan.recipe.overrides, "nothing deviates from its group: choose another budget"
-    broken = {**assignment, choices.units[0].name: "NVFP4" if assignment[choices.units[0].name] != "NVFP4" else "bf16"}
+    broken = {
+        **assignment,
+        choices.units[0].name: "NVFP4" if assignment[choices.units[0].name] != "NVFP4" else "bf16",
+    }
     with pytest.raises(RecipeError, match=r"must give model\.layers\.0\..* the word"):
         _checked_against(choices, broken, plan.recipe)
 
@@ -137,12 +156,16 @@ def test_a_killed_search_goes_on_to_the_same_sums(stop, swept, tmp_path, monkeyp
 
 @pytest.mark.full
 def test_the_whole_line(tmp_path, monkeypatch):
-    """From a recipe with a budget to a checkpoint that passes its check, and the same again without a search."""
+    """From a recipe with a budget to a checkpoint that passes its check, and the same again without
+    a search.
+    """
     monkeypatch.chdir(ROOT)
     asked = tmp_path / "asked.yaml"
     asked.write_text(json.dumps(searched("3.3MB", variant="small").model_dump(mode="json")))
     out = tmp_path / "out"
-    said = CliRunner().invoke(app, ["quantize", str(asked), "--out", str(out), "--keep-calibration"])
+    said = CliRunner().invoke(
+        app, ["quantize", str(asked), "--out", str(out), "--keep-calibration"]
+    )
     assert said.exit_code == 0, said.output
     assert "recipe.yaml in the output" in said.output and "check passed" in said.output
     assert sum(path.stat().st_size for path in out.iterdir()) <= 3_300_000
@@ -152,7 +175,8 @@ def test_the_whole_line(tmp_path, monkeypatch):
     uniform = [plan for plan in fact["plans"] if plan["title"] == "NVFP4 for all"]
     assert len(chosen) == 1 and fact["budget"] == "3.3MB"
     assert chosen[0]["divergence"] < uniform[0]["divergence"]
-    # The same command finds it finished; its own recipe makes the same shards, and searches nothing.
+    # The same command finds it finished; its own recipe makes the same shards, and searches
+    # nothing.
     again = CliRunner().invoke(app, ["quantize", str(asked), "--out", str(out)])
     assert "finished before" in again.output, again.output
     monkeypatch.setattr(search_pass, "search", None)
@@ -182,7 +206,9 @@ def test_acceptance_that_no_plan_keeps_is_refused(swept, tmp_path):
     own, _ = swept
     plan, data = plan_and_data(searched("5.5 bits", auto={"min_acceptance": 0.9999}))
     shutil.copytree(own.place, tmp_path / search_fingerprint(plan, data, 1)[:16])
-    with pytest.raises(GateError, match=r"must keep 100\.0% of acceptance.*, by (found|NVFP4 for all)"):
+    with pytest.raises(
+        GateError, match=r"must keep 100\.0% of acceptance.*, by (found|NVFP4 for all)"
+    ):
         search(plan, data, tmp_path, ranks=ALONE)
 
 
@@ -194,7 +220,9 @@ def test_a_layer_that_is_not_finite_is_named(tmp_path):
     entry = source.entries[name]
     with open(folder / entry.file, "r+b") as file:
         file.seek(entry.start)
-        file.write(torch.full((4,), float("nan"), dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
+        file.write(
+            torch.full((4,), float("nan"), dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        )
     recipe = searched("5.5 bits", source=str(folder))
     plan = pipeline.plan_before_measuring(recipe, open_source(folder))
     data = calibration_data(recipe.calibration, plan.source)

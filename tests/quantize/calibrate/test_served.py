@@ -1,4 +1,5 @@
-"""What is measured is what is written: every served weight equals a decompression of the finished file, bit for bit.
+"""What is measured is what is written: every served weight equals a decompression of the finished
+file, bit for bit.
 
 The reference is compressed-tensors' own decompress, on what the writer wrote.
 """
@@ -32,7 +33,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 CPU = torch.device("cpu")
-# Source form -> the model that stores it, and the scheme that it was written in before, if no release has the form.
+# Source form -> the model that stores it, and the scheme that it was written in before, if no
+# release has the form.
 FORMS = {
     "BF16": ("glm-4.7", ""),
     "F32": ("glm-4.7", ""),
@@ -49,7 +51,11 @@ FORMS = {
 def written(plan: Plan, folder: Path, statistics: Statistics | None = None) -> dict[str, Tensor]:
     folder.mkdir()
     write_shards(plan, folder, threads=2, statistics=statistics)
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
 _skeletons: dict[str, Skeleton] = {}
@@ -69,7 +75,9 @@ def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.
     index = len(skeleton) - 1
     binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
     with skeleton.layer(index) as layer:
-        serve_weights(skeleton.model, plan, LayerWork.of(as_calibrated(plan), binding, path), statistics)
+        serve_weights(
+            skeleton.model, plan, LayerWork.of(as_calibrated(plan), binding, path), statistics
+        )
         yield layer, binding
     block = build_block(plan.view)
     binding = bind_block(block, plan)
@@ -91,7 +99,11 @@ def calibrated(model: str, scheme: str, source: Path, algorithm: str, search: st
     """Experts of one scheme in both parts; latent attention takes no static scales."""
     recipe = find_recipe(model)[0].model_dump()
     words = {group: scheme if group == "experts" else "NVFP4" for group in recipe["backbone"]}
-    mtp = {group: word for group, word in words.items() if group not in ("dense_mlp", "linear_attention")}
+    mtp = {
+        group: word
+        for group, word in words.items()
+        if group not in ("dense_mlp", "linear_attention")
+    }
     if model in ("deepseek-v3.1", "dsv4-flash"):
         words["attention"] = mtp["attention"] = "FP8_BLOCK"
     data = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration.model_dump() | {"algorithm": algorithm}
@@ -135,8 +147,15 @@ def sources(tmp_path_factory):
 def stored_in(scheme: str, folder: Path, model: str) -> Path:
     """A finished checkpoint of this scheme, as a source."""
     recipe = find_recipe(model)[0].model_dump()
-    words = {"backbone": dict.fromkeys(recipe["backbone"], scheme), "mtp": scheme, "calibration": None}
-    plan, out = make_plan(Recipe.model_validate(recipe | words), open_source(folder)), folder.with_name(scheme)
+    words = {
+        "backbone": dict.fromkeys(recipe["backbone"], scheme),
+        "mtp": scheme,
+        "calibration": None,
+    }
+    plan, out = (
+        make_plan(Recipe.model_validate(recipe | words), open_source(folder)),
+        folder.with_name(scheme),
+    )
     with claim(plan, out) as partial:
         write(plan, partial, recipe_text="", threads=2)
         publish(partial, out)
@@ -150,8 +169,12 @@ def test_served_weights_are_those_of_the_file(form, scheme, sources, tmp_path):
     assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path) > 8
 
 
-@pytest.mark.parametrize(("form", "scheme"), [("BF16", "FP8_BLOCK"), ("stacked", "W4A16"), ("MXFP4", "NVFP4")])
-def test_scales_that_are_searched_by_importance_are_those_of_the_file(form, scheme, sources, tmp_path):
+@pytest.mark.parametrize(
+    ("form", "scheme"), [("BF16", "FP8_BLOCK"), ("stacked", "W4A16"), ("MXFP4", "NVFP4")]
+)
+def test_scales_that_are_searched_by_importance_are_those_of_the_file(
+    form, scheme, sources, tmp_path
+):
     assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path, search="imatrix") > 8
 
 

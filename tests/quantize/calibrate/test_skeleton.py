@@ -33,21 +33,29 @@ def logits(skeleton: Skeleton, ids: Tensor) -> Tensor:
         for index in range(len(skeleton)):
             with skeleton.layer(index) as layer:
                 outputs = []
-                handle = layer.register_forward_hook(lambda _module, _args, output, to=outputs: to.append(output))
+                handle = layer.register_forward_hook(
+                    lambda _module, _args, output, to=outputs: to.append(output)
+                )
                 for arguments in skeleton.feed(index, [batch]):
                     skeleton.model(**arguments, use_cache=False)
                 handle.remove()
             state = outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)
             batch = Batch(ids=ids, state=state)
         with skeleton.head():
-            return next(skeleton.model(**arguments).logits for arguments in skeleton.feed(len(skeleton), [batch]))
+            return next(
+                skeleton.model(**arguments).logits
+                for arguments in skeleton.feed(len(skeleton), [batch])
+            )
 
 
 @pytest.mark.parametrize("model", ["tiny-glm4-moe", "tiny-qwen3_5"])
 def test_layer_by_layer_is_the_model(model):
     plan, _ = plan_for(model)
     whole = AutoModelForCausalLM.from_pretrained(
-        plan.source.folder, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
+        plan.source.folder,
+        dtype=torch.bfloat16,
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     with torch.no_grad():
         expected = whole(input_ids=IDS, use_cache=False).logits
@@ -57,7 +65,8 @@ def test_layer_by_layer_is_the_model(model):
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.97
 
 
-# Families that transformers 5.17 cannot build, or whose layers it converts beyond what can be undone.
+# Families that transformers 5.17 cannot build, or whose layers it converts beyond what can be
+# undone.
 REFUSED = {
     "dots3-note-prev": "no class for model_type 'dots3_note'",
     "gemma-4-26b-assistant": "a draft alone",
@@ -86,7 +95,9 @@ def test_every_family_computes_or_is_refused(model, tmp_path):
         with pytest.raises(RecipeError, match=re.escape(plan.view.family.no_backbone)):
             Skeleton(plan, device=CPU)
         # The reason is still true: without it, the class or its names do not fit.
-        plan = replace(plan, view=replace(plan.view, family=replace(plan.view.family, no_backbone="")))
+        plan = replace(
+            plan, view=replace(plan.view, family=replace(plan.view.family, no_backbone=""))
+        )
     if model in REFUSED:
         with pytest.raises((RecipeError, CheckpointError), match=REFUSED[model]):
             skeleton = Skeleton(plan, device=CPU)
@@ -108,21 +119,33 @@ def copy(tmp_path, edit):
     for file in sorted(folder.glob("*.safetensors")):
         save_file(edit(load_file(file)), file)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {name: file.name for file in sorted(folder.glob("*.safetensors")) for name in load_file(file)}
+    index["weight_map"] = {
+        name: file.name for file in sorted(folder.glob("*.safetensors")) for name in load_file(file)
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return plan_for("tiny-glm4-moe", source=str(folder))[0]
 
 
 def test_a_parameter_without_a_tensor_is_named(tmp_path):
-    plan = copy(tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != "model.layers.1.mlp.gate.weight"})
-    with pytest.raises(CheckpointError, match=r"must be on disk; got nothing for mlp\.gate\.weight"):
+    plan = copy(
+        tmp_path,
+        lambda tensors: {k: v for k, v in tensors.items() if k != "model.layers.1.mlp.gate.weight"},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"must be on disk; got nothing for mlp\.gate\.weight"
+    ):
         Skeleton(plan, device=CPU).bind_layer(1)
 
 
 def test_a_tensor_without_a_parameter_is_named(tmp_path):
     bias = {"model.layers.0.mlp.up_proj.bias": torch.zeros(384, dtype=torch.bfloat16)}
-    plan = copy(tmp_path, lambda tensors: tensors | (bias if "model.layers.0.mlp.up_proj.weight" in tensors else {}))
-    with pytest.raises(CheckpointError, match=r"must have a parameter for model\.layers\.0\.mlp\.up_proj\.bias"):
+    plan = copy(
+        tmp_path,
+        lambda tensors: tensors | (bias if "model.layers.0.mlp.up_proj.weight" in tensors else {}),
+    )
+    with pytest.raises(
+        CheckpointError, match=r"must have a parameter for model\.layers\.0\.mlp\.up_proj\.bias"
+    ):
         Skeleton(plan, device=CPU).bind_layer(0)
 
 
@@ -133,7 +156,9 @@ def test_a_wrong_width_is_named(tmp_path):
 
     skeleton = Skeleton(copy(tmp_path, narrow), device=CPU)
     with (
-        pytest.raises(CheckpointError, match=r"experts\.3\.down_proj\.weight must have shape \[256, 128\]"),
+        pytest.raises(
+            CheckpointError, match=r"experts\.3\.down_proj\.weight must have shape \[256, 128\]"
+        ),
         skeleton.layer(2),
     ):
         pass
@@ -145,7 +170,9 @@ def test_no_weight_of_another_layer_is_held():
     with skeleton.layer(1):
         real = {name for name, value in skeleton.model.named_parameters() if not value.is_meta}
         assert {name.split(".")[2] for name in real if ".layers." in name} == {"1"}
-    assert not any(".layers." in name for name, value in skeleton.model.named_parameters() if not value.is_meta)
+    assert not any(
+        ".layers." in name for name, value in skeleton.model.named_parameters() if not value.is_meta
+    )
 
 
 def test_modules_that_run_fused_share_scales():
@@ -167,8 +194,12 @@ def test_an_unknown_architecture_is_offered_the_data_free_recipe(tmp_path):
 
 
 def test_stacked_experts_that_stay_plain_are_filled(tmp_path):
-    write_checkpoint(tmp_path / "source", *source_layout("qwen3.5-397b", size="tiny"), data="random")
+    write_checkpoint(
+        tmp_path / "source", *source_layout("qwen3.5-397b", size="tiny"), data="random"
+    )
     recipe = RECIPES["qwen3.5-397b"]
     plain = recipe.model_copy(update={"backbone": recipe.backbone | {"experts": "bf16"}})
     packed, kept = (make_plan(each, open_source(tmp_path / "source")) for each in (recipe, plain))
-    torch.testing.assert_close(*(logits(Skeleton(plan, device=CPU), IDS) for plan in (packed, kept)))
+    torch.testing.assert_close(
+        *(logits(Skeleton(plan, device=CPU), IDS) for plan in (packed, kept))
+    )

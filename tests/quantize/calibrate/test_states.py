@@ -1,4 +1,6 @@
-"""Hidden states between layers: any rows of them, from memory and from disk, whoever wrote them; full disks, kills."""
+"""Hidden states between layers: any rows of them, from memory and from disk, whoever wrote them;
+full disks, kills.
+"""
 
 import errno
 import os
@@ -49,7 +51,10 @@ def test_any_rows_can_be_read_whatever_batches_wrote_them(free, tmp_path, monkey
     monkeypatch.setattr(module, "free_host_bytes", lambda: free)
     found = written(tmp_path, [4, 4, 3])
     assert len(found._kept) == (3 if free else 0)
-    for reader in (found, States(tmp_path / "states", ALONE)):  # this run, and one that goes on after it
+    for reader in (
+        found,
+        States(tmp_path / "states", ALONE),
+    ):  # this run, and one that goes on after it
         for size in (1, 2, 3, 5, 11):
             for first in range(0, 11, size):
                 check(reader, first, min(first + size, 11))
@@ -81,11 +86,17 @@ def test_a_view_and_a_tensor_of_inference_mode_are_kept_as_tensors_of_their_own(
 
 def test_states_of_the_layer_before_are_removed_but_where_they_are_kept(tmp_path):
     found = written(tmp_path, [11])
-    for index, keeps, left in ((2, False, ["00002"]), (3, True, ["00002", "00003"]), (3, True, ["00002", "00003"])):
+    for index, keeps, left in (
+        (2, False, ["00002"]),
+        (3, True, ["00002", "00003"]),
+        (3, True, ["00002", "00003"]),
+    ):
         with found.writing(index, keeps=keeps) as outputs:
             outputs.put("calibration", 0, state(0, 11))
         assert sorted(path.name for path in (tmp_path / "states").iterdir()) == left
-        assert {path.parent.name for path in found._kept} == {f"{index:05d}"} and found.num_done() == index
+        assert {path.parent.name for path in found._kept} == {
+            f"{index:05d}"
+        } and found.num_done() == index
 
 
 def test_an_error_while_a_layer_runs_leaves_the_states_that_it_reads(tmp_path):
@@ -95,7 +106,9 @@ def test_an_error_while_a_layer_runs_leaves_the_states_that_it_reads(tmp_path):
         raise KeyboardInterrupt
     again = States(tmp_path / "states", ALONE)
     again.tidy()
-    assert again.num_done() == 1 and [path.name for path in (tmp_path / "states").iterdir()] == ["00001"]
+    assert again.num_done() == 1 and [path.name for path in (tmp_path / "states").iterdir()] == [
+        "00001"
+    ]
     check(again, 0, 11)
 
 
@@ -108,7 +121,10 @@ def test_a_full_disk_ends_the_layer_in_a_sentence(tmp_path, monkeypatch):
         real(tensors, path, metadata)
 
     monkeypatch.setattr(module, "save", save)
-    rule = r"calibration-000004-000008\.safetensors: must be writable; got No space left on device\. Make"
+    rule = (
+        r"calibration-000004-000008\.safetensors: must be writable; got No space left on "
+        r"device\. Make"
+    )
     with pytest.raises(CheckpointError, match=rule):
         written(tmp_path, [4, 4, 3])
     assert States(tmp_path / "states", ALONE).num_done() == 0
@@ -119,7 +135,8 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     path = tmp_path / "states" / "00001" / "calibration-000004-000008.safetensors"
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(
-        CheckpointError, match=rf"^{path}: must be a whole file of states; got .*\. Remove {tmp_path}, and run"
+        CheckpointError,
+        match=rf"^{path}: must be a whole file of states; got .*\. Remove {tmp_path}, and run",
     ):
         States(tmp_path / "states", ALONE).read(1, "calibration", 5, 6, CPU)
     path.unlink()
@@ -148,4 +165,7 @@ def test_free_memory_is_the_machines_or_what_a_container_leaves(tmp_path):
     for limit, left in (("max", 18000 * 1024), ("5000", 2000), ("2000", 0)):
         (groups / "memory.max").write_text(f"{limit}\n")
         assert free_host_bytes(meminfo=meminfo, groups=groups) == left, limit
-    assert [limit for limit, _ in free_memory._LIMITS] == ["memory.max", "memory/memory.limit_in_bytes"]
+    assert [limit for limit, _ in free_memory._LIMITS] == [
+        "memory.max",
+        "memory/memory.limit_in_bytes",
+    ]

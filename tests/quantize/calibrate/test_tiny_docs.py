@@ -19,7 +19,10 @@ TRAINED = json.loads((FOLDER / "training.json").read_text())["measured"]
 def held_out_ids() -> Tensor:
     """The first tokens of each passage that models/train measured, and no others."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    texts = [json.loads(line)["text"] for line in (ROOT / "models" / "docs_held_out.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"]
+        for line in (ROOT / "models" / "docs_held_out.jsonl").read_text().splitlines()
+    ]
     length = TRAINED["sequence_length"]
     rows = [tokenizer.encode(text)[:length] for text in texts]
     return torch.tensor([row for row in rows if len(row) == length])
@@ -30,7 +33,9 @@ def backbone(tmp_path_factory) -> Backbone:
     """NVFP4 throughout, with the released model's states next to its own."""
     held_out = held_out_ids()
     assert len(held_out) == TRAINED["num_sequences"]
-    return finished(plan_over(FOLDER, "tiny-docs.nvfp4"), tmp_path_factory.mktemp("pass"), held_out=held_out)
+    return finished(
+        plan_over(FOLDER, "tiny-docs.nvfp4"), tmp_path_factory.mktemp("pass"), held_out=held_out
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""`mtp: tuned` over shipped models: what training leaves for the writer, when it is written, and how it goes on."""
+"""`mtp: tuned` over shipped models: what training leaves for the writer, when it is written, and
+how it goes on.
+"""
 
 import math
 import shutil
@@ -40,13 +42,16 @@ def recipe(model: str, **changes: object) -> Recipe:
 
 def with_settings(plan: Plan, **changes: object) -> Plan:
     return make_plan(
-        plan.recipe.model_copy(update={"mtp_tuned": MtpTuned.model_validate(TUNED | changes)}), plan.source
+        plan.recipe.model_copy(update={"mtp_tuned": MtpTuned.model_validate(TUNED | changes)}),
+        plan.source,
     )
 
 
 @pytest.fixture(scope="module")
 def weak(tmp_path_factory) -> tuple[Plan, Backbone]:
-    """A model whose MTP block drafts badly: noise in the matrix that joins embedding and hidden state."""
+    """A model whose MTP block drafts badly: noise in the matrix that joins embedding and hidden
+    state.
+    """
     return _made(QWEN, tmp_path_factory, noisy="mtp.fc.weight")
 
 
@@ -81,17 +86,34 @@ def test_a_weak_block_is_trained_and_written(weak, trained, tmp_path):
     plan, _ = weak
     backbone, found = trained
     tuned = found.tuned
-    assert tuned is not None and tuned.chosen and tuned.gain_at_least > 1.2 and tuned.last_loss < tuned.first_loss
-    assert "trained for 8 steps of 2 sequences of the calibration text (loss lk_hybrid, seed 0" in tuned.says
-    # A quarter of the bytes, and it drafts better than the release's own block with the same backbone.
-    assert tuned.of_released_at_least > 1.0 and [row.mtp for row in found.combinations] == ["source", "source", "tuned"]
+    assert (
+        tuned is not None
+        and tuned.chosen
+        and tuned.gain_at_least > 1.2
+        and tuned.last_loss < tuned.first_loss
+    )
+    assert (
+        "trained for 8 steps of 2 sequences of the calibration text (loss lk_hybrid, seed 0"
+        in tuned.says
+    )
+    # A quarter of the bytes, and it drafts better than the release's own block with the same
+    # backbone.
+    assert tuned.of_released_at_least > 1.0 and [row.mtp for row in found.combinations] == [
+        "source",
+        "source",
+        "tuned",
+    ]
     assert found.combinations[2].acceptance == tuned.after and found.summary()["mtp"] == "NVFP4"
     statistics = Statistics.open(backbone.folder / "statistics")
     refuse_statistics(found.plan, statistics)
     wanted = {output.name for tensor in plan.tensors if tensor.tuned for output in tensor.outputs}
     assert {name for name in statistics if name.startswith("mtp.")} == wanted
     write_shards(found.plan, tmp_path, threads=1, statistics=statistics)
-    written = {name: value for file in tmp_path.glob("*.safetensors") for name, value in load_file(file).items()}
+    written = {
+        name: value
+        for file in tmp_path.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     assert all(torch.equal(written[name], statistics.read(name)) for name in wanted)
     released = load_file(plan.source.folder / "model.safetensors")
     assert not torch.equal(written["mtp.fc.weight"], released["mtp.fc.weight"])
@@ -113,7 +135,9 @@ def test_a_tuned_tensor_that_is_missing_is_refused(weak, trained, tmp_path):
 
 
 def test_what_is_measured_is_what_is_written(weak, tmp_path, monkeypatch):
-    """The block's weights while its acceptance is measured, and those that the statistics decompress to."""
+    """The block's weights while its acceptance is measured, and those that the statistics
+    decompress to.
+    """
     plan, backbone = weak
     backbone, seen = fresh(backbone, tmp_path / "pass"), {}
 
@@ -127,10 +151,15 @@ def test_what_is_measured_is_what_is_written(weak, tmp_path, monkeypatch):
     (file,) = results.statistics(with_settings(plan, steps=1))
     kept = load_file(file)
     for module in ("self_attn.q_proj", "mlp.down_proj"):
-        parts = {leaf: kept[f"mtp.layers.0.{module}.{leaf}"] for leaf in ("weight_packed", "weight_scale")}
+        parts = {
+            leaf: kept[f"mtp.layers.0.{module}.{leaf}"]
+            for leaf in ("weight_packed", "weight_scale")
+        }
         parts["weight_global_scale"] = kept[f"mtp.layers.0.{module}.weight_global_scale"]
         weight = seen[f"layers.0.{module}.weight"]
-        assert torch.equal(dequantize("nvfp4", parts, shape=tuple(weight.shape), block=None), weight)
+        assert torch.equal(
+            dequantize("nvfp4", parts, shape=tuple(weight.shape), block=None), weight
+        )
     assert torch.equal(kept["mtp.fc.weight"], seen["projection.weight"])
 
 
@@ -140,10 +169,14 @@ def test_a_block_that_got_worse_stays_untrained(glm, tmp_path):
     wild = with_settings(plan, learning_rate=0.9, steps=2, draft_steps=1, frozen=["experts"])
     found = mtp_pass(wild, backbone)
     assert found.tuned is not None and not found.tuned.chosen and found.tuned.gain < 0.9
-    assert found.plan.recipe == wild.recipe and not any(tensor.tuned for tensor in found.plan.tensors)
+    assert found.plan.recipe == wild.recipe and not any(
+        tensor.tuned for tensor in found.plan.tensors
+    )
     assert [row.mtp for row in found.combinations] == ["source", "source", "quantized"]
     assert found.combinations[2].acceptance == found.tuned.before
-    assert found.tuned.says.endswith("it is not shown to be better, and the untrained block is what is written.")
+    assert found.tuned.says.endswith(
+        "it is not shown to be better, and the untrained block is what is written."
+    )
     statistics = Statistics.open(backbone.folder / "statistics")
     refuse_statistics(found.plan, statistics)
     assert not [name for name in statistics if name.endswith("enorm.weight")]
@@ -158,7 +191,9 @@ def test_experts_and_router_are_trained_too(glm, tmp_path, monkeypatch):
     results.measured(small)
     kept = load_file(results.statistics(small)[0])
     released = {
-        name: value for file in plan.source.folder.glob("*.safetensors") for name, value in load_file(file).items()
+        name: value
+        for file in plan.source.folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
     }
     tuned = {tensor.name for tensor in small.tensors if tensor.tuned}
     assert kept.keys() == tuned and {"experts", "router", "attention", "norm", "glue"} <= {
@@ -171,7 +206,9 @@ def test_experts_and_router_are_trained_too(glm, tmp_path, monkeypatch):
     }
     assert same <= {"norm"}, "one step is less than half of the last bit of a norm near 1"
     assert all(kept[name].dtype == released[name].dtype for name in tuned)
-    kept_apart = {tensor.role for tensor in small.tensors if tensor.part == "mtp" and not tensor.tuned}
+    kept_apart = {
+        tensor.role for tensor in small.tensors if tensor.part == "mtp" and not tensor.tuned
+    }
     assert kept_apart <= {"embedding", "head", "state", "router"}
 
 
@@ -194,7 +231,9 @@ def test_a_killed_training_goes_on_to_the_same_bytes(weak, trained, tmp_path, mo
     assert steps == [0, 1, 2, 3, 4, 4, 5, 6, 7], "no step is done twice"
     whole, tuned = trained
     name = "mtp-00000.safetensors"
-    assert (cut.folder / "statistics" / name).read_bytes() == (whole.folder / "statistics" / name).read_bytes()
+    assert (cut.folder / "statistics" / name).read_bytes() == (
+        whole.folder / "statistics" / name
+    ).read_bytes()
     assert found.tuned == tuned.tuned and not [*(cut.folder / "mtp").glob("*.training")]
     assert mtp_pass(plan, cut).tuned == found.tuned and len(steps) == 9, "all was done"
 
@@ -203,16 +242,23 @@ def test_a_loss_that_is_not_finite_is_one_sentence(weak, tmp_path, monkeypatch):
     plan, backbone = weak
     backbone, original = fresh(backbone, tmp_path / "pass"), tuning._backward
     monkeypatch.setattr(tuning, "_backward", lambda *args: original(*args) * math.nan)
-    with pytest.raises(RecipeError, match=r"loss of mtp: tuned.*must be finite; got nan and .* at step 1 of 8\. Lower"):
+    with pytest.raises(
+        RecipeError,
+        match=r"loss of mtp: tuned.*must be finite; got nan and .* at step 1 of 8\. Lower",
+    ):
         mtp_pass(plan, backbone)
     assert not [*(backbone.folder / "statistics").glob("mtp-*")]
 
 
 def test_each_sequence_is_drawn_once_before_one_is_drawn_again():
     settings = MtpTuned.model_validate(TUNED | {"batch_size": 3})
-    drawn = [row for step in range(10) for row in tuning.rows_of(step, num_rows=10, settings=settings)]
+    drawn = [
+        row for step in range(10) for row in tuning.rows_of(step, num_rows=10, settings=settings)
+    ]
     assert [sorted(drawn[start : start + 10]) for start in (0, 10, 20)] == [[*range(10)]] * 3
-    assert drawn[:10] != drawn[10:20] and drawn[3:6] == tuning.rows_of(1, num_rows=10, settings=settings)
+    assert drawn[:10] != drawn[10:20] and drawn[3:6] == tuning.rows_of(
+        1, num_rows=10, settings=settings
+    )
     rates = [tuning.rate_at(step, 20) for step in range(20)]
     assert max(rates) == 1.0 and rates[0] == 0.5 and 0 < rates[-1] < 0.1 and rates.index(1.0) == 1
 
@@ -222,14 +268,22 @@ def test_what_cannot_be_trained_is_refused_from_the_headers(glm):
     groups = [tensor.role for tensor in plan.tensors if tensor.tuned]
     everything = plan.recipe.mtp_tuned.model_copy(update={"frozen": tuple(set(groups))})
     empty = make_plan(plan.recipe.model_copy(update={"mtp_tuned": everything}), plan.source)
-    with pytest.raises(RecipeError, match=r"must leave something of the block to train; got no tensor\. Shorten"):
+    with pytest.raises(
+        RecipeError, match=r"must leave something of the block to train; got no tensor\. Shorten"
+    ):
         refuse_mtp(empty)
-    with pytest.raises(RecipeError, match=r"needs 4 held-out sequences to compare blocks on; got 3\. Raise"):
-        refuse_held_out(plan, replace(backbone.data, held_out_ids=torch.zeros(3, 8), held_out_written=None))
+    with pytest.raises(
+        RecipeError, match=r"needs 4 held-out sequences to compare blocks on; got 3\. Raise"
+    ):
+        refuse_held_out(
+            plan, replace(backbone.data, held_out_ids=torch.zeros(3, 8), held_out_written=None)
+        )
 
 
 def test_a_tuned_block_with_an_fp8_cache(weak, tmp_path):
-    """Keys and values are rounded while it is trained, too; its scales are those of the released block."""
+    """Keys and values are rounded while it is trained, too; its scales are those of the released
+    block.
+    """
     plan, backbone = weak
     with_cache = make_plan(plan.recipe.model_copy(update={"kv_cache": "FP8"}), plan.source)
     backbone = fresh(backbone, tmp_path / "pass")
@@ -244,4 +298,7 @@ def test_the_plan_says_what_training_gives(glm):
     said = will_do_json(plan)
     assert said is not None
     rows = {row["modules"]: row["from_batches"] for row in said["groups"] if row["part"] == "mtp"}
-    assert rows["experts"] == "weights and input scales, by training" and rows["glue"] == "weights, by training"
+    assert (
+        rows["experts"] == "weights and input scales, by training"
+        and rows["glue"] == "weights, by training"
+    )

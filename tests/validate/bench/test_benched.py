@@ -10,7 +10,9 @@ def test_figures_are_computed_from_counts_and_never_read():
     fact = bench_fact()
     told = fact.model_dump(mode="json")
     best = told["checkpoint"]["cells"][3]
-    assert best["tokens_per_second"] == pytest.approx(193.0) and best["acceptance_per_position"] == [0.9, 0.81, 0.729]
+    assert best["tokens_per_second"] == pytest.approx(193.0) and best[
+        "acceptance_per_position"
+    ] == [0.9, 0.81, 0.729]
     assert best["mean_accepted_length"] == pytest.approx(1 + 0.9 + 0.81 + 0.729)
     best["tokens_per_second"] = 1e6
     assert BenchFact.model_validate(told) == fact
@@ -28,7 +30,9 @@ def test_the_publishers_matrix_recommends_three():
 def test_a_larger_k_is_not_recommended_within_the_spread():
     """Twins: the same medians; only the spread of the repetitions differs."""
     assert benched(FLASH, spread=0.02).recommended[0].k == 3
-    assert benched(FLASH, spread=0.05).recommended[0].k == 2, "k=3 is 7 % faster, and the repetitions are 10 % apart"
+    assert benched(FLASH, spread=0.05).recommended[0].k == 2, (
+        "k=3 is 7 % faster, and the repetitions are 10 % apart"
+    )
 
 
 def test_one_repetition_recommends_nothing():
@@ -43,10 +47,16 @@ def test_high_acceptance_that_is_slower_is_said_with_its_cell():
         update={"cells": (cell(0, [340, 342, 344]), cell(1, [126, 128, 130], share=0.966))},
     )
     (said,) = slow.slower
-    assert said.startswith("k=1, 1 at once: 96.6 % of the drafts are accepted") and "(0.37x)" in said
-    fast = slow.model_copy(update={"cells": (cell(0, [340, 342, 344]), cell(1, [426, 428, 430], share=0.966))})
+    assert (
+        said.startswith("k=1, 1 at once: 96.6 % of the drafts are accepted") and "(0.37x)" in said
+    )
+    fast = slow.model_copy(
+        update={"cells": (cell(0, [340, 342, 344]), cell(1, [426, 428, 430], share=0.966))}
+    )
     assert fast.slower == ()
-    dead = slow.model_copy(update={"cells": (cell(0, [340, 342, 344]), cell(1, [126, 128, 130], share=0.01))})
+    dead = slow.model_copy(
+        update={"cells": (cell(0, [340, 342, 344]), cell(1, [126, 128, 130], share=0.01))}
+    )
     assert dead.slower == (), "that is another fault"
 
 

@@ -1,4 +1,6 @@
-"""What was measured is kept a line each. What a kill leaves, and what is set aside: evaluation/test_answers.py."""
+"""What was measured is kept a line each. What a kill leaves, and what is set aside:
+evaluation/test_answers.py.
+"""
 
 import pytest
 from benches import repetition

@@ -1,4 +1,6 @@
-"""What is measured already is not measured again: no server is started for a matrix that is there."""
+"""What is measured already is not measured again: no server is started for a matrix that is
+there.
+"""
 
 from pathlib import Path
 
@@ -26,7 +28,14 @@ def vllm(monkeypatch, tmp_path) -> VLLM:
 
 
 def plan(**changes) -> matrix.BenchPlan:
-    asked = {"ks": (0, 1), "concurrency": (1, 4), "contexts": (0, 512), "output_tokens": 64, "repeat": 2, "rounds": 1}
+    asked = {
+        "ks": (0, 1),
+        "concurrency": (1, 4),
+        "contexts": (0, 512),
+        "output_tokens": 64,
+        "repeat": 2,
+        "rounds": 1,
+    }
     return matrix.BenchPlan(prompts=read(None), requests=8, seed=0, **(asked | changes))
 
 
@@ -52,13 +61,21 @@ def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
         for place in asked.places:
             run.lines.add(measured(place, rate * (1 + place[0])))
     fact = matrix.bench(model("checkpoint"), model("source"), asked, setup=setup)
-    assert fact.source is not None and [each.role for each in fact.benched] == ["source", "checkpoint"]
+    assert fact.source is not None and [each.role for each in fact.benched] == [
+        "source",
+        "checkpoint",
+    ]
     for benched, rate in ((fact.source, 100.0), (fact.checkpoint, 300.0)):
         assert [(cell.k, *cell.load) for cell in benched.cells] == [
-            (k, concurrency, context) for context in (0, 512) for concurrency in (1, 4) for k in (0, 1)
+            (k, concurrency, context)
+            for context in (0, 512)
+            for concurrency in (1, 4)
+            for k in (0, 1)
         ]
         assert all(len(cell.repetitions) == 2 for cell in benched.cells)
-        assert [cell.tokens_per_second for cell in benched.cells] == pytest.approx([rate, 2 * rate] * 4)
+        assert [cell.tokens_per_second for cell in benched.cells] == pytest.approx(
+            [rate, 2 * rate] * 4
+        )
         assert [row.k for row in benched.recommended] == [1] * 4
     fewer = matrix.bench(model("checkpoint"), None, plan(ks=(1,)), setup=setup)
     assert fewer.source is None and {cell.k for cell in fewer.checkpoint.cells} == {1}
@@ -79,10 +96,16 @@ def test_other_requests_are_another_matrix(vllm, tmp_path):
 
 def test_one_run_at_a_time(vllm, tmp_path):
     setup = Setup(vllm=vllm, out=tmp_path / "out")
-    with held(setup.out, "x"), pytest.raises(RecipeError, match="only one run may measure into a folder"):
+    with (
+        held(setup.out, "x"),
+        pytest.raises(RecipeError, match="only one run may measure into a folder"),
+    ):
         matrix.bench(model("checkpoint"), None, plan(), setup=setup)
 
 
 def test_a_template_of_the_users_words_asks_messages():
     opened = open_source(GLM)
-    assert matrix.form_of(opened, ()) == "completions" and matrix.form_of(opened, ("--chat-template=x",)) == "chat"
+    assert (
+        matrix.form_of(opened, ()) == "completions"
+        and matrix.form_of(opened, ("--chat-template=x",)) == "chat"
+    )

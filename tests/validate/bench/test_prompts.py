@@ -8,7 +8,11 @@ from keepmtp.validate.measure.bench_prompts import _brought, num_requests, read,
 
 USER = {"role": "user", "content": "Why is the sky blue?"}
 # As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.
-SPEED_BENCH = {"question_id": "1", "category": "coding", "messages": [USER, {"role": "user", "content": "Shorter."}]}
+SPEED_BENCH = {
+    "question_id": "1",
+    "category": "coding",
+    "messages": [USER, {"role": "user", "content": "Shorter."}],
+}
 ON_THE_HUB = {
     "question_id": "1",
     "category": "coding",
@@ -21,7 +25,9 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECD
 
 def written(tmp_path, *rows: object):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n"
+    )
     return path
 
 
@@ -32,14 +38,24 @@ def written(tmp_path, *rows: object):
         ({"messages": [USER]}, (("user", USER["content"]),), USER["content"]),
         (SPEED_BENCH, (("user", USER["content"]),), USER["content"]),
         (ON_THE_HUB, (("user", "Why?"),), "Why?"),
-        ({"question": "1 + 1?", "answer": "#### 2"}, (("user", "1 + 1?"),), "Question: 1 + 1?\nAnswer:"),
+        (
+            {"question": "1 + 1?", "answer": "#### 2"},
+            (("user", "1 + 1?"),),
+            "Question: 1 + 1?\nAnswer:",
+        ),
         (
             {"messages": [{"role": "system", "content": "Be brief."}, USER]},
             (("system", "Be brief."), ("user", USER["content"])),
             None,
         ),
         (
-            {"messages": [USER, {"role": "assistant", "content": "Rayleigh."}, {"role": "user", "content": "Who?"}]},
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": "Rayleigh."},
+                    {"role": "user", "content": "Who?"},
+                ]
+            },
             (("user", USER["content"]), ("assistant", "Rayleigh."), ("user", "Who?")),
             None,
         ),
@@ -61,7 +77,10 @@ def test_forms(row, messages, text, tmp_path):
         ({"text": "x"}, "must hold a prompt of the user"),
         ({"messages": [{"role": "user"}]}, '"role" and "content"'),
         ({"messages": [{"role": "tool", "content": "x"}]}, "each message is a text of system"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "each message is a text of system"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "each message is a text of system",
+        ),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
             "a prompt of the user",
@@ -88,12 +107,20 @@ def test_a_file_without_prompts_is_refused(tmp_path):
 
 def test_a_load_has_enough_requests_in_an_order_of_the_seed(tmp_path):
     prompts = read(None)
-    assert len(prompts.items) == 400 and prompts.name == "held_out.jsonl" and not prompts.needs_template
+    assert (
+        len(prompts.items) == 400
+        and prompts.name == "held_out.jsonl"
+        and not prompts.needs_template
+    )
     assert [num_requests(concurrency, 0) for concurrency in (1, 8, 32)] == [16, 32, 128]
     few = read(written(tmp_path, *({"prompt": str(number)} for number in range(5))))
     sent = [item.text for item in taken(few, 12, 0)]
-    assert sorted(sent[:5]) == list("01234") and sent[5:10] == sent[:5], "each once before any is asked again"
-    assert taken(few, 5, 0) == taken(few, 12, 0)[:5] != taken(few, 5, 1), "a longer load begins as a shorter one"
+    assert sorted(sent[:5]) == list("01234") and sent[5:10] == sent[:5], (
+        "each once before any is asked again"
+    )
+    assert taken(few, 5, 0) == taken(few, 12, 0)[:5] != taken(few, 5, 1), (
+        "a longer load begins as a shorter one"
+    )
 
 
 def test_messages_go_through_the_template_and_texts_as_they_are(tmp_path):
@@ -108,4 +135,6 @@ def test_a_prompt_is_brought_to_a_length_and_its_own_words_stay_last():
     own, before = [1, 2, 3], [[4, 5], [6]]
     assert _brought(own, before, 3) is None
     assert _brought(own, before, 2) == [2, 3], "cut at its beginning"
-    assert _brought(own, before, 7) == [5, 6, 4, 5, 1, 2, 3], "the nearest first, and all of them again"
+    assert _brought(own, before, 7) == [5, 6, 4, 5, 1, 2, 3], (
+        "the nearest first, and all of them again"
+    )

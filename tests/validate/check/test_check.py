@@ -1,4 +1,6 @@
-"""The static check: silent on good checkpoints, and each broken one caught by its rule, with the culprit's name."""
+"""The static check: silent on good checkpoints, and each broken one caught by its rule, with the
+culprit's name.
+"""
 
 import json
 import time
@@ -35,7 +37,9 @@ def test_whatever_keepmtp_writes_passes_without_a_word(model, scheme, mtp, tmp_p
         checkpoint = ours(model, scheme, policy)
     except RecipeError as error:
         pytest.skip(str(error))
-    report = check_source(as_source(checkpoint, tmp_path), source=as_source(released(model), tmp_path))
+    report = check_source(
+        as_source(checkpoint, tmp_path), source=as_source(released(model), tmp_path)
+    )
     assert report.findings == ()
 
 
@@ -57,7 +61,8 @@ def test_broken_checkpoints_are_caught(case: Case, tmp_path):
     hits = [
         finding
         for finding in report.findings
-        if (finding.rule, finding.severity) == (case.rule, case.severity) and case.where in finding.where
+        if (finding.rule, finding.severity) == (case.rule, case.severity)
+        and case.where in finding.where
     ]
     assert hits, report.findings
     assert any(case.says in finding.says for finding in hits), hits
@@ -76,12 +81,16 @@ def test_zero_points_of_eight_bits_are_named(tmp_path):
 
 
 def test_stages_of_dspark_are_one_finding(tmp_path):
-    """And the twin: a classic block of the same model that lost a part is still one that lost a part."""
+    """And the twin: a classic block of the same model that lost a part is still one that lost a
+    part.
+    """
     [finding] = check(write(tmp_path / "dspark", dspark_flash())).findings
     assert finding.rule == "family" and '"method": "dspark"' in finding.cure
     classic = dspark_flash()
     del classic.config["dspark_target_layer_ids"]
-    assert {each.rule for each in check(write(tmp_path / "classic", classic)).findings} >= {"mtp-incomplete"}
+    assert {each.rule for each in check(write(tmp_path / "classic", classic)).findings} >= {
+        "mtp-incomplete"
+    }
 
 
 def test_a_classic_block_with_dsparks_key_is_a_classic_block(tmp_path):
@@ -100,7 +109,9 @@ def test_a_classic_block_with_dsparks_key_is_a_classic_block(tmp_path):
     ids=["alone", "beside config.json"],
 )
 def test_a_file_of_another_producer_is_not_read_as_modelopts(build, effect, tmp_path):
-    """vLLM 0.32.0: transformers_utils/model_arch_config_convertor.py; model_loader/weight_utils.py."""
+    """vLLM 0.32.0: transformers_utils/model_arch_config_convertor.py;
+    model_loader/weight_utils.py.
+    """
     checkpoint = build()
     folder = write(tmp_path / "good", checkpoint)
     assert check(folder).ok
@@ -149,10 +160,22 @@ def test_every_rule_has_a_broken_checkpoint():
 @pytest.mark.parametrize(
     ("change", "where", "says"),
     [
-        (lambda c: c.retype(r"mtp\.0\.hc_attn_fn", "BF16"), "mtp.0.hc_attn_fn", "in the source F32"),
-        (lambda c: c.retype(r"mtp\.0\.attn_norm\.weight", shape=lambda n: (n + 1,)), "mtp.0.attn_norm.weight", "512"),
+        (
+            lambda c: c.retype(r"mtp\.0\.hc_attn_fn", "BF16"),
+            "mtp.0.hc_attn_fn",
+            "in the source F32",
+        ),
+        (
+            lambda c: c.retype(r"mtp\.0\.attn_norm\.weight", shape=lambda n: (n + 1,)),
+            "mtp.0.attn_norm.weight",
+            "512",
+        ),
         (lambda c: c.take(r"mtp\.0\.ffn\.gate\.bias"), "mtp.0.ffn.gate.bias", "source's MTP block"),
-        (lambda c: c.take(r"mtp\.0\.attn\.wq_b\.weight"), "mtp.0.attn.wq_b.weight", "source's MTP block"),
+        (
+            lambda c: c.take(r"mtp\.0\.attn\.wq_b\.weight"),
+            "mtp.0.attn.wq_b.weight",
+            "source's MTP block",
+        ),
     ],
     ids=["E4 float32 lost", "E8 another shape", "C3 parameter lost", "C3 weight lost"],
 )
@@ -161,7 +184,9 @@ def test_the_mtp_block_is_compared_with_the_source(change, where, says, tmp_path
     change(checkpoint)
     source = as_source(released("dsv4-flash"), tmp_path)
     report = check(write(tmp_path / "checkpoint", checkpoint), source=source)
-    assert [f for f in report.findings if f.rule == "source" and where in f.where and says in f.says], report.findings
+    assert [
+        f for f in report.findings if f.rule == "source" and where in f.where and says in f.says
+    ], report.findings
 
 
 def test_a_dialect_that_is_not_reproduced_is_said_to_be(tmp_path):
@@ -186,40 +211,62 @@ def test_a_form_that_is_not_reproduced_is_said_to_be(tmp_path):
 def test_a_cure_says_nothing_of_a_name_that_is_the_same(tmp_path):
     checkpoint = GOOD["qwen vl modelopt"]()
     ignoring("language_model.lm_head", without=r"lm_head")(checkpoint)
-    (finding,) = [f for f in check(write(tmp_path / "one", checkpoint)).findings if f.rule == "draft-head"]
+    (finding,) = [
+        f for f in check(write(tmp_path / "one", checkpoint)).findings if f.rule == "draft-head"
+    ]
     assert finding.cure == "Exclude lm_head"
     other = next(case for case in BROKEN if case.name == "F38 placeholder head quantized").build()
-    (finding,) = [f for f in check(write(tmp_path / "two", other)).findings if f.rule == "draft-head"]
+    (finding,) = [
+        f for f in check(write(tmp_path / "two", other)).findings if f.rule == "draft-head"
+    ]
     assert finding.cure.endswith("an entry for model.layers.3.shared_head.head does not reach it")
 
 
 def test_two_files_of_one_maker_need_not_be_removed(tmp_path):
     checkpoint = GOOD["glm fp8"]()
-    checkpoint.json_files["hf_quant_config.json"] = {"quantization": {"quant_algo": "FP8", "exclude_modules": []}}
+    checkpoint.json_files["hf_quant_config.json"] = {
+        "quantization": {"quant_algo": "FP8", "exclude_modules": []}
+    }
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
     assert (finding.rule, finding.severity) == ("two-configs", "warning")
     assert finding.cure.startswith("Leave it if its maker wrote both")
 
 
 def test_of_two_lists_the_one_counts_that_vllm_reads(tmp_path):
-    """Without quantized_layers in config.json vLLM 0.32 reads all of hf_quant_config.json; with them, none of it."""
+    """Without quantized_layers in config.json vLLM 0.32 reads all of hf_quant_config.json; with
+    them, none of it.
+    """
     right, wrong = ["lm_head"], ["lm_head", "model.layers.1.self_attn*"]
     findings = check(write(tmp_path / "good", mixed_in_two_files(here=wrong, there=right))).findings
     assert {(each.rule, each.severity) for each in findings} == {("two-configs", "warning")}
     assert "vLLM reads hf_quant_config.json" in findings[0].says
-    findings = check(write(tmp_path / "broken", mixed_in_two_files(here=right, there=wrong))).findings
-    assert any(each.rule == "form" and each.where.startswith("model.layers.1.self_attn") for each in findings)
-    for here, there, rules in ((right, wrong, {"two-configs"}), (wrong, right, {"two-configs", "form"})):
+    findings = check(
+        write(tmp_path / "broken", mixed_in_two_files(here=right, there=wrong))
+    ).findings
+    assert any(
+        each.rule == "form" and each.where.startswith("model.layers.1.self_attn")
+        for each in findings
+    )
+    for here, there, rules in (
+        (right, wrong, {"two-configs"}),
+        (wrong, right, {"two-configs", "form"}),
+    ):
         checkpoint = GOOD["glm modelopt"]()
         checkpoint.quantization["ignore"] = checkpoint.quantization["ignore"] + here
-        hf_quant_config(exclude_modules=[*GOOD["glm modelopt"]().quantization["ignore"], *there])(checkpoint)
+        hf_quant_config(exclude_modules=[*GOOD["glm modelopt"]().quantization["ignore"], *there])(
+            checkpoint
+        )
         findings = check(write(tmp_path / f"{here}", checkpoint)).findings
-        assert {each.rule for each in findings} == rules and "vLLM reads config.json" in str(findings)
+        assert {each.rule for each in findings} == rules and "vLLM reads config.json" in str(
+            findings
+        )
 
 
 def test_one_cause_is_one_finding(tmp_path):
     checkpoint = GOOD["next nvfp4"]()
-    checkpoint.quantization["ignore"] = [e for e in checkpoint.quantization["ignore"] if ".experts." not in e]
+    checkpoint.quantization["ignore"] = [
+        e for e in checkpoint.quantization["ignore"] if ".experts." not in e
+    ]
     report = check(write(tmp_path / "checkpoint", checkpoint))
     assert [(f.rule, f.count) for f in report.findings] == [("form", 12)]
     assert report.findings[0].where.startswith("mtp.layers.0.mlp.experts.0.")
@@ -227,12 +274,16 @@ def test_one_cause_is_one_finding(tmp_path):
 
 
 def test_one_entry_for_a_part_of_every_layer_is_one_finding(tmp_path):
-    checkpoint = foreign_form.autoround(extra_config={r".*layers\.3\..*": {"bits": 16}, ".*q_proj": {"bits": 8}})
+    checkpoint = foreign_form.autoround(
+        extra_config={r".*layers\.3\..*": {"bits": 16}, ".*q_proj": {"bits": 8}}
+    )
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
     assert (finding.rule, finding.where, finding.count) == ("config-group", ".*q_proj", 3)
 
 
-@pytest.mark.parametrize("name", ["Fp2 blocks of four dimensions under compressed-tensors", "M10 FP8 blocks without"])
+@pytest.mark.parametrize(
+    "name", ["Fp2 blocks of four dimensions under compressed-tensors", "M10 FP8 blocks without"]
+)
 def test_one_cause_is_one_finding_for_each_part(name, tmp_path):
     """Sizes and names in a sentence do not make another cause."""
     case = next(case for case in BROKEN if case.name.startswith(name))
@@ -298,5 +349,7 @@ def test_a_dropped_block_is_grafted_from_the_release_that_the_card_names(card, t
     lose(r"model\.layers\.3\..*")(checkpoint)
     folder = write(tmp_path / "checkpoint", checkpoint)
     (folder / "README.md").write_text(card)
-    (cure,) = {finding.cure for finding in api.check(folder).findings if finding.rule == "mtp-missing"}
+    (cure,) = {
+        finding.cure for finding in api.check(folder).findings if finding.rule == "mtp-missing"
+    }
     assert CARDS[card] in cure and ("README.md names" in cure) == ("RELEASE" not in cure)

@@ -1,6 +1,8 @@
-"""keepmtp's matching of module names against vLLM's own functions, on names of all families and random entries.
+"""keepmtp's matching of module names against vLLM's own functions, on names of all families and
+random entries.
 
-The peer runs in vLLM's environment (`.venv-vllm`, or VLLM_PYTHON) as one subprocess for all questions.
+The peer runs in vLLM's environment (`.venv-vllm`, or VLLM_PYTHON) as one subprocess for all
+questions.
 """
 
 import json
@@ -20,7 +22,9 @@ from keepmtp.validate.check.dialects.modelopt import ModelOpt
 from keepmtp.validate.check.runtime_view import Module, RuntimeView
 from keepmtp.validate.check.vllm_module import Dialect, UnknownDialect
 
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
+VLLM_PYTHON = Path(
+    os.environ.get("VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python")
+)
 PEER = r"""
 import json, sys
 from functools import cache
@@ -138,26 +142,50 @@ def modules_of(model: str) -> list[Module]:
 
 
 def some_entries(modules: list[Module], rng: random.Random, *, kind: str) -> list[str]:
-    """Names as people write them: fused, by shard, on disk, as patterns, and half of a fused group."""
+    """Names as people write them: fused, by shard, on disk, as patterns, and half of a fused
+    group.
+    """
     entries: list[str] = []
     for module in rng.sample(modules, min(6, len(modules))):
         disk = [str(member.weight.module) for member in module.members]
         names = [module.name, *module.shards, *disk[:3]]
         name = rng.choice(names)
         parent, _, last = name.rpartition(".")
-        words = [[name], list(module.shards) or [name], [name.upper()], [f"{parent}."], [last], disk]
+        words = [
+            [name],
+            list(module.shards) or [name],
+            [name.upper()],
+            [f"{parent}."],
+            [last],
+            disk,
+        ]
         if kind == "modelopt":
             words += [[f"{name}*"], [f"{parent}.*"], [f"*{last}"], [name[:-1]], [parent]]
         if kind == "compressed-tensors":
             escaped = name.replace(".", "\\.")
-            words += [[f"re:^{escaped}$"], [f"re:.*{last}"], [f"re:{last}"], [f"re:^{parent}"], [f"re:{escaped}x"]]
+            words += [
+                [f"re:^{escaped}$"],
+                [f"re:.*{last}"],
+                [f"re:{last}"],
+                [f"re:^{parent}"],
+                [f"re:{escaped}x"],
+            ]
         entries += rng.choice(words)
     return entries
 
 
 def some_configs(modules: list[Module], rng: random.Random):
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-    group = {"weights": weights, "input_activations": {**weights, "strategy": "token", "dynamic": True}}
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "channel",
+        "symmetric": True,
+        "dynamic": False,
+    }
+    group = {
+        "weights": weights,
+        "input_activations": {**weights, "strategy": "token", "dynamic": True},
+    }
     for targets in (["Linear"], ["linear"], ["RoutedExperts", "QKVParallelLinear"], [], []):
         targets = targets or some_entries(modules, rng, kind="compressed-tensors")
         yield {
@@ -189,13 +217,28 @@ def foreign_configs(modules: list[Module], rng: random.Random):
         return some_entries(modules, rng, kind=kind)
 
     def expressions() -> list[str]:
-        return [word.removeprefix("re:") for word in words("compressed-tensors") if word.startswith("re:")]
+        return [
+            word.removeprefix("re:")
+            for word in words("compressed-tensors")
+            if word.startswith("re:")
+        ]
 
     for _ in range(2):
         signs = (rng.choice(["-:", "+:", ""]) for _ in range(100))
-        dynamic = {f"{sign}{expression}": {} for sign, expression in zip(signs, expressions(), strict=False)}
-        stored = [str(member.weight.module) for module in modules for member in module.members if rng.random() < 0.95]
-        yield foreign_form.GPTQ | {"dynamic": dynamic, "modules_in_block_to_quantize": rng.choice([stored, words()])}
+        dynamic = {
+            f"{sign}{expression}": {}
+            for sign, expression in zip(signs, expressions(), strict=False)
+        }
+        stored = [
+            str(member.weight.module)
+            for module in modules
+            for member in module.members
+            if rng.random() < 0.95
+        ]
+        yield foreign_form.GPTQ | {
+            "dynamic": dynamic,
+            "modules_in_block_to_quantize": rng.choice([stored, words()]),
+        }
         yield foreign_form.AWQ | {"modules_to_not_convert": words() or ["lm_head"]}
         entries = {word: {"bits": rng.choice([4, 8, 16])} for word in (*words(), *expressions())}
         blocks = rng.choice([None, "model.layers", ["model.language_model.layers", "mtp.layers"]])
@@ -210,7 +253,8 @@ def ours(dialect: Dialect, module: Module) -> list[str]:
     return ["plain" if answer.built.form == "plain" else "quantized", answer.entry]
 
 
-# Classes that vLLM's CPU build can import; the others' mappers are compared by the dry load's names and answers.
+# Classes that vLLM's CPU build can import; the others' mappers are compared by the dry load's names
+# and answers.
 CPU_MODELS = (
     "deepseek-r1",
     "glm-4.7",
@@ -233,20 +277,26 @@ def test_entries_are_asked_about_all_names_as_about_each(model):
     rng = random.Random(1)
     config, modules = released(model).config, modules_of(model)
     # An entry for each expert, as modelopt writes them, makes the lists long.
-    names = frozenset(str(name) for m in modules for name in (m.name, *m.shards, m.members[0].weight.module))
+    names = frozenset(
+        str(name) for m in modules for name in (m.name, *m.shards, m.members[0].weight.module)
+    )
     compared = 0
     for raw in (*some_configs(modules, rng), *foreign_configs(modules, rng)):
         dialect = read_dialect(config | {"quantization_config": raw}, None)
         for entry in dialect.entries:
             found = dialect.covered(entry, names)
-            assert set(found) == {name for name in names if dialect.covered(entry, frozenset([name]))}, (raw, entry)
+            assert set(found) == {
+                name for name in names if dialect.covered(entry, frozenset([name]))
+            }, (raw, entry)
             compared += len(found)
     assert compared > 100
 
 
 @pytest.mark.full
 @pytest.mark.vllm
-@pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment: make .venv-vllm, or set VLLM_PYTHON")
+@pytest.mark.skipif(
+    not VLLM_PYTHON.is_file(), reason="no vLLM environment: make .venv-vllm, or set VLLM_PYTHON"
+)
 def test_names_match_as_in_vllm():
     rng, other = random.Random(0), random.Random(2)
     asked, questions = [], []
@@ -261,7 +311,9 @@ def test_names_match_as_in_vllm():
             if module.shards and module.kind == "linear"
         }
         for raw in (*some_configs(modules, rng), *foreign_configs(modules, other)):
-            asked.append((model, read_dialect(config | {"quantization_config": raw}, None), modules, raw))
+            asked.append(
+                (model, read_dialect(config | {"quantization_config": raw}, None), modules, raw)
+            )
             questions.append(
                 {
                     "config": raw,
@@ -310,4 +362,7 @@ def test_names_match_as_in_vllm():
     assert compared > 2000
     assert not not_here & set(CPU_MODELS), done.stderr[-2000:]
     assert len(kinds) >= 18, kinds
-    assert any(isinstance(dialect, ModelOpt) and dialect.algorithm == "MIXED_PRECISION" for _, dialect, _, _ in asked)
+    assert any(
+        isinstance(dialect, ModelOpt) and dialect.algorithm == "MIXED_PRECISION"
+        for _, dialect, _, _ in asked
+    )

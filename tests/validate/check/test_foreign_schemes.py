@@ -1,4 +1,5 @@
-"""Which scheme a config of Quark or AutoRound means: against vLLM's own functions, over random configs of every kind.
+"""Which scheme a config of Quark or AutoRound means: against vLLM's own functions, over random
+configs of every kind.
 
 One subprocess in vLLM's environment answers all questions.
 """
@@ -23,7 +24,9 @@ from keepmtp.validate.check.dialects.gptq import read_awq, read_gptq
 from keepmtp.validate.check.dialects.quark_schemes import scheme_of
 from keepmtp.validate.check.vllm_module import PLAIN, UNKNOWN, VLLMModule
 
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
+VLLM_PYTHON = Path(
+    os.environ.get("VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python")
+)
 PEER = r"""
 import json, sys
 from types import SimpleNamespace
@@ -95,10 +98,34 @@ FORMS = {
 }
 FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
 FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "is_dynamic": False}
-MX = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False}
-BLOCK = {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128], "is_dynamic": False, "symmetric": True}
-GROUP = {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 128, "is_dynamic": True, "symmetric": True}
-INT4 = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True, "is_dynamic": False}
+MX = {
+    "dtype": "fp4",
+    "qscheme": "per_group",
+    "group_size": 32,
+    "scale_format": "e8m0",
+    "is_dynamic": False,
+}
+BLOCK = {
+    "dtype": "fp8_e4m3",
+    "qscheme": "per_block",
+    "block_size": [128, 128],
+    "is_dynamic": False,
+    "symmetric": True,
+}
+GROUP = {
+    "dtype": "fp8_e4m3",
+    "qscheme": "per_group",
+    "group_size": 128,
+    "is_dynamic": True,
+    "symmetric": True,
+}
+INT4 = {
+    "dtype": "int4",
+    "qscheme": "per_channel",
+    "ch_axis": 0,
+    "symmetric": True,
+    "is_dynamic": False,
+}
 ROW = {"dtype": "int8", "qscheme": "per_channel", "is_dynamic": True, "symmetric": True}
 KNOWN: tuple[tuple[Any, Any], ...] = (
     (FP8, FP8),
@@ -128,7 +155,11 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 def changed(given: Any, rng: random.Random, *, in_list: bool = False) -> Any:
     """A tensor's config with up to two keys changed, alone or in a list."""
     if isinstance(given, list):
-        return [changed(each, rng, in_list=True) for each in given] if rng.random() < 0.9 else given[:1]
+        return (
+            [changed(each, rng, in_list=True) for each in given]
+            if rng.random() < 0.9
+            else given[:1]
+        )
     if given is None:
         return rng.choice([None, None, FP8])
     given = dict(given)
@@ -146,13 +177,25 @@ def some_layers(rng: random.Random) -> list[dict[str, Any]]:
     return [*layers, {"weight": FP8, "input_tensors": FP8, "output_tensors": FP8}, {"weight": None}]
 
 
-MXFP4 = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "mx_fp"}
+MXFP4 = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "data_type": "mx_fp",
+}
 AUTOROUNDS: tuple[dict[str, Any], ...] = (
     AUTOROUND,
     AUTOROUND | {"packing_format": "auto_round:auto_awq", "sym": False},
     MXFP4,
     MXFP4 | {"bits": 8},
-    {"quant_method": "auto-round", "bits": 8, "group_size": [128, 128], "sym": True, "data_type": "fp8"},
+    {
+        "quant_method": "auto-round",
+        "bits": 8,
+        "group_size": [128, 128],
+        "sym": True,
+        "data_type": "fp8",
+    },
 )
 INC_CHANGES: dict[str, tuple[Any, ...]] = {
     "bits": (2, 4, 8, 16),
@@ -171,7 +214,14 @@ INC_CHANGES: dict[str, tuple[Any, ...]] = {
     "act_dynamic": (True, False),
     "fmt": ("e4m3", "e5m2"),
 }
-LISTS = ([], ["lm_head"], ["layers.3"], ["experts.0"], ["model.layers.3.mlp.experts"], ["language_model.layers.3"])
+LISTS = (
+    [],
+    ["lm_head"],
+    ["layers.3"],
+    ["experts.0"],
+    ["model.layers.3.mlp.experts"],
+    ["language_model.layers.3"],
+)
 GROUPS = (-1, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -179,7 +229,9 @@ def some_autorounds(rng: random.Random) -> list[dict[str, Any]]:
     configs = [*AUTOROUNDS]
     for _ in range(600):
         changed_keys = rng.sample(sorted(INC_CHANGES), rng.choice([0, 1, 2]))
-        configs.append(rng.choice(AUTOROUNDS) | {key: rng.choice(INC_CHANGES[key]) for key in changed_keys})
+        configs.append(
+            rng.choice(AUTOROUNDS) | {key: rng.choice(INC_CHANGES[key]) for key in changed_keys}
+        )
     return configs
 
 
@@ -206,7 +258,8 @@ def asked() -> Any:
     answers = json.loads(done.stdout.rpartition("ANSWERS")[2])
     questions = {"quark": quark, "inc": inc, "groups": GROUPS, "lists": LISTS}
     return {
-        name: [*zip(asked, given, strict=True)] for (name, asked), given in zip(questions.items(), answers, strict=True)
+        name: [*zip(asked, given, strict=True)]
+        for (name, asked), given in zip(questions.items(), answers, strict=True)
     }
 
 
@@ -234,12 +287,18 @@ def test_a_config_has_the_scheme_that_vllm_says(asked):
         assert ours in FORMS.get(theirs, ("raises", "unknown")), (question, theirs, ours)
         seen[theirs.partition(":")[0]] += 1
         judged[ours] += 1
-    assert set(FORMS) < seen.keys() and seen["NotImplementedError"] > 100 and seen["AssertionError"] > 50, seen
+    assert (
+        set(FORMS) < seen.keys()
+        and seen["NotImplementedError"] > 100
+        and seen["AssertionError"] > 50
+    ), seen
     assert judged["raises"] > 5 * judged["unknown"], judged
 
 
 def test_an_entry_for_one_projection_makes_all_experts_plain(tmp_path):
-    """sglang #38870 has packed MTP experts beside a plain rest: one name below the experts is enough for vLLM."""
+    """sglang #38870 has packed MTP experts beside a plain rest: one name below the experts is
+    enough for vLLM.
+    """
     checkpoint = quark_nvfp4(mtp="NVFP4", exclude=["model.layers.3.mlp.experts.0.gate_proj"])
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
     assert finding.where == "model.layers.3.mlp.experts.0.down_proj.weight"
@@ -248,20 +307,28 @@ def test_an_entry_for_one_projection_makes_all_experts_plain(tmp_path):
 
 @pytest.mark.vllm
 def test_experts_of_awq_in_other_groups_have_the_list_as_it_is_written(asked):
-    """vLLM's mapper renames the list, and reads one from the headers where there is none; not for MoeWNA16."""
+    """vLLM's mapper renames the list, and reads one from the headers where there is none; not for
+    MoeWNA16.
+    """
     experts, rename = (
         VLLMName("model.layers.3.mlp.experts"),
         Renamer(renames=Renames(prefixes=(("language_model.", "model."),))),
     )
     for words, is_skipped in asked["lists"]:
         raw = AWQ | {"group_size": 256, "modules_to_not_convert": words}
-        built = read_awq(raw, rename, floats=["model.layers.3"]).resolve(experts, shards=(), kind="experts").built
+        built = (
+            read_awq(raw, rename, floats=["model.layers.3"])
+            .resolve(experts, shards=(), kind="experts")
+            .built
+        )
         assert (built.form == "plain") == is_skipped, words
 
 
 @pytest.mark.vllm
 def test_experts_of_gptq_in_other_groups_are_excepted_by_nothing(asked):
-    """Where Marlin has no kernel, vLLM's MoeWNA16 builds the experts packed whatever `dynamic` says (vllm #39475)."""
+    """Where Marlin has no kernel, vLLM's MoeWNA16 builds the experts packed whatever `dynamic` says
+    (vllm #39475).
+    """
     experts = VLLMName("model.layers.3.mlp.experts")
     for group_size, has_marlin in asked["groups"]:
         raw = GPTQ | {"group_size": group_size, "dynamic": {"-:.*": {}}}

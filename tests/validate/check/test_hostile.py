@@ -1,4 +1,5 @@
-"""Checkpoints of a stranger: the check ends in a finding, never in a traceback, a hang or a raw escape.
+"""Checkpoints of a stranger: the check ends in a finding, never in a traceback, a hang or a raw
+escape.
 
 tests/fuzz/ tries the same by chance; here is each thing once, with what must be said.
 """
@@ -36,7 +37,10 @@ def put(*place: str, value: Any) -> Callable[[Checkpoint], object]:
     """Set a value of the quantization config, in the file that has it."""
 
     def change(checkpoint: Checkpoint) -> None:
-        holder = checkpoint.config.get("quantization_config") or checkpoint.json_files["hf_quant_config.json"]
+        holder = (
+            checkpoint.config.get("quantization_config")
+            or checkpoint.json_files["hf_quant_config.json"]
+        )
         for key in place[:-1]:
             holder = holder[key]
         holder[place[-1]] = value
@@ -53,7 +57,11 @@ def put(*place: str, value: Any) -> Callable[[Checkpoint], object]:
         ("glm nvfp4", ("config_groups", "group_0", "weights"), "config_groups.group_0.weights"),
         ("glm nvfp4", ("config_groups", "group_0", "weights", "num_bits"), "weights.num_bits"),
         ("glm nvfp4", ("config_groups", "group_0", "weights", "group_size"), "weights.group_size"),
-        ("v3 block", ("config_groups", "group_0", "weights", "block_structure"), "weights.block_structure"),
+        (
+            "v3 block",
+            ("config_groups", "group_0", "weights", "block_structure"),
+            "weights.block_structure",
+        ),
         ("glm nvfp4", ("format",), "format: Input should be a valid string"),
         ("glm nvfp4", ("ignore",), "ignore: Input should be a valid tuple"),
         ("glm modelopt", ("quant_algo",), "quant_algo: Input should be a valid string"),
@@ -70,10 +78,16 @@ def put(*place: str, value: Any) -> Callable[[Checkpoint], object]:
 def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, place, says, value):
     """Whatever the value: a text where a text belongs, and numbers that are texts, are taken."""
     report = checked(tmp_path, base, put(*place, value=value))
-    found = [finding for finding in report.findings if finding.rule == "config" and "types that vLLM" in finding.says]
+    found = [
+        finding
+        for finding in report.findings
+        if finding.rule == "config" and "types that vLLM" in finding.says
+    ]
     if found:
         assert not report.ok and len(report.findings) == 1
-        assert ("hf_quant_config.json" if "file" in base else "config.json: quantization_config") in found[0].where
+        assert (
+            "hf_quant_config.json" if "file" in base else "config.json: quantization_config"
+        ) in found[0].where
         assert says.partition(":")[0].rpartition(".")[2] in found[0].says
     else:
         assert isinstance(value, str | bool), "a number or a list is the wrong type everywhere"
@@ -82,7 +96,11 @@ def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, pl
 @pytest.mark.parametrize(
     ("base", "place", "values"),
     [
-        ("released deepseek-r1", ("weight_block_size",), [0, -1, [0, 128], [128], [2**40, 2**40], [-128, 128]]),
+        (
+            "released deepseek-r1",
+            ("weight_block_size",),
+            [0, -1, [0, 128], [128], [2**40, 2**40], [-128, 128]],
+        ),
         ("glm w4a16", ("config_groups", "group_0", "weights", "num_bits"), [0, 10**30]),
         ("glm w4a16", ("config_groups", "group_0", "weights", "group_size"), [-7]),
     ],
@@ -94,7 +112,9 @@ def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("place", [("ignore",), ("config_groups", "group_0", "targets")], ids=".".join)
+@pytest.mark.parametrize(
+    "place", [("ignore",), ("config_groups", "group_0", "targets")], ids=".".join
+)
 @pytest.mark.parametrize("entry", [EVIL, "re:(a*)*$|(([a-z.]+)+)+!", "re:(.*.*.*.*.*.*.*.*.*.*)*_"])
 def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
     start = time.monotonic()
@@ -129,15 +149,24 @@ def test_a_regex_without_end_ends_every_verb(tmp_path, words):
 def test_a_regex_outside_of_any_limit_ends_too():
     with pytest.raises(CheckpointError, match="would hang"):
         patterns.equal_or_regex("model.layers.0.mlp.experts.0.down_proj", EVIL)
-    with patterns.time_limit(), pytest.raises(CheckpointError, match="would hang"), patterns.time_limit():
+    with (
+        patterns.time_limit(),
+        pytest.raises(CheckpointError, match="would hang"),
+        patterns.time_limit(),
+    ):
         patterns.equal_or_regex("model.layers.0.mlp.experts.0.down_proj", EVIL)
 
 
-@pytest.mark.parametrize("entry", ["re:(", "re:*", "re:[", "re:" + "(" * 200, "re:(?P<a>x)(?P<a>y)"])
+@pytest.mark.parametrize(
+    "entry", ["re:(", "re:*", "re:[", "re:" + "(" * 200, "re:(?P<a>x)(?P<a>y)"]
+)
 def test_a_regex_that_is_none_is_an_error_that_names_it(tmp_path, entry):
     report = checked(tmp_path, "mimo fp8", put("ignore", value=[entry]))
     assert [finding.severity for finding in report.findings] == ["error"]
-    assert entry in report.findings[0].where and "must be a regular expression" in report.findings[0].says
+    assert (
+        entry in report.findings[0].where
+        and "must be a regular expression" in report.findings[0].says
+    )
 
 
 def test_what_vllm_would_hang_on_is_not_loaded(tmp_path):
@@ -183,17 +212,23 @@ def test_experts_are_counted_not_listed(tmp_path):
 def test_lost_experts_are_one_finding_with_their_number(tmp_path):
     report = checked(tmp_path, "glm fp8", setting("n_routed_experts", 1000))
     have = 1 + max(
-        int(name.split(".experts.")[1].split(".")[0]) for name in GOOD["glm fp8"]().tensors if ".experts." in name
+        int(name.split(".experts.")[1].split(".")[0])
+        for name in GOOD["glm fp8"]().tensors
+        if ".experts." in name
     )
     found = [finding for finding in report.findings if finding.rule == "experts"]
     assert {finding.count % (1000 - have) for finding in found} == {0}
     assert f".experts.{have}." in found[0].where
 
 
-@pytest.mark.parametrize("name", ["\x1b[31mred", "a\nb", "\u202egnp", "\ud800", "[/red]", "x" * 5000], ids=ascii)
+@pytest.mark.parametrize(
+    "name", ["\x1b[31mred", "a\nb", "\u202egnp", "\ud800", "[/red]", "x" * 5000], ids=ascii
+)
 def test_names_of_a_file_are_printed_without_what_a_terminal_obeys(tmp_path, name):
     report = checked(
-        tmp_path, "glm fp8", put("ignore", value=[f"mtp.{name}", *GOOD["glm fp8"]().quantization["ignore"]])
+        tmp_path,
+        "glm fp8",
+        put("ignore", value=[f"mtp.{name}", *GOOD["glm fp8"]().quantization["ignore"]]),
     )
     text = json.dumps(report.model_dump(mode="json"), ensure_ascii=False)
     assert all(char.isprintable() for char in text) and len(text) < 20_000
@@ -217,10 +252,14 @@ def test_code_of_the_checkpoint_or_of_another_repository_is_a_warning(auto_map, 
     for file in () if auto_map else ("modeling_glm.py", "configuration_glm.py"):
         (folder / file).write_text("")
     (found,) = check(folder).findings
-    where, count = ("auto_map somebody/else--modeling_x.Model", 1) if auto_map else ("configuration_glm.py", 2)
+    where, count = (
+        ("auto_map somebody/else--modeling_x.Model", 1) if auto_map else ("configuration_glm.py", 2)
+    )
     assert (found.rule, found.severity, found.count) == ("own-code", "warning", count)
     assert found.where.endswith(where) and "--trust-remote-code" in found.says
 
 
 def test_an_auto_map_without_files_says_nothing(tmp_path):
-    assert not checked(tmp_path, "glm fp8", setting("auto_map", {"AutoConfig": "configuration_x.C"})).findings
+    assert not checked(
+        tmp_path, "glm fp8", setting("auto_map", {"AutoConfig": "configuration_x.C"})
+    ).findings

@@ -1,4 +1,6 @@
-"""The KV cache's entry and scales: what the check says is what vLLM 0.32 did in dry loads of every family."""
+"""The KV cache's entry and scales: what the check says is what vLLM 0.32 did in dry loads of every
+family.
+"""
 
 import json
 
@@ -56,12 +58,18 @@ def test_an_entry_that_vllm_refuses_or_never_asks_for(model, scheme, severity, s
     checkpoint = compressed(model)
     checkpoint.quantization["kv_cache_scheme"] = scheme
     (finding,) = about_kv(checkpoint, tmp_path)
-    assert finding.severity == severity and says in finding.says and "kv_cache_scheme" in finding.where
+    assert (
+        finding.severity == severity and says in finding.says and "kv_cache_scheme" in finding.where
+    )
 
 
-@pytest.mark.parametrize(("model", "is_taken"), [(m, m not in ("glm-4.7", "deepseek-v3.2")) for m in MTP])
+@pytest.mark.parametrize(
+    ("model", "is_taken"), [(m, m not in ("glm-4.7", "deepseek-v3.2")) for m in MTP]
+)
 def test_scales_in_the_mtp_layer(model, is_taken, tmp_path):
-    """Qwen3.5's drafts read them by AutoWeightsLoader; DeepSeek-V3.2's loader stumbles over a name that became None."""
+    """Qwen3.5's drafts read them by AutoWeightsLoader; DeepSeek-V3.2's loader stumbles over a name
+    that became None.
+    """
     checkpoint = ours(model, "FP8_DYNAMIC")
     name = f"{MTP[model]}.k_proj.k_scale"
     checkpoint.tensors[name] = ("F32", ())
@@ -72,7 +80,12 @@ def test_scales_in_the_mtp_layer(model, is_taken, tmp_path):
 @pytest.mark.parametrize(
     ("build", "name", "shape", "says"),
     [
-        (lambda: ours("dsv4-flash", "NVFP4"), "layers.0.attn.k_scale", (), "with and without a draft"),
+        (
+            lambda: ours("dsv4-flash", "NVFP4"),
+            "layers.0.attn.k_scale",
+            (),
+            "with and without a draft",
+        ),
         (
             lambda: modelopt("glm-4.7", "NVFP4", "bf16"),
             "model.layers.0.self_attn.k_proj.k_scale",
@@ -94,7 +107,9 @@ def with_scales(model: str = "glm-4.7", format: Format = "compressed-tensors") -
     return outputs_of(cached(model, format=format))
 
 
-@pytest.mark.parametrize("model", ["glm-4.7", "qwen3.5-27b", "nemotron-3-super", "mimo-v2-flash", "ernie-4.5-21b"])
+@pytest.mark.parametrize(
+    "model", ["glm-4.7", "qwen3.5-27b", "nemotron-3-super", "mimo-v2-flash", "ernie-4.5-21b"]
+)
 @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
 def test_what_keepmtp_writes_is_not_spoken_of(model, format, tmp_path):
     checkpoint = with_scales(model, format)
@@ -103,14 +118,24 @@ def test_what_keepmtp_writes_is_not_spoken_of(model, format, tmp_path):
 
 
 SCALES = {
-    "compressed-tensors": ("model.layers.1.self_attn.k_scale", "model.layers.3.self_attn.attn.v_scale"),
-    "modelopt": ("model.layers.1.self_attn.k_proj.k_scale", "model.layers.3.self_attn.attn.v_scale"),
+    "compressed-tensors": (
+        "model.layers.1.self_attn.k_scale",
+        "model.layers.3.self_attn.attn.v_scale",
+    ),
+    "modelopt": (
+        "model.layers.1.self_attn.k_proj.k_scale",
+        "model.layers.3.self_attn.attn.v_scale",
+    ),
 }
 
 
-@pytest.mark.parametrize(("format", "name"), [(format, name) for format in SCALES for name in SCALES[format]])
+@pytest.mark.parametrize(
+    ("format", "name"), [(format, name) for format in SCALES for name in SCALES[format]]
+)
 def test_a_scale_that_was_dropped(format, name, tmp_path):
-    """In the backbone, and in the MTP block under vLLM's own name, the only one that this draft's loader takes."""
+    """In the backbone, and in the MTP block under vLLM's own name, the only one that this draft's
+    loader takes.
+    """
     checkpoint = with_scales(format=format)
     del checkpoint.tensors[name]
     (finding,) = about_kv(checkpoint, tmp_path)
@@ -139,14 +164,20 @@ def test_a_layer_without_its_scales(model, layer, severity, tmp_path):
 def test_a_scale_of_what_has_no_cache(name, tmp_path):
     checkpoint = with_scales()
     checkpoint.tensors[name] = ("BF16", (1,))
-    assert [(each.where, each.severity) for each in about_kv(checkpoint, tmp_path)] == [(name, "error")]
+    assert [(each.where, each.severity) for each in about_kv(checkpoint, tmp_path)] == [
+        (name, "error")
+    ]
 
 
-@pytest.mark.parametrize(("algorithm", "severity"), [("INT3", "warning"), (8, "error"), ("fp8", None), (None, None)])
+@pytest.mark.parametrize(
+    ("algorithm", "severity"), [("INT3", "warning"), (8, "error"), ("fp8", None), (None, None)]
+)
 def test_modelopts_algorithm(algorithm, severity, tmp_path):
     checkpoint = in_hf_quant_config(modelopt("glm-4.7", "NVFP4", "bf16"))
     checkpoint.json_files["hf_quant_config.json"]["quantization"]["kv_cache_quant_algo"] = algorithm
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(checkpoint.json_files["hf_quant_config.json"]))
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps(checkpoint.json_files["hf_quant_config.json"])
+    )
     found = about_kv(checkpoint, tmp_path)
     assert [finding.severity for finding in found] == ([severity] if severity else [])
     assert all(finding.where == "hf_quant_config.json: kv_cache_quant_algo" for finding in found)

@@ -11,7 +11,9 @@ from real_release import FOLDER, NAMES, published, real_release
 @pytest.mark.parametrize("name", NAMES)
 def test_the_verdict_on_a_public_release(name, tmp_path):
     data = check(write(tmp_path / "checkpoint", real_release(name)))
-    assert [[f.severity, f.rule, f.where] for f in data.findings] == published(name)["findings"], data.findings
+    assert [[f.severity, f.rule, f.where] for f in data.findings] == published(name)["findings"], (
+        data.findings
+    )
     assert data.ok == all(severity != "error" for severity, *_ in published(name)["findings"])
     assert data.facts.num_mtp_tensors
 
@@ -20,7 +22,9 @@ def test_each_file_says_where_it_is_from():
     assert len(NAMES) >= 12
     for name in NAMES:
         given = published(name)
-        assert given["origin"].keys() == {"repository", "files", "read_in"} and all(given["origin"].values())
+        assert given["origin"].keys() == {"repository", "files", "read_in"} and all(
+            given["origin"].values()
+        )
         assert given["taken"] and given["trimmed"] and given["derived"]
         assert (FOLDER / f"{name}.json").stat().st_size < 16_000
 

@@ -21,7 +21,8 @@ from keepmtp.validate.facts.findings import Finding
 from real_release import NAMES, real_release
 
 NOWHERE = Path("/nonexistent")
-# Twins of other releases, and a draft with a checkpoint of its own, whose target gives its config a part.
+# Twins of other releases, and a draft with a checkpoint of its own, whose target gives its config a
+# part.
 LEFT_OUT = ("dsv4-pro", "deepseek-v3.1", "glm-4.5-air", "gemma-4-26b-assistant")
 # Scheme, MTP block's scheme, dialect.
 FORMS = (
@@ -66,7 +67,9 @@ def word(module: Module) -> str:
 
 
 def written() -> Iterator[tuple[str, Checkpoint]]:
-    """What keepmtp writes for every family in every dialect; combinations that it refuses are left out."""
+    """What keepmtp writes for every family in every dialect; combinations that it refuses are left
+    out.
+    """
     for model in releases.MODELS:
         for scheme, mtp, dialect in FORMS if model not in LEFT_OUT else ():
             try:
@@ -81,14 +84,20 @@ def written() -> Iterator[tuple[str, Checkpoint]]:
 def test_each_module_is_built_as_by_sglangs_own_classes():
     checkpoints = list(written())
     parts = ("backbone", "mtp")
-    asked = [sglang_classes.Question(each.config, part) for _, each in checkpoints for part in parts]
+    asked = [
+        sglang_classes.Question(each.config, part) for _, each in checkpoints for part in parts
+    ]
     answers = iter(sglang_classes.ask(asked))
     agreed, differing, families, unconstructed = 0, [], set(), set()
     for model, checkpoint in checkpoints:
         view = view_of(checkpoint)
         for part in parts:
             theirs = next(answers)
-            mine = {each.name: each for each in view.modules if each.part == part and each.loads_quantized}
+            mine = {
+                each.name: each
+                for each in view.modules
+                if each.part == part and each.loads_quantized
+            }
             if not theirs.modules:
                 unconstructed.add((model, part)) if theirs.name == "" and theirs.error else None
                 continue
@@ -155,7 +164,10 @@ def test_layer_61_alone_is_renamed():
 def test_blocks_without_the_target_linear():
     checkpoint = ours("deepseek-r1", "FP8_BLOCK", "bf16")
     found = named(findings(checkpoint), "sglang-block-size")
-    assert found.where.endswith("self_attn.kv_b_proj.weight") and "_resolve_layer_weight_block_size" in found.says
+    assert (
+        found.where.endswith("self_attn.kv_b_proj.weight")
+        and "_resolve_layer_weight_block_size" in found.says
+    )
 
 
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
@@ -181,14 +193,18 @@ def test_families_without_a_draft_class():
 def test_mixed_precision_without_nvfp4_is_read_as_w4afp8():
     checkpoint = ours("glm-4.7", "NVFP4", "bf16", format="modelopt")
     quantization(checkpoint).update(
-        quant_algo="MIXED_PRECISION", quantized_layers={"model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"}}
+        quant_algo="MIXED_PRECISION",
+        quantized_layers={"model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"}},
     )
     assert "W4AFP8" in named(findings(checkpoint), "sglang-config").says
 
 
 def test_a_group_without_weights():
     checkpoint = ours("glm-4.7", "NVFP4", "bf16")
-    quantization(checkpoint)["config_groups"]["group_9"] = {"targets": ["LlamaAttention"], "weights": None}
+    quantization(checkpoint)["config_groups"]["group_9"] = {
+        "targets": ["LlamaAttention"],
+        "weights": None,
+    }
     (found,) = findings(checkpoint)
     assert found.rule == "sglang-config" and "config_groups.group_9.weights" in found.says
 
@@ -201,21 +217,35 @@ def test_two_mtp_layers_are_one_too_many():
 
 def test_a_block_that_is_not_there():
     checkpoint = released("glm-4.7")
-    checkpoint.tensors = {name: spec for name, spec in checkpoint.tensors.items() if ".layers.3." not in name}
+    checkpoint.tensors = {
+        name: spec for name, spec in checkpoint.tensors.items() if ".layers.3." not in name
+    }
     found = named(findings(checkpoint), "sglang-mtp-missing")
     assert found.where == "model.layers.3.*" and "drafts from what was in memory" in found.says
 
 
 def test_a_cache_scheme_that_sglang_ignores():
     checkpoint = ours("glm-4.7", "FP8_DYNAMIC", "bf16")
-    quantization(checkpoint)["kv_cache_scheme"] = {"type": "float", "num_bits": 8, "strategy": "channel"}
+    quantization(checkpoint)["kv_cache_scheme"] = {
+        "type": "float",
+        "num_bits": 8,
+        "strategy": "channel",
+    }
     assert named(findings(checkpoint), "sglang-kv-cache").severity == "warning"
 
 
 def test_a_draft_that_neither_list_names():
-    """sglang #38574, #40002: `Linear` reaches the draft, for which the scheme of the experts has no linear class."""
+    """sglang #38574, #40002: `Linear` reaches the draft, for which the scheme of the experts has no
+    linear class.
+    """
     checkpoint = ours("qwen3.5-397b", "W4A16", "bf16")
-    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+    inputs = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "token",
+        "dynamic": True,
+        "symmetric": True,
+    }
     of_one_group(checkpoint, targets=["Linear"], input_activations=inputs)
     quantization(checkpoint)["ignore"] = ["lm_head"]
     found = [each for each in findings(checkpoint) if each.where.startswith("mtp.")]
@@ -223,31 +253,49 @@ def test_a_draft_that_neither_list_names():
 
 
 def test_halves_of_a_fused_module_in_ignore():
-    """sglang #35797: entries for single projections reach the fused ones of Qwen3.5, if all are there."""
+    """sglang #35797: entries for single projections reach the fused ones of Qwen3.5, if all are
+    there.
+    """
     checkpoint = ours("qwen3.5-27b", "NVFP4", "bf16")
     of_one_group(checkpoint, targets=["Linear"])
-    plain = {each.name for each in view_of(checkpoint).modules if each.part == "backbone" and each.loads_quantized}
-    backbone = [name for name in plain if "linear_attn.in_proj_ba" in name or name.endswith("lm_head")]
+    plain = {
+        each.name
+        for each in view_of(checkpoint).modules
+        if each.part == "backbone" and each.loads_quantized
+    }
+    backbone = [
+        name for name in plain if "linear_attn.in_proj_ba" in name or name.endswith("lm_head")
+    ]
     halves = [f"mtp.layers.0.self_attn.{name}_proj" for name in "qkvo"]
     halves += [f"mtp.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
     quantization(checkpoint)["ignore"] = [*backbone, "re:.*in_proj_[ab]$", *halves]
     assert not [each for each in findings(checkpoint) if "mtp." in each.where]
     quantization(checkpoint)["ignore"].remove("mtp.layers.0.self_attn.k_proj")
     found = [each for each in findings(checkpoint) if "mtp." in each.where]
-    assert [each.where for each in found] == ["mtp.layers.0.self_attn.qkv_proj"] and "different" in found[0].says
+    assert [each.where for each in found] == [
+        "mtp.layers.0.self_attn.qkv_proj"
+    ] and "different" in found[0].says
 
 
 def test_a_mixed_quark_block_of_which_one_entry_names_experts():
-    """sglang #38870, #39064, #40597: such an entry makes the whole block plain, whatever its other tensors are."""
-    checkpoint = foreign_form.quark("qwen3.5-397b", "FP8_DYNAMIC", exclude=["re:.*gate$", "mtp.layers.0.mlp.experts.0"])
-    found = [each for each in findings(checkpoint) if each.where.startswith("mtp.layers.0.self_attn.")]
+    """sglang #38870, #39064, #40597: such an entry makes the whole block plain, whatever its other
+    tensors are.
+    """
+    checkpoint = foreign_form.quark(
+        "qwen3.5-397b", "FP8_DYNAMIC", exclude=["re:.*gate$", "mtp.layers.0.mlp.experts.0"]
+    )
+    found = [
+        each for each in findings(checkpoint) if each.where.startswith("mtp.layers.0.self_attn.")
+    ]
     assert found and "exclude names it" in found[0].says and "qwen3_5_mtp.py" in found[0].says
 
 
 def test_a_plain_quark_block_that_no_entry_names():
     """sglang #36158: size mismatch, or values cast to 8 bits."""
     found = [
-        each for each in findings(foreign_form.quark("deepseek-r1", exclude=["re:.*gate$"])) if "decoder" in each.says
+        each
+        for each in findings(foreign_form.quark("deepseek-r1", exclude=["re:.*gate$"]))
+        if "decoder" in each.says
     ]
     assert found and all(each.rule == "sglang-form" and "plain BF16" in each.says for each in found)
 
@@ -291,7 +339,9 @@ NOT_JUDGED = {"ling-3.0-flash"}
 
 @pytest.mark.full
 def test_the_check_finds_what_the_plan_says():
-    """Where the plan says that SGLang serves an output, the check finds no error in it, and the other way round."""
+    """Where the plan says that SGLang serves an output, the check finds no error in it, and the
+    other way round.
+    """
     differing, compared = [], 0
     for format, pairs in sglang_table.PAIRS.items():
         for model in releases.MODELS:

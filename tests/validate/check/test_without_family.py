@@ -1,4 +1,6 @@
-"""Checkpoints of no family: a verdict on what they have, which says what was judged, and never more."""
+"""Checkpoints of no family: a verdict on what they have, which says what was judged, and never
+more.
+"""
 
 import json
 
@@ -13,8 +15,9 @@ from modelopt_form import modelopt
 from typer.testing import CliRunner
 from without_mtp import SAID, TWINS, broken, llama, said
 
-# vLLM has a quantization class for a model_type alone, which reads the experts otherwise; and the family alone says
-# that vLLM puts the target's embedding and head in the draft's place, whatever their form on the disk.
+# vLLM has a quantization class for a model_type alone, which reads the experts otherwise; and the
+# family alone says that vLLM puts the target's embedding and head in the draft's place, whatever
+# their form on the disk.
 OF_ONE_MODEL = ("dsv4 nvfp4 experts", "glm fp8, the draft's copies too")
 
 
@@ -25,8 +28,13 @@ def test_a_model_that_never_had_a_block_passes_in_part(tool, experts, tmp_path):
     data = check(folder)
     (finding,) = data.findings
     assert data.ok and (finding.rule, finding.severity) == ("family", "warning")
-    assert "no MTP block, and nothing to draft with" in finding.says and "Not judged: vLLM's names" in finding.says
-    packed = sum(name.endswith((".qweight", ".weight_packed")) for name in open_source(folder).entries)
+    assert (
+        "no MTP block, and nothing to draft with" in finding.says
+        and "Not judged: vLLM's names" in finding.says
+    )
+    packed = sum(
+        name.endswith((".qweight", ".weight_packed")) for name in open_source(folder).entries
+    )
     packed = packed or sum(name.endswith(".weight_scale") for name in open_source(folder).entries)
     assert f"Judged: {packed} of {packed} packed weights" in finding.says
     assert (data.facts.family, data.facts.num_mtp_tensors) == ("", 0) and data.facts.num_tensors
@@ -37,13 +45,19 @@ def test_a_broken_one_is_caught_by_name(name, tmp_path):
     tool, change, rule, where = TWINS[name]
     data = check(write(tmp_path / "checkpoint", broken(tool, change)))
     errors = [finding for finding in data.findings if finding.severity == "error"]
-    assert not data.ok and any(f.rule == rule and where in f.where and f.says and f.cure for f in errors), data.findings
-    assert any(finding.rule == "family" and finding.severity == "warning" for finding in data.findings)
+    assert not data.ok and any(
+        f.rule == rule and where in f.where and f.says and f.cure for f in errors
+    ), data.findings
+    assert any(
+        finding.rule == "family" and finding.severity == "warning" for finding in data.findings
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in OF_ONE_MODEL])
 def test_a_good_checkpoint_stays_one_without_its_family(name, tmp_path):
-    """Every family and dialect of the corpus under a name that nobody knows: no rule objects to what is right."""
+    """Every family and dialect of the corpus under a name that nobody knows: no rule objects to
+    what is right.
+    """
     checkpoint = GOOD[name]()
     holders = [checkpoint.config, checkpoint.config.get("text_config") or {}]
     for holder in holders:
@@ -62,9 +76,17 @@ def test_a_block_that_nobody_can_judge_is_an_error(tmp_path):
 
 def test_a_scheme_that_is_not_known_is_said(tmp_path):
     checkpoint = llama("quark")
-    said(global_quant_config={"weight": {"dtype": "int4", "group_size": 128, "symmetric": True}})(checkpoint)
-    found = {finding.rule: finding for finding in check(write(tmp_path / "checkpoint", checkpoint)).findings}
-    assert "weights are not judged against it" in found["dialect"].says and "Judged: 0 of 42" in found["family"].says
+    said(global_quant_config={"weight": {"dtype": "int4", "group_size": 128, "symmetric": True}})(
+        checkpoint
+    )
+    found = {
+        finding.rule: finding
+        for finding in check(write(tmp_path / "checkpoint", checkpoint)).findings
+    }
+    assert (
+        "weights are not judged against it" in found["dialect"].says
+        and "Judged: 0 of 42" in found["family"].says
+    )
 
 
 def test_people_read_that_it_passed_in_part(tmp_path):

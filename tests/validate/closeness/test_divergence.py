@@ -10,12 +10,18 @@ VOCABULARY, LENGTH = 300, 40
 
 
 def predicted(logprobs: NDArray[np.float64], following: NDArray[np.int64], top: int) -> Predicted:
-    """As a server answers: the likeliest `top`, and the token that follows where it is not among them."""
+    """As a server answers: the likeliest `top`, and the token that follows where it is not among
+    them.
+    """
     ids = np.full((len(logprobs), min(top + 1, VOCABULARY)), NO_TOKEN, dtype=np.int32)
     for at, row in enumerate(logprobs):
-        named = list(dict.fromkeys([int(following[at]), *np.argsort(-row)[:top].tolist()]))[: ids.shape[1]]
+        named = list(dict.fromkeys([int(following[at]), *np.argsort(-row)[:top].tolist()]))[
+            : ids.shape[1]
+        ]
         ids[at, : len(named)] = named
-    found = np.where(ids == NO_TOKEN, -np.inf, np.take_along_axis(logprobs, np.maximum(ids, 0), axis=1))
+    found = np.where(
+        ids == NO_TOKEN, -np.inf, np.take_along_axis(logprobs, np.maximum(ids, 0), axis=1)
+    )
     return Predicted(
         ids=ids,
         logprobs=found.astype(np.float32),
@@ -30,14 +36,20 @@ def models(request) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[n
     rng = np.random.default_rng(0)
     logits = 3 * rng.standard_normal((LENGTH, VOCABULARY))
     other = logits + request.param * rng.standard_normal(logits.shape)
-    return log_softmax(logits, axis=1), log_softmax(other, axis=1), rng.integers(VOCABULARY, size=LENGTH)
+    return (
+        log_softmax(logits, axis=1),
+        log_softmax(other, axis=1),
+        rng.integers(VOCABULARY, size=LENGTH),
+    )
 
 
 def test_the_whole_vocabulary_gives_the_divergence_itself(models):
     before, after, text = models
     apart = compare(predicted(before, text, VOCABULARY), predicted(after, text, VOCABULARY))
     # Log-probabilities are FP32, so each is off by 2e-7 of itself at most, and they are up to 20.
-    np.testing.assert_allclose(apart.nats, rel_entr(np.exp(before), np.exp(after)).sum(axis=1), atol=4e-6)
+    np.testing.assert_allclose(
+        apart.nats, rel_entr(np.exp(before), np.exp(after)).sum(axis=1), atol=4e-6
+    )
     assert (apart.is_flip == (before.argmax(axis=1) != after.argmax(axis=1))).all()
     assert (apart.choices == np.stack([before.argmax(axis=1), after.argmax(axis=1)], axis=1)).all()
     assert not apart.outside.any()
@@ -57,7 +69,10 @@ def test_a_part_of_the_vocabulary_gives_a_lower_bound_that_rises_with_it(models)
 def test_what_is_not_compared_is_the_sources_probability_of_the_rest(models):
     before, after, text = models
     one, other = predicted(before, text, 5), predicted(after, text, 5)
-    shared = [set(map(int, a)) & set(map(int, b)) - {NO_TOKEN} for a, b in zip(one.ids, other.ids, strict=True)]
+    shared = [
+        set(map(int, a)) & set(map(int, b)) - {NO_TOKEN}
+        for a, b in zip(one.ids, other.ids, strict=True)
+    ]
     wanted = [1 - np.exp(before[at, sorted(names)]).sum() for at, names in enumerate(shared)]
     np.testing.assert_allclose(compare(one, other).outside, wanted, atol=1e-5)
 
@@ -72,7 +87,15 @@ def test_a_model_is_as_close_to_itself_as_can_be(models):
 
 def test_a_tie_is_no_flip():
     """BF16 makes logits equal, and a server names either of them first."""
-    tie, one, other = (np.log([[0.4, 0.4, 0.2]]), np.log([[0.5, 0.3, 0.2]]), np.log([[0.2, 0.3, 0.5]]))
-    whole = {"following": np.zeros(1, np.float32), "is_whole": True, "ids": np.array([[0, 1, 2]], np.int32)}
+    tie, one, other = (
+        np.log([[0.4, 0.4, 0.2]]),
+        np.log([[0.5, 0.3, 0.2]]),
+        np.log([[0.2, 0.3, 0.5]]),
+    )
+    whole = {
+        "following": np.zeros(1, np.float32),
+        "is_whole": True,
+        "ids": np.array([[0, 1, 2]], np.int32),
+    }
     models = [Predicted(logprobs=each.astype(np.float32), **whole) for each in (tie, one, other)]
     assert [bool(compare(models[0], each).is_flip[0]) for each in models] == [False, False, True]

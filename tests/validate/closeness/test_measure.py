@@ -1,7 +1,8 @@
-"""What is asked, kept and asked again: a server that dies, a run that goes on, a source that is served once.
+"""What is asked, kept and asked again: a server that dies, a run that goes on, a source that is
+served once.
 
-The server is a small model in this process: a real one cannot be made to die at a window. Real ones are asked in
-tests/vllm/test_closeness.py.
+The server is a small model in this process: a real one cannot be made to die at a window. Real ones
+are asked in tests/vllm/test_closeness.py.
 """
 
 import json
@@ -29,7 +30,9 @@ from scipy.special import log_softmax
 
 ROOT = Path(__file__).parents[3]
 VOCABULARY = 512  # of tiny-glm4-moe
-TEXT = HeldOut(path="t.jsonl", sha256="7" * 64, texts=tuple("abcdefghij" * 3 for _ in range(6)), against="")
+TEXT = HeldOut(
+    path="t.jsonl", sha256="7" * 64, texts=tuple("abcdefghij" * 3 for _ in range(6)), against=""
+)
 VERSIONS = VLLM(
     python=Path("python"),
     version="0.32.0",
@@ -46,12 +49,18 @@ VERSIONS = VLLM(
 
 
 class Toy:
-    """A server whose logits depend on the last token and on what it serves; it dies after so many windows."""
+    """A server whose logits depend on the last token and on what it serves; it dies after so many
+    windows.
+    """
 
-    def __init__(self, seed: int, noise: float, *, dies_after: int | None = None, raw: bool = False) -> None:
+    def __init__(
+        self, seed: int, noise: float, *, dies_after: int | None = None, raw: bool = False
+    ) -> None:
         rng = np.random.default_rng(0)
         self.logits = 3 * rng.standard_normal((VOCABULARY, VOCABULARY))
-        self.logits = self.logits + noise * np.random.default_rng(seed).standard_normal(self.logits.shape)
+        self.logits = self.logits + noise * np.random.default_rng(seed).standard_normal(
+            self.logits.shape
+        )
         self.dies_after, self.raw, self.asked = dies_after, raw, list[tuple[int, ...]]()
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 0) -> Any:
@@ -60,7 +69,10 @@ class Toy:
         if self.dies_after is not None and len(self.asked) >= self.dies_after:
             raise ServerFailed("ended by SIGKILL", Path("a.log"))
         self.asked.append(tuple(body["prompt"]))
-        rows = [self.row(last, after, body) for last, after in zip(body["prompt"], body["prompt"][1:], strict=False)]
+        rows = [
+            self.row(last, after, body)
+            for last, after in zip(body["prompt"], body["prompt"][1:], strict=False)
+        ]
         return {"choices": [{"prompt_logprobs": [None, *rows]}]}
 
     def text_of(self, tokens: Sequence[int]) -> str:
@@ -94,7 +106,11 @@ def run(out: Path, **changed: Any):
     texts = changed.pop("text", TEXT)
     before, after = changed.pop("source", "5" * 64), changed.pop("checkpoint", "c" * 64)
     models = model("checkpoint", after), model("source", before)
-    setup = Setup(vllm=VERSIONS, out=out, **{name: changed.pop(name) for name in ("say", "extra") if name in changed})
+    setup = Setup(
+        vllm=VERSIONS,
+        out=out,
+        **{name: changed.pop(name) for name in ("say", "extra") if name in changed},
+    )
     depth = Depth(**({"tokens": 150, "window": 16, "top": 20, "concurrency": 3} | changed))
     return measure.measure(*models, texts, setup=setup, depth=depth)
 
@@ -103,7 +119,9 @@ def test_every_window_is_asked_once_of_each_and_gives_the_figures(toys, tmp_path
     fact = run(tmp_path)
     assert fact.windows == 10 and fact.tokens == 150 - 10 and fact.texts == 6
     for toy in toys.values():
-        assert len(set(toy.asked)) < len(toy.asked), "texts repeat, and the first window is asked again at the end"
+        assert len(set(toy.asked)) < len(toy.asked), (
+            "texts repeat, and the first window is asked again at the end"
+        )
         assert len(toy.asked) == 10 + 1
     before, after = toys["source"].logits, toys["checkpoint"].logits
     windows = read_compared(tmp_path / FILE)
@@ -113,7 +131,9 @@ def test_every_window_is_asked_once_of_each_and_gives_the_figures(toys, tmp_path
     assert 0.5 * exact.mean() < fact.divergence <= exact.mean()
     assert fact.flips == (p.argmax(axis=1) != q.argmax(axis=1)).sum() > 0
     assert fact.source.repeated == fact.checkpoint.repeated == 0.0
-    assert fact.worst[0].nats == max(value for line in windows.lines.values() for value in line.nats)
+    assert fact.worst[0].nats == max(
+        value for line in windows.lines.values() for value in line.nats
+    )
     assert 0 < fact.outside < 0.5 and not fact.is_exact and sum(fact.histogram) == fact.tokens
     refuse_contradicted(tmp_path, "closeness", fact, "")
     exact_fact = run(tmp_path / "whole", top=VOCABULARY)
@@ -125,20 +145,30 @@ def test_a_server_that_dies_ends_the_run_and_the_next_asks_what_is_missing(role,
     whole = run(tmp_path / "undisturbed")
     toys[role].asked.clear()
     toys[role].dies_after = 4
-    with pytest.raises(ServerFailed, match=rf"window \d+ of 10 for the {role}; got ended by SIGKILL") as caught:
+    with pytest.raises(
+        ServerFailed, match=rf"window \d+ of 10 for the {role}; got ended by SIGKILL"
+    ) as caught:
         run(tmp_path / "disturbed")
     left = 10 - len(toys[role].asked)
-    assert f"the same command asks only the {left} that are missing" in str(caught.value) and left == 6
+    assert (
+        f"the same command asks only the {left} that are missing" in str(caught.value) and left == 6
+    )
     toys[role].dies_after = None
     toys[role].asked.clear()
     fact = run(tmp_path / "disturbed")
     assert len(toys[role].asked) == left + 1, "and the first of them again, alone"
     assert len(getattr(fact, role).servers) == 2 and fact.worst == whole.worst
-    assert (fact.divergence, fact.flips, fact.histogram) == (whole.divergence, whole.flips, whole.histogram)
+    assert (fact.divergence, fact.flips, fact.histogram) == (
+        whole.divergence,
+        whole.flips,
+        whole.histogram,
+    )
 
 
 def test_what_a_kill_leaves_is_asked_again(toys, tmp_path):
-    """A part of a line, a part of a file under its partial name, and a window whose file is gone."""
+    """A part of a line, a part of a file under its partial name, and a window whose file is
+    gone.
+    """
     whole = run(tmp_path)
     lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if line.startswith(b'{"window"')]
@@ -158,7 +188,9 @@ def test_a_damaged_file_of_the_source_is_named(toys, tmp_path):
     (tmp_path / FILE).unlink()
     (stored,) = tmp_path.glob("closeness.source.*")
     (stored / "00002.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-    with pytest.raises(CheckpointError, match=r"00002\.safetensors: must be what the source predicts"):
+    with pytest.raises(
+        CheckpointError, match=r"00002\.safetensors: must be what the source predicts"
+    ):
         run(tmp_path)
 
 
@@ -167,7 +199,9 @@ def test_the_source_is_served_once_for_all_checkpoints(toys, tmp_path):
     toys["source"].asked.clear()
     said: list[str] = []
     fact = run(tmp_path / "two.report", checkpoint="d" * 64, say=said.append)
-    assert not toys["source"].asked and said == ["The source was asked the same before: taken from one.report."]
+    assert not toys["source"].asked and said == [
+        "The source was asked the same before: taken from one.report."
+    ]
     assert len(fact.source.servers) == 1
     run(tmp_path / "three.report", source="6" * 64)
     assert toys["source"].asked, "another source's predictions are its own"
@@ -176,7 +210,11 @@ def test_the_source_is_served_once_for_all_checkpoints(toys, tmp_path):
 def test_predictions_for_other_text_are_set_aside_and_taken_back(toys, tmp_path):
     first = run(tmp_path)
     said: list[str] = []
-    second = run(tmp_path, text=HeldOut(path="u", sha256="8" * 64, texts=("xyz" * 9,), against=""), say=said.append)
+    second = run(
+        tmp_path,
+        text=HeldOut(path="u", sha256="8" * 64, texts=("xyz" * 9,), against=""),
+        say=said.append,
+    )
     assert second.tokens != first.tokens and len(said) == 1
     for toy in toys.values():
         toy.asked.clear()
@@ -208,12 +246,15 @@ def test_windows_begin_as_the_tokenizer_begins_a_text():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("divergence", 0.0), ("flips", 0), ("tokens", 10_000), ("histogram", [0] * 20)]
+    ("field", "value"),
+    [("divergence", 0.0), ("flips", 0), ("tokens", 10_000), ("histogram", [0] * 20)],
 )
 def test_a_better_figure_is_refused(field, value, toys, tmp_path):
     fact = run(tmp_path)
     forged = type(fact).model_validate(json.loads(fact.model_dump_json()) | {field: value})
-    with pytest.raises(CheckpointError, match=rf"closeness\.json: {field}: must be what the evidence gives"):
+    with pytest.raises(
+        CheckpointError, match=rf"closeness\.json: {field}: must be what the evidence gives"
+    ):
         refuse_contradicted(tmp_path, "closeness", forged, "")
 
 
@@ -221,5 +262,7 @@ def test_windows_that_were_edited_are_refused(toys, tmp_path):
     fact = run(tmp_path)
     path = tmp_path / FILE
     path.write_text(path.read_text().replace('"flips":[', '"flips":[0,', 1))
-    with pytest.raises(CheckpointError, match=r"closeness\.json: samples_sha256: must be what the evidence gives"):
+    with pytest.raises(
+        CheckpointError, match=r"closeness\.json: samples_sha256: must be what the evidence gives"
+    ):
         refuse_contradicted(tmp_path, "closeness", fact, "")

@@ -63,7 +63,11 @@ def test_a_shipped_model_has_a_text_of_its_own(model):
         ("a.jsonl", '{"text": "fine"}\n\n{"text": 3}\n', r"a\.jsonl:3: must be an object"),
         ("a.jsonl", '{"text": "fine"}\nfine\n', r"a\.jsonl:2: must be JSON; got Expecting value"),
         ("a.jsonl", "[" * 100_000, r"a\.jsonl:1: values must be at most 64 levels deep"),
-        ("a.jsonl", '{"text": "\\ud800"}', r"a\.jsonl:1: every character must be one that UTF-8 can write"),
+        (
+            "a.jsonl",
+            '{"text": "\\ud800"}',
+            r"a\.jsonl:1: every character must be one that UTF-8 can write",
+        ),
         ("a.jsonl", '{"tokens": [1e999]}', r"a\.jsonl:1: must be an object"),
         ("a.jsonl", '{"tokens": [2147483648]}', r"a\.jsonl:1: must be an object"),
         ("a.jsonl", '{"text": "  "}\n', r"a\.jsonl:1: must be"),
@@ -83,7 +87,9 @@ def test_a_file_that_is_not_there_or_not_named(tmp_path):
     with pytest.raises(RecipeError, match=r"held-out text; got no such file"):
         held_out(tmp_path / "none.jsonl", None)
     for known in (None, record()):
-        with pytest.raises(RecipeError, match=r"--text: names the held-out text to compare on; got none"):
+        with pytest.raises(
+            RecipeError, match=r"--text: names the held-out text to compare on; got none"
+        ):
             held_out(None, known)
 
 
@@ -91,10 +97,14 @@ def test_text_of_the_calibration_is_refused(tmp_path):
     """Twins: the same texts are good for a checkpoint that was calibrated on others."""
     used = rows(tmp_path / "used.jsonl", {"text": "Mine."}, {"text": "Two of it."})
     mine = rows(tmp_path / "mine.jsonl", {"text": "Fresh."}, {"text": "Two of it.\n"})
-    with pytest.raises(RecipeError, match=r"used\.jsonl: must be .*; got the very file that it was calibrated on"):
+    with pytest.raises(
+        RecipeError, match=r"used\.jsonl: must be .*; got the very file that it was calibrated on"
+    ):
         held_out(used, record(dataset=str(used)))
     for data in ({"dataset": str(used)}, {"dataset": "org/data", "also": [{"dataset": str(used)}]}):
-        with pytest.raises(RecipeError, match=r"mine\.jsonl:2: must be text .*; got the text of .*used\.jsonl:2"):
+        with pytest.raises(
+            RecipeError, match=r"mine\.jsonl:2: must be text .*; got the text of .*used\.jsonl:2"
+        ):
             held_out(mine, record(**data))
     others = rows(tmp_path / "others.jsonl", {"text": "Else."})
     assert len(held_out(mine, record(dataset=str(others))).texts) == 2

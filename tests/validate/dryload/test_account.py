@@ -1,4 +1,5 @@
-"""The account of a weight load, on modules of our own: every way in which a load can be less than whole.
+"""The account of a weight load, on modules of our own: every way in which a load can be less than
+whole.
 
 What loaders do is spelled out with plain torch on the meta device; no vLLM is needed.
 """
@@ -22,7 +23,9 @@ class Model(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(6, 4, dtype=torch.bfloat16))
         self.scale = torch.nn.Parameter(torch.full((6, 1), torch.finfo(torch.float32).min))
         self.sink = torch.nn.Parameter(torch.full((8,), -torch.inf))
-        self.packed = torch.nn.Parameter(torch.empty(4, 4, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.packed = torch.nn.Parameter(
+            torch.empty(4, 4, dtype=torch.float8_e4m3fn), requires_grad=False
+        )
 
 
 def loaded(load, tensors: dict[str, torch.Tensor], **demands) -> tuple[Account, dict[str, Written]]:
@@ -64,8 +67,15 @@ def test_all_shards_make_a_fused_parameter_full():
             model.weight.data[row : row + part.shape[0]].copy_(part)
 
     account, params = loaded(load, {"q": bf16(4, 4), "k": bf16(1, 4), "v": bf16(1, 4)})
-    assert params["weight"].status == "full" and params["weight"].sources == {"q": 16, "k": 4, "v": 4}
-    assert all(tensor.is_used and tensor.num_read == tensor.num_elements for tensor in account.tensors.values())
+    assert params["weight"].status == "full" and params["weight"].sources == {
+        "q": 16,
+        "k": 4,
+        "v": 4,
+    }
+    assert all(
+        tensor.is_used and tensor.num_read == tensor.num_elements
+        for tensor in account.tensors.values()
+    )
 
 
 def test_a_lost_shard_leaves_it_partial_and_a_scale_is_never_padding():
@@ -74,7 +84,11 @@ def test_a_lost_shard_leaves_it_partial_and_a_scale_is_never_padding():
         model.scale.data[:4].copy_(tensors["q.scale"])
         model.sink.data[:4].copy_(tensors["sink"])
 
-    tensors = {"q": bf16(4, 4), "q.scale": torch.empty(4, 1, device="meta"), "sink": torch.empty(4, device="meta")}
+    tensors = {
+        "q": bf16(4, 4),
+        "q.scale": torch.empty(4, 1, device="meta"),
+        "sink": torch.empty(4, device="meta"),
+    }
     _, params = loaded(load, tensors, may_pad=frozenset({"sink"}))
     assert (params["weight"].status, params["weight"].num_written) == ("partial", 16)
     assert params["scale"].status == "partial"
@@ -90,7 +104,9 @@ def test_rows_that_construction_fills_by_themselves_are_padding():
 
 
 def test_the_same_place_written_twice_counts_once():
-    """Two shards in one place leave another empty, although as many elements were copied as there are."""
+    """Two shards in one place leave another empty, although as many elements were copied as there
+    are.
+    """
 
     def load(model, tensors):
         model.weight.data[:4].copy_(tensors["a"])
@@ -102,14 +118,17 @@ def test_the_same_place_written_twice_counts_once():
 
 def test_a_tensor_used_in_part_is_told():
     account, params = loaded(
-        lambda model, tensors: model.weight.data.copy_(tensors["wide"].narrow(1, 0, 4)), {"wide": bf16(6, 8)}
+        lambda model, tensors: model.weight.data.copy_(tensors["wide"].narrow(1, 0, 4)),
+        {"wide": bf16(6, 8)},
     )
     assert params["weight"].status == "full"
     assert (account.tensors["wide"].num_read, account.tensors["wide"].num_elements) == (24, 48)
 
 
 def test_a_tensor_that_nobody_uses_is_told():
-    account, _ = loaded(lambda model, tensors: tensors["lost"].view(-1)[:4].sum(), {"lost": bf16(6, 4)})
+    account, _ = loaded(
+        lambda model, tensors: tensors["lost"].view(-1)[:4].sum(), {"lost": bf16(6, 4)}
+    )
     assert not account.tensors["lost"].is_used
 
 
@@ -157,13 +176,17 @@ def test_casts_that_change_the_numbers_are_told(dtype, param, is_told):
 
 def test_a_value_spread_over_many_is_told():
     account, _ = loaded(
-        lambda model, tensors: model.scale.data.copy_(tensors["s"]), {"s": torch.empty((), device="meta")}
+        lambda model, tensors: model.scale.data.copy_(tensors["s"]),
+        {"s": torch.empty((), device="meta")},
     )
     assert list(account.broadcasts) == [("scale", "s", "()", "(6, 1)")]
 
 
 def test_shapes_that_do_not_fit_are_refused_as_on_a_gpu():
-    with pytest.raises(RuntimeError, match=r"output with shape \[6, 4\] doesn't match the broadcast shape of \[4, 6\]"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"output with shape \[6, 4\] doesn't match the broadcast shape of \[4, 6\]",
+    ):
         loaded(lambda model, tensors: model.weight.data.copy_(tensors["w"]), {"w": bf16(4, 6)})
 
 
@@ -190,6 +213,8 @@ def test_fewer_expert_mappings_are_searched_and_the_same_ones_found():
     assert list(mapping) == entries
     for name in [*names, "layers.0.attn.wq_a.weight", "mtp.0.ffn.shared_experts.w1.weight"]:
         current[0] = name
-        assert [entry for entry in mapping if entry[1] in name] == [entry for entry in entries if entry[1] in name]
+        assert [entry for entry in mapping if entry[1] in name] == [
+            entry for entry in entries if entry[1] in name
+        ]
     current[0] = names[0]
     assert len(list(mapping)) == 3

@@ -1,4 +1,6 @@
-"""The process that loads: what keeps a weight that is really allocated from taking the machine's memory."""
+"""The process that loads: what keeps a weight that is really allocated from taking the machine's
+memory.
+"""
 
 import subprocess
 import sys
@@ -18,18 +20,26 @@ except (MemoryError, OSError, RuntimeError) as error:
 
 def allocating(allocation: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", _ALLOCATE.format(allocation=allocation)], capture_output=True, text=True
+        [sys.executable, "-c", _ALLOCATE.format(allocation=allocation)],
+        capture_output=True,
+        text=True,
     )
 
 
 @pytest.mark.parametrize(
     "allocation",
-    ["bytearray(1 << 30)", "__import__('mmap').mmap(-1, 1 << 30, flags=2)", "__import__('numpy').empty(1 << 30, 'u1')"],
+    [
+        "bytearray(1 << 30)",
+        "__import__('mmap').mmap(-1, 1 << 30, flags=2)",
+        "__import__('numpy').empty(1 << 30, 'u1')",
+    ],
 )
 def test_a_large_allocation_fails_before_it_is_filled(allocation):
     """Whoever allocates it: torch, NumPy, a mapping, Python itself."""
     done = allocating(allocation)
-    assert done.returncode == 1 and ("Memory" in done.stderr or "memory" in done.stderr), done.stderr
+    assert done.returncode == 1 and ("Memory" in done.stderr or "memory" in done.stderr), (
+        done.stderr
+    )
 
 
 def test_what_a_load_needs_is_given():

@@ -7,7 +7,15 @@ import pytest
 from headers import header
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.measure.answers import Answer, Samples, Sitting, correct, drafts_of, finish, read_samples
+from keepmtp.validate.measure.answers import (
+    Answer,
+    Samples,
+    Sitting,
+    correct,
+    drafts_of,
+    finish,
+    read_samples,
+)
 from keepmtp.validate.measure.line_file import open_lines
 
 
@@ -35,7 +43,12 @@ def path(tmp_path) -> Path:
 
 def begun(path: Path, **changed) -> Samples:
     samples: Samples = open_lines(path, header(**changed))
-    for line in (answer(2), sitting(1, 5, (4, 1)), answer(0, "\u2028 odd \U0001f600 ends\x85"), sitting(1, 9, (8, 2))):
+    for line in (
+        answer(2),
+        sitting(1, 5, (4, 1)),
+        answer(0, "\u2028 odd \U0001f600 ends\x85"),
+        sitting(1, 9, (8, 2)),
+    ):
         samples.add(line)
     return samples
 
@@ -56,7 +69,10 @@ def test_a_full_disk_is_said(tmp_path):
     full = tmp_path / "gsm8k.source.jsonl"
     full.symlink_to("/dev/full")
     samples = Samples(full, header())
-    with pytest.raises(CheckpointError, match=r"must be writable; got No space left on device\. Make room: the same "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"must be writable; got No space left on device\. Make room: the same ",
+    ):
         samples.add(answer(0))
     assert samples.missing == (0, 1, 2), "an answer counts once it is on the disk"
 
@@ -68,7 +84,9 @@ def test_finished_it_is_in_order_and_changes_no_more(path):
     finish(samples, right)
     before = path.read_bytes()
     found = read_samples(path)
-    assert list(found.lines) == [0, 1, 2] and {name: correct(found, name) for name in right} == right
+    assert (
+        list(found.lines) == [0, 1, 2] and {name: correct(found, name) for name in right} == right
+    )
     finish(found, right)
     assert path.read_bytes() == before
     kinds = [next(iter(json.loads(line))) for line in path.read_text().split("\n")[:-1]]
@@ -118,10 +136,22 @@ def test_a_line_that_a_crash_cut_is_asked_again(path, cut):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (answer(0).model_dump_json(), "must be of a place that was asked for, and is there once; got 0"),
-        (answer(3).model_dump_json(), "must be of a place that was asked for, and is there once; got 3"),
-        ('{"question": 1}', "must be a line that keepmtp wrote (Answer); got prompt_sha256: Field required"),
-        (answer(1).model_dump_json().replace('"stop"', '"abort"'), "finish_reason: Input should be 'stop' or 'length'"),
+        (
+            answer(0).model_dump_json(),
+            "must be of a place that was asked for, and is there once; got 0",
+        ),
+        (
+            answer(3).model_dump_json(),
+            "must be of a place that was asked for, and is there once; got 3",
+        ),
+        (
+            '{"question": 1}',
+            "must be a line that keepmtp wrote (Answer); got prompt_sha256: Field required",
+        ),
+        (
+            answer(1).model_dump_json().replace('"stop"', '"abort"'),
+            "finish_reason: Input should be 'stop' or 'length'",
+        ),
         ('{"sitting": 0}', "must be a line that keepmtp wrote (Sitting)"),
         ("text", "must be a line that keepmtp wrote"),
     ],
@@ -137,13 +167,20 @@ def test_a_line_that_is_none_is_named(path, line, says):
 
 
 def test_a_sibling_has_answered_already(tmp_path):
-    """One release, two checkpoints of it: a finished file of the very same questions to the same bytes is taken."""
+    """One release, two checkpoints of it: a finished file of the very same questions to the same
+    bytes is taken.
+    """
     made = tmp_path / "one.report" / "gsm8k.source.jsonl"
     path = tmp_path / "two.report" / made.name
     samples = begun(made)
     assert not open_lines(path, header()).lines, "an unfinished one is another run's"
     samples.add(answer(1))
-    others = ({"prompts_sha256": "q"}, {"checkpoint_sha256": "d"}, {"vllm": "0.33.0"}, {"words": ("--seed", "1")})
+    others = (
+        {"prompts_sha256": "q"},
+        {"checkpoint_sha256": "d"},
+        {"vllm": "0.33.0"},
+        {"words": ("--seed", "1")},
+    )
     for changed in others:
         assert not open_lines(path, header(**changed)).lines, changed
     (tmp_path / "a.report").mkdir()
@@ -153,4 +190,6 @@ def test_a_sibling_has_answered_already(tmp_path):
     assert said == ["The same was asked before: gsm8k.source.jsonl is taken from one.report."]
     assert path.read_bytes() == made.read_bytes() and not taken.missing
     open_lines(path, header(), lambda words: pytest.fail(words))  # what is there stays
-    assert not open_lines(tmp_path / "elsewhere" / made.name, header()).lines, "not an evidence folder"
+    assert not open_lines(tmp_path / "elsewhere" / made.name, header()).lines, (
+        "not an evidence folder"
+    )

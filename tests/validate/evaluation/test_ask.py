@@ -1,4 +1,6 @@
-"""Asking a server that fails: nothing counts as a wrong answer, nothing is lost, nothing is asked twice."""
+"""Asking a server that fails: nothing counts as a wrong answer, nothing is lost, nothing is asked
+twice.
+"""
 
 import json
 import threading
@@ -21,7 +23,9 @@ from task_rows import TASK_ROWS
 NUM = 30
 QUESTIONS = [f"Ann has {n} pens and buys {n}. How many?" for n in range(NUM)]
 # Three are wrong, one of them cut at the limit of tokens.
-ANSWERS = {text: f" {n} + {n} = {2 * n}\n#### {2 * n + (n in (4, 9))}" for n, text in enumerate(QUESTIONS)}
+ANSWERS = {
+    text: f" {n} + {n} = {2 * n}\n#### {2 * n + (n in (4, 9))}" for n, text in enumerate(QUESTIONS)
+}
 ANSWERS[QUESTIONS[20]] = " 20 + ..."
 WORDS = {
     "500": OOM,
@@ -43,7 +47,9 @@ def built(tmp_path: Path, **protocol) -> Questions:
     path = tmp_path / "rows.jsonl"
     rows = [{"question": text, "answer": f"#### {2 * n}"} for n, text in enumerate(QUESTIONS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return questions(Evaluation(**{"dataset": str(path), "shots": 0, "k": 2, "concurrency": 4, **protocol}))
+    return questions(
+        Evaluation(**{"dataset": str(path), "shots": 0, "k": 2, "concurrency": 4, **protocol})
+    )
 
 
 def opened(tmp_path: Path, asked: Questions) -> Samples:
@@ -69,12 +75,22 @@ def test_every_question_is_asked_once_and_greedily(asked, tmp_path):
         ask(server, asked, samples, watch=steps.append)
     assert sorted(request["question"] for request in requests) == sorted(QUESTIONS)
     for request in requests:
-        assert request["path"] == "/v1/completions" and request["temperature"] == 0.0 and request["seed"] == 1234
-        assert request["max_tokens"] == 1024 and request["stop"] == ["Question:", "</s>", "<|im_end|>"]
+        assert (
+            request["path"] == "/v1/completions"
+            and request["temperature"] == 0.0
+            and request["seed"] == 1234
+        )
+        assert request["max_tokens"] == 1024 and request["stop"] == [
+            "Question:",
+            "</s>",
+            "<|im_end|>",
+        ]
     assert not samples.missing and [step.done for step in steps] == list(range(1, NUM + 1))
     assert steps[-1].eta_seconds == 0.0 and steps[0].eta_seconds and steps[-1].tokens_per_second > 0
     assert score(asked, samples) == (27 / 30, 27 / 30)
-    assert [answer.question for answer in samples.lines.values() if answer.finish_reason == "length"] == [20]
+    assert [
+        answer.question for answer in samples.lines.values() if answer.finish_reason == "length"
+    ] == [20]
     drafts = drafts_of(samples)
     assert (drafts.drafts, drafts.draft_tokens, drafts.accepted_per_position) == (90, 180, (90, 0))
     assert read_samples(samples.path).lines == samples.lines, "the file says the same"
@@ -82,7 +98,9 @@ def test_every_question_is_asked_once_and_greedily(asked, tmp_path):
 
 def test_what_was_counted_before_is_not_counted(asked, tmp_path):
     with answering(ANSWERS, tmp_path / "log") as (server, _):
-        server.answer(f"Question: {QUESTIONS[0]}\nAnswer:", max_tokens=4, stop=(), seed=0, timeout=9)
+        server.answer(
+            f"Question: {QUESTIONS[0]}\nAnswer:", max_tokens=4, stop=(), seed=0, timeout=9
+        )
         samples = opened(tmp_path, asked)
         ask(server, asked, samples)
     assert drafts_of(samples).drafts == 90
@@ -117,8 +135,14 @@ def test_a_fault_ends_the_sitting_and_the_next_asks_only_the_rest(fault, asked, 
     message, left = str(caught.value), len(samples.missing)
     assert WORDS[fault] in message, message
     failed = next(request["question"] for number, request in enumerate(requests, 1) if number == 12)
-    assert f"must answer question {QUESTIONS.index(failed) + 1} of {NUM} for the checkpoint; got " in message
-    assert f"the same command asks only the {left} that are missing." in message and str(tmp_path / "log") in message
+    assert (
+        f"must answer question {QUESTIONS.index(failed) + 1} of {NUM} for the checkpoint; got "
+        in message
+    )
+    assert (
+        f"the same command asks only the {left} that are missing." in message
+        and str(tmp_path / "log") in message
+    )
     assert QUESTIONS.index(failed) in samples.missing, "no answer is not a wrong answer"
     # A server that has closed a connection is given five seconds to say why it died.
     most = NUM - 1 if fault in ("cut", "hang") else 15
@@ -128,7 +152,9 @@ def test_a_fault_ends_the_sitting_and_the_next_asks_only_the_rest(fault, asked, 
     assert again.lines == samples.lines
     with answering(ANSWERS, tmp_path / "log") as (server, later):
         ask(server, asked, again)
-    assert sorted(request["question"] for request in later) == sorted(QUESTIONS[number] for number in samples.missing)
+    assert sorted(request["question"] for request in later) == sorted(
+        QUESTIONS[number] for number in samples.missing
+    )
     assert score(asked, again) == (27 / 30, 27 / 30) and list(again.sittings) == [1, 2]
     assert drafts_of(again).drafts == 3 * (len(requests) + len(later)), "counters of both sittings"
 
@@ -152,7 +178,9 @@ def test_counters_survive_a_server_that_cannot_be_asked_any_more(asked, tmp_path
 
         def answer(self, prompt, **settings):
             if len(requests) >= 16:
-                monkeypatch.setattr(type(server), "drafts_now", lambda _: (_ for _ in ()).throw(fault))
+                monkeypatch.setattr(
+                    type(server), "drafts_now", lambda _: (_ for _ in ()).throw(fault)
+                )
                 raise fault
             return real(self, prompt, **settings)
 
@@ -188,7 +216,10 @@ def test_runs_are_sampled_with_a_seed_each(tmp_path):
     assert sorted(seeds) == sorted([asked.protocol.seed] * NUM + [asked.protocol.seed + 1] * NUM)
     assert score(asked, samples)[0] == pytest.approx(1 - 3 / NUM)
     again = read_samples(samples.path)
-    assert correct(again, "strict-match") == correct(samples, "strict-match") and len(again.lines) == 2 * NUM
+    assert (
+        correct(again, "strict-match") == correct(samples, "strict-match")
+        and len(again.lines) == 2 * NUM
+    )
 
 
 def test_an_answer_that_lm_eval_begins_is_continued(tmp_path):
@@ -197,10 +228,20 @@ def test_an_answer_that_lm_eval_begins_is_continued(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS["humaneval"].rows))
     found = questions(Evaluation(task="humaneval", dataset=str(path)), runs_code=True)
     samples = opened(tmp_path, found)
-    with answering(defaultdict(lambda: "    return 1\nprint(2)\nclass"), tmp_path / "log") as (server, requests):
+    with answering(defaultdict(lambda: "    return 1\nprint(2)\nclass"), tmp_path / "log") as (
+        server,
+        requests,
+    ):
         ask(server, found, samples)
-    assert {(each.text, each.finish_reason) for each in samples.lines.values()} == {("    return 1", "stop")}
+    assert {(each.text, each.finish_reason) for each in samples.lines.values()} == {
+        ("    return 1", "stop")
+    }
     for request in requests:
-        assert len(request["stop"]) == 4 < len(found.items[0].stop), "vLLM takes no more; ours ends it at the others"
+        assert len(request["stop"]) == 4 < len(found.items[0].stop), (
+            "vLLM takes no more; ours ends it at the others"
+        )
         assert request["messages"][-1]["role"] == "assistant"
-        assert (request["continue_final_message"], request["add_generation_prompt"]) == (True, False)
+        assert (request["continue_final_message"], request["add_generation_prompt"]) == (
+            True,
+            False,
+        )

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness at both ends: what it asks, how it reads answers, and which datasets are refused."""
+"""lm-evaluation-harness at both ends: what it asks, how it reads answers, and which datasets are
+refused.
+"""
 
 import json
 from dataclasses import replace
@@ -12,13 +14,18 @@ from keepmtp.recipes.tasks import TASKS
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 
 ROWS = [
-    {"question": f"Tom has {n} coins and finds {n + 1} more. How many?", "answer": f"It is that.\n#### {2 * n + 1}"}
+    {
+        "question": f"Tom has {n} coins and finds {n + 1} more. How many?",
+        "answer": f"It is that.\n#### {2 * n + 1}",
+    }
     for n in range(12)
 ]
 
 
 def write(path: Path, rows: list) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -88,17 +95,35 @@ def test_scores_are_lm_evals(file, task, protocol, capfd):
     ("row", "says"),
     [
         ({"question": "How many?"}, ":2: must have the field answer; got question."),
-        ({"problem": "How many?", "answer": "#### 1"}, ":2: must have the field question; got problem, answer."),
-        ({"question": "How many?", "answer": 12}, ':2: answer must end with "#### " and a number; got 12.'),
+        (
+            {"problem": "How many?", "answer": "#### 1"},
+            ":2: must have the field question; got problem, answer.",
+        ),
+        (
+            {"question": "How many?", "answer": 12},
+            ':2: answer must end with "#### " and a number; got 12.',
+        ),
         ({"question": " ", "answer": "#### 1"}, ":2: question must be a text; got ' '."),
-        ({"question": "How many?", "answer": "12"}, ":2: answer must end with \"#### \" and a number; got '12'."),
-        ({"question": "How many?", "answer": "#### 12 "}, ':2: answer must end with "#### " and a number'),
-        ({"question": "How many?", "answer": "#### twelve"}, ':2: answer must end with "#### " and a number'),
+        (
+            {"question": "How many?", "answer": "12"},
+            ":2: answer must end with \"#### \" and a number; got '12'.",
+        ),
+        (
+            {"question": "How many?", "answer": "#### 12 "},
+            ':2: answer must end with "#### " and a number',
+        ),
+        (
+            {"question": "How many?", "answer": "#### twelve"},
+            ':2: answer must end with "#### " and a number',
+        ),
         (["How many?", "#### 1"], ":2: must be an object with question and answer"),
         ('{"question": "How', ":2: must be JSON; got Unterminated string"),
         ('{"question": ' + "[" * 9999, ":2: values must be at most 64 levels deep"),
         ('{"question": ' + "[" * 99 + "]" * 99 + "}", ":2: values must be at most 64 levels deep"),
-        ({"question": "\ud800", "answer": "#### 1"}, ":2: every character must be one that UTF-8 can write"),
+        (
+            {"question": "\ud800", "answer": "#### 1"},
+            ":2: every character must be one that UTF-8 can write",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path, row, says):
@@ -119,11 +144,15 @@ def test_a_dataset_that_cannot_be_used(tmp_path, file):
     assert "must hold questions; got none" in refusal(write(tmp_path / "empty.jsonl", []))
     assert "must be asked two questions or more" in refusal(write(tmp_path / "one.jsonl", ROWS[:1]))
     message = refusal(file, shots=12)
-    assert "evaluation.shots: gsm8k has 11 examples at most; got 12. Use --shots 11, or a longer dataset" in message
+    assert (
+        "evaluation.shots: gsm8k has 11 examples at most; got 12. Use --shots 11, or a longer "
+        "dataset"
+    ) in message
     assert asked(file, shots=11).items
 
 
-# --- from the Hub -----------------------------------------------------------------------------------------------------
+# --- from the Hub
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -136,7 +165,8 @@ def hub(tmp_path, monkeypatch, hub_at):
     write(folder / "main" / "test.jsonl", ROWS[:4])
     write(folder / "main" / "train.jsonl", ROWS[4:])
     (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n"
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: "
+        "main/train.jsonl\n"
         "  - split: test\n    path: main/test.jsonl\n---\n"
     )
     for task in ("gsm8k", "gsm8k_platinum"):
@@ -154,33 +184,50 @@ def hub(tmp_path, monkeypatch, hub_at):
 
 def test_the_tasks_own_dataset_is_read_from_the_hub(hub):
     found = questions(Evaluation(shots=3))
-    assert len(found.items) == 4 and all(item.prompt.count("Question: ") == 4 for item in found.items)
+    assert len(found.items) == 4 and all(
+        item.prompt.count("Question: ") == 4 for item in found.items
+    )
     shown = [item.prompt.rpartition("Question: ")[0] for item in found.items]
-    assert not any(row["question"] in text for row in ROWS[:4] for text in shown), "from the train split"
+    assert not any(row["question"] in text for row in ROWS[:4] for text in shown), (
+        "from the train split"
+    )
     facts, _ = scores(found, {n: f"#### {2 * n + 1}" for n in range(4)})
     assert {fact.value for fact in facts} == {1.0}
 
 
 def test_platinum_draws_its_shots_from_the_questions(hub):
     found = questions(Evaluation(task="gsm8k_platinum", shots=3))
-    assert len(found.items) == 4 and all(item.prompt.count(ROWS[item.number]["question"]) == 1 for item in found.items)
+    assert len(found.items) == 4 and all(
+        item.prompt.count(ROWS[item.number]["question"]) == 1 for item in found.items
+    )
 
 
 def test_a_hub_dataset_without_the_fields(hub):
     rows = json.dumps({"question": "How many?", "solution": "1"}) + "\n"
-    hub.commit("datasets/org/data", {f"main/{split}.jsonl": 4 * rows.encode() for split in ("train", "test")})
-    with pytest.raises(KeepMTPError, match="org/data test row 0: must have the field answer; got question, solution"):
+    hub.commit(
+        "datasets/org/data",
+        {f"main/{split}.jsonl": 4 * rows.encode() for split in ("train", "test")},
+    )
+    with pytest.raises(
+        KeepMTPError,
+        match="org/data test row 0: must have the field answer; got question, solution",
+    ):
         questions(Evaluation(shots=3))
 
 
 def test_a_gated_dataset_says_what_to_do(hub):
     """The Hub's own answer to who has not accepted the terms."""
-    words = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to dataset org/data is restricted."}
+    words = {
+        "X-Error-Code": "GatedRepo",
+        "X-Error-Message": "Access to dataset org/data is restricted.",
+    }
     hub.faults.append(Fault(to="/datasets/org/data", status=403, times=99, headers=words))
     with pytest.raises(KeepMTPError) as caught:
         questions(Evaluation(shots=3))
     message = str(caught.value)
-    assert message.startswith("org/data: must be open to you, and its owner gives access only to those who accept")
+    assert message.startswith(
+        "org/data: must be open to you, and its owner gives access only to those who accept"
+    )
     assert "set HF_TOKEN, or name a file with the fields question and answer" in message
 
 

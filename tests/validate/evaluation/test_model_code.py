@@ -1,4 +1,6 @@
-"""Programs that a model wrote: a right one passes, no other does, and in bubblewrap none can do harm."""
+"""Programs that a model wrote: a right one passes, no other does, and in bubblewrap none can do
+harm.
+"""
 
 import os
 import shutil
@@ -36,7 +38,10 @@ def machine(monkeypatch):
 
 
 def test_a_right_program_passes_and_a_wrong_one_does_not(words):
-    helper = "import collections\ndef twice(a): return collections.Counter({'é': (a, a)}), frozenset([a]), None\n"
+    helper = (
+        "import collections\ndef twice(a): return collections.Counter({'é': (a, a)}), "
+        "frozenset([a]), None\n"
+    )
     asks = "assert twice(a=f(9)) == ({'é': (3, 3)}, {3}, None)\n"
     assert passes(f"{helper}print('x'){chr(10)}{FINE}", TEST + asks, words)
     assert not passes("def f(a): return a", TEST, words)
@@ -50,7 +55,8 @@ def test_what_lm_eval_asks_for():
 
 def test_numbers_of_numpy_are_numbers():
     program = (
-        "import numpy\ndef f(a): return numpy.int64(a), [numpy.float32(0.5)], numpy.bool_(True), numpy.mean([a])\n"
+        "import numpy\ndef f(a): return numpy.int64(a), [numpy.float32(0.5)], numpy.bool_(True), "
+        "numpy.mean([a])\n"
     )
     assert passes(program, "assert f(2) == (2, [0.5], True, 2.0)", ())
 
@@ -64,10 +70,14 @@ FALSE = {
     "crashes": "import ctypes\ndef f(a): ctypes.string_at(0)",
     "equals everything": "class Same(int):\n    __eq__ = lambda self, other: True\ndef f(a): return Same(3)",
     "prints": "def f(a): print(2)",
-    "replaces": "import os, sys, builtins\nos._exit = sys.exit = exit = print\nbuiltins.AssertionError = int\nassert 1",
+    "replaces": (
+        "import os, sys, builtins\nos._exit = sys.exit = exit = print\nbuiltins.AssertionError = "
+        "int\nassert 1"
+    ),
     "rewrites its parent": "import sys\nframe = sys._getframe(1)\nframe.f_globals['_plain'] = lambda value: True\n"
     "def f(a): return 3",
-    "floods": "import os\ndef f(a):\n    for at in range(3, 30):\n        try: os.write(at, b'[' * 9999999)\n"
+    "floods": "import os\ndef f(a):\n    for at in range(3, 30):\n        try: os.write(at, b'[' * "
+    "9999999)\n"
     "        except OSError: pass",
     "nests": "def f(a):\n    for _ in range(99999): a = [a]\n    return a",
     "half a character": "x = '\ud800'",
@@ -80,7 +90,9 @@ def test_no_program_can_say_that_it_passed(program):
 
 
 def test_the_test_is_nowhere_in_the_programs_process():
-    """Not in frames, objects or, where bubblewrap does not hide it, the memory. The pattern does not match itself."""
+    """Not in frames, objects or, where bubblewrap does not hide it, the memory. The pattern does
+    not match itself.
+    """
     program = """
 import gc, re, sys
 SOUGHT = "[r]emar[k]"
@@ -148,7 +160,9 @@ def done():
 
 @needs_bwrap
 def test_nothing_outside_is_in_reach_of_bubblewrap(tmp_path):
-    """A folder is shown to it on purpose, read only like those that it sees; a secret is not in it."""
+    """A folder is shown to it on purpose, read only like those that it sees; a secret is not in
+    it.
+    """
     (tmp_path / "secret").write_text("hf_secret")
     folder = tmp_path / "shown"
     folder.mkdir()
@@ -156,22 +170,36 @@ def test_nothing_outside_is_in_reach_of_bubblewrap(tmp_path):
     kept.write_text("as it was")
     before = os.stat(kept)
     words = [*fence()[:-2], "--ro-bind", str(folder), str(folder), *fence()[-2:]]
-    with subprocess.Popen(["/bin/sleep", "60"]) as other, socket.create_server(("127.0.0.1", 0)) as server:
+    with (
+        subprocess.Popen(["/bin/sleep", "60"]) as other,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
         port = server.getsockname()[1]
-        given = f"KEPT, SECRET, PID, PORT = {str(kept)!r}, {str(tmp_path / 'secret')!r}, {other.pid}, {port}\n"
+        given = (
+            f"KEPT, SECRET, PID, PORT = {str(kept)!r}, {str(tmp_path / 'secret')!r}, "
+            f"{other.pid}, {port}\n"
+        )
         try:
             assert passes(given + HARM, "assert done() == []", words)
             assert other.poll() is None
         finally:
             other.kill()
     after = os.stat(kept)
-    assert (after.st_mode, after.st_mtime_ns, kept.read_text()) == (before.st_mode, before.st_mtime_ns, "as it was")
+    assert (after.st_mode, after.st_mtime_ns, kept.read_text()) == (
+        before.st_mode,
+        before.st_mtime_ns,
+        "as it was",
+    )
     assert os.listdir(folder) == ["kept"]
 
 
 def test_the_page_says_what_is_open_without_bubblewrap():
     page = (ROOT / "docs" / "tasks.md").read_text().partition("## Programs that a model wrote")[2]
-    rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines() if line.count("**") == 2}
+    rows = {
+        line.split(" | ")[0].strip("| "): line
+        for line in page.splitlines()
+        if line.count("**") == 2
+    }
     assert set(rows) == {"network", "files", "processes", "verdict"} and "--network none" in page
 
 
@@ -187,8 +215,11 @@ def test_a_machine_without_a_bubblewrap_that_works(machine, tmp_path):
 def test_a_machine_that_starts_no_process_judges_nothing(machine):
     machine.setattr(sys, "executable", "/bin/false")
     with pytest.raises(
-        RecipeError, match=r"--run-model-code: this Python must be able to run a program; got /bin/false"
+        RecipeError,
+        match=r"--run-model-code: this Python must be able to run a program; got /bin/false",
     ):
         fence()
-    with pytest.raises(RecipeError, match=r"a process must start for each program; got .*Run the command again"):
+    with pytest.raises(
+        RecipeError, match=r"a process must start for each program; got .*Run the command again"
+    ):
         passes(FINE, TEST, ())

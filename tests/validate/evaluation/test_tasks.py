@@ -1,4 +1,6 @@
-"""Every task on rows in its dataset's own form: what lm-eval itself would ask and score, from the same answers."""
+"""Every task on rows in its dataset's own form: what lm-eval itself would ask and score, from the
+same answers.
+"""
 
 import json
 import logging
@@ -30,7 +32,8 @@ from task_rows import TASK_ROWS
 ROOT = Path(__file__).parent.parent.parent.parent
 SEED = 1234
 
-# lm-eval's own name of the task, and the splits of its dataset that hold the questions and the shots.
+# lm-eval's own name of the task, and the splits of its dataset that hold the questions and the
+# shots.
 REFERENCES = {
     "gsm8k": ("gsm8k", {"test", "train"}),
     "mmlu_pro": ("mmlu_pro", {"test", "validation"}),
@@ -82,7 +85,9 @@ class Answering(LM):
         super().__init__()
         self.prompts: dict[str, list[str]] = {}
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         return json.dumps(chat_history)
 
     def generate_until(self, requests: list) -> list[str]:
@@ -101,9 +106,13 @@ class Answering(LM):
 
 
 class _Trusting:
-    """What `evaluate.load("code_eval")` would fetch from the Hub, without its safeguards: these programs are ours."""
+    """What `evaluate.load("code_eval")` would fetch from the Hub, without its safeguards: these
+    programs are ours.
+    """
 
-    def compute(self, references: list[str], predictions: list[list[str]], k: list[int]) -> tuple[dict, None]:
+    def compute(
+        self, references: list[str], predictions: list[list[str]], k: list[int]
+    ) -> tuple[dict, None]:
         right = []
         for test, (program,) in zip(references, predictions, strict=True):
             with suppress(AssertionError):
@@ -114,14 +123,20 @@ class _Trusting:
 
 @pytest.fixture(scope="module")
 def lm_evals(tmp_path_factory) -> dict[str, tuple[dict, list[str]]]:
-    """simple_evaluate() by the tasks' own names; only its downloads are replaced, by the files. Result and prompts."""
+    """simple_evaluate() by the tasks' own names; only its downloads are replaced, by the files.
+    Result and prompts.
+    """
     folder, model, found = tmp_path_factory.mktemp("reference"), Answering(), {}
     own = datasets.load_dataset
 
     def from_file(path: str, **_: Any) -> Any:
         task = next(task for task, row in TASKS.items() if row.hub == path)
         file = str(write(folder / f"{task}.jsonl", TASK_ROWS[task].rows))
-        return own("json", data_files=dict.fromkeys(REFERENCES[task][1], file), cache_dir=str(folder / "cache"))
+        return own(
+            "json",
+            data_files=dict.fromkeys(REFERENCES[task][1], file),
+            cache_dir=str(folder / "cache"),
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm_eval.api.task.datasets.load_dataset", from_file)
@@ -131,10 +146,15 @@ def lm_evals(tmp_path_factory) -> dict[str, tuple[dict, list[str]]]:
         sys.modules.pop("lm_eval.tasks.humaneval.utils", None)
         homes = {TASKS[task].lm_eval_file("chat").rpartition("/")[0] for task in REFERENCES}
         manager = TaskManager(
-            include_path=[str(Path(lm_eval.tasks.__path__[0]) / home) for home in homes], include_defaults=False
+            include_path=[str(Path(lm_eval.tasks.__path__[0]) / home) for home in homes],
+            include_defaults=False,
         )
         for api in ("completions", "chat"):
-            names = {task: own for task, (own, _) in REFERENCES.items() if Evaluation(task=task).api == api}
+            names = {
+                task: own
+                for task, (own, _) in REFERENCES.items()
+                if Evaluation(task=task).api == api
+            }
             results: Any = simple_evaluate(
                 model,
                 tasks=list(names.values()),
@@ -146,7 +166,10 @@ def lm_evals(tmp_path_factory) -> dict[str, tuple[dict, list[str]]]:
                 task_manager=manager,
                 confirm_run_unsafe_code=True,
             )
-            found |= {task: (results["results"][name], model.prompts[task]) for task, name in names.items()}
+            found |= {
+                task: (results["results"][name], model.prompts[task])
+                for task, name in names.items()
+            }
         sys.modules.pop("lm_eval.tasks.humaneval.utils", None)
     return found
 
@@ -158,7 +181,9 @@ def test_prompts_and_scores_are_what_lm_eval_gives(task, tmp_path, lm_evals):
     facts, right = scores(found, answers(found))
     result, prompts = lm_evals[task]
     if task == "mmlu_pro":
-        prompts = [prompt for prompt in prompts if "are shown in" not in prompt]  # a file of ours has its shots, too
+        prompts = [
+            prompt for prompt in prompts if "are shown in" not in prompt
+        ]  # a file of ours has its shots, too
     assert task in DRAWN or [item.prompt for item in found.items] == prompts
     assert [fact.filter for fact in facts] == list(right) == list(TASKS[task].scores)
     if task != "mmlu_pro":
@@ -174,7 +199,9 @@ def test_the_subjects_of_mmlu_pro_are_one_task(tmp_path, lm_evals):
     path = write(tmp_path / "all.jsonl", rows)
     found = questions(Evaluation(task="mmlu_pro", dataset=str(path), shots=0))
     facts, right = scores(found, answers(found))
-    assert facts[0].value == pytest.approx(lm_evals["mmlu_pro"][0]["exact_match,custom-extract"], abs=1e-12)
+    assert facts[0].value == pytest.approx(
+        lm_evals["mmlu_pro"][0]["exact_match,custom-extract"], abs=1e-12
+    )
     assert len(right["custom-extract"]) == 3 * 14 and set(right["custom-extract"]) == {True, False}
 
 
@@ -184,7 +211,9 @@ def test_a_subject_has_its_own_shots(tmp_path):
     for item in found.items:
         subject = task_rows.MMLU_PRO_SUBJECTS[item.number // 2]
         assert item.prompt.startswith(
-            f"The following are multiple choice questions (with answers) about {subject}".replace("_", " ")
+            f"The following are multiple choice questions (with answers) about {subject}".replace(
+                "_", " "
+            )
         )
         assert item.prompt.count("are shown in") == 1 and f"shown in {subject}?" in item.prompt
     limited = asked("mmlu_pro", tmp_path, limit=16)
@@ -195,11 +224,14 @@ def test_a_subject_has_its_own_shots(tmp_path):
 def test_ruler_weighs_partly_right_answers(tmp_path):
     """Each sub-task has its own length; an answer that has one of two words is half right."""
     found = asked("ruler", tmp_path)
-    assert {item.max_tokens for item in found.items} == {128, 30, 32} and found.items[0].prompt.endswith(" They are")
+    assert {item.max_tokens for item in found.items} == {128, 30, 32} and found.items[
+        0
+    ].prompt.endswith(" They are")
     texts = {item.number: task_rows.answer("ruler", item.prompt) for item in found.items}
     facts, right = scores(found, texts)
     by_hand = [
-        sum(word in texts[number] for word in row["outputs"]) / 2 for number, row in enumerate(TASK_ROWS["ruler"].rows)
+        sum(word in texts[number] for word in row["outputs"]) / 2
+        for number, row in enumerate(TASK_ROWS["ruler"].rows)
     ]
     assert right["string_match"] == pytest.approx(tuple(by_hand)) and 0.5 in by_hand
     assert facts[0].value == pytest.approx(sum(by_hand) / len(by_hand), abs=1e-12)
@@ -209,7 +241,10 @@ def test_runs_that_are_sampled_pair_by_question(tmp_path):
     found = asked("aime24", tmp_path, repeats=3)
     assert [(item.run, item.number) for item in found.items[3:6]] == [(0, 3), (1, 4), (1, 5)]
     assert len(found.items) == 12 and found.num_asked == 4
-    texts = {item.number: rf"\boxed{{{TASK_ROWS['aime24'].rows[item.number % 4]['Answer']}}}" for item in found.items}
+    texts = {
+        item.number: rf"\boxed{{{TASK_ROWS['aime24'].rows[item.number % 4]['Answer']}}}"
+        for item in found.items
+    }
     texts |= {0: "", 4: "", 9: ""}
     facts, right = scores(found, texts)
     assert facts[0].value == pytest.approx(9 / 12) and sum(right["exact_match"]) == 9
@@ -227,7 +262,9 @@ def test_a_continued_answer_ends_with_the_assistants_turn(tmp_path):
     """HumanEval's instruct form begins the answer; the server is asked to go on with it."""
     turns = asked("humaneval", tmp_path).items[0].messages
     assert [turn["role"] for turn in turns] == ["user", "assistant"]
-    assert turns[-1]["content"].startswith("Here is the completed function:\n```python\ndef plus_0(a):")
+    assert turns[-1]["content"].startswith(
+        "Here is the completed function:\n```python\ndef plus_0(a):"
+    )
     text = asked("humaneval", tmp_path, api="completions").items[0]
     assert text.prompt.startswith("def plus_0(a):") and text.stop[:2] == ("\nclass", "\ndef")
 
@@ -240,16 +277,26 @@ def test_the_documentation_lists_every_task_as_it_is_asked():
         protocol = Evaluation(task=task)
         sub_task = {"mmlu_pro": "SUBJECT", "ruler": "SUB-TASK"}.get(task, "")
         words = [row.lm_eval_file(protocol.api, sub_task), row.hub or "a file", row.headline]
-        words += [{"chat": "chat", "completions": "text"}[protocol.api], f"{protocol.max_tokens:,} tokens"]
+        words += [
+            {"chat": "chat", "completions": "text"}[protocol.api],
+            f"{protocol.max_tokens:,} tokens",
+        ]
         words += [f"{protocol.shots} shots"] if protocol.shots else []
         words += [f"{protocol.repeats} run"] if protocol.temperature else []
         assert [word for word in words if word not in line] == [], line
-        assert protocol.temperature in (0.0, 0.6) and ("sampled" in line) == bool(protocol.temperature)
-        fields = next(line for line in rows.splitlines() if task in re.findall(r"\w+", line.partition(" | ")[0]))
+        assert protocol.temperature in (0.0, 0.6) and ("sampled" in line) == bool(
+            protocol.temperature
+        )
+        fields = next(
+            line
+            for line in rows.splitlines()
+            if task in re.findall(r"\w+", line.partition(" | ")[0])
+        )
         assert [field for field in fields_of(task) if field not in fields] == []
 
 
-# --- what is refused before a server is started -----------------------------------------------------------------------
+# --- what is refused before a server is started
+# -----------------------------------------------------------------------
 
 
 def refusal(task: str, folder: Path, rows: Any = None, **protocol: Any) -> str:
@@ -267,15 +314,35 @@ def test_code_runs_only_where_the_command_line_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("task", "field", "value", "says"),
     [
-        ("mmlu_pro", "category", "alchemy", "category must be a sub-task of lm-eval's mmlu_pro; got 'alchemy'"),
+        (
+            "mmlu_pro",
+            "category",
+            "alchemy",
+            "category must be a sub-task of lm-eval's mmlu_pro; got 'alchemy'",
+        ),
         ("mmlu_pro", "category", "../gsm8k", "category must be a sub-task of lm-eval's mmlu_pro"),
         ("mmlu_pro", "answer", "K", ":1: answer must be a letter from A to J; got 'K'"),
-        ("ifeval", "instruction_id_list", ["no:such"], "question 1 of ifeval: must be one that lm-eval can score"),
+        (
+            "ifeval",
+            "instruction_id_list",
+            ["no:such"],
+            "question 1 of ifeval: must be one that lm-eval can score",
+        ),
         ("gpqa_diamond", "Correct Answer", "", ":1: Correct Answer must be a text; got ''"),
         ("math500", "solution", "2", r":1: solution must have its answer in \boxed{...}; got '2'"),
         ("aime24", "Answer", 1.5, ":1: Answer must be a text or a whole number; got 1.5"),
-        ("ifeval", "key", 10**30, "each field must have one type in all rows, and numbers of 64 bits; got"),
-        ("aime24", "Answer", "x" * 9, "each field must have one type in all rows, and numbers of 64 bits; got"),
+        (
+            "ifeval",
+            "key",
+            10**30,
+            "each field must have one type in all rows, and numbers of 64 bits; got",
+        ),
+        (
+            "aime24",
+            "Answer",
+            "x" * 9,
+            "each field must have one type in all rows, and numbers of 64 bits; got",
+        ),
         ("ruler", "outputs", [], ":1: outputs must be a list of texts; got []"),
         ("ruler", "task", "niah", "task must be a sub-task of lm-eval's ruler; got 'niah'"),
     ],
@@ -286,17 +353,23 @@ def test_a_row_that_lm_eval_cannot_use_is_named(task, field, value, says, tmp_pa
 
 
 def test_shots_that_a_task_has_not(tmp_path):
-    assert "evaluation.shots: math500 has 4 examples at most; got 5" in refusal("math500", tmp_path, shots=5)
+    assert "evaluation.shots: math500 has 4 examples at most; got 5" in refusal(
+        "math500", tmp_path, shots=5
+    )
     assert "evaluation.shots: mmlu_pro has 1 examples of biology at most; got 2" in refusal(
         "mmlu_pro", tmp_path, shots=2
     )
-    assert "evaluation.task ruler: has no dataset on the Hub; got no file" in refusal("ruler", tmp_path, dataset=None)
+    assert "evaluation.task ruler: has no dataset on the Hub; got no file" in refusal(
+        "ruler", tmp_path, dataset=None
+    )
 
 
 def test_what_a_task_needs_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     assert "needs NLTK's punkt_tab" in refusal("ifeval", tmp_path)
-    monkeypatch.setattr(lm_eval_tasks, "version", lambda name: absent(name) if name == "math-verify" else "4.13")
+    monkeypatch.setattr(
+        lm_eval_tasks, "version", lambda name: absent(name) if name == "math-verify" else "4.13"
+    )
     message = refusal("math500", tmp_path)
     assert "`evaluate` extra; got no antlr4-python3-runtime and no math-verify. Run " in message, (
         "another antlr is none"

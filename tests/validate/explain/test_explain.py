@@ -24,7 +24,10 @@ from keepmtp.validate.dryload.log import MOST_BYTES, parse_log, read_log
 from modelopt_form import mixed, modelopt
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
-MISSING = b"ValueError: MTP speculative decoding layer 3 weights missing from checkpoint. The checkpoint may have"
+MISSING = (
+    b"ValueError: MTP speculative decoding layer 3 weights missing from checkpoint. The "
+    b"checkpoint may have"
+)
 FRAME = '  File "/usr/local/lib/python3.12/dist-packages/vllm/{}", line {}, in load_weights\n'
 
 
@@ -39,28 +42,45 @@ def checked(checkpoint: Checkpoint, tmp_path: Path) -> Checked:
 
 
 def groups(checkpoint: Checkpoint, tmp_path: Path) -> dict[tuple[str, str], BuiltGroup]:
-    return {(group.part, group.modules): group for group in groups_of(checked(checkpoint, tmp_path).runtime)}
+    return {
+        (group.part, group.modules): group
+        for group in groups_of(checked(checkpoint, tmp_path).runtime)
+    }
 
 
 @pytest.fixture(scope="module")
 def silent(tmp_path_factory) -> Path:
     """A BF16 MTP layer that the FP8 group claims."""
     checkpoint = llmcompressor("glm-4.7", "FP8_DYNAMIC")
-    checkpoint.quantization["ignore"] = [e for e in checkpoint.quantization["ignore"] if "layers.3" not in e]
+    checkpoint.quantization["ignore"] = [
+        e for e in checkpoint.quantization["ignore"] if "layers.3" not in e
+    ]
     return write(tmp_path_factory.mktemp("silent") / "glm", checkpoint)
 
 
-# --- Groups -----------------------------------------------------------------------------------------------------------
+# --- Groups
+# --------------------------------------------------------------------------------------------------
 
 
 def test_each_group_has_its_form_its_files_and_the_entry_that_decides(tmp_path):
     checkpoint = llmcompressor("glm-4.7", "FP8_DYNAMIC")
     found = groups(checkpoint, tmp_path)
     experts = found["backbone", "routed experts"]
-    assert (experts.built, experts.stored, experts.why) == ("FP8 by channel", "FP8 by channel", "targets has Linear")
-    assert experts.count == 2 and experts.tensors == 2 * 4 * 3 * 2 and experts.first_file == "model.safetensors"
+    assert (experts.built, experts.stored, experts.why) == (
+        "FP8 by channel",
+        "FP8 by channel",
+        "targets has Linear",
+    )
+    assert (
+        experts.count == 2
+        and experts.tensors == 2 * 4 * 3 * 2
+        and experts.first_file == "model.safetensors"
+    )
     glue = found["mtp", "glue"]
-    assert (glue.built, glue.stored) == ("plain", "BF16") and "without the quantization config" in glue.why
+    assert (glue.built, glue.stored) == (
+        "plain",
+        "BF16",
+    ) and "without the quantization config" in glue.why
     attention = found["mtp", "attention"]
     assert attention.built == "plain" and attention.why.startswith("ignore has ")
 
@@ -68,7 +88,13 @@ def test_each_group_has_its_form_its_files_and_the_entry_that_decides(tmp_path):
 @pytest.mark.parametrize(
     ("make", "part", "modules", "built", "why"),
     [
-        (lambda: released("glm-4.7"), "mtp", "attention", "plain", "there is no quantization config"),
+        (
+            lambda: released("glm-4.7"),
+            "mtp",
+            "attention",
+            "plain",
+            "there is no quantization config",
+        ),
         (
             lambda: released("deepseek-r1"),
             "mtp",
@@ -77,7 +103,13 @@ def test_each_group_has_its_form_its_files_and_the_entry_that_decides(tmp_path):
             "quant_method is fp8, and no entry",
         ),
         (lambda: released("deepseek-r1"), "backbone", "head", "plain", "never quantizes a head"),
-        (lambda: modelopt("glm-4.7", "NVFP4", "bf16"), "backbone", "attention", "NVFP4", "quant_algo is NVFP4"),
+        (
+            lambda: modelopt("glm-4.7", "NVFP4", "bf16"),
+            "backbone",
+            "attention",
+            "NVFP4",
+            "quant_algo is NVFP4",
+        ),
         (
             lambda: mixed("glm-4.7", "FP8"),
             "backbone",
@@ -97,7 +129,11 @@ def test_modules_that_differ_are_groups_of_their_own(tmp_path):
     checkpoint = llmcompressor("glm-4.7", "FP8_DYNAMIC")
     checkpoint.quantization["ignore"].append("model.layers.1.mlp.shared_experts.down_proj")
     found = groups_of(checked(checkpoint, tmp_path).runtime)
-    kept = [group for group in found if group.why == "ignore has model.layers.1.mlp.shared_experts.down_proj"]
+    kept = [
+        group
+        for group in found
+        if group.why == "ignore has model.layers.1.mlp.shared_experts.down_proj"
+    ]
     assert [(group.modules, group.count, group.built, group.stored) for group in kept] == [
         ("shared experts", 1, "plain", "FP8 by channel")
     ]
@@ -108,14 +144,20 @@ def test_an_entry_that_vllm_reads_under_another_name(tmp_path):
     name = "model.language_model.layers.3.self_attn.o_proj"
     checkpoint.quantization["ignore"].append(name)
     found = groups_of(checked(checkpoint, tmp_path).runtime)
-    assert any(group.why.startswith(f"ignore has {name} (vLLM reads language_model.model.") for group in found)
+    assert any(
+        group.why.startswith(f"ignore has {name} (vLLM reads language_model.model.")
+        for group in found
+    )
 
 
 def test_an_fp8_cache_is_a_sentence(tmp_path):
     checkpoint = ours("glm-4.7", "NVFP4")
     checkpoint.quantization["kv_cache_scheme"] = {"type": "float", "num_bits": 8}
     assert explain(checked(checkpoint, tmp_path), None).notes == (
-        "The KV cache of target and draft is float with 8 bits, unless --kv-cache-dtype says otherwise.",
+        (
+            "The KV cache of target and draft is float with 8 bits, unless --kv-cache-dtype says "
+            "otherwise."
+        ),
     )
 
 
@@ -126,14 +168,18 @@ def test_the_commands_that_cure_can_be_typed():
         assert {word for word in words if word.startswith("-")} <= options, command
 
 
-# --- Logs -------------------------------------------------------------------------------------------------------------
+# --- Logs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_workers_repeat_a_traceback_and_it_is_told_once(tmp_path):
     lines = "".join(
         f"(Worker_TP{rank} pid={rank}) ERROR 02-27 16:21:24 [multiproc_executor.py:796] {line}"
         for rank in range(8)
-        for line in (FRAME.format("model_executor/models/glm4_moe_mtp.py", 405), f"{MISSING.decode()}\n")
+        for line in (
+            FRAME.format("model_executor/models/glm4_moe_mtp.py", 405),
+            f"{MISSING.decode()}\n",
+        )
     )
     told = explain(None, parse_log(lines.encode()))
     (answer,) = told.answers
@@ -144,18 +190,35 @@ def test_workers_repeat_a_traceback_and_it_is_told_once(tmp_path):
 def test_a_log_with_its_checkpoint_names_the_tensor_and_the_finding(silent, tmp_path):
     checkpoint = ours("glm-4.7", "NVFP4")
     lost = {name for name in checkpoint.tensors if name.startswith("model.layers.3.")}
-    checkpoint.tensors = {name: spec for name, spec in checkpoint.tensors.items() if name not in lost}
+    checkpoint.tensors = {
+        name: spec for name, spec in checkpoint.tensors.items() if name not in lost
+    }
     (answer,) = explain(checked(checkpoint, tmp_path), parse_log(MISSING)).answers
-    assert any("layers.3" in found or "num_nextn_predict_layers" in found for found in answer.confirmed)
-    raised = FRAME.format("model_executor/models/glm4_moe_mtp.py", 1) + "KeyError: 'layers.3.mlp.experts.w13_weight'\n"
-    (answer,) = explain(checked(ours("glm-4.7", "NVFP4"), tmp_path), parse_log(raised.encode())).answers
-    assert answer.on_disk == "model.layers.3.mlp.experts.0.down_proj.weight" and answer.confirmed == ()
+    assert any(
+        "layers.3" in found or "num_nextn_predict_layers" in found for found in answer.confirmed
+    )
+    raised = (
+        FRAME.format("model_executor/models/glm4_moe_mtp.py", 1)
+        + "KeyError: 'layers.3.mlp.experts.w13_weight'\n"
+    )
+    (answer,) = explain(
+        checked(ours("glm-4.7", "NVFP4"), tmp_path), parse_log(raised.encode())
+    ).answers
+    assert (
+        answer.on_disk == "model.layers.3.mlp.experts.0.down_proj.weight" and answer.confirmed == ()
+    )
 
 
 def test_a_defect_of_vllm_is_called_one(tmp_path):
-    raised = FRAME.format("model_executor/models/step3p5.py", 421) + "IndexError: list index out of range\n"
+    raised = (
+        FRAME.format("model_executor/models/step3p5.py", 421)
+        + "IndexError: list index out of range\n"
+    )
     (answer,) = explain(None, parse_log(raised.encode())).answers
-    assert answer.failure.says.startswith("a defect of vLLM 0.32.0") and "layer_types" in answer.failure.says
+    assert (
+        answer.failure.says.startswith("a defect of vLLM 0.32.0")
+        and "layer_types" in answer.failure.says
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,7 +250,9 @@ def test_only_the_end_of_a_long_log_counts(tmp_path):
 
 
 def test_a_log_of_many_errors_costs_seconds_and_the_last_ones_count():
-    noise = "".join(f"KeyError: 'layers.{number}.no.such'\nFooError: {number}\n" for number in range(100_000))
+    noise = "".join(
+        f"KeyError: 'layers.{number}.no.such'\nFooError: {number}\n" for number in range(100_000)
+    )
     began = time.process_time()
     told = explain(None, parse_log(noise.encode() + MISSING))
     assert time.process_time() - began < 5  # 2 s on a core; 9 s when each exception was judged
@@ -203,13 +268,20 @@ def test_a_pipe_with_a_name_is_refused_and_not_waited_for(tmp_path):
 
 def test_a_pipe_without_an_end_is_refused():
     with Path("/dev/zero").open("rb") as endless:
-        done = subprocess.run([KEEPMTP, "explain", "--log", "-"], stdin=endless, capture_output=True)
-    assert done.returncode == 2 and b"--log: must have an end; got more than 1 GiB. Pipe its last part" in done.stderr
+        done = subprocess.run(
+            [KEEPMTP, "explain", "--log", "-"], stdin=endless, capture_output=True
+        )
+    assert (
+        done.returncode == 2
+        and b"--log: must have an end; got more than 1 GiB. Pipe its last part" in done.stderr
+    )
 
 
 def test_a_pipe_that_stays_open_ends_with_ctrl_c():
     words = [KEEPMTP, "explain", "--log", "-"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as running:
         assert running.stdin and running.stdout and running.stderr
         running.stdin.write(MISSING + b"\n")
         running.stdin.flush()
@@ -238,14 +310,22 @@ def test_general_words_say_that_they_are(silent):
     line = b"KeyError: 'model.layers.3.mlp.shared_expert.no_proj.weight'\n"
     done = keepmtp(str(silent), "--log", "-", stdin=line)
     assert b"What it often is" in done.stdout and b"this is general" in done.stdout
-    done = keepmtp("--log", "-", stdin=b"Weight files referenced in index but missing: RuntimeError\n")
+    done = keepmtp(
+        "--log", "-", stdin=b"Weight files referenced in index but missing: RuntimeError\n"
+    )
     assert b"this is general" not in done.stdout
 
 
 def test_a_logs_version():
-    banner = "(APIServer pid=1) INFO 05-09 00:05:01 [api_utils.py:339]        █▄█▀ █     █     █     █  version 0.25.1"
+    banner = (
+        "(APIServer pid=1) INFO 05-09 00:05:01 [api_utils.py:339]        █▄█▀ █     █     █     "
+        "█  version 0.25.1"
+    )
     assert parse_log(banner.encode()).version == "0.25.1"
-    assert parse_log(b"INFO Initializing a V1 LLM engine (v0.19.1) with config: model='x'").version == "0.19.1"
+    assert (
+        parse_log(b"INFO Initializing a V1 LLM engine (v0.19.1) with config: model='x'").version
+        == "0.19.1"
+    )
 
 
 def test_bytes_of_a_stranger_are_not_printed_as_they_came():
@@ -254,14 +334,21 @@ def test_bytes_of_a_stranger_are_not_printed_as_they_came():
     assert "\x1b" not in told.model_dump_json() and "\x07" not in "".join(told.unknown)
 
 
-# --- The command ------------------------------------------------------------------------------------------------------
+# --- The command
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_command_for_people_and_machines(silent):
     done = keepmtp(str(silent), "--log", "-", stdin=b"Avg Draft acceptance rate: 0.2%\n")
     out = done.stdout.decode()
     assert done.returncode == 0, done.stderr
-    for words in ("vLLM's target", "vLLM's draft", "targets has Linear", "known: draft accepted at 0 %", "--values"):
+    for words in (
+        "vLLM's target",
+        "vLLM's draft",
+        "targets has Linear",
+        "known: draft accepted at 0 %",
+        "--values",
+    ):
         assert words in out
     assert "In this checkpoint: model.layers.3." in out
     told = Explanation.model_validate_json(keepmtp(str(silent), "--json").stdout)
@@ -292,7 +379,10 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(tmp_path):
     ("words", "says"),
     [
         ((), b"needs a checkpoint, a log, or both"),
-        (("--log", "/dev/zero"), b"--log: must be a file, or - for standard input; got /dev/zero. Name the file"),
+        (
+            ("--log", "/dev/zero"),
+            b"--log: must be a file, or - for standard input; got /dev/zero. Name the file",
+        ),
         (("--log", "-", "--gpu", "sm100"), b"--gpu loads a checkpoint"),
         (("--log", "/no/such/log"), b"/no/such/log"),
         (("/no/such/folder",), b"/no/such/folder"),

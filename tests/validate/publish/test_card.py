@@ -45,7 +45,9 @@ from keepmtp.validate.report.portable import portable, shortened
 from keepmtp.validate.report.provenance import changed_by_the_run, groups_of
 from markdown_it import MarkdownIt
 
-HOSTILE = "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"
+HOSTILE = (
+    "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +68,15 @@ def own(made, tmp_path) -> Path:
 
 
 def whole(**changed: Any) -> FullReport:
-    """Every part is there: dry loads, servers, calibration and GSM8K, and the verdict that they come to."""
+    """Every part is there: dry loads, servers, calibration and GSM8K, and the verdict that they
+    come to.
+    """
     report, asked = reports.whole(), evaluations.evaluation(**changed)
     judgement = judge(gates=Gates(), check=report, serve=report.serve, evaluation=asked)
     fact = reports.calibrated().calibration
-    return report.model_copy(update={"evaluation": asked, "calibration": fact, "judgement": judgement})
+    return report.model_copy(
+        update={"evaluation": asked, "calibration": fact, "judgement": judgement}
+    )
 
 
 def tables(text: str) -> Iterator[list[list[str]]]:
@@ -88,33 +94,51 @@ def tables(text: str) -> Iterator[list[list[str]]]:
             rows = []
 
 
-# --- the folder -------------------------------------------------------------------------------------------------------
+# --- the folder -----------------------------------------------------------------------------------
 
 
 def test_a_card_is_the_same_each_time_and_is_verified(made, tmp_path):
     first, report = card.build(made, out=tmp_path / "a.card")
     old = card.card_folder(made)
-    files = {path.relative_to(first).as_posix(): path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(first).as_posix(): path.read_bytes()
+        for path in first.rglob("*")
+        if path.is_file()
+    }
     assert set(files) == {"README.md", "acceptance.png", "report.json", "report.html"}
     assert all(files[name].startswith(b"\x89PNG") for name in files if name.endswith(".png"))
     assert card.verify(made) == old and report.judgement is not None
-    assert files == {path.relative_to(old).as_posix(): path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    assert files == {
+        path.relative_to(old).as_posix(): path.read_bytes()
+        for path in old.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_an_fp8_cache_is_a_row(made):
     facts = cards.told(made, whole())
-    recipe = facts.record.recipe.model_copy(update={"whole": {**facts.record.recipe.whole, "kv_cache": "FP8"}})
+    recipe = facts.record.recipe.model_copy(
+        update={"whole": {**facts.record.recipe.whole, "kv_cache": "FP8"}}
+    )
     cached = replace(facts, record=facts.record.model_copy(update={"recipe": recipe}))
-    assert "| KV cache | `FP8` with calibrated scales" in page(cached) and "KV cache" not in page(facts)
+    assert "| KV cache | `FP8` with calibrated scales" in page(cached) and "KV cache" not in page(
+        facts
+    )
 
 
 def test_closeness_is_a_row_and_a_section(made, tmp_path):
-    text = page(cards.told(made, whole().model_copy(update={"closeness": closenesses.closeness(tmp_path)})))
+    text = page(
+        cards.told(made, whole().model_copy(update={"closeness": closenesses.closeness(tmp_path)}))
+    )
     assert (
-        "| Closeness | at least 0.01 ± 0.00023 nats a token from the source on 4,000 tokens of held-out text; the most "
+        "| Closeness | at least 0.01 ± 0.00023 nats a token from the source on 4,000 tokens of "
+        "held-out text; the most "
         "likely token differs at 1.98 % (1." in text
     )
-    assert "## Quality: closeness to the source" in text and "so the divergence is a lower bound" in text
+    assert (
+        "## Quality: closeness to the source" in text
+        and "so the divergence is a lower bound" in text
+    )
     assert "loseness" not in page(cards.told(made, whole()))
 
 
@@ -129,14 +153,21 @@ def test_an_older_card_is_replaced_whole(own):
     (left / "README.md").write_text("a killed run's")
     card.build(own)
     assert card.verify(own) == folder == own.with_name("tiny.card")
-    assert sorted(path.name for path in own.parent.iterdir()) == ["tiny", "tiny.card", "tiny.report"]
+    assert sorted(path.name for path in own.parent.iterdir()) == [
+        "tiny",
+        "tiny.card",
+        "tiny.report",
+    ]
 
 
 @pytest.mark.parametrize("place", ["mine", "mine.partial", "mine.old"])
 def test_a_folder_that_is_no_card_is_not_replaced(place, made, tmp_path):
     (tmp_path / place).mkdir()
     (tmp_path / place / "thesis.txt").write_text("years")
-    with pytest.raises(RecipeError, match=r"must be a card's folder, or not there; got .*thesis\.txt\. Choose another"):
+    with pytest.raises(
+        RecipeError,
+        match=r"must be a card's folder, or not there; got .*thesis\.txt\. Choose another",
+    ):
         card.build(made, out=tmp_path / "mine")
     assert [path.name for path in tmp_path.rglob("*")] == [place, "thesis.txt"]
 
@@ -155,10 +186,12 @@ def test_no_folder_of_this_machine_is_in_it(own):
         if path.is_file():
             assert str(own.parent).encode() not in path.read_bytes(), path.name
     report = json.loads((card.card_folder(own) / "report.json").read_text())
-    assert report["path"] == "tiny" and report["serve"]["checkpoint"]["runs"][0]["log"] == "server.log"
+    assert (
+        report["path"] == "tiny" and report["serve"]["checkpoint"]["runs"][0]["log"] == "server.log"
+    )
 
 
-# --- what makes no card, and what is no card --------------------------------------------------------------------------
+# --- what makes no card, and what is no card ------------------------------------------------------
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -170,8 +203,18 @@ def edit(path: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "says"),
     [
-        ("tiny.report/report.json", '"difference": 0.01', '"difference": 0.02', r"evaluation\.paired\.0\.difference"),
-        ("tiny.report/gsm8k.json", '"difference": 0.01', '"difference": 0.02', r"gsm8k\.json: must be as its station"),
+        (
+            "tiny.report/report.json",
+            '"difference": 0.01',
+            '"difference": 0.02',
+            r"evaluation\.paired\.0\.difference",
+        ),
+        (
+            "tiny.report/gsm8k.json",
+            '"difference": 0.01',
+            '"difference": 0.02',
+            r"gsm8k\.json: must be as its station",
+        ),
         (
             "tiny.report/gsm8k.checkpoint.jsonl",
             '"strict-match":false',
@@ -179,7 +222,12 @@ def edit(path: Path, old: str, new: str) -> None:
             "samples_sha256: must be what",
         ),
         ("tiny/keepmtp.json", '"0.1.0"', '"9.1.0"', "keepmtp.json"),
-        ("tiny/recipe.yaml", "mtp: bf16", "mtp: FP8_BLOCK", r"must be the bytes .* got recipe\.yaml is another"),
+        (
+            "tiny/recipe.yaml",
+            "mtp: bf16",
+            "mtp: FP8_BLOCK",
+            r"must be the bytes .* got recipe\.yaml is another",
+        ),
     ],
 )
 def test_an_altered_number_makes_no_card(file, old, new, says, own):
@@ -201,7 +249,10 @@ def test_an_altered_number_makes_no_card(file, old, new, says, own):
 )
 def test_a_card_altered_by_hand_is_refused(file, old, new, own):
     edit(card.card_folder(own) / file, old, new)
-    says = rf"{file}: a card holds what its report makes; got another text or drawing\. Run `keepmtp card .*tiny` again"
+    says = (
+        rf"{file}: a card holds what its report makes; got another text or drawing\. Run "
+        rf"`keepmtp card .*tiny` again"
+    )
     with pytest.raises(CheckpointError, match=says):
         card.verify(own)
 
@@ -215,14 +266,21 @@ def test_a_card_with_another_picture_a_file_more_or_less_or_none_is_refused(own)
     with pytest.raises(CheckpointError, match=r"acceptance\.png: .* got another text or drawing"):
         card.verify(own)
     picture.unlink()
-    with pytest.raises(CheckpointError, match=r"acceptance\.png: a card holds what its report makes; got no such file"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"acceptance\.png: a card holds what its report makes; got no such file",
+    ):
         card.verify(own)
     picture.write_bytes(drawn)
     (folder / "notes.txt").write_text("for me")
-    with pytest.raises(CheckpointError, match=r"notes\.txt: .* got a file that the report does not make"):
+    with pytest.raises(
+        CheckpointError, match=r"notes\.txt: .* got a file that the report does not make"
+    ):
         card.verify(own)
     shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match=r"tiny\.card: must hold the checkpoint's card; got no README\.md"):
+    with pytest.raises(
+        CheckpointError, match=r"tiny\.card: must hold the checkpoint's card; got no README\.md"
+    ):
         card.verify(own)
 
 
@@ -241,7 +299,9 @@ def test_what_is_missing_is_said_in_a_sentence(what, own):
         "keepmtp.json": own / "keepmtp.json",
     }[what]
     shutil.rmtree(wrong) if wrong.is_dir() else wrong.unlink()
-    says = {"checkpoint": r"no config\.json", "keepmtp.json": r"keepmtp\.json"}.get(what, r"no report\.json\. Run `")
+    says = {"checkpoint": r"no config\.json", "keepmtp.json": r"keepmtp\.json"}.get(
+        what, r"no report\.json\. Run `"
+    )
     with pytest.raises(CheckpointError, match=says):
         card.build(own)
 
@@ -249,7 +309,9 @@ def test_what_is_missing_is_said_in_a_sentence(what, own):
 def test_a_checkpoint_of_another_tool_has_no_card(tmp_path):
     measured.measured(tmp_path / "strange", record={})
     full_reports.refresh(report_folder(tmp_path / "strange"))
-    with pytest.raises(CheckpointError, match=r"keepmtp\.json: must be keepmtp's own record; got .*`hf upload"):
+    with pytest.raises(
+        CheckpointError, match=r"keepmtp\.json: must be keepmtp's own record; got .*`hf upload"
+    ):
         card.build(tmp_path / "strange")
 
 
@@ -257,7 +319,9 @@ def test_publish_says_so_before_anybody_measures(tmp_path):
     """A cured checkpoint has no keepmtp.json: no gate that turns green would help."""
     (tmp_path / "cured").mkdir()
     (tmp_path / "cured" / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"keepmtp\.json: must be keepmtp's own record; got .*`hf upload"):
+    with pytest.raises(
+        CheckpointError, match=r"keepmtp\.json: must be keepmtp's own record; got .*`hf upload"
+    ):
         prepare(tmp_path / "cured")
 
 
@@ -267,7 +331,9 @@ def test_without_the_report_extra_nothing_is_begun(own, monkeypatch):
 
     monkeypatch.setattr(extras, "version", absent)
     for make in (card.build, card.verify):
-        with pytest.raises(RecipeError, match=r"needs keepmtp's `report` extra; got no jinja2 and no matplotlib"):
+        with pytest.raises(
+            RecipeError, match=r"needs keepmtp's `report` extra; got no jinja2 and no matplotlib"
+        ):
             make(own)
 
 
@@ -279,7 +345,11 @@ def test_the_command(own, tmp_path):
     done = run([keepmtp, "card", own, "--base-model", "org/Big", "--json"])
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["verdict"] == "infeasible" and told["card"].endswith("tiny.card") and "README.md" in told["files"]
+    assert (
+        told["verdict"] == "infeasible"
+        and told["card"].endswith("tiny.card")
+        and "README.md" in told["files"]
+    )
     assert "base_model: org/Big" in (card.card_folder(own) / "README.md").read_text()
     shutil.rmtree(report_folder(own))
     done = run([keepmtp, "card", own])
@@ -288,7 +358,7 @@ def test_the_command(own, tmp_path):
     assert "a card is made from the checkpoint's report; got no report.json" in done.stderr
 
 
-# --- front matter -----------------------------------------------------------------------------------------------------
+# --- front matter ---------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -316,9 +386,9 @@ def test_the_front_matter_is_what_the_hub_reads(made, tmp_path):
     }
     text = (folder / "README.md").read_text()
     assert (
-        "| Base model | [org/Big-Model](https://huggingface.co/org/Big-Model). Stated by the author. What was read"
-        in text
-    )
+        "| Base model | [org/Big-Model](https://huggingface.co/org/Big-Model). Stated by the "
+        "author. What was read"
+    ) in text
     assert (
         "[org/Big-Model](https://huggingface.co/org/Big-Model) quantized" not in text
         and "`tiny-glm4-moe` quant" in text
@@ -340,13 +410,18 @@ def test_without_a_base_model_the_card_says_so(own):
 @pytest.mark.full
 def test_the_source_s_card_gives_license_language_and_task(made, tmp_path):
     text = (
-        "---\nlicense: other\nlicense_name: glm-5\nlicense_link: LICENSE\nlanguage: [en, no]\nbase_model: a/b\n"
+        "---\nlicense: other\nlicense_name: glm-5\nlicense_link: LICENSE\nlanguage: [en, "
+        "no]\nbase_model: a/b\n"
         "tags: [chat]\n---\n# Model\n"
     )
     opened = cards.source_with_card(tmp_path / "source", text)
     folder, _ = card.build(made, source=tmp_path / "source", out=tmp_path / "c")
     data = ModelCard.load(folder / "README.md").data.to_dict()
-    assert (data["license"], data["license_name"], data["license_link"]) == ("other", "glm-5", "LICENSE")
+    assert (data["license"], data["license_name"], data["license_link"]) == (
+        "other",
+        "glm-5",
+        "LICENSE",
+    )
     assert data["language"] == ["en", "no"] and "chat" not in data["tags"]
     assert "base_model" not in data, "the source's own base model is not this checkpoint's"
     assert card.verify(made, out=folder) == folder
@@ -380,7 +455,7 @@ def test_a_front_matter_that_is_no_mapping_is_refused(text, tmp_path):
         read_front_matter(tmp_path)
 
 
-# --- the leaderboard --------------------------------------------------------------------------------------------------
+# --- the leaderboard ------------------------------------------------------------------------------
 
 
 def test_a_score_of_the_benchmark_is_an_entry_of_its_leaderboard(made):
@@ -389,19 +464,36 @@ def test_a_score_of_the_benchmark_is_an_entry_of_its_leaderboard(made):
     text = eval_results(report)[".eval_results/gsm8k.yaml"]
     assert text is not None
     (entry,) = parse_eval_result_entries(yaml.safe_load(text))
-    assert (entry.dataset_id, entry.task_id, entry.dataset_revision) == ("openai/gsm8k", "gsm8k", "a" * 40)
-    assert entry.value == round(100 * report.evaluation.checkpoint.score("flexible-extract").value, 2)
+    assert (entry.dataset_id, entry.task_id, entry.dataset_revision) == (
+        "openai/gsm8k",
+        "gsm8k",
+        "a" * 40,
+    )
+    assert entry.value == round(
+        100 * report.evaluation.checkpoint.score("flexible-extract").value, 2
+    )
     assert entry.date == reports.AT[:10]
-    assert entry.notes and entry.notes.startswith("flexible-extract, 8-shot, completions, max_tokens 1024, standard ")
+    assert entry.notes and entry.notes.startswith(
+        "flexible-extract, 8-shot, completions, max_tokens 1024, standard "
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"protocol": {"dataset": "questions.jsonl"}}, "from a file of gsm8k's form, `questions.jsonl`, not its own"),
-        ({"protocol": {"limit": 50}, "answers": measured.ANSWERS}, "60 questions were asked, and it has 1,319"),
+        (
+            {"protocol": {"dataset": "questions.jsonl"}},
+            "from a file of gsm8k's form, `questions.jsonl`, not its own",
+        ),
+        (
+            {"protocol": {"limit": 50}, "answers": measured.ANSWERS},
+            "60 questions were asked, and it has 1,319",
+        ),
         ({"protocol": {"task": "gsm8k_platinum"}}, "does not know gsm8k_platinum as a benchmark"),
-        ({"checkpoint": {"as_served": evaluations.COPY}}, "a BF16 copy of the same weights answered, not these bytes"),
+        (
+            {"checkpoint": {"as_served": evaluations.COPY}},
+            "a BF16 copy of the same weights answered, not these bytes",
+        ),
     ],
 )
 def test_any_other_score_is_not_on_the_leaderboard_and_the_card_says_why(changed, says, made):
@@ -412,7 +504,9 @@ def test_any_other_score_is_not_on_the_leaderboard_and_the_card_says_why(changed
     assert says in why and eval_results(report) == {}
     shown = " ".join(page(cards.told(made, report)).split())
     assert ticked(why) in shown
-    assert ("gsm8k form, flexible-extract" in shown) == ("file" in why), "other questions have no benchmark's name"
+    assert ("gsm8k form, flexible-extract" in shown) == ("file" in why), (
+        "other questions have no benchmark's name"
+    )
 
 
 def test_each_task_of_several_has_its_line_and_its_own_leaderboard(made):
@@ -420,24 +514,43 @@ def test_each_task_of_several_has_its_line_and_its_own_leaderboard(made):
     asked = evaluations.several(("mmlu_pro", answers), ("gsm8k_platinum", answers))
     judgement = judge(gates=Gates(), check=None, serve=None, evaluation=asked)
     report = whole().model_copy(update={"evaluation": asked, "judgement": judgement})
-    entries = {name: parse_eval_result_entries(yaml.safe_load(text))[0] for name, text in eval_results(report).items()}
-    assert list(entries) == [".eval_results/gsm8k.yaml", ".eval_results/mmlu_pro.yaml"], "Platinum has no leaderboard"
+    entries = {
+        name: parse_eval_result_entries(yaml.safe_load(text))[0]
+        for name, text in eval_results(report).items()
+    }
+    assert list(entries) == [".eval_results/gsm8k.yaml", ".eval_results/mmlu_pro.yaml"], (
+        "Platinum has no leaderboard"
+    )
     entry = entries[".eval_results/mmlu_pro.yaml"]
-    assert (entry.dataset_id, entry.task_id, entry.value) == ("TIGER-Lab/MMLU-Pro", "mmlu_pro", 77.29)
+    assert (entry.dataset_id, entry.task_id, entry.value) == (
+        "TIGER-Lab/MMLU-Pro",
+        "mmlu_pro",
+        77.29,
+    )
     assert set(entries) < set(card.FILES)
     why = f"gsm8k_platinum: {off_leaderboard(asked.tasks[1])}"
     text = page(cards.told(made, report))
     assert ticked(why) in " ".join(text.split())
     (found,) = [table for table in tables(text) if table[0][:2] == ["task", "asked"]]
-    assert [row[0].partition(",")[0] for row in found[1:]] == ["gsm8k", "mmlu_pro", "gsm8k_platinum", "mean"]
-    assert found[2][2:6] == ["78.96 %", "77.29 % ± 0.38 %", "-", "97.89 %"] and found[4][5] == "98.56 %"
+    assert [row[0].partition(",")[0] for row in found[1:]] == [
+        "gsm8k",
+        "mmlu_pro",
+        "gsm8k_platinum",
+        "mean",
+    ]
+    assert (
+        found[2][2:6] == ["78.96 %", "77.29 % ± 0.38 %", "-", "97.89 %"]
+        and found[4][5] == "98.56 %"
+    )
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def numbers_of(report: FullReport) -> set[str]:
-    """Every number of a report, and what the card computes from two of them, in every form the card prints."""
+    """Every number of a report, and what the card computes from two of them, in every form the card
+    prints.
+    """
     found: set[float] = set()
 
     def walk(value: Any) -> None:
@@ -452,20 +565,36 @@ def numbers_of(report: FullReport) -> set[str]:
             found.add(value)
 
     walk(report.model_dump(mode="json", by_alias=True))
-    counted = [run for model in report.serve.served for run in model.drafting] if report.serve else []
+    counted = (
+        [run for model in report.serve.served for run in model.drafting] if report.serve else []
+    )
     counted += report.evaluation.evaluated if report.evaluation else []
     for each in counted:
-        found |= {each.acceptance or 0, each.mean_accepted_length or 0, *each.acceptance_per_position}
+        found |= {
+            each.acceptance or 0,
+            each.mean_accepted_length or 0,
+            *each.acceptance_per_position,
+        }
     if report.evaluation and report.evaluation.source:
         scores = [
-            (report.evaluation.checkpoint.score(name).value, report.evaluation.source.score(name).value)
+            (
+                report.evaluation.checkpoint.score(name).value,
+                report.evaluation.source.score(name).value,
+            )
             for name in evaluations.FILTERS
         ]
         found |= {after / before for after, before in scores}
     forms = set()
     for number in found:
         share = abs(100 * number)
-        forms |= {f"{number:,}", f"{number:.2f}", f"{number:.4g}", f"{share:.0f}", f"{share:.1f}", f"{share:.2f}"}
+        forms |= {
+            f"{number:,}",
+            f"{number:.2f}",
+            f"{number:.4g}",
+            f"{share:.0f}",
+            f"{share:.1f}",
+            f"{share:.2f}",
+        }
         forms |= {f"{number / unit:,.1f}" for unit in (2**10, 2**20, 2**30)}
     return forms
 
@@ -475,7 +604,9 @@ def test_every_number_of_the_result_tables_is_in_the_report(made):
     text = page(cards.told(made, report))
     results = text[text.index("## Quality") : text.index("## What is different")]
     told = [cell for rows in tables(results) for row in rows[1:] for cell in row[1:]]
-    numbers = [number for cell in told for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", cell)]
+    numbers = [
+        number for cell in told for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", cell)
+    ]
     assert len(numbers) > 100
     strange = [number for number in numbers if number not in numbers_of(report)]
     assert not strange
@@ -503,7 +634,10 @@ def test_the_page_has_its_parts(made):
     assert "](acceptance.png)" in text and "](speed.png)" not in text
     kept = next(rows for rows in tables(text) if rows[0][:2] == ["part", "modules"])
     glue = next(row for row in kept if row[:2] == ["mtp", "glue"])
-    assert glue[2] == "BF16" and glue[5] == "vLLM builds eh_proj as a plain nn.Linear, which has no slot for scales"
+    assert (
+        glue[2] == "BF16"
+        and glue[5] == "vLLM builds eh_proj as a plain nn.Linear, which has no slot for scales"
+    )
     experts = next(row for row in kept if row[:2] == ["backbone", "experts"])
     assert experts[2] == "NVFP4A16" and experts[5] == "recipe: NVFP4A16"
     scopes = next(rows for rows in tables(text) if rows[0][0] == "scheme")
@@ -519,11 +653,17 @@ def test_the_page_has_its_parts(made):
     [
         (lambda: whole(), None),
         (
-            lambda: whole(answers=evaluations.Answers(both=900, only_source=120, only_checkpoint=9, neither=290)),
+            lambda: whole(
+                answers=evaluations.Answers(
+                    both=900, only_source=120, only_checkpoint=9, neither=290
+                )
+            ),
             "[!CAUTION]\n> **Regression: this checkpoint failed its gates.**",
         ),
         (
-            lambda: whole(answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)),
+            lambda: whole(
+                answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)
+            ),
             "[!WARNING]\n> **Too few samples: what was measured neither passes nor fails",
         ),
         (lambda: reports.bare(), "[!WARNING]\n> **Not judged: what"),
@@ -547,7 +687,11 @@ def test_what_was_not_measured_is_said(made):
         "## Draft acceptance",
         "Not measured on a server.",
     ]
-    assert "| GSM8K | not measured |" in text and "No dry load was made" in text and "Not judged." in text
+    assert (
+        "| GSM8K | not measured |" in text
+        and "No dry load was made" in text
+        and "Not judged." in text
+    )
     limits = text[text.index("## Limitations") :]
     for part in ("dry", "serve", "evaluation", "identity"):
         assert ticked(report.absent[part]) in limits, part
@@ -559,20 +703,34 @@ def test_what_was_not_measured_is_said(made):
     [
         (
             lambda: whole(checkpoint={"as_served": evaluations.COPY, "reason": "no kernel."}),
-            "Figures of the checkpoint are of a BF16 copy of the same weights: no kernel. What packed kernels",
+            (
+                "Figures of the checkpoint are of a BF16 copy of the same weights: no kernel. What "
+                "packed kernels"
+            ),
         ),
         (lambda: whole(), "No GPU was used (CPU: Xeon, 2 cores)"),
         (lambda: whole(has_source=False), "The source was not evaluated"),
         (lambda: whole(), "3 of 1,319 answers of the source were cut at 1,024 tokens"),
-        (lambda: whole(), "of the calibration data to 2 expert modules (`model.layers.2.mlp.experts.1.up_proj`"),
+        (
+            lambda: whole(),
+            "of the calibration data to 2 expert modules (`model.layers.2.mlp.experts.1.up_proj`",
+        ),
         (lambda: whole(checkpoint={"drafts": 40}), "rests on no more than 120 drafted tokens"),
         (lambda: whole(), "The check warns of config.json: older versions want aliases"),
         (
-            lambda: whole(answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)),
+            lambda: whole(
+                answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)
+            ),
             "The gate of gsm8k neither passes nor fails (too few samples)",
         ),
-        (lambda: whole(), "reached 1 of the expert modules (`model.layers.2.mlp.experts.2.up_proj`)"),
-        (lambda: reports.calibrated(unmeasured="no draft class."), "could not measure acceptance: no draft class."),
+        (
+            lambda: whole(),
+            "reached 1 of the expert modules (`model.layers.2.mlp.experts.2.up_proj`)",
+        ),
+        (
+            lambda: reports.calibrated(unmeasured="no draft class."),
+            "could not measure acceptance: no draft class.",
+        ),
         (lambda: reports.bare(), "another vLLM than 0.32.0"),
     ],
 )
@@ -581,7 +739,9 @@ def test_limitations_follow_from_what_was_measured(make, says, made):
     assert any(says in sentence for sentence in told), told
 
 
-@pytest.mark.parametrize("make", [lambda: reports.hostile(HOSTILE), lambda: evaluations.hostile(HOSTILE)])
+@pytest.mark.parametrize(
+    "make", [lambda: reports.hostile(HOSTILE), lambda: evaluations.hostile(HOSTILE)]
+)
 def test_strings_of_strangers_are_text(make, made):
     """No HTML, heading, link, picture or cell that the template did not write."""
     report = make()
@@ -601,7 +761,9 @@ def test_strings_of_strangers_are_text(make, made):
         for token in MarkdownIt("commonmark").enable("table").parse(text)
         for child in (token, *(token.children or []))
     ]
-    html = {token.content.strip() for token in tokens if token.type in ("html_block", "html_inline")}
+    html = {
+        token.content.strip() for token in tokens if token.type in ("html_block", "html_inline")
+    }
     assert all(re.fullmatch(r"(</?(details|summary)>[\w.', -]*)+", part) for part in html), html
     leading = [token for token in tokens if token.type in ("link_open", "image")]
     links = {token.attrs.get("href") or token.attrs.get("src") for token in leading}
@@ -652,7 +814,7 @@ def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
     assert told.dry == report.dry and told.sizes == report.sizes and portable(told) == told
 
 
-# --- what lies in the checkpoint --------------------------------------------------------------------------------------
+# --- what lies in the checkpoint ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -667,10 +829,18 @@ def test_what_the_run_changed_and_what_lies_in_it(recipe, chosen, changed, mtp, 
     folder = cards.checkpoint(tmp_path / "made", recipe, **chosen)
     record = read_record(folder / RECORD)
     assert changed_by_the_run(folder, record) == changed
-    assert ("The run had another" in page(cards.told(folder, reports.bare(), changed=changed))) == bool(changed)
-    told = {(group.part, group.modules): group for group in groups_of(reports.open_source(folder), record)}
+    assert (
+        "The run had another" in page(cards.told(folder, reports.bare(), changed=changed))
+    ) == bool(changed)
+    told = {
+        (group.part, group.modules): group
+        for group in groups_of(reports.open_source(folder), record)
+    }
     experts, drafts = told["backbone", "experts"], told["mtp", "experts"]
-    assert experts.schemes == (record.recipe.backbone["experts"],) and experts.decision == experts.schemes[0]
+    assert (
+        experts.schemes == (record.recipe.backbone["experts"],)
+        and experts.decision == experts.schemes[0]
+    )
     assert (drafts.schemes or ("bf16",)) == (mtp,) and drafts.decision == mtp
     assert told["mtp", "glue"].decision == "" and told["mtp", "glue"].why
 
@@ -688,7 +858,9 @@ def test_every_scheme_says_where_it_runs():
 
 
 def test_a_plain_checkpoint_has_tags_of_no_scheme(made):
-    told = cards.told(made, reports.bare(), groups=(), metadata=Metadata(pipeline_tag="text-generation"))
+    told = cards.told(
+        made, reports.bare(), groups=(), metadata=Metadata(pipeline_tag="text-generation")
+    )
     assert yaml.safe_load(front_matter(told))["tags"] == [
         reports.bare().facts.dialect,
         "mtp",
@@ -698,7 +870,7 @@ def test_a_plain_checkpoint_has_tags_of_no_scheme(made):
     ]
 
 
-# --- Markdown ---------------------------------------------------------------------------------------------------------
+# --- Markdown -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -733,20 +905,28 @@ def test_escaped_text_reads_as_it_is_written(text):
     ):
         tokens = parser.parse(wrapped)
         inline = [token for token in tokens if token.type == "inline"][-1]
-        assert {child.type for child in inline.children or []} <= {"text", "code_inline", "text_special"}
+        assert {child.type for child in inline.children or []} <= {
+            "text",
+            "code_inline",
+            "text_special",
+        }
         assert "".join(child.content for child in inline.children or []) == " ".join(text.split())
-        assert kind in {token.type for token in tokens} and "heading_open" not in {token.type for token in tokens}
+        assert kind in {token.type for token in tokens} and "heading_open" not in {
+            token.type for token in tokens
+        }
 
 
 def test_code_and_quotes():
-    assert ticked("Run `keepmtp eval A|B` or not_here_.") == "Run `keepmtp eval A\\|B` or not_here\\_."
+    assert (
+        ticked("Run `keepmtp eval A|B` or not_here_.") == "Run `keepmtp eval A\\|B` or not_here\\_."
+    )
     assert ticked("one ` alone") == "one \\` alone"
     assert quoted('a\n"b"') == '`"a\\n\\"b\\""`'
     assert fenced("a\n```\nb\n", "yaml") == "````yaml\na\n```\nb\n````"
     assert code("a`b") == "``a`b``" and code("`a") == "`` `a ``" and code("") == ""
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -756,7 +936,10 @@ def test_a_card_names_the_repository_that_it_is_published_to(own):
     files, sent = card.verified_files(own), card.verified_files(own, repository="me/Tiny-NVFP4")
     assert {name for name in files if files[name] != sent[name]} == {"README.md"}
     text = sent["README.md"].decode()
-    assert "vllm serve me/Tiny-NVFP4 \\\n  --speculative-config '{" in text and "`ORG` is the owner" not in text
+    assert (
+        "vllm serve me/Tiny-NVFP4 \\\n  --speculative-config '{" in text
+        and "`ORG` is the owner" not in text
+    )
     (folder / "README.md").write_text(text)
     assert card.verify(own) == folder, "a card from the Hub is what its report makes, too"
     edit(folder / "README.md", "vllm serve me/Tiny-NVFP4", "vllm serve evil/other;rm")
@@ -765,23 +948,36 @@ def test_a_card_names_the_repository_that_it_is_published_to(own):
 
 
 def test_no_command_is_cut_by_a_narrow_page(made):
-    """Every line of a block of code but the recipe's fits; a shell reads what was one line before."""
+    """Every line of a block of code but the recipe's fits; a shell reads what was one line
+    before.
+    """
     report = whole()
-    text = page(cards.told(made, report, repository="a-long-organization/A-Long-Name-NVFP4A16-FP8-MTP"))
+    text = page(
+        cards.told(made, report, repository="a-long-organization/A-Long-Name-NVFP4A16-FP8-MTP")
+    )
     found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     blocks = [block for language, block in found if not language]
     lines = [line for block in blocks for line in block.splitlines()]
     assert len(blocks) == 3 and max(map(len, lines)) <= 78, lines
-    commands = [shlex.split(part) for block in blocks for part in block.replace("\\\n", " ").splitlines()]
-    serve, quantize = commands[0], next(words for words in commands if words[:2] == ["keepmtp", "quantize"])
+    commands = [
+        shlex.split(part) for block in blocks for part in block.replace("\\\n", " ").splitlines()
+    ]
+    serve, quantize = (
+        commands[0],
+        next(words for words in commands if words[:2] == ["keepmtp", "quantize"]),
+    )
     assert serve[:3] == ["vllm", "serve", "a-long-organization/A-Long-Name-NVFP4A16-FP8-MTP"]
     assert json.loads(serve[4]) == {"method": "mtp", "num_speculative_tokens": 3}
     assert quantize[2:] == ["recipe.yaml", "--source", "tiny-glm4-moe", "--out", "tiny"]
 
 
-@pytest.mark.parametrize(("make", "is_said"), [(lambda: whole(), True), (lambda: reports.bare(), False)])
+@pytest.mark.parametrize(
+    ("make", "is_said"), [(lambda: whole(), True), (lambda: reports.bare(), False)]
+)
 def test_only_what_was_measured_still_drafts(make, is_said, made):
-    assert ("which still drafts for speculative decoding" in page(cards.told(made, make()))) == is_said
+    assert (
+        "which still drafts for speculative decoding" in page(cards.told(made, make()))
+    ) == is_said
 
 
 def test_no_speed_of_a_cpu_is_on_the_card(made):
@@ -789,19 +985,37 @@ def test_no_speed_of_a_cpu_is_on_the_card(made):
     report = whole()
     assert report.serve and report.serve.environment["device"].startswith("CPU")
     text = page(cards.told(made, report))
-    assert "tokens a second" not in text and "Not measured in a way that promises a speed: that needs a GPU" in text
+    assert (
+        "tokens a second" not in text
+        and "Not measured in a way that promises a speed: that needs a GPU" in text
+    )
 
 
 def test_no_words_of_a_card_run_together(made, tmp_path):
     """What a template joins keeps its spaces, in each part that a report may have."""
-    report = whole(switched=(3, 4)).model_copy(update={"closeness": closenesses.closeness(tmp_path)})
+    report = whole(switched=(3, 4)).model_copy(
+        update={"closeness": closenesses.closeness(tmp_path)}
+    )
     assert report.calibration is not None
-    texts = TextsOfMix(share=0.5, dataset="org/b", subset="de", dataset_revision="c0ffee", split="train", column="text")
+    texts = TextsOfMix(
+        share=0.5,
+        dataset="org/b",
+        subset="de",
+        dataset_revision="c0ffee",
+        split="train",
+        column="text",
+    )
     data = report.calibration.data.model_copy(update={"also": (texts,)})
-    report = report.model_copy(update={"calibration": report.calibration.model_copy(update={"data": data})})
+    report = report.model_copy(
+        update={"calibration": report.calibration.model_copy(update={"data": data})}
+    )
     text = page(cards.told(made, report))
     prose = "\n".join(re.split(r"^```.*?^```$", text, flags=re.MULTILINE | re.DOTALL))
-    bare = re.sub(r"`[^`]*`|\([^)]*\.png\)|\]\([^)]*\)|nn\.Linear|\S+\.(json|html|jsonl|yaml)\b", "x", prose)
-    assert not re.findall(r".{20}[a-z][,;:][A-Za-z0-9].{9}|.{20}[a-z]\.[A-Z].{9}|.{20}\)[A-Za-z].{9}", bare)
+    bare = re.sub(
+        r"`[^`]*`|\([^)]*\.png\)|\]\([^)]*\)|nn\.Linear|\S+\.(json|html|jsonl|yaml)\b", "x", prose
+    )
+    assert not re.findall(
+        r".{20}[a-z][,;:][A-Za-z0-9].{9}|.{20}[a-z]\.[A-Z].{9}|.{20}\)[A-Za-z].{9}", bare
+    )
     assert "50 % of `org/b` (`de`) (revision `c0ffee`)" in text
     assert "0.32.0 or newer" not in text and "| vLLM | 0.32.0; no other version was tried |" in text

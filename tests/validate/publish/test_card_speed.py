@@ -1,4 +1,6 @@
-"""The speed matrix on the card: the matched table, the k of the serve line, and what a figure does not promise."""
+"""The speed matrix on the card: the matched table, the k of the serve line, and what a figure does
+not promise.
+"""
 
 import re
 from pathlib import Path
@@ -24,7 +26,9 @@ def made(tmp_path_factory) -> Path:
 def bench(*, device: str = DEVICE, with_source: bool = True, **own: object) -> BenchFact:
     found = benches.bench_fact(with_source=with_source)
     checkpoint = found.checkpoint.model_copy(update=own)
-    return found.model_copy(update={"checkpoint": checkpoint, "environment": {"vllm": "0.32.0", "device": device}})
+    return found.model_copy(
+        update={"checkpoint": checkpoint, "environment": {"vllm": "0.32.0", "device": device}}
+    )
 
 
 def card_of(made: Path, found: BenchFact, gates: Gates = reports.LIMITS) -> str:
@@ -34,37 +38,59 @@ def card_of(made: Path, found: BenchFact, gates: Gates = reports.LIMITS) -> str:
 def test_the_card_prints_the_matched_matrix(made):
     text = card_of(made, bench(), Gates(min_speedup=1.2))
     rows = [
-        line for line in text.splitlines() if line.startswith(("| this checkpoint | as it is | 1", "| model | served"))
+        line
+        for line in text.splitlines()
+        if line.startswith(("| this checkpoint | as it is | 1", "| model | served"))
     ]
     assert rows[0] == "| model | served | load | k=0 | k=1 | k=2 | k=3 | k=4 |"
     assert rows[1] == (
-        "| this checkpoint | as it is | 1 at once | 105.9 ± 2.1 | 152.7 ± 3.1, 1.44x | 179.9 ± 3.6, 1.70x "
+        "| this checkpoint | as it is | 1 at once | 105.9 ± 2.1 | 152.7 ± 3.1, 1.44x | 179.9 ± "
+        "3.6, 1.70x "
         "| 193.0 ± 3.9, 1.82x, best k | 162.1 ± 3.2, 1.53x |"
     )
     assert "1 at once: k=3, 1.82 times as fast as k=0: its slowest repetition" in text
-    assert re.search(r"k=1, 8 at once: 90\.0 % of the drafts are accepted, and it is slower than k=0", text)
+    assert re.search(
+        r"k=1, 8 at once: 90\.0 % of the drafts are accepted, and it is slower than k=0", text
+    )
     assert "at least 1.20 times as fast as not drafting" in text and "promises a speed" not in text
-    assert "keepmtp bench tiny \\\n" in text and "--concurrency 1,8" in text and "--prompts qualitative.jsonl" in text
-    assert "| bench, 40 prompts of qualitative.jsonl | this checkpoint | as it is | 3 | 1 | " in text
+    assert (
+        "keepmtp bench tiny \\\n" in text
+        and "--concurrency 1,8" in text
+        and "--prompts qualitative.jsonl" in text
+    )
+    assert (
+        "| bench, 40 prompts of qualitative.jsonl | this checkpoint | as it is | 3 | 1 | " in text
+    )
     assert "Not measured.\n\n## Draft acceptance" not in text
 
 
 def test_the_serve_line_takes_the_recommended_k(made):
     text = card_of(made, bench())
     assert text.count('"num_speculative_tokens":3') == 2, "for a shell and for Docker"
-    assert f"This drafts 3 tokens a step, as bench recommends for 1 at once on {DEVICE}; k=0 for 8 at once." in text
+    assert (
+        f"This drafts 3 tokens a step, as bench recommends for 1 at once on {DEVICE}; k=0 for 8 "
+        "at once."
+    ) in text
     slow = benches.benched({0: 342.0, 1: 128.0}).cells
     text = card_of(made, bench(cells=slow))
     assert "vllm serve ORG/tiny\n" in text and "num_speculative_tokens" not in text
     assert "This serves without drafting, as bench recommends for 1 at once" in text
 
 
-@pytest.mark.parametrize(("changes", "device"), [(COPY, DEVICE), ({}, "CPU: x, 2 cores"), (COPY, "CPU: x, 2 cores")])
+@pytest.mark.parametrize(
+    ("changes", "device"), [(COPY, DEVICE), ({}, "CPU: x, 2 cores"), (COPY, "CPU: x, 2 cores")]
+)
 def test_a_copy_or_a_cpu_recommends_nothing_elsewhere(changes, device, made):
     found = bench(device=device, **changes)
     text = card_of(made, found)
-    assert '"num_speculative_tokens":1' in text and "This drafts 1 token a step, one for each MTP layer." in text
-    assert "Not measured in a way that promises a speed" in text and "tokens a second" not in text.lower()
+    assert (
+        '"num_speculative_tokens":1' in text
+        and "This drafts 1 token a step, one for each MTP layer." in text
+    )
+    assert (
+        "Not measured in a way that promises a speed" in text
+        and "tokens a second" not in text.lower()
+    )
     said = " ".join(limitations(reports.benched(found), cards.told(made, reports.bare()).record))
     assert ("Figures of the checkpoint are of a BF16 copy" in said) == bool(changes)
     assert ("No GPU was used" in said) == device.startswith("CPU")

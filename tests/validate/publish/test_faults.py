@@ -1,8 +1,9 @@
-"""Every fault of a Hub at every step of `keepmtp publish`: one sentence, in time, and never public unless verified.
+"""Every fault of a Hub at every step of `keepmtp publish`: one sentence, in time, and never public
+unless verified.
 
-Each command runs in a process of its own, forked from this one. The report and the card are read once for all: what
-is refused before the Hub is asked is in test_upload.py. Some 170 cases are run, each step and each fault among them;
-KEEPMTP_FAULTS=all runs every one.
+Each command runs in a process of its own, forked from this one. The report and the card are read
+once for all: what is refused before the Hub is asked is in test_upload.py. Some 170 cases are run,
+each step and each fault among them; KEEPMTP_FAULTS=all runs every one.
 """
 
 import json
@@ -27,7 +28,9 @@ from keepmtp.validate.publish.upload_set import Parcel, prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # it forks, and has a thread with the Hub
+    pytest.mark.filterwarnings(
+        "ignore:This process:DeprecationWarning"
+    ),  # it forks, and has a thread with the Hub
 ]
 
 SOME = [case for number, case in enumerate(faults.CASES) if number % 7 in (0, 2, 5)]
@@ -96,20 +99,35 @@ def case(other, hub_at, tmp_path, monkeypatch) -> Iterator[faults.Case]:
 
 def test_some_cases_are_of_every_step_and_fault():
     assert len(SOME) >= 150
-    assert {step for step, _ in SOME} == {*faults.STEPS} and {fault for _, fault in SOME} == {*faults.FAULTS}
+    assert {step for step, _ in SOME} == {*faults.STEPS} and {fault for _, fault in SOME} == {
+        *faults.FAULTS
+    }
 
 
 def publish(parcel: Parcel) -> None:
-    """The real command, with pauses of no length; it hangs where it would wait longer than it may."""
+    """The real command, with pauses of no length; it hangs where it would wait longer than it
+    may.
+    """
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds if seconds > 700 else min(seconds, 0.02))
     upload_set.prepare = lambda *_, **__: parcel
-    sys.argv = ["keepmtp", "publish", str(parcel.folder), "--repo", faults.REPO, "--public", "--yes", "--json"]
+    sys.argv = [
+        "keepmtp",
+        "publish",
+        str(parcel.folder),
+        "--repo",
+        faults.REPO,
+        "--public",
+        "--yes",
+        "--json",
+    ]
     main.main()
 
 
 @pytest.mark.few(36)
-@pytest.mark.parametrize(("step", "fault"), faults.CASES if os.environ.get("KEEPMTP_FAULTS") == "all" else SOME)
+@pytest.mark.parametrize(
+    ("step", "fault"), faults.CASES if os.environ.get("KEEPMTP_FAULTS") == "all" else SOME
+)
 def test_a_fault_ends_well(case, other, parcel, contents, step, fault):
     faults.spoil(case, step, fault)
     ended = faults.run(case, lambda: publish(parcel))
@@ -124,7 +142,10 @@ def test_a_wait_that_is_long_is_told_with_the_time(case, parcel):
     said = " ".join(ended.err.split())
     assert ended.code == 2 and "the Hub must answer within 600 s; got 429: wait 86400 s" in said
     tomorrow = time.strftime("%Y-%m-%d", time.localtime(time.time() + 86400))
-    assert f"Run the same command again after {tomorrow}" in said and "what has arrived is not sent twice" in said
+    assert (
+        f"Run the same command again after {tomorrow}" in said
+        and "what has arrived is not sent twice" in said
+    )
 
 
 @pytest.mark.few(5)
@@ -135,7 +156,11 @@ def test_the_next_run_goes_on(case, parcel, contents, step, fault):
     assert faults.run(case, lambda: publish(parcel)).code != 0
     case.hub.faults = []
     ended = faults.run(case, lambda: publish(parcel))
-    assert ended.code == 0 and faults.holds(case.hub, contents) and not case.hub.repos[faults.REPO].private, ended
+    assert (
+        ended.code == 0
+        and faults.holds(case.hub, contents)
+        and not case.hub.repos[faults.REPO].private
+    ), ended
     assert len(case.hub.repos[faults.REPO].commits) == 2, "nothing is committed twice"
 
 
@@ -151,7 +176,8 @@ def test_a_stop_does_not_wait_for_a_shard(case, parcel, number, monkeypatch):
     assert len(case.hub.repos[faults.REPO].commits) == 1
 
 
-# --- The bytes that are sent ------------------------------------------------------------------------------------------
+# --- The bytes that are sent
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -171,16 +197,22 @@ def own(parcel, tmp_path) -> Parcel:
 @pytest.mark.parametrize("step", ["ask how to send", "commit"])
 @pytest.mark.parametrize("name", ["README.md", "report.json", "config.json", "keepmtp.json"])
 def test_a_small_file_that_changes_is_never_public(case, own, contents, name, step):
-    """A file of the card is sent as the report makes it; one of the checkpoint must be what was measured."""
+    """A file of the card is sent as the report makes it; one of the checkpoint must be what was
+    measured.
+    """
     to, skip = faults.STEPS[step]
     path = own.files[name].path
-    case.hub.faults = [Fault(to, skip=skip, before=lambda: path.write_bytes(path.read_bytes()[::-1]))]
+    case.hub.faults = [
+        Fault(to, skip=skip, before=lambda: path.write_bytes(path.read_bytes()[::-1]))
+    ]
     ended = faults.run(case, lambda: publish(own))
     assert path.read_bytes() != contents[name]
     if own.files[name].content is not None:
         assert ended.code == 0 and faults.holds(case.hub, contents), ended
         return
-    assert ended.code == 1 and f"got {name} is of another git hash there than here" in ended.err, ended
+    assert ended.code == 1 and f"got {name} is of another git hash there than here" in ended.err, (
+        ended
+    )
     assert "It stays private." in ended.err and case.hub.repos[faults.REPO].private
 
 
@@ -200,7 +232,9 @@ def test_a_shard_that_changes_is_never_public(case, own, contents, step):
         assert faults.holds(case.hub, contents)
         return
     assert ended.code in (1, 2) and case.hub.repos[faults.REPO].private, ended
-    assert ended.code == 2 or f"got {faults.SHARD} is of another SHA-256 there than here" in ended.err, ended
+    assert (
+        ended.code == 2 or f"got {faults.SHARD} is of another SHA-256 there than here" in ended.err
+    ), ended
 
 
 @pytest.mark.few(1)
@@ -215,18 +249,26 @@ def test_a_file_that_is_stored_otherwise_is_named(case, parcel, name):
                 (entry.get("lfs") or entry)["oid"] = "0" * len((entry.get("lfs") or entry)["oid"])
         return json.dumps(listed).encode()
 
-    case.hub.faults = [Fault(faults.STEPS["list the commit"][0], times=9, spoils="rewrite", rewrite=other_hash)]
+    case.hub.faults = [
+        Fault(faults.STEPS["list the commit"][0], times=9, spoils="rewrite", rewrite=other_hash)
+    ]
     ended = faults.run(case, lambda: publish(parcel))
-    assert ended.code == 1 and f"must hold the bytes that were sent; got {name} is of another" in ended.err, ended
+    assert (
+        ended.code == 1
+        and f"must hold the bytes that were sent; got {name} is of another" in ended.err
+    ), ended
     assert "It stays private." in ended.err and case.hub.repos[faults.REPO].private
 
 
-# --- Whose repository it is -------------------------------------------------------------------------------------------
+# --- Whose repository it is
+# -------------------------------------------------------------------------------------------
 
 
 def test_the_token_is_not_sent_where_the_hub_says_a_file_is_verified(case, other, parcel):
     def elsewhere(body: bytes) -> bytes:
-        return body.replace(f"{case.hub.endpoint}/lfs-verify".encode(), f"{other.url}/lfs-verify".encode())
+        return body.replace(
+            f"{case.hub.endpoint}/lfs-verify".encode(), f"{other.url}/lfs-verify".encode()
+        )
 
     to = faults.STEPS["ask where to send"][0]
     case.hub.faults = [Fault(to, spoils="rewrite", rewrite=elsewhere)]
@@ -236,7 +278,9 @@ def test_the_token_is_not_sent_where_the_hub_says_a_file_is_verified(case, other
 
 def test_pages_without_end(case, parcel):
     to = faults.STEPS["list the new one"][0]
-    pages = {"Link": f'<{case.hub.endpoint}/api/models/{faults.REPO}/tree/main?recursive=true>; rel="next"'}
+    pages = {
+        "Link": f'<{case.hub.endpoint}/api/models/{faults.REPO}/tree/main?recursive=true>; rel="next"'
+    }
     case.hub.faults = [Fault(to, status=200, body=b"[]", times=10**6, headers=pages)]
     ended = faults.run(case, lambda: publish(parcel))
     assert ended.code == 2 and "the Hub must answer; got no whole answer within" in ended.err, ended
@@ -249,14 +293,19 @@ def test_a_repository_that_the_hub_makes_public_gets_no_byte(case, parcel):
     to, skip = faults.STEPS["look at the new one"]
     case.hub.faults = [Fault(to, skip=skip, before=show)]
     ended = faults.run(case, lambda: publish(parcel))
-    assert ended.code == 2 and "must be private until it is checked; got a public one" in ended.err, ended
+    assert (
+        ended.code == 2 and "must be private until it is checked; got a public one" in ended.err
+    ), ended
     assert not any(line.startswith("PUT") for line in case.hub.requests)
 
 
 def test_a_repository_that_was_renamed(case, parcel):
     case.hub.add(faults.REPO)
     to = faults.STEPS["look"][0]
-    renamed = {"spoils": "rewrite", "rewrite": lambda body: json.dumps(json.loads(body) | {"id": "org/new"}).encode()}
+    renamed = {
+        "spoils": "rewrite",
+        "rewrite": lambda body: json.dumps(json.loads(body) | {"id": "org/new"}).encode(),
+    }
     case.hub.faults = [Fault(to, **renamed)]
     ended = faults.run(case, lambda: publish(parcel))
     assert ended.code == 2 and "got org/tiny-glm4-moe-MTP, which is org/new" in ended.err, ended
@@ -267,6 +316,8 @@ def test_a_commit_between_the_check_and_going_public_makes_it_private_again(case
     case.hub.faults = [Fault(to, skip=skip, before=case.commit_by_others)]
     ended = faults.run(case, lambda: publish(parcel))
     assert (
-        ended.code == 2 and "nobody else may write to it meanwhile" in ended.err and "It is private again" in ended.err
+        ended.code == 2
+        and "nobody else may write to it meanwhile" in ended.err
+        and "It is private again" in ended.err
     )
     assert case.hub.repos[faults.REPO].private

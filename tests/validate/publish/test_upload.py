@@ -47,7 +47,9 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A quantized checkpoint in five shards with report and card; gates as lax as its 60 questions need."""
+    """A quantized checkpoint in five shards with report and card; gates as lax as its 60 questions
+    need.
+    """
     return cards.green(tmp_path_factory.mktemp("made"))
 
 
@@ -64,7 +66,9 @@ def hub(tmp_path_factory, tmp_path) -> Iterator[Hub]:
     with loopback.serving(tmp_path_factory.mktemp("hub")) as hub:
         yield hub
     for path in tmp_path.rglob("*"):
-        assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), f"the token is in {path}"
+        assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), (
+            f"the token is in {path}"
+        )
 
 
 def environment(hub: Hub, folder: Path, **more: str) -> dict[str, str]:
@@ -98,14 +102,18 @@ def publish(hub: Hub, folder: Path, *more: str, **env: str) -> Ended:
 
 @pytest.fixture
 def publish_here(hub_at, hub, folder, monkeypatch, capsys) -> Callable[..., Ended]:
-    """The same command in this process, which is quicker where it is not the process that is tested."""
+    """The same command in this process, which is quicker where it is not the process that is
+    tested.
+    """
     hub_at(hub.endpoint)
     monkeypatch.setattr("sys.stdin", io.StringIO())
 
     def run_here(*more: str, token: str = TOKEN, repo: str = REPO) -> Ended:
         for name, value in {"HF_TOKEN": token, "HF_HOME": str(folder.parent / "home")}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folder.parent / "home" / "token"))
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HF_TOKEN_PATH", str(folder.parent / "home" / "token")
+        )
         monkeypatch.setattr("sys.argv", ["keepmtp", "publish", str(folder), "--repo", repo, *more])
         with pytest.raises(SystemExit) as ended:
             main.main()
@@ -136,7 +144,8 @@ def put(hub: Hub, path: Path) -> int:
     return hub.put[file_sha256(path)]
 
 
-# --- What is refused before anything is sent --------------------------------------------------------------------------
+# --- What is refused before anything is sent
+# --------------------------------------------------------------------------
 
 
 def flip(path: Path) -> None:
@@ -152,19 +161,33 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped bit": (lambda m: flip(m / SHARD), f"must be the bytes that its report is about; got {SHARD} is another"),
+    "a flipped bit": (
+        lambda m: flip(m / SHARD),
+        f"must be the bytes that its report is about; got {SHARD} is another",
+    ),
     "another config": (lambda m: edit(m / "config.json", "{", "{ "), "config.json is another"),
     "a file more": (lambda m: (m / "notes.txt").write_text("mine"), "notes.txt is new"),
     "a file less": (lambda m: (m / "tokenizer.json").unlink(), "tokenizer.json is not there"),
-    "no report": (lambda m: shutil.rmtree(f"{m}.report"), "must hold the checkpoint's report; got no report.json"),
+    "no report": (
+        lambda m: shutil.rmtree(f"{m}.report"),
+        "must hold the checkpoint's report; got no report.json",
+    ),
     "a report altered": (
-        lambda m: edit(Path(f"{m}.report/report.json"), '"accepted_tokens": ', '"accepted_tokens": 1'),
+        lambda m: edit(
+            Path(f"{m}.report/report.json"), '"accepted_tokens": ', '"accepted_tokens": 1'
+        ),
         "accepted_tokens",
     ),
     "no card": (lambda m: shutil.rmtree(f"{m}.card"), "no README.md"),
-    "a card altered": (lambda m: edit(Path(f"{m}.card/README.md"), "88.", "98."), "README.md: a card holds"),
+    "a card altered": (
+        lambda m: edit(Path(f"{m}.card/README.md"), "88.", "98."),
+        "README.md: a card holds",
+    ),
     "a file beside the card": (lambda m: Path(f"{m}.card/.env").write_text("SECRET=1"), ".env"),
-    "no checkpoint": (lambda m: (m / "config.json").unlink(), "what is published is a checkpoint; got no config.json"),
+    "no checkpoint": (
+        lambda m: (m / "config.json").unlink(),
+        "what is published is a checkpoint; got no config.json",
+    ),
 }
 
 
@@ -189,7 +212,9 @@ def test_a_flipped_bit_under_the_old_time_of_change_is_never_public(publish_here
     os.utime(shard, (0, 0))
     assert shard.stat().st_size == was.st_size
     ended = publish_here("--public", "--yes")
-    assert ended.code == 1 and f"got {SHARD} is of another SHA-256 there than here" in ended.err, ended
+    assert ended.code == 1 and f"got {SHARD} is of another SHA-256 there than here" in ended.err, (
+        ended
+    )
     assert "It stays private." in ended.err and hub.repos[REPO].private
 
 
@@ -205,7 +230,10 @@ def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, a
     cards.evidence(folder, answers=answers)
     card.build(folder)
     ended = publish_here("--public", "--yes")
-    assert ended.code == 1 and f"only a checkpoint that passes is published; got {verdict}" in ended.err, ended
+    assert (
+        ended.code == 1
+        and f"only a checkpoint that passes is published; got {verdict}" in ended.err
+    ), ended
     assert hub.requests == []
 
 
@@ -213,19 +241,28 @@ def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, a
 @pytest.mark.parametrize(
     ("ending", "value", "says"),
     [
-        ("layers.1.mlp.experts.0.down_proj.weight_global_scale", 0.0, "is 0, and vLLM divides by it"),
+        (
+            "layers.1.mlp.experts.0.down_proj.weight_global_scale",
+            0.0,
+            "is 0, and vLLM divides by it",
+        ),
         ("layers.2.self_attn.o_proj.weight_scale", math.nan, "element [0, 0] is infinite or NaN"),
         ("layers.3.eh_proj.weight", 0.0, "holds zeros only"),
     ],
 )
-def test_a_broken_value_is_refused_though_the_report_is_green(publish_here, hub, folder, ending, value, says):
+def test_a_broken_value_is_refused_though_the_report_is_green(
+    publish_here, hub, folder, ending, value, says
+):
     """What made the report did not look: the names and shapes of the checkpoint are right."""
     poke(folder, f"model.{ending}", value)
     shutil.rmtree(f"{folder}.report")
     cards.evidence(folder)
     card.build(folder)
     done = publish_here()
-    assert done.code == 1 and "what is published must hold values that a model can compute with" in done.err, done.err
+    assert (
+        done.code == 1
+        and "what is published must hold values that a model can compute with" in done.err
+    ), done.err
     assert f"got model.{ending}" in done.err and says in done.err
     assert REPO not in hub.repos
 
@@ -272,7 +309,8 @@ def test_a_token_is_needed(publish_here, hub):
     ended = publish_here(token="")
     assert (
         ended.code == 2
-        and "needs a token with write access; got none. Set HF_TOKEN, or run `hf auth login`." in ended.err
+        and "needs a token with write access; got none. Set HF_TOKEN, or run `hf auth login`."
+        in ended.err
     ), ended
     assert hub.requests == []
 
@@ -296,7 +334,10 @@ def test_a_namespace_that_the_token_may_not_write_to(publish_here, hub, exists):
         hub.add("stranger/model")
     hub.writers.remove("org")
     ended = publish_here(repo="stranger/model")
-    assert ended.code == 2 and "stranger/model: the token must be allowed to write there; got 403" in ended.err
+    assert (
+        ended.code == 2
+        and "stranger/model: the token must be allowed to write there; got 403" in ended.err
+    )
     assert not sum(hub.put[sha256] for sha256 in hub.put if sha256)
 
 
@@ -313,7 +354,10 @@ def test_a_link_is_not_followed(publish_here, hub, folder, name):
     out_of_the_folder(folder, name)
     for more in ([], ["--dry-run"]):
         ended = publish_here(*more)
-        assert ended.code == 2 and "only the folder's own files are published; got a link to" in ended.err, ended
+        assert (
+            ended.code == 2
+            and "only the folder's own files are published; got a link to" in ended.err
+        ), ended
     assert hub.requests == []
 
 
@@ -329,7 +373,9 @@ def test_a_file_that_no_checkpoint_has_is_not_published(publish_here, hub, folde
     cards.evidence(folder)
     card.build(folder)
     ended = publish_here()
-    assert ended.code == 2 and "only known files of a checkpoint are published; got" in ended.err, ended
+    assert ended.code == 2 and "only known files of a checkpoint are published; got" in ended.err, (
+        ended
+    )
     assert hub.requests == []
 
 
@@ -337,7 +383,9 @@ def test_a_file_that_no_checkpoint_has_is_not_published(publish_here, hub, folde
 def test_folder_and_repository_are_named_before_anything_else(publish_here, hub, folder, more):
     hub.add(REPO)
     ended = publish_here(*more)
-    assert ended.code == 0 and ended.err.startswith(f"folder {folder.resolve()} repository {hub.endpoint}/{REPO} ")
+    assert ended.code == 0 and ended.err.startswith(
+        f"folder {folder.resolve()} repository {hub.endpoint}/{REPO} "
+    )
     assert f"on the Hub a private repository with 1 file, at commit {FIRST_COMMIT}" in ended.err
     (folder / "config.json").unlink()
     assert publish_here(*more).err.startswith(f"folder {folder.resolve()} ")
@@ -349,7 +397,8 @@ def test_a_token_is_not_sent_over_plain_http(publish_here, hub, hub_at):
     assert ended.code == 2 and "HF_ENDPOINT: a token is sent by https only" in ended.err, ended
 
 
-# --- Repositories that exist ------------------------------------------------------------------------------------------
+# --- Repositories that exist
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -357,17 +406,24 @@ def test_a_repository_of_somebody_elses_is_only_added_to_on_request(publish_here
     repo = hub.add(REPO)
     before = hub.commit(REPO, {"README.md": b"mine", "notes.txt": b"mine too"})
     ended = publish_here()
-    assert ended.code == 2 and "must be empty or hold this checkpoint; got another README.md, notes.txt" in ended.err
+    assert (
+        ended.code == 2
+        and "must be empty or hold this checkpoint; got another README.md, notes.txt" in ended.err
+    )
     assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)
     ended = publish_here("--update", "--json")
     told = json.loads(ended.out)
-    assert ended.code == 0 and told["other_files"] == ["notes.txt"] and told["private"] is True, ended
+    assert ended.code == 0 and told["other_files"] == ["notes.txt"] and told["private"] is True, (
+        ended
+    )
     assert hub.read(REPO, "README.md") == card.verified_files(folder, repository=REPO)["README.md"]
     assert f"vllm serve {REPO} " in hub.read(REPO, "README.md").decode()
     assert hub.read(REPO, "notes.txt") == b"mine too"
     assert repo.at(before)["README.md"].size == 4, "the history keeps what was replaced"
     again = json.loads(publish_here("--update", "--json").out)
-    assert again["commit"] == told["commit"] and again["uploaded_bytes"] == 0, "nothing is sent twice"
+    assert again["commit"] == told["commit"] and again["uploaded_bytes"] == 0, (
+        "nothing is sent twice"
+    )
     assert set(again["kept_files"]) == {file["name"] for file in again["files"]}
 
 
@@ -375,13 +431,16 @@ def test_a_repository_of_somebody_elses_is_only_added_to_on_request(publish_here
 def test_a_repository_that_is_public_already_asks(publish_here, hub):
     hub.add(REPO, private=False)
     ended = publish_here()
-    assert ended.code == 2 and "going public must be confirmed; got no terminal to ask on" in ended.err, ended
+    assert (
+        ended.code == 2 and "going public must be confirmed; got no terminal to ask on" in ended.err
+    ), ended
     assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)
     ended = publish_here("--yes", "--json")
     assert ended.code == 0 and json.loads(ended.out)["private"] is False, ended
 
 
-# --- What does not arrive as it was sent ------------------------------------------------------------------------------
+# --- What does not arrive as it was sent
+# ------------------------------------------------------------------------------
 
 
 def test_weights_of_another_checkpoint_are_not_added_to(publish_here, hub):
@@ -401,7 +460,10 @@ def test_hidden_files_of_the_card_are_sent_and_no_other(hub, hub_at, folder, mon
     parcel = prepare(folder)
     name, scores = ".eval_results/gsm8k.yaml", b"- value: 1"
     sha256 = hashlib.sha256(scores).hexdigest()
-    files = {**parcel.files, name: LocalFile(path=folder / name, num_bytes=10, sha256=sha256, content=scores)}
+    files = {
+        **parcel.files,
+        name: LocalFile(path=folder / name, num_bytes=10, sha256=sha256, content=scores),
+    }
     (folder / "left-behind.txt").write_text("not of the report")
     publishing.publish(replace(parcel, files=files), Client(TOKEN, watch=print), REPO)
     assert set(hub.repos[REPO].at("main")) == {".gitattributes", *files}
@@ -413,10 +475,19 @@ def test_what_everybody_reads_gets_only_what_was_checked(publish_here, hub, fold
     repo = hub.add(REPO, private=False)
     hub.spoil(SHARD)
     ended = publish_here("--yes")
-    assert ended.code == 1 and f"{SHARD} is of another SHA-256" in ended.err and "It is public, as it was." in ended.err
+    assert (
+        ended.code == 1
+        and f"{SHARD} is of another SHA-256" in ended.err
+        and "It is public, as it was." in ended.err
+    )
     assert repo.head == FIRST_COMMIT and len(repo.branches) == 2
     hub.spoil("")
-    hub.faults = [Fault("POST .*/commit/main", before=lambda: hub.commit(REPO, {"strange.txt": b"by somebody else"}))]
+    hub.faults = [
+        Fault(
+            "POST .*/commit/main",
+            before=lambda: hub.commit(REPO, {"strange.txt": b"by somebody else"}),
+        )
+    ]
     ended = publish_here("--yes", "--update")
     assert ended.code == 2 and "nobody else may write to it meanwhile; got 412" in ended.err, ended
     assert set(repo.at("main")) == {".gitattributes", "strange.txt"}
@@ -429,22 +500,29 @@ def test_what_everybody_reads_gets_only_what_was_checked(publish_here, hub, fold
 
 @pytest.mark.full
 def test_xet_sends_the_same_bytes(hub, folder):
-    """hf_xet's own client, which stores chunks in a folder: no large file goes through the Hub's LFS."""
+    """hf_xet's own client, which stores chunks in a folder: no large file goes through the Hub's
+    LFS.
+    """
     hub.sent_by_xet = {file_sha256(path): path for path in folder.glob("*.safetensors")}
     hub.sent_by_xet |= {file_sha256(path): path for path in card.card_folder(folder).glob("*.png")}
     ended = publish(hub, folder, "--json", "--public", "--yes", HF_HUB_DISABLE_XET="0")
     assert ended.code == 0 and json.loads(ended.out)["private"] is False, ended
-    assert any("/xet-write-token/" in line for line in hub.requests) and not put(hub, folder / SHARD)
+    assert any("/xet-write-token/" in line for line in hub.requests) and not put(
+        hub, folder / SHARD
+    )
     stored = sum(path.stat().st_size for path in (hub.folder / "xet").rglob("*") if path.is_file())
     assert stored > (folder / SHARD).stat().st_size
     whole(hub, folder)
 
 
-# --- Faults of the network --------------------------------------------------------------------------------------------
+# --- Faults of the network
+# --------------------------------------------------------------------------------------------
 
 
 def test_faults_that_pass_lose_nothing(hub, folder):
-    """429 with Retry-After, 5xx before, during and after the upload, and a shard cut in the middle, twice."""
+    """429 with Retry-After, 5xx before, during and after the upload, and a shard cut in the middle,
+    twice.
+    """
     hub.part_bytes = 1 << 18
     hub.faults = [
         Fault("GET /api/whoami-v2", status=500),
@@ -459,14 +537,23 @@ def test_faults_that_pass_lose_nothing(hub, folder):
     assert not any(fault.times for fault in hub.faults), "every fault has happened"
     assert "429: sent with Bearer <token>; trying again in 1 s" in ended.err
     told = json.loads(ended.out)
-    assert told["url"] == f"{hub.endpoint}/{REPO}" and told["private"] is True and told["verified"] is True
+    assert (
+        told["url"] == f"{hub.endpoint}/{REPO}"
+        and told["private"] is True
+        and told["verified"] is True
+    )
     assert told["commit"] == hub.repos[REPO].head
-    assert told["uploaded_bytes"] == sum(file["bytes"] for file in told["files"]) and told["kept_files"] == []
+    assert (
+        told["uploaded_bytes"] == sum(file["bytes"] for file in told["files"])
+        and told["kept_files"] == []
+    )
     whole(hub, folder)
 
 
 def test_a_run_that_is_killed_continues(hub, folder):
-    """kill -9 while one shard is under way: the others have arrived, and only that one is sent again."""
+    """kill -9 while one shard is under way: the others have arrived, and only that one is sent
+    again.
+    """
     held, shard = threading.Event(), folder / SHARD
     hub.faults = [Fault(f"PUT /lfs/{file_sha256(shard)}", after=200_000, hold=held)]
     process = subprocess.Popen(
@@ -477,17 +564,26 @@ def test_a_run_that_is_killed_continues(hub, folder):
         stderr=subprocess.DEVNULL,
     )
     others = [path for path in folder.glob("*.safetensors") if path != shard]
-    until(lambda: put(hub, shard) >= 200_000 and all((hub.folder / file_sha256(path)).exists() for path in others))
+    until(
+        lambda: (
+            put(hub, shard) >= 200_000
+            and all((hub.folder / file_sha256(path)).exists() for path in others)
+        )
+    )
     process.send_signal(signal.SIGKILL)
     process.wait()
     held.set()
     assert len(hub.repos[REPO].commits) == 1
     kinds = ("", ".report", ".card")
-    assert {path.name for path in folder.parent.glob("tiny*")} == {f"{folder.name}{kind}" for kind in kinds}
+    assert {path.name for path in folder.parent.glob("tiny*")} == {
+        f"{folder.name}{kind}" for kind in kinds
+    }
     before = put(hub, shard)
     ended = publish(hub, folder)
     assert ended.code == 0, ended.err
-    assert [put(hub, path) for path in others] == [path.stat().st_size for path in others], "sent once"
+    assert [put(hub, path) for path in others] == [path.stat().st_size for path in others], (
+        "sent once"
+    )
     assert put(hub, shard) - before == shard.stat().st_size
     whole(hub, folder)
 
@@ -499,7 +595,8 @@ def until(happens: Callable[[], bool], *, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-# --- Going public, and looking only -----------------------------------------------------------------------------------
+# --- Going public, and looking only
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.few(1)
@@ -519,12 +616,18 @@ def test_going_public_is_asked_before_and_done_after(hub, folder, answer):
     os.close(ours), os.close(theirs)
     assert f"{REPO} would be public. Go on? [y/N]" in said and TOKEN not in said
     if answer == "n":
-        assert process.returncode == 2 and "going public must be confirmed" in said and not hub.repos
+        assert (
+            process.returncode == 2 and "going public must be confirmed" in said and not hub.repos
+        )
         return
     assert process.returncode == 0, said
     assert not hub.repos[REPO].private
-    settings = next(number for number, line in enumerate(hub.requests) if line.endswith("/settings"))
-    assert any("/tree/" in line for line in hub.requests[:settings]) and hub.requests[settings].startswith("PUT")
+    settings = next(
+        number for number, line in enumerate(hub.requests) if line.endswith("/settings")
+    )
+    assert any("/tree/" in line for line in hub.requests[:settings]) and hub.requests[
+        settings
+    ].startswith("PUT")
     assert not any("/lfs/" in line for line in hub.requests[settings:])
 
 
@@ -533,14 +636,32 @@ def test_a_dry_run_shows_the_list_and_sends_nothing(publish_here, hub, folder):
     told = json.loads(ended.out)
     assert ended.code == 0 and told["there"] == "nothing was asked: no token" and hub.requests == []
     names = {file["name"] for file in told["files"]}
-    assert {"config.json", SHARD, "keepmtp.json", "README.md", "report.json", "acceptance.png"} <= names
+    assert {
+        "config.json",
+        SHARD,
+        "keepmtp.json",
+        "README.md",
+        "report.json",
+        "acceptance.png",
+    } <= names
     assert all(file["sha256"] and file["bytes"] for file in told["files"])
     hub.add(REPO)
-    hub.commit(REPO, {"config.json": (folder / "config.json").read_bytes(), "README.md": b"old", "notes": b"mine"})
+    hub.commit(
+        REPO,
+        {
+            "config.json": (folder / "config.json").read_bytes(),
+            "README.md": b"old",
+            "notes": b"mine",
+        },
+    )
     seen = json.loads(publish_here("--dry-run", "--json").out)
     states = {file["name"]: file["on_the_hub"] for file in seen["files"]}
     assert (states["config.json"], states["README.md"], states[SHARD]) == ("same", "differs", "new")
     assert seen["other_files"] == ["notes"]
     table = publish_here("--dry-run").out
-    assert SHARD in table and "differs" in table and "There and not of this checkpoint: notes." in table
+    assert (
+        SHARD in table
+        and "differs" in table
+        and "There and not of this checkpoint: notes." in table
+    )
     assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)

@@ -1,4 +1,6 @@
-"""The exact limits against the distribution that they are of, and how often those of a ratio are wrong, counted out."""
+"""The exact limits against the distribution that they are of, and how often those of a ratio are
+wrong, counted out.
+"""
 
 from functools import cache
 from math import exp, lgamma, log, log1p
@@ -16,29 +18,43 @@ from scipy.stats import binom
     [(0, 1), (1, 1), (3, 10), (154, 154), (0, 99), (31_731, 40_000), (999_999, 1_000_000)],
 )
 def test_the_limits_are_those_of_the_binomial_distribution(successes, trials, confidence):
-    """With the lower limit as its share, so many or more are as seldom as it says; likewise with the upper one."""
+    """With the lower limit as its share, so many or more are as seldom as it says; likewise with
+    the upper one.
+    """
     lower, upper = limits(successes, trials, confidence)
-    assert binom.sf(successes - 1, trials, lower) == pytest.approx(1 - confidence if successes else 1.0, rel=1e-6)
-    assert binom.cdf(successes, trials, upper) == pytest.approx(1 - confidence if successes < trials else 1.0, rel=1e-6)
+    assert binom.sf(successes - 1, trials, lower) == pytest.approx(
+        1 - confidence if successes else 1.0, rel=1e-6
+    )
+    assert binom.cdf(successes, trials, upper) == pytest.approx(
+        1 - confidence if successes < trials else 1.0, rel=1e-6
+    )
 
 
 def test_without_scipy_one_sentence_says_so(monkeypatch):
     binomial._special.cache_clear()
     monkeypatch.setattr(binomial, "find_spec", lambda _: None)
-    with pytest.raises(RecipeError, match=r"measured share: need scipy; got no scipy\. Run .*keepmtp\[report\]"):
+    with pytest.raises(
+        RecipeError, match=r"measured share: need scipy; got no scipy\. Run .*keepmtp\[report\]"
+    ):
         limits(3, 10, 0.95)
 
 
 def test_counts_may_be_fractions():
     low, high = limits(9.75, 10, 0.95)
-    assert limits(9, 10, 0.95)[0] < low < limits(10, 10, 0.95)[0] and limits(9, 10, 0.95)[1] < high < 1
+    assert (
+        limits(9, 10, 0.95)[0] < low < limits(10, 10, 0.95)[0] and limits(9, 10, 0.95)[1] < high < 1
+    )
 
 
 def test_all_of_n_is_a_power():
     for num in (1, 99, 154, 100_000):
         assert limits(num, num, 0.95)[0] == pytest.approx(0.05 ** (1 / num), rel=1e-12)
-        assert ratio_limits(num, num, num, num, 0.95)[0] == pytest.approx(0.05 ** (1 / num), rel=1e-12)
-        assert difference_limits(0, 0, num, 0.95)[0] == pytest.approx(0.05 ** (1 / num) - 1, rel=1e-9)
+        assert ratio_limits(num, num, num, num, 0.95)[0] == pytest.approx(
+            0.05 ** (1 / num), rel=1e-12
+        )
+        assert difference_limits(0, 0, num, 0.95)[0] == pytest.approx(
+            0.05 ** (1 / num) - 1, rel=1e-9
+        )
 
 
 def test_extremes_have_limits():
@@ -49,7 +65,9 @@ def test_extremes_have_limits():
 @pytest.mark.parametrize(("num", "of_num"), [(50, 50), (150, 150), (100, 200)])
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.98, 0.995])
 def test_a_ratio_at_the_limit_is_told_wrongly_as_often_as_it_says(num, of_num, share, monkeypatch):
-    """Both ends, over all outcomes weighted by their probability: 97 % of the source's share is kept."""
+    """Both ends, over all outcomes weighted by their probability: 97 % of the source's share is
+    kept.
+    """
     monkeypatch.setattr(binomial, "limits", cache(binomial.limits))
     passed, failed = 0.0, 0.0
     for one, chance in outcomes(num, 0.97 * share):

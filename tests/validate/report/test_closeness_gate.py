@@ -27,7 +27,9 @@ def reason_of(gates: Gates, fact: ClosenessFact) -> ReasonFact:
 def test_students_quantile_is_scipys():
     for freedom in (1, 2, 5, 39, 500):
         for confidence in (0.6, 0.9, 0.95, 0.999):
-            assert student(confidence, freedom) == pytest.approx(stats.t.ppf(confidence, freedom), rel=1e-9)
+            assert student(confidence, freedom) == pytest.approx(
+                stats.t.ppf(confidence, freedom), rel=1e-9
+            )
 
 
 def test_the_error_is_over_windows(fact, tmp_path):
@@ -35,8 +37,13 @@ def test_the_error_is_over_windows(fact, tmp_path):
     means = [0.01 * (0.8 + 0.1 * (number % 5)) for number in range(40)]
     assert fact.stderr == pytest.approx(np.std(means, ddof=1) / np.sqrt(40))
     assert fact.divergence == pytest.approx(np.mean(means))
-    same = [closenesses.window(number, [0.0] * 100, range(100) if number % 2 else ()) for number in range(40)]
-    assert closenesses.fact_of(closenesses.compared(tmp_path, same)).effective_tokens == pytest.approx(39)
+    same = [
+        closenesses.window(number, [0.0] * 100, range(100) if number % 2 else ())
+        for number in range(40)
+    ]
+    assert closenesses.fact_of(
+        closenesses.compared(tmp_path, same)
+    ).effective_tokens == pytest.approx(39)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +51,32 @@ def test_the_error_is_over_windows(fact, tmp_path):
     [
         ({"max_divergence": 0.02}, "pass", "0.01 nats a token from the source, at most 0.01"),
         ({"max_divergence": 0.005}, "regression", "at least 0.00"),
-        ({"max_divergence": 0.0101}, "infeasible", "Too few to tell: at these figures it would pass with about "),
-        ({"max_flips": 0.03}, "pass", "The first choice is another at 1.98 % of the tokens, at most 2."),
+        (
+            {"max_divergence": 0.0101},
+            "infeasible",
+            "Too few to tell: at these figures it would pass with about ",
+        ),
+        (
+            {"max_flips": 0.03},
+            "pass",
+            "The first choice is another at 1.98 % of the tokens, at most 2.",
+        ),
         ({"max_flips": 0.01}, "regression", "at least 1."),
-        ({"max_flips": 0.0199}, "infeasible", "Too few to tell: at these figures it would pass with about "),
-        ({"max_flips": 0.03, "max_divergence": 0.005}, "regression", "may be lost. The first choice is another"),
-        ({"max_flips": 0.01, "max_divergence": 0.02}, "regression", "compared as one. The first choice is another"),
+        (
+            {"max_flips": 0.0199},
+            "infeasible",
+            "Too few to tell: at these figures it would pass with about ",
+        ),
+        (
+            {"max_flips": 0.03, "max_divergence": 0.005},
+            "regression",
+            "may be lost. The first choice is another",
+        ),
+        (
+            {"max_flips": 0.01, "max_divergence": 0.02},
+            "regression",
+            "compared as one. The first choice is another",
+        ),
     ],
 )
 def test_a_limit_is_judged_by_a_bound(limits, verdict, says, fact):
@@ -62,7 +89,9 @@ def test_a_limit_is_judged_by_a_bound(limits, verdict, says, fact):
 
 def test_the_gate_is_there_only_where_the_recipe_asks(fact):
     nothing = {"check": None, "serve": None, "evaluation": None}
-    assert "closeness" not in [each.gate for each in judge(gates=Gates(), closeness=fact, **nothing).reasons]
+    assert "closeness" not in [
+        each.gate for each in judge(gates=Gates(), closeness=fact, **nothing).reasons
+    ]
     judged = judge(gates=Gates(max_flips=0.01), **nothing)
     reason = next(each for each in judged.reasons if each.gate == "closeness")
     assert reason.verdict == "infeasible" and "keepmtp closeness CHECKPOINT" in reason.says
@@ -81,11 +110,15 @@ def test_a_lower_bound_and_a_copy_are_said(tmp_path):
     assert "It is a lower bound: 1.00 % of the source's probability" in reason.says
     assert reason.says.endswith("packed kernels and quantized activations were not tried.")
     whole = closenesses.compared(tmp_path, closenesses.spread(), top=closenesses.VOCABULARY)
-    assert "lower bound" not in reason_of(Gates(max_divergence=0.02), closenesses.fact_of(whole)).says
+    assert (
+        "lower bound" not in reason_of(Gates(max_divergence=0.02), closenesses.fact_of(whole)).says
+    )
 
 
 def test_the_sentence_of_the_card(fact):
-    assert sentence(fact).startswith("at least 0.01 ± 0.00023 nats a token from the source on 4,000 tokens of held-out")
+    assert sentence(fact).startswith(
+        "at least 0.01 ± 0.00023 nats a token from the source on 4,000 tokens of held-out"
+    )
     assert "the most likely token differs at 1.98 % (1." in sentence(fact)
     assert dict(figures(fact))["predicted tokens compared"] == "the likeliest 512 of 151,936"
     assert any("so the divergence is a lower bound" in note for note in notes(fact))

@@ -1,4 +1,6 @@
-"""Closeness on the page and in its chart: every figure is the report's, and calibration's is said to be another."""
+"""Closeness on the page and in its chart: every figure is the report's, and calibration's is said
+to be another.
+"""
 
 import re
 
@@ -45,7 +47,10 @@ def test_the_page_has_the_figures_and_says_whose_they_are(fact):
     ):
         assert wanted in text, (wanted, text)
     whole = " ".join(page.split())
-    assert "at most 0.02 nats a token from the source" in whole and "At most 3 % of its tokens" in whole
+    assert (
+        "at most 0.02 nats a token from the source" in whole
+        and "At most 3 % of its tokens" in whole
+    )
 
 
 def test_a_report_without_it_has_no_such_section():

@@ -1,4 +1,6 @@
-"""The paired difference against published figures, and how often its bounds are right, counted out exactly."""
+"""The paired difference against published figures, and how often its bounds are right, counted out
+exactly.
+"""
 
 from functools import cache
 from math import exp, lgamma, log
@@ -8,11 +10,23 @@ from keepmtp.validate.facts import binomial
 from keepmtp.validate.facts.paired import one_sided, paired
 
 
-def fact(both: int, only_source: int, only_checkpoint: int, neither: int, *, confidence: float = 0.95):
+def fact(
+    both: int, only_source: int, only_checkpoint: int, neither: int, *, confidence: float = 0.95
+):
     """The `PairedFact` of a two by two table."""
-    cells = ((True, True, both), (True, False, only_source), (False, True, only_checkpoint), (False, False, neither))
+    cells = (
+        (True, True, both),
+        (True, False, only_source),
+        (False, True, only_checkpoint),
+        (False, False, neither),
+    )
     pairs = [(before, after) for before, after, count in cells for _ in range(count)]
-    return paired("strict-match", [pair[0] for pair in pairs], [pair[1] for pair in pairs], confidence=confidence)
+    return paired(
+        "strict-match",
+        [pair[0] for pair in pairs],
+        [pair[1] for pair in pairs],
+        confidence=confidence,
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,7 +40,9 @@ def fact(both: int, only_source: int, only_checkpoint: int, neither: int, *, con
 )
 def test_published_figures(cells, difference, low, high):
     found = fact(*cells)
-    assert (found.difference, found.low, found.high) == pytest.approx((difference, low, high), abs=5e-5)
+    assert (found.difference, found.low, found.high) == pytest.approx(
+        (difference, low, high), abs=5e-5
+    )
     assert (found.both, found.only_source, found.only_checkpoint, found.neither) == cells
     assert fact(*cells, confidence=0.9).low > found.low
 
@@ -53,14 +69,17 @@ def test_answers_to_other_questions_are_refused(source, checkpoint):
         paired("strict-match", source, checkpoint)
 
 
-# Shares of questions that only the source, and only the checkpoint, answers right: few, as after quantization.
+# Shares of questions that only the source, and only the checkpoint, answers right: few, as after
+# quantization.
 SHARES = [(0.01, 0.01), (0.02, 0.01), (0.03, 0.01), (0.03, 0.03), (0.05, 0.03), (0.08, 0.05)]
 
 
 @pytest.mark.parametrize("num", [100, 300])
 @pytest.mark.parametrize("shares", SHARES)
 def test_the_interval_holds_the_truth_as_often_as_it_says(num, shares):
-    """Over all tables of `num` questions, weighted by their probability; the plain interval is short where few part."""
+    """Over all tables of `num` questions, weighted by their probability; the plain interval is
+    short where few part.
+    """
     truth = shares[1] - shares[0]
     held, plain = 0.0, 0.0
     for lost, gained, chance in tables(num, *shares):
@@ -78,7 +97,9 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(num, shares):
 @pytest.mark.parametrize("num", [200, 500, 1319])
 @pytest.mark.parametrize("gained", [0.0, 0.005, 0.02])
 def test_how_often_a_loss_at_the_limit_goes_through(num, gained, monkeypatch):
-    """A gate at 95 % lets through 5 % at most, also where every question on which they part is a loss."""
+    """A gate at 95 % lets through 5 % at most, also where every question on which they part is a
+    loss.
+    """
     monkeypatch.setattr(binomial, "limits", cache(binomial.limits))
     passed, failed = 0.0, 0.0
     for lost, won, chance in tables(num, 0.02 + gained, gained):

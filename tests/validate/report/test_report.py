@@ -1,4 +1,6 @@
-"""report.json says what was found, once and for all; the page shows it, whole, to anybody, and to nobody else."""
+"""report.json says what was found, once and for all; the page shows it, whole, to anybody, and to
+nobody else.
+"""
 
 import hashlib
 import io
@@ -37,7 +39,10 @@ from rich.console import Console
 
 ROOT = Path(__file__).parents[3]
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
-SCRIPT = '<script>document.title="hit"</script><img src=x onerror=\'document.title="hit"\'>$x^2$ & "quoted"'
+SCRIPT = (
+    '<script>document.title="hit"</script><img src=x onerror=\'document.title="hit"\'>$x^2$ & '
+    '"quoted"'
+)
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 PAGES = {
     "whole": reports.whole,
@@ -66,7 +71,8 @@ def probed(html: str, folder: Path, *, extra: str = "") -> Path:
     return path
 
 
-# --- report.json ------------------------------------------------------------------------------------------------------
+# --- report.json
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.few(3)
@@ -81,7 +87,9 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(name, pages, tmp_pa
 
 
 def test_version_6_is_what_it_was():
-    """Other fields are another version: change `schema`, what reads it, and this digest, in one change."""
+    """Other fields are another version: change `schema`, what reads it, and this digest, in one
+    change.
+    """
     schema = FullReport.model_json_schema(mode="serialization")
     shape = sorted(fields(schema, schema["$defs"]))
     digest = hashlib.sha256("\n".join(shape).encode()).hexdigest()
@@ -96,8 +104,14 @@ def fields(part: object, defs: dict, path: str = "") -> set[str]:
         return set()
     if "$ref" in part:
         return fields(defs[part["$ref"].rpartition("/")[2]], defs, path)
-    named = {name: fields(inner, defs, f"{path}.{name}") for name, inner in part.get("properties", {}).items()}
-    deeper = (fields(part.get(key), defs, path) for key in ("anyOf", "items", "prefixItems", "additionalProperties"))
+    named = {
+        name: fields(inner, defs, f"{path}.{name}")
+        for name, inner in part.get("properties", {}).items()
+    }
+    deeper = (
+        fields(part.get(key), defs, path)
+        for key in ("anyOf", "items", "prefixItems", "additionalProperties")
+    )
     return {f"{path}.{name}" for name in named}.union(*named.values(), *deeper)
 
 
@@ -121,11 +135,16 @@ def test_every_rule_of_the_dry_load_is_told_as_one():
     named = set(re.findall(r"_objection\((?!\s*rule:)\s*([\w\"-]+),", text))
     values = {getattr(verdict_findings, name, name.strip('"')) for name in named}
     assert values == {"dry-load", "vllm-defect", "no-kernel", "kv-cache", "kv-scales"}
-    assert re.findall(r"(?<!_)\bobjection\(\s*origin=(\S*),", text) == ['"dry"'], "one place makes them all"
-    assert {fact.origin for fact in reports.broken().findings if fact.severity == "error"} == {"dry"}
+    assert re.findall(r"(?<!_)\bobjection\(\s*origin=(\S*),", text) == ['"dry"'], (
+        "one place makes them all"
+    )
+    assert {fact.origin for fact in reports.broken().findings if fact.severity == "error"} == {
+        "dry"
+    }
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
+# --- the verdict
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,11 +153,20 @@ def test_every_rule_of_the_dry_load_is_told_as_one():
         (
             "whole",
             "Loads and drafts",
-            ["on sm90 (H100, H200), sm100 (B200) and sm120 (", "BF16 copy", "78.17 %", "(source: 79.33 %)"],
+            [
+                "on sm90 (H100, H200), sm100 (B200) and sm120 (",
+                "BF16 copy",
+                "78.17 %",
+                "(source: 79.33 %)",
+            ],
         ),
         ("native", "Loads and drafts", ["served natively with k=3", "accepts 78.17 %"]),
         ("dead", "Not ready", ["acceptance", "0.10 %", "at least 90 % must be kept"]),
-        ("broken", "Not ready", ["On sm100 (B200) at TP 1 and 4", "KeyError: 'model.layers.3.eh_proj.weight_scale'"]),
+        (
+            "broken",
+            "Not ready",
+            ["On sm100 (B200) at TP 1 and 4", "KeyError: 'model.layers.3.eh_proj.weight_scale'"],
+        ),
         ("bare", "No fault found", ["neither dry-loaded nor served"]),
     ],
 )
@@ -156,16 +184,29 @@ def test_the_headline_is_what_the_gate_judged():
     served = served.model_copy(update=few)
     asked = evaluations.evaluation(checkpoint={"as_served": evaluations.COPY})
     for evaluation, words in (
-        (asked, "served as a BF16 copy of the same weights with k=3, it accepts 79.33 % of 120,000 drafted tokens"),
-        (evaluations.evaluation(has_source=False), "served natively with k=1, it accepts 92.00 % of 1,000 drafted"),
+        (
+            asked,
+            (
+                "served as a BF16 copy of the same weights with k=3, it accepts 79.33 % of 120,000 "
+                "drafted tokens"
+            ),
+        ),
+        (
+            evaluations.evaluation(has_source=False),
+            "served natively with k=1, it accepts 92.00 % of 1,000 drafted",
+        ),
     ):
         says = evaluations.judged(evaluation, serve=served).verdict.says
         assert words in says and says.count("drafted tokens") == 1, says
 
 
 def test_a_fault_in_silence_is_no_load():
-    """A draft whose BF16 weights are cast into FP8: vLLM raised nothing, and the report must not say that it loads."""
-    full = reports.loaded(reports.account("sm90", 1, casts=(reports.CAST,)), reports.account("sm120", 1))
+    """A draft whose BF16 weights are cast into FP8: vLLM raised nothing, and the report must not
+    say that it loads.
+    """
+    full = reports.loaded(
+        reports.account("sm90", 1, casts=(reports.CAST,)), reports.account("sm120", 1)
+    )
     assert [load.ok for load in full.dry] == [False, True]
     assert not full.verdict.ok and "down_proj" in full.verdict.says
     assert reports.loaded(reports.account("sm90", 1)).verdict.label == "Loads"
@@ -182,10 +223,14 @@ def test_places():
         return DryLoad(gpu=gpu, tp=tp, k=1, ok=True, target=side, draft=side)
 
     assert places([load("sm90", 1), load("sm90", 1)]) == "sm90 at TP 1"
-    assert places([load("sm90", 1), load("sm120", 4), load("sm100", 1)]) == "sm90 and sm100 at TP 1 and sm120 at TP 4"
+    assert (
+        places([load("sm90", 1), load("sm120", 4), load("sm100", 1)])
+        == "sm90 and sm100 at TP 1 and sm120 at TP 4"
+    )
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------------
+# --- sizes
+# --------------------------------------------------------------------------------------------------
 
 
 def test_sizes_are_those_of_the_files():
@@ -194,9 +239,15 @@ def test_sizes_are_those_of_the_files():
     for file in reports.MODEL.glob("*.safetensors"):
         raw = file.read_bytes()
         header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-        spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+        spans = {
+            name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"
+        }
         held += sum(end - start for start, end in spans.values())
-        mtp += sum(end - start for name, (start, end) in spans.items() if name.startswith("model.layers.3."))
+        mtp += sum(
+            end - start
+            for name, (start, end) in spans.items()
+            if name.startswith("model.layers.3.")
+        )
     assert sum(row.num_bytes for row in rows) == held
     assert sum(row.num_bytes for row in rows if row.part == "mtp") == mtp > 0
     assert {row.num_bytes_before for row in rows} == {None}
@@ -214,11 +265,14 @@ def test_a_group_that_is_gone_is_still_a_row(tmp_path):
     assert odd.num_tensors == 1 and odd.num_bytes_before == 0
 
 
-# --- calibration ------------------------------------------------------------------------------------------------------
+# --- calibration
+# --------------------------------------------------------------------------------------------------
 
 
 def recorded(folder: Path, record: object) -> tuple[object, str]:
-    """What is read of a checkpoint whose keepmtp.json is `record`: text as it is, anything else as JSON."""
+    """What is read of a checkpoint whose keepmtp.json is `record`: text as it is, anything else as
+    JSON.
+    """
     if not (folder / "config.json").is_file():
         write_checkpoint(folder, *source_layout("glm-4.7", size="tiny"))
     (folder / "keepmtp.json").write_text(record if isinstance(record, str) else json.dumps(record))
@@ -226,7 +280,9 @@ def recorded(folder: Path, record: object) -> tuple[object, str]:
 
 
 def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
-    """And the figures of the page are those of the account, as `keepmtp quantize` has them on the terminal."""
+    """And the figures of the page are those of the account, as `keepmtp quantize` has them on the
+    terminal.
+    """
     record = measured.recorded(summary=reports.summary(), calibration=reports.SETTINGS)
     found, why = recorded(tmp_path / "glm", record)
     assert found == reports.calibrated().calibration and not why
@@ -235,13 +291,27 @@ def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
     assert read_json(page.with_name("report.json")).calibration == found
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(calibration_tables.found(found))
-    for words in ("97.80 %", "94.20 %", "3.292", "model.layers.2.mlp.experts.3.up_proj", "K must be a multiple of 128"):
+    for words in (
+        "97.80 %",
+        "94.20 %",
+        "3.292",
+        "model.layers.2.mlp.experts.3.up_proj",
+        "K must be a multiple of 128",
+    ):
         text = re.sub(r"<[^>]*>", "", page.read_text())
         assert words in text
     told = console.export_text()
-    for words in ("97.8%", "94.2%", "3.292", "model.layers.2.mlp.experts.3.up_proj", "K must be a multiple of 128"):
+    for words in (
+        "97.8%",
+        "94.2%",
+        "3.292",
+        "model.layers.2.mlp.experts.3.up_proj",
+        "K must be a multiple of 128",
+    ):
         assert words in told, words
-    assert [line.split()[0] for line in told.splitlines() if line.rstrip().endswith("chosen")] == ["attention:"]
+    assert [line.split()[0] for line in told.splitlines() if line.rstrip().endswith("chosen")] == [
+        "attention:"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -273,26 +343,48 @@ def test_a_record_that_says_nothing_is_no_error(record, why, tmp_path):
         (lambda told: told["rows"][0].update(perplexity=float("inf")), "rows.0.perplexity"),
         (lambda told: told["candidates"][0].update(bytes=10**400), "candidates.0.bytes"),
         (lambda told: told["candidates"].extend(told["candidates"] * 20), "candidates"),
-        (lambda told: told["rows"][1]["acceptance"]["by_position"].update({"3": [1.0]}), "rows.1.acceptance"),
-        (lambda told: told["rows"][1]["acceptance"]["by_position"].update({"3": [0.1, 0.1, 1.1]}), "by_position.3.2"),
-        (lambda told: told["rows"][1]["acceptance"]["mean_accepted_length"].pop("2"), "rows.1.acceptance"),
+        (
+            lambda told: told["rows"][1]["acceptance"]["by_position"].update({"3": [1.0]}),
+            "rows.1.acceptance",
+        ),
+        (
+            lambda told: told["rows"][1]["acceptance"]["by_position"].update(
+                {"3": [0.1, 0.1, 1.1]}
+            ),
+            "by_position.3.2",
+        ),
+        (
+            lambda told: told["rows"][1]["acceptance"]["mean_accepted_length"].pop("2"),
+            "rows.1.acceptance",
+        ),
         (lambda told: told.update(colour="red"), "colour"),
     ],
 )
 def test_figures_that_nobody_measured_are_not_shown(change, where, tmp_path):
     told = reports.summary()
     change(told)
-    found, why = recorded(tmp_path / "odd", measured.recorded(summary=told, calibration=reports.SETTINGS))
+    found, why = recorded(
+        tmp_path / "odd", measured.recorded(summary=told, calibration=reports.SETTINGS)
+    )
     assert found is None and where in why
 
 
 def test_a_checkpoint_without_a_record():
-    assert calibration_of(open_source(reports.MODEL)) == (None, "Not known: the checkpoint has no keepmtp.json.")
+    assert calibration_of(open_source(reports.MODEL)) == (
+        None,
+        "Not known: the checkpoint has no keepmtp.json.",
+    )
 
 
 def test_a_block_that_could_not_be_run_has_no_acceptance_and_says_why():
     rows = [row | {"acceptance": None} for row in reports.summary()["rows"][:2]]
-    changed = {"rows": rows, "candidates": [], "min_acceptance": None, "mtp": "bf16", "unmeasured": "no class for it."}
+    changed = {
+        "rows": rows,
+        "candidates": [],
+        "min_acceptance": None,
+        "mtp": "bf16",
+        "unmeasured": "no class for it.",
+    }
     html = render(reports.calibrated(**changed))
     assert "no class for it." in html and html.count(">not measured<") == 2 and "<svg" not in html
     console = Console(width=120, record=True, file=io.StringIO())
@@ -300,7 +392,8 @@ def test_a_block_that_could_not_be_run_has_no_acceptance_and_says_why():
     assert "no acceptance: no class for it." in console.export_text()
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- the page
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.few(3)
@@ -324,7 +417,9 @@ def test_a_block_that_could_not_be_run_has_no_acceptance_and_says_why():
     ],
 )
 def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
-    """Nothing fetched, nothing sticking out, every table and chart there, and text that can be read."""
+    """Nothing fetched, nothing sticking out, every table and chart there, and text that can be
+    read.
+    """
     full = pages[name]
     seen = look(probed(render(full), tmp_path), width=width, is_dark=is_dark, scratch=tmp_path)
     probe = seen.probe
@@ -375,7 +470,9 @@ def test_the_browser_test_bites(pages, tmp_path):
 
 @pytest.mark.parametrize("name", ["hostile", "strange"])
 def test_a_strangers_words_stay_words(name, pages):
-    """Without a browser: nothing that a checkpoint may choose opens an element, in text, attributes or charts."""
+    """Without a browser: nothing that a checkpoint may choose opens an element, in text, attributes
+    or charts.
+    """
     html = render(pages[name])
     assert "<script" not in html and "<img" not in html
     assert html.count("&lt;script&gt;") > 20
@@ -403,7 +500,9 @@ def test_an_evaluation_is_told_in_figures_and_in_the_words_of_its_charts(pages):
 
 
 def test_an_evaluation_without_a_source_or_drafts_claims_no_difference():
-    alone = evaluations.evaluation(has_source=False, checkpoint={"drafts": 0, "as_served": evaluations.COPY})
+    alone = evaluations.evaluation(
+        has_source=False, checkpoint={"drafts": 0, "as_served": evaluations.COPY}
+    )
     html = render(evaluations.judged(alone))
     assert (
         "so there is no difference to show" in html
@@ -418,11 +517,15 @@ def test_a_red_gate_is_red_on_the_page(pages):
     """With the twin: the same page of a good checkpoint has no red pill."""
     lost = evaluations.judged(evaluations.evaluation(evaluations.Answers(only_source=80)))
     html = render(lost)
-    assert '<span class="pill bad">regression</span>' in html and "a drop of at least 3.99 points" in html
+    assert (
+        '<span class="pill bad">regression</span>' in html
+        and "a drop of at least 3.99 points" in html
+    )
     assert "pill bad" not in render(pages["evaluated"])
 
 
-# --- the card's pictures ----------------------------------------------------------------------------------------------
+# --- the card's pictures
+# ----------------------------------------------------------------------------------------------
 
 
 def test_pictures_of_equal_reports_are_equal_bytes_and_name_no_date(pages):
@@ -441,7 +544,10 @@ def test_pictures_use_the_inks_of_the_light_page(pages):
     """Each bar's colour, and that of the limit: as the page's style sheet has it."""
     style = render(pages["evaluated"]).partition("@media")[0]
     picture = Image.open(io.BytesIO(png(charts(pages["evaluated"])["acceptance"]))).convert("RGB")
-    seen = {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in picture.getcolors(picture.width * picture.height)}
+    seen = {
+        "#{:02x}{:02x}{:02x}".format(*colour)
+        for _, colour in picture.getcolors(picture.width * picture.height)
+    }
     for ink in ("before", "after", "bad"):
         (wanted,) = re.findall(rf"--{ink}: (#[0-9a-f]{{6}});", style)
         assert wanted in seen, ink
@@ -500,9 +606,14 @@ def test_a_server_that_never_came_up_has_a_page(tmp_path):
     fate = {"loaded": False, "partings": None, "error": "CUDA out of memory"}
     dead = tuple(run.model_copy(update=fate) for run in served.checkpoint.runs)
     checkpoint = served.checkpoint.model_copy(update={"runs": dead})
-    html = render(reports.loaded(serve=served.model_copy(update={"source": None, "checkpoint": checkpoint})))
+    html = render(
+        reports.loaded(serve=served.model_copy(update={"source": None, "checkpoint": checkpoint}))
+    )
     assert html.count("CUDA out of memory") >= len(dead)
-    assert "No server came up with method=mtp" in html and "no output with and without MTP to compare" in html
+    assert (
+        "No server came up with method=mtp" in html
+        and "no output with and without MTP to compare" in html
+    )
 
 
 def without(name: str) -> str:
@@ -512,13 +623,18 @@ def without(name: str) -> str:
 @pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
 def test_without_the_extra_it_is_one_sentence(name, pages, monkeypatch, tmp_path):
     known = extras.version
-    monkeypatch.setattr(extras, "version", lambda asked: without(name) if asked == name else known(asked))
-    with pytest.raises(RecipeError, match=rf"got no {name}\. Run \S+ -m pip install 'keepmtp\[report\]'\.$"):
+    monkeypatch.setattr(
+        extras, "version", lambda asked: without(name) if asked == name else known(asked)
+    )
+    with pytest.raises(
+        RecipeError, match=rf"got no {name}\. Run \S+ -m pip install 'keepmtp\[report\]'\.$"
+    ):
         write_html(tmp_path, pages["bare"])
     assert not list(tmp_path.iterdir())
 
 
-# --- from the command line, and in the wheel --------------------------------------------------------------------------
+# --- from the command line, and in the wheel
+# --------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -529,34 +645,59 @@ def test_a_page_is_made_again_from_its_json(pages, tmp_path):
     assert (tmp_path / "report.html").read_text() == render(pages["broken"])
     path.write_text("{")
     done = subprocess.run([KEEPMTP, "report", str(path)], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {path}: ") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith(f"error: {path}: ")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_save_writes_both_even_for_what_cannot_be_read(tmp_path):
     checked = examine(reports.MODEL)
-    page = save(tmp_path / "good", checked.data, vllm="0.32.0", opened=checked.source, source=checked.source)
+    page = save(
+        tmp_path / "good", checked.data, vllm="0.32.0", opened=checked.source, source=checked.source
+    )
     assert "experts" in page.read_text() and read_json(page.with_name("report.json")).verdict.ok
     (tmp_path / "empty").mkdir()
     page = save(tmp_path / "bad", check(tmp_path / "empty"), vllm="0.32.0")
-    assert "could not be read" in page.read_text() and not read_json(page.with_name("report.json")).verdict.ok
+    assert (
+        "could not be read" in page.read_text()
+        and not read_json(page.with_name("report.json")).verdict.ok
+    )
 
 
 def test_an_unknown_family_has_a_report_without_sizes(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny")
     folder = write_checkpoint(tmp_path / "odd", config | {"model_type": "odd"}, tensors)
     checked = examine(folder)
-    told = read_json(save(tmp_path, checked.data, vllm="0.32.0", opened=checked.source).with_name("report.json"))
+    told = read_json(
+        save(tmp_path, checked.data, vllm="0.32.0", opened=checked.source).with_name("report.json")
+    )
     assert told.absent["sizes"].startswith("No sizes: ") and "odd" in told.absent["sizes"]
 
 
 def test_the_wheel_has_what_the_stations_read():
-    """Every file under validate/ that is no module of a package is matched by pyproject's package-data."""
+    """Every file under validate/ that is no module of a package is matched by pyproject's
+    package-data.
+    """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {name: ROOT.joinpath(*name.split(".")[1:]) for name in settings["packages"] if ".validate" in name}
+    folders = {
+        name: ROOT.joinpath(*name.split(".")[1:])
+        for name in settings["packages"]
+        if ".validate" in name
+    }
     carried = {path for folder in folders.values() for path in folder.glob("*.py")}
     for name, folder in folders.items():
-        carried |= {path for pattern in settings["package-data"].get(name, ()) for path in folder.glob(pattern)}
-    held = {path for path in (ROOT / "validate").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+        carried |= {
+            path
+            for pattern in settings["package-data"].get(name, ())
+            for path in folder.glob(pattern)
+        }
+    held = {
+        path
+        for path in (ROOT / "validate").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert held <= carried
 
 
@@ -575,4 +716,8 @@ def test_an_empty_report_has_a_page():
     data = check_data(CheckData(path="", findings=(), facts=CheckpointFacts(), dry=(died,)))
     full = assemble(data, vllm="0.32.0", made_at=reports.AT)
     html = render(full)
-    assert "not reached" in html and "KeyError" in full.verdict.says and "No load came as far as" in html
+    assert (
+        "not reached" in html
+        and "KeyError" in full.verdict.says
+        and "No load came as far as" in html
+    )

@@ -1,4 +1,6 @@
-"""The gate on speed: it judges the spread, not the estimate, and nothing but the checkpoint on a GPU."""
+"""The gate on speed: it judges the spread, not the estimate, and nothing but the checkpoint on a
+GPU.
+"""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +22,9 @@ def fact(*cells: BenchCell, device: str = "NVIDIA H200 (140 GiB)", **own: object
 
 
 def judged(bench: BenchFact | None, least: float | None = 1.0) -> ReasonFact | None:
-    found = judge(gates=Gates(min_speedup=least), check=None, serve=None, evaluation=None, bench=bench)
+    found = judge(
+        gates=Gates(min_speedup=least), check=None, serve=None, evaluation=None, bench=bench
+    )
     return next((reason for reason in found.reasons if reason.gate == "speed"), None)
 
 
@@ -37,7 +41,8 @@ def test_the_matched_matrix_passes():
     reason = judged(fact())
     assert reason and reason.verdict == "pass" and reason.needed is None
     assert reason.says == (
-        "One request at a time on NVIDIA H200 (140 GiB): k=3 is 1.82 times as fast as k=0, by the repetitions "
+        "One request at a time on NVIDIA H200 (140 GiB): k=3 is 1.82 times as fast as k=0, by "
+        "the repetitions "
         "1.75 to 1.90 times; at least 1 times is asked for."
     )
     assert judged(fact(), 1.75).verdict == "pass"
@@ -48,7 +53,10 @@ def test_the_twin_accepts_much_and_is_slower():
     slow = fact(*benched({0: 342.0, 1: 210.0, 3: 128.0}).cells)
     reason = judged(slow)
     assert reason and reason.verdict == "regression"
-    assert "k=1 is 0.61 times as fast as k=0" in reason.says and "No other k is faster (k=3: 0.37)." in reason.says
+    assert (
+        "k=1 is 0.61 times as fast as k=0" in reason.says
+        and "No other k is faster (k=3: 0.37)." in reason.says
+    )
     assert judged(fact(), 2.0).verdict == "regression", "no repetition of any k is twice as fast"
 
 
@@ -71,12 +79,24 @@ def test_the_spread_decides(plain, drafting, verdict):
     ("bench", "says"),
     [
         (None, "Not measured: `keepmtp bench CHECKPOINT` measures it."),
-        (fact(**COPY), "Measured was a BF16 copy of the same weights on NVIDIA H200 .* promises no speed"),
-        (fact(device="CPU: x, 2 cores"), "Measured was the checkpoint on CPU: x, 2 cores: that promises no speed"),
+        (
+            fact(**COPY),
+            "Measured was a BF16 copy of the same weights on NVIDIA H200 .* promises no speed",
+        ),
+        (
+            fact(device="CPU: x, 2 cores"),
+            "Measured was the checkpoint on CPU: x, 2 cores: that promises no speed",
+        ),
         (fact(device=""), "on an unnamed device"),
         (fact(cell(1, [2, 2])), "k=0 and a k with drafting must both answer one request at a time"),
-        (fact(cell(0, [1, 1], concurrency=8), cell(1, [2, 2], concurrency=8)), "k=0 and a k with drafting must"),
-        (fact(cell(0, [], error="out of memory."), cell(1, [2, 2])), r"at a time \(k=0: out of memory\)\."),
+        (
+            fact(cell(0, [1, 1], concurrency=8), cell(1, [2, 2], concurrency=8)),
+            "k=0 and a k with drafting must",
+        ),
+        (
+            fact(cell(0, [], error="out of memory."), cell(1, [2, 2])),
+            r"at a time \(k=0: out of memory\)\.",
+        ),
         (fact(cell(0, [1, 1]), cell(1, [], error="KeyError")), r"at a time \(k=1: KeyError\)\."),
         (fact(cell(0, [1, 1]), cell(1, [9])), "One repetition has no spread"),
     ],

@@ -1,4 +1,6 @@
-"""The speed matrix on the page and in its charts: every figure is the report's, and what was not measured is said."""
+"""The speed matrix on the page and in its charts: every figure is the report's, and what was not
+measured is said.
+"""
 
 import re
 
@@ -27,7 +29,11 @@ def test_the_page_has_the_matched_matrix():
     page = html.render(reports.benched(benches.bench_fact(), Gates(min_speedup=1.2)))
     text = text_of(page)
     for wanted in (
-        "checkpoint as it is 1 at once 105.9 ± 2.1 152.7 ± 3.1, 1.44x 179.9 ± 3.6, 1.70x 193.0 ± 3.9, 1.82x, best k",
+        (
+            "checkpoint as it is 1 at once 105.9 ± 2.1 152.7 ± 3.1, 1.44x 179.9 ± 3.6, 1.70x "
+            "193.0 ± "
+            "3.9, 1.82x, best k"
+        ),
         "162.1 ± 3.2, 1.53x",
         "source as it is 1 at once 63.5 ± 1.3",
         "1 at once: k=3, 1.82 times as fast as k=0: its slowest repetition, 189.1 tokens a second",
@@ -47,7 +53,10 @@ def test_a_report_without_it_has_no_such_section():
 
 def test_a_cell_that_failed_is_said():
     bench = benches.bench_fact(with_source=False)
-    cells = (*bench.checkpoint.cells[:2], benches.cell(2, (), error="the server died: CUDA out of memory"))
+    cells = (
+        *bench.checkpoint.cells[:2],
+        benches.cell(2, (), error="the server died: CUDA out of memory"),
+    )
     text = text_of(html.render(reports.benched(own(bench, cells=cells))))
     assert "105.9 ± 2.1 152.7 ± 3.1, 1.44x, best k failed" in text
     assert "checkpoint, k=2, 1 at once: no figure. the server died: CUDA out of memory." in text
@@ -63,7 +72,11 @@ def test_a_cell_that_failed_is_said():
         ),
         ({}, "CPU: x, 2 cores", ""),
         (COPY, "NVIDIA H200 (140 GiB)", ""),
-        ({"cells": benches.benched({0: 342.0, 3: 128.0}).cells}, "NVIDIA H200", "drafting makes it no faster"),
+        (
+            {"cells": benches.benched({0: 342.0, 3: 128.0}).cells},
+            "NVIDIA H200",
+            "drafting makes it no faster",
+        ),
     ],
 )
 def test_the_sentence_on_top_has_only_the_checkpoints_speed(changes, device, says):
@@ -90,12 +103,16 @@ def test_rows_and_chart():
     assert ["best k" in cell for cell in rows[2][3:]] == [False, False, False, True, False]
     chart = charts(reports.benched(bench))["speed"]
     assert svg(chart) == svg(chart) and "8 at once" in svg(chart), "equal charts, equal bytes"
-    assert chart.alt.startswith("1 at once: k=0 1.00, k=1 1.44, k=2 1.70, k=3 1.82, k=4 1.53; 8 at once: k=0 1.00")
+    assert chart.alt.startswith(
+        "1 at once: k=0 1.00, k=1 1.44, k=2 1.70, k=3 1.82, k=4 1.53; 8 at once: k=0 1.00"
+    )
 
 
 def test_what_cannot_be_drawn_is_left_out():
     alone = own(benches.bench_fact(with_source=False), cells=(benches.cell(0, [5.0, 6.0]),))
     assert "speed" not in charts(reports.benched(alone))
     one = own(alone, cells=(benches.cell(1, [5.0]),))
-    assert recommendation(one.checkpoint.recommended[0]).startswith("1 at once: no k is recommended: one repetition")
+    assert recommendation(one.checkpoint.recommended[0]).startswith(
+        "1 at once: no k is recommended: one repetition"
+    )
     assert "no k is recommended" in text_of(html.render(reports.benched(one)))

@@ -1,4 +1,6 @@
-"""The gates on all tasks together, each with a twin that is broken on purpose; recovery, and what the page shows."""
+"""The gates on all tasks together, each with a twin that is broken on purpose; recovery, and what
+the page shows.
+"""
 
 import random
 
@@ -32,9 +34,13 @@ def test_good_tasks_pass_both_gates():
     mean, worst = found["mean recovery"], found["worst task"]
     assert mean.verdict == worst.verdict == "pass", (mean, worst)
     assert mean.says.startswith(
-        "gsm8k 100.00 %, gsm8k_platinum 100.00 %: 100.00 % of the source's scores on average, at least 99.4"
+        "gsm8k 100.00 %, gsm8k_platinum 100.00 %: 100.00 % of the source's scores on average, at "
+        "least 99.4"
     )
-    assert "a drop of at most 0.76 points" in worst.says and "No other task has a worse bound." in worst.says
+    assert (
+        "a drop of at most 0.76 points" in worst.says
+        and "No other task has a worse bound." in worst.says
+    )
 
 
 def test_a_task_that_lost_much_fails_both_gates_by_its_name():
@@ -43,25 +49,36 @@ def test_a_task_that_lost_much_fails_both_gates_by_its_name():
     assert found["gsm8k"].verdict == "pass"
     mean, worst = found["mean recovery"], found["worst task"]
     assert mean.verdict == worst.verdict == "regression"
-    assert "gsm8k_platinum 92.42 %: 96.21 % of the source's scores on average, at most 97." in mean.says
+    assert (
+        "gsm8k_platinum 92.42 %: 96.21 % of the source's scores on average, at most 97."
+        in mean.says
+    )
     assert worst.says.startswith(
-        "gsm8k_platinum, flexible-extract: 61.00 % of 1,000 questions, the source 66.00 %: 5 points fewer (only the "
+        "gsm8k_platinum, flexible-extract: 61.00 % of 1,000 questions, the source 66.00 %: 5 "
+        "points fewer (only the "
     )
 
 
 def test_a_limit_that_the_recipe_does_not_have_is_no_gate():
-    assert {"mean recovery", "worst task"}.isdisjoint(reasons(several(("gsm8k_platinum", BAD)), Gates()))
+    assert {"mean recovery", "worst task"}.isdisjoint(
+        reasons(several(("gsm8k_platinum", BAD)), Gates())
+    )
 
 
 def test_a_mean_without_all_the_recipes_tasks_is_not_judged():
     for fact, says in (
         (several(first=GOOD), "Of the recipe's tasks gsm8k_platinum was not asked."),
         (None, "Not measured: `keepmtp eval"),
-        (several(("gsm8k_platinum", GOOD), has_source=False), "the source was not asked, or gets nothing right"),
+        (
+            several(("gsm8k_platinum", GOOD), has_source=False),
+            "the source was not asked, or gets nothing right",
+        ),
     ):
         found = reasons(fact)
         assert found["mean recovery"].verdict == found["worst task"].verdict == "infeasible"
-        assert says in found["mean recovery"].says and found["mean recovery"].title == "not measured"
+        assert (
+            says in found["mean recovery"].says and found["mean recovery"].title == "not measured"
+        )
 
 
 def test_too_few_questions_say_how_many_more():
@@ -73,7 +90,9 @@ def test_too_few_questions_say_how_many_more():
 
 
 def test_the_interval_of_a_mean_recovery_holds():
-    """Drawn 300 times from two tasks whose true recoveries are known: 95 % intervals hold as often as they say."""
+    """Drawn 300 times from two tasks whose true recoveries are known: 95 % intervals hold as often
+    as they say.
+    """
     generator = random.Random(0)
     shares = {"gsm8k": (0.80, 0.04, 0.02, 0.14), "gsm8k_platinum": (0.50, 0.03, 0.03, 0.44)}
     truth = sum((both + mine) / (both + theirs) for both, theirs, mine, _ in shares.values()) / 2
@@ -81,7 +100,12 @@ def test_the_interval_of_a_mean_recovery_holds():
     for _ in range(300):
         drawn = [generator.choices(range(4), weights, k=400) for weights in shares.values()]
         first, second = (
-            Answers(both=d.count(0), only_source=d.count(1), only_checkpoint=d.count(2), neither=d.count(3))
+            Answers(
+                both=d.count(0),
+                only_source=d.count(1),
+                only_checkpoint=d.count(2),
+                neither=d.count(3),
+            )
             for d in drawn
         )
         mean = mean_recovery(several(("gsm8k_platinum", second), first=first).by_task, FILTER)
@@ -100,15 +124,25 @@ def test_the_page_shows_all_tasks_and_answers_that_never_end():
     fact = several(("gsm8k_platinum", BAD), checkpoint={"num_truncated": 60})
     full = evaluations.judged(fact)
     shown = tables.tasks(full)
-    assert shown and [row[0] for row in shown.rows] == [f"{task}, flexible-extract" for task in TASKS] + ["mean"]
-    assert shown.rows[1][1] == "8-shot completions, 1,024 tokens" and shown.rows[1][-2:] == ("0.30 %", "6.00 %")
+    assert shown and [row[0] for row in shown.rows] == [
+        f"{task}, flexible-extract" for task in TASKS
+    ] + ["mean"]
+    assert shown.rows[1][1] == "8-shot completions, 1,024 tokens" and shown.rows[1][-2:] == (
+        "0.30 %",
+        "6.00 %",
+    )
     sentences = list(tables.endless(full))
     assert len(sentences) == 2 and sentences[1] == (
-        "gsm8k_platinum: 6.00 % of the checkpoint's answers reach the limit of 1,024 tokens, of the source's 0.30 %: "
+        "gsm8k_platinum: 6.00 % of the checkpoint's answers reach the limit of 1,024 tokens, of "
+        "the source's 0.30 %: "
         "it ends fewer of them."
     )
     html = render(full)
-    assert "<h3>All tasks</h3>" in html and "92.42 %" in html and sentences[1] in html.replace("&#39;", "'")
+    assert (
+        "<h3>All tasks</h3>" in html
+        and "92.42 %" in html
+        and sentences[1] in html.replace("&#39;", "'")
+    )
     assert tables.tasks(evaluations.judged(evaluations.evaluation())) is None
     assert not list(tables.endless(evaluations.judged(evaluations.evaluation())))
 

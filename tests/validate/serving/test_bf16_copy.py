@@ -1,4 +1,6 @@
-"""A BF16 copy against compressed-tensors' own decompression, tensor by tensor; and what is refused."""
+"""A BF16 copy against compressed-tensors' own decompression, tensor by tensor; and what is
+refused.
+"""
 
 import json
 from dataclasses import replace
@@ -47,11 +49,19 @@ def made(request, tmp_path_factory) -> tuple[str, Path, dict[str, str]]:
     model, choices = MADE[request.param]
     plan, text = plan_for(model, source=str(ROOT / "models" / model), **choices)
     folder = quantize(plan, text, out=tmp_path_factory.mktemp("made") / request.param).out
-    return request.param, folder, {t.name.removesuffix(".weight"): t.scheme for t in plan.tensors if t.scheme}
+    return (
+        request.param,
+        folder,
+        {t.name.removesuffix(".weight"): t.scheme for t in plan.tensors if t.scheme},
+    )
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+    return {
+        name: value
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(path).items()
+    }
 
 
 def test_every_weight_is_what_compressed_tensors_reads(made, tmp_path):
@@ -60,19 +70,26 @@ def test_every_weight_is_what_compressed_tensors_reads(made, tmp_path):
     before, after = tensors_of(folder), tensors_of(copy)
     expected = dict(before)
     for module, name in packed.items():
-        parts = {key.removeprefix(f"{module}."): expected.pop(key) for key in before if key.startswith(f"{module}.")}
+        parts = {
+            key.removeprefix(f"{module}."): expected.pop(key)
+            for key in before
+            if key.startswith(f"{module}.")
+        }
         compressor = BaseCompressor.load_from_registry(SCHEMES[name].format)
         read = compressor.decompress(parts, preset_name_to_scheme(name, ["Linear"]))
         expected[f"{module}.weight"] = read["weight"]
         expected |= {f"{module}.{leaf}": value for leaf, value in parts.items() if leaf == "bias"}
     assert after.keys() == expected.keys()
     for name, value in expected.items():
-        # Ours multiplies in F32 and rounds to BF16 once; theirs may multiply in BF16: one rounding more, 2**-8.
+        # Ours multiplies in F32 and rounds to BF16 once; theirs may multiply in BF16: one rounding
+        # more, 2**-8.
         assert after[name].shape == value.shape
         difference = (after[name].double() - value.double()).abs()
         assert (difference <= 2**-8 * value.double().abs() + 1e-30).all(), name
     for name in before.keys() & after.keys() - {f"{module}.weight" for module in packed}:
-        assert after[name].dtype == before[name].dtype and torch.equal(after[name], before[name]), name
+        assert after[name].dtype == before[name].dtype and torch.equal(after[name], before[name]), (
+            name
+        )
 
 
 def test_the_copy_is_a_checkpoint_without_a_quantization_config(made, tmp_path):
@@ -101,16 +118,23 @@ def test_why_no_kernel(made):
     }[name]
     assert all(words in reason for words in wanted) and bool(reason) == bool(wanted), reason
     if name == "fp8":
-        assert "W4A16 without AVX-512" in why_no_kernel(source, replace(CPU, cpu_features=("avx2",)))
+        assert "W4A16 without AVX-512" in why_no_kernel(
+            source, replace(CPU, cpu_features=("avx2",))
+        )
 
 
 def test_a_weight_that_cannot_be_read_is_refused_by_name(tmp_path):
     folder = tmp_path / "source"
     folder.mkdir()
-    tensors = {"a.b.weight": torch.zeros(4, 8, dtype=torch.uint8), "a.b.weight_scale": torch.ones(3, 5)}
+    tensors = {
+        "a.b.weight": torch.zeros(4, 8, dtype=torch.uint8),
+        "a.b.weight_scale": torch.ones(3, 5),
+    }
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"a\.b: must lie in a form that can be dequantized; got weight"):
+    with pytest.raises(
+        CheckpointError, match=r"a\.b: must lie in a form that can be dequantized; got weight"
+    ):
         write_copy(open_source(folder), tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 

@@ -1,4 +1,6 @@
-"""What has no room on this machine is refused before anything is downloaded or started, with what would fit."""
+"""What has no room on this machine is refused before anything is downloaded or started, with what
+would fit.
+"""
 
 import json
 import os
@@ -29,7 +31,12 @@ def cuda(monkeypatch, tmp_path) -> VLLM:
 
 
 def with_gpus(vllm: VLLM, number: int, *, mib: float, free: float | None = None) -> VLLM:
-    gpu = GPU(name="H0", capability="9.0", memory_gib=mib / 1024, free_gib=(mib if free is None else free) / 1024)
+    gpu = GPU(
+        name="H0",
+        capability="9.0",
+        memory_gib=mib / 1024,
+        free_gib=(mib if free is None else free) / 1024,
+    )
     return replace(vllm, gpus=(gpu,) * number)
 
 
@@ -43,12 +50,20 @@ def test_what_fits(cuda, tmp_path):
     vllm = with_gpus(cuda, 4, mib=4)
     message = refused(vllm, tmp_path)
     assert (
-        message.startswith("models/tiny-glm4-moe: its weights need 0 GiB on each of 1 GPUs") or "tiny-glm4" in message
+        message.startswith("models/tiny-glm4-moe: its weights need 0 GiB on each of 1 GPUs")
+        or "tiny-glm4" in message
     )
     assert message.endswith("Add -- --tensor-parallel-size 2.")
-    assert refused(with_gpus(cuda, 1, mib=4), tmp_path).endswith("--tensor-parallel-size 2, on a machine with 2 GPUs.")
+    assert refused(with_gpus(cuda, 1, mib=4), tmp_path).endswith(
+        "--tensor-parallel-size 2, on a machine with 2 GPUs."
+    )
     assert "Use GPUs with more memory than" in refused(with_gpus(cuda, 4, mib=1), tmp_path)
-    for words in (["--tensor-parallel-size", "2"], ["--tensor_parallel_size=4"], ["-tp", "2"], ["-pp", "2"]):
+    for words in (
+        ["--tensor-parallel-size", "2"],
+        ["--tensor_parallel_size=4"],
+        ["-tp", "2"],
+        ["-pp", "2"],
+    ):
         refuse_no_room((open_source(str(GLM)),), vllm, out=tmp_path, extra=words)
     refuse_no_room((open_source(str(GLM)),), vllm, out=tmp_path, extra=["--cpu-offload-gb", "1"])
     refuse_no_room((open_source(str(GLM)),), with_gpus(cuda, 1, mib=7), out=tmp_path, extra=())
@@ -58,29 +73,48 @@ def test_more_ranks_than_gpus(cuda, monkeypatch, tmp_path):
     vllm = with_gpus(cuda, 4, mib=99)
     assert "8 ranks need as many GPUs; got 4" in refused(vllm, tmp_path, "-tp", "4", "-pp=2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert "4 ranks need as many GPUs; got 2" in refused(vllm, tmp_path, "--tensor-parallel-size", "4")
+    assert "4 ranks need as many GPUs; got 2" in refused(
+        vllm, tmp_path, "--tensor-parallel-size", "4"
+    )
 
 
 def test_as_few_gpus_as_hold_it(cuda):
-    """6.1 MiB; a tenth of what vLLM may take is left for the KV cache; 4 heads are not split over 8 GPUs."""
+    """6.1 MiB; a tenth of what vLLM may take is left for the KV cache; 4 heads are not split over 8
+    GPUs.
+    """
 
     def size(mib: float, *extra: str, number: int = 8, free: float | None = None) -> int:
-        return tensor_parallel_size(open_source(str(GLM)), with_gpus(cuda, number, mib=mib, free=free), extra)
+        return tensor_parallel_size(
+            open_source(str(GLM)), with_gpus(cuda, number, mib=mib, free=free), extra
+        )
 
     assert [size(8), size(7), size(4), size(3), size(2), size(1)] == [1, 2, 2, 4, 4, 1]
     assert size(4, number=1) == 1 and size(3, number=2) == 1, "refuse_no_room says what would fit"
     assert size(99, free=3.0) == 4, "others use these GPUs"
-    assert size(3, "-tp", "2") == size(3, "--data-parallel-size=8") == size(3, "--cpu-offload-gb", "1") == 1
+    assert (
+        size(3, "-tp", "2")
+        == size(3, "--data-parallel-size=8")
+        == size(3, "--cpu-offload-gb", "1")
+        == 1
+    )
     assert size(8, "--gpu-memory-utilization", "0.5") == 2
-    assert size(0) == 1 and tensor_parallel_size(open_source(str(GLM)), replace(cuda, build="cpu"), ()) == 1
+    assert (
+        size(0) == 1
+        and tensor_parallel_size(open_source(str(GLM)), replace(cuda, build="cpu"), ()) == 1
+    )
 
 
 def test_a_gpu_that_others_use(cuda, tmp_path):
     """vLLM takes a share of the whole memory, and ends where that is not free."""
     vllm = with_gpus(cuda, 1, mib=40_960, free=30_720)
     message = refused(vllm, tmp_path)
-    assert "vLLM takes 92% of its 40 GiB; got 30 GiB free" in message and "-- --gpu-memory-utilization 0.73" in message
-    refuse_no_room((open_source(str(GLM)),), vllm, out=tmp_path, extra=["--gpu-memory-utilization", "0.73"])
+    assert (
+        "vLLM takes 92% of its 40 GiB; got 30 GiB free" in message
+        and "-- --gpu-memory-utilization 0.73" in message
+    )
+    refuse_no_room(
+        (open_source(str(GLM)),), vllm, out=tmp_path, extra=["--gpu-memory-utilization", "0.73"]
+    )
 
 
 def test_memory_that_is_not_known_refuses_nothing(cuda, tmp_path):
@@ -88,11 +122,15 @@ def test_memory_that_is_not_known_refuses_nothing(cuda, tmp_path):
 
 
 def test_a_copy_that_the_disk_has_no_room_for(monkeypatch, tmp_path):
-    """Before the source is served, which takes the longest; what a killed run left there is no longer in the way."""
+    """Before the source is served, which takes the longest; what a killed run left there is no
+    longer in the way.
+    """
     monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path)))
     left = tmp_path / "report" / "keepmtp-source-bf16-x"
     left.mkdir(parents=True)
-    monkeypatch.setattr(bf16_copy.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
+    monkeypatch.setattr(
+        bf16_copy.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6)
+    )
     refuse_no_room((open_source(str(GLM)),), find_vllm(), out=tmp_path / "report", extra=())
     assert not left.exists()
     quantized = replace(open_source(str(GLM)), entries=packed(open_source(str(GLM)).entries))
@@ -112,13 +150,21 @@ def packed(entries):
 
 
 def test_the_words_of_an_option():
-    assert value_of(["--a", "1", "--tensor_parallel_size=8"], "--tensor-parallel-size", "-tp") == "8"
-    assert value_of(["-tp", "4"], "--tensor-parallel-size", "-tp") == "4" and value_of(["-tp"], "-tp") == ""
+    assert (
+        value_of(["--a", "1", "--tensor_parallel_size=8"], "--tensor-parallel-size", "-tp") == "8"
+    )
+    assert (
+        value_of(["-tp", "4"], "--tensor-parallel-size", "-tp") == "4"
+        and value_of(["-tp"], "-tp") == ""
+    )
 
 
 def test_what_nvidia_smi_says(monkeypatch, tmp_path):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 9.0, 143771, 143000'\necho 'NVIDIA GB10, 12.1, [N/A], [N/A]'\n")
+    smi.write_text(
+        "#!/bin/sh\necho 'NVIDIA H200, 9.0, 143771, 143000'\necho 'NVIDIA GB10, 12.1, [N/A], "
+        "[N/A]'\n"
+    )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert [(gpu.name, gpu.memory_gib, gpu.free_gib) for gpu in gpus_here()] == [
@@ -139,11 +185,22 @@ def test_each_command_refuses_before_it_starts_a_server(monkeypatch, tmp_path, v
     words = {
         "serve": ["serve", str(GLM), "--", "-tp", "1"],
         "serve-check": ["serve-check", str(GLM), "--source", "none", "--out", str(out)],
-        "eval": ["eval", str(GLM), "--source", "none", "--recipe", "tiny-glm4-moe", "--out", str(out)],
+        "eval": [
+            "eval",
+            str(GLM),
+            "--source",
+            "none",
+            "--recipe",
+            "tiny-glm4-moe",
+            "--out",
+            str(out),
+        ],
         "all": ["all", "tiny-glm4-moe", "--out", str(out)],
     }[verb]
     done = subprocess.run([KEEPMTP, *words], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and "Add -- --tensor-parallel-size 2." in " ".join(done.stderr.split()), done.stderr
+    assert done.returncode == 2 and "Add -- --tensor-parallel-size 2." in " ".join(
+        done.stderr.split()
+    ), done.stderr
     assert not out.exists() and "$ keepmtp" not in done.stderr
 
 
@@ -151,9 +208,20 @@ def test_each_command_refuses_before_it_starts_a_server(monkeypatch, tmp_path, v
 def test_another_vllm_needs_a_flag_and_is_named(monkeypatch, tmp_path):
     """--any-vllm: the server of another version is measured, and every result says which."""
     monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, vllm="0.33.1")))
-    words = [KEEPMTP, "serve-check", str(GLM), "--source", "none", "--out", str(tmp_path / "out"), "--json"]
+    words = [
+        KEEPMTP,
+        "serve-check",
+        str(GLM),
+        "--source",
+        "none",
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    ]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2 and "add --any-vllm" in " ".join(done.stderr.split())
     done = subprocess.run([*words, "--any-vllm"], capture_output=True, text=True)
-    assert done.returncode == 0 and "vLLM 0.33.1: keepmtp's rules were read from 0.32" in done.stderr, done.stderr
+    assert (
+        done.returncode == 0 and "vLLM 0.33.1: keepmtp's rules were read from 0.32" in done.stderr
+    ), done.stderr
     assert json.loads(done.stdout)["environment"]["vllm"] == "0.33.1"

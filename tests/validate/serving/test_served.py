@@ -42,17 +42,29 @@ def test_partings():
 
 def test_counters():
     found = read_counters(METRICS)
-    assert found == Drafts(drafts=11, draft_tokens=20, accepted_tokens=17, accepted_per_position=(10, 7))
+    assert found == Drafts(
+        drafts=11, draft_tokens=20, accepted_tokens=17, accepted_per_position=(10, 7)
+    )
     assert found.acceptance == 0.85 and found.mean_accepted_length == 1 + 17 / 11
     assert found.since(Drafts()) == found and found.since(found).acceptance is None
     assert read_counters("") == Drafts()
-    assert total([found, Drafts(drafts=1, accepted_per_position=(1,))]).accepted_per_position == (11, 7)
+    assert total([found, Drafts(drafts=1, accepted_per_position=(1,))]).accepted_per_position == (
+        11,
+        7,
+    )
     assert total([]) == Drafts()
 
 
 def test_a_file_gives_the_counts_and_no_figure():
     """What is computed is computed again: a figure that the counts do not give is not read."""
-    run = Run(k=2, loaded=True, drafts=10, draft_tokens=20, accepted_tokens=17, accepted_per_position=(10, 7))
+    run = Run(
+        k=2,
+        loaded=True,
+        drafts=10,
+        draft_tokens=20,
+        accepted_tokens=17,
+        accepted_per_position=(10, 7),
+    )
     written = run.model_dump(mode="json")
     assert written["acceptance"] == 0.85 and written["acceptance_per_position"] == [1.0, 0.7]
     assert Run.model_validate(written | {"acceptance": 0.99}) == Run.model_validate(written) == run
@@ -66,16 +78,23 @@ def test_the_innermost_error_is_quoted(tmp_path):
     log.write_text(
         f"{WORKER}Traceback (most recent call last):\n{WORKER}    raise ValueError(\n"
         f"{WORKER}ValueError: Failed to find a kernel. Reasons: \n{WORKER}CpuKernel requires AMX\n"
-        f"{ENGINE}Exception: WorkerProc initialization failed due to an exception in a background process.\n"
-        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+        f"{ENGINE}Exception: WorkerProc initialization failed due to an exception in a "
+        "background process.\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core "
+        "proc(s): {}\n"
     )
-    assert last_error(log, 1) == "ValueError: Failed to find a kernel. Reasons: CpuKernel requires AMX"
+    assert (
+        last_error(log, 1) == "ValueError: Failed to find a kernel. Reasons: CpuKernel requires AMX"
+    )
 
 
 def test_what_the_front_end_says_next_is_no_part_of_an_error(tmp_path):
     log = tmp_path / "log"
     dead = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
-    log.write_text(f'{WORKER}{dead}\n(APIServer pid=1) INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 500\n')
+    log.write_text(
+        f'{WORKER}{dead}\n(APIServer pid=1) INFO:     127.0.0.1:1 - "POST /v1/completions '
+        'HTTP/1.1" 500\n'
+    )
     assert last_error(log, None) == dead
 
 
@@ -93,24 +112,38 @@ def test_a_server_that_dies_without_a_traceback(tmp_path, text, status, says):
 
 
 def test_placeholders_are_explained_and_faults_are_not():
-    shared = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.3.shared_head.head.weight"]
+    shared = [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.3.shared_head.head.weight",
+    ]
     whys, faults = explained([*shared, "mtp.layers.0.mlp.down_proj.weight_scale"], is_draft=True)
     assert len(whys) == 2 and faults == ("mtp.layers.0.mlp.down_proj.weight_scale",)
-    assert explained(shared, is_draft=False) == ((), tuple(shared)), "nobody lends a target its head"
+    assert explained(shared, is_draft=False) == ((), tuple(shared)), (
+        "nobody lends a target its head"
+    )
     assert explained(["model.layers.1.mlp.experts.w13_input_global_scale"], is_draft=False)[1] == ()
 
 
 def test_ks():
-    assert ks_up_to(3, 1) == (0, 1, 2, 3) and ks_up_to(4, 2) == (0, 1, 2, 4) and ks_up_to(1, 3) == (0, 1)
+    assert (
+        ks_up_to(3, 1) == (0, 1, 2, 3)
+        and ks_up_to(4, 2) == (0, 1, 2, 4)
+        and ks_up_to(1, 3) == (0, 1)
+    )
 
 
 def test_prompts(tmp_path):
     assert len(PROMPTS) == 8
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "one\nline"}) + "\n")
-    assert read_prompts(tmp_path / "a.txt") == ("one", "two") and read_prompts(tmp_path / "a.jsonl") == ("one\nline",)
+    assert read_prompts(tmp_path / "a.txt") == ("one", "two") and read_prompts(
+        tmp_path / "a.jsonl"
+    ) == ("one\nline",)
     (tmp_path / "b.jsonl").write_text('{"prompt": "good"}\n{"text": "bad"}\n')
-    with pytest.raises(RecipeError, match=r'b\.jsonl:2: must be an object with "prompt", a text; got \{"text"'):
+    with pytest.raises(
+        RecipeError, match=r'b\.jsonl:2: must be an object with "prompt", a text; got \{"text"'
+    ):
         read_prompts(tmp_path / "b.jsonl")
     (tmp_path / "empty").touch()
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
@@ -120,7 +153,9 @@ def test_prompts(tmp_path):
             read_prompts(tmp_path / name)
 
 
-@pytest.mark.parametrize("word", ["--port", "--host=::", "--uds=/tmp/x", "--served_model_name", "--api-key=x"])
+@pytest.mark.parametrize(
+    "word", ["--port", "--host=::", "--uds=/tmp/x", "--served_model_name", "--api-key=x"]
+)
 def test_words_that_would_lock_keepmtp_out_are_refused(word):
     name = word.partition("=")[0].replace("_", "-")
     with pytest.raises(RecipeError, match=f"got {name}"):

@@ -1,4 +1,6 @@
-"""A server is known to be keepmtp's own: nobody else can answer for it. A stub takes vLLM's place."""
+"""A server is known to be keepmtp's own: nobody else can answer for it. A stub takes vLLM's
+place.
+"""
 
 import os
 import signal
@@ -32,11 +34,15 @@ def test_two_servers_at_once_never_answer_for_each_other(vllm, tmp_path):
 
 
 def test_nobody_gets_the_port_of_a_server(vllm, tmp_path):
-    """It is this machine's alone, and nobody else can listen on it; and another server there is not believed."""
+    """It is this machine's alone, and nobody else can listen on it; and another server there is not
+    believed.
+    """
     with serving(vllm, tmp_path, k=1, log=tmp_path / "log", timeout=60) as server:
         port = server.client.base_url.port
         words = Path(f"/proc/{server.process.pid}/cmdline").read_text().split("\0")
-        assert words[words.index("--host") + 1] == "127.0.0.1" and words[words.index("--port") + 1] == str(port)
+        assert words[words.index("--host") + 1] == "127.0.0.1" and words[
+            words.index("--port") + 1
+        ] == str(port)
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with pytest.raises(OSError, match="in use"):
@@ -53,7 +59,8 @@ def test_a_server_of_another_name_is_another_server(monkeypatch, vllm, tmp_path)
     python = stub_vllm(folder)
     python.write_text(
         python.read_text().replace(
-            "stub_vllm.main", "sys.argv[:] = [w.replace('nobody', 'other') for w in sys.argv]; stub_vllm.main"
+            "stub_vllm.main",
+            "sys.argv[:] = [w.replace('nobody', 'other') for w in sys.argv]; stub_vllm.main",
         )
     )
     with (
@@ -66,7 +73,11 @@ def test_a_server_of_another_name_is_another_server(monkeypatch, vllm, tmp_path)
 def test_a_front_end_that_is_killed_is_not_believed(vllm, tmp_path):
     """Nor is its engine left behind, which vLLM's front end alone would have ended."""
     with serving(vllm, tmp_path, k=1, log=tmp_path / "log", timeout=60) as server:
-        (front,) = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        (front,) = (
+            Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+            .read_text()
+            .split()
+        )
         os.kill(int(front), signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(ServerFailed, match="ended by SIGKILL"):

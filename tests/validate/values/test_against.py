@@ -1,4 +1,6 @@
-"""Values against the release's: rounding passes in every scheme, and each way to write a weight wrong has its name."""
+"""Values against the release's: rounding passes in every scheme, and each way to write a weight
+wrong has its name.
+"""
 
 import shutil
 from pathlib import Path
@@ -57,10 +59,16 @@ WRONG = {
         "its rows are about 0.2",
     ),
     "codes swapped": (
-        lambda parts: {**parts, "weight_packed": (parts["weight_packed"] << 4) | (parts["weight_packed"] >> 4)},
+        lambda parts: {
+            **parts,
+            "weight_packed": (parts["weight_packed"] << 4) | (parts["weight_packed"] >> 4),
+        },
         "nothing in common",
     ),
-    "another weight": (lambda parts: {**parts, "weight_packed": parts["weight_packed"].flip(0)}, "nothing in common"),
+    "another weight": (
+        lambda parts: {**parts, "weight_packed": parts["weight_packed"].flip(0)},
+        "nothing in common",
+    ),
 }
 
 
@@ -76,14 +84,19 @@ FORMS = {
     "int_packed": ("W4A16", {}),
     "mxfp4": ("MXFP4", {}),
     "nvfp4": ("NVFP4A16", {}),
-    "nvfp4_modelopt": ("NVFP4A16", {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"}),
+    "nvfp4_modelopt": (
+        "NVFP4A16",
+        {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"},
+    ),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rounding_is_within_the_bound_and_a_row_of_scales_that_is_not_is_named(form, weight):
     scheme, names = FORMS[form]
-    parts = {names.get(leaf, leaf): part for leaf, part in pack(SCHEMES[scheme], [weight])[0].items()}
+    parts = {
+        names.get(leaf, leaf): part for leaf, part in pack(SCHEMES[scheme], [weight])[0].items()
+    }
     if form == "nvfp4_modelopt":
         parts["weight_scale_2"] = 1 / parts["weight_scale_2"]
     block = (128, 128) if form == "fp8_block" else None
@@ -124,27 +137,39 @@ def test_our_own_output_is_what_the_release_was(written, whole):
 
 
 def test_a_release_with_stacked_experts_is_compared_expert_by_expert(tmp_path):
-    """The release has one tensor for all experts of a layer, its quantization three tensors an expert."""
+    """The release has one tensor for all experts of a layer, its quantization three tensors an
+    expert.
+    """
     release = write(tmp_path / "release", GOOD["released qwen3.5-397b"]())
     fill(release)
     plan, text = plan_for("qwen3.5-397b", source=str(release), scheme="fp8-dynamic")
     folder = quantize(plan, text, out=tmp_path / "out", threads=2).out
     result = check_values(opened(folder), "all", release=opened(release))
     assert result.findings == ()
-    name = next(name for name in opened(folder).source.entries if name.endswith("experts.1.up_proj.weight_scale"))
+    name = next(
+        name
+        for name in opened(folder).source.entries
+        if name.endswith("experts.1.up_proj.weight_scale")
+    )
     poke(folder, name, 1e-3)
     found = check_values(opened(folder), "all", release=opened(release)).findings
     assert [each.where for each in found if each.rule == "release"] == [name.removesuffix("_scale")]
     # And the other way round: a copy that has them stacked, of a release that has them one by one.
     (finding,) = check_values(opened(release), "all", release=opened(folder)).findings
-    assert finding.where.endswith("experts.gate_up_proj") and "differs from the release" in finding.says
+    assert (
+        finding.where.endswith("experts.gate_up_proj")
+        and "differs from the release" in finding.says
+    )
 
 
 def test_a_vocabulary_is_not_turned_into_floats_as_a_whole(weight, monkeypatch):
     """The error is summed by rows, and a large weight that differs is not described further."""
     ours, original = weight * 8, weight
     assert relative_error(ours, original) == pytest.approx(7.0)
-    assert relative_error(original * 0, original * 0) == 0.0 and relative_error(original, original * 0) == 1.0
+    assert (
+        relative_error(original * 0, original * 0) == 0.0
+        and relative_error(original, original * 0) == 1.0
+    )
     monkeypatch.setattr(against, "_DESCRIBED", N * K - 1)
     assert difference(ours, original, 0.08) == "it is another version"
 
@@ -154,7 +179,11 @@ def test_bytes_that_are_the_releases_are_not_computed_with(written, tmp_path, mo
     release, folder = opened(written), shutil.copytree(written, tmp_path / "changed")
     name = "model.embed_tokens.weight"
     poke(folder, name, 3.0, at=slice(0, 4096))
-    found = [pair for pair in pairs(release, opened(folder), whole=True) if pair.weight.weight.name == name]
+    found = [
+        pair
+        for pair in pairs(release, opened(folder), whole=True)
+        if pair.weight.weight.name == name
+    ]
     [objected] = compared(opened(folder), release, found)
     assert objected.finding.where == name
     monkeypatch.setattr(against, "dequantize", None)
@@ -164,7 +193,9 @@ def test_bytes_that_are_the_releases_are_not_computed_with(written, tmp_path, mo
 def test_groups_in_another_order_are_not_compared():
     """`dequantize` does not know them, and a difference that is none would be an error."""
     entries = {
-        leaf: Entry(name=HFName(f"m.{leaf}"), file="f", dtype=dtype, shape=shape, start=0, num_bytes=8)
+        leaf: Entry(
+            name=HFName(f"m.{leaf}"), file="f", dtype=dtype, shape=shape, start=0, num_bytes=8
+        )
         for leaf, dtype, shape in (
             ("weight_packed", "I32", (256, 32)),
             ("weight_scale", "BF16", (256, 2)),
@@ -195,20 +226,30 @@ def test_a_scale_that_is_wrong_is_named_in_a_real_output(written, tmp_path):
     name = next(name for name in runtime.source.entries if name.endswith("o_proj.weight_scale"))
     assert name.rpartition(".")[2] in SCALE_LEAVES
     poke(folder, name, 1e-3)
-    findings = check_values(opened(folder), "scales", release=opened(MODELS / "tiny-glm4-moe")).findings
-    assert {finding.where for finding in findings if finding.rule == "release"} == {name.replace("_scale", "")}
+    findings = check_values(
+        opened(folder), "scales", release=opened(MODELS / "tiny-glm4-moe")
+    ).findings
+    assert {finding.where for finding in findings if finding.rule == "release"} == {
+        name.replace("_scale", "")
+    }
 
 
 @pytest.mark.full
 def test_the_command_reads_values_and_names_the_tensor(written, tmp_path):
     folder = shutil.copytree(written, tmp_path / "broken")
-    name = next(name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale"))
+    name = next(
+        name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale")
+    )
     poke(folder, name, float("nan"), at=0)
     good = keepmtp("check", str(written), "--values", "--source", str(MODELS / "tiny-glm4-moe"))
     assert good.returncode == 0 and "no findings" in good.stdout, good.stderr
     assert "reading values" in good.stderr
     assert keepmtp("check", str(folder)).returncode == 0
-    for words in (["--values", str(folder)], [str(folder), "--values=all"], [str(folder), "--values", "scales"]):
+    for words in (
+        ["--values", str(folder)],
+        [str(folder), "--values=all"],
+        [str(folder), "--values", "scales"],
+    ):
         done = keepmtp("check", *words)
         assert done.returncode == 1 and f"error: {name}\n" in done.stdout, done.stdout + done.stderr
 
@@ -217,9 +258,18 @@ def test_the_command_reads_values_and_names_the_tensor(written, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--source", "x"], "--source is what values are compared with; got no --values. Add --values."),
-        (["--values", "--source", "./nothing"], "nothing: a checkpoint is a folder with config.json"),
-        (["--values", "--source", str(MODELS / "tiny-qwen3_5")], "of a glm4_moe checkpoint is of the same family; got"),
+        (
+            ["--source", "x"],
+            "--source is what values are compared with; got no --values. Add --values.",
+        ),
+        (
+            ["--values", "--source", "./nothing"],
+            "nothing: a checkpoint is a folder with config.json",
+        ),
+        (
+            ["--values", "--source", str(MODELS / "tiny-qwen3_5")],
+            "of a glm4_moe checkpoint is of the same family; got",
+        ),
     ],
 )
 def test_a_release_that_cannot_be_compared_is_refused(words, says, written):
@@ -229,7 +279,9 @@ def test_a_release_that_cannot_be_compared_is_refused(words, says, written):
 @pytest.mark.full
 def test_a_finding_of_values_is_a_red_gate(written, tmp_path):
     folder = shutil.copytree(written, tmp_path / "broken")
-    name = next(name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale"))
+    name = next(
+        name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale")
+    )
     poke(folder, name, float("nan"), at=0)
     assert keepmtp("check", str(folder), "--values", "--record").returncode == 1
     done = keepmtp("gate", str(folder))
@@ -238,4 +290,6 @@ def test_a_finding_of_values_is_a_red_gate(written, tmp_path):
 
 def test_torch_is_asked_for_before_a_byte_is_read(written, tmp_path):
     done = keepmtp_without(("torch",), "check", str(written), "--values", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: check --values: needs keepmtp's `quantize` extra")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: check --values: needs keepmtp's `quantize` extra"
+    )

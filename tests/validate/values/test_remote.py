@@ -1,4 +1,6 @@
-"""The value check of a repository: the wanted bytes are fetched, a cut goes on, the verdict is that of a folder."""
+"""The value check of a repository: the wanted bytes are fetched, a cut goes on, the verdict is that
+of a folder.
+"""
 
 import math
 import os
@@ -59,7 +61,11 @@ def test_a_repository_is_judged_like_its_folder_from_the_bytes_that_were_said(le
     assert found == check_values(opened(folder), level)
     (fetch,) = said
     asked = ranges(hub)
-    assert (fetch.where, fetch.num_tensors, fetch.num_requests) == ("org/model", found.num_tensors, len(asked))
+    assert (fetch.where, fetch.num_tensors, fetch.num_requests) == (
+        "org/model",
+        found.num_tensors,
+        len(asked),
+    )
     assert sum(last - first + 1 for first, last in asked) == fetch.num_bytes
 
 
@@ -74,12 +80,19 @@ def test_a_cut_in_the_middle_of_a_range_changes_nothing(hub, tmp_path):
     assert hub.faults[0].times == 0
     assert found == check_values(opened(folder), "all")
     (finding,) = found.findings
-    assert finding.where == f"{DOWN}.weight_scale" and finding.says.startswith("element [0, 5] is infinite or NaN")
+    assert finding.where == f"{DOWN}.weight_scale" and finding.says.startswith(
+        "element [0, 5] is infinite or NaN"
+    )
 
 
 def test_scalars_are_a_fraction_of_the_scales(hub, tmp_path):
     """A layer in full width, of holes; the file is 1.5 GB and is never read whole."""
-    wide = {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 32, "num_hidden_layers": 2}
+    wide = {
+        "hidden_size": 5120,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 32,
+        "num_hidden_layers": 2,
+    }
     folder = write(tmp_path / "checkpoint", ours("glm-4.7", "NVFP4A16", **wide))
     hub.link("org/model", folder)
     said: list[Fetch] = []
@@ -90,7 +103,9 @@ def test_scalars_are_a_fraction_of_the_scales(hub, tmp_path):
     assert scales.num_bytes < sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 5
 
 
-def test_the_command_names_the_tensor_and_says_first_what_it_fetches(hub, quantized, tmp_path, monkeypatch, capsys):
+def test_the_command_names_the_tensor_and_says_first_what_it_fetches(
+    hub, quantized, tmp_path, monkeypatch, capsys
+):
     folder = shutil.copytree(quantized, tmp_path / "broken")
     name = "model.layers.2.self_attn.o_proj.weight_scale"
     poke(folder, name, 1e-3)
@@ -104,8 +119,12 @@ def test_the_command_names_the_tensor_and_says_first_what_it_fetches(hub, quanti
     assert ended.value.code == 1
     assert name.removesuffix("_scale") in told.out and "differs from the release" in told.out
     lines = told.err.splitlines()
-    assert re.fullmatch(r"org/model: [\d,]+ tensors, [\d.]+ [KM]iB by [\d,]+ range requests", lines[0]), told.err
-    assert re.fullmatch(r"org/release: [\d,]+ tensors, [\d.]+ [KM]iB by [\d,]+ range requests", lines[1]), told.err
+    assert re.fullmatch(
+        r"org/model: [\d,]+ tensors, [\d.]+ [KM]iB by [\d,]+ range requests", lines[0]
+    ), told.err
+    assert re.fullmatch(
+        r"org/release: [\d,]+ tensors, [\d.]+ [KM]iB by [\d,]+ range requests", lines[1]
+    ), told.err
     assert lines[2].startswith("reading values  ")
     assert TOKEN not in told.out + told.err
 
@@ -115,10 +134,18 @@ def test_ctrl_c_ends_the_command_while_it_waits_for_a_range(hub, tmp_path):
     folder = write(tmp_path / "checkpoint", GOOD["glm nvfp4"]())
     hub.mirror("org/model", folder)
     held, asked = threading.Event(), threading.Event()
-    hub.faults.append(Fault("GET /elsewhere", times=99, skip=2, hold=held, before=asked.set, spoils="truncate"))
-    env = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    hub.faults.append(
+        Fault("GET /elsewhere", times=99, skip=2, hold=held, before=asked.set, spoils="truncate")
+    )
+    env = os.environ | {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "OMP_NUM_THREADS": "1",
+    }
     words = [sys.executable, "-m", "keepmtp", "check", "org/model", "--values", "all"]
-    process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        words, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
     try:
         assert asked.wait(60)
         process.send_signal(signal.SIGINT)

@@ -1,4 +1,6 @@
-"""The value check: silent on good checkpoints of every dialect, and each broken value named by its tensor."""
+"""The value check: silent on good checkpoints of every dialect, and each broken value named by its
+tensor.
+"""
 
 import math
 import random
@@ -21,8 +23,12 @@ MODELS = Path(__file__).parents[3] / "models"
 NVFP4, MODELOPT, BLOCKS = "glm nvfp4", "glm modelopt", "v3 block"
 
 
-@pytest.mark.parametrize(("value", "rule"), [(math.nan, "finite"), (0.0, "scale-sign"), (-0.5, "scale-sign")])
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_scale", "model.layers.3.self_attn.attn.v_scale"])
+@pytest.mark.parametrize(
+    ("value", "rule"), [(math.nan, "finite"), (0.0, "scale-sign"), (-0.5, "scale-sign")]
+)
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.k_scale", "model.layers.3.self_attn.attn.v_scale"]
+)
 def test_a_scale_of_the_cache_that_is_no_positive_number(name, value, rule, tmp_path):
     folder = write(tmp_path / "checkpoint", outputs_of(cached("glm-4.7")))
     fill(folder)
@@ -46,13 +52,37 @@ GATE, UP = "model.layers.2.mlp.experts.1.gate_proj", "model.layers.2.mlp.experts
 
 # base, the tensor, its new value, the rule, words of the sentence
 BROKEN = {
-    "vllm#45212, input scale inf": (NVFP4, f"{DOWN}.input_global_scale", math.inf, "finite", "1 of 1"),
+    "vllm#45212, input scale inf": (
+        NVFP4,
+        f"{DOWN}.input_global_scale",
+        math.inf,
+        "finite",
+        "1 of 1",
+    ),
     "global scale 0": (NVFP4, f"{DOWN}.weight_global_scale", 0.0, "scale-sign", "is 0"),
     "vllm#45320, input scale 0": (MODELOPT, f"{DOWN}.input_scale", 0.0, "scale-sign", "divides"),
     "block scales below 0": (NVFP4, f"{DOWN}.weight_scale", -1.0, "scale-sign", "below 0"),
-    "vllm#54150, gate and up": (MODELOPT, f"{UP}.weight_scale_2", 8e-4, "fused-scales", "times what they should be"),
-    "q, k and v": (NVFP4, f"{K}.weight_global_scale", 700.0, "fused-scales", "times what they should be"),
-    "a multiplier written as a divisor": (MODELOPT, f"{DOWN}.weight_scale_2", 9e3, "scale-magnitude", "reciprocal"),
+    "vllm#54150, gate and up": (
+        MODELOPT,
+        f"{UP}.weight_scale_2",
+        8e-4,
+        "fused-scales",
+        "times what they should be",
+    ),
+    "q, k and v": (
+        NVFP4,
+        f"{K}.weight_global_scale",
+        700.0,
+        "fused-scales",
+        "times what they should be",
+    ),
+    "a multiplier written as a divisor": (
+        MODELOPT,
+        f"{DOWN}.weight_scale_2",
+        9e3,
+        "scale-magnitude",
+        "reciprocal",
+    ),
     "a divisor written as a multiplier": (
         NVFP4,
         f"{DOWN}.weight_global_scale",
@@ -60,8 +90,20 @@ BROKEN = {
         "scale-magnitude",
         "reciprocal",
     ),
-    "FP8 blocks, reciprocal": (BLOCKS, f"{DOWN}.weight_scale", 4000.0, "scale-magnitude", "reciprocal"),
-    "a matrix of zeros in the MTP block": (NVFP4, f"{MTP}.eh_proj.weight", 0.0, "empty-weight", "nothing is accepted"),
+    "FP8 blocks, reciprocal": (
+        BLOCKS,
+        f"{DOWN}.weight_scale",
+        4000.0,
+        "scale-magnitude",
+        "reciprocal",
+    ),
+    "a matrix of zeros in the MTP block": (
+        NVFP4,
+        f"{MTP}.eh_proj.weight",
+        0.0,
+        "empty-weight",
+        "nothing is accepted",
+    ),
     "a norm of zeros in the MTP block": (NVFP4, f"{MTP}.enorm.weight", 0.0, "norm", "hidden state"),
     "a huge norm in the MTP block": (NVFP4, f"{MTP}.hnorm.weight", 1e30, "norm", "huge"),
 }
@@ -74,11 +116,19 @@ FUSED = {
         "kv_a_proj_with_mqa.weight_global_scale",
         "kv_a_proj_with_mqa, q_a_proj",
     ),
-    "q_a and kv_a, modelopt": ("v3 modelopt", "kv_a_proj_with_mqa.weight_scale_2", "kv_a_proj_with_mqa, q_a_proj"),
+    "q_a and kv_a, modelopt": (
+        "v3 modelopt",
+        "kv_a_proj_with_mqa.weight_scale_2",
+        "kv_a_proj_with_mqa, q_a_proj",
+    ),
     "wq_a and wkv of DeepSeek-V4": ("dsv4 bf16", "attn.wkv.weight_global_scale", "wkv, wq_a"),
     "w1 and w3 of DeepSeek-V4": ("dsv4 bf16", "experts.1.w3.weight_global_scale", "w1, w3"),
     "w1 and w3, modelopt": ("dsv4 nvfp4 experts", "experts.1.w3.weight_scale_2", "w1, w3"),
-    "a shared expert": ("v3 nvfp4", "shared_experts.up_proj.weight_global_scale", "gate_proj, up_proj"),
+    "a shared expert": (
+        "v3 nvfp4",
+        "shared_experts.up_proj.weight_global_scale",
+        "gate_proj, up_proj",
+    ),
 }
 
 
@@ -100,7 +150,8 @@ def test_scales_of_fused_partners_that_disagree_are_named(name, tmp_path):
 @pytest.mark.parametrize(
     ("base", "ending", "value", "rule"),
     [
-        # vllm#45320: the input scale is zero in experts that no sample reached, and vLLM divides by it.
+        # vllm#45320: the input scale is zero in experts that no sample reached, and vLLM divides by
+        # it.
         (MODELOPT, "gate_proj.input_scale", 0.0, "scale-sign"),
         # compressed-tensors#595: some of thousands are infinite.
         (NVFP4, "down_proj.input_global_scale", math.inf, "finite"),
@@ -111,14 +162,18 @@ def test_input_scales_of_some_experts_are_one_finding(base, ending, value, rule,
     scales = [name for name in fill(folder).source.entries if name.endswith(ending)][:5]
     for name in scales:
         poke(folder, name, value)
-    findings = [each for each in check_values(opened(folder), "scalars").findings if each.rule == rule]
+    findings = [
+        each for each in check_values(opened(folder), "scalars").findings if each.rule == rule
+    ]
     assert [(each.count, each.where) for each in findings] == [(5, scales[0])]
     assert "reach this module" in findings[0].cure
 
 
 @pytest.mark.parametrize("name", [f"{DOWN}.weight_scale", f"{MTP}.eh_proj.weight"])
 def test_vllm_53537_a_part_of_a_shard_that_was_garbled_is_found(name, tmp_path):
-    """Names and sizes stay right. Chance bytes are NaN now and then in any float; packed 4-bit codes never are."""
+    """Names and sizes stay right. Chance bytes are NaN now and then in any float; packed 4-bit
+    codes never are.
+    """
     folder = write(tmp_path / "checkpoint", GOOD[NVFP4]())
     entry = fill(folder).source.entries[name]
     with open(folder / entry.file, "r+b") as file:
@@ -129,11 +184,15 @@ def test_vllm_53537_a_part_of_a_shard_that_was_garbled_is_found(name, tmp_path):
 
 
 def test_minimax_m2_47_an_mtp_block_of_noise_is_warned_about(tmp_path):
-    """The block was published, but not with what was trained: chance in its matrices, norms as they were made."""
+    """The block was published, but not with what was trained: chance in its matrices, norms as they
+    were made.
+    """
     folder = write(tmp_path / "checkpoint", ours("glm-4.7", "NVFP4", hidden_size=512))
     runtime = fill(folder)
     entry = runtime.source.entries[f"{MTP}.eh_proj.weight"]
-    noise = torch.randn(entry.shape, generator=torch.Generator().manual_seed(1)).mul_(0.02).flatten()
+    noise = (
+        torch.randn(entry.shape, generator=torch.Generator().manual_seed(1)).mul_(0.02).flatten()
+    )
     poke(folder, entry.name, noise.tolist())
     for name in runtime.source.entries:
         if name.startswith(MTP) and "norm" in name:
@@ -152,7 +211,10 @@ def test_chance_and_training_have_different_spectra():
     assert 0.9 < edge_share(chance) < 1.01 and 0.9 < edge_share(chance.sign() * 7) < 1.01
     assert edge_share(chance + 0.3 * torch.outer(torch.ones(300), torch.ones(700))) > 1.5
     assert math.isnan(edge_share(torch.zeros(8, 8)))
-    for model, matrix in (("tiny-glm4-moe", "model.layers.3.eh_proj.weight"), ("tiny-qwen3_5", "mtp.fc.weight")):
+    for model, matrix in (
+        ("tiny-glm4-moe", "model.layers.3.eh_proj.weight"),
+        ("tiny-qwen3_5", "mtp.fc.weight"),
+    ):
         source = opened(MODELS / model).source
         assert edge_share(read_tensor(source, source.entries[HFName(matrix)])) > 1.2
 
@@ -178,7 +240,10 @@ def test_constant_scales_are_warned_about(tmp_path):
     for entry in runtime.source.entries.values():
         if entry.name.endswith("input_global_scale"):
             poke(folder, entry.name, 1.0)
-    found = {(finding.rule, finding.severity) for finding in check_values(opened(folder), "scales").findings}
+    found = {
+        (finding.rule, finding.severity)
+        for finding in check_values(opened(folder), "scales").findings
+    }
     assert found == {("scale-constant", "warning"), ("input-scale-constant", "warning")}
 
 
@@ -187,10 +252,16 @@ def test_input_scales_of_fused_modules_that_differ_are_warned_about(tmp_path):
     fill(folder)
     poke(folder, f"{UP}.input_global_scale", 3.0)
     (finding,) = check_values(opened(folder), "scalars").findings
-    assert (finding.rule, finding.severity, finding.where) == ("fused-scales", "warning", f"{UP}.input_global_scale")
+    assert (finding.rule, finding.severity, finding.where) == (
+        "fused-scales",
+        "warning",
+        f"{UP}.input_global_scale",
+    )
 
 
-@pytest.mark.parametrize(("value", "rule"), [(math.nan, "finite"), (0.0, "scale-sign"), (-0.01, None)])
+@pytest.mark.parametrize(
+    ("value", "rule"), [(math.nan, "finite"), (0.0, "scale-sign"), (-0.01, None)]
+)
 def test_scales_of_gptq_and_awq_are_read_and_may_be_negative(value, rule, tmp_path):
     checkpoint = GOOD["released glm-4.7"]()
     module = "model.layers.1.self_attn.o_proj"
@@ -201,16 +272,27 @@ def test_scales_of_gptq_and_awq_are_read_and_may_be_negative(value, rule, tmp_pa
     fill(folder)
     poke(folder, f"{module}.scales", value, at=0 if value else slice(None))
     findings = check_values(opened(folder), "scales").findings
-    assert [(each.rule, each.where) for each in findings] == ([(rule, f"{module}.scales")] if rule else [])
+    assert [(each.rule, each.where) for each in findings] == (
+        [(rule, f"{module}.scales")] if rule else []
+    )
 
 
-@pytest.mark.parametrize(("dtype", "suffix", "rule"), [("I32", "_packed", None), ("I8", "", "scale-sign")])
-def test_scales_of_integers_may_be_negative_where_activations_are_not_rounded(dtype, suffix, rule, tmp_path):
-    """AutoRound gives about half of its scales a sign; with rounded activations a kernel reads it as a number."""
+@pytest.mark.parametrize(
+    ("dtype", "suffix", "rule"), [("I32", "_packed", None), ("I8", "", "scale-sign")]
+)
+def test_scales_of_integers_may_be_negative_where_activations_are_not_rounded(
+    dtype, suffix, rule, tmp_path
+):
+    """AutoRound gives about half of its scales a sign; with rounded activations a kernel reads it
+    as a number.
+    """
     checkpoint = GOOD["released glm-4.7"]()
     module = "model.layers.1.self_attn.o_proj"
     _, (rows, columns) = checkpoint.tensors.pop(f"{module}.weight")
-    checkpoint.tensors[f"{module}.weight{suffix}"] = (dtype, (rows, columns // (8 if suffix else 1)))
+    checkpoint.tensors[f"{module}.weight{suffix}"] = (
+        dtype,
+        (rows, columns // (8 if suffix else 1)),
+    )
     checkpoint.tensors[f"{module}.weight_scale"] = ("BF16", (rows, 2 if suffix else 1))
     if suffix:
         checkpoint.tensors[f"{module}.weight_shape"] = ("I64", (2,))
@@ -218,7 +300,9 @@ def test_scales_of_integers_may_be_negative_where_activations_are_not_rounded(dt
     fill(folder)
     poke(folder, f"{module}.weight_scale", -0.01, at=0)
     findings = check_values(opened(folder), "scales").findings
-    assert [(each.rule, each.where) for each in findings] == ([(rule, f"{module}.weight_scale")] if rule else [])
+    assert [(each.rule, each.where) for each in findings] == (
+        [(rule, f"{module}.weight_scale")] if rule else []
+    )
 
 
 def test_a_norm_of_zeros_is_right_where_the_model_adds_one(tmp_path):
@@ -234,11 +318,19 @@ def test_a_packed_weight_of_zeros_is_found_where_every_byte_is_read(tmp_path):
     poke(folder, f"{DOWN}.weight_packed", 0x80)
     assert check_values(opened(folder), "scales").findings == ()
     (finding,) = check_values(opened(folder), "all").findings
-    assert (finding.rule, finding.severity, finding.where) == ("empty-weight", "error", f"{DOWN}.weight_packed")
+    assert (finding.rule, finding.severity, finding.where) == (
+        "empty-weight",
+        "error",
+        f"{DOWN}.weight_packed",
+    )
     assert "those of other values" in finding.says
     poke(folder, f"{DOWN}.weight_scale", 1.0)  # as a release's own matrix of zeros is packed
-    of_zeros = [each for each in check_values(opened(folder), "all").findings if each.rule == "empty-weight"]
-    assert [(each.severity, each.where) for each in of_zeros] == [("warning", f"{DOWN}.weight_packed")]
+    of_zeros = [
+        each for each in check_values(opened(folder), "all").findings if each.rule == "empty-weight"
+    ]
+    assert [(each.severity, each.where) for each in of_zeros] == [
+        ("warning", f"{DOWN}.weight_packed")
+    ]
 
 
 def test_a_level_reads_what_it_says(tmp_path):
@@ -246,7 +338,11 @@ def test_a_level_reads_what_it_says(tmp_path):
     runtime = fill(folder)
     scalars, scales, everything = (chosen(runtime, level) for level in ("scalars", "scales", "all"))
     assert {entry.num_bytes for entry in scalars} == {4}
-    assert {entry.name for entry in scalars} < {entry.name for entry in scales} < {entry.name for entry in everything}
+    assert (
+        {entry.name for entry in scalars}
+        < {entry.name for entry in scales}
+        < {entry.name for entry in everything}
+    )
     assert len(everything) == len(runtime.source.entries)
     read = check_values(runtime, "all")
     assert read.num_bytes == sum(entry.num_bytes for entry in runtime.source.entries.values())
@@ -283,7 +379,9 @@ def test_a_file_that_got_shorter_is_refused(tmp_path):
 )
 def test_a_summary_is_what_the_values_say(dtype, torch_dtype):
     """Against plain arithmetic on the values, with infinities and NaN where the dtype has them."""
-    values = (torch.randn(3_000_000, generator=torch.Generator().manual_seed(1)) * 5).to(torch_dtype)
+    values = (torch.randn(3_000_000, generator=torch.Generator().manual_seed(1)) * 5).to(
+        torch_dtype
+    )
     bad = [2_100_000, 2_100_007, 2_999_999]
     values[bad] = math.nan
     found = summary(values.view(torch.uint8).split(2**20), dtype, is_scale=True)

@@ -2,11 +2,12 @@
 
 In: quantization_config. Out: an `AutoRound`.
 
-Easy to get wrong: a name in `extra_config` is also an exception for every module that ends in it. Routed experts are
-asked about by the name of them all: an entry for one expert does not except them. Of FP8 in blocks vLLM has no experts.
+Easy to get wrong: a name in `extra_config` is also an exception for every module that ends in it.
+Routed experts are asked about by the name of them all: an entry for one expert does not except
+them. Of FP8 in blocks vLLM has no experts.
 
-Source: vLLM 0.32.0 quantization/inc/{inc,config_parser}.py, quantization/inc/schemes; compared with the real functions
-by tests/validate/check/test_dialects.py and test_foreign_schemes.py.
+Source: vLLM 0.32.0 quantization/inc/{inc,config_parser}.py, quantization/inc/schemes; compared with
+the real functions by tests/validate/check/test_dialects.py and test_foreign_schemes.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,9 @@ class AutoRound:
         ]
 
     def _choices(self, module: str, shards: Sequence[str], kind: Kind) -> list[_Choice]:
-        """What vLLM resolves for a module by an entry that it ends in, else for its parts, else for itself."""
+        """What vLLM resolves for a module by an entry that it ends in, else for its parts, else for
+        itself.
+        """
         ends = (key for key in self.extra if module.endswith(f".{key}"))
         if named := module if module in self.extra else next(ends, ""):
             return [self._of(named, is_quantized=True)]
@@ -102,23 +105,33 @@ class AutoRound:
         return [self._of(name, is_quantized=is_quantized) for name in names]
 
     def _of(self, name: str, *, is_quantized: bool) -> _Choice:
-        """`get_config`: what an entry leaves out is usual, or plain where the block is not quantized."""
+        """`get_config`: what an entry leaves out is usual, or plain where the block is not
+        quantized.
+        """
         base = self.usual if is_quantized else _Choice(_PLAIN_BITS, -1, is_symmetric=True)
         entry = self._entry_of(name)
         if not entry:
             return base
         given = self.extra[entry]
         said = {"bits": given.bits, "group_size": given.group_size, "is_symmetric": given.sym}
-        return base._replace(entry=entry, **{key: value for key, value in said.items() if value is not None})
+        return base._replace(
+            entry=entry, **{key: value for key, value in said.items() if value is not None}
+        )
 
     def _entry_of(self, name: str) -> str:
-        return name if name in self.extra else next((key for key in self.extra if _is_in(name, key)), "")
+        return (
+            name
+            if name in self.extra
+            else next((key for key in self.extra if _is_in(name, key)), "")
+        )
 
     def _built(self, choice: _Choice) -> VLLMModule:
         size, is_one = choice.group_size, isinstance(choice.group_size, int)
         match self.packing, choice.bits, choice.is_symmetric:
             case "fp", 8, True if isinstance(size, list | tuple):
-                return registers("fp8_block", "weight", "weight_scale_inv", block=(size[0], size[1]))
+                return registers(
+                    "fp8_block", "weight", "weight_scale_inv", block=(size[0], size[1])
+                )
             case "mx_fp", 4, _:
                 return registers("mxfp4", "weight_packed", "weight_scale", group_size=_MX_GROUP)
             case "mx_fp", 8, _:
@@ -151,7 +164,10 @@ def read_autoround(raw: Mapping[str, Any], rename: Renamer) -> AutoRound:
     is_known = packed and backend in _BACKENDS and given.bits in range(2, 9)
     if not error and not (is_known and _is_supported(raw, given, data_type, packed, backend)):
         size = f"{given.bits} bits in groups of {given.group_size}"
-        error = f"INC supports no {data_type} of {size} (packing_format {given.packing_format}, backend {backend})"
+        error = (
+            f"INC supports no {data_type} of {size} (packing_format {given.packing_format}, "
+            f"backend {backend})"
+        )
     blocks = given.block_name_to_quantize or given.to_quant_block_names or ()
     if isinstance(blocks, str):
         blocks = blocks.split(",")
@@ -167,10 +183,16 @@ def read_autoround(raw: Mapping[str, Any], rename: Renamer) -> AutoRound:
     )
 
 
-def _is_supported(raw: Mapping[str, Any], given: AutoRoundGiven, data_type: str, packed: str, backend: str) -> bool:
+def _is_supported(
+    raw: Mapping[str, Any], given: AutoRoundGiven, data_type: str, packed: str, backend: str
+) -> bool:
     """What INCConfig demands of each type of data; of the inputs, as far as the config says it."""
     size = given.group_size
-    is_pair = isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(each, int) for each in size)
+    is_pair = (
+        isinstance(size, list | tuple)
+        and len(size) == 2
+        and all(isinstance(each, int) for each in size)
+    )
     if data_type == "int":
         return isinstance(size, int) and packed in ("gptq", "awq")
     inputs = {"act_bits": 8, "act_data_type": "mx_fp", "act_sym": True, "act_dynamic": True}

@@ -1,10 +1,12 @@
 """Which dialect a checkpoint's quantization config is written in.
 
 In: config.json, and hf_quant_config.json if there is one. Out: a `Dialect` with one question,
-`resolve(module, shards=..., kind=...)`: what vLLM 0.32 builds for a module, and which entry decided.
+`resolve(module, shards=..., kind=...)`: what vLLM 0.32 builds for a module, and which entry
+decided.
 
-Easy to get wrong: where the config is. vLLM looks in config.json: for quantization_config, also in text_config, and
-for the old compression_config. It reads hf_quant_config.json only if it finds nothing there.
+Easy to get wrong: where the config is. vLLM looks in config.json: for quantization_config, also in
+text_config, and for the old compression_config. It reads hf_quant_config.json only if it finds
+nothing there.
 """
 
 from collections.abc import Mapping
@@ -47,7 +49,8 @@ def read_dialect(
         dtypes: of the tensors on disk; GPTQ and AWQ read from them what is quantized.
 
     Raises:
-        CheckpointError: a key has another type than vLLM reads, or an entry is no regular expression.
+        CheckpointError: a key has another type than vLLM reads, or an entry is no regular
+            expression.
     """
     where, raw = "config.json: quantization_config", quantization_of(config)
     if raw is None and hf_quant_config is None:
@@ -76,7 +79,9 @@ def _read(
         case "gptq" | "auto_gptq" | "gptq_marlin":
             return read_gptq(raw, rename, _modules(dtypes, are_floats=False))
         case "awq" | "auto_awq" | "awq_marlin":
-            return read_awq(raw, rename, _modules(dtypes, are_floats=True) - _modules(dtypes, are_floats=False))
+            return read_awq(
+                raw, rename, _modules(dtypes, are_floats=True) - _modules(dtypes, are_floats=False)
+            )
         case "inc":
             return read_autoround(raw, rename)
         case "quark" if config.get("model_type") != "deepseek_v4":  # it has a class of its own
@@ -89,14 +94,20 @@ def _read(
 def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str]:
     """Modules on disk with a tensor of floating-point numbers, or with one of anything else."""
     return frozenset(
-        name.rpartition(".")[0] or name for name, dtype in dtypes.items() if (dtype in FLOATS) == are_floats
+        name.rpartition(".")[0] or name
+        for name, dtype in dtypes.items()
+        if (dtype in FLOATS) == are_floats
     )
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """config.json's quantization config, wherever vLLM looks for it; None if it has none."""
     text_config = config.get("text_config") or {}
-    places = ((config, "quantization_config"), (text_config, "quantization_config"), (config, "compression_config"))
+    places = (
+        (config, "quantization_config"),
+        (text_config, "quantization_config"),
+        (config, "compression_config"),
+    )
     found = (holder.get(key) for holder, key in places)
     return next((each for each in found if isinstance(each, Mapping)), None)
 

@@ -2,14 +2,16 @@
 
 In: quantization_config. Out: a `CompressedTensors` as one of the servers reads it.
 
-Easy to get wrong: vLLM tries the fused name before its shards, and all shards must agree. For routed experts both ask
-about the three projections of expert 0. A module that no target matches is plain in vLLM, without a message, and SGLang
-raises on it. A target `Linear` also reaches experts, but no head. In SGLang an entry that is no expression also matches
-the end of a name, and of a fused module `ignore` is asked about the parts unless it has the fused name word for word.
+Easy to get wrong: vLLM tries the fused name before its shards, and all shards must agree. For
+routed experts both ask about the three projections of expert 0. A module that no target matches is
+plain in vLLM, without a message, and SGLang raises on it. A target `Linear` also reaches experts,
+but no head. In SGLang an entry that is no expression also matches the end of a name, and of a fused
+module `ignore` is asked about the parts unless it has the fused name word for word.
 
 Source: vLLM 0.32.0 quantization/compressed_tensors/{compressed_tensors,utils}.py,
-compressed_tensors_moe/compressed_tensors_moe.py; SGLang 0.5.23 layers/quantization/compressed_tensors. Compared with
-the real functions by tests/validate/check/test_dialects.py and test_sglang.py.
+compressed_tensors_moe/compressed_tensors_moe.py; SGLang 0.5.23
+layers/quantization/compressed_tensors. Compared with the real functions by
+tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,9 @@ from .patterns import Entries, equal_or_regex
 
 MXFP4 = registers("mxfp4", "weight_packed", "weight_scale", group_size=32)
 _EXPERTS: Mapping[Runtime, str] = {"vllm": "RoutedExperts", "sglang": "FusedMoE"}
-_PROJECTIONS_DIFFER = "ValueError: All MoE projections need to have same quantization scheme but found multiple"
+_PROJECTIONS_DIFFER = (
+    "ValueError: All MoE projections need to have same quantization scheme but found multiple"
+)
 _PACKED = "pack-quantized"
 _FP8_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized")
 _NO_CLASS = "it has no class for these weights and inputs"
@@ -40,7 +44,9 @@ _Arguments = dict[str, Any]
 
 
 class Targets:
-    """Targets after renaming, in their order, and what the server builds for each, or the exception it raises."""
+    """Targets after renaming, in their order, and what the server builds for each, or the exception
+    it raises.
+    """
 
     def __init__(self, builds: Mapping[str, VLLMModule | str]) -> None:
         self.builds = builds
@@ -49,7 +55,11 @@ class Targets:
     def answer(self, target: str) -> Resolution:
         """What a module becomes that this target matches."""
         built = self.builds[target]
-        return raises(built, target) if isinstance(built, str) else Resolution(built=built, entry=target)
+        return (
+            raises(built, target)
+            if isinstance(built, str)
+            else Resolution(built=built, entry=target)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +86,9 @@ class CompressedTensors:
         if kind == "experts":
             return Resolution(built=MXFP4) if self.is_mxfp4 else self._experts(shards)
         if kind == "linear" or self.runtime == "vllm":
-            return self._scheme(module, shards, _class_of(self.runtime, module, shards, kind), self.targets)
+            return self._scheme(
+                module, shards, _class_of(self.runtime, module, shards, kind), self.targets
+            )
         if found := self._ignored(module, ()):
             return found
         # A head is plain in SGLang unless a target names it.
@@ -85,10 +97,15 @@ class CompressedTensors:
 
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """Whole name, or `re:` from the start."""
-        return [name for name in names if any(equal_or_regex(name, pattern) for pattern in entry.read)]
+        return [
+            name for name in names if any(equal_or_regex(name, pattern) for pattern in entry.read)
+        ]
 
     def _experts(self, projections: Sequence[str]) -> Resolution:
-        answers = [self._scheme(name, (), _EXPERTS[self.runtime], self.expert_targets) for name in projections]
+        answers = [
+            self._scheme(name, (), _EXPERTS[self.runtime], self.expert_targets)
+            for name in projections
+        ]
         for answer in answers:
             if answer.error:
                 return answer
@@ -97,7 +114,9 @@ class CompressedTensors:
                 return raises(_PROJECTIONS_DIFFER, answer.entry)
         return answers[-1]
 
-    def _scheme(self, name: str, shards: Sequence[str], class_name: str, targets: Targets) -> Resolution:
+    def _scheme(
+        self, name: str, shards: Sequence[str], class_name: str, targets: Targets
+    ) -> Resolution:
         if found := self._ignored(name, shards):
             return found
         target = targets.entries.first(name)
@@ -112,13 +131,19 @@ class CompressedTensors:
             return targets.answer(target)
         if self.runtime == "vllm":
             return plain()
-        return raises(f"ValueError: Unable to find matching target for {name} in the compressed-tensors config.", "")
+        return raises(
+            f"ValueError: Unable to find matching target for {name} in the compressed-tensors "
+            "config.",
+            "",
+        )
 
     def _ignored(self, name: str, shards: Sequence[str]) -> Resolution | None:
         """`should_ignore_layer`."""
         error = SCHEMES_DIFFER.format(name)
         if self.runtime == "vllm":
-            return left_out((name,), self.ignore.first, "") or left_out(shards, self.ignore.first, error)
+            return left_out((name,), self.ignore.first, "") or left_out(
+                shards, self.ignore.first, error
+            )
         asked = shards if shards and name not in self.ignore.written else (name,)
         return left_out(asked, lambda each: _ends_in(self.ignore, each), error)
 
@@ -166,7 +191,9 @@ def read_compressed_tensors(
 
 
 def _registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMModule:
-    """The parameters of a config group's scheme; both servers name them as compressed-tensors does."""
+    """The parameters of a config group's scheme; both servers name them as compressed-tensors
+    does.
+    """
     if weights is None:
         return PLAIN
     bits, strategy, size = weights["num_bits"], weights["strategy"], weights["group_size"]
@@ -177,64 +204,108 @@ def _registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMMo
     match weights["type"], bits, strategy, size:
         case "float", 4, "tensor_group", 16:
             leaves = ["weight_packed", "weight_scale", "weight_global_scale"]
-            return registers("nvfp4", *leaves, *(["input_global_scale"] if inputs else []), group_size=16)
+            return registers(
+                "nvfp4", *leaves, *(["input_global_scale"] if inputs else []), group_size=16
+            )
         case "float", 4, "group", 32:
             return MXFP4
         case "float", 8, "group", 32:
             return registers("mxfp8", "weight", "weight_scale", group_size=32)
         case "float", 8, "block", _:
-            return registers("fp8_block", *eight, block=weights["block_structure"] or (128, 128), scale_ndim=ndim)
+            return registers(
+                "fp8_block", *eight, block=weights["block_structure"] or (128, 128), scale_ndim=ndim
+            )
         case "float", 8, "tensor" | "channel", _:
-            return registers("fp8_tensor" if strategy == "tensor" else "fp8_channel", *eight, scale_ndim=ndim)
+            return registers(
+                "fp8_tensor" if strategy == "tensor" else "fp8_channel", *eight, scale_ndim=ndim
+            )
         case "int", 8, "tensor" | "channel", _ if inputs and inputs["num_bits"] == 8:
             return registers("int8", *eight, scale_ndim=ndim)
         case "int", _, "group" | "channel", _ if inputs is None:
             leaves = ["weight_packed", "weight_scale", "weight_shape"]
             leaves += [] if weights["symmetric"] else ["weight_zero_point"]
             group = size if strategy == "group" and size and size > 0 else None
-            return registers("int_packed", *leaves, optional=frozenset({"weight_g_idx"}), group_size=group, bits=bits)
+            return registers(
+                "int_packed",
+                *leaves,
+                optional=frozenset({"weight_g_idx"}),
+                group_size=group,
+                bits=bits,
+            )
     return UNKNOWN
 
 
 def _built_by_vllm(group: GivenGroup, format_: str | None, *, is_experts: bool) -> VLLMModule | str:
-    """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception it raises."""
+    """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception
+    it raises.
+    """
     weights, inputs = _filled(group.weights), _filled(group.input_activations)
     built, format_ = _registered(weights, inputs), group.format or format_
-    if built.form == "nvfp4" and inputs and (inputs["num_bits"], inputs["strategy"]) != (4, "tensor_group"):
-        return "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None for NVFP4A16"
+    if (
+        built.form == "nvfp4"
+        and inputs
+        and (inputs["num_bits"], inputs["strategy"]) != (4, "tensor_group")
+    ):
+        return (
+            "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None "
+            "for NVFP4A16"
+        )
     if built.form == "int_packed" and format_ != _PACKED:
         return UNKNOWN
     if not built.form.startswith("fp8"):
         return built
     if format_ not in _FP8_FORMATS:
-        return f"NotImplementedError: No compressed-tensors compatible scheme was found (format {format_!r})"
+        return (
+            "NotImplementedError: No compressed-tensors compatible scheme was found (format "
+            f"{format_!r})"
+        )
     if inputs is None and is_experts and built.form == "fp8_block":
-        return "AttributeError: 'NoneType' object has no attribute 'num_bits' (input_activations: null)"
+        return (
+            "AttributeError: 'NoneType' object has no attribute 'num_bits' (input_activations: "
+            "null)"
+        )
     if inputs is None and is_experts:
-        return "ValueError: For Fused MoE layers, only format: pack-quantized is supported (input_activations: null)"
+        return (
+            "ValueError: For Fused MoE layers, only format: pack-quantized is supported "
+            "(input_activations: null)"
+        )
     if inputs is None and built.form == "fp8_block":
-        return "AssertionError: assert self.is_static_input_scheme is False (input_activations: null)"
+        return (
+            "AssertionError: assert self.is_static_input_scheme is False (input_activations: null)"
+        )
     return built
 
 
-def _built_by_sglang(group: GivenGroup, format_: str | None, *, is_experts: bool) -> VLLMModule | str:
-    """`_get_scheme_from_parts` and `get_moe_scheme`, with schemes/: what a config group builds, or why it raises."""
+def _built_by_sglang(
+    group: GivenGroup, format_: str | None, *, is_experts: bool
+) -> VLLMModule | str:
+    """`_get_scheme_from_parts` and `get_moe_scheme`, with schemes/: what a config group builds, or
+    why it raises.
+    """
     own, weights = group.format or format_, _filled(group.weights) or {}
     has_inputs = own in (*_FP8_FORMATS, _PACKED)
     inputs = _filled(group.input_activations) if has_inputs else None
     built = _registered(weights, inputs)
     if built.form == "int_packed":
         if is_experts and format_ != _PACKED:
-            return "it takes integers of routed experts only where all of the config is pack-quantized"
+            return (
+                "it takes integers of routed experts only where all of the config is pack-quantized"
+            )
         return built if own == _PACKED and built.bits in (4, 8) else _NO_CLASS
     is_packed = is_experts and format_ == _PACKED
-    if is_packed and inputs and (weights["type"], weights["num_bits"], inputs["num_bits"]) == ("int", 4, 8):
+    if (
+        is_packed
+        and inputs
+        and (weights["type"], weights["num_bits"], inputs["num_bits"]) == ("int", 4, 8)
+    ):
         return UNKNOWN
     has_class = _has_class(built, weights, inputs, is_experts=is_experts)
     return built if has_class and (has_inputs or is_experts) else _NO_CLASS
 
 
-def _has_class(built: VLLMModule, weights: _Arguments, inputs: _Arguments | None, *, is_experts: bool) -> bool:
+def _has_class(
+    built: VLLMModule, weights: _Arguments, inputs: _Arguments | None, *, is_experts: bool
+) -> bool:
     """Whether SGLang has a class for weights of this form and their inputs."""
     if not weights["symmetric"]:
         return False
@@ -249,7 +320,10 @@ def _has_class(built: VLLMModule, weights: _Arguments, inputs: _Arguments | None
         return kind[1] or (kind[0] == "tensor" and inputs is not None and inputs["symmetric"])
     if built.form not in ("fp8_tensor", "fp8_channel"):
         return False
-    return not is_experts or (weights["strategy"], kind[0]) in (("tensor", "tensor"), ("channel", "token"))
+    return not is_experts or (weights["strategy"], kind[0]) in (
+        ("tensor", "tensor"),
+        ("channel", "token"),
+    )
 
 
 def _filled(given: GivenArguments | None) -> _Arguments | None:
@@ -269,7 +343,9 @@ def _filled(given: GivenArguments | None) -> _Arguments | None:
 
 
 def _ends_in(entries: Entries, name: str) -> str | None:
-    """SGLang's `check_equal_or_regex_match`: an entry that is no expression may also be the end of a name."""
+    """SGLang's `check_equal_or_regex_match`: an entry that is no expression may also be the end of
+    a name.
+    """
     parts = name.split(".")
     ends = (".".join(parts[start:]) for start in range(1, len(parts)))
     return entries.first(name) or next((end for end in ends if entries.has(end)), None)

@@ -1,14 +1,16 @@
-"""`quant_method: fp8`, the native form of DeepSeek, Qwen and others: what vLLM and SGLang build for a module.
+"""`quant_method: fp8`, the native form of DeepSeek, Qwen and others: what vLLM and SGLang build for
+a module.
 
 In: quantization_config and config.json. Out: an `Fp8` as one of the servers reads it.
 
-Easy to get wrong: vLLM's exceptions are whole names, never patterns; in SGLang each counts with and without `model.`
-before it. DeepSeek-V4 has a class of its own. Its experts are MXFP4 even if the config says blocks, or NVFP4 with
-`moe_quant_algo`. Its scales have the name `.scale` on disk.
+Easy to get wrong: vLLM's exceptions are whole names, never patterns; in SGLang each counts with and
+without `model.` before it. DeepSeek-V4 has a class of its own. Its experts are MXFP4 even if the
+config says blocks, or NVFP4 with `moe_quant_algo`. Its scales have the name `.scale` on disk.
 
-Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4 as well),
-models/deepseek_v4/nvidia/{model,mtp}.py for the names; SGLang 0.5.23 layers/quantization/fp8.py (Fp8Config). Compared
-with the real functions by tests/validate/check/test_dialects.py and test_sglang.py.
+Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4
+as well), models/deepseek_v4/nvidia/{model,mtp}.py for the names; SGLang 0.5.23
+layers/quantization/fp8.py (Fp8Config). Compared with the real functions by
+tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
 import re
@@ -27,19 +29,25 @@ from .matching import OneAnswer, entries_of, experts_among, plain, raises, regis
 from .modelopt import inverse_blocks, modelopt_built
 
 _DSV4_MXFP4 = registers(
-    "mxfp4", "weight", "weight_scale", group_size=32, renames=MappingProxyType({"scale": "weight_scale"})
+    "mxfp4",
+    "weight",
+    "weight_scale",
+    group_size=32,
+    renames=MappingProxyType({"scale": "weight_scale"}),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """`quant_method: fp8`, also in DeepSeek-V4's class, where routed experts have a form of their own.
+    """`quant_method: fp8`, also in DeepSeek-V4's class, where routed experts have a form of their
+    own.
 
     Attributes:
         ignored: ignored_layers or modules_to_not_convert, after renaming.
         linear: what a linear module becomes.
         experts: what routed experts become.
-        keeps_mxfp4: for DeepSeek-V4 with NVFP4 experts: names on disk of the experts that stay MXFP4.
+        keeps_mxfp4: for DeepSeek-V4 with NVFP4 experts: names on disk of the experts that stay
+            MXFP4.
         num_layers: num_hidden_layers; later layers are MTP layers.
     """
 
@@ -56,13 +64,19 @@ class Fp8:
         """`is_layer_skipped`; heads are never quantized."""
         if kind == "head":
             return plain()
-        if found := skipped(self.runtime, module, () if kind == "experts" else shards, self.ignored):
+        if found := skipped(
+            self.runtime, module, () if kind == "experts" else shards, self.ignored
+        ):
             return found
         if kind == "linear":
             return Resolution(built=self.linear)
-        if self.keeps_mxfp4 and (match := re.search(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$", module)):
+        if self.keeps_mxfp4 and (
+            match := re.search(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$", module)
+        ):
             index = int(match[1])
-            on_disk = f"layers.{index}" if index < self.num_layers else f"mtp.{index - self.num_layers}"
+            on_disk = (
+                f"layers.{index}" if index < self.num_layers else f"mtp.{index - self.num_layers}"
+            )
             for pattern in self.keeps_mxfp4:
                 if fnmatchcase(f"{on_disk}.ffn.experts", pattern):
                     return Resolution(built=_DSV4_MXFP4, entry=pattern)
@@ -71,9 +85,14 @@ class Fp8:
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """Whole name; for experts every entry that contains it."""
         if entry.by_disk:
-            return [name for name in names if any(fnmatchcase(name, pattern) for pattern in entry.read)]
+            return [
+                name for name in names if any(fnmatchcase(name, pattern) for pattern in entry.read)
+            ]
         whole = [word for word in entry.read if word in names and "experts" not in word]
-        return [*whole, *(name for name in experts_among(names) if skipped("vllm", name, (), entry.read))]
+        return [
+            *whole,
+            *(name for name in experts_among(names) if skipped("vllm", name, (), entry.read)),
+        ]
 
 
 def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer) -> Fp8:
@@ -83,9 +102,16 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(Fp8Given, raw)
-    entries = entries_of("ignored_layers", given.ignored_layers or given.modules_to_not_convert or (), rename.name)
+    entries = entries_of(
+        "ignored_layers", given.ignored_layers or given.modules_to_not_convert or (), rename.name
+    )
     linear = _built(given, config)
-    found = Fp8(ignored=tuple(entry.read[0] for entry in entries), linear=linear, experts=linear, entries=entries)
+    found = Fp8(
+        ignored=tuple(entry.read[0] for entry in entries),
+        linear=linear,
+        experts=linear,
+        entries=entries,
+    )
     if not _is_v4(config):
         return found
     found = replace(found, num_layers=config.get("num_hidden_layers") or 0, name="deepseek_v4_fp8")
@@ -94,7 +120,9 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
     if (given.moe_quant_algo or "").upper() != "NVFP4":
         return replace(found, experts=_DSV4_MXFP4)
     keeps = given.ignore or ()
-    by_disk = (ConfigEntry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps)
+    by_disk = (
+        ConfigEntry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps
+    )
     experts = modelopt_built("NVFP4", 16, 128)
     return replace(found, experts=experts, keeps_mxfp4=keeps, entries=(*entries, *by_disk))
 

@@ -1,10 +1,11 @@
 """A quantization config as its file gives it: the keys that the servers read, each with its type.
 
-In: quantization_config, or hf_quant_config.json, from anybody. Out: a model for each dialect, or a refusal that names
-the key.
+In: quantization_config, or hf_quant_config.json, from anybody. Out: a model for each dialect, or a
+refusal that names the key.
 
-Easy to get wrong: vLLM goes through `targets` and `ignore` item by item, so a text where a list belongs would be read
-letter by letter. Keys that keepmtp does not read are not looked at: they differ from tool to tool.
+Easy to get wrong: vLLM goes through `targets` and `ignore` item by item, so a text where a list
+belongs would be read letter by letter. Keys that keepmtp does not read are not looked at: they
+differ from tool to tool.
 """
 
 from collections.abc import Mapping
@@ -62,7 +63,9 @@ class ModuleAlgorithm(_Given):
 
 
 class ModelOptInner(_Given):
-    """What modelopt writes at top level in config.json, and under `quantization` in hf_quant_config.json."""
+    """What modelopt writes at top level in config.json, and under `quantization` in
+    hf_quant_config.json.
+    """
 
     quant_algo: str | None = None
     ignore: _Names = None
@@ -168,7 +171,9 @@ class QuarkLayer(_Given):
 
 
 class QuarkExport(_Given):
-    """How quark wrote the weights; `kv_cache_group` names the layers whose outputs are the cache."""
+    """How quark wrote the weights; `kv_cache_group` names the layers whose outputs are the
+    cache.
+    """
 
     kv_cache_group: _Names = None
     pack_method: str | None = None

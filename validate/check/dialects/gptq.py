@@ -1,18 +1,20 @@
 """`quant_method: gptq` and `quant_method: awq`: what vLLM builds for a module.
 
-In: quantization_config, and the modules on disk with and without integers. Out: a `Gptq` or an `Awq`.
+In: quantization_config, and the modules on disk with and without integers. Out: a `Gptq` or an
+`Awq`.
 
-Easy to get wrong: under GPTQ linear modules and routed experts are asked differently. A linear module is quantized if
-the name of a module with integers on disk is a part of its own; vLLM reads those names from the headers. Routed experts
-are quantized unless `dynamic` has a `-:` expression for them. `+:` expressions change bits and groups, and except
-nothing. AWQ's entries are parts of names. Without a list vLLM makes one of the headers: all modules that hold
-floating-point numbers alone. Its names are those on disk, so one expert's name is no part of the name of all.
-In groups that Marlin does not have, experts go to MoeWNA16, which never looks at `dynamic`, and takes AWQ's list as it
-is written.
+Easy to get wrong: under GPTQ linear modules and routed experts are asked differently. A linear
+module is quantized if the name of a module with integers on disk is a part of its own; vLLM reads
+those names from the headers. Routed experts are quantized unless `dynamic` has a `-:` expression
+for them. `+:` expressions change bits and groups, and except nothing. AWQ's entries are parts of
+names. Without a list vLLM makes one of the headers: all modules that hold floating-point numbers
+alone. Its names are those on disk, so one expert's name is no part of the name of all. In groups
+that Marlin does not have, experts go to MoeWNA16, which never looks at `dynamic`, and takes AWQ's
+list as it is written.
 
-Source: vLLM 0.32.0 quantization/auto_gptq.py, auto_awq.py, moe_wna16.py, quantization/utils/{gptq_utils,marlin_utils,
-quant_utils}.py, models/qwen3_5_mtp.py; compared with the real functions by tests/validate/check/test_dialects.py and
-test_foreign_schemes.py.
+Source: vLLM 0.32.0 quantization/auto_gptq.py, auto_awq.py, moe_wna16.py,
+quantization/utils/{gptq_utils,marlin_utils, quant_utils}.py, models/qwen3_5_mtp.py; compared with
+the real functions by tests/validate/check/test_dialects.py and test_foreign_schemes.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,11 +79,16 @@ class Gptq:
                 return raises(SHARDS_DIFFER.format(module), "")
         if override is None:
             return plain(f"-:{entry}")
-        bits, is_symmetric = _number(override, "bits", self.bits), bool(override.get("sym", self.is_symmetric))
+        bits, is_symmetric = (
+            _number(override, "bits", self.bits),
+            bool(override.get("sym", self.is_symmetric)),
+        )
         if bits not in (4, 8) or not is_symmetric:
             error = f"ValueError: Unsupported quantization config: bits={bits}, sym={is_symmetric}"
             return raises(error, entry or "quantization_config")
-        return Resolution(built=gptq_built(bits, _number(override, "group_size", self.group_size)), entry=entry)
+        return Resolution(
+            built=gptq_built(bits, _number(override, "group_size", self.group_size)), entry=entry
+        )
 
     @property
     def is_blind_to_experts(self) -> bool:
@@ -90,7 +97,11 @@ class Gptq:
 
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """The names that an expression matches from the start."""
-        return [name for name in names if any(matches_start(name, expression) for expression in entry.read)]
+        return [
+            name
+            for name in names
+            if any(matches_start(name, expression) for expression in entry.read)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +122,9 @@ class Awq:
     name: str = "awq"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
-        """`is_layer_skipped` by parts of names, first of the fused name; experts have no shards there."""
+        """`is_layer_skipped` by parts of names, first of the fused name; experts have no shards
+        there.
+        """
         if self.error:
             return raises(self.error)
         if kind == "head" and not self.has_quantized_head:
@@ -145,12 +158,17 @@ def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) 
     dynamic: list[tuple[str, Mapping[str, Any] | None]] = []
     for key, value in (given.dynamic or {}).items():
         override = value if isinstance(value, Mapping) else {}
-        dynamic.append((key.removeprefix("-:").removeprefix("+:"), None if key.startswith("-:") else override))
+        dynamic.append(
+            (key.removeprefix("-:").removeprefix("+:"), None if key.startswith("-:") else override)
+        )
     excepted = [expression for expression, override in dynamic if override is None]
     needed = ("bits", "group_size", "desc_act", "sym")
     error = lacks({key: getattr(given, key) for key in needed})
     for override in ({}, *(override or {} for _, override in dynamic)):
-        is_ordered = override.get("desc_act", given.desc_act) and override.get("group_size", given.group_size) != -1
+        is_ordered = (
+            override.get("desc_act", given.desc_act)
+            and override.get("group_size", given.group_size) != -1
+        )
         error = error or (ACT_ORDER if is_ordered else "")
     listed = given.modules_in_block_to_quantize or ()
     words = [word for item in listed for word in ((item,) if isinstance(item, str) else item)]
@@ -161,7 +179,9 @@ def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) 
         has_quantized_head=bool(given.lm_head),
         dynamic=tuple(dynamic),
         stored=Substrings(rename.name(word) for word in words or integers),
-        entries=tuple(ConfigEntry(where="dynamic", written=f"-:{each}", read=(each,)) for each in excepted),
+        entries=tuple(
+            ConfigEntry(where="dynamic", written=f"-:{each}", read=(each,)) for each in excepted
+        ),
         error=error,
         excepts_draft=any(key.startswith("-:") and "mtp" in key for key in given.dynamic or {}),
     )
@@ -195,17 +215,25 @@ def read_awq(raw: Mapping[str, Any], rename: Renamer, floats: Iterable[str]) -> 
 
 
 def gptq_built(bits: int, group_size: int) -> VLLMModule:
-    """What AutoGPTQLinearMethod and AutoGPTQMoEMethod register; zero points of symmetric weights are not used."""
+    """What AutoGPTQLinearMethod and AutoGPTQMoEMethod register; zero points of symmetric weights
+    are not used.
+    """
     unused = frozenset({"qzeros", "g_idx"})
-    return registers("gptq", "qweight", "scales", optional=unused, group_size=_group(group_size), bits=bits)
+    return registers(
+        "gptq", "qweight", "scales", optional=unused, group_size=_group(group_size), bits=bits
+    )
 
 
 def awq_built(group_size: int, *, has_zeros: bool) -> VLLMModule:
     """What AutoAWQMarlinLinearMethod and AutoAWQMoEMethod register, in four bits."""
     if has_zeros:
-        return registers("awq", "qweight", "scales", "qzeros", group_size=_group(group_size), bits=4)
+        return registers(
+            "awq", "qweight", "scales", "qzeros", group_size=_group(group_size), bits=4
+        )
     unused = frozenset({"qzeros"})
-    return registers("awq", "qweight", "scales", optional=unused, group_size=_group(group_size), bits=4)
+    return registers(
+        "awq", "qweight", "scales", optional=unused, group_size=_group(group_size), bits=4
+    )
 
 
 def _group(size: int) -> int | None:

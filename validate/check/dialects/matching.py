@@ -1,13 +1,16 @@
-"""How vLLM and SGLang compare names with the lists of a quantization config, and the answers that follow.
+"""How vLLM and SGLang compare names with the lists of a quantization config, and the answers that
+follow.
 
-In: names, and entries that `recipes/renamer.py` has rewritten. Out: a `Resolution`, or None where no entry names them.
+In: names, and entries that `recipes/renamer.py` has rewritten. Out: a `Resolution`, or None where
+no entry names them.
 
-Easy to get wrong: vLLM's lists here are whole names. SGLang compares parts between dots, so `mlp.gate` does not reach
-`mlp.gate_up_proj`, but `model.layers.1` reaches all below it and nothing of layer 10; and it knows qkv_proj and
-gate_up_proj to be fused although no class says so. patterns.py matches regexes.
+Easy to get wrong: vLLM's lists here are whole names. SGLang compares parts between dots, so
+`mlp.gate` does not reach `mlp.gate_up_proj`, but `model.layers.1` reaches all below it and nothing
+of layer 10; and it knows qkv_proj and gate_up_proj to be fused although no class says so.
+patterns.py matches regexes.
 
-Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.py, modelopt.py; SGLang 0.5.23
-layers/quantization/utils.py (is_layer_skipped). Compared with the real functions by
+Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.py, modelopt.py;
+SGLang 0.5.23 layers/quantization/utils.py (is_layer_skipped). Compared with the real functions by
 tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
@@ -46,7 +49,9 @@ def registers(form: Form, *leaves: str, **others: Any) -> VLLMModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneAnswer:
-    """The same answer for every module: no quantization config, one that the server raises on, or that it drops."""
+    """The same answer for every module: no quantization config, one that the server raises on, or
+    that it drops.
+    """
 
     name: str
     answer: Resolution
@@ -61,13 +66,19 @@ class OneAnswer:
         return ()
 
 
-def entries_of(where: str, written: Iterable[str], rename: Callable[[str], str]) -> tuple[ConfigEntry, ...]:
+def entries_of(
+    where: str, written: Iterable[str], rename: Callable[[str], str]
+) -> tuple[ConfigEntry, ...]:
     """The entries of one list, each read as one name."""
-    return tuple(ConfigEntry(where=where, written=entry, read=(rename(entry),)) for entry in written)
+    return tuple(
+        ConfigEntry(where=where, written=entry, read=(rename(entry),)) for entry in written
+    )
 
 
 def read_by_sglang(entries: Iterable[str], rename: Renamer) -> tuple[str, ...]:
-    """A list as SGLang's class rewrites it: an entry for the language model also counts without its prefix."""
+    """A list as SGLang's class rewrites it: an entry for the language model also counts without its
+    prefix.
+    """
     found = [rename.name(entry) for entry in entries]
     if rename.renames is not None:
         found += [entry.removeprefix("language_model.") for entry in found]
@@ -77,11 +88,18 @@ def read_by_sglang(entries: Iterable[str], rename: Renamer) -> tuple[str, ...]:
 def lacks(needed: Mapping[str, object]) -> str:
     """What vLLM raises where one of the keys that it wants is absent; "" where none is."""
     missing = next((key for key, value in needed.items() if value is None), "")
-    return f"ValueError: Cannot find any of ['{missing}'] in the model's quantization config" if missing else ""
+    return (
+        f"ValueError: Cannot find any of ['{missing}'] in the model's quantization config"
+        if missing
+        else ""
+    )
 
 
-def left_out(names: Iterable[str], hit: Callable[[str], str | None], error: str) -> Resolution | None:
-    """The answer for a module whose list has its name, or for a fused one that of its parts; None where it has none.
+def left_out(
+    names: Iterable[str], hit: Callable[[str], str | None], error: str
+) -> Resolution | None:
+    """The answer for a module whose list has its name, or for a fused one that of its parts; None
+    where it has none.
 
     Args:
         names: the module, or its parts.
@@ -95,16 +113,22 @@ def left_out(names: Iterable[str], hit: Callable[[str], str | None], error: str)
     return plain(hits[0]) if len(hits) == len(asked) else raises(error, hits[0])
 
 
-def skipped(runtime: Runtime, module: str, shards: Sequence[str], entries: Sequence[str]) -> Resolution | None:
+def skipped(
+    runtime: Runtime, module: str, shards: Sequence[str], entries: Sequence[str]
+) -> Resolution | None:
     """The server's `is_layer_skipped`; routed experts have no shards there."""
     last = module.rpartition(".")[2]
     if runtime == "sglang" and not shards:
         shards = [module.replace(last, part) for part in _FUSED.get(last, ())]
     is_experts = not shards and "experts" in module
-    if is_experts and (longer := next((e for e in entries if "experts" in e and module in e), None)):
+    if is_experts and (
+        longer := next((e for e in entries if "experts" in e and module in e), None)
+    ):
         return plain(longer)
     if runtime == "sglang":
-        return left_out(shards or (module,), partial(entry_below, entries), SHARDS_DIFFER.format(module))
+        return left_out(
+            shards or (module,), partial(entry_below, entries), SHARDS_DIFFER.format(module)
+        )
     whole = () if is_experts else (module,)
     return left_out(whole, partial(_whole, entries), "") or left_out(
         shards, partial(_whole, entries), SHARDS_DIFFER.format(module)
@@ -116,7 +140,9 @@ def _whole(entries: Sequence[str], name: str) -> str | None:
 
 
 class Substrings:
-    """Words of which one may be a part of a name: a checkpoint has a word for each of its modules."""
+    """Words of which one may be a part of a name: a checkpoint has a word for each of its
+    modules.
+    """
 
     def __init__(self, words: Iterable[str]) -> None:
         self._words = frozenset(words)

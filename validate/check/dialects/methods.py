@@ -2,11 +2,13 @@
 
 In: config.json. Out: an `Unloadable`, or None if vLLM has the method.
 
-Easy to get wrong: MLX writes its own `quantization` key, and vLLM does not look at it. Newer MLX writes a copy of it as
-quantization_config, without a quant_method, and vLLM takes the model for an unquantized one.
+Easy to get wrong: MLX writes its own `quantization` key, and vLLM does not look at it. Newer MLX
+writes a copy of it as quantization_config, without a quant_method, and vLLM takes the model for an
+unquantized one.
 Source: vLLM 0.32.0 model_executor/layers/quantization/__init__.py (QUANTIZATION_METHODS and
 DEPRECATED_QUANTIZATION_METHODS), config/model.py (_verify_quantization),
-transformers_utils/model_arch_config_convertor.py; compared with them by tests/validate/check/test_methods.py.
+transformers_utils/model_arch_config_convertor.py; compared with them by
+tests/validate/check/test_methods.py.
 """
 
 from collections.abc import Mapping
@@ -84,17 +86,26 @@ def unloadable(config: Mapping[str, Any], found: Mapping[str, Any] | None) -> Un
     method = method_of(found or {})
     given = config.get("quantization")
     if not method and isinstance(given, Mapping) and "bits" in given and "group_size" in given:
-        says = "is MLX's key, which vLLM 0.32 does not read: it builds a plain model and raises on the packed weights"
+        says = (
+            "is MLX's key, which vLLM 0.32 does not read: it builds a plain model and raises on "
+            "the packed weights"
+        )
         return Unloadable("config.json: quantization", says, _ELSEWHERE)
     says, cure = "", _ELSEWHERE
     if method in DEPRECATED:
-        says = f"is {method}, which vLLM 0.32 refuses as deprecated unless --allow-deprecated-quantization is set"
+        says = (
+            f"is {method}, which vLLM 0.32 refuses as deprecated unless "
+            "--allow-deprecated-quantization is set"
+        )
         cure = f"Set that option, or {_LOWER}"
     elif method and method not in METHODS:
         says = (
-            f"is {method}, which vLLM 0.32 does not have: it raises ValueError 'Unknown quantization method: {method}'"
+            f"is {method}, which vLLM 0.32 does not have: it raises ValueError 'Unknown "
+            f"quantization method: {method}'"
         )
     if method == "bitsandbytes":
         says += ". With 0.28 it moved to vllm-bnb-plugin (vllm #43529)"
-        cure = f"Install vllm-bnb-plugin beside vLLM, whose rules keepmtp does not know, or {_LOWER}"
+        cure = (
+            f"Install vllm-bnb-plugin beside vLLM, whose rules keepmtp does not know, or {_LOWER}"
+        )
     return Unloadable("config.json: quantization_config.quant_method", says, cure) if says else None

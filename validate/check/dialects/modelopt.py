@@ -1,16 +1,17 @@
 """`quant_method: modelopt` and hf_quant_config.json: what vLLM and SGLang build for a module.
 
-In: the quantization config. Out: a `ModelOpt` as one of the servers reads it; or, of algorithms that it does not load,
-an `UnknownDialect` for vLLM and one exception for SGLang.
+In: the quantization config. Out: a `ModelOpt` as one of the servers reads it; or, of algorithms
+that it does not load, an `UnknownDialect` for vLLM and one exception for SGLang.
 
-Easy to get wrong: vLLM compares an entry as a whole name, then as a substring, then as a glob. So `model.layers.1` also
-excludes layers 10 to 19. Heads are quantized unless an entry excludes them; the draft's head too. SGLang has one reader
-for FP8 and one for NVFP4. MIXED_PRECISION is `modelopt_mixed` only if a layer of it is NVFP4, and else is read as
-W4AFP8, which is another thing. Of FP8 in blocks it takes `weight_scale_inv`, which is not what vLLM takes there.
+Easy to get wrong: vLLM compares an entry as a whole name, then as a substring, then as a glob. So
+`model.layers.1` also excludes layers 10 to 19. Heads are quantized unless an entry excludes them;
+the draft's head too. SGLang has one reader for FP8 and one for NVFP4. MIXED_PRECISION is
+`modelopt_mixed` only if a layer of it is NVFP4, and else is read as W4AFP8, which is another thing.
+Of FP8 in blocks it takes `weight_scale_inv`, which is not what vLLM takes there.
 
-Source: vLLM 0.32.0 quantization/modelopt.py; SGLang 0.5.23 configs/model_config.py (_parse_modelopt_quant_config) and
-layers/quantization/modelopt_quant.py. Compared with the real functions by tests/validate/check/test_dialects.py and
-test_sglang.py.
+Source: vLLM 0.32.0 quantization/modelopt.py; SGLang 0.5.23 configs/model_config.py
+(_parse_modelopt_quant_config) and layers/quantization/modelopt_quant.py. Compared with the real
+functions by tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +26,24 @@ from ....recipes.runtimes.sglang import excluding_entry
 from ...facts.findings import Runtime
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
 from .given import ModelOptGiven, ModelOptInner, read_given
-from .matching import OneAnswer, entries_of, experts_among, plain, raises, read_by_sglang, registers, skipped
+from .matching import (
+    OneAnswer,
+    entries_of,
+    experts_among,
+    plain,
+    raises,
+    read_by_sglang,
+    registers,
+    skipped,
+)
 
 _MIXED = "MIXED_PRECISION"
 _BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
 _FOUR_BITS = ("NVFP4", "W4A16_NVFP4")
 _OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *_FOUR_BITS, "MXFP8")
 ALGORITHMS = (*_OF_MODULES, _MIXED)
-# What one algorithm of all modules, or one of a module in MIXED_PRECISION, is for others than linear modules of vLLM.
+# What one algorithm of all modules, or one of a module in MIXED_PRECISION, is for others than
+# linear modules of vLLM.
 _OF_ONE = {"FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "FP8"}
 _OF_MIXED = {**dict.fromkeys(_BLOCKS, "inverse blocks"), "FP8_PER_CHANNEL_PER_TOKEN": "plain"}
 # Prefixes that a server tries in the place of others as it looks for a module in quantized_layers.
@@ -71,17 +82,23 @@ class ModelOpt:
     name: str = "modelopt"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
-        """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for MIXED_PRECISION."""
+        """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for
+        MIXED_PRECISION.
+        """
         is_vllm, is_experts = self.runtime == "vllm", kind == "experts"
         parts = () if is_experts else shards
-        if (is_vllm or not is_experts) and (found := skipped(self.runtime, module, parts, self.exclude)):
+        if (is_vllm or not is_experts) and (
+            found := skipped(self.runtime, module, parts, self.exclude)
+        ):
             return found
         excluding = _excluded_by_vllm if is_vllm else excluding_entry
         if (pattern := excluding(self.exclude, module)) is not None:
             return plain(pattern)
         if self.algorithm != _MIXED:
             algorithm = self.algorithm
-            if is_experts:  # vLLM's have one FP8 method, with one scale a tensor, whatever the algorithm is
+            if (
+                is_experts
+            ):  # vLLM's have one FP8 method, with one scale a tensor, whatever the algorithm is
                 algorithm = _OF_ONE.get(algorithm, algorithm)
             return Resolution(built=modelopt_built(algorithm, self.group_size, self.block))
         entry, algorithm = self._named(module, parts)
@@ -103,20 +120,27 @@ class ModelOpt:
             found |= {stem: None for word in entry.read for stem in _stems(word) if stem in names}
             return [*found]
         text = _joined(names)
-        has_pattern = any(pattern in text or set("*?[").intersection(pattern) for pattern in entry.read)
+        has_pattern = any(
+            pattern in text or set("*?[").intersection(pattern) for pattern in entry.read
+        )
         return [
             name
             for name in (names if has_pattern else experts_among(names))
-            if skipped("vllm", name, (), entry.read) or _excluded_by_vllm(entry.read, name) is not None
+            if skipped("vllm", name, (), entry.read)
+            or _excluded_by_vllm(entry.read, name) is not None
         ]
 
     def _named(self, module: str, shards: Sequence[str]) -> tuple[str, str | None]:
-        """The entry of quantized_layers for a module, "" for none, and its algorithm: None where shards differ."""
+        """The entry of quantized_layers for a module, "" for none, and its algorithm: None where
+        shards differ.
+        """
         layers, spellings = self.quantized_layers, _spellings(self.runtime, module)
         for name in spellings:
             if name in layers:
                 return name, layers[name]
-        found = [name for shard in shards for name in _spellings(self.runtime, shard) if name in layers]
+        found = [
+            name for shard in shards for name in _spellings(self.runtime, shard) if name in layers
+        ]
         if found:
             algorithms = {layers[name] for name in found}
             return found[0], layers[found[0]] if len(algorithms) == 1 else None
@@ -127,7 +151,9 @@ class ModelOpt:
 
     @cached_property
     def _first_below(self) -> Mapping[str, tuple[str, str]]:
-        """The first of quantized_layers below each module, with its algorithm: a list may have an entry an expert."""
+        """The first of quantized_layers below each module, with its algorithm: a list may have an
+        entry an expert.
+        """
         first: dict[str, tuple[str, str]] = {}
         for row in self.quantized_layers.items():
             for stem in _stems(row[0]):
@@ -138,7 +164,8 @@ class ModelOpt:
 def read_modelopt(
     raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer
 ) -> ModelOpt | UnknownDialect:
-    """The config as vLLM reads it: in the form of config.json, or under `quantization` as in hf_quant_config.json.
+    """The config as vLLM reads it: in the form of config.json, or under `quantization` as in
+    hf_quant_config.json.
 
     Raises:
         CheckpointError: a key has another type than vLLM reads.
@@ -147,26 +174,36 @@ def read_modelopt(
         raw = {"quant_method": "modelopt", **hf_quant_config}
     given = read_given(ModelOptGiven, raw)
     holder = given.quantization or given
-    listed = (holder.exclude_modules if given.quantization else holder.ignore) or holder.ignored_layers or ()
+    listed = (
+        (holder.exclude_modules if given.quantization else holder.ignore)
+        or holder.ignored_layers
+        or ()
+    )
     algorithm = (holder.quant_algo or ("MXFP8" if given.quant_method == "mxfp8" else "")).upper()
     groups = (given.config_groups or {}).values()
     if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
         return UnknownDialect(name=f"modelopt {algorithm or 'without quant_algo'}")
-    excluded = [ConfigEntry(where="exclude", written=entry, read=rename.modelopt(entry)) for entry in listed]
+    excluded = [
+        ConfigEntry(where="exclude", written=entry, read=rename.modelopt(entry)) for entry in listed
+    ]
     return ModelOpt(
         algorithm=algorithm,
         exclude=tuple(word for entry in excluded for word in entry.read),
         quantized_layers=_layers(holder, rename),
         group_size=holder.group_size or 16,
-        entries=(*excluded, *entries_of("quantized_layers", holder.quantized_layers or (), rename.name)),
+        entries=(
+            *excluded,
+            *entries_of("quantized_layers", holder.quantized_layers or (), rename.name),
+        ),
         block=min(_block_sizes(holder), default=128),
     )
 
 
 def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | OneAnswer:
-    """The config as SGLang reads it: that of config.json, or `quantization` of hf_quant_config.json.
+    """The config as SGLang reads it: that of config.json, or `quantization` of
+    hf_quant_config.json.
 
     Raises:
         CheckpointError: a key has another type than is read, or an entry is no glob.
@@ -174,10 +211,15 @@ def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | 
     given = read_given(ModelOptGiven, raw)
     holder = given.quantization or given
     algorithm, layers = (holder.quant_algo or "").upper(), _layers(holder, rename)
-    listed = holder.exclude_modules if given.quantization or holder.ignore is None else holder.ignore
+    listed = (
+        holder.exclude_modules if given.quantization or holder.ignore is None else holder.ignore
+    )
     name, error, sizes = "modelopt", "", _block_sizes(holder)
     if algorithm == _MIXED and not any(each in _FOUR_BITS for each in layers.values()):
-        name, error = "w4afp8", "ValueError: MIXED_PRECISION without an NVFP4 layer is read as W4AFP8"
+        name, error = (
+            "w4afp8",
+            "ValueError: MIXED_PRECISION without an NVFP4 layer is read as W4AFP8",
+        )
     elif algorithm == _MIXED:
         name = "modelopt_mixed"
         error = "ValueError: all block-FP8 layers must use one group_size" if len(sizes) > 1 else ""
@@ -185,9 +227,16 @@ def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | 
         name = "modelopt_fp8"
     elif "FP4" in algorithm:
         name, algorithm = "modelopt_fp4", algorithm.replace("NVFP4_AWQ", "NVFP4")
-        error = "" if algorithm in _FOUR_BITS else f"ValueError: ModelOpt currently only supports {_FOUR_BITS}"
+        error = (
+            ""
+            if algorithm in _FOUR_BITS
+            else f"ValueError: ModelOpt currently only supports {_FOUR_BITS}"
+        )
     else:
-        error = f"ValueError: ModelOptFp8Config only supports regular FP8 quantization, but found {algorithm!r}"
+        error = (
+            "ValueError: ModelOptFp8Config only supports regular FP8 quantization, but found "
+            f"{algorithm!r}"
+        )
     if error:
         return OneAnswer(name=name, answer=raises(error))
     return ModelOpt(
@@ -203,7 +252,8 @@ def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | 
 
 
 def reads_other_file(raw: Mapping[str, Any]) -> bool:
-    """Whether vLLM reads hf_quant_config.json, its exclusions too, in place of config.json's quantization_config.
+    """Whether vLLM reads hf_quant_config.json, its exclusions too, in place of config.json's
+    quantization_config.
 
     vLLM 0.32.0 model_loader/weight_utils.py, get_quant_config.
     """
@@ -219,9 +269,13 @@ def modelopt_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
     inputs = frozenset({"input_scale"})
     match algorithm:
         case "NVFP4":
-            return registers("nvfp4_modelopt", *two, "weight_scale_2", *inputs, group_size=group_size)
+            return registers(
+                "nvfp4_modelopt", *two, "weight_scale_2", *inputs, group_size=group_size
+            )
         case "W4A16_NVFP4":
-            return registers("nvfp4_modelopt", *two, "weight_scale_2", optional=inputs, group_size=group_size)
+            return registers(
+                "nvfp4_modelopt", *two, "weight_scale_2", optional=inputs, group_size=group_size
+            )
         case "FP8":
             return registers("fp8_tensor", *two, *inputs)
         case "FP8_PER_CHANNEL_PER_TOKEN":
@@ -243,7 +297,10 @@ def inverse_blocks(rows: int, columns: int) -> VLLMModule:
 
 
 def _layers(holder: ModelOptInner, rename: Renamer) -> dict[str, str]:
-    return {rename.name(name): (row.quant_algo or "").upper() for name, row in (holder.quantized_layers or {}).items()}
+    return {
+        rename.name(name): (row.quant_algo or "").upper()
+        for name, row in (holder.quantized_layers or {}).items()
+    }
 
 
 def _block_sizes(holder: ModelOptInner) -> set[int]:
@@ -252,7 +309,9 @@ def _block_sizes(holder: ModelOptInner) -> set[int]:
 
 
 def _excluded_by_vllm(entries: Sequence[str], module: str) -> str | None:
-    """The first entry that excludes a module by substring or glob; an empty entry excludes everything."""
+    """The first entry that excludes a module by substring or glob; an empty entry excludes
+    everything.
+    """
     stripped = module.removeprefix("language_model.")
     for entry in entries:
         if entry != module and (entry in module or entry in stripped):

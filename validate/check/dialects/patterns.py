@@ -1,10 +1,12 @@
 """The entries of a quantization config, and the first one that matches a name.
 
-In: names, and `re:` expressions from anybody. Out: the entry that matched, or a refusal that names the expression.
+In: names, and `re:` expressions from anybody. Out: the entry that matched, or a refusal that names
+the expression.
 
-Easy to get wrong: an expression such as `re:([a-z0-9._]+)*!` tries every way to cut a name, and never comes to an end.
-vLLM has no time limit, so it hangs as well. The limit here is of processor time, counted by a timer that interrupts
-`re` itself: another regex engine would be quick where vLLM's is not.
+Easy to get wrong: an expression such as `re:([a-z0-9._]+)*!` tries every way to cut a name, and
+never comes to an end. vLLM has no time limit, so it hangs as well. The limit here is of processor
+time, counted by a timer that interrupts `re` itself: another regex engine would be quick where
+vLLM's is not.
 """
 
 import re
@@ -16,7 +18,10 @@ from ....recipes.match_clock import SIMPLER, MatchClock
 
 
 def _hangs(entry: str, got: str) -> CheckpointError:
-    rule = "must be matched in a moment; vLLM matches it to each module, without a time limit, and would hang"
+    rule = (
+        "must be matched in a moment; vLLM matches it to each module, without a time limit, and "
+        "would hang"
+    )
     return CheckpointError(shortened(entry), rule, got=got, cure=SIMPLER)
 
 
@@ -34,23 +39,31 @@ def equal_or_regex(name: str, entry: str) -> bool:
 
 
 def matches_start(name: str, expression: str) -> bool:
-    """Whether an expression matches the start of a name; the errors are those of `equal_or_regex`."""
+    """Whether an expression matches the start of a name; the errors are those of
+    `equal_or_regex`.
+    """
     return _matches(f"re:{expression}", name)
 
 
 def matches_inside(name: str, expression: str) -> bool:
-    """Whether an expression matches somewhere in a name; the errors are those of `equal_or_regex`."""
+    """Whether an expression matches somewhere in a name; the errors are those of
+    `equal_or_regex`.
+    """
     entry = f"re:{expression}"
     return _clock.timed(_compiled(entry).search, entry, name) is not None
 
 
 class Entries:
-    """Names and `re:` expressions in their order; a whole name is looked up, not compared one by one."""
+    """Names and `re:` expressions in their order; a whole name is looked up, not compared one by
+    one.
+    """
 
     def __init__(self, written: Iterable[str]) -> None:
         self.written = tuple(written)
         self._regexes = [(at, entry) for at, entry in enumerate(self.written) if _is_regex(entry)]
-        self._places = {entry: at for at, entry in reversed([*enumerate(self.written)]) if not _is_regex(entry)}
+        self._places = {
+            entry: at for at, entry in reversed([*enumerate(self.written)]) if not _is_regex(entry)
+        }
         self._of_class: dict[str, str | None] = {}
 
     def has(self, name: str) -> bool:
@@ -69,7 +82,9 @@ class Entries:
         """The first entry for a class of vLLM's: a part of the class's name is enough."""
         if name not in self._of_class:
             low = name.lower()
-            fits = (e for e in self.written if (_matches(e, name) if _is_regex(e) else e.lower() in low))
+            fits = (
+                e for e in self.written if (_matches(e, name) if _is_regex(e) else e.lower() in low)
+            )
             self._of_class[name] = next(fits, None)
         return self._of_class[name]
 

@@ -2,13 +2,15 @@
 
 In: quantization_config. Out: a `Quark` as one of the servers reads it.
 
-Easy to get wrong: an entry of `exclude` is a whole name or `re:` from the start, so a glob excludes nothing. Routed
-experts are plain as soon as one entry is a name below theirs. What nothing excludes has the scheme of its layer, and
-quark_schemes.py says which that is. SGLang's draft classes look at the list before it is read (sglang/choose.py).
+Easy to get wrong: an entry of `exclude` is a whole name or `re:` from the start, so a glob excludes
+nothing. Routed experts are plain as soon as one entry is a name below theirs. What nothing excludes
+has the scheme of its layer, and quark_schemes.py says which that is. SGLang's draft classes look at
+the list before it is read (sglang/choose.py).
 
-Source: vLLM 0.32.0 quantization/quark/{quark,quark_moe,utils}.py, quantization/utils/config_utils.py; SGLang 0.5.23
-layers/quantization/quark/{quark,utils}.py. Compared with the real functions by tests/validate/check/test_dialects.py,
-test_foreign_schemes.py and test_sglang.py.
+Source: vLLM 0.32.0 quantization/quark/{quark,quark_moe,utils}.py,
+quantization/utils/config_utils.py; SGLang 0.5.23 layers/quantization/quark/{quark,utils}.py.
+Compared with the real functions by tests/validate/check/test_dialects.py, test_foreign_schemes.py
+and test_sglang.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +27,12 @@ from .matching import SCHEMES_DIFFER, entries_of, left_out, plain, raises, read_
 from .patterns import Entries, equal_or_regex
 from .quark_schemes import scheme_of
 
-_NO_EXPORT = "ValueError: The export key should be included in the configurations of Quark quantized model"
-_NO_LAYER_TYPES = "AttributeError: 'NoneType' object has no attribute 'get' (layer_type_quant_config is missing)"
+_NO_EXPORT = (
+    "ValueError: The export key should be included in the configurations of Quark quantized model"
+)
+_NO_LAYER_TYPES = (
+    "AttributeError: 'NoneType' object has no attribute 'get' (layer_type_quant_config is missing)"
+)
 # Modules that SGLang knows to be fused although no class says so.
 _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -44,7 +50,8 @@ class Quark:
         usual: what holds for every other module.
         pack_method: how integers of four bits are packed.
         error: vLLM's exception as it reads the config; "" for none.
-        error_unless_excluded: its exception as it builds a module that nothing excludes; "" for none.
+        error_unless_excluded: its exception as it builds a module that nothing excludes; "" for
+            none.
     """
 
     exclude: Entries
@@ -83,7 +90,8 @@ class Quark:
             name
             for name in names
             for word in entry.read
-            if equal_or_regex(name, word) or (name.endswith(".experts") and word.startswith(f"{name}."))
+            if equal_or_regex(name, word)
+            or (name.endswith(".experts") and word.startswith(f"{name}."))
         ]
 
     def _parts(self, module: str, shards: Sequence[str], kind: Kind) -> Sequence[str]:
@@ -95,7 +103,9 @@ class Quark:
         return shards
 
     def _below(self, experts: str) -> str:
-        return next((e for e in self.exclude.written if e == experts or e.startswith(f"{experts}.")), "")
+        return next(
+            (e for e in self.exclude.written if e == experts or e.startswith(f"{experts}.")), ""
+        )
 
     def _layer(self, name: str) -> tuple[str, QuarkLayer]:
         for pattern, layer in self.layers.items():
@@ -106,13 +116,17 @@ class Quark:
         return "", self.usual
 
     def _scheme(self, entry: str, layer: QuarkLayer, *, is_experts: bool) -> Resolution:
-        if self.runtime == "sglang":  # its schemes are those of linear modules; what it raises is not known
+        if (
+            self.runtime == "sglang"
+        ):  # its schemes are those of linear modules; what it raises is not known
             built = scheme_of(layer, "reorder", is_experts=False)
             return Resolution(built=UNKNOWN if isinstance(built, str) else built)
         built = scheme_of(layer, self.pack_method, is_experts=is_experts)
         if isinstance(built, str):
             return raises(built, entry)
-        if is_experts and built.form == "mxfp4":  # they load a scale of their inputs, if there is one
+        if (
+            is_experts and built.form == "mxfp4"
+        ):  # they load a scale of their inputs, if there is one
             built = replace(built, optional=built.optional | {"input_scale"})
         return Resolution(built=built, entry=entry)
 
@@ -143,7 +157,11 @@ def read_quark(raw: Mapping[str, Any], rename: Renamer, runtime: Runtime = "vllm
 
 
 def _without_cache(name: str, layer: QuarkLayer, export: QuarkExport) -> QuarkLayer:
-    """Outputs of the layers of the cache are not those of the layer: vLLM takes them out of its config."""
+    """Outputs of the layers of the cache are not those of the layer: vLLM takes them out of its
+    config.
+    """
     group = export.kv_cache_group or ()
-    is_cache = any(fnmatchcase(name, pattern) for pattern in group) or (bool(group) and name == "*q_proj")
+    is_cache = any(fnmatchcase(name, pattern) for pattern in group) or (
+        bool(group) and name == "*q_proj"
+    )
     return layer.model_copy(update={"output_tensors": None}) if is_cache else layer

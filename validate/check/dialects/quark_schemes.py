@@ -1,13 +1,14 @@
 """Which of vLLM's Quark schemes a layer's config means, and what it registers.
 
-In: a layer's config as Quark writes it. Out: the parameters of its scheme, unknown ones for a scheme whose tensors the
-check does not know, or why vLLM raises.
+In: a layer's config as Quark writes it. Out: the parameters of its scheme, unknown ones for a
+scheme whose tensors the check does not know, or why vLLM raises.
 
-Easy to get wrong: a list of one config is as good as the config; a list of two is NVFP4, or for experts also integers
-inside FP8. Of NVFP4 the inputs' scale is called `input_scale_2`.
+Easy to get wrong: a list of one config is as good as the config; a list of two is NVFP4, or for
+experts also integers inside FP8. Of NVFP4 the inputs' scale is called `input_scale_2`.
 
-Source: vLLM 0.32.0 quantization/quark/quark.py (_get_scheme_cls_from_config), quark_moe.py (get_moe_method_target),
-utils/ocp_mx_utils.py, quark/schemes; compared with the real functions by tests/validate/check/test_foreign_schemes.py.
+Source: vLLM 0.32.0 quantization/quark/quark.py (_get_scheme_cls_from_config), quark_moe.py
+(get_moe_method_target), utils/ocp_mx_utils.py, quark/schemes; compared with the real functions by
+tests/validate/check/test_foreign_schemes.py.
 """
 
 from ....checkpoints.stored import Form
@@ -34,16 +35,29 @@ def scheme_of(layer: QuarkLayer, pack_method: str, *, is_experts: bool) -> VLLMM
     return _mx(weights[0]) or NO_SCHEME
 
 
-def _with_inputs(weight: QuarkTensor, inputs: QuarkTensor, *, is_experts: bool) -> VLLMModule | None:
+def _with_inputs(
+    weight: QuarkTensor, inputs: QuarkTensor, *, is_experts: bool
+) -> VLLMModule | None:
     of_inputs = () if inputs.is_dynamic else ("input_scale",)
     kinds = _kind(weight), _kind(inputs)
     match kinds:
-        case ("fp8_e4m3", "per_tensor", False), ("fp8_e4m3", "per_tensor", False) | ("fp8_e4m3", _, True):
+        case ("fp8_e4m3", "per_tensor", False), ("fp8_e4m3", "per_tensor", False) | (
+            "fp8_e4m3",
+            _,
+            True,
+        ):
             return registers("fp8_tensor", *_TWO, *of_inputs)
-        case ("fp8_e4m3", "per_channel", False), ("fp8_e4m3", "per_tensor", False) | ("fp8_e4m3", _, True):
+        case ("fp8_e4m3", "per_channel", False), ("fp8_e4m3", "per_tensor", False) | (
+            "fp8_e4m3",
+            _,
+            True,
+        ):
             return registers("fp8_channel", *_TWO, *of_inputs)
         case ("fp8_e4m3", "per_block", False), ("fp8_e4m3", "per_group", True) if (
-            weight.block_size == (128, 128) and inputs.group_size == 128 and weight.symmetric and inputs.symmetric
+            weight.block_size == (128, 128)
+            and inputs.group_size == 128
+            and weight.symmetric
+            and inputs.symmetric
         ):
             return registers("fp8_block", *_TWO, block=(128, 128))
         case (("int8", scheme, False), ("int8", "per_tensor", False)) | (
@@ -63,13 +77,17 @@ def _with_inputs(weight: QuarkTensor, inputs: QuarkTensor, *, is_experts: bool) 
     return None
 
 
-def _of_lists(weights: list[QuarkTensor], inputs: list[QuarkTensor], *, is_experts: bool) -> VLLMModule | None:
+def _of_lists(
+    weights: list[QuarkTensor], inputs: list[QuarkTensor], *, is_experts: bool
+) -> VLLMModule | None:
     match [*map(_kind, weights)], [*map(_kind, inputs)]:
         case (
             [("fp4", "per_group", False), ("fp8_e4m3", "per_tensor", False)],
             [("fp4", "per_group", True), ("fp8_e4m3", "per_tensor", False)],
         ) if weights[0].group_size == inputs[0].group_size == 16:
-            return registers("nvfp4_modelopt", *_TWO, "weight_scale_2", "input_scale_2", group_size=16)
+            return registers(
+                "nvfp4_modelopt", *_TWO, "weight_scale_2", "input_scale_2", group_size=16
+            )
         case [_, ("int4", "per_channel", False)], _ if is_experts:
             return UNKNOWN
     return None
@@ -83,7 +101,9 @@ def _mx(weight: QuarkTensor, *of_inputs: str) -> VLLMModule | None:
             if dtype in forms:
                 return registers(forms[dtype], *_TWO, *of_inputs, group_size=32)
             return UNKNOWN if dtype in _MX_DTYPES else None
-        case ("fp8_e4m3", "per_block", False) if weight.scale_type == "float8_e8m0fnu" and weight.symmetric:
+        case ("fp8_e4m3", "per_block", False) if (
+            weight.scale_type == "float8_e8m0fnu" and weight.symmetric
+        ):
             return UNKNOWN if (weight.block_size or ())[1:] == (32,) else None
     return None
 

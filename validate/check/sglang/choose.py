@@ -1,13 +1,16 @@
-"""Which reader SGLang takes for a checkpoint's quantization config, and what its draft classes make of it.
+"""Which reader SGLang takes for a checkpoint's quantization config, and what its draft classes make
+of it.
 
 In: config.json, hf_quant_config.json, and a part. Out: a `Dialect` as SGLang reads it.
 
-Easy to get wrong: target and draft each read config.json anew, each with its own class's mapping. And a draft class may
-build everything plain whatever the config says: under modelopt's NVFP4 nearly all do, so a quantized block is not read.
+Easy to get wrong: target and draft each read config.json anew, each with its own class's mapping.
+And a draft class may build everything plain whatever the config says: under modelopt's NVFP4 nearly
+all do, so a quantized block is not read.
 
 Source: SGLang 0.5.23 sglang/srt/model_loader/checkpoint_quantization.py, configs/model_config.py
-(_verify_quantization), models/qwen3_5_mtp.py (_mtp_quant_config), models/deepseek_nextn.py, models/glm4_moe.py and
-models/glm5_next_nextn.py (_resolve_nextn_quant_config), models/longcat_flash_nextn.py.
+(_verify_quantization), models/qwen3_5_mtp.py (_mtp_quant_config), models/deepseek_nextn.py,
+models/glm4_moe.py and models/glm5_next_nextn.py (_resolve_nextn_quant_config),
+models/longcat_flash_nextn.py.
 """
 
 from collections.abc import Mapping
@@ -41,7 +44,10 @@ def read_sglang(view: FamilyView, hf_quant_config: Mapping[str, Any] | None, par
     except CheckpointError as error:
         raise error.at("config.json: quantization_config") from error
     if part == "mtp" and (why := _why_plain(dialect, view)):
-        return OneAnswer(name=dialect.name, answer=plain(f"sglang/srt/{sglang_model(view.config).file} builds {why}"))
+        return OneAnswer(
+            name=dialect.name,
+            answer=plain(f"sglang/srt/{sglang_model(view.config).file} builds {why}"),
+        )
     return dialect
 
 
@@ -63,7 +69,9 @@ def _read(raw: Mapping[str, Any], view: FamilyView, part: Part) -> Dialect:
 
 
 def _why_plain(dialect: Dialect, view: FamilyView) -> str:
-    """What the draft's class builds plain after it has looked at the config; "" where it leaves that to the config."""
+    """What the draft's class builds plain after it has looked at the config; "" where it leaves
+    that to the config.
+    """
     model = sglang_model(view.config)
     if model.plain_draft:
         return "the draft without a quantization config"
@@ -73,7 +81,9 @@ def _why_plain(dialect: Dialect, view: FamilyView) -> str:
             return f"the draft plain under {dialect.name}"
     if isinstance(dialect, Quark) and _excludes_draft(dialect, view):
         return "the draft plain: exclude names it"
-    if view.config.get("model_type") == "longcat_flash" and "mtp" in (view.config.get("disable_quant_module") or ()):
+    if view.config.get("model_type") == "longcat_flash" and "mtp" in (
+        view.config.get("disable_quant_module") or ()
+    ):
         return "the draft plain: disable_quant_module has mtp"
     return ""
 
@@ -82,6 +92,8 @@ def _excludes_draft(quark: Quark, view: FamilyView) -> bool:
     """Whether a draft class takes quark's list for one that leaves the whole block alone."""
     model = sglang_model(view.config)
     if model.excluded_by == "experts":
-        return any(entry.startswith("mtp.") and "mlp.experts" in entry for entry in quark.exclude.written)
+        return any(
+            entry.startswith("mtp.") and "mlp.experts" in entry for entry in quark.exclude.written
+        )
     decoder = "model.decoder" if view.num_layers == 61 else f"model.layers.{view.num_layers}"
     return model.excluded_by == "block" and quark.exclude.first(decoder) is not None

@@ -1,9 +1,11 @@
-"""The view that SGLang has of a checkpoint: which module each tensor goes to, and how SGLang builds it.
+"""The view that SGLang has of a checkpoint: which module each tensor goes to, and how SGLang builds
+it.
 
-In: a `RuntimeView`, which knows the files and the family. Out: an `SglangView` with a module for each prefix that
-SGLang constructs; the rules read it.
+In: a `RuntimeView`, which knows the files and the family. Out: an `SglangView` with a module for
+each prefix that SGLang constructs; the rules read it.
 
-Easy to get wrong: SGLang builds one MTP layer. The tensors of further ones belong to no module of it.
+Easy to get wrong: SGLang builds one MTP layer. The tensors of further ones belong to no module of
+it.
 """
 
 from collections import defaultdict
@@ -13,14 +15,21 @@ from functools import cached_property
 
 from ....recipes.family import Part, VLLMName
 from ....recipes.family_view import Place
-from ....recipes.runtimes.sglang import SglangModel, packed_modules, sglang_model, sglang_module, sglang_stem
+from ....recipes.runtimes.sglang import (
+    SglangModel,
+    packed_modules,
+    sglang_model,
+    sglang_module,
+    sglang_stem,
+)
 from ..dialects.matching import OneAnswer, plain
 from ..dialects.patterns import time_limit
 from ..runtime_view import KINDS, Member, Module, RuntimeView
 from ..vllm_module import Dialect, Kind, Resolution
 from .choose import read_sglang
 
-# The classes of indexers and compressors are among SGLang's kernels, which nothing constructs for the tests.
+# The classes of indexers and compressors are among SGLang's kernels, which nothing constructs for
+# the tests.
 _NOT_JUDGED = ("vision", "embedding", "norm", "state", "indexer", "compressor")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -40,23 +49,34 @@ class SglangView:
     def dialects(self) -> Mapping[Part, Dialect]:
         """The quantization config, as the target's class and as the draft's class read it."""
         view, other = self.runtime.view, self.runtime.hf_quant_config
-        return {"backbone": read_sglang(view, other, "backbone"), "mtp": read_sglang(view, other, "mtp")}
+        return {
+            "backbone": read_sglang(view, other, "backbone"),
+            "mtp": read_sglang(view, other, "mtp"),
+        }
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
-        """Every module with weights on disk that SGLang builds; by its name on disk where SGLang gives it none."""
+        """Every module with weights on disk that SGLang builds; by its name on disk where SGLang
+        gives it none.
+        """
         members: dict[tuple[str, Part, bool], list[Member]] = defaultdict(list)
         for member in (member for module in self.runtime.modules for member in module.members):
             if self._is_built(member.place):
                 name = sglang_module(self.runtime.view, member.place)
-                members[name or member.weight.module, member.place.part, name is not None].append(member)
+                members[name or member.weight.module, member.place.part, name is not None].append(
+                    member
+                )
         with time_limit():
             return tuple(self._module(*key, tuple(group)) for key, group in members.items())
 
     def why_plain(self, part: Part) -> str:
         """Why the draft's class builds everything plain; "" where it does not."""
         dialect = self.dialects[part]
-        return dialect.answer.entry if isinstance(dialect, OneAnswer) and not dialect.answer.error else ""
+        return (
+            dialect.answer.entry
+            if isinstance(dialect, OneAnswer) and not dialect.answer.error
+            else ""
+        )
 
     def _module(self, name: str, part: Part, asks: bool, members: tuple[Member, ...]) -> Module:
         kind = KINDS.get(members[0].place.role, "linear")
@@ -78,16 +98,24 @@ class SglangView:
             resolution=resolution,
         )
 
-    def _answer(self, name: VLLMName, part: Part, shards: tuple[VLLMName, ...], kind: Kind) -> Resolution:
-        """What SGLang builds; Qwen3-Next's class leaves qkv_proj out of modelopt's NVFP4 by itself."""
+    def _answer(
+        self, name: VLLMName, part: Part, shards: tuple[VLLMName, ...], kind: Kind
+    ) -> Resolution:
+        """What SGLang builds; Qwen3-Next's class leaves qkv_proj out of modelopt's NVFP4 by
+        itself.
+        """
         dialect = self.dialects[part]
         if dialect.name == "modelopt_fp4" and name.endswith(self.model.plain_in_fp4):
             return plain("sglang/srt/models/qwen3_next.py builds it plain under modelopt_fp4")
         return dialect.resolve(name, shards=shards, kind=kind)
 
     def _is_built(self, place: Place) -> bool:
-        """Whether SGLang has a module for it; it builds neither a draft that it has no class for, nor a second one."""
-        if place.role in _NOT_JUDGED or (place.role == "linear_attention" and self.model.other_linear_attention):
+        """Whether SGLang has a module for it; it builds neither a draft that it has no class for,
+        nor a second one.
+        """
+        if place.role in _NOT_JUDGED or (
+            place.role == "linear_attention" and self.model.other_linear_attention
+        ):
             return False
         if place.part == "backbone":
             return bool(self.model.layers)

@@ -1,13 +1,17 @@
-"""An account of a weight load, independent of what the loader reports: what was written, where, and from what.
+"""An account of a weight load, independent of what the loader reports: what was written, where, and
+from what.
 
-In: a model on the meta device, the checkpoint's tensors, vLLM's own load_weights. Out: for every parameter how many of
-its elements were written and from which tensors; for every tensor how much of it was used.
+In: a model on the meta device, the checkpoint's tensors, vLLM's own load_weights. Out: for every
+parameter how many of its elements were written and from which tensors; for every tensor how much of
+it was used.
 
-The account sees aten operators. It knows a tensor by its storage, so it need not follow views. A computed tensor
-(dequantized, concatenated, cast) has the sources of the tensors that it was computed from.
+The account sees aten operators. It knows a tensor by its storage, so it need not follow views. A
+computed tensor (dequantized, concatenated, cast) has the sources of the tensors that it was
+computed from.
 
-Easy to get wrong: a parameter that nobody wrote may hold a value on purpose. vLLM constructs FP8 scales with the
-smallest number, so there a value from construction is as wrong as uninitialised memory. A sink that vLLM pads is right.
+Easy to get wrong: a parameter that nobody wrote may hold a value on purpose. vLLM constructs FP8
+scales with the smallest number, so there a value from construction is as wrong as uninitialised
+memory. A sink that vLLM pads is right.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,15 +47,23 @@ _VIEWS = {
 }
 # Operators that leave no value worth keeping: allocation, views, the random start of nn.Linear.
 _NO_VALUE = ("empty", "detach", "view", "alias", "uniform", "normal", "random", "set_")
-# The value that is read from the meta device. False for a bool: vLLM must not refuse a value that nobody can see.
-_ONE = {torch.bool: False, torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+# The value that is read from the meta device. False for a bool: vLLM must not refuse a value that
+# nobody can see.
+_ONE = {
+    torch.bool: False,
+    torch.float64: 1.0,
+    torch.float32: 1.0,
+    torch.bfloat16: 1.0,
+    torch.float16: 1.0,
+}
 
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Storage offset, shape and strides, in elements."""
 
 
 class Construction(TorchDispatchMode):
-    """Active while vLLM builds a model: the storages that get a value. All others are uninitialised memory.
+    """Active while vLLM builds a model: the storages that get a value. All others are uninitialised
+    memory.
 
     Attributes:
         filled: storages with a value, by address.
@@ -105,7 +117,11 @@ class Written:
 
     def as_fault(self) -> dict[str, Any]:
         """As `Fault` in validate/facts/dry_load.py."""
-        told = {"param": self.name, "num_written": self.num_written, "num_expected": self.num_expected}
+        told = {
+            "param": self.name,
+            "num_written": self.num_written,
+            "num_expected": self.num_expected,
+        }
         return {**told, "dtype": str(self.dtype).removeprefix("torch."), "sources": self.sources}
 
     @property
@@ -115,7 +131,9 @@ class Written:
 
     @property
     def status(self) -> str:
-        """full, padded, partial, unwritten (uninitialised memory), default (construction's value), optional."""
+        """full, padded, partial, unwritten (uninitialised memory), default (construction's value),
+        optional.
+        """
         if self.num_written >= self.num_expected:
             return "full"
         if self.num_written:
@@ -155,7 +173,8 @@ class Account(TorchDispatchMode):
     Attributes:
         tensors: the checkpoint's tensors that the loader got.
         current: the last tensor that it got, for the message when it raises.
-        casts: (parameter, sources, dtype on disk, dtype of the parameter) where packed and wide numbers were mixed.
+        casts: (parameter, sources, dtype on disk, dtype of the parameter) where packed and wide
+            numbers were mixed.
         broadcasts: (parameter, sources, shape on disk, shape written) where one value filled many.
     """
 
@@ -169,7 +188,9 @@ class Account(TorchDispatchMode):
         self._param_at: dict[int, Written] = {}
         self._sources: dict[int, tuple[str, ...]] = {}
         self._is_checkpoint: set[int] = set()
-        self._keep: list[torch.UntypedStorage] = []  # an address is unique only while its storage lives
+        self._keep: list[
+            torch.UntypedStorage
+        ] = []  # an address is unique only while its storage lives
         learned = {name for name, _ in model.named_parameters()}
         for name, param in [*model.named_parameters(), *model.named_buffers()]:
             storage = param.untyped_storage()
@@ -193,7 +214,9 @@ class Account(TorchDispatchMode):
         """The parameters. Buffers are followed too, but a checkpoint need not fill them."""
         return self._params.values()
 
-    def hand_over(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def hand_over(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Give (name, tensor) pairs to the loader, one at a time, and note each."""
         for name, tensor in weights:
             storage = tensor.untyped_storage()
@@ -291,10 +314,15 @@ class Account(TorchDispatchMode):
         for name in names:
             self.tensors[name].is_computed = True
 
-    def _note(self, notes: dict, written: Written, names: tuple[str, ...], given: object, wanted: object) -> None:
-        notes[written.name, ", ".join(names), str(given).removeprefix("torch."), str(wanted).removeprefix("torch.")] = (
-            None
-        )
+    def _note(
+        self, notes: dict, written: Written, names: tuple[str, ...], given: object, wanted: object
+    ) -> None:
+        notes[
+            written.name,
+            ", ".join(names),
+            str(given).removeprefix("torch."),
+            str(wanted).removeprefix("torch."),
+        ] = None
 
 
 def _region(view: torch.Tensor) -> Region:
@@ -304,8 +332,8 @@ def _region(view: torch.Tensor) -> Region:
 def _keeps_value(given: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether a cast keeps the numbers, or rounds them as any model's weights are rounded.
 
-    Whole numbers may change their sign bit (packed FP4 is int8 on disk, uint8 in vLLM); e8m0 is a power of two; int64
-    holds shapes and tables, never packed weights.
+    Whole numbers may change their sign bit (packed FP4 is int8 on disk, uint8 in vLLM); e8m0 is a
+    power of two; int64 holds shapes and tables, never packed weights.
     """
     if given in _WIDE or given == torch.float8_e8m0fnu:
         return wanted in _WIDE
@@ -317,12 +345,15 @@ def _refuse_shape(target: torch.Tensor, source: torch.Tensor) -> None:
     pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)
     if source.dim() > target.dim() or any(size not in (1, wanted) for size, wanted in pairs):
         raise RuntimeError(
-            f"output with shape {list(target.shape)} doesn't match the broadcast shape of {list(source.shape)}"
+            f"output with shape {list(target.shape)} doesn't match the broadcast shape of "
+            f"{list(source.shape)}"
         )
 
 
 def _covered(regions: dict[Region, int]) -> int:
-    """Distinct elements of all regions. It is exact for contiguous ones; strided ones count as if none overlapped."""
+    """Distinct elements of all regions. It is exact for contiguous ones; strided ones count as if
+    none overlapped.
+    """
     total = sum(regions.values())
     if len(regions) == 1 or total == 0:
         return total

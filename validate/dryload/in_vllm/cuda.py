@@ -1,10 +1,11 @@
-"""torch.cuda of a GPU that is not there: its functions answer, and `device="cuda"` means the meta device.
+"""torch.cuda of a GPU that is not there: its functions answer, and `device="cuda"` means the meta
+device.
 
 In: a `Device`. Out: nothing; torch is changed as long as the process runs.
 
-Easy to get wrong: torch._dynamo refuses one function with two names, so each replacement is an object of its own. A
-function mode also sees every `.shape`. So it is left while weights load (`weights_only`), which halves the time; the
-account's dispatch mode maps devices there.
+Easy to get wrong: torch._dynamo refuses one function with two names, so each replacement is an
+object of its own. A function mode also sees every `.shape`. So it is left while weights load
+(`weights_only`), which halves the time; the account's dispatch mode maps devices there.
 """
 
 import contextlib
@@ -20,7 +21,9 @@ from .stubs import refuse_dunder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What vLLM asks a GPU about itself; shared memory is that of one block, by CUDA's programming guide."""
+    """What vLLM asks a GPU about itself; shared memory is that of one block, by CUDA's programming
+    guide.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -32,7 +35,11 @@ class Device:
 # One GPU for each capability that vLLM 0.32 has kernels of its own for.
 DEVICES = {
     "sm89": Device(
-        name="NVIDIA L40S", capability=(8, 9), num_sms=142, memory_bytes=48 << 30, shared_memory_bytes=99 << 10
+        name="NVIDIA L40S",
+        capability=(8, 9),
+        num_sms=142,
+        memory_bytes=48 << 30,
+        shared_memory_bytes=99 << 10,
     ),
     "sm90": Device(name="NVIDIA H200", capability=(9, 0), num_sms=132, memory_bytes=141 << 30),
     "sm100": Device(name="NVIDIA B200", capability=(10, 0), num_sms=148, memory_bytes=180 << 30),
@@ -79,7 +86,8 @@ def install(device: Device) -> None:
         total_memory=device.memory_bytes,
         multi_processor_count=device.num_sms,
         shared_memory_per_block_optin=device.shared_memory_bytes,
-        shared_memory_per_multiprocessor=device.shared_memory_bytes + 1024,  # CUDA keeps 1 KiB for itself
+        shared_memory_per_multiprocessor=device.shared_memory_bytes
+        + 1024,  # CUDA keeps 1 KiB for itself
         warp_size=32,
         L2_cache_size=50 << 20,
         uuid="pretended",
@@ -140,7 +148,8 @@ def weights_only() -> Iterator[None]:
 
 
 class _CudaIsMeta(torch.overrides.TorchFunctionMode):
-    """Every device argument that names CUDA becomes the meta device, and so does pinned memory, which the GPU reads.
+    """Every device argument that names CUDA becomes the meta device, and so does pinned memory,
+    which the GPU reads.
 
     Pinning a tensor that is there does nothing.
     """
@@ -152,7 +161,12 @@ class _CudaIsMeta(torch.overrides.TorchFunctionMode):
             kwargs = {**kwargs, "device": "meta"}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False, "device": "meta"}
-        if func is torch.Tensor.to and len(args) > 1 and not isinstance(args[1], int) and _is_cuda(args[1]):
+        if (
+            func is torch.Tensor.to
+            and len(args) > 1
+            and not isinstance(args[1], int)
+            and _is_cuda(args[1])
+        ):
             args = (args[0], "meta", *args[2:])
         elif func is torch.Tensor.cuda:
             return args[0].to("meta")

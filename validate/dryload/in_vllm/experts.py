@@ -1,11 +1,13 @@
 """vLLM's search for an expert's parameter, without the entries that cannot match.
 
-vLLM's loaders compare the name of every tensor with three entries an expert, 768 in DeepSeek-V4: most of a dry load's
-time. The entries name their expert (`experts.17.w1.`), so for a tensor of expert 17 all others may be left out: the
-loop then does the same. For a name without an expert's number the loop gets the whole list.
+vLLM's loaders compare the name of every tensor with three entries an expert, 768 in DeepSeek-V4:
+most of a dry load's time. The entries name their expert (`experts.17.w1.`), so for a tensor of
+expert 17 all others may be left out: the loop then does the same. For a name without an expert's
+number the loop gets the whole list.
 
-Easy to get wrong: the name is that of the last tensor that the loader got. vLLM 0.32.0's loaders work on one tensor at
-a time. A loader that collects them first has no tensor at that point, and gets the whole list too.
+Easy to get wrong: the name is that of the last tensor that the loader got. vLLM 0.32.0's loaders
+work on one tensor at a time. A loader that collects them first has no tensor at that point, and
+gets the whole list too.
 """
 
 import re
@@ -16,7 +18,9 @@ _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 class Mapping(list):
-    """(parameter, name on disk, expert, shard) entries; iterated, those that the current tensor may match."""
+    """(parameter, name on disk, expert, shard) entries; iterated, those that the current tensor may
+    match.
+    """
 
     def __init__(self, entries: list[tuple[str, str, int, str]], current: Callable[[], str]):
         super().__init__(entries)
@@ -25,7 +29,9 @@ class Mapping(list):
         self._others: list[tuple[str, str, int, str]] = []
         for entry in entries:
             match = _EXPERT.search(entry[1])
-            self._by_expert.setdefault(match[1], []).append(entry) if match else self._others.append(entry)
+            self._by_expert.setdefault(match[1], []).append(
+                entry
+            ) if match else self._others.append(entry)
 
     def __iter__(self) -> Iterator[Any]:
         match = _EXPERT.search(self._current())

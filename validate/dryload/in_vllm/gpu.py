@@ -1,10 +1,12 @@
-"""A pretended CUDA platform: vLLM builds and loads its CUDA model classes on a machine without a GPU.
+"""A pretended CUDA platform: vLLM builds and loads its CUDA model classes on a machine without a
+GPU.
 
-In: a `Device`, before anything of vLLM but `vllm.platforms` is imported. Out: a process in which `current_platform` is
-CUDA of that capability.
+In: a `Device`, before anything of vLLM but `vllm.platforms` is imported. Out: a process in which
+`current_platform` is CUDA of that capability.
 
-Easy to get wrong: many modules read the capability when they are imported. So each capability needs a process of its
-own, and the platform must be set before the first of these imports. Written against vLLM 0.32.0.
+Easy to get wrong: many modules read the capability when they are imported. So each capability needs
+a process of its own, and the platform must be set before the first of these imports. Written
+against vLLM 0.32.0.
 """
 
 import types
@@ -23,7 +25,9 @@ def install(device: cuda.Device) -> None:
     major, minor = device.capability
     let_operators_appear = stubs.install_operators(major * 10 + minor)
     cuda.install(device)
-    platforms.vllm_version_matches_substr = lambda substr: substr in "cuda"  # this build's version ends in +cpu
+    platforms.vllm_version_matches_substr = lambda substr: (
+        substr in "cuda"
+    )  # this build's version ends in +cpu
     platforms._current_platform = _platform(device)
     _activate_triton(device)
     import vllm._custom_ops  # noqa: F401  registers fakes for the operators that exist; only then may all exist
@@ -48,8 +52,9 @@ def _platform(device: cuda.Device) -> Any:
         "is_integrated_gpu": False,
         "set_device": None,
         "is_pin_memory_available": True,  # pinning itself does nothing here
-        "get_device_communicator_cls": "vllm.distributed.device_communicators.base_device_communicator."
-        "DeviceCommunicatorBase",
+        "get_device_communicator_cls": (
+            "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+        ),
     }
     methods = {name: classmethod(cuda.returns(answer)) for name, answer in answers.items()}
     return type("PretendedCuda", (NonNvmlCudaPlatform,), {"dist_backend": "fake", **methods})()
@@ -58,7 +63,8 @@ def _platform(device: cuda.Device) -> Any:
 def _activate_triton(device: cuda.Device) -> None:
     """Let vLLM see one active Triton driver: kernels are real functions, never compiled.
 
-    Without it Model Runner V2 is off and modules that size their kernels while they are imported fail.
+    Without it Model Runner V2 is off and modules that size their kernels while they are imported
+    fail.
     """
     from triton.backends import backends
     from triton.runtime import driver
@@ -105,7 +111,9 @@ def _let_vllm_find_its_packages() -> None:
 
 
 def _look_at_classes_in_this_process() -> None:
-    """vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of the CPU build."""
+    """vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of
+    the CPU build.
+    """
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()

@@ -1,7 +1,7 @@
 """Safetensors headers as meta tensors.
 
-In: safetensors files; the data after a header may be a hole. Out: (name, tensor) pairs in the files' order, on the
-meta device; no data is read.
+In: safetensors files; the data after a header may be a hole. Out: (name, tensor) pairs in the
+files' order, on the meta device; no data is read.
 """
 
 import json
@@ -38,8 +38,11 @@ def meta_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        with _disable_current_modes():  # a whole file at once: the account need not see how 130,000 tensors are made
+        with (
+            _disable_current_modes()
+        ):  # a whole file at once: the account need not see how 130,000 tensors are made
             tensors = [
-                torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta") for entry in header.values()
+                torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+                for entry in header.values()
             ]
         yield from zip(header, tensors, strict=True)

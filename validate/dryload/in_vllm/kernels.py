@@ -1,12 +1,13 @@
 """What vLLM would run: post-load processing on meta tensors, and the kernel that each layer got.
 
-In: a loaded model. Out: an entry for each kind of layer: {layer, method, kernel, count, where (its first prefix),
-outcome}. The outcome is "ok", "refused: <vLLM's words>" where vLLM itself raises, or "not judged: <why>" where it
-raised after it read a value from the meta device or called a stub: the kernel is known even then. The kernel of
-attention is its backend and the number format of its KV cache.
+In: a loaded model. Out: an entry for each kind of layer: {layer, method, kernel, count, where (its
+first prefix), outcome}. The outcome is "ok", "refused: <vLLM's words>" where vLLM itself raises, or
+"not judged: <why>" where it raised after it read a value from the meta device or called a stub: the
+kernel is known even then. The kernel of attention is its backend and the number format of its KV
+cache.
 
-Easy to get wrong: a model has thousands of layers. Layers of one kind and shape have the same outcome, so only one of
-each is processed.
+Easy to get wrong: a model has thousands of layers. Layers of one kind and shape have the same
+outcome, so only one of each is processed.
 """
 
 import traceback
@@ -32,17 +33,26 @@ def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
     with set_current_vllm_config(config):
         for prefix, module in model.named_modules():
             method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
-            is_attention = isinstance(module, AttentionLayerBase) and hasattr(module, "kv_cache_dtype")
+            is_attention = isinstance(module, AttentionLayerBase) and hasattr(
+                module, "kv_cache_dtype"
+            )
             is_method = isinstance(method, QuantizeMethodBase)
             if not is_attention and not is_method:
                 continue
             kernel = _attention(module) if is_attention else _kernel(method, scheme)
-            shapes = tuple((name, tuple(param.shape), param.dtype) for name, param in module.named_parameters())
+            shapes = tuple(
+                (name, tuple(param.shape), param.dtype) for name, param in module.named_parameters()
+            )
             same = (type(module), type(method), type(scheme), shapes, kernel)
             if same not in outcomes:
                 refused = _refused_attention(module) if is_attention else ""
                 outcomes[same] = refused or (_process(module, method) if is_method else "ok")
-            kind = (type(module).__name__, class_of(method if scheme is None else scheme), kernel, outcomes[same])
+            kind = (
+                type(module).__name__,
+                class_of(method if scheme is None else scheme),
+                kernel,
+                outcomes[same],
+            )
             where = getattr(module, "prefix", "") or getattr(module, "layer_name", "") or prefix
             known = dict(zip(("layer", "method", "kernel", "outcome"), kind, strict=True))
             kinds.setdefault(kind, {**known, "where": where, "count": 0})["count"] += 1
@@ -55,25 +65,35 @@ def class_of(value: object) -> str:
 
 
 def last_frame(error: BaseException) -> tuple[str, bool]:
-    """file:line of the last frame in vLLM, and whether vLLM itself raised there, not a library that it called."""
+    """file:line of the last frame in vLLM, and whether vLLM itself raised there, not a library that
+    it called.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages/vllm/" in frame.filename] or frames
-    return f"{own[-1].filename.rpartition('site-packages/')[2]}:{own[-1].lineno}", own[-1] is frames[-1]
+    return f"{own[-1].filename.rpartition('site-packages/')[2]}:{own[-1].lineno}", own[
+        -1
+    ] is frames[-1]
 
 
 def _one(value: torch.Tensor) -> float:
     return value.dtype == torch.bool or (1.0 if value.dtype.is_floating_point else 1)
 
 
-# Operators that read a value, or whose result has a shape that values decide: numbers are one, comparisons true.
+# Operators that read a value, or whose result has a shape that values decide: numbers are one,
+# comparisons true.
 _ANSWERS: dict[Any, Callable[[torch.Tensor], Any]] = {
     aten._local_scalar_dense.default: _one,
     aten.item.default: _one,
     aten.is_nonzero.default: lambda value: True,
-    aten.nonzero.default: lambda value: torch.empty(0, value.ndim, dtype=torch.int64, device="meta"),
+    aten.nonzero.default: lambda value: torch.empty(
+        0, value.ndim, dtype=torch.int64, device="meta"
+    ),
     aten.equal.default: lambda value: True,
     aten.allclose.default: lambda value: True,
-    aten._unique2.default: lambda value: (value.flatten()[:1], *[value.flatten()[:1].to(torch.int64)] * 2),
+    aten._unique2.default: lambda value: (
+        value.flatten()[:1],
+        *[value.flatten()[:1].to(torch.int64)] * 2,
+    ),
 }
 
 
@@ -103,7 +123,9 @@ def _process(module: torch.nn.Module, method: Any) -> str:
             method.process_weights_after_loading(module)
     except Exception as error:  # noqa: BLE001  what vLLM raises is its verdict, unless it read a pretended value
         at, is_vllms = last_frame(error)
-        if values.count or Calls.count > calls or not is_vllms:  # torch raises where meta has no values
+        if (
+            values.count or Calls.count > calls or not is_vllms
+        ):  # torch raises where meta has no values
             return f"not judged: depends on values ({at})"
         words = str(error).strip().split("\n")[0][:200]
         return f"refused: {type(error).__name__}: {words} ({at})"
@@ -111,12 +133,18 @@ def _process(module: torch.nn.Module, method: Any) -> str:
 
 
 def _kernel(method: Any, scheme: Any) -> str:
-    """The kernel's class or the backend's name, from the attributes where vLLM 0.32.0's methods keep them."""
+    """The kernel's class or the backend's name, from the attributes where vLLM 0.32.0's methods
+    keep them.
+    """
     found: list[str] = []
     for owner in (method, scheme):
         for name, value in sorted(vars(owner).items()) if owner is not None else ():
             is_kernel = "kernel" in name or "experts_cls" in name or name.endswith("linear")
-            if is_kernel and value is not None and not isinstance(value, str | bool | int | float | dict | torch.dtype):
+            if (
+                is_kernel
+                and value is not None
+                and not isinstance(value, str | bool | int | float | dict | torch.dtype)
+            ):
                 found.append(value.__name__ if isinstance(value, type) else type(value).__name__)
             elif "backend" in name and value is not None:
                 found.append(str(getattr(value, "name", value)))
@@ -124,16 +152,23 @@ def _kernel(method: Any, scheme: Any) -> str:
 
 
 def _attention(module: Any) -> str:
-    """The backend, and the number format of the KV cache where it is another than the model's: `FLASHINFER kv=fp8`."""
+    """The backend, and the number format of the KV cache where it is another than the model's:
+    `FLASHINFER kv=fp8`.
+    """
     kept = "" if module.kv_cache_dtype == "auto" else f" kv={module.kv_cache_dtype}"
     return module.get_attn_backend().get_name() + kept
 
 
 def _refused_attention(module: Any) -> str:
-    """A backend that is not for this GPU: a model that names its own backend passes by vLLM's choice of one."""
+    """A backend that is not for this GPU: a model that names its own backend passes by vLLM's
+    choice of one.
+    """
     from vllm.platforms import current_platform
 
     backend, capability = module.get_attn_backend(), current_platform.get_device_capability()
     if backend.supports_compute_capability(capability):
         return ""
-    return f"refused: {backend.get_name()} has no kernels for compute capability {capability.as_version_str()}"
+    return (
+        f"refused: {backend.get_name()} has no kernels for compute capability "
+        f"{capability.as_version_str()}"
+    )

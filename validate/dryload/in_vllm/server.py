@@ -1,11 +1,14 @@
 """The process that loads: it imports vLLM once for a GPU, then forks a child for every checkpoint.
 
-In: as arguments the GPU's name and a folder for what vLLM wants to write; on standard input a JSON list of jobs a line.
-Out: on standard output a JSON line for each job, in the order in which they end: {"id", "account"}, or {"id", "died"}
-for a child that was killed or took too long. vLLM's own output goes to standard error.
+In: as arguments the GPU's name and a folder for what vLLM wants to write; on standard input a JSON
+list of jobs a line.
+Out: on standard output a JSON line for each job, in the order in which they end: {"id", "account"},
+or {"id", "died"} for a child that was killed or took too long. vLLM's own output goes to standard
+error.
 
-Easy to get wrong: the parent forks, so it must have one thread only, and it must never change what a child changes (the
-process group, vLLM's globals). A child writes its account to a file: a pipe is too small for one.
+Easy to get wrong: the parent forks, so it must have one thread only, and it must never change what
+a child changes (the process group, vLLM's globals). A child writes its account to a file: a pipe is
+too small for one.
 """
 
 import gc
@@ -18,7 +21,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-# A load of 134,309 tensors takes less than 1 GiB; a weight that is really allocated takes far more than this.
+# A load of 134,309 tensors takes less than 1 GiB; a weight that is really allocated takes far more
+# than this.
 CHILD_MEMORY_BYTES = 8 << 30
 CHILD_SECONDS = 1800
 
@@ -41,7 +45,10 @@ def main() -> None:
             if status == 0:
                 answers.write(written.read_text() + "\n")
             else:
-                died = f"exit status {os.waitstatus_to_exitcode(status)}, a signal where it is negative"
+                died = (
+                    f"exit status {os.waitstatus_to_exitcode(status)}, a signal where it is "
+                    "negative"
+                )
                 answers.write(json.dumps({"id": number, "died": died}) + "\n")
             written.unlink(missing_ok=True)
 
@@ -86,7 +93,9 @@ def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
         limit_memory(CHILD_MEMORY_BYTES)
         number = job.pop("id")
         account = StagedLoad(Job(**job), gpu=gpu).account()
-        Path(cache, f"{number}.json").write_text(json.dumps({"id": number, "account": account}, default=str))
+        Path(cache, f"{number}.json").write_text(
+            json.dumps({"id": number, "account": account}, default=str)
+        )
         status = 0
     except BaseException:  # noqa: BLE001  a fault of the dry load itself, for the log before the child is gone
         traceback.print_exc()
@@ -96,9 +105,11 @@ def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process allocate `num_bytes` more; what wants more than that gets an error, and the machine goes on.
+    """Let this process allocate `num_bytes` more; what wants more than that gets an error, and the
+    machine goes on.
 
-    Memory that is allocated and not touched counts: a weight that escapes the meta device is found before it is filled.
+    Memory that is allocated and not touched counts: a weight that escapes the meta device is found
+    before it is filled.
     """
     with open("/proc/self/statm") as file:
         data_pages = int(file.read().split()[5])

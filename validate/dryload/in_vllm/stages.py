@@ -1,10 +1,11 @@
 """One checkpoint on one pretended GPU: construct, load, share, process, and say what happened.
 
-In: a `Job`, in a process that `gpu.install` has prepared. Out: a JSON-able dictionary (`StagedLoad.account`), with the
-fields of `LoadAccount` in validate/facts/dry_load.py, which reads it.
+In: a `Job`, in a process that `gpu.install` has prepared. Out: a JSON-able dictionary
+(`StagedLoad.account`), with the fields of `LoadAccount` in validate/facts/dry_load.py, which reads
+it.
 
-Easy to get wrong: vLLM's exception is its verdict. Everything that vLLM may raise is caught here, in one place, and
-nowhere else. Only vLLM's own code runs inside it.
+Easy to get wrong: vLLM's exception is its verdict. Everything that vLLM may raise is caught here,
+in one place, and nowhere else. Only vLLM's own code runs inside it.
 """
 
 import contextlib
@@ -34,7 +35,8 @@ class Job:
     """What to load.
 
     Attributes:
-        folder: with config.json, the index and safetensors files; the files may hold headers and no data.
+        folder: with config.json, the index and safetensors files; the files may hold headers and no
+            data.
         tp: tensor-parallel size.
         rank: the rank of it that is built.
         num_drafts: num_speculative_tokens; 0 for the target alone.
@@ -60,9 +62,15 @@ class Part:
     kernels: list[dict[str, Any]] = field(default_factory=list)
 
     def own(self) -> Sequence[Written]:
-        """The parameters that a checkpoint must fill: shared and optional ones are not among them."""
+        """The parameters that a checkpoint must fill: shared and optional ones are not among
+        them.
+        """
         params = self.account.params if self.account else ()
-        return [param for param in params if param.name not in self.shared and param.status != "optional"]
+        return [
+            param
+            for param in params
+            if param.name not in self.shared and param.status != "optional"
+        ]
 
     def loaded(self) -> dict[str, Any]:
         """As `LoadedModel`."""
@@ -87,9 +95,16 @@ class Part:
                 told.setdefault(param.status, []).append(param.as_fault())
         if self.account is not None:
             told["casts"] = [_misfit(note) for note in self.account.casts if note[0] in own]
-            told["broadcasts"] = [_misfit(note) for note in self.account.broadcasts if note[0] in own]
+            told["broadcasts"] = [
+                _misfit(note) for note in self.account.broadcasts if note[0] in own
+            ]
         for layer, prefix, method, scheme in self.asked:
-            question = {"prefix": prefix, "method": method, "scheme": scheme, "layer": type(layer).__name__}
+            question = {
+                "prefix": prefix,
+                "method": method,
+                "scheme": scheme,
+                "layer": type(layer).__name__,
+            }
             told["asked"].append({**question, "path": self.paths.get(id(layer), "")})
         return told
 
@@ -130,7 +145,12 @@ class StagedLoad:
             "seconds": round(time.perf_counter() - start, 2),
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         }
-        account = {"path": self._job.folder, "quant_config": self._quant_config, "load": load, **self._tensors()}
+        account = {
+            "path": self._job.folder,
+            "quant_config": self._quant_config,
+            "load": load,
+            **self._tensors(),
+        }
         for role, part in self._parts.items():
             load[role], account[role] = part.loaded(), part.written()
         return account
@@ -192,11 +212,12 @@ class StagedLoad:
         model = self._now.model
         account = self._now.account = Account(model, construction, demands_of(model))
         # vLLM's own reader chooses the files; only the tensors are replaced.
-        default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: account.hand_over(
-            meta_tensors(files)
+        default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: (
+            account.hand_over(meta_tensors(files))
         )
-        # For "pt", safe_open maps the whole file as memory that could be written: that counts like an allocation
-        # (server.py: limit_memory), and a shard may be larger than the limit. For "np" it maps the file to be read.
+        # For "pt", safe_open maps the whole file as memory that could be written: that counts like
+        # an allocation (server.py: limit_memory), and a shard may be larger than the limit. For
+        # "np" it maps the file to be read.
         weight_utils.safe_open = lambda path, framework: safetensors.safe_open(path, framework="np")
         loader = default_loader.DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         loader.counter_before_loading_weights = time.perf_counter()
@@ -221,10 +242,14 @@ class StagedLoad:
         ):
             share(target, draft, self._config)
         after = dict(draft.named_parameters(remove_duplicate=False))
-        self._parts["draft"].shared = sorted(name for name in before if after.get(name) is not before[name])
+        self._parts["draft"].shared = sorted(
+            name for name in before if after.get(name) is not before[name]
+        )
 
     def _tensors(self) -> dict[str, Any]:
-        """Of the tensors that were loaded, those that nobody used, and those that were used in part."""
+        """Of the tensors that were loaded, those that nobody used, and those that were used in
+        part.
+        """
         used: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for part in self._parts.values():
@@ -233,7 +258,10 @@ class StagedLoad:
                 if tensor.is_used:
                     used[name] = max(used.get(name, 0), tensor.num_read)
         cut = [[name, count, sizes[name]] for name, count in used.items() if count < sizes[name]]
-        return {"unconsumed": sorted(sizes.keys() - used.keys()), "truncated": cut if self._job.tp == 1 else []}
+        return {
+            "unconsumed": sorted(sizes.keys() - used.keys()),
+            "truncated": cut if self._job.tp == 1 else [],
+        }
 
 
 def _misfit(note: tuple[str, str, str, str]) -> dict[str, str]:
@@ -265,7 +293,8 @@ def _engine_config(job: Job) -> Any:
 
 
 def _know_config(declared: dict[str, Any]) -> None:
-    """Config classes that come with a checkpoint (auto_map) become config.json's keys: its code never runs.
+    """Config classes that come with a checkpoint (auto_map) become config.json's keys: its code
+    never runs.
 
     A key that holds the config of a known model, such as text_config, becomes that model's config.
     """
@@ -294,9 +323,11 @@ def _know_config(declared: dict[str, Any]) -> None:
 
 
 def _leave_out_tokenizers(declared: dict[str, Any]) -> None:
-    """Tokenizers that a model's class wants, of words or of sounds: no dry load has them, no weight depends on them.
+    """Tokenizers that a model's class wants, of words or of sounds: no dry load has them, no weight
+    depends on them.
 
-    Nemotron Omni's class asks for the numbers of three words; MiMo-V2.5's audio encoder loads a folder of its own.
+    Nemotron Omni's class asks for the numbers of three words; MiMo-V2.5's audio encoder loads a
+    folder of its own.
     """
     architectures = " ".join(declared.get("architectures") or ())
     if "NemotronH_" in architectures:
@@ -323,14 +354,18 @@ def _share_v1(target: Any, draft: Any, config: Any) -> None:
 
     language_model = target.get_language_model() if supports_multimodal(target) else target
     proposer: Any = types.SimpleNamespace(
-        model=draft, vllm_config=config, use_local_argmax_reduction=False, speculative_config=config.speculative_config
+        model=draft,
+        vllm_config=config,
+        use_local_argmax_reduction=False,
+        speculative_config=config.speculative_config,
     )
     Proposer._maybe_share_embeddings(proposer, language_model)
     Proposer._maybe_share_lm_head(proposer, language_model)
 
 
 def record_questions(note: Any) -> None:
-    """Call `note` with every question to a quantization config of this process: layer, prefix, method, scheme.
+    """Call `note` with every question to a quantization config of this process: layer, prefix,
+    method, scheme.
 
     A config may ask another one; only the outer question counts.
     """
@@ -339,14 +374,21 @@ def record_questions(note: Any) -> None:
     depth = [0]
 
     def recorded(method: Any) -> Any:
-        def get_quant_method(config: Any, layer: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        def get_quant_method(
+            config: Any, layer: Any, prefix: str, *args: Any, **kwargs: Any
+        ) -> Any:
             depth[0] += 1
             try:
                 answer = method(config, layer, prefix, *args, **kwargs)
             finally:
                 depth[0] -= 1
             if depth[0] == 0:
-                note(layer, prefix, kernels.class_of(answer), kernels.class_of(getattr(layer, "scheme", None)))
+                note(
+                    layer,
+                    prefix,
+                    kernels.class_of(answer),
+                    kernels.class_of(getattr(layer, "scheme", None)),
+                )
             return answer
 
         return get_quant_method

@@ -1,12 +1,14 @@
-"""Stubs for the Python packages and compiled operators of vLLM's CUDA wheel, for a machine without a GPU.
+"""Stubs for the Python packages and compiled operators of vLLM's CUDA wheel, for a machine without
+a GPU.
 
-In: nothing, or a compute capability. Out: importable packages that accept every call, and operators that answer what
-vLLM asks while it builds and loads a model. The operators refuse to compute.
+In: nothing, or a compute capability. Out: importable packages that accept every call, and operators
+that answer what vLLM asks while it builds and loads a model. The operators refuse to compute.
 
-Easy to get wrong: a package that looks installed changes which kernel vLLM chooses. PACKAGES is what the CUDA wheel of
-vLLM 0.32.0 depends on, and no more: with `humming` here, vLLM would choose it first on sm90. transformers also asks
-importlib.metadata, where a stub is absent. Operators may appear only after the import of `vllm._custom_ops`, because
-vLLM registers a fake implementation for each operator that it finds.
+Easy to get wrong: a package that looks installed changes which kernel vLLM chooses. PACKAGES is
+what the CUDA wheel of vLLM 0.32.0 depends on, and no more: with `humming` here, vLLM would choose
+it first on sm90. transformers also asks importlib.metadata, where a stub is absent. Operators may
+appear only after the import of `vllm._custom_ops`, because vLLM registers a fake implementation for
+each operator that it finds.
 """
 
 import importlib.abc
@@ -68,7 +70,9 @@ OP_NAMESPACES = frozenset(
 
 
 class Calls:
-    """How often a stub gave an answer: an exception after such an answer says nothing about the checkpoint."""
+    """How often a stub gave an answer: an exception after such an answer says nothing about the
+    checkpoint.
+    """
 
     count = 0
 
@@ -81,7 +85,8 @@ def install_packages() -> None:
 def install_operators(capability: int) -> Callable[[], None]:
     """Let unknown `*_support*` operators answer for `capability` (major * 10 + minor).
 
-    Returns: a function that lets all operators appear. Call it after the import of `vllm._custom_ops`.
+    Returns: a function that lets all operators appear. Call it after the import of
+    `vllm._custom_ops`.
     """
     original = torch._ops._OpNamespace.__getattr__
     allowed = {"all": False}
@@ -100,7 +105,9 @@ def install_operators(capability: int) -> Callable[[], None]:
 
 
 def refuse_dunder(name: str) -> None:
-    """An attribute of Python's own must stay missing: a stub would be misread (iteration, copying, annotations)."""
+    """An attribute of Python's own must stay missing: a stub would be misread (iteration, copying,
+    annotations).
+    """
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -125,8 +132,12 @@ class _Operator:
         if "get_workspace_size" in self.name:
             return 1
         if self.name.endswith(("gptq_marlin_repack", "awq_marlin_repack")):
-            size_k, size_n, bits = [a for a in args if isinstance(a, int) and not isinstance(a, bool)][:3]
-            return torch.empty(size_k // 16, size_n * 16 * bits // 32, dtype=torch.int32, device="meta")
+            size_k, size_n, bits = [
+                a for a in args if isinstance(a, int) and not isinstance(a, bool)
+            ][:3]
+            return torch.empty(
+                size_k // 16, size_n * 16 * bits // 32, dtype=torch.int32, device="meta"
+            )
         raise NotOnMeta(f"CUDA operator {self.name} called")
 
     def __getattr__(self, name: str) -> "_Operator":
@@ -135,7 +146,9 @@ class _Operator:
 
 
 def _supports(name: str, capability: int) -> bool:
-    """What vLLM's compiled support queries answer on a GPU of this capability, by csrc of vLLM 0.32.0 (CUDA 13)."""
+    """What vLLM's compiled support queries answer on a GPU of this capability, by csrc of vLLM
+    0.32.0 (CUDA 13).
+    """
     if "supports_fp4" in name:
         return 100 <= capability < 130
     if "mxfp4_experts_quant_supported" in name:
@@ -202,7 +215,9 @@ class _Stub(metaclass=_StubMeta):
 
 
 def _stub(name: str) -> Any:
-    return _StubMeta(name.rpartition(".")[2], (_Stub,), {"__qualname__": name, "__module__": "stub"})
+    return _StubMeta(
+        name.rpartition(".")[2], (_Stub,), {"__qualname__": name, "__module__": "stub"}
+    )
 
 
 class _Module(types.ModuleType):
@@ -217,9 +232,13 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every submodule of PACKAGES. It is the last in sys.meta_path, so other finders come first."""
+    """Finds every submodule of PACKAGES. It is the last in sys.meta_path, so other finders come
+    first.
+    """
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if any(fullname == package or fullname.startswith(f"{package}.") for package in PACKAGES):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None

@@ -1,7 +1,7 @@
 """One rank of a tensor-parallel world whose other ranks do not exist.
 
-In: vLLM's config, a TP size and a rank. Out: vLLM's process groups with torch's fake backend, which answers for the
-other ranks.
+In: vLLM's config, a TP size and a rank. Out: vLLM's process groups with torch's fake backend, which
+answers for the other ranks.
 """
 
 import functools
@@ -17,9 +17,13 @@ def init(config: Any, *, tp: int, rank: int) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.v1.worker.workspace import init_workspace_manager
 
-    torch.distributed.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=tp)
+    torch.distributed.init_process_group(
+        backend="fake", store=FakeStore(), rank=rank, world_size=tp
+    )
     new_group = torch.distributed.new_group
-    torch.distributed.new_group = lambda ranks=None, *args, **kwargs: new_group(ranks, backend="fake")
+    torch.distributed.new_group = lambda ranks=None, *args, **kwargs: new_group(
+        ranks, backend="fake"
+    )
     coordinate = state.GroupCoordinator.__init__
 
     @functools.wraps(coordinate)

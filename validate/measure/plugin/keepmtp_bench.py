@@ -1,12 +1,13 @@
 """Runs in vLLM's Python: vLLM's own benchmark of a server, once for each line of standard input.
 
-In: lines of JSON, {"requests": [{"messages": [...]} or {"text": ...}, ...], "output_tokens": ..., "asked": {...}};
-`asked` are further parameters of vLLM's `benchmark`. Out: for each a line of JSON on standard output, what it found.
-Everything that vLLM prints goes to standard error.
+In: lines of JSON, {"requests": [{"messages": [...]} or {"text": ...}, ...], "output_tokens": ...,
+"asked": {...}}; `asked` are further parameters of vLLM's `benchmark`. Out: for each a line of JSON
+on standard output, what it found. Everything that vLLM prints goes to standard error.
 
-Easy to get wrong: the benchmark is that of `vllm bench serve` (vllm/benchmarks/serve.py of 0.32), as it is. That
-command takes requests from a dataset of its own, which needs pandas and knows no conversation; ours are handed to the
-function that it calls. The tokenizer counts tokens where a server does not; ours always does, so it is never asked.
+Easy to get wrong: the benchmark is that of `vllm bench serve` (vllm/benchmarks/serve.py of 0.32),
+as it is. That command takes requests from a dataset of its own, which needs pandas and knows no
+conversation; ours are handed to the function that it calls. The tokenizer counts tokens where a
+server does not; ours always does, so it is never asked.
 """
 
 import asyncio
@@ -17,12 +18,26 @@ import sys
 from importlib import import_module
 from typing import Any
 
-_LEFT_OUT = ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts")
+_LEFT_OUT = (
+    "input_lens",
+    "output_lens",
+    "ttfts",
+    "itls",
+    "latencies",
+    "start_times",
+    "queue_times",
+    "generated_texts",
+)
 
 
-def run(requests: list[dict[str, Any]], output_tokens: int, asked: dict[str, Any]) -> dict[str, Any]:
+def run(
+    requests: list[dict[str, Any]], output_tokens: int, asked: dict[str, Any]
+) -> dict[str, Any]:
     """One benchmark: all requests at once, but for the most in flight."""
-    serve, datasets = import_module("vllm.benchmarks.serve"), import_module("vllm.benchmarks.datasets")
+    serve, datasets = (
+        import_module("vllm.benchmarks.serve"),
+        import_module("vllm.benchmarks.datasets"),
+    )
     samples = [
         datasets.SampleRequest(
             prompt=each.get("text", ""),

@@ -1,8 +1,9 @@
 """Runs in every vLLM process on a CPU: lets NVFP4 linears run on vLLM's own emulation kernel.
 
-In: vLLM calls `register` as one of its general plugins, in the front end, the engine and each worker. Out: the kernel,
-registered for the CPU, where vLLM 0.32 lists none (model_executor/kernels/linear/__init__.py). It dequantizes, and
-quantizes activations, in plain PyTorch: right numbers, no speed.
+In: vLLM calls `register` as one of its general plugins, in the front end, the engine and each
+worker. Out: the kernel, registered for the CPU, where vLLM 0.32 lists none
+(model_executor/kernels/linear/__init__.py). It dequantizes, and quantizes activations, in plain
+PyTorch: right numbers, no speed.
 
 Easy to get wrong: vLLM may load plugins more than once in a process.
 """

@@ -1,6 +1,8 @@
-"""Stands in for torchvision in vLLM's environment: text models import its names and never call them.
+"""Stands in for torchvision in vLLM's environment: text models import its names and never call
+them.
 
-The package index has no CPU build of torchvision, and its CUDA build does not import without CUDA's libraries.
+The package index has no CPU build of torchvision, and its CUDA build does not import without CUDA's
+libraries.
 """
 
 from . import io, transforms
