@@ -19,7 +19,7 @@ from ..recipes.errors import RecipeError
 from .exits import FINDINGS
 from .measuring import ServeOptions, begin
 from .options import DryRunOption
-from .progress import measuring
+from .progress import asking
 from .tables import answer
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def bench(
     )
     checkpoints = [*filter(None, (session.opened, session.original))]
     for each in checkpoints:
-        matrix.refuse_model(each, plan, session.extra)
+        matrix.refuse_model(each, plan)
     if dry_run:
         found = counted(plan, len(checkpoints))
         answer(found, (f"{name}: {value}" for name, value in found.items()), as_json=served.as_json)
@@ -125,7 +125,7 @@ def bench(
     setup = session.setup
     checkpoint = session.checkpoint()
     compared = session.source_of(checkpoint)
-    with measuring(session.err, as_json=served.as_json) as watch:
+    with asking(session.err, as_json=served.as_json) as watch:
         fact = matrix.bench(checkpoint, compared, plan, setup=setup, watch=watch)
     session.keep(fact, checkpoint)
     has_failed = any(cell.error for each in fact.benched for cell in each.cells)

@@ -153,8 +153,6 @@ def evaluate(
         for checkpoint in filter(None, (session.opened, session.original)):
             gsm8k.refuse_model(checkpoint, one, session.extra)
     setup = session.setup
-    for one in protocols:
-        gsm8k.refuse_prefix_caching(session.opened, one, setup.vllm)
     judged = session.checkpoint()
     compared = session.source_of(judged)
     with asking(session.err, as_json=served.as_json) as watch:

@@ -41,9 +41,8 @@ from .tables import say
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
     from ..validate.facts.step import Step as AskedStep
-    from ..validate.measure.bench import BenchStep
 
-    AnyStep = CalibrationStep | AskedStep | BenchStep
+    AnyStep = CalibrationStep | AskedStep
     Show = Callable[[str, int, int, str, AnyStep], None]
 
 # The word for one step in each part of calibration.
@@ -231,28 +230,15 @@ def _parts(console: Console, *, as_json: bool = False) -> "Iterator[Show]":
 
 @contextmanager
 def asking(console: Console, *, as_json: bool) -> "Iterator[Callable[[AskedStep], None]]":
-    """The progress of an evaluation or of closeness: a bar a checkpoint, or lines."""
+    """The progress of an evaluation, closeness or a speed matrix: a bar a checkpoint, or lines."""
 
     def asked(step: "AskedStep") -> None:
-        words = f"{step.unit} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s"
-        words = step.doing or f"{words}{_eta(step.eta_seconds)}"
+        doing = step.doing or f"{step.tokens_per_second:,.0f} tok/s"
+        words = f"{step.unit} {step.done:,} of {step.total:,}  {doing}{_eta(step.eta_seconds)}"
         show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words, step)
 
     with _parts(console, as_json=as_json) as show:
         yield asked
-
-
-@contextmanager
-def measuring(console: Console, *, as_json: bool) -> "Iterator[Callable[[BenchStep], None]]":
-    """The progress of a speed matrix: a bar for each checkpoint, or lines."""
-
-    def measured(step: "BenchStep") -> None:
-        total = step.there + step.left
-        words = f"{step.there:,} of {total:,} repetitions{_eta(step.eta_seconds)}  {step.doing}"
-        show(step.role, step.there, total, words, step)
-
-    with _parts(console, as_json=as_json) as show:
-        yield measured
 
 
 def _eta(seconds: float | None) -> str:

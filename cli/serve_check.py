@@ -199,8 +199,6 @@ def _notes(found: "ServeCheck") -> Iterator[str]:
         if served.as_served != "native":
             yield f"The {served.role} was served as a {served.as_served}: {served.reason}."
         for run in served.runs:
-            for note in run.notes:
-                yield f"{served.role}, k={run.k}: {note}"
             if not run.is_repeatable:
                 yield f"{served.role}, k={run.k}: the same prompt got other tokens the second time."
     yield (

@@ -15,8 +15,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.validate.facts.evaluated import Arm, EvaluationFact
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.served import counters
-from keepmtp.validate.measure.answers import Answer, Samples, Sitting, finish
-from keepmtp.validate.measure.drafting import drafting
+from keepmtp.validate.measure.answers import Answer, Samples, Sitting, drafting, finish
 from keepmtp.validate.report.check_data import record_static
 from releases import source_layout, write_checkpoint
 

@@ -50,12 +50,12 @@ def paired(
     pairs = list(zip(_of_questions(source, runs), _of_questions(checkpoint, runs), strict=True))
     if not pairs:
         raise ValueError("paired: there must be a question to compare")
+    both, only_source, only_checkpoint, neither = outcomes(*zip(*pairs, strict=True))
     changes = [after - before for before, after in pairs]
     # Half a question gained and half a one lost leave the sum of the changes as it is.
     total = len(pairs) + 4 * _ADDED
     middle, square = sum(changes) / total, sum(change**2 for change in changes)
     stderr = sqrt((square + 2 * _ADDED) / total - middle**2) / sqrt(total)
-    equal = [before for before, after in pairs if before == after]
     reach = _z(1 - (1 - confidence) / 2) * stderr
     return PairedFact(
         filter=name,
@@ -64,11 +64,24 @@ def paired(
         low=max(-1.0, middle - reach),
         high=min(1.0, middle + reach),
         confidence=confidence,
-        both=len(equal) - equal.count(0),
-        only_source=sum(change < 0 for change in changes),
-        only_checkpoint=sum(change > 0 for change in changes),
-        neither=equal.count(0),
+        both=both,
+        only_source=only_source,
+        only_checkpoint=only_checkpoint,
+        neither=neither,
     )
+
+
+def outcomes(one: Sequence[float], other: Sequence[float]) -> tuple[int, int, int, int]:
+    """(both, only one, only other, neither): questions of two that are equally right, and more than
+    not at all; that one of them gets more of; and that neither gets anything of.
+    """
+    both = only_one = only_other = neither = 0
+    for before, after in zip(one, other, strict=True):
+        only_one += before > after
+        only_other += before < after
+        both += before == after > 0
+        neither += before == after == 0
+    return both, only_one, only_other, neither
 
 
 def one_sided(fact: PairedFact, confidence: float, *, times: float = 1) -> tuple[float, float]:

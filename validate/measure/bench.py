@@ -16,23 +16,26 @@ itself, and a draft guesses that too easily.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ...checkpoints.files import held
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
-from ..facts.benched import BenchCell, Benched, BenchFact, Repetition, RequestForm, words_of
-from ..facts.served import Role
+from ..facts.benched import BenchCell, Benched, BenchFact, RequestForm, words_of
+from ..facts.step import Step
 from .bench_client import Client, RequestsFailed, benchmarking
 from .bench_lines import BenchHeader, Lines, MatrixPlace, Measured
-from .bench_prompts import Prompts, Request, num_requests, request, requests, taken
+from .bench_prompts import Prompts, taken, texts
 from .harness import (
     CHAT_TOKENS,
     TURN_TOKENS,
     Host,
     Model,
     Setup,
+    TextOrTurns,
     has_template,
+    hosting,
     most_tokens,
     refuse_drafts,
     room_for,
@@ -44,31 +47,15 @@ WARM_UP_TOKENS = 32
 """Of each answer before a load is measured: kernels are compiled and graphs captured for its number
 of requests.
 """
+_LEAST_REQUESTS, _REQUESTS_A_SLOT = 16, 4
 _SPEED_OF_A_COPY = "the speed of the copy is not the checkpoint's"
 
 Load = tuple[int, int]
 """Requests in flight, and context."""
+Watch = Callable[[Step], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchStep:
-    """How far one checkpoint is.
-
-    Attributes:
-        role: which one.
-        doing: what is going on.
-        there, left: repetitions.
-        eta_seconds: at this run's rate, with its server starts; None where there is none yet.
-    """
-
-    role: Role
-    doing: str
-    there: int
-    left: int
-    eta_seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchPlan:
     """What to measure.
 
@@ -92,38 +79,37 @@ class BenchPlan:
     rounds: int
     seed: int
 
-    @property
+    @cached_property
     def loads(self) -> tuple[Load, ...]:
         """Every load, by context."""
-        return tuple(
-            (concurrency, context) for context in self.contexts for concurrency in self.concurrency
-        )
+        return tuple((each, context) for context in self.contexts for each in self.concurrency)
 
-    @property
-    def places(self) -> tuple[MatrixPlace, ...]:
-        """Every repetition of the matrix, in the order of the run."""
+    @cached_property
+    def servers(self) -> tuple[tuple[MatrixPlace, ...], ...]:
+        """Every repetition of the matrix, by server, in the order of the run."""
         found = []
         for turn in range(self.rounds):
-            for k in self.ks if turn % 2 == 0 else reversed(self.ks):
-                for number in range(turn * self.repeat, (turn + 1) * self.repeat):
-                    found += [MatrixPlace(k, *load, number) for load in self.loads]
+            numbers = range(turn * self.repeat, (turn + 1) * self.repeat)
+            for k in self.ks[:: -1 if turn % 2 else 1]:
+                places = [MatrixPlace(k, *load, each) for each in numbers for load in self.loads]
+                found.append(tuple(places))
         return tuple(found)
 
     def num_requests(self, load: Load) -> int:
-        """Of one repetition."""
-        return num_requests(load[0], self.requests)
+        """Of one repetition: four for each that is in flight, and sixteen at least, where the user
+        names none.
+        """
+        return self.requests or max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * load[0])
 
     def max_model_len(self, source: Source, form: RequestForm) -> int:
         """Tokens of the longest prompt and its answer, at most."""
-        items = taken(self.prompts, max(map(self.num_requests, self.loads)), self.seed)
-        sent = [request(item, form) for item in items]
-        prompts = [each["text"] if "text" in each else each["messages"] for each in sent]
-        if longest := max(self.contexts):  # brought to a length, each is one message
+        most = max(map(self.num_requests, self.loads))
+        prompts: list[TextOrTurns] = []
+        for text in texts(taken(self.prompts, most, self.seed), form=form, context=0):
+            prompts.append([{"content": text}] if form == "chat" else text)
+        if longest := max(self.contexts):
             prompts.append("x" * (longest + CHAT_TOKENS + TURN_TOKENS))
         return room_for(prompts, source, max_tokens=self.output_tokens)
-
-
-Watch = Callable[[BenchStep], None]
 
 
 def form_of(source: Source, words: Sequence[str]) -> RequestForm:
@@ -131,32 +117,21 @@ def form_of(source: Source, words: Sequence[str]) -> RequestForm:
     return "chat" if has_template(source, words) else "completions"
 
 
-def refuse_model(source: Source, plan: BenchPlan, extra: Sequence[str]) -> None:
+def refuse_model(source: Source, plan: BenchPlan) -> None:
     """Refuse before anything is read at length or started.
 
     Raises:
-        RecipeError: a k that the MTP block cannot draft, a conversation without a template, or a
-            context beyond what the model was made for.
+        RecipeError: a k that the MTP block cannot draft, or a context beyond what the model was
+            made for.
     """
     for k in plan.ks:
-        refuse_drafts(source, k, where="--k", without="Use --k 0", use="Use --k 0,")
-    if plan.prompts.needs_template and form_of(source, extra) != "chat":
-        rule, cure = (
-            "conversations need a chat template",
-            "Name prompts of one message, or add -- --chat-template FILE",
-        )
-        raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
-    most = most_tokens(source)
-    asked = max(plan.contexts) + plan.output_tokens
-    if most is not None and asked > most:
+        refuse_drafts(source, k, option="--k")
+    most, context = most_tokens(source), max(plan.contexts)
+    if most is not None and context + plan.output_tokens > most:
         rule = f"context and answer must fit max_position_embeddings, {most:,}"
-        got = f"{max(plan.contexts):,} and {plan.output_tokens:,}"
-        raise RecipeError(
-            "--context",
-            rule,
-            got=got,
-            cure=f"Use --context {max(1, most - plan.output_tokens)} or less",
-        )
+        got = f"{context:,} and {plan.output_tokens:,}"
+        cure = f"Use --context {max(1, most - plan.output_tokens)} or less"
+        raise RecipeError("--context", rule, got=got, cure=cure)
 
 
 def bench(
@@ -184,12 +159,11 @@ def bench(
     """
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may measure into a folder"):
-        found = [
-            _Matrix(model, plan, setup, watch).benched() for model in (source, checkpoint) if model
-        ]
+        before = None if source is None else _Matrix(source, plan, setup, watch).benched()
+        after = _Matrix(checkpoint, plan, setup, watch).benched()
     return BenchFact(
-        checkpoint=found[-1],
-        source=found[0] if source is not None else None,
+        checkpoint=after,
+        source=before,
         prompts=plan.prompts.name,
         prompts_sha256=plan.prompts.sha256,
         num_prompts=len(plan.prompts.items),
@@ -200,155 +174,149 @@ def bench(
     )
 
 
+def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> Lines:
+    """The file of one checkpoint's repetitions, with what is in it already."""
+    form = form_of(model.source, setup.extra)
+    header = BenchHeader(
+        role=model.whose,
+        checkpoint_sha256=model.identity.sha256,
+        form=form,
+        prompts_sha256=plan.prompts.sha256,
+        requests=plan.requests,
+        output_tokens=plan.output_tokens,
+        seed=plan.seed,
+        max_num_seqs=max(plan.concurrency),
+        max_model_len=plan.max_model_len(model.source, form),
+        **setup.answered_by,
+    )
+    return open_lines(setup.out / f"bench.{model.whose}.jsonl", header, setup.say)
+
+
 class _Matrix:
     """One checkpoint's part: what is there, what is missing, and what failed."""
 
     def __init__(self, model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> None:
         self.model, self.plan, self.setup, self.watch = model, plan, setup, watch
-        self.role: Role = model.whose
-        self.form: RequestForm = form_of(model.source, setup.extra)
-        self.settings: dict[str, Any] = {
-            "max_num_seqs": max(plan.concurrency),
-            "max_model_len": plan.max_model_len(model.source, self.form),
-        }
-        header = BenchHeader(
-            role=self.role,
-            checkpoint_sha256=model.identity.sha256,
-            form=self.form,
-            prompts_sha256=plan.prompts.sha256,
-            requests=plan.requests,
-            output_tokens=plan.output_tokens,
-            seed=plan.seed,
-            **self.settings,
-            **setup.answered_by,
-        )
-        self.lines: Lines = open_lines(setup.out / f"bench.{self.role}.jsonl", header, setup.say)
+        self.lines = open_matrix(model, plan, setup)
+        self.header = self.lines.header
         self.failed: dict[tuple[int, Load], str] = {}
-        self.asked: dict[Load, list[Request]] = {}
-        self.began, self.known = time.monotonic(), len(self._there())
+        self.places = [place for places in plan.servers for place in places]
+        self.began, self.known = time.monotonic(), self.num_done
+
+    @property
+    def num_done(self) -> int:
+        """Of the repetitions."""
+        return len(self.lines.lines.keys() & set(self.places))
 
     def benched(self) -> Benched:
         """The whole matrix; servers are started only for what is missing."""
         served: dict[str, Any] = {"as_served": "native", "reason": ""}
-        if self._missing():
-            with Host(self.model.source, self.role, self.setup, self._tell) as host:
-                while missing := self._missing():
-                    self._sit(host, missing)
-                served = _as_served(host)
-        if there := self._there():
-            last = self.lines.lines[there[-1]]
-            served = {"as_served": last.as_served, "reason": last.reason}
+        if self.known < len(self.places):
+            role = self.model.whose
+            with hosting(self.model.source, role, self.setup, self.tell) as host:
+                for places in self.plan.servers:
+                    if not self.lines.lines.keys() >= set(places):
+                        self.sit(host, places)
+                served = _served(host)
+        for place in self.places:
+            if line := self.lines.lines.get(place):
+                served = {"as_served": line.as_served, "reason": line.reason}
         return Benched(
-            role=self.role,
+            role=self.model.whose,
             path=self.model.source.where,
             sha256=self.model.identity.sha256,
-            form=self.form,
-            cells=tuple(self._cells()),
-            **self.settings,
+            form=self.header.form,
+            max_num_seqs=self.header.max_num_seqs,
+            max_model_len=self.header.max_model_len,
+            cells=tuple(self.cells()),
             **served,
         )
 
-    def _there(self) -> list[MatrixPlace]:
-        return [place for place in self.plan.places if place in self.lines.lines]
-
-    def _missing(self) -> list[MatrixPlace]:
-        """What is to be measured, in the order of the run."""
-        there = self.lines.lines
-        return [
-            place
-            for place in self.plan.places
-            if place not in there and place.cell not in self.failed
-        ]
-
-    def _sit(self, host: Host, missing: Sequence[MatrixPlace]) -> None:
-        """One server, for all that is missing of its k in its round."""
-        k, turn = missing[0].k, missing[0].number // self.plan.repeat
-        places = [
-            place for place in missing if (place.k, place.number // self.plan.repeat) == (k, turn)
-        ]
-        name = f"bench.{self.role}.k{k}"
+    def sit(self, host: Host, places: Sequence[MatrixPlace]) -> None:
+        """One server, for what is missing of its repetitions; of a load that failed once, nothing
+        more is asked.
+        """
+        k, header = places[0].k, self.header
+        missing = [place for place in places if place not in self.lines.lines]
+        name = f"bench.{header.role}.k{k}"
+        vllm, log = self.setup.vllm, self.setup.log(f"{name}.client")
+        most, at_once = header.max_model_len, header.max_num_seqs
         try:
             with (
-                host.serving(name, k=k, **self.settings) as server,
-                benchmarking(
-                    self.setup.vllm, server, self.form, self.setup.log(f"{name}.client")
-                ) as client,
+                host.serving(name, k=k, max_model_len=most, max_num_seqs=at_once) as server,
+                benchmarking(vllm, server, header.form, log) as client,
             ):
-                for load in dict.fromkeys(place.load for place in places):
-                    self._repetition(client, MatrixPlace(k, *load, 0), is_warm_up=True)
-                for place in places:
-                    found = (
-                        self._repetition(client, place) if place.cell not in self.failed else None
-                    )
-                    if found is not None:
-                        where = {"k": k, "concurrency": place.concurrency, "context": place.context}
-                        self.lines.add(Measured(**where, **_as_served(host), repetition=found))
-                        self._tell(f"k={k}, {words_of(place.load)}: measured")
+                sent = {}
+                for load in dict.fromkeys(place.load for place in missing):
+                    items = taken(self.plan.prompts, self.plan.num_requests(load), header.seed)
+                    context = load[1]
+                    sent[load] = texts(items, form=header.form, context=context, server=server)
+                    self.repetition(client, MatrixPlace(k, *load, -1), sent[load][: load[0]], host)
+                for place in missing:
+                    self.repetition(client, place, sent[place.load], host)
         except ServerFailed as failure:
+            left = len(self.places) - self.num_done
             cure = (
-                f"nothing is lost: the same command measures the {len(self._missing())} "
-                "repetitions that are left"
+                f"nothing is lost: the same command measures the {left} repetitions that are left"
             )
-            asked = f"with k={k} for the {self.role}"
+            asked = f"with k={k} for the {header.role}"
             raise ServerFailed(failure.words, failure.log, asked=asked, cure=cure) from failure
 
-    def _repetition(
-        self, client: Client, place: MatrixPlace, *, is_warm_up: bool = False
-    ) -> Repetition | None:
-        """None where a request failed: the cell then has no figure, and is not measured again by
-        this run.
-
-        A warm-up has as many requests as are in flight, and short answers.
-        """
-        load, most = place.load, self.plan.output_tokens
-        if load not in self.asked:
-            items = taken(self.plan.prompts, self.plan.num_requests(load), self.plan.seed)
-            self.asked[load] = requests(
-                items, form=self.form, context=place.context, server=client.server
-            )
-        sent = self.asked[load]
+    def repetition(
+        self, client: Client, place: MatrixPlace, sent: Sequence[str], host: Host
+    ) -> None:
+        """Measure one; number -1 is a warm-up, whose answers are short and which no file holds."""
+        cell, most = (place.k, place.load), self.plan.output_tokens
         doing = f"repetition {place.number + 1} of {self.plan.repeat * self.plan.rounds}"
-        if is_warm_up:
-            sent, most, doing = sent[: place.concurrency], min(WARM_UP_TOKENS, most), "warming up"
-
-        def tell(_: str = "") -> None:
-            self._tell(f"k={place.k}, {words_of(load)}: {doing}")
-
-        tell()
+        if place.number < 0:
+            doing, most = "warming up", min(WARM_UP_TOKENS, most)
+        if cell in self.failed:
+            return
+        self.tell(f"k={place.k}, {words_of(place.load)}: {doing}")
+        how = {"concurrency": place.concurrency, "output_tokens": most}
         try:
-            return client.measure(
-                sent,
-                number=place.number,
-                concurrency=place.concurrency,
-                output_tokens=most,
-                watch=tell,
-            )
+            found = client.measure(sent, number=max(0, place.number), **how)
         except RequestsFailed as failure:
-            self.failed[place.cell] = failure.words
-            return None
+            self.failed[cell] = failure.words
+            return
+        if place.number >= 0:
+            k, concurrency, context, _ = place
+            line = Measured(
+                k=k,
+                concurrency=concurrency,
+                context=context,
+                repetition=found,
+                **_served(host),
+            )
+            self.lines.add(line)
+            self.tell(f"k={place.k}, {words_of(place.load)}: measured")
 
-    def _tell(self, doing: str) -> None:
-        there = len(self._there())
-        new, left = there - self.known, len(self.plan.places) - there
-        eta = (time.monotonic() - self.began) / new * left if new else None
-        self.watch(BenchStep(role=self.role, doing=doing, there=there, left=left, eta_seconds=eta))
+    def tell(self, doing: str) -> None:
+        """Report the progress, with the time that is left at this run's rate, server starts
+        included.
+        """
+        done, total, eta = self.num_done, len(self.places), None
+        if done > self.known:
+            rate = (time.monotonic() - self.began) / (done - self.known)
+            eta = rate * (total - done)
+        role, unit = self.model.whose, "repetition"
+        step = Step(role=role, doing=doing, done=done, total=total, eta_seconds=eta, unit=unit)
+        self.watch(step)
 
-    def _cells(self) -> Iterator[BenchCell]:
+    def cells(self) -> Iterator[BenchCell]:
+        """By context, then concurrency, then k."""
         for load in self.plan.loads:
             for k in self.plan.ks:
-                error = self.failed.get((k, load), "")
-                places = [
-                    MatrixPlace(k, *load, number)
-                    for number in range(self.plan.repeat * self.plan.rounds)
-                ]
-                done = (
-                    () if error else tuple(self.lines.lines[place].repetition for place in places)
-                )
-                yield BenchCell(
-                    k=k, concurrency=load[0], context=load[1], repetitions=done, error=error
-                )
+                error, found = self.failed.get((k, load), ""), []
+                for number in range(self.plan.repeat * self.plan.rounds):
+                    if not error:
+                        found.append(self.lines.lines[MatrixPlace(k, *load, number)].repetition)
+                place = {"k": k, "concurrency": load[0], "context": load[1]}
+                yield BenchCell(**place, repetitions=tuple(found), error=error)
 
 
-def _as_served(host: Host) -> dict[str, Any]:
-    reason = f"{host.reason}; {_SPEED_OF_A_COPY}" if host.reason else ""
-    return {"as_served": host.as_served, "reason": reason}
+def _served(host: Host) -> dict[str, Any]:
+    served = host.served
+    if host.reason:
+        served["reason"] += f"; {_SPEED_OF_A_COPY}"
+    return served

@@ -20,7 +20,7 @@ from .line_file import KeptHeader
 
 
 class MatrixPlace(NamedTuple):
-    """One repetition of the matrix."""
+    """One repetition of the matrix; `load` is requests in flight, and context."""
 
     k: int
     concurrency: int
@@ -31,11 +31,6 @@ class MatrixPlace(NamedTuple):
     def load(self) -> tuple[int, int]:
         """Requests in flight, and context."""
         return self.concurrency, self.context
-
-    @property
-    def cell(self) -> tuple[int, tuple[int, int]]:
-        """k, and the load."""
-        return self.k, self.load
 
 
 class Measured(Fact):

@@ -34,6 +34,8 @@ NO_KERNEL = (
     "is not supported: Marlin",
     "is not divisible by weight quantization block",
 )
+_NO_LINEARS = ("fp8_block", "mxfp4", "mxfp8", "NVFP4A16")
+_QUANTIZATION = ("quantization_config", "compression_config")
 
 
 def why_no_kernel(source: Source, vllm: VLLM) -> str:
@@ -44,30 +46,22 @@ def why_no_kernel(source: Source, vllm: VLLM) -> str:
     Source: vLLM 0.32.0 model_executor/kernels/linear/__init__.py, layers/fused_moe/oracle; tried on
     real servers.
     """
+    missing = set[str]()
     if vllm.build != "cpu":
         return ""
-    weights = stored_weights(source.entries.values())[0].values()
-    missing = sorted({_lack(weight, vllm.cpu_features) for weight in weights} - {""})
-    return (
-        f"vLLM's CPU build has no kernel for {', '.join(missing)} on this machine"
-        if missing
-        else ""
-    )
-
-
-def _lack(weight: StoredWeight, features: tuple[str, ...]) -> str:
-    if weight.form == "plain":
+    for weight in stored_weights(source.entries.values())[0].values():
+        scheme = weight.scheme or weight.form
+        if weight.form == "plain":
+            continue
+        if ".experts." in weight.module:
+            missing.add(f"routed experts in {scheme}")
+        elif weight.form == "int_packed" and "avx512f" not in vllm.cpu_features:
+            missing.add(f"{scheme} without AVX-512")
+        elif weight.form in _NO_LINEARS or scheme in _NO_LINEARS:
+            missing.add(f"linears in {scheme}")
+    if not missing:
         return ""
-    scheme = weight.scheme or weight.form
-    if ".experts." in weight.module:
-        return f"routed experts in {scheme}"
-    if weight.form == "int_packed" and "avx512f" not in features:
-        return f"{scheme} without AVX-512"
-    return (
-        f"linears in {scheme}"
-        if weight.form in ("fp8_block", "mxfp4", "mxfp8") or scheme == "NVFP4A16"
-        else ""
-    )
+    return f"vLLM's CPU build has no kernel for {', '.join(sorted(missing))} on this machine"
 
 
 def write_copy(source: Source, folder: Path) -> Path:
@@ -83,9 +77,8 @@ def write_copy(source: Source, folder: Path) -> Path:
         CheckpointError: a weight is stored in a form that cannot be read.
         VLLMError: too little room on the disk of `folder`.
     """
-    from safetensors.torch import (
-        save_file,
-    )  # here, so that a check needs no torch where nothing has to be copied
+    # Here, so that a check needs no torch where nothing has to be copied.
+    from safetensors.torch import save_file
 
     from ...checkpoints.dequantize import dequantize
     from ...checkpoints.values import read_tensor
@@ -111,9 +104,12 @@ def write_copy(source: Source, folder: Path) -> Path:
                 tensors[f"{each.module}.weight"] = read.contiguous()
         save_file(tensors, within(folder, file), metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
+    config = _without_quantization(source.config)
+    if isinstance(text := config.get("text_config"), Mapping):
+        config["text_config"] = _without_quantization(text)
     index = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (folder / "config.json").write_text(json.dumps(_plain_config(source.config), indent=2) + "\n")
+    for name, content in ((INDEX, index), ("config.json", config)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     for name in source.companions:
         shutil.copyfile(inside(source.folder, name), within(folder, name))
     return folder
@@ -128,30 +124,19 @@ def refuse_full_disk(source: Source, folder: Path) -> int:
         CheckpointError: a weight is stored in a form that cannot be read.
     """
     weights, others = _held(source)
-    needed = sum(num_bytes("BF16", weight.shape) for weight in weights) + sum(
-        entry.num_bytes for entry in others
-    )
+    needed = sum(num_bytes("BF16", weight.shape) for weight in weights)
+    needed += sum(entry.num_bytes for entry in others)
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
-        raise VLLMError(
-            folder,
-            f"a BF16 copy of {source.where} needs {needed / 2**30:.1f} GiB of disk",
-            got=f"{free / 2**30:.1f} GiB",
-            cure="Choose another --out, or serve it on a GPU, where no copy is needed",
-        )
+        rule = f"a BF16 copy of {source.where} needs {needed / 2**30:.1f} GiB of disk"
+        cure = "Choose another --out, or serve it on a GPU, where no copy is needed"
+        raise VLLMError(folder, rule, got=f"{free / 2**30:.1f} GiB", cure=cure)
     return needed
 
 
-def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json without its quantization config, wherever that is."""
-    gone = ("quantization_config", "compression_config")
-    plain = {key: value for key, value in config.items() if key not in gone}
-    if isinstance(plain.get("text_config"), Mapping):
-        plain["text_config"] = {
-            key: value for key, value in plain["text_config"].items() if key not in gone
-        }
-    return plain
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _QUANTIZATION}
 
 
 def _held(source: Source) -> tuple[list[StoredWeight], list[Entry]]:
@@ -168,13 +153,12 @@ def _held(source: Source) -> tuple[list[StoredWeight], list[Entry]]:
         if weight.form == "plain":
             kept.append(weight.weight)
             continue
-        is_read = weight.form not in (*NOT_COMPUTED, "fp8_sliced")
-        if not is_read or not weight.parts.keys().isdisjoint(("weight_g_idx", "weight_zero_point")):
+        has_order = not weight.parts.keys().isdisjoint(("weight_g_idx", "weight_zero_point"))
+        if has_order or weight.form in (*NOT_COMPUTED, "fp8_sliced"):
+            where = f"{source.where}: {weight.module}"
             got = f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}"
-            rule, cure = (
-                "must lie in a form that can be dequantized",
-                "Run `keepmtp check` on it, or serve it on a GPU",
-            )
-            raise CheckpointError(f"{source.where}: {weight.module}", rule, got=got, cure=cure)
+            cure = "Run `keepmtp check` on it, or serve it on a GPU"
+            rule = "must lie in a form that can be dequantized"
+            raise CheckpointError(where, rule, got=got, cure=cure)
         weights.append(weight)
     return weights, kept

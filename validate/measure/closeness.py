@@ -6,23 +6,27 @@ and the source's predictions for the next checkpoint that is made from it.
 
 Easy to get wrong: what is on the disk is not asked again. A source whose predictions are all there
 is not served, which for a release of 700 GB is most of the time; and a killed run goes on with the
-windows that it lacks.
+windows that it lacks. And vLLM adds the token that follows in the text to the likeliest ones, so a
+position has K or K + 1 entries. Drafting does not change them: vLLM 0.32.0 computes them from the
+target alone (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the
+last bit with method=mtp and without. So the servers here run without it, which starts faster and
+leaves more memory.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
 from ...checkpoints.files import held
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
-from ...recipes.errors import RecipeError
+from ...recipes.errors import GateError, RecipeError
 from ..facts.closeness import Asked, ClosenessFact, PredictedFact, SourceSitting, WorstFact
 from ..facts.step import Step
-from .closeness_asking import predictions, text_of, tokens_of
 from .closeness_stored import SourceStore, open_store
 from .compared import (
     FILE,
@@ -34,14 +38,17 @@ from .compared import (
     perplexities,
     sum_of,
 )
-from .divergence import Predicted, compare
-from .harness import Asking, Host, Model, Setup
+from .divergence import NO_TOKEN, Predicted, compare
+from .harness import Model, Setup, ask_all, hosting
 from .line_file import open_lines
 from .server import Server
 from .texts import HeldOut, Text
 
 CONTEXT_TOKENS = 24
 """Tokens before a position that the result quotes."""
+WINDOW_SECONDS = 1800.0
+"""How long one window may take: a server writes some ten thousand entries a second as JSON."""
+_MOST_SUM = 1.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +97,12 @@ def measure(
     )
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may measure into a folder"):
-        run = _Run(
-            store=open_store(setup.out, question, setup.say),
-            text=text,
-            setup=setup,
-            depth=depth,
-            watch=watch,
-        )
+        store = open_store(setup.out, question, setup.say)
+        run = _Run(store=store, text=text, setup=setup, depth=depth, watch=watch)
         run.ask_source(source)
         compared = run.compare(checkpoint)
     before, after = perplexities(compared)
+    servers = [_without_number(each) for each in compared.sittings.values()]
     return ClosenessFact(
         text=text.path,
         text_sha256=text.sha256,
@@ -107,10 +110,8 @@ def measure(
         window=depth.window,
         top=question.top,
         vocabulary=question.vocabulary,
-        source=_predicted(source, run.store.sittings, before),
-        checkpoint=_predicted(
-            checkpoint, [_sitting(each) for each in compared.sittings.values()], after
-        ),
+        source=_predicted(source, store.sittings, before),
+        checkpoint=_predicted(checkpoint, servers, after),
         samples=compared.path.name,
         samples_sha256=file_sha256(compared.path),
         environment=setup.environment,
@@ -122,10 +123,8 @@ def vocabulary_of(source: Source) -> int:
     """Tokens that a model predicts."""
     size = (source.config.get("text_config") or source.config).get("vocab_size")
     if not isinstance(size, int) or size < 2:
-        cure = "Restore the config.json of the release"
-        raise RecipeError(
-            f"{source.where}: config.json", "must have vocab_size", got=repr(size), cure=cure
-        )
+        where, cure = f"{source.where}: config.json", "Restore the config.json of the release"
+        raise RecipeError(where, "must have vocab_size", got=repr(size), cure=cure)
     return size
 
 
@@ -145,7 +144,9 @@ def cut_windows(
     left = num_tokens
     for each in text.texts:
         ids = tuple(tokenize(each))
-        begin = before if len(before) < window_size - 1 and ids[: len(before)] == before else ()
+        begin = ()
+        if len(before) < window_size - 1 and ids[: len(before)] == before:
+            begin = before
         size, rest = window_size - len(begin), ids[len(begin) :]
         for at in range(0, len(rest), size):
             window = (*begin, *rest[at : at + size])[:left]
@@ -157,10 +158,6 @@ def cut_windows(
         got, cure = "none of two tokens", "Name another file with --text, or raise --tokens"
         raise RecipeError(text.path, "must hold text of some tokens", got=got, cure=cure)
     return windows
-
-
-# --- servers
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,15 +173,13 @@ class _Run:
     def ask_source(self, model: Model) -> None:
         """The source's predictions for every window; it is served only if one is missing."""
         store, before = self.store, self.store.sittings
-
-        def keep(_: Server, window: int, predicted: Predicted) -> None:
-            store.add(window, predicted)
-
-        def note(sitting: SourceSitting) -> None:
-            store.write(store.windows, (*before, sitting))
-
         if not store.is_finished:
-            self._ask(model, store, keep, note)
+            self.ask(
+                model,
+                store,
+                keep=lambda _, number, predicted: store.add(number, predicted),
+                note=lambda sitting: store.write(store.windows, (*before, sitting)),
+            )
 
     def compare(self, model: Model) -> ComparedFile:
         """Every window compared; the checkpoint is served only if one is missing."""
@@ -200,57 +195,47 @@ class _Run:
         number = len(compared.sittings) + 1
 
         def keep(server: Server, window: int, predicted: Predicted) -> None:
-            compared.add(
-                _window(server, window, store.windows[window], store.read(window), predicted)
-            )
+            source = store.read(window)
+            compared.add(_window(server, window, store.windows[window], source, predicted))
 
         def note(sitting: SourceSitting) -> None:
             compared.add(ComparedSitting(sitting=number, **dict(sitting)))
 
         if compared.missing:
-            self._ask(model, compared, keep, note)
+            self.ask(model, compared, keep=keep, note=note)
         return compared
 
-    def _ask(
+    def ask(
         self,
         model: Model,
         into: SourceStore | ComparedFile,
+        *,
         keep: Callable[[Server, int, Predicted], None],
         note: Callable[[SourceSitting], None],
     ) -> None:
         """Ask a server every window that is missing; then the first of them once more, alone."""
         step = Step(role=model.role, doing="", done=0, total=1, unit="window")
-        top = min(self.depth.top, vocabulary_of(model.source))
+        question, depth, store = self.store.asked, self.depth, self.store
+        top = min(depth.top, vocabulary_of(model.source))
+        how = {"max_model_len": depth.window + 1, "max_num_seqs": depth.concurrency}
+        words = ("--max-logprobs", str(top))
+        first: dict[int, Predicted] = {}
+
+        def tell(doing: str) -> None:
+            self.watch(replace(step, doing=doing))
+
         with (
-            Host(
-                model.source,
-                model.whose,
-                self.setup,
-                lambda doing: self.watch(replace(step, doing=doing)),
-            ) as host,
-            host.serving(
-                f"closeness.{model.role}",
-                k=0,
-                max_model_len=self.depth.window + 1,
-                max_num_seqs=self.depth.concurrency,
-                words=("--max-logprobs", str(top)),
-            ) as server,
+            hosting(model.source, model.whose, self.setup, tell) as host,
+            host.serving(f"closeness.{model.role}", k=0, words=words, **how) as server,
         ):
-            if not self.store.windows:
-                tokenize, depth = partial(tokens_of, server), self.depth
-                self.store.write(
-                    cut_windows(
-                        tokenize, self.text, num_tokens=depth.tokens, window_size=depth.window
-                    )
-                )
-            windows, missing, question = self.store.windows, into.missing, self.store.asked
-            sitting = SourceSitting(as_served=host.as_served, reason=host.reason, seconds=0)
-            first: dict[int, Predicted] = {}
+            if not store.windows:
+                sizes = {"num_tokens": depth.tokens, "window_size": depth.window}
+                store.write(cut_windows(partial(tokens_of, server), self.text, **sizes))
+            windows, missing = store.windows, into.missing
 
             def ask(number: int) -> Predicted:
-                return predictions(
-                    server, windows[number], top=question.top, vocabulary=question.vocabulary
-                )
+                sizes = {"top": question.top, "vocabulary": question.vocabulary}
+                return predictions(server, windows[number], **sizes)
 
             def keep_one(number: int, predicted: Predicted) -> int:
                 if not first:
@@ -259,23 +244,70 @@ class _Run:
                 return len(windows[number])
 
             def note_seconds(seconds: float, repeated: float | None = None) -> None:
-                note(
-                    sitting.model_copy(update={"seconds": round(seconds, 3), "repeated": repeated})
-                )
+                sitting = {**host.served, "seconds": round(seconds, 3), "repeated": repeated}
+                note(SourceSitting(**sitting))
 
             start = time.monotonic()
-            Asking(
-                items=missing,
-                ask=ask,
+            ask_all(
+                missing,
+                ask,
                 keep=keep_one,
                 note=note_seconds,
-                name=lambda number: f"window {number + 1} of {len(windows)} for the {model.role}",
+                name=lambda each: f"window {each + 1} of {len(windows)} for the {model.role}",
                 step=replace(step, done=len(windows) - len(missing), total=len(windows)),
-                concurrency=self.depth.concurrency,
-            ).run(self.watch)
+                concurrency=depth.concurrency,
+                watch=self.watch,
+            )
             ((number, predicted),) = first.items()
             repeated = float(compare(predicted, ask(number)).nats.mean())
             note_seconds(time.monotonic() - start, repeated)
+
+
+def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
+    """A text as the server's own tokenizer and chat template make it; tokens stay as they are."""
+    asked: dict[str, Any] = {"prompt": text}
+    if isinstance(text, tuple):
+        if isinstance(text[0], int):
+            return cast(tuple[int, ...], text)
+        asked = {"messages": text, "add_generation_prompt": False}
+    return tuple(server.post("/tokenize", asked)["tokens"])
+
+
+def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> Predicted:
+    """What a server predicts after each token of a window but the last.
+
+    Args:
+        server: its --max-logprobs is at least `top`.
+        ids: two tokens at least.
+        top: how many of the likeliest tokens to name; the whole vocabulary where it has no more.
+        vocabulary: its size.
+
+    Raises:
+        ServerFailed: the server died or refused the request.
+        GateError: a reply that is no log-probabilities.
+    """
+    asked = {
+        "prompt": list(ids),
+        "prompt_logprobs": min(top, vocabulary),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "seed": 0,
+    }
+    reply = server.post("/v1/completions", asked, timeout=WINDOW_SECONDS)
+    rows: Sequence[Mapping[str, Any]] = reply["choices"][0]["prompt_logprobs"][1:]
+    num, width = len(ids) - 1, min(top + 1, vocabulary)
+    names = np.full((num, width), NO_TOKEN, dtype=np.int32)
+    logprobs = np.full((num, width), -np.inf, dtype=np.float32)
+    following = np.empty(num, dtype=np.float32)
+    for at, (row, after) in enumerate(zip(rows, ids[1:], strict=True)):
+        names[at, : len(row)] = [int(name) for name in row]
+        logprobs[at, : len(row)] = [entry["logprob"] for entry in row.values()]
+        following[at] = row[str(after)]["logprob"]
+    if np.exp(logprobs.astype(np.float64)).sum(axis=1).max() > _MOST_SUM:
+        got, cure = "a row whose probabilities sum to more than 1", "Leave out --logprobs-mode"
+        raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
+    is_whole = top >= vocabulary
+    return Predicted(ids=names, logprobs=logprobs, following=following, is_whole=is_whole)
 
 
 def _window(
@@ -284,21 +316,26 @@ def _window(
     """One window compared, with the text around its worst position."""
     apart = compare(source, checkpoint)
     at = int(apart.nats.argmax())
+
+    def text_of(*tokens: int) -> str:
+        """What is no whole character is shown as the replacement character."""
+        return server.text_of(tokens).encode(errors="replace").decode()
+
     mine, theirs = apart.choices[at].tolist()
     worst = WorstFact(
         window=number,
         at=at + 1,
         nats=float(apart.nats[at]),
-        context=text_of(server, ids[max(0, at + 1 - CONTEXT_TOKENS) : at + 1]),
-        token=text_of(server, [ids[at + 1]]),
-        source=text_of(server, [mine]),
-        checkpoint=text_of(server, [theirs]),
+        context=text_of(*ids[max(0, at + 1 - CONTEXT_TOKENS) : at + 1]),
+        token=text_of(ids[at + 1]),
+        source=text_of(mine),
+        checkpoint=text_of(theirs),
     )
     return ComparedWindow(
         window=number,
-        nats=tuple(map(float, apart.nats)),
-        flips=tuple(map(int, np.flatnonzero(apart.is_flip))),
-        outside=tuple(map(float, apart.outside)),
+        nats=tuple(apart.nats.tolist()),
+        flips=tuple(np.flatnonzero(apart.is_flip).tolist()),
+        outside=tuple(apart.outside.tolist()),
         source_nll=_nll(source),
         checkpoint_nll=_nll(checkpoint),
         worst=worst,
@@ -309,7 +346,7 @@ def _nll(predicted: Predicted) -> float:
     return max(0.0, -float(predicted.following.astype(np.float64).sum()))
 
 
-def _sitting(line: ComparedSitting) -> SourceSitting:
+def _without_number(line: ComparedSitting) -> SourceSitting:
     return SourceSitting.model_validate(line.model_dump(exclude={"sitting"}))
 
 

@@ -3,8 +3,10 @@ made from it.
 
 In and out: the folder `closeness.source.` and the number of what is asked, in the evidence folder:
 
-    windows.json       the `Asked` that it answers, the token ids of every window, the servers
-    00000.safetensors  what the source predicts in window 0: ids, logprobs, following
+    windows.json            the `Asked` that it answers, the token ids of every window, and the
+    servers that were asked
+    00000.safetensors       what the source predicts in window 0: ids, logprobs, following; of each
+    window its own file
 
 Easy to get wrong: a file is whole or not there, so a killed run goes on with the windows that have
 none. Predictions for other text, of other bytes or from another vLLM never meet in one folder: each
@@ -34,7 +36,7 @@ class _Windows(Fact):
     """The windows of a text, as token ids, and the servers that were asked, in order."""
 
     asked: Asked
-    windows: tuple[tuple[Count, ...], ...]
+    windows: tuple[tuple[Count, ...], ...] = ()
     sittings: tuple[SourceSitting, ...] = ()
 
 
@@ -47,16 +49,27 @@ class SourceStore:
     """
 
     def __init__(self, folder: Path, asked: Asked) -> None:
+        """Open what is there.
+
+        Raises:
+            CheckpointError: a folder that cannot be read.
+        """
         self.folder, self.asked = folder, asked
-        self.windows: tuple[tuple[int, ...], ...] = ()
-        self.sittings: tuple[SourceSitting, ...] = ()
+        path, found = folder / _WINDOWS, _Windows(asked=asked)
+        if path.is_file():
+            cure = "Move the folder away, and the source is served"
+            try:
+                found = _Windows.model_validate_json(read_bytes_of(path, path, cure=cure))
+            except ValidationError as error:
+                rule, got = "must be as keepmtp wrote it", first_fault(error)
+                raise CheckpointError(path, rule, got=got, cure=cure) from error
+        self.windows, self.sittings = found.windows, found.sittings
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Windows without predictions, ascending; once the windows are known."""
-        return tuple(
-            number for number in range(len(self.windows)) if not self._path(number).is_file()
-        )
+        numbers = range(len(self.windows))
+        return tuple(number for number in numbers if not self._path(number).is_file())
 
     @property
     def is_finished(self) -> bool:
@@ -78,11 +91,7 @@ class SourceStore:
             CheckpointError: the disk does not take them. What it took before stays.
         """
         path = self._path(number)
-        tensors = {
-            "ids": predicted.ids,
-            "logprobs": predicted.logprobs,
-            "following": predicted.following,
-        }
+        tensors = {name: getattr(predicted, name) for name in ("ids", "logprobs", "following")}
         try:
             save_file(tensors, partial_path(path))
             complete(path)
@@ -97,17 +106,14 @@ class SourceStore:
         """
         path, num = self._path(number), len(self.windows[number]) - 1
         try:
-            found = load_file(path)
-            predicted = Predicted(**found, is_whole=self.asked.top >= self.asked.vocabulary)
-            got = f"{len(predicted.ids)} positions"
-        except (OSError, SafetensorError, TypeError) as error:
-            predicted, got = None, repr(error)
-        if predicted is None or len(predicted.ids) != num:
-            rule, cure = (
-                f"must be what the source predicts at {num} positions",
-                "Remove the file, and it is asked again",
-            )
-            raise CheckpointError(path, rule, got=got, cure=cure)
+            is_whole = self.asked.top >= self.asked.vocabulary
+            predicted = Predicted(**load_file(path), is_whole=is_whole)
+            if len(predicted.ids) != num:
+                raise ValueError(f"{len(predicted.ids)} positions")
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            rule = f"must be what the source predicts at {num} positions"
+            cure = "Remove the file, and it is asked again"
+            raise CheckpointError(path, rule, got=repr(error), cure=cure) from error
         return predicted
 
     def _path(self, number: int) -> Path:
@@ -130,7 +136,7 @@ def open_store(evidence: Path, asked: Asked, say: Callable[[str], None]) -> Sour
     if not (folder / _WINDOWS).is_file() and evidence.suffix == ".report":
         for other in sorted(evidence.parent.glob(f"*.report/{folder.name}")):
             with suppress(CheckpointError):  # another run may be writing it
-                if _read_store(other, asked).is_finished:
+                if SourceStore(other, asked).is_finished:
                     partial = partial_path(folder)
                     shutil.rmtree(partial, ignore_errors=True)
                     shutil.copytree(other, partial, symlinks=True)
@@ -139,22 +145,4 @@ def open_store(evidence: Path, asked: Asked, say: Callable[[str], None]) -> Sour
                     say(f"The source was asked the same before: taken from {other.parent.name}.")
                     break
     folder.mkdir(parents=True, exist_ok=True)
-    return _read_store(folder, asked)
-
-
-def _read_store(folder: Path, asked: Asked) -> SourceStore:
-    store, path, cure = (
-        SourceStore(folder, asked),
-        folder / _WINDOWS,
-        "Move the folder away, and the source is served",
-    )
-    if not path.is_file():
-        return store
-    try:
-        found = _Windows.model_validate_json(read_bytes_of(path, path, cure=cure))
-    except ValidationError as error:
-        raise CheckpointError(
-            path, "must be as keepmtp wrote it", got=first_fault(error), cure=cure
-        ) from error
-    store.windows, store.sittings = found.windows, found.sittings
-    return store
+    return SourceStore(folder, asked)

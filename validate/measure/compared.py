@@ -17,6 +17,7 @@ windows.
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,28 +88,32 @@ def read_compared(path: Path) -> ComparedFile:
 
 
 def figures(found: ComparedFile) -> dict[str, Any]:
-    """Everything that follows from the lines alone: fields of a `ClosenessFact`. All windows must
-    be there.
+    """Everything that follows from the lines alone: fields of a `ClosenessFact`.
+
+    All windows must be there.
     """
     lines = [found.lines[number] for number in range(found.header.num_windows)]
-    nats = [value for line in lines for value in line.nats]
-    num, ordered = len(nats), sorted(nats)
-    mean = math.fsum(nats) / num
-    by_nats = sorted((line.worst for line in lines), key=lambda worst: (-worst.nats, worst.window))
-    flips = sum(len(line.flips) for line in lines)
+    sizes = [len(line.nats) for line in lines]
+    flips = [len(line.flips) for line in lines]
+    ordered = sorted(value for line in lines for value in line.nats)
+    num, histogram = len(ordered), [0] * (len(HISTOGRAM_EDGES) + 1)
+    for value in ordered:
+        histogram[bisect_right(HISTOGRAM_EDGES, value)] += 1
+    worst = sorted((line.worst for line in lines), key=lambda each: (-each.nats, each.window))
+    outside = math.fsum(value for line in lines for value in line.outside)
     return {
         "texts": found.header.num_texts,
         "windows": len(lines),
         "tokens": num,
-        "outside": min(1.0, math.fsum(value for line in lines for value in line.outside) / num),
-        "divergence": mean,
-        "stderr": _stderr([(math.fsum(line.nats), len(line.nats)) for line in lines]),
-        "median": _quantile(ordered, 0.5),
-        "percentile_99": _quantile(ordered, 0.99),
-        "flips": flips,
-        "effective_tokens": _effective([(len(line.flips), len(line.nats)) for line in lines]),
-        "histogram": _histogram(ordered),
-        "worst": tuple(by_nats[:NUM_WORST]),
+        "outside": min(1.0, outside / num),
+        "divergence": math.fsum(ordered) / num,
+        "stderr": _stderr([math.fsum(line.nats) for line in lines], sizes),
+        "median": ordered[math.ceil(0.5 * num) - 1],
+        "percentile_99": ordered[math.ceil(0.99 * num) - 1],
+        "flips": sum(flips),
+        "effective_tokens": _effective(flips, sizes),
+        "histogram": tuple(histogram),
+        "worst": tuple(worst[:NUM_WORST]),
     }
 
 
@@ -128,46 +133,29 @@ def sum_of(windows: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([list(each) for each in windows]).encode()).hexdigest()
 
 
-# --- figures
-# --------------------------------------------------------------------------------------------------
-
-
-def _stderr(windows: Sequence[tuple[float, int]]) -> float | None:
+def _stderr(sums: Sequence[float], sizes: Sequence[int]) -> float | None:
     """Standard error of a mean over positions, from the sum and the number of positions of each
     window.
 
     The windows are the independent draws: the ratio estimator's error with clusters of unequal size
     (W. G. Cochran, Sampling Techniques, 1977, 2.11).
     """
-    num = sum(size for _, size in windows)
-    if len(windows) < 2:
+    num, size = len(sizes), sum(sizes)
+    if num < 2:
         return None
-    mean = math.fsum(total for total, _ in windows) / num
-    squares = math.fsum((total - mean * size) ** 2 for total, size in windows)
-    return math.sqrt(len(windows) / (len(windows) - 1) * squares) / num
+    mean = math.fsum(sums) / size
+    squares = math.fsum((one - mean * of) ** 2 for one, of in zip(sums, sizes, strict=True))
+    return math.sqrt(num / (num - 1) * squares) / size
 
 
-def _effective(windows: Sequence[tuple[int, int]]) -> float:
+def _effective(counts: Sequence[int], sizes: Sequence[int]) -> float:
     """Independent positions with the same error of a share, at most as many as there are.
 
     E. L. Korn, B. I. Graubard, "Confidence intervals for proportions with small expected number of
     positive counts estimated from survey data", Survey Methodology 24 (1998), 193-201.
     """
-    num = sum(size for _, size in windows)
-    share = sum(count for count, _ in windows) / num
-    stderr = _stderr([(float(count), size) for count, size in windows])
+    num = sum(sizes)
+    share, stderr = sum(counts) / num, _stderr(counts, sizes)
     if not stderr or share in (0.0, 1.0):
         return float(num)
     return min(float(num), max(1.0, share * (1 - share) / stderr**2))
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """The least value that so large a share of the values does not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def _histogram(ordered: Sequence[float]) -> tuple[int, ...]:
-    counts = [0] * (len(HISTOGRAM_EDGES) + 1)
-    for value in ordered:
-        counts[sum(value >= edge for edge in HISTOGRAM_EDGES)] += 1
-    return tuple(counts)

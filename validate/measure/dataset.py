@@ -9,17 +9,17 @@ like a weak model. So each row is read here first, and one that cannot be used i
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 from httpx import HTTPError
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError
 
 from ...checkpoints.json_file import parsed, read_lines, read_text
 from ...recipes.errors import RecipeError
@@ -28,75 +28,59 @@ from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 
 _UNREADABLE = (
-    DatasetsError,
-    HfHubHTTPError,
-    HTTPError,
-    OSError,
-    ValueError,
-    TypeError,
-    RuntimeError,
+    *(DatasetsError, HfHubHTTPError, HTTPError),
+    *(OSError, ValueError, TypeError, RuntimeError),
 )
 
 Row = Mapping[str, Any]
 
+Pattern = str | tuple[str] | None
+"""What a text matches, or each of a list of texts; None leaves the field to lm-eval."""
 
-class Must(NamedTuple):
-    """What a field must be, in words and as a test."""
-
-    words: str
-    is_met: Callable[[Any], object]
-
-
-def _matching(words: str, pattern: str) -> Must:
-    return Must(words, lambda value: isinstance(value, str) and re.search(pattern, value))
-
-
-_TEXT = _matching("be a text", r"\S")
-_NUMBER = Must("be a whole number", lambda value: type(value) is int)
-_TEXT_OR_NUMBER = Must(
-    "be a text or a whole number", lambda value: _TEXT.is_met(value) or _NUMBER.is_met(value)
-)
-_TEXTS = Must(
-    "be a list of texts",
-    lambda value: isinstance(value, list) and value and all(map(_TEXT.is_met, value)),
-)
-_OBJECTS = Must(
-    "be a list of objects",
-    lambda value: isinstance(value, list) and all(isinstance(each, Mapping) for each in value),
-)
-_NUMBER_LAST = 'end with "#### " and a number'
-_SOLUTION = r"#### -?\$?[0-9.,]*[0-9]"
+_ANY, _TEXT, _NUMBER, _TEXT_OR_NUMBER = "", r"\S", r"^-?\d+\Z", r"\S+"
+_SOLUTION, _LETTER, _BOXED = r"#### -?\$?[0-9.,]*[0-9]", r"^[A-J]\Z", r"\\boxed[ {]"
 # lm-eval compares all that follows "#### ": of a file nothing else may.
-_WHOLE_SOLUTION = _matching(_NUMBER_LAST, _SOLUTION + r"\.?\Z")
-_GSM8K = {"question": _TEXT, "answer": _matching(_NUMBER_LAST, _SOLUTION)}
-_CHOICES = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
-_FORMS: Mapping[str, Mapping[str, Must]] = {
+_WHOLE_SOLUTION = _SOLUTION + r"\.?\Z"
+_WORDS: Mapping[Pattern, str] = {
+    _ANY: "be a text, or empty",
+    _TEXT: "be a text",
+    _NUMBER: "be a whole number",
+    _TEXT_OR_NUMBER: "be a text or a whole number",
+    (_TEXT,): "be a list of texts",
+    **dict.fromkeys((_SOLUTION, _WHOLE_SOLUTION), 'end with "#### " and a number'),
+    _LETTER: "be a letter from A to J",
+    _BOXED: r"have its answer in \boxed{...}",
+}
+_GSM8K: Mapping[str, Pattern] = {"question": _TEXT, "answer": _SOLUTION}
+_FORMS: Mapping[str, Mapping[str, Pattern]] = {
     "gsm8k": _GSM8K,
     "gsm8k_platinum": _GSM8K,
     "mmlu_pro": {
         "question": _TEXT,
-        "options": _TEXTS,
-        "answer": _matching("be a letter from A to J", r"^[A-J]\Z"),
+        "options": (_TEXT,),
+        "answer": _LETTER,
         "category": _TEXT,
-        "cot_content": _matching("be a text, or empty", ""),
+        "cot_content": _ANY,
     },
-    "ifeval": {"key": _NUMBER, "prompt": _TEXT, "instruction_id_list": _TEXTS, "kwargs": _OBJECTS},
+    "ifeval": {"key": _NUMBER, "prompt": _TEXT, "instruction_id_list": (_TEXT,), "kwargs": None},
     "humaneval": {"prompt": _TEXT, "test": _TEXT, "entry_point": _TEXT},
-    "gpqa_diamond": {"Question": _TEXT, **dict.fromkeys(_CHOICES, _TEXT)},
-    "math500": {
-        "problem": _TEXT,
-        "solution": _matching(r"have its answer in \boxed{...}", r"\\boxed[ {]"),
+    "gpqa_diamond": {
+        "Question": _TEXT,
+        "Correct Answer": _TEXT,
+        **{f"Incorrect Answer {number}": _TEXT for number in (1, 2, 3)},
     },
+    "math500": {"problem": _TEXT, "solution": _BOXED},
     "aime24": {"Problem": _TEXT, "Answer": _TEXT_OR_NUMBER},
     "aime25": {"problem": _TEXT, "answer": _TEXT_OR_NUMBER},
     "ruler": {
         "task": _TEXT,
         "input": _TEXT,
-        "outputs": _TEXTS,
+        "outputs": (_TEXT,),
         "gen_prefix": _TEXT,
         "max_length": _NUMBER,
     },
 }
+"""What each field of a row must be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,119 +110,104 @@ def read_rows(protocol: Evaluation, *, asked: str, shown: str) -> Rows:
     Raises:
         RecipeError: no such dataset, a row without one of the task's fields, or too few rows.
     """
-    if protocol.dataset is not None:
-        rows = _file_rows(protocol)
-        shown_by = TASKS[protocol.task].shown_by
-        shots = [row for row in rows if shown_by and row[shown_by].strip()]
-        others = [row for row in rows if not shown_by or not row[shown_by].strip()]
-        found = Rows(asked=others, shown=shots if shown_by else rows, is_shared=not shown_by)
-    else:
+    shown_by = TASKS[protocol.task].shown_by
+    if protocol.dataset is None:
         splits = _hub_splits(protocol, (asked, shown))
         found = Rows(asked=splits[asked], shown=splits[shown], is_shared=asked == shown)
+    elif shown_by:
+        by_kind: dict[bool, list[Row]] = {True: [], False: []}
+        for row in _file_rows(protocol):
+            by_kind[bool(row[shown_by].strip())].append(row)
+        found = Rows(asked=by_kind[False], shown=by_kind[True], is_shared=False)
+    else:
+        rows = _file_rows(protocol)
+        found = Rows(asked=rows, shown=rows, is_shared=True)
     _refuse_few(protocol, found)
     return found
 
 
 def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Row]]:
-    where, row = protocol.dataset_name, TASKS[protocol.task]
+    where, subset = protocol.dataset_name, TASKS[protocol.task].subset
+    cure = f"Correct evaluation.dataset_revision, or name {_a_file(protocol.task)} (--dataset)"
     try:
-        found = datasets.load_dataset(where, row.subset, revision=protocol.dataset_revision)
+        found: Any = datasets.load_dataset(where, subset, revision=protocol.dataset_revision)
     except _UNREADABLE as error:
-        raise _unreadable(protocol, error) from error
-    splits = {str(name): split.to_list() for name, split in found.items()}
+        got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300]
+        if "gated" in f"{error!r} {error.__cause__!r} {error.__context__!r}".lower():
+            cure = f"Accept its terms on the Hub and set HF_TOKEN. {cure}"
+        rule, got = "must be a dataset that can be read", got or type(error).__name__
+        raise RecipeError(where, rule, got=got, cure=cure) from error
+    splits = {}
     for name in names:
-        if name not in splits:
-            rule, got = (
-                f"must have the splits {' and '.join(dict.fromkeys(names))}",
-                ", ".join(splits),
-            )
-            raise RecipeError(where, rule, got=got, cure="Correct evaluation.dataset_revision")
-    form = _FORMS[protocol.task]
-    return {
-        name: [
-            _row(row, f"{where} {name} row {number}", form)
-            for number, row in enumerate(splits[name])
-        ]
-        for name in names
-    }
-
-
-def _unreadable(protocol: Evaluation, error: BaseException) -> RecipeError:
-    """A gated dataset has a cure of its own; `datasets` says so in words, the Hub's client by its
-    type.
-    """
-    got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300] or type(error).__name__
-    rule, cure = "must be a dataset that can be read", "Correct evaluation.dataset_revision, or"
-    causes = (error, error.__cause__, error.__context__)
-    if "gated dataset" in str(error) or any(isinstance(cause, GatedRepoError) for cause in causes):
-        rule = "must be open to you, and its owner gives access only to those who accept its terms"
-        cure = "Accept them on the dataset's page on the Hub and set HF_TOKEN, or"
-    cure = f"{cure} name {_a_file(protocol.task)} (--dataset)"
-    return RecipeError(protocol.dataset_name, rule, got=got, cure=cure)
+        if name not in found:
+            rule = f"must have the splits {' and '.join(dict.fromkeys(names))}"
+            raise RecipeError(where, rule, got=", ".join(map(str, found)), cure=cure)
+        rows = enumerate(found[name].to_list())
+        splits[name] = [_row(row, f"{where} {name} row {at}", protocol) for at, row in rows]
+    return splits
 
 
 def _a_file(task: str) -> str:
     *most, last = fields_of(task)
-    form = ', "answer" as "... #### 12"' if task.startswith("gsm8k") else ""
-    return f"a file with the fields {', '.join(most)} and {last}{form}"
-
-
-# --- files
-# --------------------------------------------------------------------------------------------------
+    return f"a file with the fields {', '.join(most)} and {last}"
 
 
 def _file_rows(protocol: Evaluation) -> list[Row]:
-    name, task = str(protocol.dataset), protocol.task
-    path, cure = find_path(name), f"Name {_a_file(task)} in each row"
+    path, cure = find_path(str(protocol.dataset)), f"Name {_a_file(protocol.task)} in each row"
     if path is None or not path.is_file():
-        raise RecipeError(
-            f"evaluation.dataset {name}", "must be a file", got="no such file", cure=cure
-        )
-    read = {".jsonl": read_lines, ".json": _json_list, ".parquet": _parquet}[path.suffix]
-    form = _FORMS[task]
-    if form is _GSM8K:
-        form = {**form, "answer": _WHOLE_SOLUTION}
-    rows = [_row(row, where, form) for where, row in read(path, cure=cure)]
+        where = f"evaluation.dataset {protocol.dataset}"
+        raise RecipeError(where, "must be a file", got="no such file", cure=cure)
+    rows = [_row(row, where, protocol) for where, row in _values(path, cure)]
     if not rows:
         raise RecipeError(path, "must hold questions", got="none", cure=cure)
     return rows
 
 
-def _json_list(path: Path, *, cure: str) -> list[tuple[str, object]]:
-    rows = parsed(read_text(path, cure=cure), path, cure=cure)
-    if not isinstance(rows, list):
-        raise RecipeError(path, "must be a JSON list of objects", got=_short(rows), cure=cure)
+def _values(path: Path, cure: str) -> list[tuple[str, object]]:
+    """Place and value of each row."""
+    if path.suffix == ".jsonl":
+        return list(read_lines(path, cure=cure))
+    if path.suffix == ".json":
+        rows = parsed(read_text(path, cure=cure), path, cure=cure)
+        if not isinstance(rows, list):
+            rule = "must be a JSON list of objects"
+            raise RecipeError(path, rule, got=_short(rows), cure=cure)
+    else:
+        try:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            rule = "must be a Parquet file"
+            raise RecipeError(path, rule, got=str(error), cure=cure) from error
     return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _parquet(path: Path, *, cure: str) -> list[tuple[str, object]]:
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise RecipeError(path, "must be a Parquet file", got=str(error), cure=cure) from error
-    return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
-
-
-# --- rows
-# --------------------------------------------------------------------------------------------------
-
-
-def _row(row: object, where: str, form: Mapping[str, Must]) -> Row:
+def _row(row: object, where: str, protocol: Evaluation) -> Row:
     """The row's fields that the task reads, each as it must be."""
-    cure = "Mend the row, or name another dataset"
+    cure, form = "Mend the row, or name another dataset", dict(_FORMS[protocol.task])
+    if form == _GSM8K and protocol.dataset is not None:
+        form["answer"] = _WHOLE_SOLUTION
     if not isinstance(row, Mapping):
-        raise RecipeError(
-            where, f"must be an object with {' and '.join(form)}", got=_short(row), cure=cure
-        )
-    for field, must in form.items():
+        rule = f"must be an object with {' and '.join(form)}"
+        raise RecipeError(where, rule, got=_short(row), cure=cure)
+    for field, pattern in form.items():
         if field not in row:
             got = ", ".join(map(str, row)) or "no field"
             raise RecipeError(where, f"must have the field {field}", got=got, cure=cure)
-        if not must.is_met(row[field]):
-            raise RecipeError(
-                where, f"{field} must {must.words}", got=_short(row[field]), cure=cure
-            )
+        if not _matches(row[field], pattern):
+            rule = f"{field} must {_WORDS[pattern]}"
+            raise RecipeError(where, rule, got=_short(row[field]), cure=cure)
     return {field: row[field] for field in form}
+
+
+def _matches(value: Any, pattern: Pattern) -> bool:
+    if pattern is None:
+        return True
+    if isinstance(pattern, tuple):
+        is_list = isinstance(value, list) and value != []
+        return is_list and all(_matches(each, *pattern) for each in value)
+    is_number = type(value) is int and pattern in (_NUMBER, _TEXT_OR_NUMBER)
+    is_text = isinstance(value, str) and pattern != _NUMBER
+    return (is_number or is_text) and re.search(pattern, str(value)) is not None
 
 
 def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
@@ -248,25 +217,18 @@ def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
         most = row.max_shots
     elif row.group:
         shown = Counter(each[row.group] for each in rows.shown)
-        most, of = min(
-            (shown[group], f" of {group}")
-            for group in {each[row.group] for each in rows.asked} or {""}
-        )
+        for group in {each[row.group] for each in rows.asked}:
+            if shown[group] <= most:
+                most, of = shown[group], f" of {group}"
     if protocol.shots > most:
         rule = f"{protocol.task} has {most} examples{of} at most"
-        raise RecipeError(
-            "evaluation.shots",
-            rule,
-            got=protocol.shots,
-            cure=f"Use --shots {most}, or a longer dataset",
-        )
+        cure = f"Use --shots {most}, or a longer dataset"
+        raise RecipeError("evaluation.shots", rule, got=protocol.shots, cure=cure)
     if min(num_asked, protocol.limit or num_asked) < 2:
-        raise RecipeError(
-            f"evaluation.dataset {protocol.dataset_name}",
-            "must be asked two questions or more, to have a standard error",
-            got=min(num_asked, 1),
-            cure="Raise --limit, or name a longer dataset",
-        )
+        where = f"evaluation.dataset {protocol.dataset_name}"
+        rule = "must be asked two questions or more, to have a standard error"
+        cure = "Raise --limit, or name a longer dataset"
+        raise RecipeError(where, rule, got=min(num_asked, 1), cure=cure)
 
 
 def _short(value: object) -> str:

@@ -40,6 +40,11 @@ class Predicted:
     following: NDArray[np.float32]
     is_whole: bool
 
+    def first(self, at: int) -> set[int]:
+        """The likeliest tokens at a position: more than one where BF16 makes them equal."""
+        logprobs = self.logprobs[at]
+        return set(self.ids[at][logprobs == logprobs.max()].tolist())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
@@ -62,40 +67,24 @@ class Apart:
 
 def compare(source: Predicted, checkpoint: Predicted) -> Apart:
     """Compare two models' predictions on one window of the same tokens."""
-    assert len(source.ids) == len(checkpoint.ids), "one window"
-    nats, outside, choices = [], [], []
-    for at in range(len(source.ids)):
-        apart, left = _divergence(source, checkpoint, at)
-        nats.append(apart)
-        outside.append(left)
-        one, other = _first(source, at), _first(checkpoint, at)
-        choices.append((min(one & other or one), min(one & other or other)))
-    chosen = np.array(choices, np.int32)
-    return Apart(
-        nats=np.array(nats),
-        is_flip=chosen[:, 0] != chosen[:, 1],
-        outside=np.array(outside),
-        choices=chosen,
-    )
-
-
-def _divergence(source: Predicted, checkpoint: Predicted, at: int) -> tuple[float, float]:
-    """(nats, probability outside) of one position."""
-    shared, mine, theirs = np.intersect1d(source.ids[at], checkpoint.ids[at], return_indices=True)
-    mine, theirs = mine[shared != NO_TOKEN], theirs[shared != NO_TOKEN]
-    log_p, log_q = (
-        source.logprobs[at][mine].astype(np.float64),
-        checkpoint.logprobs[at][theirs].astype(np.float64),
-    )
-    p = np.exp(log_p)
-    nats = float((p * (log_p - log_q))[p > 0].sum())
-    if source.is_whole and checkpoint.is_whole:
-        return max(0.0, nats), 0.0
-    rest_p, rest_q = (max(_LEAST_REST, 1 - float(each.sum())) for each in (p, np.exp(log_q)))
-    return max(0.0, nats + rest_p * float(np.log(rest_p / rest_q))), rest_p
-
-
-def _first(predicted: Predicted, at: int) -> set[int]:
-    """The likeliest tokens: more than one where BF16 makes them equal."""
-    logprobs = predicted.logprobs[at]
-    return {int(each) for each in predicted.ids[at][logprobs == logprobs.max()]}
+    num = len(source.ids)
+    assert num == len(checkpoint.ids), "one window"
+    nats, outside = np.zeros(num), np.zeros(num)
+    choices = np.zeros((num, 2), np.int32)
+    for at in range(num):
+        shared, mine, theirs = np.intersect1d(
+            source.ids[at], checkpoint.ids[at], return_indices=True
+        )
+        is_token = shared != NO_TOKEN
+        log_p = source.logprobs[at][mine[is_token]].astype(np.float64)
+        log_q = checkpoint.logprobs[at][theirs[is_token]].astype(np.float64)
+        p = np.exp(log_p)
+        nats[at] = (p * (log_p - log_q))[p > 0].sum()
+        if not (source.is_whole and checkpoint.is_whole):
+            outside[at] = max(_LEAST_REST, 1 - p.sum())
+            rest = max(_LEAST_REST, 1 - np.exp(log_q).sum())
+            nats[at] += outside[at] * np.log(outside[at] / rest)
+        one, other = source.first(at), checkpoint.first(at)
+        choices[at] = min(one & other or one), min(one & other or other)
+    is_flip = choices[:, 0] != choices[:, 1]
+    return Apart(nats=nats.clip(min=0), is_flip=is_flip, outside=outside, choices=choices)

@@ -13,7 +13,6 @@ import errno
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +24,12 @@ import httpx
 
 from ...checkpoints.fact import Figure, NumDrafts
 from ...checkpoints.scratch import ScratchFolder
-from ...recipes.errors import RecipeError, VLLMError
+from ...recipes.errors import VLLMError
 from ..facts.child import Child
 from ..facts.served import Drafts, counters
 from ..facts.vllm_env import VLLM
-from .room import named_options, value_of
-from .server import read_counters, server_environment
+from .room import refuse_options, value_of
+from .server import read_counters, server_environment, started
 
 _POLL_SECONDS = 5.0
 _WAIT_SECONDS = 0.2
@@ -41,16 +40,12 @@ _LEAST = 0.1
 """The least share of first tokens that is no reason for doubt, where nothing was measured
 before.
 """
+_DRAFTS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
+_NAMED = ("--host", "--port", "--dry-run", "--gpu", "--log", "--any-vllm")
 _OURS = {
-    **dict.fromkeys(
-        ("--host", "--port", "--dry-run", "--gpu", "--log", "--any-vllm"), "Name it before `--`"
-    ),
-    "--uds": "Leave it out: the server listens on --host and --port",
-    **dict.fromkeys(
-        ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
-        "Leave it out, and say the number of drafted tokens with -k; -k 0 serves without drafting",
-    ),
-    "--headless": "Leave it out: such a server answers nobody",
+    **dict.fromkeys(_NAMED, "Name it before `--`"),
+    **dict.fromkeys(_DRAFTS, "Say the number of drafted tokens with -k; -k 0 drafts none"),
+    **dict.fromkeys(("--uds", "--headless"), "Leave it out: the server listens on its port"),
     "--disable-log-stats": "Leave it out: acceptance is read from these figures",
 }
 
@@ -69,8 +64,11 @@ class Address:
     @property
     def url(self) -> str:
         """For a client on this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - a name, no socket
-        return f"http{'s' * self.is_tls}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        any_address = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - a name, no socket
+        host = any_address.get(self.host, self.host)
+        if ":" in host:
+            host = f"[{host}]"
+        return f"http{'s' * self.is_tls}://{host}:{self.port}"
 
 
 class ServerLife(Drafts):
@@ -107,10 +105,8 @@ def refuse_our_words(extra: Sequence[str]) -> None:
     Raises:
         RecipeError: names the first such word.
     """
-    for name in named_options(extra):
-        if name in _OURS:
-            rule = "keepmtp serve says this to vLLM itself, or needs it"
-            raise RecipeError("keepmtp serve", rule, got=name, cure=_OURS[name])
+    rule = "keepmtp serve says this to vLLM itself, or needs it"
+    refuse_options("keepmtp serve", extra, _OURS, rule=rule)
 
 
 def refuse_taken(address: Address) -> None:
@@ -121,9 +117,8 @@ def refuse_taken(address: Address) -> None:
     """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family) as tried:
-        tried.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a server that has just ended is no reason
+        # A server that has just ended is no reason.
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind((address.host, address.port))
         except OSError as error:
@@ -157,19 +152,17 @@ def serve_until_stopped(
         log: where everything goes that the server prints.
         tell: called when it is healthy, and with its acceptance where that has changed.
     """
-    start = time.monotonic()
+    start, grace = time.monotonic(), _STOP_SECONDS
+    shutdown = value_of(words, "--shutdown-timeout")
+    if shutdown.replace(".", "", 1).isdigit():  # what is no number is for vLLM to refuse
+        grace += float(shutdown)
+    is_healthy, drafts = False, Drafts()
     with ScratchFolder("keepmtp-server-") as private:
-        environment = server_environment(vllm, private)
+        variables = server_environment(vllm, private)
         if key := os.environ.get("VLLM_API_KEY"):
-            environment["VLLM_API_KEY"] = key  # without it, the server would answer everybody
+            variables["VLLM_API_KEY"] = key  # without it, the server would answer everybody
         with (
-            Child(
-                [vllm.python, "-m", "vllm.entrypoints.cli.main", *words],
-                environment=environment,
-                grace_seconds=_STOP_SECONDS + _number(value_of(words, "--shutdown-timeout")),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            ) as child,
+            started(vllm, words, variables, log=log, grace_seconds=grace) as child,
             httpx.Client(
                 base_url=address.url,
                 timeout=5.0,
@@ -178,8 +171,9 @@ def serve_until_stopped(
             ) as client,
         ):
             with _stop_asked() as stop:
-                watched = _Watched(client, child.process, stop, k, expected, every, tell)
-                is_healthy, drafts = _watch(watched)
+                is_healthy = _wait(client, child, stop, start, tell)
+                if is_healthy:
+                    drafts = _watch(client, child, stop, expected, every if k else 0.0, tell)
             child.end()
     status = child.process.returncode
     return ServerLife(
@@ -195,93 +189,85 @@ def serve_until_stopped(
 
 def doubt(drafts: Drafts, expected: Expected | None) -> str:
     """Why a draft may be broken; "" where too little was drafted, or enough is accepted."""
-    share = first_share(drafts)
-    usual = first_share(expected.drafts) if expected else None
-    if share is None or drafts.drafts < ENOUGH_DRAFTS:
-        return ""
-    if share >= (_LEAST if usual is None else usual / 2):
+    share, least, against = first_share(drafts), _LEAST, ""
+    if expected is not None and (usual := first_share(expected.drafts)) is not None:
+        least, against = usual / 2, f"; {expected.measured_by} measured {usual:.1%}"
+    if share is None or drafts.drafts < ENOUGH_DRAFTS or share >= least:
         return ""
     found = f"only {share:.1%} of first drafted tokens are accepted, over {drafts.drafts:,} drafts"
-    against = (
-        f"; {expected.measured_by} measured {usual:.1%}" if expected and usual is not None else ""
-    )
-    return (
-        f"{found}{against}. Other texts are drafted otherwise, but a broken draft also looks "
-        "like this"
-    )
+    doubted = "Other texts are drafted otherwise, but a broken draft also looks like this"
+    return f"{found}{against}. {doubted}"
 
 
 def first_share(drafts: Drafts) -> float | None:
     """The share of drafts whose first token was accepted; None where nothing was drafted."""
-    return (
-        drafts.acceptance_per_position[0] if drafts.acceptance_per_position else drafts.acceptance
-    )
+    return next(iter(drafts.acceptance_per_position), drafts.acceptance)
 
 
 def in_words(drafts: Drafts) -> str:
     """`1,234 drafts, 71.2 % accepted, 3.14 tokens a step; by position 81.0, 70.2, 62.3 %`."""
     if not drafts.drafts or drafts.acceptance is None:
         return "nothing was drafted"
-    shares = ", ".join(f"{100 * share:.1f}" for share in drafts.acceptance_per_position)
     says = f"{drafts.drafts:,} drafts, {100 * drafts.acceptance:.1f} % of their tokens accepted"
     says += f", {drafts.mean_accepted_length:.2f} tokens a step"
+    shares = ", ".join(f"{100 * share:.1f}" for share in drafts.acceptance_per_position)
     return f"{says}; by position {shares} %" if shares else says
 
 
-@dataclass(frozen=True, slots=True)
-class _Watched:
-    """A server, and what is said of it."""
-
-    client: httpx.Client
-    process: subprocess.Popen[bytes]
-    stop: threading.Event
-    k: int
-    expected: Expected | None
-    every: float
-    tell: Tell
-
-    def get(self, path: str) -> str | None:
-        """What it answers, if it does."""
-        try:
-            answer = self.client.get(path)
-        except httpx.HTTPError:
-            return None
-        return answer.text if answer.is_success else None
-
-    def drafts(self, last: Drafts) -> Drafts:
-        """Its counters; `last` while it answers nothing."""
-        text = self.get("/metrics") if self.k else None
-        return last if text is None else read_counters(text)
+def _get(client: httpx.Client, path: str) -> str | None:
+    """What a server answers, if it does."""
+    try:
+        answer = client.get(path)
+    except httpx.HTTPError:
+        return None
+    return answer.text if answer.is_success else None
 
 
-def _watch(server: _Watched) -> tuple[bool, Drafts]:
-    """Until it ends or is asked to: whether it came up, and its last counters."""
-    start = said_at = asked_at = time.monotonic()
-    is_healthy = is_doubted = False
-    drafts = said = Drafts()
-    while server.process.poll() is None and not server.stop.wait(_WAIT_SECONDS):
+def _wait(
+    client: httpx.Client, child: Child, stop: threading.Event, start: float, tell: Tell
+) -> bool:
+    """Whether it came up, before it ended or was asked to."""
+    while _get(client, "/health") is None:
+        if child.process.poll() is not None or stop.wait(_WAIT_SECONDS):
+            return False
+    seconds = time.monotonic() - start
+    tell(f"serves {client.base_url} after {seconds:.0f} s; Ctrl-C stops it")
+    return True
+
+
+def _watch(
+    client: httpx.Client,
+    child: Child,
+    stop: threading.Event,
+    expected: Expected | None,
+    every: float,
+    tell: Tell,
+) -> Drafts:
+    """Its last counters, once it has ended or was asked to; `every` is 0 where nothing is
+    drafted.
+    """
+    said_at = asked_at = time.monotonic()
+    drafts, said, doubted = Drafts(), Drafts(), ""
+    while True:
+        is_over = child.process.poll() is not None or stop.wait(_WAIT_SECONDS)
         now = time.monotonic()
-        if not is_healthy and server.get("/health") is not None:
-            is_healthy, said_at = True, now
-            server.tell(
-                f"serves {server.client.base_url} after {now - start:.0f} s; Ctrl-C stops it"
-            )
-        elif is_healthy and now - asked_at >= min(_POLL_SECONDS, server.every):
-            drafts, asked_at = server.drafts(drafts), now
-        if drafts != said and now - said_at >= server.every:
-            server.tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")
+        if every and (is_over or now - asked_at >= min(_POLL_SECONDS, every)):
+            asked_at, text = now, _get(client, "/metrics")
+            drafts = drafts if text is None else read_counters(text)
+        if is_over:
+            return drafts
+        if drafts != said and now - said_at >= every:
+            tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")
             said, said_at = drafts, now
-            if not is_doubted and (found := doubt(drafts, server.expected)):
-                is_doubted = True
-                server.tell(f"warning: {found}")
-    is_healthy = is_healthy or server.get("/health") is not None
-    return is_healthy, server.drafts(drafts) if is_healthy else drafts
+            if not doubted and (doubted := doubt(drafts, expected)):
+                tell(f"warning: {doubted}")
 
 
 @contextmanager
 def _stop_asked() -> Iterator[threading.Event]:
     """An event that Ctrl-C, SIGTERM and SIGHUP set, instead of what they do otherwise. A second
-    Ctrl-C is usual again once the context is left, and then ends by force."""
+    Ctrl-C is usual again once the context is left, and then ends by force.
+    """
     asked = threading.Event()
     usual = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -292,8 +278,3 @@ def _stop_asked() -> Iterator[threading.Event]:
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
-
-
-def _number(word: str) -> float:
-    """Seconds; what is no number is for vLLM to refuse."""
-    return float(word) if word.replace(".", "", 1).isdigit() else 0.0

@@ -10,9 +10,10 @@ Answers carry all of that in their file's first line; a run goes on with those t
 own, and a model whose answers are complete is not served again.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from ...checkpoints.files import held
 from ...checkpoints.identity import file_sha256
@@ -20,14 +21,12 @@ from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ...recipes.protocol import Evaluation
-from ..facts.evaluated import ARM_TITLES, Arm, EvaluatedFact, EvaluationFact, PairedFact, TaskFact
+from ..facts.evaluated import ARM_TITLES, EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
-from ..facts.served import AsServed, Drafts, counters
+from ..facts.served import Drafts, counters
 from ..facts.step import Step
-from ..facts.vllm_env import VLLM
-from .answers import Answer, Header, Samples, Sitting, correct, drafts_of, finish
-from .drafting import drafting
-from .harness import Asking, Host, Model, Setup, TextOrTurns, has_template, refuse_drafts, room_for
+from .answers import Answer, Header, Samples, Sitting, correct, drafting, drafts_of, finish
+from .harness import Model, Setup, ask_all, has_template, hosting, refuse_drafts, room_for
 from .line_file import open_lines
 from .lm_eval_task import VERSIONS, Question, Questions, scores
 from .server import Reply, Server, ServerFailed
@@ -47,31 +46,11 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
         RecipeError: no MTP block that drafts k tokens, or messages without a template to put them
             in.
     """
-    refuse_drafts(source, protocol.k, where="evaluation.k", without="Name another", use="Use -k ")
+    refuse_drafts(source, protocol.k, option="-k")
     if protocol.api == "chat" and not has_template(source, extra):
-        rule, cure = (
-            "needs a chat template for evaluation.api chat",
-            "Use --api completions or -- --chat-template FILE",
-        )
+        rule = "needs a chat template for evaluation.api chat"
+        cure = "Use --api completions or -- --chat-template FILE"
         raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
-
-
-def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> None:
-    """Refuse what vLLM's CPU build cannot serve: it has no kernel that puts a linear layer's state
-    back after a draft.
-
-    Raises:
-        RecipeError: prefix caching on a CPU, for a model with linear attention.
-    """
-    has_linear = find_view(source.config, source.where, source.entries).has_linear_attention
-    if protocol.prefix_caching and vllm.build == "cpu" and has_linear:
-        rule = (
-            "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "
-            "linear attention"
-        )
-        raise RecipeError(
-            source.where, rule, got="evaluation.prefix_caching", cure="Use --no-prefix-caching"
-        )
 
 
 def evaluate(
@@ -99,19 +78,37 @@ def evaluate(
         watch: called with each step of progress.
 
     Raises:
-        RecipeError: another run is at work there.
+        RecipeError: another run is at work there, or a CPU that cannot cache prefixes.
         ServerFailed: a server did not come up, died, refused a request, or was silent.
         VLLMError: no room for a BF16 copy.
         CheckpointError: answers that cannot be read, or weights that cannot be copied.
     """
-    plain = replace(checkpoint, role="plain") if has_plain else None
-    models = [model for model in (source, checkpoint, plain) if model is not None]
+    _refuse_prefix_caching(checkpoint.source, tasks, setup)
+    models = [checkpoint]
+    if source is not None:
+        models = [source, checkpoint]
+    if has_plain:
+        models.append(replace(checkpoint, role="plain"))
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may evaluate into a folder"):
         for model in models:
             _ask_missing(model, tasks, setup, watch)
-        first, *others = [_task_fact(questions, models, setup, confidence) for questions in tasks]
+        first, *others = [_task_fact(each, models, setup, confidence) for each in tasks]
     return EvaluationFact(**dict(first), tasks=tuple(others))
+
+
+def _refuse_prefix_caching(source: Source, tasks: Sequence[Questions], setup: Setup) -> None:
+    """vLLM's CPU build has no kernel that puts a linear layer's state back after a draft."""
+    is_asked = any(each.protocol.prefix_caching for each in tasks)
+    if not is_asked or setup.vllm.build != "cpu":
+        return
+    if find_view(source.config, source.where, source.entries).has_linear_attention:
+        rule = (
+            "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "
+            "linear attention"
+        )
+        got, cure = "evaluation.prefix_caching", "Use --no-prefix-caching"
+        raise RecipeError(source.where, rule, got=got, cure=cure)
 
 
 def ask(
@@ -119,8 +116,7 @@ def ask(
     questions: Questions,
     samples: Samples,
     *,
-    as_served: AsServed = "native",
-    reason: str = "",
+    served: Mapping[str, Any],
     timeout: float | None = None,
     watch: Watch = lambda _: None,
 ) -> None:
@@ -130,8 +126,8 @@ def ask(
         server: fresh or not; only what it counts from here on is taken.
         questions: all of them.
         samples: of these questions.
-        as_served: whether `server` runs the checkpoint's own bytes, with `reason` where not.
-        timeout: seconds for one answer; default `request_seconds`.
+        served: whether `server` runs the checkpoint's own bytes, and why not: see `Host.served`.
+        timeout: seconds for one answer; default ten minutes, and a second for each of its tokens.
         watch: called after each answer.
 
     Raises:
@@ -139,72 +135,55 @@ def ask(
     """
     protocol, role, total = questions.protocol, samples.header.role, len(questions.items)
     before, number = server.drafts(), len(samples.sittings) + 1
-    limit = request_seconds(protocol) if timeout is None else timeout
+    limit = timeout or 600.0 + protocol.max_tokens
 
     def keep(item: Question, reply: Reply) -> int:
-        said = {
-            "text": reply.text,
-            "finish_reason": reply.finish_reason,
-            "num_tokens": reply.num_tokens,
-        }
+        said = {name: getattr(reply, name) for name in ("text", "finish_reason", "num_tokens")}
         samples.add(Answer(question=item.number, prompt_sha256=item.sha256, **said))
         return reply.num_tokens
 
     def note(seconds: float, counted: Callable[[], Drafts] = server.drafts_now) -> None:
         with suppress(ServerFailed):  # one that dies fails an answer too, which says more
             new = counters(counted().since(before))
-            served = {"as_served": as_served, "reason": reason, "seconds": round(seconds, 3)}
-            samples.add(Sitting(sitting=number, **served, **new))
+            samples.add(Sitting(sitting=number, seconds=round(seconds, 3), **served, **new))
 
-    Asking(
-        items=[questions.items[each] for each in samples.missing],
-        ask=lambda item: _reply(server, item, protocol, limit),
+    ask_all(
+        [questions.items[each] for each in samples.missing],
+        lambda item: _reply(server, item, protocol, limit),
         keep=keep,
         note=note,
         name=lambda item: f"question {item.number + 1} of {total} for the {ARM_TITLES[role]}",
         step=Step(role=role, doing="", done=len(samples.lines), total=total, task=protocol.task),
         concurrency=protocol.concurrency,
-    ).run(watch)
-    note(
-        samples.sittings[number].seconds, server.drafts
-    )  # the last ones come a moment after the last answer
-
-
-def request_seconds(protocol: Evaluation) -> float:
-    """How long one answer may take: ten minutes, and a second for each of its tokens."""
-    return 600.0 + protocol.max_tokens
+        watch=watch,
+    )
+    # The last counts come a moment after the last answer.
+    note(samples.sittings[number].seconds, server.drafts)
 
 
 def _reply(server: Server, item: Question, protocol: Evaluation, timeout: float) -> Reply:
     """One answer, ended at the stop words that the server was not given; its tokens were
     generated.
     """
-    reply = server.answer(
-        _prompt(item, protocol),
-        max_tokens=item.max_tokens,
-        stop=item.stop[:MOST_STOPS],
-        seed=protocol.seed + item.run,
-        temperature=protocol.temperature,
-        top_p=protocol.top_p,
-        timeout=timeout,
-    )
-    places = [at for word in item.stop[MOST_STOPS:] if (at := reply.text.find(word)) >= 0]
-    return replace(reply, text=reply.text[: min(places)], finish_reason="stop") if places else reply
+    asked = {
+        "max_tokens": item.max_tokens,
+        "temperature": protocol.temperature,
+        "seed": protocol.seed + item.run,
+        "stop": list(item.stop[:MOST_STOPS]),
+    }
+    if protocol.top_p != 1.0:
+        asked["top_p"] = protocol.top_p
+    reply = server.answer(item.sent, timeout=timeout, **asked)
+    for word in item.stop[MOST_STOPS:]:
+        text, found, _ = reply.text.partition(word)
+        if found:
+            reply = replace(reply, text=text, finish_reason="stop")
+    return reply
 
 
-def _prompt(item: Question, protocol: Evaluation) -> TextOrTurns:
-    return item.prompt if protocol.api == "completions" else item.messages
-
-
-# --- one model
-# --------------------------------------------------------------------------------------------------
-
-
-def _fits(role: Arm, questions: Questions) -> bool:
-    """Whether an arm is asked a task: what is sampled differs by its draws, whether it is drafted
-    or not.
-    """
-    return role != "plain" or not questions.protocol.temperature
+def _is_asked(model: Model, questions: Questions) -> bool:
+    """What is sampled differs by its draws, whether it is drafted or not."""
+    return model.role != "plain" or not questions.protocol.temperature
 
 
 def _ask_missing(model: Model, tasks: Sequence[Questions], setup: Setup, watch: Watch) -> None:
@@ -212,49 +191,35 @@ def _ask_missing(model: Model, tasks: Sequence[Questions], setup: Setup, watch: 
     (k, caching).
     """
     servers: dict[tuple[int, bool], list[tuple[Questions, Samples]]] = {}
+    done = total = 0
     for questions in tasks:
-        samples = _opened(model, questions, setup) if _fits(model.role, questions) else None
-        if samples is not None and samples.missing:
-            k = 0 if model.role == "plain" else questions.protocol.k
-            servers.setdefault((k, questions.protocol.prefix_caching), []).append(
-                (questions, samples)
-            )
+        if _is_asked(model, questions):
+            samples, protocol = _opened(model, questions, setup), questions.protocol
+            if samples.missing:
+                k = 0 if model.role == "plain" else protocol.k
+                together = servers.setdefault((k, protocol.prefix_caching), [])
+                together.append((questions, samples))
+                done, total = done + len(samples.lines), total + len(questions.items)
     if not servers:
         return
-    missing = [samples for together in servers.values() for _, samples in together]
-    step = Step(
-        role=model.role,
-        doing="",
-        done=sum(len(samples.lines) for samples in missing),
-        total=sum(samples.header.num_questions for samples in missing),
-    )
-    with Host(
-        model.source, model.whose, setup, lambda doing: watch(replace(step, doing=doing))
-    ) as host:
+    step = Step(role=model.role, doing="", done=done, total=total)
+
+    def tell(doing: str) -> None:
+        watch(replace(step, doing=doing))
+
+    with hosting(model.source, model.whose, setup, tell) as host:
         for number, ((k, prefix_caching), together) in enumerate(servers.items(), 1):
-            protocols = [questions.protocol for questions, _ in together]
-            rooms = [_room(questions, model.source) for questions, _ in together]
-            with host.serving(
-                f"eval.{model.role}.{number}" if number > 1 else f"eval.{model.role}",
-                k=k,
-                max_model_len=max(rooms),
-                max_num_seqs=max(protocol.concurrency for protocol in protocols),
-                words=("--enable-prefix-caching",) if prefix_caching else (),
-            ) as server:
+            room = concurrency = 0
+            for questions, _ in together:
+                protocol, prompts = questions.protocol, [item.sent for item in questions.items]
+                most = room_for(prompts, model.source, max_tokens=protocol.max_tokens)
+                room, concurrency = max(room, most), max(concurrency, protocol.concurrency)
+            name = f"eval.{model.role}" + f".{number}" * (number > 1)
+            words = ("--enable-prefix-caching",) * prefix_caching
+            how = {"max_model_len": room, "max_num_seqs": concurrency, "words": words}
+            with host.serving(name, k=k, **how) as server:
                 for questions, samples in together:
-                    ask(
-                        server,
-                        questions,
-                        samples,
-                        as_served=host.as_served,
-                        reason=host.reason,
-                        watch=watch,
-                    )
-
-
-def _room(questions: Questions, source: Source) -> int:
-    prompts = [_prompt(item, questions.protocol) for item in questions.items]
-    return room_for(prompts, source, max_tokens=questions.protocol.max_tokens)
+                    ask(server, questions, samples, served=host.served, watch=watch)
 
 
 def _opened(model: Model, questions: Questions, setup: Setup) -> Samples:
@@ -268,45 +233,37 @@ def _opened(model: Model, questions: Questions, setup: Setup) -> Samples:
         checkpoint_sha256=model.identity.sha256,
         **setup.answered_by,
     )
-    return open_lines(
-        setup.out / f"{questions.protocol.task}.{model.role}.jsonl", header, setup.say
-    )
-
-
-# --- facts
-# --------------------------------------------------------------------------------------------------
+    path = setup.out / f"{questions.protocol.task}.{model.role}.jsonl"
+    return open_lines(path, header, setup.say)
 
 
 def _task_fact(
     questions: Questions, models: Sequence[Model], setup: Setup, confidence: float
 ) -> TaskFact:
     """What one task gave, once all have answered it."""
-    asked = [model for model in models if _fits(model.role, questions)]
-    files: dict[Arm, Samples] = {model.role: _opened(model, questions, setup) for model in asked}
-    facts = {model.role: _fact(model, files[model.role], questions) for model in asked}
-    filters = [score.filter for score in facts["checkpoint"].scores]
+    protocol, files, facts = questions.protocol, {}, {}
+    for model in models:
+        if _is_asked(model, questions):
+            files[model.role] = samples = _opened(model, questions, setup)
+            facts[model.role] = _fact(model, samples, questions)
+    filters, pairs, drafted = [score.filter for score in facts["checkpoint"].scores], [], None
+    if "source" in files:
+        for name in filters:
+            before, after = correct(files["source"], name), correct(files["checkpoint"], name)
+            pair = paired(name, before, after, runs=protocol.repeats, confidence=confidence)
+            pairs.append(pair)
+    if "plain" in files:
+        drafted = drafting(files["plain"], files["checkpoint"], filters)
     return TaskFact(
-        protocol=questions.protocol,
+        protocol=protocol,
         dataset_sha256=questions.dataset_sha256,
         source=facts.get("source"),
         checkpoint=facts["checkpoint"],
-        paired=tuple(_pairs(files, filters, questions.protocol.repeats, confidence))
-        if "source" in files
-        else (),
+        paired=tuple(pairs),
         plain=facts.get("plain"),
-        drafting=drafting(files["plain"], files["checkpoint"], filters)
-        if "plain" in files
-        else None,
+        drafting=drafted,
         environment={**VERSIONS, **setup.environment},
     )
-
-
-def _pairs(
-    files: Mapping[Arm, Samples], filters: Sequence[str], runs: int, confidence: float
-) -> Iterator[PairedFact]:
-    for name in filters:
-        before, after = correct(files["source"], name), correct(files["checkpoint"], name)
-        yield paired(name, before, after, runs=runs, confidence=confidence)
 
 
 def _fact(model: Model, samples: Samples, questions: Questions) -> EvaluatedFact:

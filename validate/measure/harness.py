@@ -11,12 +11,12 @@ flight is waited for and handed on, so that something is asked again only if its
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from ...checkpoints.identity import Identity
 from ...checkpoints.scratch import ScratchFolder
@@ -45,7 +45,7 @@ CHAT_TOKENS, TURN_TOKENS = 2048, 64
 most.
 """
 _TEMPLATES = {"chat_template.jinja", "chat_template.json"}
-_TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
+_TEMPLATE_WORDS = {"--chat-template", "--tokenizer-mode"}
 
 TextOrTurns = str | Sequence[Mapping[str, str]]
 """A text, or messages for the model's chat template."""
@@ -101,40 +101,25 @@ class Setup:
 
 
 class Host:
-    """Serves one checkpoint: its own files, or a BF16 copy where this CPU has no kernel for them. A
-    context manager.
+    """Serves one checkpoint: its own files, or a BF16 copy where this CPU has no kernel for them.
 
     Attributes:
-        as_served, reason: what is served now, and why a copy; the copy is gone once the context is
-            left.
+        as_served, reason: what is served now, and why a copy.
     """
 
     def __init__(
-        self, source: Source, role: Role, setup: Setup, tell: Watch = lambda _: None
+        self, source: Source, role: Role, setup: Setup, tell: Watch, kept: ExitStack
     ) -> None:
         assert source.folder is not None, "download() first"
         self.as_served: AsServed = "native"
         self.reason = ""
         self._source, self._role, self._setup, self._tell = source, role, setup, tell
-        self._folder, self._kept = source.folder.absolute(), ExitStack()
+        self._folder, self._kept = source.folder.absolute(), kept
 
-    def __enter__(self) -> "Host":
-        """Write the copy, if one is needed.
-
-        Raises:
-            VLLMError: no room for it.
-            CheckpointError: a weight cannot be read.
-        """
-        try:
-            if reason := why_no_kernel(self._source, self._setup.vllm):
-                self._copy(reason)
-        except BaseException:
-            self._kept.close()  # no context is left that would remove a part of a copy
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._kept.close()
+    @property
+    def served(self) -> dict[str, Any]:
+        """Both, as fields of a fact."""
+        return {"as_served": self.as_served, "reason": self.reason}
 
     @contextmanager
     def serving(
@@ -145,64 +130,85 @@ class Host:
         max_model_len: int,
         max_num_seqs: int = 4,
         words: tuple[str, ...] = (),
-        is_tracked: bool = False,
     ) -> Iterator[Server]:
         """A server of what is served now; of the copy, from here on, where vLLM's CPU build turns
         out to need one.
 
         Args:
             name: of its log.
+            k: speculative tokens a step; 0 serves without method=mtp.
+            max_model_len: tokens of prompt and answer together.
+            max_num_seqs: requests that are computed at once.
             words: for `vllm serve`, before the user's own.
-            k, max_model_len, max_num_seqs, is_tracked: as in `server.serving`.
 
         Raises:
-            ServerFailed: as there.
+            ServerFailed: see `server.serving`.
         """
+        limits = ("--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs))
+        setup = self._setup
+        with ExitStack() as stack:
 
-        def started() -> Server:
-            return stack.enter_context(
-                serving(
-                    self._setup.vllm,
+            def started() -> Server:
+                server = serving(
+                    setup.vllm,
                     self._folder,
                     k=k,
-                    log=self._setup.log(name),
-                    is_tracked=is_tracked,
-                    max_model_len=max_model_len,
-                    max_num_seqs=max_num_seqs,
-                    timeout=self._setup.timeout,
-                    extra=(*words, *self._setup.extra),
+                    log=setup.log(name),
+                    timeout=setup.timeout,
+                    extra=(*limits, *words, *setup.extra),
                     watch=lambda doing: self._tell(f"k={k}: {doing}"),
                 )
-            )
+                return stack.enter_context(server)
 
-        with ExitStack() as stack:
             try:
                 server = started()
             except ServerFailed as failure:
-                is_lack = self._setup.vllm.build == "cpu" and any(
-                    lack in failure.words for lack in NO_KERNEL
-                )
-                if not is_lack or self.as_served == COPY:
+                is_lack = any(lack in failure.words for lack in NO_KERNEL)
+                if setup.vllm.build != "cpu" or not is_lack or self.as_served == COPY:
                     raise
-                self._copy(f"vLLM's CPU build refused it on this machine: {failure.words}")
+                self.copy(f"vLLM's CPU build refused it on this machine: {failure.words}")
                 server = started()
             yield server
 
-    def _copy(self, reason: str) -> None:
+    def copy(self, reason: str) -> None:
+        """Serve a copy from here on; it is gone with the host.
+
+        Raises:
+            VLLMError: no room for it.
+            CheckpointError: a weight cannot be read.
+        """
         self._setup.out.mkdir(parents=True, exist_ok=True)
-        folder = self._kept.enter_context(
-            ScratchFolder(f"keepmtp-{self._role}-bf16-", self._setup.out)
-        )
+        scratch = ScratchFolder(f"keepmtp-{self._role}-bf16-", self._setup.out)
         self._tell("writing a BF16 copy")
-        self._folder = write_copy(self._source, folder / "copy").absolute()
+        folder = self._kept.enter_context(scratch) / "copy"
+        self._folder = write_copy(self._source, folder).absolute()
         self.as_served, self.reason = COPY, f"{reason}; {UNTRIED}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asking(Generic[Item, Got]):
-    """What one server is asked, and what becomes of its answers.
+@contextmanager
+def hosting(source: Source, role: Role, setup: Setup, tell: Watch) -> Iterator[Host]:
+    """The servers of one checkpoint; see `Host.copy` for what is refused."""
+    with ExitStack() as kept:
+        host = Host(source, role, setup, tell, kept)
+        if reason := why_no_kernel(source, setup.vllm):
+            host.copy(reason)
+        yield host
 
-    Attributes:
+
+def ask_all(
+    items: Sequence[Item],
+    ask: Callable[[Item], Got],
+    *,
+    keep: Callable[[Item, Got], int],
+    note: Callable[[float], None],
+    name: Callable[[Item], str],
+    step: Step,
+    concurrency: int,
+    watch: Callable[[Step], None],
+) -> None:
+    """Ask a server everything, and hand each answer on as it comes.
+
+    Args:
         items: in the order in which they are asked.
         ask: an item, of the server; called by several threads.
         keep: writes an answer down, and returns its number of tokens.
@@ -211,104 +217,76 @@ class Asking(Generic[Item, Got]):
         name: an item in words.
         step: of the progress; what was answered before is done already.
         concurrency: how many are in flight.
+        watch: called after each answer.
+
+    Raises:
+        ServerFailed: a request failed, in the server's words, after those in flight have come.
     """
-
-    items: Sequence[Item]
-    ask: Callable[[Item], Got]
-    keep: Callable[[Item, Got], int]
-    note: Callable[[float], None]
-    name: Callable[[Item], str]
-    step: Step
-    concurrency: int
-
-    def run(self, watch: Callable[[Step], None]) -> None:
-        """Ask all, and hand each answer on as it comes.
-
-        Raises:
-            ServerFailed: a request failed, in the server's words, after those in flight have come.
-        """
-        start = noted = time.monotonic()
-        num_tokens = 0
-        self.note(0.0)
-        try:
-            for number, (item, got) in enumerate(self._answers(), 1):
-                num_tokens += self.keep(item, got)
-                now = time.monotonic()
-                if now - noted > NOTE_SECONDS:
-                    self.note(now - start)
-                    noted = time.monotonic()
-                seconds = time.monotonic() - start
-                rates = {
-                    "tokens_per_second": num_tokens / seconds,
-                    "eta_seconds": (len(self.items) - number) * seconds / number,
-                }
-                watch(replace(self.step, done=self.step.done + number, **rates))
-        except ServerFailed:
-            self.note(time.monotonic() - start)
-            raise
-        self.note(time.monotonic() - start)
-
-    def _answers(self) -> Iterator[tuple[Item, Got]]:
-        pool, waiting = ThreadPoolExecutor(self.concurrency), iter(self.items)
-        flying = {pool.submit(self.ask, item): item for item in islice(waiting, self.concurrency)}
-        failed: tuple[Item, ServerFailed] | None = None
-        left = len(self.items)
-        try:
-            while flying:
-                future = wait(flying, return_when=FIRST_COMPLETED).done.pop()
-                item = flying.pop(future)
-                try:
-                    got = future.result()
-                except ServerFailed as failure:
-                    failed = failed or (item, failure)
-                    continue
-                if failed is None:
-                    flying |= {
-                        pool.submit(self.ask, following): following
-                        for following in islice(waiting, 1)
-                    }
-                left -= 1
-                yield item, got
-        finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
-            pool.shutdown(wait=False, cancel_futures=True)
-        if failed is not None:
-            item, failure = failed
-            cure = f"nothing is lost: the same command asks only the {left} that are missing"
-            raise ServerFailed(
-                failure.words, failure.log, asked=self.name(item), cure=cure
-            ) from failure
+    start = noted = time.monotonic()
+    pool, waiting = ThreadPoolExecutor(concurrency), iter(items)
+    flying: dict[Future[Got], Item] = {}
+    failed: tuple[Item, ServerFailed] | None = None
+    done = num_tokens = 0
+    note(0.0)
+    try:
+        while True:
+            if failed is None:
+                for item in islice(waiting, concurrency - len(flying)):
+                    flying[pool.submit(ask, item)] = item
+            if not flying:
+                break
+            future = wait(flying, return_when=FIRST_COMPLETED).done.pop()
+            item = flying.pop(future)
+            try:
+                got = future.result()
+            except ServerFailed as failure:
+                failed = failed or (item, failure)
+                continue
+            num_tokens += keep(item, got)
+            done += 1
+            seconds = time.monotonic() - start
+            if start + seconds - noted > NOTE_SECONDS:
+                note(seconds)
+                noted = time.monotonic()
+            rate, eta = num_tokens / seconds, (len(items) - done) * seconds / done
+            told = replace(step, done=step.done + done, tokens_per_second=rate, eta_seconds=eta)
+            watch(told)
+    finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
+        pool.shutdown(wait=False, cancel_futures=True)
+    note(time.monotonic() - start)
+    if failed is not None:
+        item, failure = failed
+        left = len(items) - done
+        cure = f"nothing is lost: the same command asks only the {left} that are missing"
+        raise ServerFailed(failure.words, failure.log, asked=name(item), cure=cure) from failure
 
 
-def refuse_drafts(source: Source, k: int, *, where: str, without: str, use: str) -> None:
+def refuse_drafts(source: Source, k: int, *, option: str) -> None:
     """Refuse a number of drafted tokens that the MTP block cannot draft.
 
     Args:
         source: the checkpoint.
         k: drafted tokens a step.
-        where: what the user named k with.
-        without: what to do where there is no MTP block.
-        use: the words that name a k; the number of MTP layers follows.
+        option: what the user names k with.
 
     Raises:
         RecipeError: no MTP block, or a k that is no multiple of its layers.
     """
     num_layers = find_view(source.config, source.where, source.entries).num_mtp_layers
     if k and not num_layers:
-        raise RecipeError(
-            source.where, "must have an MTP block to draft with", got="none", cure=without
-        )
+        rule, cure = "must have an MTP block to draft with", "Draft nothing, or name another"
+        raise RecipeError(source.where, rule, got="none", cure=cure)
     if k not in ks_up_to(k, num_layers):
         rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
-        raise RecipeError(where, rule, got=k, cure=f"{use}{num_layers}")
+        raise RecipeError(option, rule, got=k, cure=f"Use {option} {num_layers}")
 
 
 def ks_up_to(most: int, num_mtp_layers: int) -> tuple[int, ...]:
     """0 to `most`, without those that vLLM refuses: above the number of MTP layers, k must be a
     multiple of it.
     """
-    return tuple(
-        k for k in range(most + 1) if k <= num_mtp_layers or k % max(1, num_mtp_layers) == 0
-    )
+    layers = max(1, num_mtp_layers)
+    return tuple(k for k in range(most + 1) if k <= num_mtp_layers or k % layers == 0)
 
 
 def has_template(source: Source, further: Sequence[str]) -> bool:
@@ -319,8 +297,8 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
         CheckpointError: see `source.small_bytes`.
     """
     own = b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
-    named = not {*named_options(further)}.isdisjoint(_TEMPLATE_WORDS)
-    return own or named or bool(_TEMPLATES & set(source.companions))
+    named = _TEMPLATE_WORDS & {*named_options(further)}
+    return own or bool(named or _TEMPLATES & set(source.companions))
 
 
 def most_tokens(source: Source) -> int | None:
@@ -334,11 +312,13 @@ def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int)
     """Tokens of the longest prompt and its answer, at most, as far as the model goes: a token has
     at least one byte.
     """
-    longest = max(map(_most_tokens_of, prompts)) + max_tokens + 16
+    longest = 0
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            size = len(prompt.encode())
+        else:
+            turns = [turn["content"].encode() for turn in prompt]
+            size = CHAT_TOKENS + TURN_TOKENS * len(turns) + sum(map(len, turns))
+        longest = max(longest, size)
+    longest += max_tokens + 16
     return min(longest, most_tokens(source) or longest)
-
-
-def _most_tokens_of(prompt: TextOrTurns) -> int:
-    if isinstance(prompt, str):
-        return len(prompt.encode())
-    return CHAT_TOKENS + sum(len(turn["content"].encode()) + TURN_TOKENS for turn in prompt)

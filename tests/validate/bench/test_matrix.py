@@ -13,7 +13,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts.benched import Repetition
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from keepmtp.validate.measure import bench as matrix
-from keepmtp.validate.measure.bench_lines import Measured
+from keepmtp.validate.measure.bench_lines import MatrixPlace, Measured
 from keepmtp.validate.measure.bench_prompts import read
 from keepmtp.validate.measure.harness import Model, Setup
 from stub_vllm import stub_vllm
@@ -36,15 +36,15 @@ def plan(**changes) -> matrix.BenchPlan:
         "repeat": 2,
         "rounds": 1,
     }
-    return matrix.BenchPlan(prompts=read(None), requests=8, seed=0, **(asked | changes))
+    return matrix.BenchPlan(**(asked | {"prompts": read(None), "requests": 8, "seed": 0} | changes))
 
 
 def model(role, folder: Path = GLM) -> Model:
     return Model(role=role, source=open_source(folder), identity=identify(folder))
 
 
-def opened(asked: matrix.BenchPlan, setup: Setup, role="checkpoint") -> matrix._Matrix:
-    return matrix._Matrix(model(role), asked, setup, lambda _: None)
+def places(asked: matrix.BenchPlan) -> list[MatrixPlace]:
+    return [place for server in asked.servers for place in server]
 
 
 def measured(place, rate: float) -> Measured:
@@ -57,9 +57,9 @@ def measured(place, rate: float) -> Measured:
 def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
     asked, setup = plan(), Setup(vllm=vllm, out=tmp_path / "out")
     for role, rate in (("source", 100.0), ("checkpoint", 300.0)):
-        run = opened(asked, setup, role)
-        for place in asked.places:
-            run.lines.add(measured(place, rate * (1 + place[0])))
+        lines = matrix.open_matrix(model(role), asked, setup)
+        for place in places(asked):
+            lines.add(measured(place, rate * (1 + place[0])))
     fact = matrix.bench(model("checkpoint"), model("source"), asked, setup=setup)
     assert fact.source is not None and [each.role for each in fact.benched] == [
         "source",
@@ -86,12 +86,12 @@ def test_other_requests_are_another_matrix(vllm, tmp_path):
     """And the old one is taken back when it is asked again."""
     first, said = plan(), list[str]()
     setup = Setup(vllm=vllm, out=tmp_path / "out", say=said.append)
-    kept = opened(first, setup)
-    kept.lines.add(measured(first.places[0], 100.0))
-    other = opened(plan(output_tokens=32), setup)
-    assert not other.lines.lines and "is kept in bench.checkpoint." in said[0]
-    again = opened(plan(ks=(0, 1, 2, 3)), setup)
-    assert again.lines.lines == kept.lines.lines, "a further k is no other matrix"
+    kept = matrix.open_matrix(model("checkpoint"), first, setup)
+    kept.add(measured(places(first)[0], 100.0))
+    other = matrix.open_matrix(model("checkpoint"), plan(output_tokens=32), setup)
+    assert not other.lines and "is kept in bench.checkpoint." in said[0]
+    again = matrix.open_matrix(model("checkpoint"), plan(ks=(0, 1, 2, 3)), setup)
+    assert again.lines == kept.lines, "a further k is no other matrix"
 
 
 def test_one_run_at_a_time(vllm, tmp_path):
@@ -109,3 +109,10 @@ def test_a_template_of_the_users_words_asks_messages():
         matrix.form_of(opened, ()) == "completions"
         and matrix.form_of(opened, ("--chat-template=x",)) == "chat"
     )
+
+
+def test_a_load_has_enough_requests():
+    asked = plan(requests=0)
+    assert [asked.num_requests((concurrency, 0)) for concurrency in (1, 8, 32)] == [16, 32, 128]
+    there_and_back = plan(rounds=2, repeat=1).servers
+    assert [server[0][::3] for server in there_and_back] == [(0, 0), (1, 0), (1, 1), (0, 1)]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from keepmtp.recipes.errors import KeepMTPError
-from keepmtp.validate.measure.bench_prompts import _brought, num_requests, read, requests, taken
+from keepmtp.validate.measure.bench_prompts import brought, read, taken, texts
 
 USER = {"role": "user", "content": "Why is the sky blue?"}
 # As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.
@@ -32,39 +32,25 @@ def written(tmp_path, *rows: object):
 
 
 @pytest.mark.parametrize(
-    ("row", "messages", "text"),
+    ("row", "message", "text"),
     [
-        ({"prompt": "Go on:\u2028"}, (("user", "Go on:\u2028"),), "Go on:\u2028"),
-        ({"messages": [USER]}, (("user", USER["content"]),), USER["content"]),
-        (SPEED_BENCH, (("user", USER["content"]),), USER["content"]),
-        (ON_THE_HUB, (("user", "Why?"),), "Why?"),
+        ({"prompt": "Go on:\u2028"}, "Go on:\u2028", "Go on:\u2028"),
+        ({"messages": [USER]}, USER["content"], USER["content"]),
+        (SPEED_BENCH, USER["content"], USER["content"]),
+        (ON_THE_HUB, "Why?", "Why?"),
+        ({"question": "1 + 1?", "answer": "#### 2"}, "1 + 1?", "Question: 1 + 1?\nAnswer:"),
         (
-            {"question": "1 + 1?", "answer": "#### 2"},
-            (("user", "1 + 1?"),),
-            "Question: 1 + 1?\nAnswer:",
-        ),
-        (
-            {"messages": [{"role": "system", "content": "Be brief."}, USER]},
-            (("system", "Be brief."), ("user", USER["content"])),
-            None,
-        ),
-        (
-            {
-                "messages": [
-                    USER,
-                    {"role": "assistant", "content": "Rayleigh."},
-                    {"role": "user", "content": "Who?"},
-                ]
-            },
-            (("user", USER["content"]), ("assistant", "Rayleigh."), ("user", "Who?")),
-            None,
+            {"messages": [USER, {"role": "assistant", "content": "So."}, USER]},
+            *2 * [USER["content"]],
         ),
     ],
 )
-def test_forms(row, messages, text, tmp_path):
-    """A conversation ends at the first message that has no answer in the file."""
+def test_forms(row, message, text, tmp_path):
+    """Of a conversation the first message is asked: an answer must be the model's own."""
     (item,) = read(written(tmp_path, "", row)).items
-    assert (item.messages, item.text) == (messages, text)
+    assert (item.message, item.text) == (message, text)
+    assert texts([item], form="chat", context=0) == [message]
+    assert texts([item], form="completions", context=0) == [text]
 
 
 @pytest.mark.parametrize(
@@ -73,18 +59,11 @@ def test_forms(row, messages, text, tmp_path):
         ("not json", "must be JSON; got Expecting value"),
         ("[" * 100_000, "at most 64 levels deep"),
         ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
-        ([1], r"must hold a prompt of the user; got \[1\]"),
-        ({"text": "x"}, "must hold a prompt of the user"),
-        ({"messages": [{"role": "user"}]}, '"role" and "content"'),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "each message is a text of system"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "each message is a text of system",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
-            "a prompt of the user",
-        ),
+        ([1], r"must begin with a text of the user; got \[1\]"),
+        ({"text": "x"}, "must begin with a text of the user"),
+        ({"messages": [{"role": "user"}]}, "must begin with a text of the user"),
+        ({"messages": [{"role": "system", "content": "Be brief."}, USER]}, "a text of the user"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a text of the user"),
         ({"prompt": "  "}, "the prompt itself; got "),
         ({"turns": [PLACEHOLDER]}, r"got FULL BENCHMARK.*prepare\.py"),
     ],
@@ -107,12 +86,7 @@ def test_a_file_without_prompts_is_refused(tmp_path):
 
 def test_a_load_has_enough_requests_in_an_order_of_the_seed(tmp_path):
     prompts = read(None)
-    assert (
-        len(prompts.items) == 400
-        and prompts.name == "held_out.jsonl"
-        and not prompts.needs_template
-    )
-    assert [num_requests(concurrency, 0) for concurrency in (1, 8, 32)] == [16, 32, 128]
+    assert len(prompts.items) == 400 and prompts.name == "held_out.jsonl"
     few = read(written(tmp_path, *({"prompt": str(number)} for number in range(5))))
     sent = [item.text for item in taken(few, 12, 0)]
     assert sorted(sent[:5]) == list("01234") and sent[5:10] == sent[:5], (
@@ -123,18 +97,10 @@ def test_a_load_has_enough_requests_in_an_order_of_the_seed(tmp_path):
     )
 
 
-def test_messages_go_through_the_template_and_texts_as_they_are(tmp_path):
-    (item,) = read(written(tmp_path, {"question": "1 + 1?"})).items
-    (chat,) = requests([item], form="chat", context=0, server=None)  # type: ignore[arg-type]
-    (text,) = requests([item], form="completions", context=0, server=None)  # type: ignore[arg-type]
-    assert chat == {"messages": [{"role": "user", "content": "1 + 1?"}]}
-    assert text == {"text": "Question: 1 + 1?\nAnswer:"}
-
-
 def test_a_prompt_is_brought_to_a_length_and_its_own_words_stay_last():
     own, before = [1, 2, 3], [[4, 5], [6]]
-    assert _brought(own, before, 3) is None
-    assert _brought(own, before, 2) == [2, 3], "cut at its beginning"
-    assert _brought(own, before, 7) == [5, 6, 4, 5, 1, 2, 3], (
+    assert brought(own, before, 3) == own
+    assert brought(own, before, 2) == [2, 3], "cut at its beginning"
+    assert brought(own, before, 7) == [5, 6, 4, 5, 1, 2, 3], (
         "the nearest first, and all of them again"
     )

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,15 @@ from answering import FAULTS, OOM, TOO_LONG, answering
 from headers import header
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.step import Step
+from keepmtp.validate.measure import gsm8k
 from keepmtp.validate.measure.answers import Samples, correct, drafts_of, finish, read_samples
-from keepmtp.validate.measure.gsm8k import ask
 from keepmtp.validate.measure.line_file import open_lines
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.measure.server import ServerFailed
 from task_rows import TASK_ROWS
 
 NUM = 30
+ask = partial(gsm8k.ask, served={"as_served": "native", "reason": ""})
 QUESTIONS = [f"Ann has {n} pens and buys {n}. How many?" for n in range(NUM)]
 # Three are wrong, one of them cut at the limit of tokens.
 ANSWERS = {

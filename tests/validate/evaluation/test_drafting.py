@@ -7,8 +7,7 @@ import pytest
 from headers import header
 from keepmtp.validate.facts.binomial import sign_test
 from keepmtp.validate.facts.evaluated import Arm
-from keepmtp.validate.measure.answers import Answer, Samples, finish
-from keepmtp.validate.measure.drafting import MOST_SHOWN, drafting
+from keepmtp.validate.measure.answers import MOST_SHOWN, Answer, Samples, drafting, finish
 from keepmtp.validate.measure.line_file import open_lines
 
 FILTER = "flexible-extract"

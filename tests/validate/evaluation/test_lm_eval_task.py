@@ -225,10 +225,9 @@ def test_a_gated_dataset_says_what_to_do(hub):
     with pytest.raises(KeepMTPError) as caught:
         questions(Evaluation(shots=3))
     message = str(caught.value)
-    assert message.startswith(
-        "org/data: must be open to you, and its owner gives access only to those who accept"
-    )
-    assert "set HF_TOKEN, or name a file with the fields question and answer" in message
+    assert message.startswith("org/data: must be a dataset that can be read; got ")
+    assert "Accept its terms on the Hub and set HF_TOKEN" in message
+    assert "name a file with the fields question and answer" in message
 
 
 def test_an_absent_dataset_says_what_to_do(hub, monkeypatch):

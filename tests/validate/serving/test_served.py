@@ -8,7 +8,6 @@ from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.validate.facts.served import Drafts, Output, Run, partings, total
 from keepmtp.validate.measure.harness import ks_up_to
 from keepmtp.validate.measure.prompts import PROMPTS, read_prompts
-from keepmtp.validate.measure.serve_check import explained
 from keepmtp.validate.measure.server import last_error, read_counters, refuse_words
 
 METRICS = """\
@@ -111,20 +110,6 @@ def test_a_server_that_dies_without_a_traceback(tmp_path, text, status, says):
     assert says in last_error(tmp_path / "log", status)
 
 
-def test_placeholders_are_explained_and_faults_are_not():
-    shared = [
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-        "model.layers.3.shared_head.head.weight",
-    ]
-    whys, faults = explained([*shared, "mtp.layers.0.mlp.down_proj.weight_scale"], is_draft=True)
-    assert len(whys) == 2 and faults == ("mtp.layers.0.mlp.down_proj.weight_scale",)
-    assert explained(shared, is_draft=False) == ((), tuple(shared)), (
-        "nobody lends a target its head"
-    )
-    assert explained(["model.layers.1.mlp.experts.w13_input_global_scale"], is_draft=False)[1] == ()
-
-
 def test_ks():
     assert (
         ks_up_to(3, 1) == (0, 1, 2, 3)
@@ -142,7 +127,7 @@ def test_prompts(tmp_path):
     ) == ("one\nline",)
     (tmp_path / "b.jsonl").write_text('{"prompt": "good"}\n{"text": "bad"}\n')
     with pytest.raises(
-        RecipeError, match=r'b\.jsonl:2: must be an object with "prompt", a text; got \{"text"'
+        RecipeError, match=r'b\.jsonl:2: must begin with a text of the user; got \{"text"'
     ):
         read_prompts(tmp_path / "b.jsonl")
     (tmp_path / "empty").touch()

@@ -1,13 +1,13 @@
 """Runs in vLLM's Python: vLLM's own benchmark of a server, once for each line of standard input.
 
-In: lines of JSON, {"requests": [{"messages": [...]} or {"text": ...}, ...], "output_tokens": ...,
-"asked": {...}}; `asked` are further parameters of vLLM's `benchmark`. Out: for each a line of JSON
-on standard output, what it found. Everything that vLLM prints goes to standard error.
+In: lines of JSON, {"texts": [...], "is_chat": ..., "output_tokens": ..., "asked": {...}}; `asked`
+are further parameters of vLLM's `benchmark`. Out: for each a line of JSON on standard output, what
+it found. Everything that vLLM prints goes to standard error.
 
 Easy to get wrong: the benchmark is that of `vllm bench serve` (vllm/benchmarks/serve.py of 0.32),
-as it is. That command takes requests from a dataset of its own, which needs pandas and knows no
-conversation; ours are handed to the function that it calls. The tokenizer counts tokens where a
-server does not; ours always does, so it is never asked.
+as it is. That command takes requests from a dataset of its own, which needs pandas; ours are handed
+to the function that it calls. The tokenizer counts tokens where a server does not; ours always
+does, so it is never asked.
 """
 
 import asyncio
@@ -16,38 +16,24 @@ import math
 import os
 import sys
 from importlib import import_module
-from typing import Any
 
-_LEFT_OUT = (
-    "input_lens",
-    "output_lens",
-    "ttfts",
-    "itls",
-    "latencies",
-    "start_times",
-    "queue_times",
-    "generated_texts",
-)
+_KEPT = ("completed", "errors", "duration", "total_input_tokens", "total_output_tokens")
 
 
-def run(
-    requests: list[dict[str, Any]], output_tokens: int, asked: dict[str, Any]
-) -> dict[str, Any]:
+def run(texts: list[str], is_chat: bool, output_tokens: int, asked: dict) -> dict:
     """One benchmark: all requests at once, but for the most in flight."""
-    serve, datasets = (
-        import_module("vllm.benchmarks.serve"),
-        import_module("vllm.benchmarks.datasets"),
-    )
-    samples = [
-        datasets.SampleRequest(
-            prompt=each.get("text", ""),
+    serve = import_module("vllm.benchmarks.serve")
+    request = import_module("vllm.benchmarks.datasets").SampleRequest
+    samples = []
+    for number, text in enumerate(texts):
+        sample = request(
+            prompt=text,
             prompt_len=1,  # the server's own count replaces it
             expected_output_len=output_tokens,
-            chat_messages=each.get("messages"),
+            chat_messages=[{"role": "user", "content": text}] if is_chat else None,
             request_id=f"bench-{number}",
         )
-        for number, each in enumerate(requests)
-    ]
+        samples.append(sample)
     serve.freeze_gc_heap()
     found = serve.benchmark(
         task_type=serve.TaskType.GENERATION,
@@ -68,7 +54,8 @@ def run(
         ready_check_timeout_sec=0,
         **asked,
     )
-    return {name: value for name, value in asyncio.run(found).items() if name not in _LEFT_OUT}
+    figures = asyncio.run(found)
+    return {name: figures[name] for name in figures if name in _KEPT or name.endswith("_ms")}
 
 
 def main() -> None:
