@@ -233,8 +233,10 @@ def asking(console: Console, *, as_json: bool) -> "Iterator[Callable[[AskedStep]
     """The progress of an evaluation, closeness or a speed matrix: a bar a checkpoint, or lines."""
 
     def asked(step: "AskedStep") -> None:
-        doing = step.doing or f"{step.tokens_per_second:,.0f} tok/s"
-        words = f"{step.unit} {step.done:,} of {step.total:,}  {doing}{_eta(step.eta_seconds)}"
+        num, eta = f"{step.unit} {step.done:,} of {step.total:,}", _eta(step.eta_seconds)
+        words = step.doing or f"{num}  {step.tokens_per_second:,.0f} tok/s{eta}"
+        if step.unit == "repetition":
+            words = f"{num}{eta}  {step.doing}"
         show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words, step)
 
     with _parts(console, as_json=as_json) as show:

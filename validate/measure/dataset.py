@@ -217,7 +217,7 @@ def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
         most = row.max_shots
     elif row.group:
         shown = Counter(each[row.group] for each in rows.shown)
-        for group in {each[row.group] for each in rows.asked}:
+        for group in sorted({each[row.group] for each in rows.asked}, reverse=True):
             if shown[group] <= most:
                 most, of = shown[group], f" of {group}"
     if protocol.shots > most:

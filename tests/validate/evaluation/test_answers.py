@@ -71,7 +71,7 @@ def test_a_full_disk_is_said(tmp_path):
     samples = Samples(full, header())
     with pytest.raises(
         CheckpointError,
-        match=r"must be writable; got No space left on device\. Make room: the same ",
+        match=r"must be writable; got No space left on device\. Make room, and run the same ",
     ):
         samples.add(answer(0))
     assert samples.missing == (0, 1, 2), "an answer counts once it is on the disk"
