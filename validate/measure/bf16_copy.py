@@ -25,15 +25,6 @@ from ...recipes.errors import CheckpointError, VLLMError
 from ...recipes.schemes import num_bytes
 from ..facts.vllm_env import VLLM
 
-# vLLM's words for a layer that it has no kernel for on this machine (0.32.0; measured on CPUs with
-# and without AMX).
-NO_KERNEL = (
-    "Failed to find a kernel",
-    "MoE backend supports",
-    "MoE backend: NONE",
-    "is not supported: Marlin",
-    "is not divisible by weight quantization block",
-)
 _NO_LINEARS = ("fp8_block", "mxfp4", "mxfp8", "NVFP4A16")
 _QUANTIZATION = ("quantization_config", "compression_config")
 

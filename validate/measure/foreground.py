@@ -44,7 +44,7 @@ _DRAFTS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--sp
 _NAMED = ("--host", "--port", "--dry-run", "--gpu", "--log", "--any-vllm")
 _OURS = {
     **dict.fromkeys(_NAMED, "Name it before `--`"),
-    **dict.fromkeys(_DRAFTS, "Say the number of drafted tokens with -k; -k 0 drafts none"),
+    **dict.fromkeys(_DRAFTS, "Leave it out, and use -k; -k 0 serves without drafting"),
     **dict.fromkeys(("--uds", "--headless"), "Leave it out: the server listens on its port"),
     "--disable-log-stats": "Leave it out: acceptance is read from these figures",
 }

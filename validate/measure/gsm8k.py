@@ -25,6 +25,7 @@ from ..facts.evaluated import ARM_TITLES, EvaluatedFact, EvaluationFact, TaskFac
 from ..facts.paired import paired
 from ..facts.served import Drafts, counters
 from ..facts.step import Step
+from ..facts.vllm_env import VLLM
 from .answers import Answer, Header, Samples, Sitting, correct, drafting, drafts_of, finish
 from .harness import Model, Setup, ask_all, has_template, hosting, refuse_drafts, room_for
 from .line_file import open_lines
@@ -51,6 +52,24 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
         rule = "needs a chat template for evaluation.api chat"
         cure = "Use --api completions or -- --chat-template FILE"
         raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
+
+
+def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> None:
+    """Refuse what vLLM's CPU build cannot serve: it has no kernel that puts a linear layer's state
+    back after a draft.
+
+    Raises:
+        RecipeError: prefix caching on a CPU, for a model with linear attention.
+    """
+    if not protocol.prefix_caching or vllm.build != "cpu":
+        return
+    if find_view(source.config, source.where, source.entries).has_linear_attention:
+        rule = (
+            "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "
+            "linear attention"
+        )
+        got, cure = "evaluation.prefix_caching", "Use --no-prefix-caching"
+        raise RecipeError(source.where, rule, got=got, cure=cure)
 
 
 def evaluate(
@@ -83,7 +102,8 @@ def evaluate(
         VLLMError: no room for a BF16 copy.
         CheckpointError: answers that cannot be read, or weights that cannot be copied.
     """
-    _refuse_prefix_caching(checkpoint.source, tasks, setup)
+    for each in tasks:
+        refuse_prefix_caching(checkpoint.source, each.protocol, setup.vllm)
     models = [checkpoint]
     if source is not None:
         models = [source, checkpoint]
@@ -95,20 +115,6 @@ def evaluate(
             _ask_missing(model, tasks, setup, watch)
         first, *others = [_task_fact(each, models, setup, confidence) for each in tasks]
     return EvaluationFact(**dict(first), tasks=tuple(others))
-
-
-def _refuse_prefix_caching(source: Source, tasks: Sequence[Questions], setup: Setup) -> None:
-    """vLLM's CPU build has no kernel that puts a linear layer's state back after a draft."""
-    is_asked = any(each.protocol.prefix_caching for each in tasks)
-    if not is_asked or setup.vllm.build != "cpu":
-        return
-    if find_view(source.config, source.where, source.entries).has_linear_attention:
-        rule = (
-            "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "
-            "linear attention"
-        )
-        got, cure = "evaluation.prefix_caching", "Use --no-prefix-caching"
-        raise RecipeError(source.where, rule, got=got, cure=cure)
 
 
 def ask(

@@ -12,7 +12,7 @@ flight is waited for and handed on, so that something is asked again only if its
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..facts.evaluated import Arm
 from ..facts.served import AsServed, Role
 from ..facts.step import Step
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
-from .bf16_copy import NO_KERNEL, why_no_kernel, write_copy
+from .bf16_copy import why_no_kernel, write_copy
 from .room import named_options
 from .server import Server, ServerFailed, Watch, serving
 
@@ -100,28 +100,27 @@ class Setup:
         return (self.out / "logs" / f"{name}.log").absolute()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """Serves one checkpoint: its own files, or a BF16 copy where this CPU has no kernel for them.
 
     Attributes:
-        as_served, reason: what is served now, and why a copy.
+        folder: what is served.
+        as_served, reason: whether it is a copy, and why.
+        tell: called with a line of progress.
     """
 
-    def __init__(
-        self, source: Source, role: Role, setup: Setup, tell: Watch, kept: ExitStack
-    ) -> None:
-        assert source.folder is not None, "download() first"
-        self.as_served: AsServed = "native"
-        self.reason = ""
-        self._source, self._role, self._setup, self._tell = source, role, setup, tell
-        self._folder, self._kept = source.folder.absolute(), kept
+    setup: Setup
+    folder: Path
+    as_served: AsServed
+    reason: str
+    tell: Watch
 
     @property
     def served(self) -> dict[str, Any]:
-        """Both, as fields of a fact."""
+        """As fields of a fact."""
         return {"as_served": self.as_served, "reason": self.reason}
 
-    @contextmanager
     def serving(
         self,
         name: str,
@@ -130,9 +129,8 @@ class Host:
         max_model_len: int,
         max_num_seqs: int = 4,
         words: tuple[str, ...] = (),
-    ) -> Iterator[Server]:
-        """A server of what is served now; of the copy, from here on, where vLLM's CPU build turns
-        out to need one.
+    ) -> AbstractContextManager[Server]:
+        """A server.
 
         Args:
             name: of its log.
@@ -145,54 +143,36 @@ class Host:
             ServerFailed: see `server.serving`.
         """
         limits = ("--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs))
-        setup = self._setup
-        with ExitStack() as stack:
-
-            def started() -> Server:
-                server = serving(
-                    setup.vllm,
-                    self._folder,
-                    k=k,
-                    log=setup.log(name),
-                    timeout=setup.timeout,
-                    extra=(*limits, *words, *setup.extra),
-                    watch=lambda doing: self._tell(f"k={k}: {doing}"),
-                )
-                return stack.enter_context(server)
-
-            try:
-                server = started()
-            except ServerFailed as failure:
-                is_lack = any(lack in failure.words for lack in NO_KERNEL)
-                if setup.vllm.build != "cpu" or not is_lack or self.as_served == COPY:
-                    raise
-                self.copy(f"vLLM's CPU build refused it on this machine: {failure.words}")
-                server = started()
-            yield server
-
-    def copy(self, reason: str) -> None:
-        """Serve a copy from here on; it is gone with the host.
-
-        Raises:
-            VLLMError: no room for it.
-            CheckpointError: a weight cannot be read.
-        """
-        self._setup.out.mkdir(parents=True, exist_ok=True)
-        scratch = ScratchFolder(f"keepmtp-{self._role}-bf16-", self._setup.out)
-        self._tell("writing a BF16 copy")
-        folder = self._kept.enter_context(scratch) / "copy"
-        self._folder = write_copy(self._source, folder).absolute()
-        self.as_served, self.reason = COPY, f"{reason}; {UNTRIED}"
+        return serving(
+            self.setup.vllm,
+            self.folder,
+            k=k,
+            log=self.setup.log(name),
+            timeout=self.setup.timeout,
+            extra=(*limits, *words, *self.setup.extra),
+            watch=lambda doing: self.tell(f"k={k}: {doing}"),
+        )
 
 
 @contextmanager
 def hosting(source: Source, role: Role, setup: Setup, tell: Watch) -> Iterator[Host]:
-    """The servers of one checkpoint; see `Host.copy` for what is refused."""
-    with ExitStack() as kept:
-        host = Host(source, role, setup, tell, kept)
-        if reason := why_no_kernel(source, setup.vllm):
-            host.copy(reason)
-        yield host
+    """The servers of one checkpoint. A copy is gone with the context.
+
+    Raises:
+        VLLMError: no room for a copy.
+        CheckpointError: a weight cannot be read.
+    """
+    assert source.folder is not None, "download() first"
+    reason = why_no_kernel(source, setup.vllm)
+    if not reason:
+        folder = source.folder.absolute()
+        yield Host(setup=setup, folder=folder, as_served="native", reason="", tell=tell)
+        return
+    setup.out.mkdir(parents=True, exist_ok=True)
+    with ScratchFolder(f"keepmtp-{role}-bf16-", setup.out) as scratch:
+        tell("writing a BF16 copy")
+        folder, why = write_copy(source, scratch / "copy").absolute(), f"{reason}; {UNTRIED}"
+        yield Host(setup=setup, folder=folder, as_served=COPY, reason=why, tell=tell)
 
 
 def ask_all(

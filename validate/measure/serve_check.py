@@ -74,16 +74,12 @@ def serve(
     room = room_for(check.prompts, source, max_tokens=check.max_tokens)
     with hosting(source, role, setup, lambda doing: watch(f"{role}, {doing}")) as host:
         runs: list[Run] = []
-        while len(runs) < len(check.ks):
-            k, as_served = check.ks[len(runs)], host.as_served
+        for k in check.ks:
             name = f"{role}-k{k}"
             try:
-                run = _run(host, name, k, room, check, lambda doing: watch(f"{role}, {doing}"))
+                run = _run(host, name, k, room, check)
             except ServerFailed as failure:
                 run = Run(k=k, loaded=False, error=failure.words, log=str(setup.log(name)))
-            if runs and host.as_served != as_served:
-                runs = []  # those before were not of the copy
-                continue
             runs.append(_against_plain(run, runs[0]) if runs else run)
             if not runs[0].loaded:
                 break  # with method=mtp it would fail the same way, minutes later
@@ -105,17 +101,17 @@ def _against_plain(run: Run, plain: Run) -> Run:
     return run.model_copy(update={"partings": parted, "speed_up": speed_up})
 
 
-def _run(host: Host, name: str, k: int, room: int, check: Check, tell: Watch) -> Run:
+def _run(host: Host, name: str, k: int, room: int, check: Check) -> Run:
     """The first prompt once for warming up, then all of them in turn, timed; counters over the
     timed ones.
     """
     with host.serving(name, k=k, max_model_len=room) as server:
-        tell(f"k={k}: warming up")
+        host.tell(f"k={k}: warming up")
         most = min(_WARM_UP_TOKENS, check.max_tokens)
         warm_up = server.complete(check.prompts[0], max_tokens=most).token_ids
         before, outputs, start = server.drafts(), [], time.monotonic()
         for number, prompt in enumerate(check.prompts, 1):
-            tell(f"k={k}: prompt {number} of {len(check.prompts)}")
+            host.tell(f"k={k}: prompt {number} of {len(check.prompts)}")
             outputs.append(server.complete(prompt, max_tokens=check.max_tokens))
         seconds = time.monotonic() - start
         return Run(
