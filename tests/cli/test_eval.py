@@ -101,7 +101,7 @@ def test_no_source(checkpoint):
             "evaluation.shots: gsm8k has 399 examples at most; got 400. Use --shots 399",
         ),
         (("--recipe", "glm-9"), "glm-9"),
-        (("--", "--hf-token=hf_abc"), "nor hold a secret; got --hf-token. Leave it out"),
+        (("--", "--hf-token=hf_abc"), "so none may be a secret; got --hf-token. Leave it out"),
         (("other",), "takes one at a time; got also other"),
     ],
 )
