@@ -134,7 +134,7 @@ def test_a_dry_run_counts_cells_and_servers(tmp_path):
         "output_tokens": 64,
         "prompts": "400 of held_out.jsonl",
     }
-    ks = [place[0] for place in plan.places]
+    ks = [place[0] for server in plan.servers for place in server]
     assert ks == [0] * 4 + [1] * 8 + [0] * 8 + [1] * 4, "each second round goes the other way"
 
 

@@ -356,7 +356,7 @@ def refuse_words(where: str, extra: Sequence[str]) -> None:
     Raises:
         RecipeError: names the first such word.
     """
-    rule = "keepmtp alone talks to its servers, and a result holds their words, so none may be a secret"
+    rule = "keepmtp alone talks to its servers; a result holds words, so none may be a secret"
     refuse_options(where, extra, _REFUSED, rule=rule)
 
 
