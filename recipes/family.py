@@ -1,8 +1,8 @@
 """The vocabulary of a family table: what each tensor on disk is, and what vLLM calls it.
 
-In: nothing. Out: the types that a family file (recipes/families/<model_type>.py) is written in. A
-family file is data: rows, stems and config keys. `family_view` applies it to a config.json. Nothing
-here reads a checkpoint or knows a scheme.
+In: nothing. Out: the types that a family file (recipes/families/<model_type>.yaml) is read into:
+rows, stems and config keys. `family_view` applies them to a config.json. Nothing here reads a
+checkpoint or knows a scheme.
 
 Easy to get wrong: vLLM compares `ignore` and `targets` with the prefix that it *constructs* a
 module with. That prefix is fused (qkv_proj). In some families it has another number (MTP block 0 is
@@ -132,8 +132,8 @@ class Renames:
     vLLM replaces substrings first, then prefixes. It never renames a regex.
     """
 
-    substrings: tuple[tuple[str, str], ...] = ()
-    prefixes: tuple[tuple[str, str], ...] = ()
+    substrings: Mapping[str, str] = field(default_factory=dict)
+    prefixes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ class Layout:
     """
 
     layers: Stem
-    mtp: Stem | None
+    mtp: Stem | None = None
     mtp_runtime: str = ""
     top: tuple[Row, ...]
     mtp_top: tuple[Row, ...] = ()
@@ -362,7 +362,7 @@ class Family:
     architectures: tuple[str, ...] = ()
     layouts: Mapping[str, Layout]
     with_vision: str = ""
-    block: tuple[Row, ...]
+    block: tuple[Row, ...] = ()
     linear_block: tuple[Row, ...] = ()
     mtp_block: tuple[Row, ...] = ()
     mtp_lacks: tuple[str, ...] = ()

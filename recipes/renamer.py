@@ -47,9 +47,9 @@ class Renamer:
     def _mapped(self, entry: str) -> str:
         """One name, in the mapper's order: substrings, then prefixes."""
         if self.renames is not None:
-            for old, new in self.renames.substrings:
+            for old, new in self.renames.substrings.items():
                 entry = entry.replace(old, new, 1)
-            for old, new in self.renames.prefixes:
+            for old, new in self.renames.prefixes.items():
                 if entry.startswith(old):
                     entry = entry.replace(old, new, 1)
         return entry
@@ -60,10 +60,12 @@ class Renamer:
         """
         found = [name, *others]
         if self.renames is not None:
-            found += [name.replace(new, old, 1) for old, new in self.renames.substrings if new]
+            found += [
+                name.replace(new, old, 1) for old, new in self.renames.substrings.items() if new
+            ]
             found += [
                 old + name.removeprefix(new)
-                for old, new in self.renames.prefixes
+                for old, new in self.renames.prefixes.items()
                 if name.startswith(new)
             ]
         return next((word for word in found if self.name(word) == name), None)

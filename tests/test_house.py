@@ -17,7 +17,6 @@ FOLDERS = (*house.FLOORS, "benchmarks", "docs", "models", "tests")
 TABLES = (
     "benchmarks/quality_rows.py",
     "models/train/problems.py",
-    "recipes/families/",
     "recipes/runtimes/",
     "recipes/family.py",
     "recipes/schemes.py",

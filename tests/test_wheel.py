@@ -84,7 +84,7 @@ def test_the_wheel_holds_one_package(built):
         "keepmtp/cli/main.py",
         "keepmtp/quantize/plan/plan.py",
         "keepmtp/validate/check/check.py",
-        "keepmtp/recipes/families/glm4_moe.py",
+        "keepmtp/recipes/families/glm4_moe.yaml",
         "keepmtp/recipes/calibrations.yaml",
         "keepmtp/recipes/models/dsv4-flash.yaml",
         "keepmtp/models/tiny-glm4-moe/model-00001-of-00002.safetensors",

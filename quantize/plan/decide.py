@@ -219,7 +219,7 @@ def _place(name: HFName, given: Given) -> Place:
             given.source.where,
             f"every tensor must be known to family {family}",
             got=name,
-            cure=f"Add it to recipes/families/{family}.py, or to `keep` of the recipe",
+            cure=f"Add it to recipes/families/{family}.yaml, or to `keep` of the recipe",
         )
     return place
 

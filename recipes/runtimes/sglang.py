@@ -148,8 +148,8 @@ def entry_renames(view: FamilyView, part: Part, method: str) -> Renamer:
     if not renames or (part == "mtp" and model.renames_under and method not in model.renames_under):
         return Renamer()
     pairs = [(old.replace("{n}", str(view.num_layers)), new) for old, new in renames.items()]
-    prefixes = tuple((old[1:], new) for old, new in pairs if old.startswith("^"))
-    substrings = tuple((old, new) for old, new in pairs if not old.startswith("^"))
+    prefixes = {old[1:]: new for old, new in pairs if old.startswith("^")}
+    substrings = {old: new for old, new in pairs if not old.startswith("^")}
     return Renamer(renames=Renames(substrings=substrings, prefixes=prefixes))
 
 

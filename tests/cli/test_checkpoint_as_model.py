@@ -164,7 +164,7 @@ def test_names_of_outputs(tmp_path, monkeypatch):
 def test_an_unknown_family_says_what_would_have_to_be_written(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny")
     folder = write_checkpoint(tmp_path / "new", config | {"model_type": "glm5_moe"}, tensors)
-    refused("plan", str(folder), "--scheme", "nvfp4a16-fp8", says="recipes/families/glm5_moe.py")
+    refused("plan", str(folder), "--scheme", "nvfp4a16-fp8", says="recipes/families/glm5_moe.yaml")
     refused("plan", str(folder), says="a recipe and a fixture")
     plain = {key: value for key, value in config.items() if key != "num_nextn_predict_layers"}
     folder = write_checkpoint(tmp_path / "llama", plain | {"model_type": "llama"}, tensors)

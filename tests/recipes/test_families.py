@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -20,10 +21,10 @@ import releases
 import wrapped
 from keepmtp.checkpoints.stored import SCALE_LEAVES
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.families import WITHOUT_TABLE, families, find_family, find_view
-from keepmtp.recipes.families import _drafted as drafted
-from keepmtp.recipes.family import HFName
+from keepmtp.recipes.families import families, find_family, find_view, vllm_drafts
+from keepmtp.recipes.family import Family, HFName
 from keepmtp.recipes.family_view import FamilyView
+from pydantic import TypeAdapter, ValidationError
 from tensors import ITEM_BYTES, Tensors, num_bytes
 
 MODELS = tuple(releases.MODELS)
@@ -41,7 +42,12 @@ WITH_A_TABLE_BY_ARCHITECTURE = {
     "mimo_v2_flash",
 }
 # Compared with in the same function, for something else.
+WITHOUT_TABLE = vllm_drafts()["without_table"]
 NOT_MTP = {"MistralLarge3ForCausalLM", "deepseek_v41", "model_type", "quantization_config"}
+
+
+def drafted_names() -> set[str]:
+    return {*vllm_drafts()["model_types"], *vllm_drafts()["architectures"]}
 
 
 def vllm_sources() -> Iterable[Path]:
@@ -77,6 +83,16 @@ def is_weight(name: str) -> bool:
 def test_every_tensor_has_a_place(model, size):
     view, tensors = view_of(model, size)
     assert [name for name in without_most_experts(tensors) if view.place(name) is None] == []
+
+
+def test_a_table_has_values_of_the_types_that_are_declared():
+    """The tables are YAML: no type checker sees a wrong word in them."""
+    types = TypeAdapter(Family)
+    tables = [asdict(family) for family in families().values()]
+    assert [types.validate_python(table) for table in tables] == [*families().values()]
+    broken = tables[0] | {"block": [tables[0]["block"][0] | {"role": "attenton"}]}
+    with pytest.raises(ValidationError, match=r"block\.0\.role"):
+        types.validate_python(broken)
 
 
 def test_every_family_has_a_fixture():
@@ -430,7 +446,7 @@ def test_stacked_and_single_experts_are_one_runtime_module():
 )
 def test_an_unknown_family_says_what_would_have_to_be_written(model_type, is_near, monkeypatch):
     # Names that vLLM has a draft for, and keepmtp no table.
-    monkeypatch.setattr(drafted, "MODEL_TYPES", {model_type})
+    monkeypatch.setitem(vllm_drafts(), "model_types", [model_type])
     config = {
         "model_type": model_type,
         "architectures": ["NeverSeenForCausalLM"],
@@ -443,7 +459,7 @@ def test_an_unknown_family_says_what_would_have_to_be_written(model_type, is_nea
     assert f"{model_type!r} (architectures ['NeverSeenForCausalLM'])" in message
     assert "CONTRIBUTING.md" in message and ", a recipe and a fixture" in message
     nearest = re.search(
-        r"Write recipes/families/(\S+)\.py(?: \(the nearest family is (\w+)\))?,", message
+        r"Write recipes/families/(\S+)\.yaml(?: \(the nearest family is (\w+)\))?,", message
     )
     assert nearest and nearest[1] == (model_type or "<model_type>")
     assert nearest[2] is None or nearest[2] in families()
@@ -460,10 +476,7 @@ def test_a_model_that_vllm_has_no_draft_for_is_not_told_to_write_a_table(model_t
 
 
 def test_vllm_drafts_for_the_models_that_are_said_to_have_a_draft():
-    assert (
-        families().keys()
-        <= drafted.MODEL_TYPES | drafted.ARCHITECTURES | WITH_A_TABLE_BY_ARCHITECTURE
-    )
+    assert families().keys() <= drafted_names() | WITH_A_TABLE_BY_ARCHITECTURE
     for source in vllm_sources():  # where vLLM is installed: every name, and no other
         override = next(
             node
@@ -480,7 +493,7 @@ def test_vllm_drafts_for_the_models_that_are_said_to_have_a_draft():
         named = {name for name in compared if not name.endswith(("_mtp", "MTPModel"))} | {
             "minimax_m3_mtp"
         }
-        assert named - NOT_MTP == drafted.MODEL_TYPES | drafted.ARCHITECTURES
+        assert named - NOT_MTP == drafted_names()
 
 
 def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
@@ -493,7 +506,7 @@ def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
     }
     # Architectures of the model_types mimo_v2 and minimax_m3_mtp, which decide.
     same = {"MiMoV2OmniForCausalLM", "MiniMaxM3MTP"}
-    assert (drafted.MODEL_TYPES | drafted.ARCHITECTURES) - by_table - same == WITHOUT_TABLE.keys()
+    assert drafted_names() - by_table - same == WITHOUT_TABLE.keys()
     assert WITHOUT_TABLE.keys().isdisjoint(families())
 
 

@@ -312,7 +312,7 @@ def test_experts_of_awq_in_other_groups_have_the_list_as_it_is_written(asked):
     """
     experts, rename = (
         VLLMName("model.layers.3.mlp.experts"),
-        Renamer(renames=Renames(prefixes=(("language_model.", "model."),))),
+        Renamer(renames=Renames(prefixes={"language_model.": "model."})),
     )
     for words, is_skipped in asked["lists"]:
         raw = AWQ | {"group_size": 256, "modules_to_not_convert": words}

@@ -1,0 +1,149 @@
+"""Reads the table of a family, recipes/families/<model_type>.yaml.
+
+In: the file, and `_shared.yaml` for the blocks and layouts that many families have. Out: a
+`Family`. The keys are the attributes of `Family`, `Layout`, `Draft` and `Loader`. A layout may be
+the name of a shared one.
+
+A block is a list of groups of modules. A group is the name of another block, of the file's own
+`blocks` or a shared one; or a mapping with attributes of `Row` for all of its modules, and these
+keys:
+
+    modules      paths on disk; or for each path on disk the one in vLLM
+    fused        vLLM's module that the modules are parts of; they have one global scale
+    use          a block, instead of modules; the group's attributes are set in each of its rows
+    at           where all paths of the group begin; `on_disk` and `in_vllm` where that differs
+    parts        how many modules a path with `{part}` stands for
+
+Easy to get wrong: modules of some roles are always kept, and have a usual `why_kept` in
+`_shared.yaml`. Where there is a reason, vLLM's module has no slots for scales (`loads_quantized`)
+unless it is a head, or the group says so. Of a used block only the rows that have no reason get the
+group's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .family import Alias, Draft, Family, Interleaved, Layout, Loader, Renames, Row, Stem
+from .yaml_file import load_shipped
+
+FOLDER = Path(__file__).parent / "families"
+Blocks = Mapping[str, Sequence[str | Mapping[str, Any]]]
+
+
+def family_files() -> list[Path]:
+    """The tables; a file whose name starts with an underscore is none."""
+    return sorted(FOLDER.glob("[!_]*.yaml"))
+
+
+def read_family(path: Path) -> Family:
+    """The table in a file; a key that nothing has is a TypeError."""
+    raw: dict[str, Any] = load_shipped(path)
+    blocks = _shared()["blocks"] | raw.pop("blocks", {})
+    for key in ("block", "linear_block", "mtp_block"):
+        raw[key] = _rows(raw.get(key, ()), blocks)
+    raw["layouts"] = {name: _layout(layout, blocks) for name, layout in raw["layouts"].items()}
+    raw["aliases"] = [Alias(**alias) for alias in raw.get("aliases", ())]
+    raw["loader"] = Loader(**_fields(raw.get("loader", {})))
+    if "draft" in raw:
+        raw["draft"] = Draft(**_fields(raw["draft"]))
+    return Family(**_fields(raw))
+
+
+@cache
+def _shared() -> Mapping[str, Any]:
+    return load_shipped(FOLDER / "_shared.yaml")
+
+
+def _layout(raw: str | Mapping[str, Any], blocks: Blocks) -> Layout:
+    given: dict[str, Any] = dict(_shared()["layouts"][raw] if isinstance(raw, str) else raw)
+    for key in ("top", "mtp_top"):
+        given[key] = _rows(given.get(key, ()), blocks)
+    for key in ("layers", "mtp"):
+        if stem := given.get(key):
+            given[key] = Stem(**stem) if isinstance(stem, dict) else Stem(disk=stem, runtime=stem)
+    for key in ("renames", "draft_renames"):
+        if key in given:
+            given[key] = Renames(**given[key])
+    given["opaque"] = tuple((*prefixes, "vision") for prefixes in given.get("opaque", {}).items())
+    return Layout(**_fields(given))
+
+
+def _rows(groups: Sequence[str | Mapping[str, Any]], blocks: Blocks) -> tuple[Row, ...]:
+    rows: list[Row] = []
+    for group in groups:
+        if isinstance(group, str):
+            rows += _rows(blocks[group], blocks)
+            continue
+        fields = _fields(group)
+        at = fields.pop("at", "")
+        on_disk, in_vllm = fields.pop("on_disk", at), fields.pop("in_vllm", at)
+        if used := fields.pop("use", ""):
+            own = _changed(_rows(blocks[used], blocks), **fields)
+        else:
+            own = _listed(**fields)
+        rows += [_moved(row, on_disk, in_vllm) for row in own]
+    return tuple(rows)
+
+
+def _listed(
+    *,
+    role: Any,
+    modules: Sequence[str] | Mapping[str, str],
+    fused: str = "",
+    parts: int = 1,
+    **fields: Any,
+) -> list[Row]:
+    """The rows of a group that lists its modules."""
+    why_kept = fields.pop("why_kept", _shared()["why_kept"].get(role, ""))
+    runtime = fields.pop("runtime", fused)
+    if "interleaved" in fields:
+        fields["interleaved"] = Interleaved(**_fields(fields["interleaved"]))
+    fields = {"shares": fused, "loads_quantized": not why_kept or role == "head"} | fields
+    if not isinstance(modules, Mapping):
+        modules = dict.fromkeys(modules, runtime)
+    return [
+        Row(
+            path=path.replace("{part}", str(part)),
+            role=role,
+            runtime=other,
+            why_kept=why_kept,
+            **fields,
+        )
+        for path, other in modules.items()
+        for part in range(parts)
+    ]
+
+
+def _changed(rows: Sequence[Row], why_kept: str = "", **fields: Any) -> list[Row]:
+    return [replace(row, why_kept=row.why_kept or why_kept, **fields) for row in rows]
+
+
+def _moved(row: Row, on_disk: str, in_vllm: str) -> Row:
+    """The row below a module. vLLM asks for an expert's projection by the path in vLLM."""
+    path, runtime = _below(on_disk, row.path), _below(in_vllm, row.runtime or row.path)
+    aliases = [_below(in_vllm, alias) for alias in row.aliases]
+    if "{e}" in path and on_disk != in_vllm:
+        aliases.insert(0, _below(in_vllm, row.path))
+    return replace(
+        row,
+        path=path,
+        runtime="" if runtime == path else runtime,
+        shares=_below(on_disk, row.shares),
+        aliases=tuple(aliases),
+    )
+
+
+def _below(outer: str, path: str) -> str:
+    return f"{outer}.{path}" if outer and path else path
+
+
+def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """With tuples for lists. What is in a mapping stays: it is a part of a config.json."""
+    return {key: _frozen(value) for key, value in raw.items()}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
