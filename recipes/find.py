@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import RecipeError, did_you_mean, folded
-from .model_file import calibrations, flat_recipes, flat_text, is_model_file, model_files
+from .model_file import calibrations, flat_recipes, flat_text, model_files
 from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, validated
 from .schemes import SCHEMES
 from .yaml_file import load_shipped, read_yaml
@@ -66,7 +66,7 @@ def read_file(path: Path) -> RecipeFile:
         RecipeError: not YAML, or not a recipe's keys; names file and key.
     """
     raw, text = read_yaml(path)
-    if is_model_file(raw):
+    if "variants" in raw:  # a flat recipe has none
         return RecipeFile(
             path=path, default=raw.get("default", ""), flat=flat_recipes(raw, path), text=None
         )
