@@ -7,7 +7,7 @@ Easy to get wrong: the message is for people. Code reads the fields, never the s
 are as they came; the message is cut and `printable`, because a name or a value may be a stranger's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Self
 
@@ -118,6 +118,11 @@ def did_you_mean(word: object, known: Iterable[str], *, otherwise: str) -> str:
     )
     near = near or [name for name in names if said and name.startswith(f"{said}-")][:1]
     return f"Did you mean {names[near[0]]}?" if near else otherwise
+
+
+def cure_of_key(key: str, known: Collection[str]) -> str:
+    """A cure for an unknown key: the one that it is near to, or all that there are."""
+    return did_you_mean(key, known, otherwise=f"The keys are {', '.join(known)}")
 
 
 def first_fault(error: "ValidationError") -> str:

@@ -151,27 +151,39 @@ def choose(
     Raises:
         RecipeError: no such variant, scheme, policy or block, or a block that nothing needs.
     """
-    variant = named if scheme is None else _spelled(scheme, file.flat) or named
+    variant, override, block = named, None, None
+    if scheme is not None and (own := _spelled(scheme, file.flat)):
+        variant = own
+    elif scheme is not None:
+        rule = f"must be a variant of {file.flat[named]['model']} ({', '.join(file.flat)}) or a "
+        rule += f"scheme ({', '.join(SCHEMES)})"
+        cure = did_you_mean(scheme, [*file.flat, *SCHEMES], otherwise="See `keepmtp ls schemes`")
+        if not (override := _spelled(scheme, SCHEMES)):
+            raise RecipeError("--scheme", rule, got=repr(scheme), cure=cure)
+    if calibration is not None:
+        known = _spelled(calibration, calibrations())
+        if known is None:
+            rule = f"must be one of {', '.join(calibrations())}"
+            cure = "See recipes/calibrations.yaml"
+            cure = did_you_mean(calibration, calibrations(), otherwise=cure)
+            raise RecipeError("--calibration", rule, got=repr(calibration), cure=cure)
+        block = Calibration.model_validate(calibrations()[known])
     recipe, text = file.recipe(variant), file.recipe_text(variant)
-    override = (
-        None
-        if scheme is None or _spelled(scheme, file.flat)
-        else _scheme(scheme, recipe.model, file)
-    )
-    block = None if calibration is None else _named_block(calibration)
     if override is None and mtp is None and block is None:
         return recipe, text
+    # Where batches are needed and the recipe has none: those of another variant, else the usual.
+    blocks = [flat["calibration"] for flat in file.flat.values() if flat.get("calibration")]
+    usual = [*blocks, calibrations()[DEFAULT_CALIBRATION]][0]
     changed = recipe.with_choices(
         scheme=override,
-        mtp=None if mtp is None else _spelled(mtp, _POLICIES) or mtp,
+        mtp=mtp and (_spelled(mtp, _POLICIES) or mtp),
         calibration=block,
-        batches=_usual_block(file),
+        batches=Calibration.model_validate({**usual, "algorithm": "minmax"}),
     )
     if block is not None and changed.calibration is None:
+        got = f"{calibration} for {changed.name}"
         rule = "must be left out where no scheme needs batches"
-        raise RecipeError(
-            "--calibration", rule, got=f"{calibration} for {changed.name}", cure="Remove it"
-        )
+        raise RecipeError("--calibration", rule, got=got, cure="Remove it")
     return changed, text
 
 
@@ -193,21 +205,21 @@ def shipped_recipes() -> list[Recipe]:
 
 def data_free_alternative(recipe: Recipe) -> str:
     """What to give as `--scheme` for the nearest recipe of the same model that needs no batches."""
-    wanted = {
-        group: SCHEMES[word].data_free or word if word in SCHEMES else word
-        for group, word in recipe.backbone.items()
-    }
+    free = {name: scheme.data_free for name, scheme in SCHEMES.items() if scheme.data_free}
+    wanted = {(group, free.get(word, word)) for group, word in recipe.backbone.items()}
     others = [other for other in _recipes_of(recipe.model) if other.calibration is None]
     if others:
-        return max(others, key=lambda other: len(other.backbone.items() & wanted.items())).variant
-    return next(
-        (
-            SCHEMES[name].data_free
-            for name in recipe.calibrated_schemes()
-            if SCHEMES[name].data_free
-        ),
-        "W4A16",
-    )
+        return max(others, key=lambda other: len(other.backbone.items() & wanted)).variant
+    return next((free[name] for name in recipe.calibrated_schemes() if name in free), "W4A16")
+
+
+def unknown_model(name: str) -> RecipeError:
+    """The refusal of a MODEL that is nothing keepmtp knows."""
+    rule = "must be a model's name, a recipe file, a folder with config.json, or a Hub id ORG/NAME"
+    cure = did_you_mean(name, _shipped_files(), otherwise="See `keepmtp ls`")
+    if "://" in name:
+        cure = "Name the address of a repository's page"
+    return RecipeError("MODEL", rule, got=repr(name), cure=cure)
 
 
 def _spelled(word: str, known: Iterable[str]) -> str | None:
@@ -216,34 +228,6 @@ def _spelled(word: str, known: Iterable[str]) -> str | None:
     if word in names:
         return word
     return next((name for name in names if folded(name) == folded(word)), None)
-
-
-def _scheme(word: str, model: str, file: RecipeFile) -> str:
-    if scheme := _spelled(word, SCHEMES):
-        return scheme
-    raise RecipeError(
-        "--scheme",
-        f"must be a variant of {model} ({', '.join(file.flat)}) or a scheme ({', '.join(SCHEMES)})",
-        got=repr(word),
-        cure=did_you_mean(word, [*file.flat, *SCHEMES], otherwise="See `keepmtp ls schemes`"),
-    )
-
-
-def _named_block(name: str) -> Calibration:
-    if known := _spelled(name, calibrations()):
-        return Calibration.model_validate(calibrations()[known])
-    rule = f"must be one of {', '.join(calibrations())}"
-    cure = did_you_mean(name, calibrations(), otherwise="See recipes/calibrations.yaml")
-    raise RecipeError("--calibration", rule, got=repr(name), cure=cure)
-
-
-def _usual_block(file: RecipeFile) -> Calibration:
-    """The block for a choice that needs batches, on a recipe without any: that of another variant,
-    else the default.
-    """
-    blocks = [flat["calibration"] for flat in file.flat.values() if flat.get("calibration")]
-    raw = blocks[0] if blocks else calibrations()[DEFAULT_CALIBRATION]
-    return Calibration.model_validate({**raw, "algorithm": "minmax"})
 
 
 @cache
@@ -258,27 +242,12 @@ def _shipped_file(model: str) -> RecipeFile:
     return RecipeFile(path=path, default=raw["default"], flat=flat_recipes(raw, path), text=None)
 
 
-@cache
-def _recipes_of(model: str) -> tuple[Recipe, ...]:
-    """The shipped recipes of a model, in the order of its file; none for a model that does not
-    ship.
-    """
+def _recipes_of(model: str) -> list[Recipe]:
+    """The shipped recipes of a model, in the order of its file; none where it does not ship."""
     if model not in _shipped_files():
-        return ()
+        return []
     file = _shipped_file(model)
-    return tuple(map(file.recipe, file.flat))
-
-
-def unknown_model(name: str) -> RecipeError:
-    """The refusal of a MODEL that is nothing keepmtp knows."""
-    return RecipeError(
-        "MODEL",
-        "must be a model's name, a recipe file, a folder with config.json, or a Hub id ORG/NAME",
-        got=repr(name),
-        cure="Name the address of a repository's page"
-        if "://" in name
-        else did_you_mean(name, _shipped_files(), otherwise="See `keepmtp ls`"),
-    )
+    return [file.recipe(variant) for variant in file.flat]
 
 
 def _lookup(name: str) -> tuple[RecipeFile, str] | None:
@@ -289,12 +258,12 @@ def _lookup(name: str) -> tuple[RecipeFile, str] | None:
         file = _shipped_file(name)
         return file, file.default
     for model in _shipped_files():
-        variant = name.removeprefix(f"{model}.")
-        if variant != name and variant in _shipped_file(model).flat:
-            return _shipped_file(model), variant
-    for model in _shipped_files() if "/" in name else ():
+        if not name.startswith(f"{model}.") and "/" not in name:
+            continue
         file = _shipped_file(model)
-        first = file.flat[file.default]
+        variant, first = name.removeprefix(f"{model}."), file.flat[file.default]
+        if variant in file.flat:
+            return file, variant
         if first["source"] == name and first["revision"] != "local":
             return file, file.default
     return None

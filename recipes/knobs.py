@@ -1,9 +1,8 @@
 """The knobs of calibration algorithms, by the names that llm-compressor gives them.
 
-In: the blocks `gptq`, `awq` and `autoround` of a recipe's calibration. Out: frozen values, and
-`arguments`, with which the algorithm's modifier is built. Without its block an algorithm runs with
-the defaults here. They are those of llm-compressor, but for one: AutoRound does not compile its
-layers.
+In: the blocks `gptq`, `awq` and `autoround` of a recipe's calibration. Out: frozen values,
+which the algorithm's modifier is built with. Without its block an algorithm runs with the defaults
+here. They are those of llm-compressor, but for one: AutoRound does not compile its layers.
 
 Easy to get wrong: `actorder: null` switches the order off; leaving `actorder` out means `static`.
 
@@ -11,8 +10,8 @@ Source: llm-compressor 0.14.0.1 modifiers/gptq/base.py, modifiers/transform/awq/
 modifiers/autoround/base.py.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -33,19 +32,27 @@ def _order_without_a_tensor(written: object) -> object:
     return written
 
 
+Fault = tuple[str, object, str]
+"""A rule that values break together, what is there instead, and what to do."""
+
+
 class Frozen(BaseModel):
     """A part of a recipe, which has no other keys than these."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def faults(self) -> Iterable[Fault]:
+        """What is wrong with values that each may have alone; the first is the refusal."""
+        return ()
 
-class _Knobs(Frozen):
-    def arguments(self) -> dict[str, Any]:
-        """What the algorithm's modifier is built with."""
-        return self.model_dump()
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for rule, got, cure in self.faults():
+            raise RecipeError("", rule, got=got, cure=cure)
+        return self
 
 
-class GPTQKnobs(_Knobs):
+class GPTQKnobs(Frozen):
     """How GPTQ goes through the columns of a weight. No choice changes which tensors are stored.
 
     Attributes:
@@ -64,7 +71,7 @@ class GPTQKnobs(_Knobs):
     block_size: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 128
 
 
-class AWQKnobs(_Knobs):
+class AWQKnobs(Frozen):
     """The grid that AWQ searches for each smoothing.
 
     Attributes:
@@ -76,20 +83,16 @@ class AWQKnobs(_Knobs):
     n_grid: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 20
     duo_scaling: Annotated[bool, Field(strict=True)] | Literal["both"] = True
 
-    @model_validator(mode="after")
-    def _has_two_ends(self) -> Self:
+    def faults(self) -> Iterator[Fault]:
         """A grid goes from 0 to 1: with fewer points llm-compressor divides by zero."""
         least = {"both": 4, True: 3, False: 2}[self.duo_scaling]
         if self.n_grid < least:
-            rule = (
-                f"n_grid must be at least {least} where duo_scaling is "
-                f"{str(self.duo_scaling).lower()}"
-            )
-            raise RecipeError("", rule, got=str(self.n_grid), cure="Raise it")
-        return self
+            is_duo = str(self.duo_scaling).lower()
+            rule = f"n_grid must be at least {least} where duo_scaling is {is_duo}"
+            yield rule, self.n_grid, "Raise it"
 
 
-class AutoRoundKnobs(_Knobs):
+class AutoRoundKnobs(Frozen):
     """How AutoRound learns the rounding of a layer.
 
     Attributes:
@@ -106,7 +109,7 @@ class AutoRoundKnobs(_Knobs):
     enable_torch_compile: Annotated[bool, Field(strict=True)] = False
 
 
-KNOBS: Mapping[str, type[_Knobs]] = {
+KNOBS: Mapping[str, type[Frozen]] = {
     "gptq": GPTQKnobs,
     "awq": AWQKnobs,
     "autoround": AutoRoundKnobs,

@@ -32,7 +32,7 @@ from typing import Any
 
 import yaml
 
-from .errors import RecipeError, did_you_mean
+from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
 from .yaml_file import load_shipped, on_one_line
 
@@ -213,8 +213,6 @@ def _refuse_keys(
     """Refuse a key that is neither needed nor allowed, and one that is needed and missing."""
     for key, value in raw.items():
         if key not in (*needed, *allowed):
-            from .schema import cure_of_key  # which imports this file
-
             cure = cure_of_key(key, (*needed, *allowed))
             raise RecipeError(where, f"{key} is not a key of {what}", got=repr(value), cure=cure)
     for key in needed:

@@ -10,7 +10,7 @@ GSM8K score changes by several points with the shots, the chat template and the 
 the answer. What a recipe leaves out is the task's own (tasks.py), not one default for all tasks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from .errors import RecipeError
-from .knobs import Frozen
+from .knobs import Fault, Frozen
 from .tasks import TASKS, TaskName
 
 Api = Literal["completions", "chat"]
@@ -109,34 +109,18 @@ class Evaluation(Frozen):
         """The task, or "<task> form" where the questions are from a file."""
         return f"{self.task} form" if self.dataset else self.task
 
-    @model_validator(mode="after")
-    def _dataset_is_a_file(self) -> "Evaluation":
+    def faults(self) -> Iterator[Fault]:
         if self.dataset is not None and Path(self.dataset).suffix not in _FILES:
-            raise RecipeError(
-                "dataset",
-                f"must be a {', '.join(_FILES[:-1])} or {_FILES[-1]} file, or left out for the "
-                "task's own on the Hub",
-                got=repr(self.dataset),
-                cure="Name a file of rows with the fields that the task's dataset has",
-            )
+            kinds = f"{', '.join(_FILES[:-1])} or {_FILES[-1]}"
+            rule = f"dataset: must be a {kinds} file, or left out for the task's own on the Hub"
+            cure = "Name a file of rows with the fields that the task's dataset has"
+            yield rule, repr(self.dataset), cure
         if self.dataset is not None and self.dataset_revision is not None:
-            raise RecipeError(
-                "dataset_revision",
-                "must be left out for a file",
-                got=repr(self.dataset_revision),
-                cure="Remove it",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _runs_differ(self) -> "Evaluation":
+            rule = "dataset_revision: must be left out for a file"
+            yield rule, repr(self.dataset_revision), "Remove it"
         if self.repeats > 1 and not self.temperature:
-            rule, cure = (
-                "must be 1 where temperature is 0, because all runs are the same",
-                "Set a temperature",
-            )
-            raise RecipeError("repeats", rule, got=self.repeats, cure=cure)
-        return self
+            rule = "repeats: must be 1 where temperature is 0, because all runs are the same"
+            yield rule, self.repeats, "Set a temperature"
 
 
 def _each_once(tasks: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:

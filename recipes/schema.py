@@ -9,8 +9,8 @@ FP8, not BF16.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,14 +22,13 @@ from pydantic import (
     Tag,
     ValidationError,
     model_serializer,
-    model_validator,
 )
 
 from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
-from .errors import RecipeError, did_you_mean
+from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
-from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, Frozen, GPTQKnobs
+from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, Fault, Frozen, GPTQKnobs
 from .model_file import USUAL_AUTO, summary_of
 from .protocol import Evaluation, Evaluations, Gates, listed
 from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS
@@ -52,28 +51,18 @@ raise acceptance.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def _known_decision(word: str, *, besides: tuple[str, ...] = ()) -> str:
-    known = (*KEEP_WORDS, *SCHEMES, *besides)
-    if word in known:
-        return word
-    cure = did_you_mean(word, known, otherwise="See `keepmtp ls schemes`")
-    raise RecipeError("", f"must be one of {', '.join(known)}", got=repr(word), cure=cure)
+def _one_of(
+    known: Collection[str], rule: str, otherwise: str = "See `keepmtp ls schemes`"
+) -> Callable[[str], str]:
+    """A validator of words, with the nearest one as the cure."""
 
+    def check(word: str) -> str:
+        if word in known:
+            return word
+        cure = did_you_mean(word, known, otherwise=otherwise)
+        raise RecipeError("", f"{rule} {', '.join(known)}", got=repr(word), cure=cure)
 
-def _known_policy(word: str) -> str:
-    return _known_decision(word, besides=(AUTO, TUNED))
-
-
-def _known_role(word: str) -> str:
-    if word in QUANTIZABLE_ROLES:
-        return word
-    rule = f"must be one of the module groups {', '.join(QUANTIZABLE_ROLES)}"
-    raise RecipeError(
-        "",
-        rule,
-        got=repr(word),
-        cure=did_you_mean(word, QUANTIZABLE_ROLES, otherwise="Name one of them"),
-    )
+    return check
 
 
 def _plain_name(name: str) -> str:
@@ -108,19 +97,28 @@ def _budget(written: str) -> str:
 
 Name = Annotated[str, AfterValidator(_plain_name)]
 NameOrRegex = Annotated[str, AfterValidator(_name_or_regex)]
-Decision = Annotated[str, AfterValidator(_known_decision)]
-Group = Annotated[str, AfterValidator(_known_role)]
+_WORDS = (*KEEP_WORDS, *SCHEMES)
+_Policy = Annotated[str, AfterValidator(_one_of((*_WORDS, AUTO, TUNED), "must be one of"))]
+Decision = Annotated[str, AfterValidator(_one_of(_WORDS, "must be one of"))]
+_IN_GROUPS = _one_of(
+    QUANTIZABLE_ROLES, "must be one of the module groups", otherwise="Name one of them"
+)
+Group = Annotated[str, AfterValidator(_IN_GROUPS)]
 # The tags choose one branch by the value's type, so that an error is about the written value, not
 # the other branch.
 _BY_TYPE = Discriminator(lambda value: "groups" if isinstance(value, dict) else "word")
 _ByGroup = Annotated[dict[Group, Decision], Tag("groups")]
 Candidate = Annotated[Annotated[Decision, Tag("word")] | _ByGroup, _BY_TYPE]
-BackbonePolicy = Annotated[
-    dict[Group, Annotated[str, AfterValidator(_known_policy)]], BeforeValidator(_all_groups)
-]
-MtpPolicy = Annotated[
-    Annotated[str, AfterValidator(_known_policy), Tag("word")] | _ByGroup, _BY_TYPE
-]
+BackbonePolicy = Annotated[dict[Group, _Policy], BeforeValidator(_all_groups)]
+MtpPolicy = Annotated[Annotated[_Policy, Tag("word")] | _ByGroup, _BY_TYPE]
+
+
+def _different(candidates: tuple[Any, ...]) -> tuple[Any, ...]:
+    for index, candidate in enumerate(candidates):
+        if candidate in candidates[:index]:
+            got = f"{candidate!r} twice"
+            raise RecipeError("", "candidates must differ", got=got, cure="Remove one")
+    return candidates
 
 
 class MtpSource(Frozen):
@@ -149,11 +147,6 @@ _BatchSize = Annotated[
 ]
 
 
-_WITH_PRE_QUANT_SCALE = ("smoothquant", "awq", "awq_lite", "awq_full", "svdquant")
-_BY_MODELOPT = "algorithm: minmax, mse, four-over-six or local-hessian"
-_ASK_MODELOPT = "Set backend: modelopt, or use another algorithm"
-
-
 class Texts(Frozen):
     """Where texts to calibrate on are from.
 
@@ -179,13 +172,9 @@ class Texts(Frozen):
     prompt_column: _Text | None = None
     chat: bool = False
 
-    @model_validator(mode="after")
-    def _chat_has_two_sides(self) -> Self:
+    def faults(self) -> Iterator[Fault]:
         if self.chat and self.prompt_column is None:
-            raise RecipeError(
-                "", "chat needs a prompt_column", got="none", cure="Name it, or leave out chat"
-            )
-        return self
+            yield "chat needs a prompt_column", "none", "Name it, or leave out chat"
 
 
 class TextsOfMix(Texts):
@@ -248,9 +237,9 @@ class Calibration(Texts):
     def knobs(self) -> dict[str, Any]:
         """What the recipe says to the algorithm's modifier; empty for its own defaults."""
         if self.algorithm == "autoround":
-            return (self.autoround or AutoRoundKnobs()).arguments()
+            return (self.autoround or AutoRoundKnobs()).model_dump()
         own = {"gptq": self.gptq, "awq": self.awq}.get(self.algorithm)
-        return own.arguments() if own else {}
+        return own.model_dump() if own else {}
 
     @property
     def num_in_batch(self) -> int:
@@ -278,61 +267,28 @@ class Calibration(Texts):
             if key not in absent or value != absent[key]
         }
 
-    @model_validator(mode="after")
-    def _knobs_are_the_algorithms(self) -> Self:
+    def faults(self) -> Iterator[Fault]:
+        yield from super().faults()
+        algorithm = self.algorithm
         for key in KNOBS:
-            if key != self.algorithm and getattr(self, key) is not None:
-                rule = f"{key} must come with algorithm: {key}"
+            if key != algorithm and getattr(self, key) is not None:
                 cure = f"Remove {key}, or set algorithm: {key}"
-                raise RecipeError("", rule, got=f"algorithm: {self.algorithm}", cure=cure)
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _vllm_loads_the_result(cls, raw: Any) -> Any:
-        algorithm = (
-            raw.get("algorithm")
-            if isinstance(raw, dict) and raw.get("backend") == "modelopt"
-            else None
-        )
-        if algorithm in _WITH_PRE_QUANT_SCALE:
-            rule = f"modelopt's {algorithm} writes pre_quant_scale, which vLLM 0.32 does not load"
-            raise RecipeError("", rule, got=f"algorithm: {algorithm}", cure=f"Use {_BY_MODELOPT}")
-        return raw
-
-    @model_validator(mode="after")
-    def _backend_has_the_algorithm(self) -> "Calibration":
-        is_modelopt = self.backend == "modelopt"
-        if is_modelopt and self.algorithm not in {"minmax", *SWEEPS}:
-            cure = f"Use {_BY_MODELOPT}; or remove backend"
-            raise RecipeError(
-                "", f"{self.algorithm} is llm-compressor's", got="backend: modelopt", cure=cure
-            )
-        if self.algorithm in SWEEPS and not is_modelopt:
-            raise RecipeError(
-                "",
-                f"{self.algorithm} is modelopt's",
-                got=f"backend: {self.backend}",
-                cure=_ASK_MODELOPT,
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _searches_see_every_token(self) -> "Calibration":
-        if self.algorithm == "awq" and self.experts == "routed":
+                yield f"{key} must come with algorithm: {key}", f"algorithm: {algorithm}", cure
+        if self.backend == "modelopt" and algorithm not in {"minmax", *SWEEPS}:
+            cure = "Use algorithm: minmax, mse, four-over-six or local-hessian; or remove backend"
+            yield f"{algorithm} is llm-compressor's", "backend: modelopt", cure
+        if self.backend != "modelopt" and algorithm in SWEEPS:
+            cure = "Set backend: modelopt, or use another algorithm"
+            yield f"{algorithm} is modelopt's", f"backend: {self.backend}", cure
+        if algorithm == "awq" and self.experts == "routed":
             rule = "experts: routed must come with algorithm minmax, gptq or smoothquant"
             cure = (
                 "Set experts: all, since AWQ compares what all experts compute of the same tokens"
             )
-            raise RecipeError("", rule, got="awq", cure=cure)
-        return self
-
-    @model_validator(mode="after")
-    def _shares_leave_some(self) -> Self:
+            yield rule, "awq", cure
         if (others := sum(part.share for part in self.also)) >= 1:
             rule = "the shares in also must leave some for the first dataset"
-            raise RecipeError("", rule, got=f"{others:g}", cure="Lower one")
-        return self
+            yield rule, f"{others:g}", "Lower one"
 
 
 class MtpAuto(Frozen):
@@ -346,16 +302,7 @@ class MtpAuto(Frozen):
     """
 
     min_acceptance: Annotated[float, Field(gt=0, lt=1)]
-    candidates: Annotated[tuple[Candidate, ...], Field(min_length=1)]
-
-    @model_validator(mode="after")
-    def _each_once(self) -> "MtpAuto":
-        for index, candidate in enumerate(self.candidates):
-            if candidate in self.candidates[:index]:
-                raise RecipeError(
-                    "", "candidates must differ", got=f"{candidate!r} twice", cure="Remove one"
-                )
-        return self
+    candidates: Annotated[tuple[Candidate, ...], Field(min_length=1), AfterValidator(_different)]
 
 
 class BackboneAuto(Frozen):
@@ -370,19 +317,10 @@ class BackboneAuto(Frozen):
         tokens: of the calibration text, on which sensitivities are measured.
     """
 
-    candidates: Annotated[tuple[Decision, ...], Field(min_length=1)]
+    candidates: Annotated[tuple[Decision, ...], Field(min_length=1), AfterValidator(_different)]
     draft_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     min_acceptance: Annotated[float, Field(gt=0, lt=1)] | None = None
     tokens: _Count = 8192
-
-    @model_validator(mode="after")
-    def _each_once(self) -> Self:
-        for index, candidate in enumerate(self.candidates):
-            if candidate in self.candidates[:index]:
-                raise RecipeError(
-                    "", "candidates must differ", got=f"{candidate} twice", cure="Remove one"
-                )
-        return self
 
 
 class MtpTuned(Frozen):
@@ -415,13 +353,11 @@ class MtpTuned(Frozen):
     decay: Annotated[float, Field(gt=0, le=1)]
     frozen: tuple[Group, ...] = ()
 
-    @model_validator(mode="after")
-    def _is_written_anew(self) -> "MtpTuned":
-        words = {self.mtp} if isinstance(self.mtp, str) else {*self.mtp.values()}
+    def faults(self) -> Iterator[Fault]:
+        words = [self.mtp] if isinstance(self.mtp, str) else self.mtp.values()
         if "source" in words:
             cure = "Use bf16, which is the same for a BF16 release, or a scheme"
-            raise RecipeError("", "a tuned block is written anew", got="mtp: source", cure=cure)
-        return self
+            yield "a tuned block is written anew", "mtp: source", cure
 
 
 DEFAULT_AUTO = MtpAuto.model_validate(USUAL_AUTO)
@@ -601,119 +537,81 @@ class Recipe(Frozen):
             if name in rewritten | weighted or SCHEMES[name].needs_calibration
         ]
 
-    @model_validator(mode="after")
-    def _what_is_measured_is_explained(self) -> "Recipe":
-        """A block is given where its word is, and nowhere else."""
+    def faults(self) -> Iterator[Fault]:
+        """Blocks without their word and words without their block; then what has no meaning."""
         if self.is_searched and self.mtp_auto is not None:
             cure = "Remove it: the units of the block have the candidates of backbone_auto"
-            raise RecipeError(
-                "", "mtp_auto must be left out where backbone is auto", got="both", cure=cure
-            )
-        words, cure = f"mtp: {self.mtp}", "It holds min_acceptance and candidates"
+            yield "mtp_auto must be left out where backbone is auto", "both", cure
+        of_backbone = f"backbone: {', '.join({*self.backbone.values()})}"
+        chooses = self.mtp == AUTO and not self.is_searched
         example = (
             "Such as `budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`"
         )
-        if not self.is_searched:
-            _refuse_alone("mtp_auto", self.mtp_auto, self.mtp == AUTO, "mtp is auto", words, cure)
-            example = "Remove it"
-        words_of_backbone = f"backbone: {', '.join({*self.backbone.values()})}"
-        for key, part in {"budget": self.budget, "backbone_auto": self.backbone_auto}.items():
-            _refuse_alone(
-                key, part, self.is_searched, "backbone is auto", words_of_backbone, example
-            )
-        cure = "It holds mtp, steps, learning_rate and loss"
-        _refuse_alone("mtp_tuned", self.mtp_tuned, self.mtp == TUNED, "mtp is tuned", words, cure)
-        return self
+        for key, is_wanted, holder, cure in (
+            ("mtp_auto", chooses, "mtp", "It holds min_acceptance and candidates"),
+            ("budget", self.is_searched, "backbone", example),
+            ("backbone_auto", self.is_searched, "backbone", example),
+            ("mtp_tuned", self.mtp == TUNED, "mtp", "It holds mtp, steps, learning_rate and loss"),
+        ):
+            word = TUNED if key == "mtp_tuned" else AUTO
+            if is_wanted and getattr(self, key) is None:
+                yield f"{key} must be given where {holder} is {word}", "nothing", cure
+            if not is_wanted and getattr(self, key) is not None:
+                got = of_backbone if holder == "backbone" else f"mtp: {self.mtp}"
+                yield f"{key} must be left out where {holder} is not {word}", got, "Remove it"
+        yield from self._faults_of_search()
+        words = sorted(self.decisions() & SCHEMES.keys())
+        if self.format == "modelopt" and (wordless := {*words} - ALGORITHMS.keys()):
+            cure = "Use one of these: vLLM loads no other of modelopt's; or remove format"
+            yield f"format: modelopt is for {', '.join(ALGORITHMS)}", ", ".join(wordless), cure
+        yield from self._faults_of_calibration(words)
 
-    @model_validator(mode="after")
-    def _search_has_a_meaning(self) -> "Recipe":
+    def _faults_of_search(self) -> Iterator[Fault]:
         if self.search is None:
-            return self
-        algorithm = self.calibration.algorithm if self.calibration else "minmax"
-        if algorithm != "minmax":
+            return
+        if self.calibration and self.calibration.algorithm != "minmax":
             rule = (
                 f"search: {self.search} chooses the scales of weights that are rounded to nearest"
             )
-            cure = "Remove search, or set algorithm: minmax"
-            raise RecipeError(
-                "",
-                rule,
-                got=f"calibration.algorithm {algorithm}, which has scales of its own",
-                cure=cure,
-            )
+            got = f"calibration.algorithm {self.calibration.algorithm}, which has scales of its own"
+            yield rule, got, "Remove search, or set algorithm: minmax"
         if self.search == "imatrix" and self.is_searched:
-            cure = (
-                "Use search: mse, or set search: imatrix in the recipe that is found, "
-                "OUT/recipe.yaml"
-            )
             rule = "search: imatrix must come with a word for every group"
-            raise RecipeError("", rule, got="backbone: auto", cure=cure)
+            cure = "Use search: mse, or imatrix in the recipe that is found, OUT/recipe.yaml"
+            yield rule, "backbone: auto", cure
         if not self.is_searched and not SEARCHES[self.search] & self.decisions():
             rule = (
                 f"search: {self.search} must come with {', '.join(sorted(SEARCHES[self.search]))}"
             )
             got = ", ".join(sorted(self.decisions() & SCHEMES.keys())) or "no scheme"
-            raise RecipeError("", rule, got=got, cure="Use one of these schemes, or remove search")
-        return self
+            yield rule, got, "Use one of these schemes, or remove search"
 
-    @model_validator(mode="after")
-    def _format_has_a_word(self) -> "Recipe":
-        wordless = sorted((self.decisions() & SCHEMES.keys()) - ALGORITHMS.keys())
-        if self.format == "modelopt" and wordless:
-            rule = f"format: modelopt is for {', '.join(ALGORITHMS)}"
-            cure = "Use one of these: vLLM loads no other of modelopt's; or remove format"
-            raise RecipeError("", rule, got=", ".join(wordless), cure=cure)
-        return self
-
-    @model_validator(mode="after")
-    def _calibration_is_needed_and_given(self) -> "Recipe":
-        words = sorted(self.decisions() & SCHEMES.keys())
+    def _faults_of_calibration(self, words: list[str]) -> Iterator[Fault]:
         if self.calibration is None:
-            reasons = [
-                (
-                    self.measures_mtp,
-                    f"mtp: {self.mtp}",
-                    " to measure acceptance on, or choose a policy yourself",
-                ),
-                (
-                    self.is_searched,
-                    "backbone: auto",
-                    " to measure sensitivities on, or choose the words yourself",
-                ),
-                (
-                    self.kv_cache is not None,
-                    f"kv_cache: {self.kv_cache}",
-                    ", or remove kv_cache: vLLM then serves an FP8 cache with scales of 1",
-                ),
-                (
-                    self.search == "imatrix",
-                    "search: imatrix",
-                    ", or use search: mse, which needs none",
-                ),
-            ]
-            for scheme in self.calibrated_schemes()[:1]:
-                reasons.append(
-                    (True, scheme, f", or use {SCHEMES[scheme].data_free}, which needs none")
-                )
-            for is_needed, what, way in reasons:
-                if is_needed:
+            reasons = {
+                f"mtp: {self.mtp}": self.measures_mtp,
+                "backbone: auto": self.is_searched,
+                f"kv_cache: {self.kv_cache}": self.kv_cache is not None,
+                "search: imatrix": self.search == "imatrix",
+            }
+            for what, is_reason in reasons.items():
+                if is_reason:
                     rule = f"calibration must be given for {what}"
-                    raise RecipeError("", rule, got="null", cure=f"Name a dataset{way}")
-            return self
+                    yield rule, "null", "Name a dataset, or choose what needs none"
+            for scheme in self.calibrated_schemes():
+                cure = f"Name a dataset, or use {SCHEMES[scheme].data_free}, which needs none"
+                yield f"calibration must be given for {scheme}", "null", cure
+            return
         algorithm = self.calibration.algorithm
-        if algorithm != "minmax" and not REWRITES[algorithm] & set(words):
+        rewritten = sorted(REWRITES[algorithm])
+        if algorithm != "minmax" and not {*words} & {*rewritten}:
             rule = (
-                f"calibration.algorithm {algorithm} rewrites weights of "
-                f"{', '.join(sorted(REWRITES[algorithm]))} only"
+                f"calibration.algorithm {algorithm} rewrites weights of {', '.join(rewritten)} only"
             )
             got = ", ".join(words) or "no scheme"
-            raise RecipeError(
-                "", rule, got=got, cure="Use one of these schemes, or another algorithm"
-            )
+            yield rule, got, "Use one of these schemes, or another algorithm"
         if not self.uses_batches():
-            rule = "calibration must be null where no scheme needs it"
-            raise RecipeError("", rule, got="a dataset", cure="Remove it")
-        return self
+            yield "calibration must be null where no scheme needs it", "a dataset", "Remove it"
 
     def resolved(self, mtp: str | dict[str, str]) -> "Recipe":
         """This recipe with a policy for the MTP block that is known, as after `mtp: auto` has
@@ -782,18 +680,6 @@ class Recipe(Frozen):
         )
 
 
-def _refuse_alone(
-    key: str, part: object, is_wanted: bool, when: str, words: str, cure: str
-) -> None:
-    """Refuse a block without the word that it explains, or the word without its block."""
-    if is_wanted == (part is not None):
-        return
-    rule = f"{key} must be given where {when}"
-    if not is_wanted:
-        rule = f"{key} must be left out where {when.replace(' is ', ' is not ')}"
-    raise RecipeError("", rule, got="nothing" if part is None else words, cure=cure)
-
-
 _PARTS: Mapping[str, type[BaseModel]] = {
     "calibration": Calibration,
     **KNOBS,
@@ -828,35 +714,16 @@ def _refusal(error: ValidationError, where: object) -> RecipeError:
     """The first thing that is wrong; pydantic's own words only where there are no better ones."""
     # A misspelled key shows up as unknown and as missing; the first says more.
     first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-    key = (
-        ".".join(
-            str(part) for part in first["loc"] if part not in ("word", "groups", "number", "[key]")
-        )
-        or "recipe"
-    )
+    loc = [str(part) for part in first["loc"] if part not in ("word", "groups", "number", "[key]")]
+    key = ".".join(loc) or "recipe"
     if first["type"] == "extra_forbidden":
-        *parents, last = map(str, first["loc"])
-        known = next(
-            (_PARTS[part] for part in reversed(parents) if part in _PARTS), Recipe
-        ).model_fields
-        cure = cure_of_key(last, known)
-        return RecipeError(
-            where, f"{key} is not a key of a recipe", got=repr(first["input"]), cure=cure
-        )
+        parts = [_PARTS[part] for part in loc[:-1] if part in _PARTS]
+        cure = cure_of_key(loc[-1], [Recipe, *parts][-1].model_fields)
+        rule = f"{key} is not a key of a recipe"
+        return RecipeError(where, rule, got=repr(first["input"]), cure=cure)
     if first["type"] == "missing":
         cure = "Add it: nothing that changes numbers has a default"
         return RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
     if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
         return fault.at(f"{where}: {key}")
     return RecipeError(where, f"{key}: {first['msg']}", got=repr(first["input"]), cure="Correct it")
-
-
-def cure_of_key(key: str, known: Collection[str]) -> str:
-    """The key that an unknown one is probably a misspelling of, or the parts of a recipe that have
-    it.
-    """
-    parts = [part for part, model in _PARTS.items() if key in model.model_fields]
-    otherwise = (
-        f"It is a key of {' and of '.join(parts)}" if parts else f"The keys are {', '.join(known)}"
-    )
-    return did_you_mean(key, known, otherwise=otherwise)

@@ -29,7 +29,7 @@ from layerwise import (
 )
 from torch import Tensor, nn
 
-KNOBS = AutoRoundKnobs(iters=4, lr=0.01, batch_size=2).arguments()
+KNOBS = AutoRoundKnobs(iters=4, lr=0.01, batch_size=2).model_dump()
 
 
 @pytest.fixture(autouse=True, scope="module")

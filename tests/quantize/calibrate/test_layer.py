@@ -74,7 +74,7 @@ def test_input_scales_equal_the_sequential_pipelines(folder, scheme):
 def test_gptq_equals_the_sequential_pipelines(folder, scheme, knobs):
     from llmcompressor.modifiers.gptq import GPTQModifier
 
-    ids, given = token_ids(samples=2), knobs.arguments()
+    ids, given = token_ids(samples=2), knobs.model_dump()
     model = sequential(
         folder, ids, [GPTQModifier(config_groups=group_of(scheme), ignore=IGNORE, **given)]
     )
@@ -97,7 +97,7 @@ def test_static_and_weight_are_one_order():
     for order in ("static", "weight", None):
         skeleton = Skeleton(GLM)
         schemes = dict.fromkeys(skeleton.linears(0)[:2], "W4A16")
-        knobs = GPTQKnobs(actorder=order).arguments()
+        knobs = GPTQKnobs(actorder=order).model_dump()
         batches = skeleton.enter(0, ids, None)
         found.append(skeleton.calibrated(batches, schemes, algorithm="gptq", knobs=knobs).tensors)
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
@@ -127,7 +127,7 @@ def test_smoothing_equals_the_sequential_pipelines(folder, scheme, algorithm, kn
 
     # Without an accelerator llm-compressor's own AWQ stops at the first mapping.
     monkeypatch.setattr(IntermediatesCache, "pin_memory", lambda *_: None)
-    ids, given = token_ids(samples=2), knobs.arguments() if knobs else {}
+    ids, given = token_ids(samples=2), knobs.model_dump() if knobs else {}
     _, results = layerwise(folder, ids, scheme, algorithm, knobs=given)
     pairs = [(s.smooth, list(s.balance)) for result in results for s in result.smoothings]
     assert not any(result.left_out for result in results)
