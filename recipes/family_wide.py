@@ -25,7 +25,8 @@ from .model_file import calibrations, flat_recipes, model_files, summary_of
 from .schemes import SCHEMES
 from .yaml_file import load_shipped, on_one_line
 
-_USUAL = "FP8_DYNAMIC"  # of a family without a shipped recipe
+# of a family without a shipped recipe
+_USUAL: Mapping[str, Any] = {"backbone": {}, "mtp": "bf16", "calibration": None}
 
 _COMMENTS = {
     "model": "outputs are called <model>.<variant>",
@@ -81,22 +82,27 @@ def model_mapping(
     Returns: the keys of a shipped file. Not every variant need fit: a width may be wrong for a
     scheme.
     """
-    groups = _groups(view, names)
+    found: dict[Part, set[str]] = {"backbone": set(), "mtp": set()}
+    for place in map(view.place, names):
+        if place is not None and not place.row.why_kept:
+            found[place.part].add(place.role)
+    is_draft = not found["backbone"]  # a draft of its own
+    chosen = found["mtp"] if is_draft else found["backbone"]
+    groups = [role for role in QUANTIZABLE_ROLES if role in chosen]
     is_plain = not any(
         "quantization_config" in holder for holder in (view.config, view.text_config)
     )
     shipped = shipped_variants(view.family.model_type)
-    made = {
-        name: _variant(name, groups, shipped, is_plain=is_plain)
-        for name in dict.fromkeys([*COMMON, *shipped])
-    }
-    variants = {name: variant for name, variant in made.items() if variant is not None}
+    variants: dict[str, Any] = {}
+    for name in dict.fromkeys([*COMMON, *shipped]):
+        if variant := _variant(name, groups, shipped, is_plain=is_plain, is_draft=is_draft):
+            variants[name] = variant
     return {
         "model": model,
         "family": view.family.model_type,
         "source": source,
         "revision": revision,
-        "groups": groups["backbone"],
+        "groups": [] if is_draft else groups,
         "default": next(iter(variants)),
         "variants": variants,
     }
@@ -116,92 +122,50 @@ def shipped_variants(family: str) -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def _groups(view: FamilyView, names: Iterable[HFName]) -> dict[Part, list[str]]:
-    """The module groups that a recipe can choose schemes for, of backbone and MTP block."""
-    found: dict[Part, set[str]] = {"backbone": set(), "mtp": set()}
-    for name in names:
-        place = view.place(name)
-        if place is not None and not place.row.why_kept:
-            found[place.part].add(place.role)
-    return {
-        part: [role for role in QUANTIZABLE_ROLES if role in roles] for part, roles in found.items()
-    }
-
-
 def _variant(
     name: str,
-    groups: Mapping[Part, list[str]],
+    groups: Sequence[str],
     shipped: Mapping[str, Mapping[str, Any]],
     *,
     is_plain: bool,
+    is_draft: bool,
 ) -> dict[str, Any] | None:
-    """One line of the model file; None where the variant says nothing about this checkpoint's heavy
-    group.
+    """One line of the model file, with a summary that says each word; None where the variant says
+    nothing about this checkpoint's heavy group.
     """
-    chosen = groups["backbone"] or groups["mtp"]  # a draft of its own has no backbone
-    heavy = next((group for group in ("experts", "dense_mlp", *chosen) if group in chosen), "")
+    heavy = next((group for group in ("experts", "dense_mlp", *groups) if group in groups), "")
     own = shipped.get(name)
-    is_own = own is not None and (heavy in own["backbone"] or not groups["backbone"])
-    if not is_own and name not in COMMON:
+    if own is not None and heavy not in own["backbone"] and not is_draft:
+        own = None
+    if own is None and name not in COMMON:
         return None
-    base = (
-        own
-        if own is not None and is_own
-        else shipped.get("nvfp4a16-fp8") or next(iter(shipped.values()), None)
-    )
-    words = {group: _word(group, base) for group in chosen}
-    if not is_own:
-        words = _with_common(words, heavy, *COMMON[name])
+    base = own or shipped.get("nvfp4a16-fp8") or next(iter(shipped.values()), _USUAL)
+    quantized = [word for group, word in base["backbone"].items() if group != "experts"]
+    usual = Counter(word for word in quantized if word != "bf16").most_common(1) or [
+        ("FP8_DYNAMIC", 0)
+    ]
+    words = {group: base["backbone"].get(group, usual[0][0]) for group in groups}
+    if own is None:
+        scheme, rest = COMMON[name]
+        words = {group: rest if rest and word != "bf16" else word for group, word in words.items()}
+        words[heavy] = scheme
     if is_plain and words.get(heavy) == "source":
         return None
-    words = {
-        group: "FP8_BLOCK" if is_plain and word == "source" else word
-        for group, word in words.items()
-    }
-    # Its algorithm rewrites weights, also where no scheme needs batches.
-    is_rewritten = is_own and own is not None and own["calibration"] is not None
-    return _line(words, base, is_draft=not groups["backbone"], is_rewritten=is_rewritten)
-
-
-def _word(group: str, base: Mapping[str, Any] | None) -> str:
-    """What the family's recipe says of a group; of a group that it does not name, what it says of
-    most.
-    """
-    backbone: Mapping[str, str] = base["backbone"] if base else {}
-    if group in backbone:
-        return backbone[group]
-    quantized = Counter(
-        word for name, word in backbone.items() if word != "bf16" and name != "experts"
-    )
-    return quantized.most_common(1)[0][0] if quantized else _USUAL
-
-
-def _with_common(words: Mapping[str, str], heavy: str, scheme: str, rest: str) -> dict[str, str]:
-    return {
-        group: scheme if group == heavy else rest if rest and word != "bf16" else word
-        for group, word in words.items()
-    }
-
-
-def _line(
-    words: dict[str, str], base: Mapping[str, Any] | None, *, is_draft: bool, is_rewritten: bool
-) -> dict[str, Any]:
-    """A variant in the form of a model file, with a summary that says each word."""
-    mtp: Any = words if is_draft else base["mtp"] if base else "bf16"
-    backbone = {} if is_draft else words
-    needs_batches = is_rewritten or any(
+    if is_plain:
+        words = {group: "FP8_BLOCK" if word == "source" else word for group, word in words.items()}
+    # A recipe with batches may rewrite weights, also where no scheme needs them.
+    needs_batches = own is not None and own["calibration"] is not None
+    needs_batches |= any(
         word in SCHEMES and SCHEMES[word].needs_calibration for word in words.values()
     )
-    calibration = _calibration(base) if needs_batches else None
+    mtp: Any = words if is_draft else base["mtp"]
+    backbone = {} if is_draft else words
     summary = summary_of(backbone, mtp, is_calibrated=needs_batches)
-    return {**backbone, "mtp": mtp, "calibration": calibration, "summary": summary}
-
-
-def _calibration(base: Mapping[str, Any] | None) -> object:
-    """The calibration of the family's recipe, by its name where it has one."""
-    block = base["calibration"] if base else None
-    named = next((name for name, known in calibrations().items() if known == block), None)
-    return named or block or DEFAULT_CALIBRATION
+    block: object = None
+    if needs_batches:
+        named = [known for known, each in calibrations().items() if each == base["calibration"]]
+        block = [*named, base["calibration"] or DEFAULT_CALIBRATION][0]
+    return {**backbone, "mtp": mtp, "calibration": block, "summary": summary}
 
 
 # --- its text
