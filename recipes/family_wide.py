@@ -148,7 +148,8 @@ def _variant(
     if own is None:
         scheme, rest = COMMON[name]
         words = {group: rest if rest and word != "bf16" else word for group, word in words.items()}
-        words[heavy] = scheme
+        if heavy:
+            words[heavy] = scheme
     if is_plain and words.get(heavy) == "source":
         return None
     if is_plain:

@@ -69,7 +69,7 @@ def find_family(config: Mapping[str, Any], where: object, names: Iterable[str] =
             "config.json promises no MTP block, which is what keepmtp is for: llm-compressor "
             "quantizes such models"
         )
-    elif model_type in vllm["model_types"] or architecture in vllm["architectures"]:
+    elif is_drafted(config):
         near = difflib.get_close_matches(str(model_type), families(), n=1)
         nearest = f" (the nearest family is {families()[near[0]].model_type})" if near else ""
         table = f"recipes/families/{model_type or '<model_type>'}.yaml"
@@ -93,6 +93,13 @@ def _dspark(config: Mapping[str, Any], file: str, says: str) -> RecipeError:
         got=f"{config.get('model_type', '')!r}, {says}",
         cure=f"Serve it with --speculative-config '{words}'",
     )
+
+
+def is_drafted(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM's method=mtp has a draft class for the model of this config.json."""
+    architectures, drafts = config.get("architectures"), vllm_drafts()
+    first = architectures[0] if isinstance(architectures, list) and architectures else ""
+    return config.get("model_type") in drafts["model_types"] or first in drafts["architectures"]
 
 
 def has_dspark(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:

@@ -12,8 +12,7 @@ error as ever.
 from collections.abc import Iterator
 
 from ...recipes.errors import KeepMTPError
-from ...recipes.families import promises_mtp
-from ...recipes.families._drafted import is_drafted
+from ...recipes.families import is_drafted, promises_mtp
 from ..facts.findings import Objection, objection
 from .rules_config import index_size_is_sane, own_code_is_known
 from .rules_forms import schemes_are_known, stored_form_is_what_is_built
