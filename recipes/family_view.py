@@ -130,27 +130,30 @@ class FamilyView:
         )
 
     @cached_property
+    def _mtp_count(self) -> tuple[str, int]:
+        """The config key that counts the MTP layers, and what it says."""
+        keys = self.family.mtp_count_keys
+        for holder in (self.text_config, self.config):
+            for key in keys:
+                if (count := _at(holder, key)) is not None:
+                    return key, int(count)
+        return keys[0], self.family.mtp_count_default
+
+    @property
+    def mtp_count_key(self) -> str:
+        """The config key that counts the MTP layers, for messages."""
+        return self._mtp_count[0]
+
+    @cached_property
     def num_mtp_layers(self) -> int:
         """Number of MTP layers on disk that config.json promises (0: none)."""
-        for holder in (self.text_config, self.config):
-            for key in self.family.mtp_count_keys:
-                if (count := _at(holder, key)) is not None:
-                    return int(count) * self.num_mtp_parts
-        return self.family.mtp_count_default * self.num_mtp_parts
+        return self._mtp_count[1] * self.num_mtp_parts
 
     @cached_property
     def num_mtp_parts(self) -> int:
         """Number of layers on disk for one MTP layer."""
         lists = (self.text_config.get(key) for key in self.family.mtp_parts_keys)
         return next((len(parts) for parts in lists if parts), 1)
-
-    @cached_property
-    def mtp_count_key(self) -> str:
-        """The config key that counts the MTP layers, for messages."""
-        for key in self.family.mtp_count_keys:
-            if _at(self.text_config, key) is not None or _at(self.config, key) is not None:
-                return key
-        return self.family.mtp_count_keys[0]
 
     def place(self, name: HFName) -> Place | None:
         """What the tensor `name` is, or None if the table has no row for it. It is looked up once,
@@ -337,26 +340,22 @@ class FamilyView:
         kda = (self.text_config.get("linear_attn_config") or {}).get("kda_layers", ())
         return frozenset(number - 1 for number in kda)
 
-    @cached_property
-    def _templates(self) -> dict[tuple[str, str], tuple[Row, str] | None]:
-        return {}
-
     def _place_in_block(self, part: Part, stem: Stem, index: int, rest: str) -> Place | None:
-        expert_match = _EXPERT.search(rest)
-        template = rest if expert_match is None else _EXPERT.sub("{e}", rest, count=1)
-        expert = int(expert_match[1]) if expert_match else None
-        kind = "linear" if part == "backbone" and index in self._linear_layers else part
-        key = (kind, template)
-        if key not in self._templates:
-            self._templates[key] = self._find_row(kind, template)
-        found = self._templates[key]
-        if found is None:
+        expert = None
+        if match := _EXPERT.search(rest):
+            expert, rest = int(match[1]), _EXPERT.sub("{e}", rest, count=1)
+        is_linear = part == "backbone" and index in self._linear_layers
+        rows = self._rows["linear" if is_linear else part]
+        row, leaf = rows.get(rest), ""
+        if row is None:
+            module, _, leaf = rest.rpartition(".")
+            row = rows.get(module)
+        if row is None:
             return None
-        row, leaf = found
-        disk = stem.disk.replace("{i}", str(index))
-        path = row.path if expert is None else row.path.replace("{e}", str(expert))
-        shares = row.shares if expert is None else row.shares.replace("{e}", str(expert))
+        number = "{e}" if expert is None else str(expert)
+        disk, path = stem.disk.replace("{i}", str(index)), row.path.replace("{e}", number)
         runtime = self._alone(self.runtime_stem(part, index) + (row.runtime or path))
+        shares = row.shares and disk + row.shares.replace("{e}", number)
         if runtime.endswith("kv_a_proj_with_mqa"):
             shares = ""
         return Place(
@@ -367,7 +366,7 @@ class FamilyView:
             leaf=leaf,
             module=HFName(disk + path),
             runtime=VLLMName(runtime),
-            shares=disk + shares if shares else "",
+            shares=shares,
         )
 
     def _alone(self, runtime: str) -> str:
@@ -377,13 +376,6 @@ class FamilyView:
         if self.text_config.get("q_lora_rank", 0) is None and runtime.endswith("fused_qkv_a_proj"):
             return runtime.replace("fused_qkv_a_proj", "kv_a_proj_with_mqa")
         return runtime
-
-    def _find_row(self, kind: str, template: str) -> tuple[Row, str] | None:
-        rows = self._rows[kind]
-        if template in rows:
-            return rows[template], ""
-        module, _, leaf = template.rpartition(".")
-        return (rows[module], leaf) if module in rows else None
 
 
 def _outside_layers(row: Row, part: Part, *, leaf: str, runtime: str) -> Place:
