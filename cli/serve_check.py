@@ -17,7 +17,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError
-from ..recipes.families import find_view
 from ..validate.measure.prompts import PROMPTS, read_prompts
 from .gate import EXITS
 from .measuring import OriginalOption, ServeOptions, Session, begin
@@ -88,6 +87,8 @@ def serve_check(
     asked = PROMPTS if prompts is None else read_prompts(prompts)
     session = begin("serve-check", "serve", served, context.args, source)
     session.limits()
+    from ..recipes.families import find_view
+
     view = find_view(session.opened.config, session.opened.where, session.opened.entries)
     check = measure.Check(ks=ks_up_to(k, view.num_mtp_layers), prompts=asked, max_tokens=max_tokens)
     if check.ks == (0,):

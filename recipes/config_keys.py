@@ -9,8 +9,7 @@ has an upper limit, because names are made for every layer and expert that confi
 a file may be anybody's.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -26,47 +25,38 @@ _MAX_SIZE = 2**31 - 1
 _MAX_TEXT = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """A type of value: what a message calls it, and whether a value has it."""
-
-    words: str
-    fits: Callable[[Any], bool]
+_Kind = tuple[str, Callable[[Any], bool]]
+"""What a message calls a type of value, and whether a value has it."""
 
 
 def _whole(most: int = _MAX_SIZE) -> _Kind:
-    return _Kind(
-        words=f"a whole number from 0 to {most}", fits=lambda value: _is_whole(value, most)
+    return (
+        f"a whole number from 0 to {most}",
+        lambda value: type(value) is int and 0 <= value <= most,
     )
 
 
-def _is_whole(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
-
-
-def _list_of(kind: _Kind, words: str) -> _Kind:
-    return _Kind(
-        words=words, fits=lambda value: isinstance(value, list) and all(map(kind.fits, value))
+def _list_of(kind: _Kind, words: str, most: int = _MAX_SIZE) -> _Kind:
+    fits = kind[1]
+    return (
+        words,
+        lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value)),
     )
 
 
 def _either(one: _Kind, other: _Kind) -> _Kind:
-    return _Kind(
-        words=f"{one.words} or {other.words}",
-        fits=lambda value: one.fits(value) or other.fits(value),
-    )
+    return f"{one[0]} or {other[0]}", lambda value: one[1](value) or other[1](value)
 
 
-_OBJECT = _Kind(words="an object", fits=lambda value: isinstance(value, dict))
-_TEXT = _Kind(
-    words="a short text", fits=lambda value: isinstance(value, str) and len(value) <= _MAX_TEXT
+_OBJECT: _Kind = ("an object", lambda value: isinstance(value, dict))
+_TEXT: _Kind = (
+    "a short text",
+    lambda value: isinstance(value, str) and len(value) <= _MAX_TEXT,
 )
 _TEXTS = _list_of(_TEXT, "a list of short texts")
-_LAYERS = _Kind(
-    words=f"a list of at most {_MAX_LAYERS} short texts",
-    fits=lambda value: _TEXTS.fits(value) and len(value) <= _MAX_LAYERS,
-)
+_LAYERS = _list_of(_TEXT, f"a list of at most {_MAX_LAYERS} short texts", _MAX_LAYERS)
 _EXPERTS = _whole(_MAX_EXPERTS)
+_NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _KINDS = {
     _TEXT_CONFIG: _OBJECT,
     _LLM_CONFIG: _OBJECT,
@@ -85,10 +75,7 @@ _KINDS = {
     "linear_attn_config": _OBJECT,
     "linear_attn_config.kda_layers": _list_of(_whole(), "a list of whole numbers"),
     # One number, or one for each modality.
-    **dict.fromkeys(
-        ("n_routed_experts", "num_experts", "num_local_experts"),
-        _either(_EXPERTS, _list_of(_EXPERTS, "a list of such numbers")),
-    ),
+    **dict.fromkeys(_NUM_EXPERTS, _either(_EXPERTS, _list_of(_EXPERTS, "a list of such numbers"))),
 }
 
 
@@ -103,27 +90,14 @@ def refuse_wrong_types(config: Mapping[str, Any], where: object) -> None:
     Raises:
         CheckpointError: names the key.
     """
-    for key, kind in _kinds().items():
-        for name, value in _values(config, key):
-            if value is not None and not kind.fits(value):
-                raise CheckpointError(
-                    where, f"{name} must be {kind.words}", got=repr(value), cure=CURE
-                )
-
-
-def _values(config: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
-    """A key's value at top level and in the language model's config, with its full name."""
-    yield key, _at(config, key)
-    for holder in (_TEXT_CONFIG, _LLM_CONFIG):
-        if isinstance(inner := config.get(holder), dict):
-            yield f"{holder}.{key}", _at(inner, key)
-
-
-def _at(holder: Mapping[str, Any], key: str) -> Any:
-    value: Any = holder
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    holders = {"": config} | {f"{key}.": config.get(key) for key in (_TEXT_CONFIG, _LLM_CONFIG)}
+    for key, (words, fits) in _kinds().items():
+        for prefix, value in holders.items():
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None and not fits(value):
+                rule = f"{prefix}{key} must be {words}"
+                raise CheckpointError(where, rule, got=repr(value), cure=CURE)
 
 
 @cache

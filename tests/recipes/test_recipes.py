@@ -227,16 +227,6 @@ def test_schemes_that_depend_on_data(algorithm, experts, expected):
     assert Recipe.model_validate(raw).calibrated_schemes() == expected
 
 
-@pytest.mark.parametrize("algorithm", ["awq_lite", "smoothquant", "svdquant", "awq"])
-def test_what_modelopt_makes_and_vllm_does_not_load(algorithm, tmp_path):
-    block = CALIBRATED.calibration.model_dump() | {"backend": "modelopt", "algorithm": algorithm}
-    assert refusal(tmp_path, calibration=block) == (
-        f"calibration: modelopt's {algorithm} writes pre_quant_scale, which vLLM 0.32 does not "
-        "load; "
-        f"got algorithm: {algorithm}. Use algorithm: minmax, mse, four-over-six or local-hessian."
-    )
-
-
 def test_each_back_end_has_its_algorithms(tmp_path):
     block = CALIBRATED.calibration.model_dump()
     message = refusal(tmp_path, calibration=block | {"backend": "modelopt", "algorithm": "gptq"})
