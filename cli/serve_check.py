@@ -79,6 +79,7 @@ def serve_check(
 
     Example: `keepmtp serve-check /data/out --source /data/GLM-4.7 -k 3 -- --tensor-parallel-size 8`
     """
+    from ..recipes.families import find_view
     from ..validate.facts.binomial import refuse_without_scipy
     from ..validate.measure import serve_check as measure
     from ..validate.measure.harness import ks_up_to
@@ -87,8 +88,6 @@ def serve_check(
     asked = PROMPTS if prompts is None else read_prompts(prompts)
     session = begin("serve-check", "serve", served, context.args, source)
     session.limits()
-    from ..recipes.families import find_view
-
     view = find_view(session.opened.config, session.opened.where, session.opened.entries)
     check = measure.Check(ks=ks_up_to(k, view.num_mtp_layers), prompts=asked, max_tokens=max_tokens)
     if check.ks == (0,):

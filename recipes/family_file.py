@@ -91,18 +91,18 @@ def _rows(groups: Sequence[str | Mapping[str, Any]], blocks: Blocks) -> tuple[Ro
 def _listed(
     *,
     role: Any,
-    modules: Sequence[str] | Mapping[str, str],
+    modules: tuple[str, ...] | Mapping[str, str],
     fused: str = "",
     parts: int = 1,
     **fields: Any,
 ) -> list[Row]:
     """The rows of a group that lists its modules."""
     why_kept = fields.pop("why_kept", _shared()["why_kept"].get(role, ""))
-    runtime = fields.pop("runtime", fused)
+    runtime: str = fields.pop("runtime", fused)
     if "interleaved" in fields:
         fields["interleaved"] = Interleaved(**_fields(fields["interleaved"]))
     fields = {"shares": fused, "loads_quantized": not why_kept or role == "head"} | fields
-    if not isinstance(modules, Mapping):
+    if isinstance(modules, tuple):
         modules = dict.fromkeys(modules, runtime)
     return [
         Row(
