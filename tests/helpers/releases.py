@@ -5,8 +5,8 @@ and on request the
 files: holes instead of weights at full size, small finite numbers at tiny size.
 
 The names come from published indexes and from transformers' save_pretrained, never from keepmtp's
-own tables: this file is what those tables are tested against. A new family is one file in
-tests/helpers/layouts/.
+own tables: these files are what those tables are tested against. The configs of the oldest families
+are in releases.yaml. A new family is one file in tests/helpers/layouts/.
 """
 
 import json
@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 import layouts
 import numpy as np
+import yaml
 from tensors import (
-    FP8_128,
     Config,
     Form,
+    Published,
     Tensors,
     embeddings,
     experts,
@@ -38,191 +39,12 @@ from tensors import (
 
 SHARD_BYTES = 5_000_000_000
 
-# --- What is published: config.json, without what only generation reads
-# -----------------------------------------------
-
-DEEPSEEK_V3: Config = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
-    "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "moe_layer_freq": 1, "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "attention_bias": False,
-    "hidden_act": "silu", "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
-    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "quantization_config": FP8_128,
-}  # fmt: skip
-DEEPSEEK_V32 = DEEPSEEK_V3 | {
-    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_head_dim": 128,
-    "index_n_heads": 64, "index_topk": 2048,
-}  # fmt: skip
-DSV4_FLASH: Config = {
-    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "vocab_size": 129280, "hidden_size": 4096,
-    "moe_intermediate_size": 2048, "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1,
-    "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024,
-    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "n_routed_experts": 256, "n_shared_experts": 1,
-    "num_experts_per_tok": 6, "num_hash_layers": 3, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
-    "norm_topk_prob": True, "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "sliding_window": 128,
-    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000, "hc_mult": 4,
-    "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 1048576,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000,
-    "rope_scaling": {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,
-                     "original_max_position_embeddings": 65536},
-    "num_nextn_predict_layers": 1, "expert_dtype": "fp4", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "quantization_config": FP8_128 | {"scale_fmt": "ue8m0"},
-}  # fmt: skip
-GLM_45_AIR: Config = {
-    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096,
-    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
-    "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "use_qk_norm": False, "n_routed_experts": 128,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5, "hidden_act": "silu",
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "num_nextn_predict_layers": 1,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-GLM_47_FLASH: Config = {
-    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "vocab_size": 154880,
-    "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47,
-    "num_attention_heads": 20, "num_key_value_heads": 20, "n_shared_experts": 1, "n_routed_experts": 64,
-    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
-    "routed_scaling_factor": 1.8, "topk_method": "noaux_tc", "q_lora_rank": 768, "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "attention_bias": False, "hidden_act": "silu",
-    "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "num_nextn_predict_layers": 1,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-GLM_5 = GLM_47_FLASH | {
-    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 6144,
-    "intermediate_size": 12288, "moe_intermediate_size": 2048, "num_hidden_layers": 78, "num_attention_heads": 64,
-    "num_key_value_heads": 64, "n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "moe_layer_freq": 1, "q_lora_rank": 2048,
-    "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048,
-}  # fmt: skip
-QWEN3_NEXT: Config = {
-    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048,
-    "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
-    "head_dim": 256, "attention_bias": False, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "hidden_act": "silu", "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 10000000,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-QWEN35_TEXT: Config = {
-    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 5120,
-    "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
-    "head_dim": 256, "attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
-    "hidden_act": "silu", "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-QWEN35_VISION: Config = {
-    "model_type": "qwen3_5", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
-    "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
-    "num_position_embeddings": 2304, "out_hidden_size": 5120, "hidden_act": "gelu_pytorch_tanh",
-    "deepstack_visual_indexes": [],
-}  # fmt: skip
-MROPE = QWEN35_TEXT["rope_parameters"] | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
-QWEN35_27B: Config = {
-    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 248056,
-    "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "text_config": {k: v for k, v in QWEN35_TEXT.items() if k != "architectures"} | {"rope_parameters": MROPE},
-    "vision_config": QWEN35_VISION,
-}  # fmt: skip
-QWEN35_397B = QWEN35_27B | {
-    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
-    "text_config": {k: v for k, v in QWEN35_27B["text_config"].items() if k != "intermediate_size"} | {
-        "model_type": "qwen3_5_moe_text", "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32,
-        "num_key_value_heads": 2, "linear_num_value_heads": 64, "num_experts": 512, "num_experts_per_tok": 10,
-        "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024,
-    },
-    "vision_config": QWEN35_VISION | {"model_type": "qwen3_5_moe", "out_hidden_size": 4096},
-}  # fmt: skip
-MIMO_7B: Config = {
-    "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModel": "modeling_mimo.MiMoModel",
-                 "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
-    "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "vocab_size": 151680, "hidden_size": 4096,
-    "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "attention_bias": True, "use_sliding_window": False, "hidden_act": "silu",
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 640000, "num_nextn_predict_layers": 1,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-
-MODELS: dict[str, Config] = layouts.MODELS | {
-    "dsv4-flash": DSV4_FLASH,
-    "dsv4-pro": DSV4_FLASH | {
-        "hidden_size": 7168, "moe_intermediate_size": 3072, "num_hidden_layers": 61, "num_attention_heads": 128,
-        "q_lora_rank": 1536, "o_groups": 16, "index_topk": 1024, "n_routed_experts": 384,
-        "routed_scaling_factor": 2.5, "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
-    },
-    "deepseek-r1": DEEPSEEK_V3,
-    "deepseek-v3.1": DEEPSEEK_V3 | {"quantization_config": FP8_128 | {"scale_fmt": "ue8m0"}},
-    "deepseek-v3.2": DEEPSEEK_V32 | {"quantization_config": FP8_128 | {"scale_fmt": "ue8m0"}},
-    "glm-4.5-air": GLM_45_AIR,
-    "glm-4.7": GLM_45_AIR | {
-        "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92,
-        "use_qk_norm": True, "n_routed_experts": 160, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
-        "max_position_embeddings": 202752,
-    },
-    "glm-4.7-flash": GLM_47_FLASH,
-    "glm-5": GLM_5,
-    "qwen3-next-80b": QWEN3_NEXT,
-    "qwen3.5-27b": QWEN35_27B,
-    "qwen3.5-text": QWEN35_TEXT,
-    "qwen3.5-397b": QWEN35_397B,
-    "mimo-7b": MIMO_7B,
-}  # fmt: skip
-
-# --- Tiny: the same layouts, narrow and shallow
-# -----------------------------------------------------------------------
-
-# Every linear's sides are multiples of 128 (except one row a head, and 576 of kv_a_proj_with_mqa),
-# so each group size and block fits; head sizes stay those that CUDA attention kernels are built
-# for.
-_NARROW = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "max_position_embeddings": 4096,
+_RAW = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+MODELS: dict[str, Config] = layouts.MODELS | _RAW["models"]
+TINY: dict[str, Config] = layouts.TINY | _RAW["tiny"]
+PUBLISHED = layouts.PUBLISHED | {
+    model: Published(**known) for model, known in _RAW["published"].items()
 }
-_MOE = {"moe_intermediate_size": 128, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1}  # fmt: skip
-_MLA = {
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "q_lora_rank": 256,
-    "num_hidden_layers": 3,
-}
-_GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 3}
-_GDN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 4}
-_QWEN_MOE = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 4,
-             "num_experts_per_tok": 2}  # fmt: skip
-_VISION = {"depth": 1, "hidden_size": 128, "num_heads": 2, "intermediate_size": 256, "num_position_embeddings": 16,
-           "out_hidden_size": 256}  # fmt: skip
-_DENSE_QWEN35 = _NARROW | _GQA | _GDN | {"head_dim": 256}  # mrope_section is for heads of 256
-_MOE_QWEN35 = {k: v for k, v in _DENSE_QWEN35.items() if k != "intermediate_size"} | _QWEN_MOE
-TINY: dict[str, Config] = layouts.TINY | {
-    "deepseek_v4": {
-        "vocab_size": 512, "hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 3, "q_lora_rank": 128,
-        "num_attention_heads": 64, "o_groups": 8, "o_lora_rank": 128, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0], "max_position_embeddings": 4096,
-    },
-    "deepseek_v3": _NARROW | _MOE | _MLA,
-    "deepseek_v32": _NARROW | _MOE | _MLA,
-    "glm_moe_dsa": _NARROW | _MOE | _MLA,
-    "glm4_moe_lite": _NARROW | _MOE | _MLA,
-    "glm4_moe": _NARROW | _MOE | _GQA,
-    "qwen3_next": _NARROW | _GQA | _GDN | _QWEN_MOE,
-    "qwen3_5_text": _DENSE_QWEN35,
-    "qwen3_5": {"text_config": _DENSE_QWEN35, "vision_config": _VISION},
-    "qwen3_5_moe": {"text_config": _MOE_QWEN35, "vision_config": _VISION},
-    # a Qwen2: heads are as wide as hidden_size / num_attention_heads
-    "mimo": _NARROW | _GQA | {"hidden_size": 512},
-}  # fmt: skip
-
-
 SPLIT: Config = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4,
                  "linear_num_value_heads": 8, "num_heads": 4}  # fmt: skip
 

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-import layouts
 import pytest
 import releases
 import wrapped
@@ -27,7 +26,7 @@ from keepmtp.recipes.family_view import FamilyView
 from pydantic import TypeAdapter, ValidationError
 from tensors import ITEM_BYTES, Tensors, num_bytes
 
-MODELS = tuple(releases.MODELS)
+MODELS, PUBLISHED = tuple(releases.MODELS), releases.PUBLISHED
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -101,27 +100,6 @@ def test_every_family_has_a_fixture():
     assert covered == {family.model_type for family in families().values()}
 
 
-# Weights in the MTP block as published: GLM-5 (zai-org/GLM-5) lists 791, DeepSeek-V4-Flash 797,
-# dense Qwen3.5 15.
-MTP_WEIGHTS = {
-    "dsv4-flash": 797,
-    "dsv4-pro": 1181,
-    "deepseek-r1": 788,
-    "deepseek-v3.1": 788,
-    "deepseek-v3.2": 793,
-    "glm-4.5-air": 404,
-    "glm-4.7": 502,
-    "glm-4.7-flash": 212,
-    "glm-5": 791,
-    "qwen3-next-80b": 1553,
-    "qwen3.5-27b": 15,
-    "qwen3.5-text": 15,
-    "qwen3.5-397b": 1553,
-    "mimo-7b": 16,
-    **{model: published.num_mtp_weights for model, published in layouts.PUBLISHED.items()},
-}
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_the_mtp_block_is_all_of_what_is_published(model):
     # Four layers deep: the MTP block is the same, the backbone is not what this counts.
@@ -130,35 +108,11 @@ def test_the_mtp_block_is_all_of_what_is_published(model):
     config, tensors = releases.source_layout(model, size="full", changes=changes)
     view = find_view(config, model)
     found = [name for name in map(HFName, tensors) if view.is_mtp(name)]
-    num_layers = layouts.PUBLISHED[model].num_mtp_layers if model in layouts.PUBLISHED else 1
-    assert view.num_mtp_layers == num_layers
-    assert view.mtp_layers_of(found) == set(range(num_layers))
-    if MTP_WEIGHTS[model] is not None:
-        assert sum(map(is_weight, found)) == MTP_WEIGHTS[model]
-
-
-# Billions of parameters, MTP block included, as the model cards and the Hub's counters have them.
-PUBLISHED_BILLIONS = {
-    "dsv4-flash": 291,
-    "dsv4-pro": 1600,
-    "deepseek-r1": 685,
-    "deepseek-v3.1": 685,
-    "deepseek-v3.2": 685,
-    "glm-4.5-air": 110,
-    "glm-4.7": 358,
-    "glm-4.7-flash": 31,
-    "glm-5": 754,
-    "qwen3-next-80b": 81,
-    "qwen3.5-27b": 28,
-    "qwen3.5-text": 27,
-    "qwen3.5-397b": 403,
-    "mimo-7b": 7.8,
-    **{
-        model: published.billions
-        for model, published in layouts.PUBLISHED.items()
-        if published.billions
-    },
-}
+    known = PUBLISHED[model]
+    assert view.num_mtp_layers == known.num_mtp_layers
+    assert view.mtp_layers_of(found) == set(range(known.num_mtp_layers))
+    if known.num_mtp_weights is not None:
+        assert sum(map(is_weight, found)) == known.num_mtp_weights
 
 
 def test_deepseek_v4_flash_is_what_others_count():
@@ -180,11 +134,11 @@ def parameters(spec: tuple[str, tuple[int, ...]]) -> int:
     return 2 * count if spec[0] == "I8" else count
 
 
-@pytest.mark.parametrize("model", PUBLISHED_BILLIONS)
+@pytest.mark.parametrize("model", [model for model in MODELS if PUBLISHED[model].billions])
 def test_fixtures_have_the_published_size(model):
     _, tensors = view_of(model, "full")
     total = sum(parameters(spec) for name, spec in tensors.items() if is_weight(name))
-    assert total / 1e9 == pytest.approx(PUBLISHED_BILLIONS[model], rel=0.02)
+    assert total / 1e9 == pytest.approx(PUBLISHED[model].billions, rel=0.02)
 
 
 # What a published header or index counts: names under a prefix, and their bytes. The second is
@@ -206,74 +160,6 @@ def test_fixtures_have_the_published_index(model, changes, prefix, count, size):
     assert sum(num_bytes(*spec) for spec in chosen) == size
 
 
-GQA = "self_attn.qkv_proj self_attn.o_proj"
-MLA = "self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj"
-DEEPSEEK_MOE = "mlp.experts mlp.shared_experts.gate_up_proj mlp.shared_experts.down_proj"
-QWEN_MOE = "mlp.experts mlp.shared_expert.gate_up_proj mlp.shared_expert.down_proj"
-DENSE = "mlp.gate_up_proj mlp.down_proj"
-V4 = (
-    "e_proj h_proj attn.fused_wqa_wkv attn.wq_b attn.wo_a attn.wo_b ffn.experts "
-    "ffn.shared_experts.gate_up_proj "
-    "ffn.shared_experts.down_proj"
-)
-
-# model: (prefix of the draft's block, what it asks the quantization config about, matrices it
-# builds without one). Tiny models have 3 decoder layers, the Qwens 4. The drafts' heads are in no
-# list of a maker who publishes no copy.
-DRAFTS = {
-    "dsv4-flash": ("model.layers.3.", V4, "ffn.gate"),
-    "dsv4-pro": ("model.layers.3.", V4, "ffn.gate"),
-    "deepseek-r1": (
-        "model.layers.3.",
-        f"head {MLA} {DEEPSEEK_MOE}",
-        "eh_proj mlp.gate embed_tokens",
-    ),
-    "deepseek-v3.1": (
-        "model.layers.3.",
-        f"head {MLA} {DEEPSEEK_MOE}",
-        "eh_proj mlp.gate embed_tokens",
-    ),
-    "deepseek-v3.2": (
-        "model.layers.3.",
-        f"head {MLA} self_attn.indexer.wq_b {DEEPSEEK_MOE}",
-        "eh_proj mlp.gate embed_tokens self_attn.indexer.wk self_attn.indexer.weights_proj",
-    ),
-    "glm-4.5-air": (
-        "model.layers.3.",
-        f"head {GQA} {DEEPSEEK_MOE}",
-        "eh_proj mlp.gate embed_tokens",
-    ),
-    "glm-4.7": ("model.layers.3.", f"head {GQA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
-    "glm-4.7-flash": (
-        "model.layers.3.",
-        f"head {MLA} {DEEPSEEK_MOE}",
-        "eh_proj mlp.gate embed_tokens",
-    ),
-    "glm-5": (
-        "model.layers.3.",
-        f"{MLA} self_attn.indexer.wq_b {DEEPSEEK_MOE}",
-        "eh_proj mlp.gate self_attn.indexer.wk self_attn.indexer.weights_proj",
-    ),
-    "qwen3-next-80b": (
-        "mtp.layers.0.",
-        f"mtp.fc {GQA} {QWEN_MOE}",
-        "mlp.gate mlp.shared_expert_gate",
-    ),
-    "qwen3.5-27b": ("mtp.layers.0.", f"mtp.fc {GQA} {DENSE}", ""),
-    "qwen3.5-text": ("mtp.layers.0.", f"mtp.fc {GQA} {DENSE}", ""),
-    "qwen3.5-397b": (
-        "mtp.layers.0.",
-        f"mtp.fc {GQA} {QWEN_MOE}",
-        "mlp.gate mlp.shared_expert_gate",
-    ),
-    "mimo-7b": ("model.layers.3.", f"{GQA} {DENSE}", "input_proj"),
-    **{
-        model: (known.draft_stem, known.asks, known.unasked)
-        for model, known in layouts.PUBLISHED.items()
-    },
-}
-
-
 def is_later(view, place) -> bool:
     """Whether it is of a further MTP layer, which is built like the first."""
     return (
@@ -285,7 +171,7 @@ def is_later(view, place) -> bool:
 @pytest.mark.parametrize("model", MODELS)
 def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
     view, tensors = view_of(model)
-    stem, asked, unasked = DRAFTS[model]
+    known = PUBLISHED[model]
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for name, (_, shape) in tensors.items():
         place = view.place(HFName(name))
@@ -297,17 +183,18 @@ def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
         ):
             found[place.row.loads_quantized].add(place.runtime)
 
-    whole = layouts.PUBLISHED[model].whole if model in layouts.PUBLISHED else ("mtp.",)
-
     def full(paths: str) -> set[str]:
-        return {path if path.startswith(whole) else stem + path for path in paths.split()}
+        return {
+            path if path.startswith(known.whole) else known.draft_stem + path
+            for path in paths.split()
+        }
 
-    assert found[True] == full(asked)
-    assert found[False] == full(unasked)
+    assert found[True] == full(known.asks)
+    assert found[False] == full(known.unasked)
 
 
 def test_every_fixture_has_its_draft_written_down():
-    assert set(DRAFTS) == set(MTP_WEIGHTS) == set(MODELS)
+    assert PUBLISHED.keys() == {*MODELS}
 
 
 ROLES = {  # matrices by role in the tiny MTP block, which has 4 experts
@@ -552,14 +439,9 @@ def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
         assert message.partition("says: ")[2].partition(". Serve ")[0] in "".join(strings)
 
 
-# MiMo has no class in transformers; DeepSeek-V4's restores the published names only for weights
-# that it has loaded.
-UNSAVED = (
-    "mimo-7b",
-    "dsv4",
-    *(model for model, known in layouts.PUBLISHED.items() if known.unsaved),
-)
-SAVED = [model for model in MODELS if not model.startswith(UNSAVED)]
+# MiMo has no class in transformers; DeepSeek-V4's restores the published names only for weights that
+# it has loaded.
+SAVED = [model for model in MODELS if not PUBLISHED[model].unsaved]
 
 
 @pytest.mark.parametrize("model", SAVED)
