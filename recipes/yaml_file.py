@@ -8,15 +8,18 @@ two equal keys; and it recurses as deep as the file says. So the parser's events
 first. They come one by one, and nothing is built from them.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from .errors import RecipeError
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+if TYPE_CHECKING:
+    from yaml import SafeLoader
+else:
+    SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 _MAX_BYTES = 256 * 1024
 _MAX_DEPTH = 20
 _MAX_NUMBER = 2**53
@@ -25,7 +28,7 @@ _RULE = "a recipe is a YAML mapping"
 
 def load_shipped(path: Path) -> Any:
     """The content of a YAML file of keepmtp, read by the parser in C where there is one."""
-    return _load(path.read_text(encoding="utf-8"))
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=SafeLoader)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
@@ -37,11 +40,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
     """
     text = _text_of(path)
     try:
-        _look_through(text, path)
-        found = _load(text)
+        _look_through(text)
+        found = yaml.load(text, Loader=_OneOfEachKey)  # noqa: S506 - a safe loader
+    except RecipeError as error:
+        raise error.at(path) from None
     except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, RecipeError):
-            raise
         cure = "Indent with spaces, not with tabs" if "\t" in text else "Mend that line"
         raise RecipeError(path, _RULE, got=" ".join(str(error).split()), cure=cure) from error
     if not isinstance(found, dict):
@@ -57,10 +60,6 @@ def on_one_line(value: object) -> str:
     """A value in YAML, on one line. A commit of digits alone gets quotes: it is no number."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
     return text.removesuffix("...\n").strip()
-
-
-def _load(text: str) -> Any:
-    return yaml.load(text, Loader=_LOADER)  # noqa: S506 - a safe loader, in C or in Python
 
 
 def _text_of(path: Path) -> str:
@@ -88,52 +87,38 @@ def _text_of(path: Path) -> str:
         ) from error
 
 
-@dataclass(slots=True)
-class _Open:
-    """A list or mapping whose end has not come; a mapping has `keys`, and is or is not waiting for
-    a value.
-    """
+class _OneOfEachKey(SafeLoader):
+    """Takes no key twice, and none that is a list or a mapping."""
 
-    keys: set[str] | None
-    waits: bool = False
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            where = f"line {key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                got = "a list or a mapping"
+                raise RecipeError(where, "a key must be a text", got=got, cure="Mend it")
+            if key.value in keys:
+                rule, cure = f"{key.value} must be given once", "Remove one of the two"
+                raise RecipeError(where, rule, got="it twice", cure=cure)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
-def _look_through(text: str, path: Path) -> None:
+def _look_through(text: str) -> None:
     """Refuse what must not be built."""
-    opened: list[_Open] = []
-    for event in yaml.parse(text, Loader=_LOADER):
-        where = f"{path}: line {event.start_mark.line + 1}"
+    depth = 0
+    for event in yaml.parse(text, Loader=SafeLoader):
+        where = f"line {event.start_mark.line + 1}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise RecipeError(
-                where, "a recipe has no anchors or aliases", got="one", cure="Write the value out"
-            )
+            rule, cure = "a recipe has no anchors or aliases", "Write the value out"
+            raise RecipeError(where, rule, got="one", cure=cure)
         if getattr(event, "tag", None):
             raise RecipeError(where, "a recipe has no tags", got=event.tag, cure="Remove it")
-        if isinstance(event, yaml.CollectionEndEvent):
-            opened.pop()
-        elif isinstance(event, yaml.NodeEvent):
-            if opened and (keys := opened[-1].keys) is not None:
-                if not opened[-1].waits:
-                    _refuse_key(event, keys, where)
-                opened[-1].waits = not opened[-1].waits
-            if isinstance(event, yaml.CollectionStartEvent):
-                opened.append(
-                    _Open(keys=set() if isinstance(event, yaml.MappingStartEvent) else None)
-                )
-        if len(opened) > _MAX_DEPTH:
-            raise RecipeError(
-                where, f"a recipe is at most {_MAX_DEPTH} levels deep", got="more", cure="Mend it"
-            )
-
-
-def _refuse_key(event: yaml.Event, keys: set[str], where: str) -> None:
-    if not isinstance(event, yaml.ScalarEvent):
-        raise RecipeError(where, "a key must be a text", got="a list or a mapping", cure="Mend it")
-    if event.value in keys:
-        raise RecipeError(
-            where, f"{event.value} must be given once", got="it twice", cure="Remove one of the two"
-        )
-    keys.add(event.value)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            rule = f"a recipe is at most {_MAX_DEPTH} levels deep"
+            raise RecipeError(where, rule, got="more", cure="Mend it")
 
 
 def _refuse_other_types(value: Any, place: str, path: Path) -> None:
