@@ -17,7 +17,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError
-from ..validate.measure.prompts import PROMPTS, read_prompts
 from .gate import EXITS
 from .measuring import OriginalOption, ServeOptions, Session, begin
 from .progress import spinner
@@ -83,6 +82,7 @@ def serve_check(
     from ..validate.facts.binomial import refuse_without_scipy
     from ..validate.measure import serve_check as measure
     from ..validate.measure.harness import ks_up_to
+    from ..validate.measure.prompts import PROMPTS, read_prompts
 
     refuse_without_scipy()  # its gate has exact limits
     asked = PROMPTS if prompts is None else read_prompts(prompts)

@@ -32,7 +32,7 @@ def _order_without_a_tensor(written: object) -> object:
     return written
 
 
-Fault = tuple[str, object, str]
+Contradiction = tuple[str, object, str]
 """A rule that values break together, what is there instead, and what to do."""
 
 
@@ -41,13 +41,13 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    def faults(self) -> Iterable[Fault]:
+    def contradictions(self) -> Iterable[Contradiction]:
         """What is wrong with values that each may have alone; the first is the refusal."""
         return ()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        for rule, got, cure in self.faults():
+        for rule, got, cure in self.contradictions():
             raise RecipeError("", rule, got=got, cure=cure)
         return self
 
@@ -83,7 +83,7 @@ class AWQKnobs(Frozen):
     n_grid: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 20
     duo_scaling: Annotated[bool, Field(strict=True)] | Literal["both"] = True
 
-    def faults(self) -> Iterator[Fault]:
+    def contradictions(self) -> Iterator[Contradiction]:
         """A grid goes from 0 to 1: with fewer points llm-compressor divides by zero."""
         least = {"both": 4, True: 3, False: 2}[self.duo_scaling]
         if self.n_grid < least:

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from .errors import RecipeError
-from .knobs import Fault, Frozen
+from .knobs import Contradiction, Frozen
 from .tasks import TASKS, TaskName
 
 Api = Literal["completions", "chat"]
@@ -109,7 +109,7 @@ class Evaluation(Frozen):
         """The task, or "<task> form" where the questions are from a file."""
         return f"{self.task} form" if self.dataset else self.task
 
-    def faults(self) -> Iterator[Fault]:
+    def contradictions(self) -> Iterator[Contradiction]:
         if self.dataset is not None and Path(self.dataset).suffix not in _FILES:
             kinds = f"{', '.join(_FILES[:-1])} or {_FILES[-1]}"
             rule = f"dataset: must be a {kinds} file, or left out for the task's own on the Hub"

@@ -28,7 +28,7 @@ from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
-from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, Fault, Frozen, GPTQKnobs
+from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, Contradiction, Frozen, GPTQKnobs
 from .model_file import USUAL_AUTO, summary_of
 from .protocol import Evaluation, Evaluations, Gates, listed
 from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS
@@ -172,7 +172,7 @@ class Texts(Frozen):
     prompt_column: _Text | None = None
     chat: bool = False
 
-    def faults(self) -> Iterator[Fault]:
+    def contradictions(self) -> Iterator[Contradiction]:
         if self.chat and self.prompt_column is None:
             yield "chat needs a prompt_column", "none", "Name it, or leave out chat"
 
@@ -267,8 +267,8 @@ class Calibration(Texts):
             if key not in absent or value != absent[key]
         }
 
-    def faults(self) -> Iterator[Fault]:
-        yield from super().faults()
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
         algorithm = self.algorithm
         for key in KNOBS:
             if key != algorithm and getattr(self, key) is not None:
@@ -353,7 +353,7 @@ class MtpTuned(Frozen):
     decay: Annotated[float, Field(gt=0, le=1)]
     frozen: tuple[Group, ...] = ()
 
-    def faults(self) -> Iterator[Fault]:
+    def contradictions(self) -> Iterator[Contradiction]:
         words = [self.mtp] if isinstance(self.mtp, str) else self.mtp.values()
         if "source" in words:
             cure = "Use bf16, which is the same for a BF16 release, or a scheme"
@@ -537,7 +537,7 @@ class Recipe(Frozen):
             if name in rewritten | weighted or SCHEMES[name].needs_calibration
         ]
 
-    def faults(self) -> Iterator[Fault]:
+    def contradictions(self) -> Iterator[Contradiction]:
         """Blocks without their word and words without their block; then what has no meaning."""
         if self.is_searched and self.mtp_auto is not None:
             cure = "Remove it: the units of the block have the candidates of backbone_auto"
@@ -559,14 +559,14 @@ class Recipe(Frozen):
             if not is_wanted and getattr(self, key) is not None:
                 got = of_backbone if holder == "backbone" else f"mtp: {self.mtp}"
                 yield f"{key} must be left out where {holder} is not {word}", got, "Remove it"
-        yield from self._faults_of_search()
+        yield from self._against_search()
         words = sorted(self.decisions() & SCHEMES.keys())
         if self.format == "modelopt" and (wordless := {*words} - ALGORITHMS.keys()):
             cure = "Use one of these: vLLM loads no other of modelopt's; or remove format"
             yield f"format: modelopt is for {', '.join(ALGORITHMS)}", ", ".join(wordless), cure
-        yield from self._faults_of_calibration(words)
+        yield from self._against_calibration(words)
 
-    def _faults_of_search(self) -> Iterator[Fault]:
+    def _against_search(self) -> Iterator[Contradiction]:
         if self.search is None:
             return
         if self.calibration and self.calibration.algorithm != "minmax":
@@ -586,7 +586,7 @@ class Recipe(Frozen):
             got = ", ".join(sorted(self.decisions() & SCHEMES.keys())) or "no scheme"
             yield rule, got, "Use one of these schemes, or remove search"
 
-    def _faults_of_calibration(self, words: list[str]) -> Iterator[Fault]:
+    def _against_calibration(self, words: list[str]) -> Iterator[Contradiction]:
         if self.calibration is None:
             reasons = {
                 f"mtp: {self.mtp}": self.measures_mtp,
