@@ -108,7 +108,8 @@ def _kinds() -> Mapping[str, _Kind]:
     found: dict[str, _Kind] = {}
     for family in families().values():
         for key in family.mtp_count_keys:
-            found |= {key.partition(".")[0]: _OBJECT} if "." in key else {}
+            if "." in key:
+                found[key.partition(".")[0]] = _OBJECT
             found[key] = _whole(_MAX_MTP_LAYERS)
         found |= dict.fromkeys(
             (*family.mtp_parts_keys, *family.layer_list_keys), _either(_TEXT, _LAYERS)

@@ -58,7 +58,9 @@ def _shared() -> Mapping[str, Any]:
 
 
 def _layout(raw: str | Mapping[str, Any], blocks: Blocks) -> Layout:
-    given: dict[str, Any] = dict(_shared()["layouts"][raw] if isinstance(raw, str) else raw)
+    if isinstance(raw, str):
+        raw = _shared()["layouts"][raw]
+    given: dict[str, Any] = dict(raw)
     for key in ("top", "mtp_top"):
         given[key] = _rows(given.get(key, ()), blocks)
     for key in ("layers", "mtp"):
@@ -84,7 +86,8 @@ def _rows(groups: Sequence[str | Mapping[str, Any]], blocks: Blocks) -> tuple[Ro
             own = _changed(_rows(blocks[used], blocks), **fields)
         else:
             own = _listed(**fields)
-        rows += [_moved(row, on_disk, in_vllm) for row in own]
+        for row in own:
+            rows.append(_moved(row, on_disk, in_vllm))
     return tuple(rows)
 
 
@@ -125,12 +128,14 @@ def _moved(row: Row, on_disk: str, in_vllm: str) -> Row:
     """The row below a module. vLLM asks for an expert's projection by the path in vLLM."""
     path, runtime = _below(on_disk, row.path), _below(in_vllm, row.runtime or row.path)
     aliases = [_below(in_vllm, alias) for alias in row.aliases]
+    if runtime == path:
+        runtime = ""
     if "{e}" in path and on_disk != in_vllm:
         aliases.insert(0, _below(in_vllm, row.path))
     return replace(
         row,
         path=path,
-        runtime="" if runtime == path else runtime,
+        runtime=runtime,
         shares=_below(on_disk, row.shares),
         aliases=tuple(aliases),
     )
@@ -142,8 +147,10 @@ def _below(outer: str, path: str) -> str:
 
 def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """With tuples for lists. What is in a mapping stays: it is a part of a config.json."""
-    return {key: _frozen(value) for key, value in raw.items()}
+    return dict(zip(raw, map(_frozen, raw.values()), strict=True))
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    return value

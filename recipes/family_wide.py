@@ -140,27 +140,31 @@ def _variant(
     if own is None and name not in COMMON:
         return None
     base = own or shipped.get("nvfp4a16-fp8") or next(iter(shipped.values()), _USUAL)
-    quantized = [word for group, word in base["backbone"].items() if group != "experts"]
-    usual = Counter(word for word in quantized if word != "bf16").most_common(1) or [
-        ("FP8_DYNAMIC", 0)
-    ]
-    words = {group: base["backbone"].get(group, usual[0][0]) for group in groups}
-    if own is None:
-        scheme, rest = COMMON[name]
-        words = {group: rest if rest and word != "bf16" else word for group, word in words.items()}
-        if heavy:
-            words[heavy] = scheme
-    if is_plain and words.get(heavy) == "source":
-        return None
-    if is_plain:
-        words = {group: "FP8_BLOCK" if word == "source" else word for group, word in words.items()}
+    counts: Counter[str] = Counter()
+    for group, word in base["backbone"].items():
+        counts[word] += group != "experts" and word != "bf16"
+    usual = next((word for word, count in counts.most_common(1) if count), "FP8_DYNAMIC")
+    scheme, rest = COMMON.get(name, ("", ""))
+    words: dict[str, str] = {}
+    for group in groups:
+        word = base["backbone"].get(group) or usual
+        if own is None and group == heavy:
+            word = scheme
+        elif own is None and rest and word != "bf16":
+            word = rest
+        if is_plain and word == "source":
+            if group == heavy:
+                return None
+            word = "FP8_BLOCK"
+        words[group] = word
     # A recipe with batches may rewrite weights, also where no scheme needs them.
     needs_batches = own is not None and own["calibration"] is not None
     needs_batches |= any(
         word in SCHEMES and SCHEMES[word].needs_calibration for word in words.values()
     )
-    mtp: Any = words if is_draft else base["mtp"]
-    backbone = {} if is_draft else words
+    backbone, mtp = words, base["mtp"]
+    if is_draft:
+        backbone, mtp = {}, words
     summary = summary_of(backbone, mtp, is_calibrated=needs_batches)
     block: object = None
     if needs_batches:

@@ -166,33 +166,29 @@ def _table() -> Mapping[str, Scheme]:
     raw = load_shipped(Path(__file__).with_name("schemes.yaml"))
     found: dict[str, Scheme] = {}
     for name, row in raw["schemes"].items():
+        row.setdefault("inputs", None)
         for key in ("weights", "inputs"):
-            given = row.get(key)
-            row[key] = None if given is None else MappingProxyType(raw["arguments"] | given)
-        scale = row.pop("input_scale", None)
-        extra = (TensorSpec(**scale, shape=(1,)),) if scale else ()
+            if row[key] is not None:
+                row[key] = MappingProxyType(raw["arguments"] | row[key])
+        extra: tuple[TensorSpec, ...] = ()
+        if scale := row.pop("input_scale", None):
+            extra = (TensorSpec(**scale, shape=(1,)),)
         found[name] = Scheme(name=name, extra=extra, **row)
     return MappingProxyType(found)
 
 
 SCHEMES = _table()
 
-_ALGORITHMS = (
-    "minmax",
-    "gptq",
-    "awq",
-    "smoothquant",
-    "autoround",
-    "mse",
-    "four-over-six",
-    "local-hessian",
-)
-REWRITES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        algorithm: frozenset(name for name, row in SCHEMES.items() if algorithm in row.algorithms)
-        for algorithm in _ALGORITHMS
-    }
-)
+
+def _schemes_by(key: str) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for name, scheme in SCHEMES.items():
+        for word in getattr(scheme, key):
+            found[word] = found.get(word, frozenset()) | {name}
+    return found
+
+
+REWRITES: Mapping[str, frozenset[str]] = {"minmax": frozenset(), **_schemes_by("algorithms")}
 """Calibration algorithm -> the schemes whose weights it rewrites. Others are rounded to nearest."""
 
 SWEEPS = frozenset({"mse", "four-over-six", "local-hessian"})
@@ -200,12 +196,7 @@ SWEEPS = frozenset({"mse", "four-over-six", "local-hessian"})
 layer changes.
 """
 
-SEARCHES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        search: frozenset(name for name, row in SCHEMES.items() if search in row.searches)
-        for search in ("mse", "four-over-six", "imatrix")
-    }
-)
+SEARCHES: Mapping[str, frozenset[str]] = _schemes_by("searches")
 """Search of scales -> the schemes that it has a meaning for; the weights of others are rounded as
 without it.
 

@@ -131,9 +131,9 @@ def packed_modules(view: FamilyView, part: Part) -> Packed:
     nothing.
     """
     model = sglang_model(view.config)
-    packed = (
-        model.packed if part == "backbone" or model.draft_packed is None else model.draft_packed
-    )
+    packed = model.packed
+    if part == "mtp" and model.draft_packed is not None:
+        packed = model.draft_packed
     if view.text_config.get("q_lora_rank", 0) is not None:
         return packed
     return {name: parts for name, parts in packed.items() if name != "fused_qkv_a_proj_with_mqa"}
@@ -147,9 +147,14 @@ def entry_renames(view: FamilyView, part: Part, method: str) -> Renamer:
     renames = model.entry_renames if part == "backbone" else model.draft_entry_renames
     if not renames or (part == "mtp" and model.renames_under and method not in model.renames_under):
         return Renamer()
-    pairs = [(old.replace("{n}", str(view.num_layers)), new) for old, new in renames.items()]
-    prefixes = {old[1:]: new for old, new in pairs if old.startswith("^")}
-    substrings = {old: new for old, new in pairs if not old.startswith("^")}
+    substrings: dict[str, str] = {}
+    prefixes: dict[str, str] = {}
+    for written, new in renames.items():
+        old = written.replace("{n}", str(view.num_layers))
+        if old.startswith("^"):
+            prefixes[old[1:]] = new
+        else:
+            substrings[old] = new
     return Renamer(renames=Renames(substrings=substrings, prefixes=prefixes))
 
 
@@ -183,7 +188,11 @@ def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...
     if place.part == "mtp" and model.plain_draft:
         return "", ()
     stem = sglang_stem(view, place.part, place.layer)
-    return ("", ()) if stem is None else (stem, _paths(model, view, place))
+    if stem is None:
+        return "", ()
+    spelled = [_as_asked(_renamed(model, place.part, path)) for path in table_paths(view, place)]
+    spelled += model.also.get(place.row.path, ())
+    return stem, tuple(path for path in dict.fromkeys(spelled) if path not in model.unasked)
 
 
 def sglang_names(view: FamilyView, place: Place) -> tuple[str, ...]:
@@ -199,12 +208,14 @@ def sglang_module(view: FamilyView, place: Place) -> str | None:
     it never asks.
     """
     stem, paths = sglang_spelling(view, place)
-    if not paths or place.role == "experts":
-        return container(stem + paths[0].replace("{e}", "0")) if paths else None
-    fused = place.runtime.removeprefix(view.runtime_stem(place.part, place.layer or 0))
-    named = _renamed(
-        sglang_model(view.config), place.part, fused if place.shares else place.row.path
-    )
+    if not paths:
+        return None
+    if place.role == "experts":
+        return container(stem + paths[0].replace("{e}", "0"))
+    path = place.row.path
+    if place.shares:
+        path = place.runtime.removeprefix(view.runtime_stem(place.part, place.layer or 0))
+    named = _renamed(sglang_model(view.config), place.part, path)
     return stem + (named if named in paths else paths[0])
 
 
@@ -256,12 +267,6 @@ def _glob(entry: str) -> re.Pattern[str]:
         raise CheckpointError(shortened(entry), rule, got=str(error), cure="Mend it") from error
 
 
-def _paths(model: SglangModel, view: FamilyView, place: Place) -> tuple[str, ...]:
-    spelled = [_as_asked(_renamed(model, place.part, path)) for path in table_paths(view, place)]
-    spelled += model.also.get(place.row.path, ())
-    return tuple(path for path in dict.fromkeys(spelled) if path not in model.unasked)
-
-
 def table_paths(view: FamilyView, place: Place) -> tuple[str, ...]:
     """A module's spellings below its block's stem in the family's table: shard, fused, projections
     of experts.
@@ -271,8 +276,10 @@ def table_paths(view: FamilyView, place: Place) -> tuple[str, ...]:
         return row.unstacked
     if "{e}" in row.path:
         return (row.path, *row.aliases)
-    runtime = place.runtime.removeprefix(view.runtime_stem(place.part, place.layer or 0))
-    return tuple(dict.fromkeys((row.path, *([runtime] if row.runtime else []), *row.aliases)))
+    paths = [row.path]
+    if row.runtime:
+        paths.append(place.runtime.removeprefix(view.runtime_stem(place.part, place.layer or 0)))
+    return tuple(dict.fromkeys([*paths, *row.aliases]))
 
 
 def _renamed(model: SglangModel, part: Part, path: str) -> str:
