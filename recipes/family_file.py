@@ -12,7 +12,7 @@ keys:
     fused        vLLM's module that the modules are parts of; they have one global scale
     use          a block, instead of modules; the group's attributes are set in each of its rows
     at           where all paths of the group begin; `on_disk` and `in_vllm` where that differs
-    parts        how many modules a path with `{part}` stands for
+    parts        how many modules a path with `{part}` means
 
 Easy to get wrong: modules of some roles are always kept, and have a usual `why_kept` in
 `_shared.yaml`. Where there is a reason, vLLM's module has no slots for scales (`loads_quantized`)
