@@ -58,9 +58,8 @@ def _shared() -> Mapping[str, Any]:
 
 
 def _layout(raw: str | Mapping[str, Any], blocks: Blocks) -> Layout:
-    if isinstance(raw, str):
-        raw = _shared()["layouts"][raw]
-    given: dict[str, Any] = dict(raw)
+    table = _shared()["layouts"][raw] if isinstance(raw, str) else raw
+    given: dict[str, Any] = dict(table)
     for key in ("top", "mtp_top"):
         given[key] = _rows(given.get(key, ()), blocks)
     for key in ("layers", "mtp"):
