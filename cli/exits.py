@@ -59,19 +59,6 @@ _OF_SYSTEM: Mapping[int, tuple[str, str]] = {
 }
 
 
-class StoppedLate(SystemExit):
-    """Stopped from outside when the output was there already, so that the same command would refuse
-    it.
-
-    Attributes:
-        how_to_go_on: a sentence without its full stop.
-    """
-
-    def __init__(self, status: int, how_to_go_on: str) -> None:
-        super().__init__(status)
-        self.how_to_go_on = how_to_go_on
-
-
 @contextmanager
 def judging(out: Path, *, is_whole: bool = True) -> Iterator[None]:
     """While a new folder is judged: a stop from outside then says how it is judged again, if it has
@@ -82,10 +69,11 @@ def judging(out: Path, *, is_whole: bool = True) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
-        status = end.code if isinstance(end, SystemExit) else 128 + signal.SIGINT
-        if not isinstance(status, int) or status not in STOPPED:
-            raise
-        raise StoppedLate(status, how) from None
+        status = getattr(end, "code", 128 + signal.SIGINT)
+        if status in STOPPED:
+            end = SystemExit(status)  # the same command would refuse the folder that is there
+            end.add_note(how)
+        raise end from None
 
 
 def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
@@ -96,6 +84,7 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         how_to_go_on: a sentence without its full stop, for a command that is stopped from outside.
     """
     sys.excepthook = _defect
+    sys.unraisablehook = _stop_again
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP, and means it
             signal.signal(number, _stop)
@@ -114,7 +103,7 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         if isinstance(end.__context__, BrokenPipeError):
             _leave_quietly()
         if isinstance(end.code, int) and end.code in STOPPED:
-            how = end.how_to_go_on if isinstance(end, StoppedLate) else how_to_go_on
+            how = getattr(end, "__notes__", [how_to_go_on])[0]
             _say("stopped", "yellow", f"by {STOPPED[end.code]}. {how}.", only_first=True)
         raise
     except foreseen() as error:
@@ -125,25 +114,28 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
 
 def refusal_of(error: BaseException) -> KeepMTPError:
     """The refusal that an error of the system, of the network or of the Hub's client means."""
-    first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return KeepMTPError(
             "", "there must be enough memory", got=first_line, cure="Use a machine with more"
         )
     if type(error).__name__ == "HFValidationError":
-        rule = "a checkpoint is a folder that is there, or ORG/NAME on the Hub"
-        return KeepMTPError("", rule, got=first_line, cure="Check the name")
+        return KeepMTPError(
+            "",
+            "a checkpoint is a folder that is there, or ORG/NAME on the Hub",
+            got=first_line,
+            cure="Check the name",
+        )
     if not isinstance(error, OSError) or (error.filename is None and error.errno not in _OF_SYSTEM):
-        cure = f"Check the network, and {_AGAIN}"
-        return KeepMTPError("", "the network must answer", got=first_line, cure=cure)
+        return KeepMTPError(
+            "", "the network must answer", got=first_line, cure=f"Check the network, and {_AGAIN}"
+        )
     rule, cure = _OF_SYSTEM.get(
         error.errno or 0, ("the system must allow it", f"Mend that, and {_AGAIN}")
     )
-    where = (
-        os.fsdecode(error.filename)
-        if isinstance(error.filename, str | bytes)
-        else error.filename or ""
-    )
+    where = error.filename or ""
+    if isinstance(where, bytes):
+        where = os.fsdecode(where)
     return KeepMTPError(where, rule, got=error.strerror or first_line, cure=cure)
 
 
@@ -187,6 +179,16 @@ def _stop(number: int, _: FrameType | None) -> None:
     """
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
+
+
+def _stop_again(lost: "sys.UnraisableHookArgs") -> None:
+    """A signal in a finalizer ends nothing: Python drops what is raised there. Raise it again."""
+    status = 130 if lost.exc_type is KeyboardInterrupt else getattr(lost.exc_value, "code", None)
+    if status not in STOPPED:
+        sys.__unraisablehook__(lost)
+        return
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(status))
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
 
 
 def _end_at_once_from_here_on() -> None:

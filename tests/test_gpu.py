@@ -26,7 +26,17 @@ from safetensors.torch import save_file
 
 PAGE = ROOT / "docs" / "gpu.md"
 # The words of docs/gpu.md: what a machine has, with what these install; and what is carried to it.
-HAS = ("torch", "transformers", "accelerate", "pandas", "pyarrow", "xxhash", "requests", "aiohttp")
+HAS = (
+    "torch",
+    "scipy",
+    "transformers",
+    "accelerate",
+    "pandas",
+    "pyarrow",
+    "xxhash",
+    "requests",
+    "aiohttp",
+)
 
 
 def test_without_a_gpu_it_is_one_sentence(tmp_path):

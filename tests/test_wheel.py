@@ -214,7 +214,7 @@ def test_the_page_of_a_check(keepmtp, extra):
 def test_serving_and_scoring(keepmtp, extra):
     """Only what stops before a server: nobody has a vLLM here."""
     lacks = NO_VLLM if extra else "need scipy; got no scipy. Run uv pip install 'keepmtp[report]'"
-    assert lacks in keepmtp("serve-check", MODEL).stderr
+    assert lacks in keepmtp("serve-check", MODEL, "--source", "none").stderr
     if extra != "evaluate":
         refused(keepmtp("eval", MODEL), install="evaluate")
         refused(keepmtp("all", "tiny-glm4-moe", "--out", "all"), install="evaluate")

@@ -38,8 +38,7 @@ def python(code: str, **kept) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **kept)
 
 
-# --- what a person can mend: 2, and a sentence
-# ------------------------------------------------------------------------
+# --- what a person can mend: 2, and a sentence ----------------------------------------------------
 
 
 @pytest.mark.few(3)
@@ -165,8 +164,7 @@ def test_a_gpu_by_its_name_in_a_shop(name, means):
     assert chosen_gpus([name]) == [means]
 
 
-# --- a defect: 70, and a traceback
-# ------------------------------------------------------------------------------------
+# --- a defect: 70, and a traceback ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,8 +176,7 @@ def test_a_defect_has_a_traceback_and_a_status_of_its_own(error):
     assert done.stderr.splitlines()[-1].startswith("error: a defect of keepmtp 0.")
 
 
-# --- stopped from outside
-# ---------------------------------------------------------------------------------------------
+# --- stopped from outside -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,6 +210,23 @@ def test_a_command_that_is_stopped_when_its_output_is_there_does_not_say_that_it
         "a b is written, and not yet judged" in done.stderr
         and "`keepmtp check 'a b' --gpu sm100`" in done.stderr
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_finalizer_is_not_lost(number):
+    """Python drops what is raised there, as in the callback that ends an import."""
+    late = (
+        "import os, time\n"
+        "class Late:\n"
+        "    def __del__(self):\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
+        "        for _ in range(1000): pass\n"
+    )
+    done = python(
+        late + RUN.format(command="lambda: (Late() is None, time.sleep(20), print('went on'))")
+    )
+    assert (done.returncode, done.stdout) == (128 + number, "")
+    assert done.stderr.startswith("stopped by ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -250,8 +264,7 @@ def test_ctrl_c_at_a_question():
     assert done.returncode == 130 and "stopped by Ctrl-C" in done.stderr, done.stderr
 
 
-# --- completion
-# --------------------------------------------------------------------------------------------------
+# --- completion -----------------------------------------------------------------------------------
 
 
 def test_a_shell_completes_verbs_and_options():
