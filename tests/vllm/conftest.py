@@ -40,3 +40,9 @@ def one_loader(dry_loader) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(check_on, "DryLoader", lambda _vllm, *, gpu: nullcontext(dry_loader(gpu)))
         yield
+
+
+@pytest.fixture
+def one_thread(monkeypatch) -> None:
+    """Of each server."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")

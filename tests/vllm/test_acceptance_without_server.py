@@ -20,21 +20,16 @@ from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.schema import Recipe
 from passes import END, ROOT, finished, laid_out, plan_over, prompts
+from real_vllm import NEEDS_VLLM, VLLM_PYTHON
 from safetensors.torch import load_file, save_file
 
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 PLUGIN = ROOT / "validate" / "measure" / "plugin"  # without it vLLM has no NVFP4 on CPUs
 ASKED = prompts(60)
 TOLERANCE = 0.03
 # What is served, tokens drafted a step, and which row of the MTP pass that is.
 CASES = {"glm": (3, 0), "glm-noise": (3, 0), "qwen-noise": (1, 0), "qwen-noise-nvfp4-kv": (1, 2)}
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 
 def noisy(source: Path, out: Path, deviations: float) -> Path:

@@ -11,22 +11,19 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from commands import KEEPMTP, ROOT
 from keepmtp.validate.measure.bench_lines import read_lines
 from keepmtp.validate.report.report import verify
+from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left
 from wheel import stranger
 
-ROOT = Path(__file__).parent.parent.parent
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-GLM = ROOT / "models" / "tiny-glm4-moe"
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 LINES = "bench.checkpoint.jsonl"
 # Two loads: prompts as they are, and brought to 96 tokens; two repetitions.
 WORDS = (
@@ -45,12 +42,7 @@ WORDS = (
 A_SERVERS = 4
 TEMPLATE = "Question: {{ messages[-1]['content'] }}\nAnswer:"
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 
 def started(
@@ -143,14 +135,6 @@ def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
     measured = [one for one in read_lines(killed / LINES).lines.values() if one.k]
     ours = sorted(measured, key=lambda one: (one.repetition.number, one.context))
     assert drafted == [one.repetition.draft_tokens for one in ours]
-
-
-def test_a_smaller_matrix_is_there_already(killed, found):
-    """And a server is started for no cell of it."""
-    logs = {path: path.stat().st_mtime_ns for path in killed.glob("logs/*")}
-    run = started(killed.with_suffix(""), "-k", "0..1", *WORDS)
-    assert json.loads(run.communicate(timeout=60)[0])["bench"] == found
-    assert {path: path.stat().st_mtime_ns for path in killed.glob("logs/*")} == logs
 
 
 # --- a server that fails

@@ -9,13 +9,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from commands import KEEPMTP
 from decompressed import decompressed
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
@@ -26,28 +26,14 @@ from keepmtp.validate.measure.closeness_stored import SourceStore, open_store
 from keepmtp.validate.measure.compared import FILE, read_compared
 from keepmtp.validate.measure.divergence import Predicted, compare
 from keepmtp.validate.report.report import verify
+from real_vllm import NEEDS_VLLM, QWEN, VLLM_PYTHON
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).parent.parent.parent
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
-QWEN = ROOT / "models" / "tiny-qwen3_5"
 HELD_OUT, LENGTH, VOCABULARY = 6, 128, 512
 GATES = {"max_divergence": 0.01, "max_flips": 0.02}
 DAMAGED = "model.layers.1.mlp.down_proj.weight_scale"
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.full,
-    pytest.mark.skipif(
-        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def single_thread(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+pytestmark = [*NEEDS_VLLM, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from asked import asked_values
+from commands import ROOT
 from decorated_model import CONFIGURATION
 from drafts import changed, filled, lively, plan_over, weights_of
 from keepmtp.quantize.calibrate.model.skeleton import on_meta
@@ -26,11 +27,10 @@ from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, draft_steps
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.families import families
 from keepmtp.recipes.find import find_recipe
+from real_vllm import NEEDS_VLLM, VLLM_PYTHON
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-ROOT = Path(__file__).parent.parent.parent
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 NUM_DRAFTS = 3
 # Short ones: at position 0 three families zero the embedding, and the fewer slots there are, the
 # more it weighs.
@@ -99,12 +99,7 @@ TARGETS = [*SHIPPED, *(name for name in NOISE if name not in ("glm-4.7", "qwen3.
 SOME = (*SHIPPED, "qwen3-next-80b", "deepseek-r1", "dsv4-flash")
 PROOFS = {"vllm": [*SHIPPED, *NOISE], "vllm, attention by a reference": [*ALONE]}
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 
 def named(names: Iterable[str]) -> list[object]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import KEEPMTP
+from commands import KEEPMTP, ROOT
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
@@ -28,27 +28,15 @@ from keepmtp.validate.measure.harness import COPY, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import questions
 from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.report.report import verify
+from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
 from safetensors.torch import load_file, save_file
 from task_rows import TASK_ROWS
 from wheel import stranger
 
-ROOT = Path(__file__).parent.parent.parent
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-GLM = ROOT / "models" / "tiny-glm4-moe"
 NUM = 400
 NOISE = 1.0  # as a share of a scale, standard deviation
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+pytestmark = NEEDS_VLLM
 
 
 Keepmtp = Callable[..., subprocess.CompletedProcess[str]]

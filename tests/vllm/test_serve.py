@@ -8,12 +8,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from commands import KEEPMTP, ROOT
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
@@ -28,30 +28,17 @@ from keepmtp.validate.measure.serve_check import Check, serve
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import read_json, verify
 from readme import ACCEPTED
+from real_vllm import GLM, NEEDS_VLLM, QWEN, VLLM_PYTHON
 from safetensors.torch import load_file, save_file
 from twins import broken
 from wheel import stranger
 
-ROOT = Path(__file__).parent.parent.parent
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
-QWEN, GLM = ROOT / "models" / "tiny-qwen3_5", ROOT / "models" / "tiny-glm4-moe"
 # PyTorch's CPU build multiplies in FP8 by oneDNN's reference code, 0.2 s a token: few tokens, one
 # thread.
 ASKED = (PROMPTS[2], PROMPTS[7])
 MAX_TOKENS = 40
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")

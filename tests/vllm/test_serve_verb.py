@@ -3,32 +3,21 @@ nothing else.
 """
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
 from uuid import uuid4
 
 import httpx
 import pytest
 from commands import KEEPMTP
 from keepmtp.validate.measure.prompts import PROMPTS
+from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
 from survivors import MARK, none_left
 from wheel import stranger
 
-ROOT = Path(__file__).parent.parent.parent
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-GLM = ROOT / "models" / "tiny-glm4-moe"
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.full,
-    pytest.mark.skipif(
-        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
-    ),
-]
+pytestmark = [*NEEDS_VLLM, pytest.mark.full]
 
 
 def asked(url: str, prompt: str, **headers: str) -> httpx.Response:

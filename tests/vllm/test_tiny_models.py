@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from asked import asked_values
+from commands import ROOT
 from keepmtp.pipeline import plan_for, quantize
+from real_vllm import NEEDS_VLLM, VLLM_PYTHON
 from twins import broken
 
-ROOT = Path(__file__).parent.parent.parent
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 ASKED = (
     ("Tom", "apples", 5, 7),
     ("Ann", "books", 12, 3),
@@ -45,12 +45,7 @@ if (
     MADE["qwen-fp8-mtp-w4a16"] = ("tiny-qwen3_5", {"scheme": "FP8_DYNAMIC", "mtp": "W4A16"})
     MADE["glm-w4a16"] = ("tiny-glm4-moe", {"scheme": "w4a16"})
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")
