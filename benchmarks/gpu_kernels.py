@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from compressed_tensors.distributed import as_broadcastable
 from gpu_row import GpuRow, seconds_of
-from keepmtp.checkpoints import dequantize
+from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.calibrate.layers.inputs import InputRanges
 from keepmtp.quantize.pack.pack import pack
-from keepmtp.recipes.schemes import SCHEMES, Scheme
+from keepmtp.recipes.schemes import SCHEMES
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def casts(device: torch.device, *, small: bool) -> list[GpuRow]:
                     )
                 )
             if name in ("NVFP4A16", "MXFP4A16"):
-                values = _dequantized(SCHEMES[name], found), _dequantized(SCHEMES[name], expected)
+                values = _dequantized(found), _dequantized(expected)
                 rows.append(
                     _compared(
                         "packed",
@@ -85,11 +85,10 @@ def _weights(small: bool) -> list[Tensor]:
     return [normal.bfloat16(), wild.bfloat16(), normal]
 
 
-def _dequantized(scheme: Scheme, packed: Mapping[str, Tensor]) -> Tensor:
-    if "weight_global_scale" in packed:
-        parts = packed["weight_packed"], packed["weight_scale"], packed["weight_global_scale"]
-        return dequantize.nvfp4(*parts, divisor=True)
-    return dequantize.mxfp4(packed["weight_packed"], packed["weight_scale"])
+def _dequantized(packed: Mapping[str, Tensor]) -> Tensor:
+    form = "nvfp4" if "weight_global_scale" in packed else "mxfp4"
+    rows, num_bytes = packed["weight_packed"].shape
+    return dequantize(form, packed, shape=(rows, 2 * num_bytes))
 
 
 def _compared(part: str, what: str, found: Tensor, expected: Tensor) -> GpuRow:

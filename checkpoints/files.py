@@ -11,11 +11,12 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..recipes.errors import CheckpointError, RecipeError
+from ..recipes.errors import CheckpointError, RecipeError, size_in_words
 
 WORK = ".keepmtp"
 """A hidden folder in an unfinished output, for what the next run needs."""
@@ -201,38 +202,29 @@ def _locked(folder: Path) -> int | None:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_named(descriptor, folder):
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
                 return descriptor
+        except FileNotFoundError:
+            pass
         except BlockingIOError:
             os.close(descriptor)
             return None
-        except BaseException:
-            os.close(descriptor)
-            raise
         os.close(descriptor)
 
 
-def _is_named(descriptor: int, folder: Path) -> bool:
-    """Whether an open folder still has this name."""
-    try:
-        now = os.stat(folder)
-    except FileNotFoundError:
-        return False
-    found = os.fstat(descriptor)
-    return (now.st_dev, now.st_ino) == (found.st_dev, found.st_ino)
+def refuse_small_disk(out: Path, needed: int, *, cure: str) -> None:
+    """Refuse a disk with too little room; the nearest folder of `out` that exists is asked.
 
+    Args:
+        out: what will be written.
+        needed: bytes.
+        cure: what to do.
 
-def two_sizes(needed: int, free: int) -> tuple[str, str]:
-    """Two numbers of bytes in words that differ if the numbers do: `12.3 MiB` and `4.1 MiB`."""
-    for digits in (1, 3):
-        words = _size(needed, digits), _size(free, digits)
-        if words[0] != words[1] or needed == free:
-            return words
-    return f"{needed:,} bytes", f"{free:,} bytes"
-
-
-def _size(num_bytes: int, digits: int) -> str:
-    for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 2**power:
-            return f"{num_bytes / 2**power:,.{digits}f} {name}"
-    return f"{num_bytes} bytes"
+    Raises:
+        RecipeError: says how much is needed and how much is missing.
+    """
+    parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+    missing = needed - shutil.disk_usage(parent).free
+    if missing > 0:
+        rule = f"{size_in_words(needed)} must be free on its disk"
+        raise RecipeError(out, rule, got=f"{missing:,} bytes too little", cure=cure)

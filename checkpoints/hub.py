@@ -1,4 +1,4 @@
-"""What is asked of the Hub for a checkpoint: a repository's files, files, and bytes by range
+"""What is asked of the Hub for a checkpoint: commits, lists of files, files, and bytes by range
 requests.
 
 In: a repository, a commit and a file's name. Out: the answer, or a refusal in one sentence. The
@@ -18,39 +18,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from httpx import HTTPError, TransportError
+from httpx import HTTPError, InvalidURL, TransportError
 from huggingface_hub import HfApi, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from ..recipes.errors import KeepMTPError, NoCheckpointError
+from ..recipes.errors import KeepMTPError, NoCheckpointError, RecipeError
 from .hub_client import BUSY, PATIENCE, HubError, install_once
 from .safetensors_file import LENGTH_BYTES, FileHeader, header_length, parse_header
 
-_FIRST_BYTES = 100_000  # of a shard; most headers are shorter, and then one request is enough
-_TIMEOUT_SECONDS = 10
 AT_A_TIME = 16
 """Ranges that are asked for at the same time."""
 GAP_BYTES = 1 << 20
-"""Between two tensors that are asked for together: what 20 MB/s bring in the 50 ms that a request
-is on its way.
-"""
+"""Between two tensors that are asked for together: what 20 MB/s bring in the 50 ms of a request."""
+_FIRST_BYTES = 100_000  # of a shard; most headers are shorter, and then one request is enough
+_TIMEOUT_SECONDS = 10
 _TRIES = 5
 _FIRST_WAIT_SECONDS = 0.25
 _EXPIRED = (401, 403, 404, 410)
 # The Hub's address of a file -> the one that it answers with.
 _leads_to: dict[str, str] = {}
 
-
+_OTHER_FORM = (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidURL)
 # What the Hub's client raises: the rule and the cure, for the first of the classes that fits.
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _REFUSALS: tuple[tuple[Any, str, str], ...] = (
     (
         GatedRepoError,
@@ -58,26 +54,21 @@ _REFUSALS: tuple[tuple[Any, str, str], ...] = (
         "Ask for access on its page and run `hf auth login`",
     ),
     (
-        RepositoryNotFoundError,
-        "must be {}",
-        "Check the name, or run `hf auth login` if it is private",
+        (RepositoryNotFoundError, RevisionNotFoundError),
+        "must be a folder or a public Hub repository with this revision",
+        "Check its name and its revision, or run `hf auth login` if it is private",
     ),
-    (RevisionNotFoundError, "the revision must exist", "Check revision {}"),
-    (EntryNotFoundError, "a checkpoint has a config.json", "Check the repository"),
-    (OfflineModeIsEnabled, "the Hub must be reachable", "Unset HF_HUB_OFFLINE or give a folder"),
     (
-        (HfHubHTTPError, HTTPError, OSError),
+        (EntryNotFoundError, HfHubHTTPError, HTTPError, OSError),
         "the Hub must be reachable",
         "Check the network, or give a folder as SOURCE",
     ),
-    (_MALFORMED, "the Hub must answer as it is documented", "Run it again, or check HF_ENDPOINT"),
+    (_OTHER_FORM, "the Hub must answer as it is documented", "Run it again, or check HF_ENDPOINT"),
 )
 
 
 @contextmanager
-def hub_errors(
-    repo: str, revision: str, kind: str = "a folder or a public Hub repository"
-) -> Iterator[None]:
+def hub_errors(repo: str) -> Iterator[None]:
     """Turns the Hub's exceptions, and those of its client over a mangled answer, into one
     sentence.
     """
@@ -88,16 +79,13 @@ def hub_errors(
         raise NoCheckpointError(error.where, error.rule, got=error.got, cure=error.cure) from error
     except KeepMTPError:
         raise
-    except (*_MALFORMED, EntryNotFoundError, HfHubHTTPError, HTTPError, OSError) as error:
-        rule, cure = next(
-            (rule, cure) for kinds, rule, cure in _REFUSALS if isinstance(error, kinds)
-        )
-        got = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-        if rule == _REFUSALS[-1][1]:
-            got = f"another answer ({type(error).__name__})"
-        raise NoCheckpointError(
-            repo, rule.format(kind), got=got, cure=cure.format(revision)
-        ) from error
+    except (*_OTHER_FORM, EntryNotFoundError, HTTPError, OSError) as error:
+        for kinds, rule, cure in _REFUSALS:
+            if isinstance(error, kinds):
+                said = f"{type(error).__name__}: {error}"
+                got = said.strip().splitlines()[0].rstrip(".: ")
+                raise NoCheckpointError(repo, rule, got=got, cure=cure) from error
+        raise
 
 
 def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
@@ -106,7 +94,7 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
     Raises:
         NoCheckpointError: the Hub does not have it, or does not answer.
     """
-    with hub_errors(repo, revision):
+    with hub_errors(repo):
         info = HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_SECONDS)
         names = sorted(sibling.rfilename for sibling in info.siblings or ())
     for name in (info.sha or "", *names):
@@ -116,6 +104,33 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
     return info.sha or revision, names
 
 
+def dataset_commit(name: str, revision: str, where: str) -> str:
+    """The commit of a dataset; asked before `datasets` is imported, so that a Hub out of reach is
+    found in time.
+
+    Args:
+        name: its Hub id.
+        revision: a branch, a tag or a commit.
+        where: who names it, for the refusal.
+
+    Raises:
+        RecipeError: there is none that this machine may read, or the Hub does not answer.
+    """
+    try:
+        with hub_errors(name):
+            api = HfApi()
+            found = api.dataset_info(name, revision=revision, timeout=_TIMEOUT_SECONDS)
+            return found.sha or revision
+    except NoCheckpointError as error:
+        cure = (
+            "Check its name and dataset_revision, ask for access on its page, run `hf auth login`; "
+            "or where the Hub is reachable run `hf download --repo-type dataset "
+            f"{name} --local-dir DIR`, and name the folder"
+        )
+        rule = "must be a dataset on the Hub, or a file or folder"
+        raise RecipeError(where, rule, got=error.got, cure=cure) from error
+
+
 def fetch(repo: str, name: str, *, commit: str) -> Path | None:
     """A file in the Hub's cache, downloaded if it is not there yet; None if the repository has none
     of this name.
@@ -123,7 +138,7 @@ def fetch(repo: str, name: str, *, commit: str) -> Path | None:
     Raises:
         NoCheckpointError: the Hub does not send it.
     """
-    with hub_errors(repo, commit):
+    with hub_errors(repo):
         try:
             return Path(HfApi().hf_hub_download(repo, name, revision=commit))
         except EntryNotFoundError:
@@ -138,13 +153,11 @@ def fetch_all(
     Raises:
         NoCheckpointError: the Hub does not send them.
     """
-    with hub_errors(repo, commit):
-        wanted = list(patterns)
-        return Path(
-            snapshot_download(
-                repo, revision=commit, local_dir=to, allow_patterns=wanted, tqdm_class=bars
-            )
+    with hub_errors(repo):
+        found = snapshot_download(
+            repo, revision=commit, local_dir=to, allow_patterns=[*patterns], tqdm_class=bars
         )
+        return Path(found)
 
 
 def read_remote_header(repo: str, file: str, *, commit: str) -> FileHeader:
@@ -190,10 +203,10 @@ def read_range(
             answers in a row.
     """
     failures, size, where = 0, -1, f"{repo}/{file}"
-    with hub_errors(repo, commit):
+    with hub_errors(repo):
         url = hf_hub_url(repo, file, revision=commit)
         while into and not (may_end and start == size):
-            before, failure = len(into), None
+            before, failure = len(into), _no_part(where, "nothing, again and again")
             try:
                 for size, part in _parts(url, start, len(into), where):
                     part = part[: len(into)]
@@ -207,10 +220,8 @@ def read_range(
                     raise
                 failure = error
             failures = failures + 1 if len(into) == before else 0
-            if failures >= _TRIES and failure is not None:
-                raise failure
             if failures >= _TRIES:
-                raise _no_part(where, f"nothing in {failures} answers")
+                raise failure
             if failures:  # not where bytes have arrived since the last request
                 PATIENCE.stopped.wait(_FIRST_WAIT_SECONDS * 2**failures)
             PATIENCE.refuse_stopped()

@@ -76,25 +76,17 @@ class Patience:
         self.silences = 0
         self.open: WeakSet[_Stream] = WeakSet()
 
-    def late(self) -> None:
-        """An answer is late.
-
-        Raises:
-            HubError: too many were late in a row.
-        """
-        self.silences += 1
-        if self.silences >= SILENCES or (self.until is not None and time.monotonic() > self.until):
-            raise self.silence()
-
     def silence(self) -> HubError:
         """The refusal for a Hub that does not answer in time."""
-        got = f"no whole answer within {self.seconds:g} s"
-        return HubError(
-            constants.ENDPOINT,
-            "the Hub must answer",
-            got=got,
-            cure=f"{AGAIN}. {SETTING} sets the seconds",
+        got, cure = (
+            f"no whole answer within {self.seconds:g} s",
+            f"{AGAIN}. {SETTING} sets the seconds",
         )
+        return HubError(constants.ENDPOINT, "the Hub must answer", got=got, cure=cure)
+
+    def is_over(self) -> bool:
+        """Whether the question that is asked now should have been answered."""
+        return self.until is not None and time.monotonic() > self.until
 
     def refuse_stopped(self) -> None:
         """End a thread whose work nobody waits for any more.
@@ -132,7 +124,15 @@ def install() -> None:
     Raises:
         RecipeError: the setting is no number of seconds.
     """
-    PATIENCE.seconds = _seconds()
+    text = os.environ.get(SETTING, "")
+    try:
+        seconds = float(text or DEFAULT_SECONDS)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 86_400:
+        rule = "must be a number of seconds up to a day"
+        raise RecipeError(SETTING, rule, got=text, cure=f"Unset it for {DEFAULT_SECONDS:g}")
+    PATIENCE.seconds = seconds
     PATIENCE.stopped.clear()
     set_client_factory(_client)
 
@@ -191,35 +191,23 @@ def refuse_endpoint(endpoint: str) -> None:
     Raises:
         RecipeError: neither https, nor http to this machine; or an address with a password in it.
     """
-    address = _address(endpoint)
-    if (
-        address is None
-        or address.userinfo
-        or not (address.scheme == "https" or _is_this_machine(address))
-    ):
-        shown = f"{address.scheme}://{address.host}" if address else "no address"
-        rule = "a token is sent by https only, or by http to this machine"
-        raise RecipeError(
-            "HF_ENDPOINT", rule, got=shown, cure="Set it to https://huggingface.co, or unset it"
-        )
-
-
-def _seconds() -> float:
-    text = os.environ.get(SETTING, "")
     try:
-        seconds = float(text or DEFAULT_SECONDS)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 86_400:
-        raise RecipeError(
-            SETTING, "must be a number of seconds up to a day", got=text, cure="Unset it for 60"
+        address = httpx.URL(endpoint)
+    except httpx.InvalidURL:
+        address = httpx.URL("")
+    is_safe = address.scheme == "https" or (address.scheme == "http" and _is_this_machine(address))
+    if not address.host or address.userinfo or not is_safe:
+        rule = "a token is sent by https only, or by http to this machine"
+        got, cure = (
+            f"{address.scheme}://{address.host}",
+            "Set it to https://huggingface.co, or unset it",
         )
-    return seconds
+        raise RecipeError("HF_ENDPOINT", rule, got=got, cure=cure)
 
 
 def _client() -> httpx.Client:
     client = default_client_factory()
-    if (endpoint := _address(constants.ENDPOINT)) and _is_this_machine(endpoint):
+    if _is_this_machine(httpx.URL(constants.ENDPOINT)):
         # A proxy of this machine is for other machines, and would read what plain http sends.
         client.close()
         client = httpx.Client(
@@ -240,7 +228,7 @@ def _client() -> httpx.Client:
 def _before(request: httpx.Request) -> None:
     """Before each request, also each one after a redirect."""
     PATIENCE.refuse_stopped()
-    if PATIENCE.until is not None and time.monotonic() > PATIENCE.until:
+    if PATIENCE.is_over():
         raise PATIENCE.silence()
     request.extensions["timeout"] = httpx.Timeout(PATIENCE.seconds).as_dict()
     if not _is_hub(request.url):
@@ -249,26 +237,24 @@ def _before(request: httpx.Request) -> None:
 
 
 def _after(response: httpx.Response) -> None:
-    """After each answer's header."""
-    url = response.request.url
-    if response.has_redirect_location and _is_hub(url) and "/resolve/" not in url.path:
-        where = url.join(response.headers["Location"])
-        if not _is_hub(where):
-            rule = "the Hub must answer itself"
-            got = f"a redirect to {where.host} for {url.path}"
-            raise HubError(
-                constants.ENDPOINT,
-                rule,
-                got=got,
-                cure="Check HF_ENDPOINT and the network's login page",
-            )
-    if response.status_code in BUSY:
-        _wait(response)
-    elif (
-        response.request.method == "PUT" and PATIENCE.until is None
-    ):  # another part of an upload has arrived
-        response.read()
-        PATIENCE.silences = 0
+    """After each answer's header: what the Hub says about when to come again, before
+    huggingface_hub obeys it.
+    """
+    after = response.headers.get("Retry-After", "").strip()
+    if response.status_code not in BUSY:
+        if response.request.method == "PUT" and PATIENCE.until is None:
+            response.read()  # another part of an upload has arrived
+            PATIENCE.silences = 0
+    elif after.isdigit() and int(after) > LONGEST_WAIT_SECONDS:
+        got = f"{response.status_code}: wait {after} s"
+        rule = f"the Hub must answer within {LONGEST_WAIT_SECONDS} s"
+        cure = f"{AGAIN} after that time: what has arrived is not sent twice"
+        raise HubError(constants.ENDPOINT, rule, got=got, cure=cure)
+    elif after.isdigit() and threading.current_thread() is not threading.main_thread():
+        # huggingface_hub would sleep, and Python would wait for its threads after Ctrl-C.
+        del response.headers["Retry-After"]
+        PATIENCE.stopped.wait(int(after))
+        PATIENCE.refuse_stopped()
 
 
 def seconds_to_wait(response: httpx.Response) -> int | None:
@@ -278,32 +264,6 @@ def seconds_to_wait(response: httpx.Response) -> int | None:
         return limit.reset_in_seconds
     after = response.headers.get("Retry-After", "").strip()
     return int(after) if after.isdigit() else None
-
-
-def _wait(response: httpx.Response) -> None:
-    """What the Hub says about when to come again, before huggingface_hub obeys it."""
-    after = response.headers.get("Retry-After", "").strip()
-    if not after.isdigit():
-        return
-    if int(after) > LONGEST_WAIT_SECONDS:
-        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + min(int(after), 10**9)))
-        got = f"{response.status_code}: wait {after} s"
-        rule = f"the Hub must answer within {LONGEST_WAIT_SECONDS} s"
-        cure = f"{AGAIN} after {at}: what has arrived is not sent twice"
-        raise HubError(constants.ENDPOINT, rule, got=got, cure=cure)
-    if threading.current_thread() is not threading.main_thread():
-        # huggingface_hub would sleep, and Python would wait for its threads after Ctrl-C.
-        del response.headers["Retry-After"]
-        PATIENCE.stopped.wait(int(after))
-        PATIENCE.refuse_stopped()
-
-
-def _address(text: str) -> httpx.URL | None:
-    try:
-        address = httpx.URL(text)
-    except httpx.InvalidURL:
-        return None
-    return address if address.scheme in ("http", "https") and address.host else None
 
 
 def _is_this_machine(address: httpx.URL) -> bool:
@@ -330,7 +290,9 @@ def _failures() -> Iterator[None]:
     except (httpcore.TimeoutException, httpcore.NetworkError) as error:
         PATIENCE.refuse_stopped()
         if isinstance(error, httpcore.TimeoutException):
-            PATIENCE.late()
+            PATIENCE.silences += 1
+            if PATIENCE.silences >= SILENCES or PATIENCE.is_over():
+                raise PATIENCE.silence() from error
         raise
     PATIENCE.refuse_stopped()
 

@@ -1,31 +1,33 @@
-"""Exactly which bytes a checkpoint is: SHA-256 of every file of its folder, and one number over all
-of them.
+"""Exactly which bytes a checkpoint is, and whether its files are still the ones that were opened.
 
-In: a checkpoint folder. Out: an `Identity`. Every result names the identity it was measured on.
-A report takes results of one identity only, and an upload sends only files of the report's
-identity.
+In: a checkpoint folder. Out: an `Identity`: SHA-256 of every file, and one number over all of them.
+Every result names the identity it was measured on. A report takes results of one identity only, and
+an upload sends only files of the report's identity. And a `FileStamp` for each file, by which a
+change during a run is noticed without reading it.
 
 Easy to get wrong: a cache keeps each hash with the file's size and time of change, so that 700 GB
 is read once. A file that changed just before it was read may change again within the clock's step,
-so its hash is not kept.
+so its hash is not kept. Within a run, size and time of change are not enough: `cp -p` or `touch -r`
+give them to another file. The inode shows that a file took the place of another; the time of the
+inode's own change, which nobody sets, that it was written over. A hard link more or less changes
+that time as well.
 """
 
 import hashlib
 import os
 import shlex
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..recipes.errors import CheckpointError
-from .files import refuse_name, write_whole
+from .files import naming_file, refuse_name, write_whole
 from .safetensors_file import open_regular
 
 ReadingBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
@@ -42,16 +44,18 @@ _MAX_JSON_BYTES = 1 << 30
 _SETTLED_NS = 3_000_000_000
 
 
-class FileFact(BaseModel):
-    """One file of the checkpoint."""
-
+class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileFact(_Part):
+    """One file of the checkpoint."""
 
     num_bytes: Annotated[int, Field(ge=0, lt=2**63)]
     sha256: str
 
 
-class Identity(BaseModel):
+class Identity(_Part):
     """Exactly these bytes.
 
     Attributes:
@@ -60,33 +64,31 @@ class Identity(BaseModel):
         files: every file of it, by path with forward slashes.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     sha256: str
     files: Mapping[str, FileFact]
 
 
-class _Seen(BaseModel):
-    """A file as it was found; `sha256` once it was read."""
+class FileStamp(_Part):
+    """A file as the file system knows it; two states of one file are equal if nobody wrote to it in
+    between.
+    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    num_bytes: int
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class _Seen(_Part):
+    """A file as it was found; `sha256` once it was read."""
 
     num_bytes: int
     mtime_ns: int
     sha256: str = ""
 
-    def is_as(self, before: "_Seen | None") -> bool:
-        """Whether it has the size and the time of change that it had before."""
-        return before is not None and (self.num_bytes, self.mtime_ns) == (
-            before.num_bytes,
-            before.mtime_ns,
-        )
 
-
-class _Cache(BaseModel):
+class _Cache(_Part):
     """The cache file; `files` by absolute path, so that source and checkpoint may share one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int
     files: Mapping[str, _Seen]
@@ -111,21 +113,20 @@ def identify(
             while it is read.
     """
     settled = time.time_ns() - _SETTLED_NS
-    files = dict(sorted(_files(folder)))
-    known = {} if cache is None else _read_cache(cache / CACHE)
-    unread = {path: file for path, file in files.items() if not file.is_as(known.get(path))}
+    known = {} if cache is None else _read_cache(cache)
+    files = _files(folder, known)
+    # The largest come first, so that no thread has a large one left at the end.
+    unread = sorted(
+        (path for path in files if not files[path].sha256), key=lambda path: -files[path].num_bytes
+    )
     if unread:
-        known |= _read_all(unread, watch)
+        read = _read_all({path: files[path] for path in unread}, watch)
+        files |= read
         if cache is not None:
-            kept = {
-                path: file
-                for path, file in sorted(known.items())
-                if path not in unread or file.mtime_ns < settled
-            }
-            write_whole(
-                cache / CACHE, _Cache(version=1, files=kept).model_dump_json(indent=2) + "\n"
-            )
-    return _identity(folder, {path: known[path] for path in files})
+            kept = known | {path: file for path, file in read.items() if file.mtime_ns < settled}
+            text = _Cache(version=1, files=dict(sorted(kept.items()))).model_dump_json(indent=2)
+            write_whole(cache / CACHE, text + "\n")
+    return _identity(folder, files)
 
 
 def remembered(folder: Path, *, cache: Path) -> Identity | None:
@@ -135,30 +136,23 @@ def remembered(folder: Path, *, cache: Path) -> Identity | None:
     Raises:
         CheckpointError: as `identify`.
     """
-    known, files = _read_cache(cache / CACHE), dict(_files(folder))
-    if not all(file.is_as(known.get(path)) for path, file in files.items()):
-        return None
-    return _identity(folder, {path: known[path] for path in files})
+    files = _files(folder, _read_cache(cache))
+    return _identity(folder, files) if all(file.sha256 for file in files.values()) else None
 
 
 def _identity(folder: Path, files: Mapping[str, _Seen]) -> Identity:
-    whole = Path(os.path.abspath(folder))
     facts = {}
     for path, file in files.items():
-        name = Path(path).relative_to(whole).as_posix()
+        name = Path(path).relative_to(os.path.abspath(folder)).as_posix()
         if "\n" in name:
-            raise CheckpointError(
-                repr(name), "a file's name must be one line", got="a line break", cure="Rename it"
-            )
+            rule = "a file's name must be one line"
+            raise CheckpointError(repr(name), rule, got="a line break", cure="Rename it")
         facts[name] = FileFact(num_bytes=file.num_bytes, sha256=file.sha256)
-    return identity_of(facts)
-
-
-def identity_of(files: Mapping[str, FileFact]) -> Identity:
-    """The identity of files whose hashes are known."""
-    ordered = dict(sorted(files.items()))
-    lines = "".join(f"{fact.sha256} {fact.num_bytes} {name}\n" for name, fact in ordered.items())
-    return Identity(sha256=hashlib.sha256(lines.encode()).hexdigest(), files=ordered)
+    facts = dict(sorted(facts.items()))
+    digest = hashlib.sha256()
+    for name, fact in facts.items():
+        digest.update(f"{fact.sha256} {fact.num_bytes} {name}\n".encode())
+    return Identity(sha256=digest.hexdigest(), files=facts)
 
 
 def measured_anew(folder: Path) -> str:
@@ -174,18 +168,17 @@ def refuse_other_bytes(folder: Path, measured: Identity, found: Identity) -> Non
     """
     if measured.sha256 == found.sha256:
         return
-    wrong = [
-        f"{name} is {'not there' if name not in found.files else 'another'}"
-        for name, fact in measured.files.items()
-        if found.files.get(name) != fact
-    ]
-    wrong += [f"{name} is new" for name in found.files if name not in measured.files]
-    raise CheckpointError(
-        folder,
-        "must be the bytes that its report is about",
-        got=listed(wrong),
-        cure=f"Restore them, or measure these: {measured_anew(folder)}",
-    )
+    wrong = []
+    for name in sorted(measured.files.keys() | found.files.keys()):
+        if name not in found.files:
+            wrong.append(f"{name} is not there")
+        elif name not in measured.files:
+            wrong.append(f"{name} is new")
+        elif found.files[name] != measured.files[name]:
+            wrong.append(f"{name} is another")
+    rule = "must be the bytes that its report is about"
+    cure = f"Restore them, or measure these: {measured_anew(folder)}"
+    raise CheckpointError(folder, rule, got=listed(wrong), cure=cure)
 
 
 def listed(words: Sequence[str]) -> str:
@@ -205,13 +198,58 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _files(folder: Path) -> Iterator[tuple[str, _Seen]]:
-    """Regular files by absolute path, hidden ones left out."""
-    cure = "Name the folder of a checkpoint"
+def states_of(folder: Path, names: Iterable[str]) -> dict[str, FileStamp]:
+    """The states of the files that are there, by name; of a link, of what it leads to."""
+    states = {}
+    for name in names:
+        with suppress(FileNotFoundError):
+            found = os.stat(folder / name)
+            states[name] = FileStamp(
+                num_bytes=found.st_size,
+                inode=found.st_ino,
+                mtime_ns=found.st_mtime_ns,
+                ctime_ns=found.st_ctime_ns,
+            )
+    return states
+
+
+def refuse_changed(
+    folder: Path, states: Mapping[str, FileStamp], *, cure: str, is_linked: bool = False
+) -> None:
+    """Refuse a checkpoint that was written to since it was opened.
+
+    Args:
+        folder: the checkpoint.
+        states: of its files when it was opened.
+        cure: what to do.
+        is_linked: this run has given them further names.
+
+    Raises:
+        CheckpointError: names the files.
+    """
+    now, passed_over = states_of(folder, states), {"ctime_ns"} if is_linked else set()
+    changed = []
+    for name, state in states.items():
+        found = now.get(name)
+        if found is None or found.model_dump(exclude=passed_over) != state.model_dump(
+            exclude=passed_over
+        ):
+            changed.append(name)
+    if changed:
+        rule = "the source must not change during a run"
+        raise CheckpointError(folder, rule, got=f"another {listed(changed)}", cure=cure)
+
+
+def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
+    """Regular files by absolute path, hidden ones left out; with their hashes where they are as
+    they were.
+    """
     if not (folder / "config.json").is_file():
+        cure = "Name the folder of a checkpoint"
         raise CheckpointError(folder, "must hold a checkpoint", got="no config.json", cure=cure)
-    for root, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    found = {}
+    for root, folders, names in os.walk(os.path.abspath(folder), onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if (path := Path(root, name)).is_symlink():
                 rule, cure = (
@@ -220,25 +258,19 @@ def _files(folder: Path) -> Iterator[tuple[str, _Seen]]:
                 )
                 raise CheckpointError(path, rule, got="a link to a folder", cure=cure)
         for name in names:
-            if not name.startswith(".") and not name.endswith(".partial"):
-                path = Path(root, name)
-                yield os.path.abspath(path), _seen(path)
-
-
-def _seen(path: Path) -> _Seen:
-    refuse_name(path)
-    try:
-        state = path.stat()
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            path, "must be a file", got="a link to nowhere", cure="Restore or delete it"
-        ) from error
-    if not stat.S_ISREG(state.st_mode):
-        raise CheckpointError(
-            path, "must be a regular file", got="something else", cure="Move it away"
-        )
-    _refuse_large(path, state.st_size)
-    return _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+            if name.startswith(".") or name.endswith(".partial"):
+                continue
+            path = Path(root, name)
+            refuse_name(path)
+            with open_regular(path, path, cure="Restore it, or move it away") as file:
+                state = os.fstat(file.fileno())
+            _refuse_large(path, state.st_size)
+            seen = _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+            before = known.get(str(path))
+            if before is not None and seen == before.model_copy(update={"sha256": ""}):
+                seen = before
+            found[str(path)] = seen
+    return found
 
 
 def _refuse_large(path: Path, num_bytes: int) -> None:
@@ -255,23 +287,18 @@ def _raise(error: OSError) -> None:
 
 
 def _read_all(files: Mapping[str, _Seen], watch: ReadingBar | None) -> dict[str, _Seen]:
-    """The files with their hashes. The largest come first, so that no thread has a large one left
-    at the end.
-    """
-    paths = sorted(files, key=lambda path: -files[path].num_bytes)
-    bar = (
-        watch(sum(file.num_bytes for file in files.values()))
-        if watch
-        else nullcontext(lambda _: None)
-    )
+    """The files with their hashes."""
+    bar: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda _: None)
+    if watch is not None:
+        bar = watch(sum(file.num_bytes for file in files.values()))
     stop = threading.Event()
     with bar as advance, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         try:
-            read = list(pool.map(lambda path: _read(path, files[path], advance, stop), paths))
+            read = [*pool.map(lambda path: _read(path, files[path], advance, stop), files)]
         finally:  # an error or Ctrl-C does not wait for terabytes
             stop.set()
             pool.shutdown(cancel_futures=True)
-    return dict(zip(paths, read, strict=True))
+    return dict(zip(files, read, strict=True))
 
 
 def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threading.Event) -> _Seen:
@@ -279,19 +306,13 @@ def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threadin
     # likewise.
     digest, block = hashlib.sha256(), bytearray(_BLOCK_BYTES)
     view, done = memoryview(block), 0
-    try:
-        with open(path, "rb", buffering=0) as raw:
-            # Stop at the size that was found: a file that grows as fast as it is read would never
-            # end.
-            while (count := raw.readinto(block)) and done <= file.num_bytes and not stop.is_set():
-                digest.update(view[:count])
-                advance(count)
-                done += count
-            state = os.fstat(raw.fileno())
-    except OSError as error:
-        raise CheckpointError(
-            path, "must be readable", got=error.strerror or repr(error), cure="Check it"
-        ) from error
+    with naming_file(Path(path)), open(path, "rb", buffering=0) as raw:
+        # Stop at the size that was found: a file that grows as fast as it is read would never end.
+        while (count := raw.readinto(block)) and done <= file.num_bytes and not stop.is_set():
+            digest.update(view[:count])
+            advance(count)
+            done += count
+        state = os.fstat(raw.fileno())
     if (state.st_size, state.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
         rule, cure = (
             "must not change while it is read",
@@ -301,8 +322,9 @@ def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threadin
     return file.model_copy(update={"sha256": digest.hexdigest()})
 
 
-def _read_cache(path: Path) -> dict[str, _Seen]:
+def _read_cache(folder: Path) -> dict[str, _Seen]:
     """The kept hashes; a cache that cannot be read has none, and is written again."""
+    path = folder / CACHE
     try:
         with open_regular(path, path) as file:
             cache = _Cache.model_validate_json(file.read())

@@ -65,38 +65,34 @@ def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, An
 def object_of(raw: bytes, where: object, *, cure: str = _CURE) -> dict[str, Any]:
     """The object of JSON that was read already; see `read_object`."""
     if raw.count(b",") > _MAX_COMMAS:
-        raise CheckpointError(
-            where, f"must have at most {_MAX_COMMAS} values", got="more", cure=cure
-        )
-    found = parsed(_decoded(raw, where, cure), where, cure=cure)
-    if not isinstance(found, dict):
-        raise CheckpointError(
-            where, "must be a JSON object", got=_KINDS.get(type(found), "a number"), cure=cure
-        )
-    return found
+        rule = f"must have at most {_MAX_COMMAS} values"
+        raise CheckpointError(where, rule, got="more", cure=cure)
+    return _object(parsed(_decoded(raw, where, cure), where, cure=cure), where, "must", cure)
 
 
 def parsed(text: str, where: object, *, cure: str = _CURE) -> Any:
     """The value of a stranger's JSON.
 
     Raises:
-        CheckpointError: not JSON, too deep, or half a character.
+        CheckpointError: not JSON, too deep, or half a character: a surrogate without its other half
+            is kept by Python, and fails where it is written again.
     """
     try:
         found = json.loads(text)
-    except RecursionError as error:
-        raise _too_deep(where, cure) from error
+        depth = _depth(found)
+        if "\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        rule, got = "every character must be one that UTF-8 can write", "half of a surrogate pair"
+        raise CheckpointError(where, rule, got=got, cure=cure) from error
     except ValueError as error:
-        raise CheckpointError(
-            where, "must be JSON", got=str(error) if text else "an empty file", cure=cure
-        ) from error
-    if _is_deep(found):
-        raise _too_deep(where, cure)
-    if _has_half_a_character(text, found):
-        got = "half of a surrogate pair"
-        raise CheckpointError(
-            where, "every character must be one that UTF-8 can write", got=got, cure=cure
-        )
+        got = str(error) if text else "an empty file"
+        raise CheckpointError(where, "must be JSON", got=got, cure=cure) from error
+    except RecursionError:
+        depth = _MAX_DEPTH + 1
+    if depth > _MAX_DEPTH:
+        rule = f"values must be at most {_MAX_DEPTH} levels deep"
+        raise CheckpointError(where, rule, got="more levels", cure=cure)
     return found
 
 
@@ -140,16 +136,20 @@ def read_index(path: Path, where: object) -> Mapping[str, str]:
         CheckpointError: as `read_object`, or no weight_map, or one that does not map names to
             names.
     """
-    weight_map = read_object(path, where).get("weight_map")
-    if not isinstance(weight_map, dict):
-        got = _KINDS.get(type(weight_map), "a number")
-        raise CheckpointError(where, "weight_map must be an object", got=got, cure=_CURE)
+    found = read_object(path, where).get("weight_map")
+    weight_map = _object(found, where, "weight_map must", _CURE)
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise CheckpointError(
-                where, f"weight_map: {name} must name a file", got=repr(file), cure=_CURE
-            )
+            rule = f"weight_map: {name} must name a file"
+            raise CheckpointError(where, rule, got=repr(file), cure=_CURE)
     return weight_map
+
+
+def _object(found: Any, where: object, must: str, cure: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        got = _KINDS.get(type(found), "a number")
+        raise CheckpointError(where, f"{must} be a JSON object", got=got, cure=cure)
+    return found
 
 
 def _decoded(raw: bytes, where: object, cure: str) -> str:
@@ -160,32 +160,10 @@ def _decoded(raw: bytes, where: object, cure: str) -> str:
         raise CheckpointError(where, "must be text in UTF-8", got=got, cure=cure) from error
 
 
-def _has_half_a_character(text: str, found: Any) -> bool:
-    """Whether a text has `\\ud800` without its other half: Python keeps it, and fails where it is
-    written again.
-    """
-    if "\\ud" not in text.lower():
-        return False
-    try:
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def _too_deep(where: object, cure: str) -> CheckpointError:
-    return CheckpointError(
-        where, f"values must be at most {_MAX_DEPTH} levels deep", got="more levels", cure=cure
-    )
-
-
-def _is_deep(value: Any) -> bool:
-    level: list[Any] = [value] if isinstance(value, dict | list) else []
-    for _ in range(_MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-    return bool(level)
+def _depth(value: Any) -> int:
+    """Objects and lists inside of each other."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return 0
+    return 1 + max(map(_depth, value), default=0)

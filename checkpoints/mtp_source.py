@@ -9,7 +9,7 @@ Easy to get wrong: config.json of the release may count MTP layers that were nev
 downloaded, stamped and recorded.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,7 @@ def with_mtp_of(source: Source, other: Source) -> Source:
         raise CheckpointError(
             source.where, rule, got=own, cure="Leave mtp_source and --mtp-source away"
         )
-    renamed = dict(_mtp_entries(other, view))
+    renamed = _mtp_entries(other, view)
     if not renamed:
         family = view.family.model_type
         rule = f"an MTP source must have tensors of {family}'s MTP block, {view.mtp_stem(0)}*"
@@ -51,7 +51,7 @@ def with_mtp_of(source: Source, other: Source) -> Source:
     stamps = {f"{MTP_FILES}{name}": state for name, state in other.states.items() if name in files}
     return replace(
         source,
-        config=_counting(source.config, view, _num_layers(view, renamed)),
+        config=_counting(source.config, view, renamed),
         entries={**source.entries, **renamed},
         states={**source.states, **stamps},
         mtp_source=other,
@@ -72,19 +72,18 @@ def _first_mtp(source: Source, view: FamilyView) -> str:
     return next((name for name in (*source.entries, *source.unindexed) if view.is_mtp(name)), "")
 
 
-def _mtp_entries(other: Source, view: FamilyView) -> Iterator[tuple[HFName, Entry]]:
+def _mtp_entries(other: Source, view: FamilyView) -> dict[HFName, Entry]:
     """The MTP tensors of the other checkpoint, under the release's names."""
+    found = {}
     for entry in (*other.entries.values(), *other.unindexed.values()):
-        name = HFName(_in_release(entry.name, view))
+        name = entry.name
+        for theirs, ours in view.family.mtp_source_prefixes:
+            if entry.name.startswith(theirs):
+                name = HFName(ours + entry.name.removeprefix(theirs))
+                break
         if view.is_mtp(name):
-            yield name, replace(entry, name=name, file=f"{MTP_FILES}{entry.file}")
-
-
-def _in_release(name: str, view: FamilyView) -> str:
-    for theirs, ours in view.family.mtp_source_prefixes:
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
+            found[name] = replace(entry, name=name, file=f"{MTP_FILES}{entry.file}")
+    return found
 
 
 def _refuse_other_model(
@@ -112,19 +111,16 @@ def _refuse_other_model(
             )
 
 
-def _num_layers(view: FamilyView, found: Mapping[HFName, Entry]) -> int:
-    """MTP layers as config.json counts them."""
-    return max(view.mtp_layers_of(found), default=0) // view.num_mtp_parts + 1
-
-
-def _counting(config: Mapping[str, Any], view: FamilyView, num_layers: int) -> Mapping[str, Any]:
+def _counting(
+    config: Mapping[str, Any], view: FamilyView, found: Mapping[HFName, Entry]
+) -> Mapping[str, Any]:
     """config.json with the count of MTP layers that are there."""
+    num_layers = max(view.mtp_layers_of(found), default=0) // view.num_mtp_parts + 1
     outer, _, inner = view.mtp_count_key.partition(".")
-    holder = view.text_config
-    counted = {
-        **holder,
-        outer: {**holder.get(outer, {}), inner: num_layers} if inner else num_layers,
-    }
+    holder, count = view.text_config, num_layers
+    if inner:
+        count = {**holder.get(outer, {}), inner: num_layers}
     if holder is config:
-        return counted
-    return {**{key: value for key, value in config.items() if key != outer}, "text_config": counted}
+        return {**config, outer: count}
+    counted = {key: value for key, value in config.items() if key != outer}
+    return {**counted, "text_config": {**holder, outer: count}}

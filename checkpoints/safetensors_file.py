@@ -36,9 +36,7 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 # Names without bytes cost nothing to write, and memory to read. Released files have up to 145,000.
 _MAX_TENSORS = 250_000
 _METADATA = "__metadata__"
-_SPLIT = "Write it in several files"
 _RIGHT = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
-_KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,25 +120,44 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
     # A tensor's shape and its range are a list each, and up to four commas are in them.
     num_lists = raw.count(b"[")
     if num_lists > 2 * _MAX_TENSORS or raw.count(b",") > 10 * _MAX_TENSORS:
-        raise CheckpointError(
-            where, f"must hold at most {_MAX_TENSORS} tensors", got="more", cure=_SPLIT
-        )
-    _judge(raw, where)
+        rule, cure = f"must hold at most {_MAX_TENSORS} tensors", "Write it in several files"
+        raise CheckpointError(where, rule, got="more", cure=cure)
+    # The library gets the header as a file that ends after it. Of a right header it then says that
+    # the tensors' bytes are missing, and it says so last of all.
+    if (complaint := _complaint(raw)) not in ("", _complaint(_RIGHT)):
+        rule = "must have a valid safetensors header"
+        raise CheckpointError(where, rule, got=complaint, cure=AGAIN)
     header = json.loads(raw)
     metadata = header.pop(_METADATA, None) or {}
-    if num_lists != 2 * len(header):  # then a name may be there twice
-        _refuse_a_name_twice(raw, where)
-    entries = _entries_of(header, file, LENGTH_BYTES + len(raw))
-    end, last = LENGTH_BYTES + len(raw), "its header"
-    for entry in entries.values():
-        if entry.dtype not in DTYPE_BITS:
-            rule, cure = (
-                f"{entry.name} must have a known dtype",
-                "Convert it with safetensors first",
-            )
-            raise CheckpointError(where, rule, got=entry.dtype, cure=cure)
-        if entry.start + entry.num_bytes > end:
-            end, last = entry.start + entry.num_bytes, entry.name
+    if num_lists != 2 * len(header):  # then a name may be there twice: safetensors takes the last
+        names = Counter(name for name, _ in json.loads(raw, object_pairs_hook=list))
+        for name, count in names.most_common(1):
+            if count > 1:
+                rule = "every name must be in the header once"
+                raise CheckpointError(where, rule, got=f"{name} twice", cure=AGAIN)
+    entries: dict[HFName, Entry] = {}
+    first = end = LENGTH_BYTES + len(raw)
+    last = "its header"
+    for name, info in header.items():
+        if isinstance(
+            info, list
+        ):  # the library takes a tensor's three values also without their keys
+            dtype, shape, (start, stop) = info
+        else:
+            dtype, shape, (start, stop) = info["dtype"], info["shape"], info["data_offsets"]
+        if dtype not in DTYPE_BITS:
+            rule, cure = f"{name} must have a known dtype", "Convert it with safetensors first"
+            raise CheckpointError(where, rule, got=dtype, cure=cure)
+        if first + stop > end:
+            end, last = first + stop, name
+        entries[name] = Entry(
+            name=name,
+            file=file,
+            dtype=dtype,
+            shape=tuple(shape),
+            start=first + start,
+            num_bytes=stop - start,
+        )
     if end != num_bytes:
         rule = f"must be {end} bytes long to hold {last}"
         raise CheckpointError(where, rule, got=f"{num_bytes} bytes", cure=AGAIN)
@@ -155,22 +172,17 @@ def open_regular(path: Path, where: object, *, cure: str = "") -> BinaryIO:
         CheckpointError: no regular file, or one that cannot be opened.
     """
     try:
-        if (kind := _other_kind(os.stat(path))) is None:
-            # Without O_NONBLOCK, a pipe that has taken the file's place since then would be waited
-            # for.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            kind = _other_kind(os.fstat(descriptor))
-            if kind is None:
-                return open(descriptor, "rb")
-            os.close(descriptor)
+        # Without O_NONBLOCK, a pipe would be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         got = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(
-            where, "must be a readable file", got=got, cure=cure or "Check the file"
-        ) from error
-    raise CheckpointError(
-        where, "must be a regular file", got=kind, cure=cure or "Replace it by the file"
-    )
+        cure = cure or "Check the file"
+        raise CheckpointError(where, "must be a readable file", got=got, cure=cure) from error
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    cure = cure or "Replace it by the file"
+    raise CheckpointError(where, "must be a regular file", got="another kind", cure=cure)
 
 
 def lay_out(
@@ -184,18 +196,17 @@ def lay_out(
     Readers map a file, so tensors with wider dtypes should come first.
     """
     header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
-    offsets: dict[HFName, int] = {}
+    starts: dict[HFName, int] = {}
     end = 0
     for name, dtype, shape in tensors:
-        offsets[name], end = end, end + num_bytes(dtype, shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offsets[name], end]}
+        starts[name], end = end, end + num_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[name], end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    first = 8 + len(raw)
+    first = LENGTH_BYTES + len(raw)
+    starts = {name: first + offset for name, offset in starts.items()}
     return FileLayout(
-        header=struct.pack("<Q", len(raw)) + raw,
-        starts={name: first + offset for name, offset in offsets.items()},
-        num_bytes=first + end,
+        header=struct.pack("<Q", len(raw)) + raw, starts=starts, num_bytes=first + end
     )
 
 
@@ -249,26 +260,6 @@ def sort_metadata(path: Path) -> None:
         )
 
 
-def _other_kind(state: os.stat_result) -> str | None:
-    """What it is if it is no regular file."""
-    if stat.S_ISREG(state.st_mode):
-        return None
-    return next((word for is_kind, word in _KINDS if is_kind(state.st_mode)), "a device")
-
-
-def _judge(raw: bytes, where: str) -> None:
-    """Refuse what safetensors refuses.
-
-    The library gets the header as a file that ends after it. Of a right header it then says that
-    the tensors' bytes are missing, and it says so last of all: `_complaint` of a header known to be
-    right gives these words.
-    """
-    if (complaint := _complaint(raw)) not in ("", _complaint(_RIGHT)):
-        raise CheckpointError(
-            where, "must have a valid safetensors header", got=complaint, cure=AGAIN
-        )
-
-
 def _complaint(raw: bytes) -> str:
     """What safetensors says of a file with this header and nothing after it; "" if it takes the
     file.
@@ -280,37 +271,3 @@ def _complaint(raw: bytes) -> str:
     except SafetensorError as error:
         return str(error).removeprefix("Error while deserializing: ")
     return ""
-
-
-def _refuse_a_name_twice(raw: bytes, where: str) -> None:
-    """safetensors takes the last of them, and its description of the format allows only one."""
-
-    def refuse(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            rule = "every name must be in the header once"
-            raise CheckpointError(where, rule, got=f"{name} twice", cure=AGAIN)
-        return found
-
-    json.loads(raw, object_pairs_hook=refuse)
-
-
-def _entries_of(header: Mapping[str, Any], file: str, first: int) -> dict[HFName, Entry]:
-    entries = {}
-    for name, info in header.items():
-        if isinstance(
-            info, list
-        ):  # the library takes a tensor's three values also without their keys
-            dtype, shape, (start, end) = info
-        else:
-            dtype, shape, (start, end) = info["dtype"], info["shape"], info["data_offsets"]
-        entries[name] = Entry(
-            name=HFName(name),
-            file=file,
-            dtype=dtype,
-            shape=tuple(shape),
-            start=first + start,
-            num_bytes=end - start,
-        )
-    return entries

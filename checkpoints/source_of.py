@@ -7,7 +7,6 @@ Easy to get wrong: the record has only the folder's name, and that folder may ho
 by now. It is taken only if its files have the recorded sizes.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError, RecipeError
@@ -17,7 +16,17 @@ from .record import RECORD, read_record
 from .source import Source, open_source, small_file
 
 # In config.json, and the same before and after quantizing.
-_KEPT = ("vocab_size", "hidden_size", "num_hidden_layers")
+_KEPT = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "n_routed_experts",
+    "num_experts",
+)
 
 
 def original_of(checkpoint: Source, named: str | None, *, cure: str) -> Source | None:
@@ -58,7 +67,8 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
         places.append(checkpoint.folder.parent / named.name)
     if named.revision == "local":
         for place in filter(None, map(find_path, places)):
-            if place.is_dir() and _has_files(place, named.files):
+            sizes = {path.name: path.stat().st_size for path in place.glob("*.safetensors")}
+            if sizes.items() >= named.files.items():
                 return str(place)
     got = f"{named.name} ({named.revision}), which is no folder with the recorded files here"
     raise RecipeError(path, rule, got=got, cure=cure)
@@ -71,10 +81,7 @@ def folder_it_was_made_from(checkpoint: Path) -> Path | None:
     opened = open_source(checkpoint)
     try:
         return Path(recorded_source(opened, cure=""))
-    except (
-        RecipeError,
-        CheckpointError,
-    ):  # whoever needs no source refuses a record that is not ours
+    except (RecipeError, CheckpointError):  # whoever needs no source refuses a stranger's record
         return None
 
 
@@ -87,18 +94,16 @@ def refuse_stranger(checkpoint: Source, source: Source) -> None:
     """
     ours, theirs = _marks(checkpoint), _marks(source)
     for name, value in ours.items():
-        if theirs[name] != value:
+        if name in theirs and theirs[name] != value:
             rule = f"must be what {checkpoint.where} was made from, whose {name} is {value}"
-            raise RecipeError(source.where, rule, got=theirs[name], cure="Name another --source")
+            cure = "Name the release that it was made from"
+            raise RecipeError(source.where, rule, got=theirs[name], cure=cure)
 
 
-def _marks(opened: Source) -> Mapping[str, object]:
+def _marks(opened: Source) -> dict[str, object]:
     view = find_view(opened.config, opened.where, opened.entries)
-    return {"family": view.family.model_type} | {name: view.text_config.get(name) for name in _KEPT}
-
-
-def _has_files(folder: Path, files: Mapping[str, int]) -> bool:
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == size
-        for name, size in files.items()
-    )
+    marks: dict[str, object] = {"family": view.family.model_type}
+    for name in _KEPT:
+        if view.text_config.get(name) is not None:
+            marks[name] = view.text_config[name]
+    return marks

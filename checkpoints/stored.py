@@ -11,7 +11,7 @@ its shape only, and NVFP4's second scale is a divisor (`weight_global_scale`) or
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ..recipes.family import HFName
@@ -61,15 +61,19 @@ KV_SCALE_LEAVES = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
 FLOATS = ("BF16", "F16", "F32")
 FP8 = ("F8_E4M3", "F8_E5M2")
 
-_INTEGERS = {name: scheme for name, scheme in SCHEMES.items() if scheme.format == "pack-quantized"}
 _FIRST_SCALES = ("weight_scale_inv", "weight_scale", "scale")
+_NO_PART_OF_FORM = {"input_scale", "input_scale_2", "input_global_scale", "weight_g_idx"}
 T = TypeVar("T")
+_Shape = tuple[int, ...]
+_Parts = Mapping[str, Entry]
 
 
 def weight_of(parts: Mapping[str, T]) -> T:
     """The weight among a module's parts, by leaf; a parameter without a module is its own."""
-    leaf = next((leaf for leaf in ("weight_packed", "weight") if leaf in parts), next(iter(parts)))
-    return parts[leaf]
+    for leaf in ("weight_packed", "weight", *parts):
+        if leaf in parts:
+            return parts[leaf]
+    raise KeyError("weight")
 
 
 def scale_of(parts: Mapping[str, T]) -> T:
@@ -92,8 +96,8 @@ class StoredWeight:
 
     module: HFName
     form: Form
-    parts: Mapping[str, Entry]
-    shape: tuple[int, ...]
+    parts: _Parts
+    shape: _Shape
     scheme: str = ""
     block: tuple[int, int] | None = None
 
@@ -113,7 +117,7 @@ def stored_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight]
         The weights by module, and every other tensor (biases, parameters without a module, scales
         without a weight).
     """
-    return _grouped(entries, WEIGHT_LEAVES, (*WEIGHT_LEAVES, *SCALE_LEAVES), _classify)
+    return _grouped(entries, WEIGHT_LEAVES, SCALE_LEAVES, _classified)
 
 
 def transposed_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
@@ -125,16 +129,19 @@ def transposed_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWei
     Returns:
         The weights by module, and every other tensor.
     """
-    return _grouped(entries, TRANSPOSED_LEAVES[:1], TRANSPOSED_LEAVES, _transposed)
+    return _grouped(entries, TRANSPOSED_LEAVES[:1], TRANSPOSED_LEAVES[1:], _transposed)
 
 
 def _grouped(
     entries: Iterable[Entry],
     weights: tuple[str, ...],
-    leaves: tuple[str, ...],
-    classify: Callable[[HFName, Mapping[str, Entry]], StoredWeight],
+    others: tuple[str, ...],
+    classified: Callable[[HFName, dict[str, Entry]], StoredWeight],
 ) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
-    """Modules with one of `weights` among their `leaves`, and every other tensor."""
+    """Modules with a leaf of `weights`, and what else they have of `others`; and every other
+    tensor.
+    """
+    leaves = {*weights, *others}
     modules: dict[HFName, dict[str, Entry]] = {}
     rest: list[Entry] = []
     for entry in entries:
@@ -148,90 +155,96 @@ def _grouped(
         if parts.keys().isdisjoint(weights):
             rest.extend(parts.values())
         else:
-            found[module] = classify(module, parts)
+            found[module] = classified(module, parts)
     return found, rest
 
 
-def _transposed(module: HFName, found: Mapping[str, Entry]) -> StoredWeight:
-    parts = {leaf: found[leaf] for leaf in TRANSPOSED_LEAVES if leaf in found}
-    packed, scales = parts["qweight"].shape, parts["scales"].shape if "scales" in parts else ()
-    if len(packed) != 2 or len(scales) != 2 or not scales[1]:
-        return StoredWeight(module=module, form="unknown", parts=parts, shape=packed)
-    outputs = scales[1]
-    if packed[1] != outputs:
-        return StoredWeight(module=module, form="awq", parts=parts, shape=(outputs, packed[0]))
-    zeros = parts["qzeros"].shape if "qzeros" in parts else ()
-    pack = outputs // zeros[1] if len(zeros) == 2 and zeros[1] else 8
-    return StoredWeight(module=module, form="gptq", parts=parts, shape=(outputs, packed[0] * pack))
+def _transposed(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
+    parts = {leaf: parts[leaf] for leaf in TRANSPOSED_LEAVES if leaf in parts}
+    shapes = {leaf: entry.shape for leaf, entry in parts.items()}
+    packed, scales, zeros = shapes["qweight"], shapes.get("scales", ()), shapes.get("qzeros", ())
+    form, shape = "unknown", packed
+    if len(packed) == len(scales) == 2 and scales[1]:
+        outputs, pack = scales[1], 8
+        if packed[1] != outputs:
+            form, shape = "awq", (outputs, packed[0])
+        else:
+            if len(zeros) == 2 and zeros[1]:
+                pack = outputs // zeros[1]
+            form, shape = "gptq", (outputs, packed[0] * pack)
+    return StoredWeight(module=module, form=form, parts=parts, shape=shape)
 
 
-def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
+def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     weight = weight_of(parts)
-    leaves = frozenset(parts) - {
-        "input_scale",
-        "input_scale_2",
-        "input_global_scale",
-        "weight_g_idx",
-    }
-    shape = weight.shape
+    leaves, shape = parts.keys() - _NO_PART_OF_FORM, weight.shape
 
     def stored(
-        form: Form, logical: tuple[int, ...], scheme: str = "", block: tuple[int, int] | None = None
-    ):
+        form: Form, shape: _Shape = shape, scheme: str = "", block: tuple[int, int] | None = None
+    ) -> StoredWeight:
         return StoredWeight(
-            module=module, form=form, parts=parts, shape=logical, scheme=scheme, block=block
+            module=module, form=form, parts=parts, shape=shape, scheme=scheme, block=block
         )
 
     if leaves == {"weight"} and weight.dtype in FLOATS:
-        return stored("plain", shape)
-    scale = scale_of(parts) if any(leaf in parts for leaf in _FIRST_SCALES) else None
-    if scale is None or len(shape) != 2 or ("weight" in parts and "weight_packed" in parts):
-        return stored("unknown", shape)
-    n, k = shape
+        return stored("plain")
+    if (
+        parts.keys().isdisjoint(_FIRST_SCALES)
+        or len(shape) != 2
+        or parts.keys() >= {*WEIGHT_LEAVES}
+    ):
+        return stored("unknown")
+    scale, (n, k) = scale_of(parts), shape
+    is_of_rows = scale.shape in ((n, 1), (n,))
     if leaves == {"weight_packed", "weight_scale", "weight_global_scale"} and weight.dtype == "U8":
         return stored("nvfp4", (n, 2 * k), "NVFP4" if "input_global_scale" in parts else "NVFP4A16")
     if leaves == {"weight", "weight_scale", "weight_scale_2"} and weight.dtype == "U8":
         return stored("nvfp4_modelopt", (n, 2 * k))
-    if (
-        weight.dtype in ("U8", "I8")
-        and scale.dtype in ("U8", "F8_E8M0")
-        and scale.shape == (n, 2 * k // 32)
-    ):
+    is_e8m0 = scale.dtype in ("U8", "F8_E8M0") and scale.shape == (n, 2 * k // 32)
+    if weight.dtype in ("U8", "I8") and is_e8m0:
         # With FP8 activations vLLM runs it by its native MXFP4 method; without, as if it were W4A4
         # (0.32.0, compressed_tensors_moe.py).
         return stored("mxfp4", (n, 2 * k), "MXFP4A8")
     if weight.dtype in FP8 and len(leaves) == 2:
-        found = _fp8(stored, (n, k), scale, "input_scale" in parts)
-        return found if weight.dtype == "F8_E4M3" else replace(found, scheme="")
-    if weight.dtype == "I8" and scale.dtype in FLOATS and scale.shape in ((n, 1), (n,)):
+        form, scheme, block = _fp8((n, k), scale, "input_scale" in parts)
+        return stored(form, shape, scheme if weight.dtype == "F8_E4M3" else "", block)
+    if weight.dtype == "I8" and scale.dtype in FLOATS and is_of_rows:
         return stored("int8", shape, "W8A8")
     if weight.dtype == "I32" and {"weight_packed", "weight_scale", "weight_shape"} <= leaves:
-        return _int_packed(stored, (n, k), scale, parts)
-    return stored("unknown", shape)
+        groups, zero = (
+            scale.shape[1] if len(scale.shape) == 2 else 1,
+            parts.get("weight_zero_point"),
+        )
+        for name, scheme in SCHEMES.items():
+            if scheme.format == "pack-quantized" and scheme.has_zero_point == (zero is not None):
+                words = -(-n // scheme.n_multiple())
+                is_whole = groups * (scheme.group_size or 0) == k * 32 // scheme.bits
+                if is_whole and (zero is None or zero.shape == (words, groups)):
+                    shape = (n, k * 32 // scheme.bits)
+                    return stored("int_packed", shape, "" if "weight_g_idx" in parts else name)
+        # 8 bits in groups of 128, or 4
+        return stored("int_packed", (n, k * (4 if groups * 32 == k else 8)))
+    return stored("unknown")
 
 
-def _fp8(stored, shape: tuple[int, int], scale: Entry, has_input_scale: bool) -> StoredWeight:
+def _fp8(
+    shape: tuple[int, int], scale: Entry, has_input_scale: bool
+) -> tuple[Form, str, tuple[int, int] | None]:
+    """The form, scheme and block of FP8 with one scale tensor."""
     n, k = shape
     if scale.shape in ((), (1,), (1, 1)) and shape != (1, 1):
-        return stored("fp8_tensor", shape, "FP8" if has_input_scale else "")
+        return "fp8_tensor", "FP8" if has_input_scale else "", None
     if scale.dtype == "U8" and scale.shape == (n, k // 32):
-        return stored("mxfp8", shape)
+        return "mxfp8", "", None
     if scale.shape in ((n, 1), (n,)):
-        return stored("fp8_channel", shape, "FP8_DYNAMIC")
+        return "fp8_channel", "FP8_DYNAMIC", None
     if len(scale.shape) == 2:
-        rows, columns = (
-            _block_side(size, count) for size, count in zip(shape, scale.shape, strict=True)
-        )
+        rows, columns = _block_side(n, scale.shape[0]), _block_side(k, scale.shape[1])
         if rows and columns:
-            return stored(
-                "fp8_block",
-                shape,
-                "FP8_BLOCK" if (rows, columns) == (128, 128) else "",
-                (rows, columns),
-            )
+            return "fp8_block", "FP8_BLOCK" if rows == columns == 128 else "", (rows, columns)
         if num_slices(n, scale.shape[0], 128) and columns == 128:
-            return stored("fp8_sliced", shape, block=(128, 128))
-    return stored("unknown", shape)
+            return "fp8_sliced", "", (128, 128)
+    return "unknown", "", None
 
 
 def num_slices(rows: int, scales: int, block: int) -> int:
@@ -241,8 +254,10 @@ def num_slices(rows: int, scales: int, block: int) -> int:
     MiMo-V2.5 (XiaomiMiMo/MiMo-V2.5) stores q, k and v of four ranks one after the other, 3392 rows
     each: 27 blocks for each rank, where blocks over all 13568 rows would be 106.
     """
-    counts = (count for count in range(2, 129) if rows % count == 0)
-    return next((count for count in counts if count * -(-rows // count // block) == scales), 0)
+    for count in range(2, 129):
+        if rows % count == 0 and count * -(-rows // count // block) == scales:
+            return count
+    return 0
 
 
 def _block_side(size: int, count: int) -> int:
@@ -253,23 +268,3 @@ def _block_side(size: int, count: int) -> int:
         if -(-size // side) == count:
             return side
     return 0
-
-
-def _int_packed(
-    stored, shape: tuple[int, int], scale: Entry, parts: Mapping[str, Entry]
-) -> StoredWeight:
-    n, words = shape
-    groups = scale.shape[1] if len(scale.shape) == 2 else 1
-    zero = parts.get("weight_zero_point")
-    for name, scheme in _INTEGERS.items():
-        k = words * 32 // scheme.bits
-        fits = zero is None or zero.shape == (-(-n // scheme.n_multiple()), groups)
-        if (
-            groups * (scheme.group_size or 0) == k
-            and scheme.has_zero_point == (zero is not None)
-            and fits
-        ):
-            return stored("int_packed", (n, k), "" if "weight_g_idx" in parts else name)
-    return stored(
-        "int_packed", (n, words * (4 if groups * 32 == words else 8))
-    )  # 8 bits in groups of 128, or 4

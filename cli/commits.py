@@ -6,7 +6,7 @@ Easy to get wrong: this is also where an unreachable dataset is found, before ho
 installation.
 """
 
-from ..checkpoints.commits import dataset_commit
+from ..checkpoints.hub import dataset_commit
 from ..quantize.plan.plan import Plan
 from ..recipes.model_file import find_path
 from ..recipes.pinned import moves

@@ -34,8 +34,8 @@ def pin(
 
     Example: `keepmtp pin glm-4.7 --out glm-4.7.yaml`
     """
-    from ..checkpoints.commits import dataset_commit, model_commit
     from ..checkpoints.files import write_whole
+    from ..checkpoints.hub import dataset_commit, files_of
     from ..recipes.find import is_file_name, named_file
     from ..recipes.pinned import pinned_text
 
@@ -52,7 +52,7 @@ def pin(
 
     def commit_of(kind: str, name: str, revision: str) -> str:
         if kind == "model":
-            return model_commit(name, revision)
+            return files_of(name, revision)[0]
         return dataset_commit(name, revision, f"{file.path}: dataset {name}")
 
     text = file.path.read_text()

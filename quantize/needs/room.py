@@ -8,12 +8,10 @@ over or kept.
 """
 
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ...checkpoints.files import partial_path, two_sizes
-from ...recipes.errors import RecipeError
+from ...checkpoints.files import partial_path, refuse_small_disk
 from ..plan.plan import Plan
 
 # A line of the index and, in the files of hashes, one for each tensor that is read: name, 64 digits
@@ -41,12 +39,7 @@ def refuse_full_disk(plan: Plan, out: Path, *, with_calibration: bool) -> None:
     needed = output_bytes(plan) - _bytes_in(partial_path(out))
     if with_calibration:
         needed += max(0, calibration_bytes(plan) - _bytes_in(calibration_folder(out)))
-    parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        wanted, there = two_sizes(needed, free)
-        rule = f"{wanted} must be free on its disk"
-        raise RecipeError(out, rule, got=there, cure="Choose another OUT, or make room")
+    refuse_small_disk(out, needed, cure="Choose another OUT, or make room")
 
 
 def output_bytes(plan: Plan) -> int:

@@ -16,8 +16,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...checkpoints.files import WORK, write_whole
+from ...checkpoints.identity import FileStamp
 from ...checkpoints.safetensors_file import FileLayout
-from ...checkpoints.unchanged import FileStamp
 from ...recipes.family import HFName
 from ..plan.plan import Plan, Shard
 

@@ -32,10 +32,9 @@ from ...checkpoints.files import (
     within,
     write_whole,
 )
-from ...checkpoints.identity import listed
+from ...checkpoints.identity import listed, refuse_changed, states_of
 from ...checkpoints.record import RECIPE, RECORD, Record, read_record
 from ...checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
-from ...checkpoints.unchanged import refuse_changed, states_of
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.model_file import find_path
 from ...recipes.schema import AUTO, Recipe

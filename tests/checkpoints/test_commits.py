@@ -8,7 +8,7 @@ import threading
 import time
 
 ASK = """
-from keepmtp.checkpoints.commits import dataset_commit
+from keepmtp.checkpoints.hub import dataset_commit
 from keepmtp.recipes.errors import KeepMTPError
 try:
     print(dataset_commit("org/data", "main", "calibration.dataset org/data"))

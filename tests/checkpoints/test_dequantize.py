@@ -4,8 +4,8 @@ arithmetic.
 
 import pytest
 import torch
-from keepmtp.checkpoints import dequantize
 from keepmtp.checkpoints import values as values_module
+from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
@@ -50,6 +50,28 @@ def spread(scale: torch.Tensor, rows: int, columns: int, shape: tuple[int, int])
     )
 
 
+def fp8(
+    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """FP8 or INT8 with a scale for each block, row or tensor."""
+    parts = {"weight": weight, "weight_scale": scale}
+    form = "fp8_channel" if block is None else "fp8_block"
+    return dequantize(form, parts, shape=tuple(weight.shape), block=block)
+
+
+def fp4(form, packed: torch.Tensor, scale: torch.Tensor, **common: torch.Tensor) -> torch.Tensor:
+    parts = {"weight_packed": packed, "weight_scale": scale, **common}
+    return dequantize(form, parts, shape=(packed.shape[0], 2 * packed.shape[1]))
+
+
+def integers(
+    packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], **zero: torch.Tensor
+) -> torch.Tensor:
+    return dequantize(
+        "int_packed", {"weight_packed": packed, "weight_scale": scale, **zero}, shape=shape
+    )
+
+
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (1, 1), (130, 200), (127, 257)])
 @pytest.mark.parametrize("block", [(128, 128), (1, 32), (64, 16)])
 @pytest.mark.parametrize(
@@ -65,7 +87,7 @@ def test_fp8_block(shape, block, scale_dtype):
     else:
         scale = (powers * (1 + torch.rand(scale_shape, generator=seeded(1)))).to(scale_dtype)
         values = scale.double()
-    found = dequantize.fp8_block(weight, scale, block)
+    found = fp8(weight, scale, block)
     # 4-bit by 24-bit significands: the F32 product is rounded, so a second rounding to BF16 may
     # miss by a tie.
     product = weight.double() * spread(values, *block, shape)
@@ -81,13 +103,13 @@ def test_fp8_block_against_compressed_tensors():
         targets=["Linear"], weight_block_size=(128, 128), dtype=torch.bfloat16
     )
     expected = reader._create_dequantized_weight(weight, scale)
-    assert torch.equal(dequantize.fp8_block(weight, scale, (128, 128)), expected)
+    assert torch.equal(fp8(weight, scale, (128, 128)), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_nan_codes_stay_nan(dtype):
     weight = torch.arange(256, dtype=torch.uint8).view(dtype).reshape(2, 128)
-    found = dequantize.fp8_channel(weight, torch.tensor(1.0))
+    found = fp8(weight, torch.tensor(1.0))
     assert torch.equal(found.isnan(), weight.float().isnan()) and found.isnan().any()
 
 
@@ -101,7 +123,7 @@ def test_fp8_channel(dtype, scale_shape):
     scale = torch.rand(scale_shape, generator=seeded(4)).mul(1e-2).bfloat16()
     # At most 8-bit by 8-bit significands: the product is exact in F32 and rounded once.
     expected = (weight.double() * scale.double().reshape(-1, 1)).float().bfloat16()
-    assert torch.equal(dequantize.fp8_channel(weight, scale), expected)
+    assert torch.equal(fp8(weight, scale), expected)
 
 
 @pytest.mark.parametrize("packed_dtype", [torch.uint8, torch.int8])
@@ -109,14 +131,14 @@ def test_fp8_channel(dtype, scale_shape):
 def test_mxfp4(packed_dtype, scale_dtype):
     packed = torch.arange(256).to(torch.uint8).repeat(33).reshape(33, 256)
     exponents = torch.randint(10, 250, (33, 16), generator=seeded(5)).to(torch.uint8)
-    found = dequantize.mxfp4(packed.view(packed_dtype), exponents.view(scale_dtype))
+    found = fp4("mxfp4", packed.view(packed_dtype), exponents.view(scale_dtype))
     expected = E2M1[codes_of(packed)] * spread(exponents.double().sub(127).exp2(), 1, 32, (33, 512))
     assert torch.equal(found.double(), expected)  # exact: a power of two changes no mantissa
 
 
 def test_mxfp4_at_the_ends_of_e8m0():
     packed = torch.full((1, 48), 0x72, dtype=torch.uint8)  # 1.0 in even columns, 6.0 in odd ones
-    found = dequantize.mxfp4(packed, torch.tensor([[0, 254, 255]], dtype=torch.uint8)).double()
+    found = fp4("mxfp4", packed, torch.tensor([[0, 254, 255]], dtype=torch.uint8)).double()
     assert found[0, 0] == 2.0**-127 and found[0, 1] == 6 * 2.0**-127
     assert found[0, 32] == 2.0**127 and found[0, 33].isinf()
     assert found[0, 64:].isnan().all()
@@ -127,7 +149,10 @@ def test_nvfp4(divisor):
     packed = torch.arange(256).to(torch.uint8).repeat(20).reshape(20, 256)
     scale = torch.rand(20, 32, generator=seeded(6)).mul(448).to(torch.float8_e4m3fn)
     common = torch.tensor([27776.0 if divisor else 1 / 27776.0])
-    found = dequantize.nvfp4(packed, scale, common, divisor=divisor)
+    if divisor:
+        found = fp4("nvfp4", packed, scale, weight_global_scale=common)
+    else:
+        found = fp4("nvfp4_modelopt", packed, scale, weight_scale_2=common)
     factor = scale.double() / common.double() if divisor else scale.double() * common.double()
     expected = E2M1[codes_of(packed)] * spread(factor, 1, 16, (20, 512))
     # Two roundings in F32 before the one to BF16: half a unit of BF16, 2**-8, and a little.
@@ -146,20 +171,20 @@ def test_int_packed(bits, num_columns):
     packed = pack_to_int32(codes, bits)
     for num_groups in (1, num_columns // 4):
         scale = torch.rand(40, num_groups, generator=seeded(8)).bfloat16()
-        found = dequantize.int_packed(packed, scale, bits, (40, num_columns))
+        found = integers(packed, scale, (40, num_columns))
         expected = codes.double() * spread(scale, 1, num_columns // num_groups, (40, num_columns))
         assert torch.equal(found, expected.float().bfloat16())
         # 37 rows fill no whole number of words.
         zeros = torch.randint(-half, half, (37, num_groups), generator=seeded(9)).to(torch.int8)
         words = pack_to_int32(zeros, bits, packed_dim=0)
-        found = dequantize.int_packed(packed[:37], scale[:37], bits, (37, num_columns), words)
+        found = integers(packed[:37], scale[:37], (37, num_columns), weight_zero_point=words)
         shifted = codes[:37].double() - spread(
             zeros, 1, num_columns // num_groups, (37, num_columns)
         )
         expected = shifted * spread(scale[:37], 1, num_columns // num_groups, (37, num_columns))
         assert torch.equal(found, expected.float().bfloat16())
     with pytest.raises(CheckpointError, match="weight_zero_point"):
-        dequantize.int_packed(packed, scale, bits, (40, num_columns), words[1:])
+        integers(packed, scale, (40, num_columns), weight_zero_point=words[1:])
 
 
 @pytest.mark.parametrize(
@@ -179,39 +204,28 @@ def test_same_values_as_compressed_tensors_reads(name):
     expected = compressor.decompress(
         dict(packed), QuantizationScheme(targets=["Linear"], **scheme.config_group())
     )["weight"]
-    match scheme.format:
-        case "nvfp4-pack-quantized":
-            common = packed["weight_global_scale"]
-            found = dequantize.nvfp4(
-                packed["weight_packed"], packed["weight_scale"], common, divisor=True
-            )
-        case "mxfp4-pack-quantized":
-            found = dequantize.mxfp4(packed["weight_packed"], packed["weight_scale"])
-        case "pack-quantized":
-            shape = (int(packed["weight_shape"][0]), int(packed["weight_shape"][1]))
-            found = dequantize.dequantize("int_packed", packed, shape=shape)
-        case _:
-            found = dequantize.fp8_channel(packed["weight"], packed["weight_scale"])
+    forms = {
+        "nvfp4-pack-quantized": "nvfp4",
+        "mxfp4-pack-quantized": "mxfp4",
+        "pack-quantized": "int_packed",
+    }
+    found = dequantize(forms.get(scheme.format, "fp8_channel"), packed, shape=tuple(weight.shape))
     assert torch.equal(found, expected)
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    fp8, byte = all_fp8((256, 256)), torch.zeros(4, 64, dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match=r"shape \[2, 2\]; got \[2, 1\]"):
-        dequantize.fp8_block(fp8, torch.ones(2, 1), (128, 128))
-    with pytest.raises(CheckpointError, match="row scale"):
-        dequantize.fp8_channel(fp8, torch.ones(255, 1))
-    with pytest.raises(CheckpointError, match="only FP8 or INT8"):
-        dequantize.fp8_channel(fp8.bfloat16(), torch.ones(1))
-    with pytest.raises(CheckpointError, match=r"\[4, 4\]"):
-        dequantize.mxfp4(byte, torch.zeros(4, 8, dtype=torch.uint8))
-    with pytest.raises(CheckpointError, match="global scale"):
-        dequantize.nvfp4(
-            byte, torch.ones(4, 8).to(torch.float8_e4m3fn), torch.ones(2), divisor=True
-        )
-    with pytest.raises(CheckpointError, match="4 or 8 bits"):
-        dequantize.int_packed(byte.view(torch.int32), torch.ones(4, 1), 3, (4, 128))
-    with pytest.raises(CheckpointError, match="weight_packed"):
-        dequantize.int_packed(byte.view(torch.int32), torch.ones(4, 1), 4, (4, 256))
-    with pytest.raises(CheckpointError, match="weight_scale"):
-        dequantize.int_packed(byte.view(torch.int32), torch.ones(4, 3), 4, (4, 128))
+    weight, byte = all_fp8((256, 256)), torch.zeros(4, 64, dtype=torch.uint8)
+    words, two = byte.view(torch.int32), torch.ones(2)
+    cases = {
+        r"shape \[2, 2\]; got \[2, 1\]": lambda: fp8(weight, torch.ones(2, 1), (128, 128)),
+        r"shape \[256, 1\]; got \[255, 1\]": lambda: fp8(weight, torch.ones(255, 1)),
+        "only FP8 or INT8": lambda: fp8(weight.bfloat16(), torch.ones(1)),
+        r"\[4, 4\]": lambda: fp4("mxfp4", byte, torch.zeros(4, 8, dtype=torch.uint8)),
+        "global scale": lambda: fp4("nvfp4", byte, torch.ones(4, 8), weight_global_scale=two),
+        "4 or 8 bits": lambda: integers(words, torch.ones(4, 1), (4, 170)),
+        "weight_packed": lambda: integers(words, torch.ones(4, 1), (4, 110)),
+        "weight_scale": lambda: integers(words, torch.ones(4, 3), (4, 128)),
+    }
+    for says, read in cases.items():
+        with pytest.raises(CheckpointError, match=says):
+            read()

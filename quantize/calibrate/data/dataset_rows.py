@@ -22,7 +22,7 @@ from httpx import HTTPError
 from huggingface_hub.errors import HfHubHTTPError
 from pyarrow import ArrowException
 
-from ....checkpoints.commits import dataset_commit
+from ....checkpoints.hub import dataset_commit
 from ....checkpoints.safetensors_file import open_regular
 from ....recipes.errors import RecipeError
 from ....recipes.model_file import find_path
