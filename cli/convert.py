@@ -72,7 +72,7 @@ def convert(
             cure="Add --out, or --dry-run",
         )
     err = Console(stderr=True)
-    with bytes_bar(err, "converting")(planned.num_bytes) as progress:
+    with bytes_bar(err, "converting")(planned.proposal.num_bytes_again) as progress:
         written = cure.convert(planned, folder, progress=progress)
     judged = ending.judge(folder, partial(say, err))
     made = {
@@ -94,7 +94,7 @@ def _sentence(planned: "Conversion") -> str:
     return (
         f"{planned.source.where} to {planned.to}, {how}: {len(planned.changes):,} tensors get "
         f"another name or form, {planned.num_reexpressed:,} of them other bytes; {num_anew} of "
-        f"{num_all} shards are written ({size_in_words(planned.num_bytes)})"
+        f"{num_all} shards are written ({size_in_words(planned.proposal.num_bytes_again)})"
     )
 
 
@@ -107,5 +107,5 @@ def _planned_json(planned: "Conversion") -> dict[str, Any]:
         "tensors_changed": len(planned.changes),
         "tensors_with_other_bytes": planned.num_reexpressed,
         "shards_written": planned.shards,
-        "bytes_written": planned.num_bytes,
+        "bytes_written": planned.proposal.num_bytes_again,
     }

@@ -97,7 +97,7 @@ def fix(
             doing(f"{out}: writing")
             written = write(outcome, out)
             judged = _judged(outcome, out, ending, doing=doing)
-    data = judged.checked.data if judged else outcome.after
+    data = judged.checked.data if judged else outcome.after.data
     cures = _cures(outcome, data, _name(outcome, written))
     shown = data
     if judged is None and outcome.proposal.edits:
@@ -115,10 +115,10 @@ def _judged(outcome: "Outcome", out: Path, ending: Ending, *, doing: Any) -> "Ju
     """The check and the dry load of OUT; of a repository, whose other files are not here, of
     headers.
     """
-    if outcome.source.folder is not None:
+    if outcome.proposal.source.folder is not None:
         return ending.judge(out, doing)
     with outcome.proposal.headers() as folder:
-        return ending.judge(out, doing, headers=folder, name=outcome.source.where)
+        return ending.judge(out, doing, headers=folder, name=outcome.proposal.source.where)
 
 
 def _end(
@@ -149,8 +149,8 @@ def _name(outcome: "Outcome", written: "Rewritten | None") -> str:
     """What is cured next: the new folder, if it has all of the checkpoint."""
     return (
         str(written.folder)
-        if written and outcome.source.folder is not None
-        else outcome.source.where
+        if written and outcome.proposal.source.folder is not None
+        else outcome.proposal.source.where
     )
 
 
@@ -175,6 +175,6 @@ def _json(
         "out": str(written.folder) if written else None,
         "new": list(written.new) if written else [],
         "linked": len(written.linked) if written else 0,
-        "copied_bytes": written.copied_bytes if written else 0,
+        "copied": len(written.copied) if written else 0,
         "not_loaded": str(judged.no_vllm) if judged and judged.no_vllm else None,
     }

@@ -73,10 +73,12 @@ def graft(
 
     Example: `keepmtp graft GLM-4.7-NVFP4 --from /data/GLM-4.7 --dry-run`
     """
+    from ..recipes.extras import require_extra
+
+    require_extra("graft", "quantize")
     from ..checkpoints.source import open_source
     from ..cure.graft import plan_graft
     from ..cure.judged import Judged
-    from ..recipes.extras import require_extra
 
     if out is None and not dry_run:
         raise RecipeError(
@@ -88,7 +90,6 @@ def graft(
         say(err, line)
     judged = Judged(checked=made.checked)
     if out is not None and not dry_run:
-        require_extra("graft", "quantize")
         from ..cure.graft_write import carry_out
 
         fetching, reading, packing = (

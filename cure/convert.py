@@ -4,22 +4,27 @@ In: a folder and a dialect. Out: a `Conversion`, which says all that will be wri
 is; then a new folder. Packed bytes are copied from file to file under their new names; scales of a
 module are re-expressed; shards without a quantized weight are hard links.
 
-Easy to get wrong: both ways. What 1 / (1 / x) does not restore is kept in keepmtp-convert.json
-(`convert_record.py`).
+Easy to get wrong: both ways. 1 / (1 / x) is not x for one F32 in seven, and a config has many
+spellings, so keepmtp-convert.json in the new folder keeps both. But who has edited the converted
+checkpoint wants his own edits: what is kept counts only where what was written is still there. And
+the file may be a stranger's, so that no name and no value in it is taken that a conversion could
+not have written.
 """
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self, get_args
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
+from .. import __version__
 from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.json_file import object_of
-from ..checkpoints.safetensors_file import Entry
-from ..checkpoints.source import Source, small_bytes
+from ..checkpoints.source import Source, small_bytes, small_object
 from ..checkpoints.values import TORCH_DTYPES, changed, typed
 from ..quantize.config.written import config_files, quantization_config, with_quantization
 from ..recipes.conventions import (
@@ -31,17 +36,63 @@ from ..recipes.conventions import (
     in_compressed_tensors,
     in_modelopt,
 )
-from ..recipes.errors import CheckpointError, RecipeError
+from ..recipes.errors import CheckpointError, RecipeError, first_fault
 from ..recipes.family import HFName
+from ..recipes.schemes import DTYPE_BITS, num_bytes
 from ..validate.check.check import examine
 from ..validate.check.dialects.choose import quantization_of
 from ..validate.check.runtime_view import RuntimeView
 from .convert_forms import StoredMatrix, caches_in, dialect_of, matrices_in
-from .convert_record import CONVERTED, WITHOUT_IT, Converted, FirstTensor, read_converted, record_of
 from .json_diff import in_form_of
 from .new_shards import NewTensor, as_it_was
 from .proposal import CONFIG, Proposal
 from .rewritten import Rewritten, rewrite
+
+CONVERTED = "keepmtp-convert.json"
+_WITHOUT_IT = "Convert a copy of the folder that does not have this file"
+_Config = Literal["config.json", "hf_quant_config.json"]
+_CONFIGS: tuple[_Config, ...] = get_args(_Config)
+
+
+class FirstTensor(BaseModel):
+    """A tensor of the first checkpoint; `hex` has its bytes, "" where they are those of the
+    converted one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"[^.]$")
+    dtype: str
+    shape: tuple[NonNegativeInt, ...]
+    hex: str = ""
+
+    @model_validator(mode="after")
+    def _has_its_bytes(self) -> Self:
+        if self.dtype not in DTYPE_BITS:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BITS)}")
+        if self.hex and len(bytes.fromhex(self.hex)) != num_bytes(self.dtype, self.shape):
+            raise ValueError("hex must have the bytes of its shape")
+        return self
+
+
+class Converted(BaseModel):
+    """keepmtp-convert.json.
+
+    Attributes:
+        keepmtp: the version that converted.
+        first: the dialect of the first checkpoint.
+        configs: its config files as they were; null for one that it did not have.
+        written: SHA-256 of the config files of the converted one.
+        tensors: by name in the converted one, what the way back does not restore by itself.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keepmtp: str
+    first: Format
+    configs: Mapping[_Config, str | None]
+    written: Mapping[_Config, str]
+    tensors: Mapping[str, FirstTensor]
 
 
 @dataclass(frozen=True)
@@ -73,15 +124,6 @@ class Conversion:
         return tuple(self.proposal.shards_again)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors in them."""
-        return sum(
-            tensor.num_bytes
-            for tensors in self.proposal.shards_again.values()
-            for tensor in tensors
-        )
-
-    @property
     def num_reexpressed(self) -> int:
         """How many tensors get other bytes; the others of `changes` only another name or shape."""
         return sum(isinstance(tensor.data, bytes) for tensor in self.changes)
@@ -104,18 +146,19 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     if first == to:
         rule = "a checkpoint is converted into the other dialect"
         raise RecipeError(where, rule, got=f"one in {to} already", cure="There is nothing to do")
-    proposal, kept = Proposal(source), read_converted(source)
-    if kept is not None and kept.first != to:
+    proposal, kept = Proposal(source), _record_of(source)
+    if kept is not None and (kept.first != to or _sums(source) != kept.written):
         kept = None
-    is_way_back = kept is not None and kept.restores(source)
     why = f"so {to} has it"
     matrices = matrices_in(runtime, to)
     changes, lost = [], {}
     for matrix in (*matrices, *caches_in(runtime)):
         for entry in matrix.parts.values() if matrix.scheme else ():
             was = as_it_was(entry)
-            new = _restored(source, matrix, entry, kept, first) or _turned(source, matrix, was, to)
-            if not is_way_back and not _is_same(source, _turned(source, matrix, new, first), was):
+            new = _turned(source, matrix, was, to)
+            if kept is not None:
+                new = _restored(source, matrix, was, kept.tensors.get(entry.name), first) or new
+            elif not _is_same(source, _turned(source, matrix, new, first), was):
                 raw = b"" if new.data == entry else was.bytes_from(source)
                 lost[new.name] = FirstTensor(
                     name=was.name, dtype=was.dtype, shape=was.shape, hex=raw.hex()
@@ -124,23 +167,27 @@ def plan_conversion(where: str, to: Format) -> Conversion:
                 changes.append(new)
                 proposal.retensor(entry, new, why)
     if len(proposal.edits) < len(changes):
-        rule, cure = (
-            "no tensor must have the name that another one gets",
-            "Take it out of the checkpoint",
-        )
-        raise CheckpointError(
-            where, rule, got=f"{len(changes) - len(proposal.edits)} that do", cure=cure
-        )
+        rule = "no tensor must have the name that another one gets"
+        got, cure = f"{len(changes) - len(proposal.edits)} that do", "Take it out of the checkpoint"
+        raise CheckpointError(where, rule, got=got, cure=cure)
     files: dict[str, bytes | None] = {HF_QUANT_CONFIG: None, CONVERTED: None}
-    if kept is not None and is_way_back:
+    if kept is not None:
         files |= _first_configs(runtime, kept)
     else:
         files |= _configs(runtime, matrices, to)
-        files[CONVERTED] = record_of(source, first, files, lost)
+        record = Converted(
+            keepmtp=__version__,
+            first=first,
+            configs={name: _text_of(source, name) for name in _CONFIGS},
+            written={name: _sum(files[name]) for name in _CONFIGS},
+            tensors=dict(sorted(lost.items())),
+        )
+        written = record.model_dump_json(indent=1, exclude_defaults=True)
+        files[CONVERTED] = f"{written}\n".encode()
     for name, data in files.items():
         if data is not None or small_bytes(source, name) is not None:
             proposal.put(name, data, why)
-    return Conversion(proposal, first, to, tuple(changes), is_way_back)
+    return Conversion(proposal, first, to, tuple(changes), kept is not None)
 
 
 def convert(
@@ -174,10 +221,6 @@ def _checked(where: str) -> RuntimeView:
             where, "what is converted must be a folder here", got="a Hub repository", cure=cure
         )
     return checked.runtime
-
-
-# --- one tensor
-# --------------------------------------------------------------------------------------------------
 
 
 def _spelled(matrix: StoredMatrix, tensor: NewTensor, to: Format) -> tuple[NewTensor, Change]:
@@ -232,37 +275,22 @@ def _is_same(source: Source, one: NewTensor, other: NewTensor) -> bool:
 
 
 def _restored(
-    source: Source, matrix: StoredMatrix, entry: Entry, kept: Converted | None, dialect: Format
+    source: Source, matrix: StoredMatrix, was: NewTensor, first: FirstTensor | None, dialect: Format
 ) -> NewTensor | None:
-    """The first checkpoint's tensor, if the record has it and the one that is here is still what
-    was made of it.
-
-    Raises:
-        CheckpointError: what the record calls the first one does not become this one.
+    """The first checkpoint's tensor; None where the record has none of which the one that is here
+    was made.
     """
-    if kept is None or (was := kept.tensors.get(entry.name)) is None:
+    if first is None:
         return None
-    data = bytes.fromhex(was.hex) if was.hex else entry
-    tensor = NewTensor(name=HFName(was.name), dtype=was.dtype, shape=was.shape, data=data)
-    plain = cache_scale_in("compressed-tensors", was.name) if matrix.scheme == CACHE else was.name
-    if (
-        plain.rpartition(".")[0] != matrix.module
-        or _spelled(matrix, tensor, dialect)[0].name != entry.name
-    ):
-        where, rule = (
-            f"{source.where}/{CONVERTED}: tensors: {entry.name}",
-            "must be a tensor of the same module",
-        )
-        raise CheckpointError(where, rule, got=was.name, cure=WITHOUT_IT)
-    has_its_bytes = was.hex or tensor.num_bytes == entry.num_bytes
-    is_still = has_its_bytes and _is_same(
-        source, _turned(source, matrix, tensor, dialect), as_it_was(entry)
-    )
-    return tensor if is_still else None
-
-
-# --- the configs
-# --------------------------------------------------------------------------------------------------
+    data = bytes.fromhex(first.hex) or was.data
+    tensor = NewTensor(name=HFName(first.name), dtype=first.dtype, shape=first.shape, data=data)
+    plain = first.name
+    if matrix.scheme == CACHE:
+        plain = cache_scale_in("compressed-tensors", first.name)
+    is_whole = bool(first.hex) or tensor.num_bytes == was.num_bytes
+    if plain.rpartition(".")[0] != matrix.module or not is_whole:
+        return None
+    return tensor if _is_same(source, _turned(source, matrix, tensor, dialect), was) else None
 
 
 def _configs(runtime: RuntimeView, matrices: list[StoredMatrix], to: Format) -> dict[str, bytes]:
@@ -279,27 +307,54 @@ def _first_configs(runtime: RuntimeView, kept: Converted) -> dict[str, bytes]:
     quantized.
 
     Raises:
-        CheckpointError: one is no JSON object, or names what else they say.
+        CheckpointError: one is no JSON object, or says something else.
     """
     where = f"{runtime.source.where}/{CONVERTED}: configs: "
     files = {name: text.encode() for name, text in kept.configs.items() if text is not None}
-    objects = {
-        name: object_of(raw, f"{where}{name}", cure=WITHOUT_IT) for name, raw in files.items()
-    }
-    both = objects.get(CONFIG, {}), runtime.source.config
-    was, now = (with_quantization(config, {}, runtime.view) for config in both)
-    for key in sorted(was.keys() | now.keys()):
-        # NaN and 1.0 are compared as JSON writes them.
-        one, other = (
-            json.dumps([config[key]] if key in config else [], sort_keys=True)
-            for config in (was, now)
-        )
-        if one != other:
-            rule = "must be that of this checkpoint"
-            raise CheckpointError(
-                f"{where}config.json", rule, got=f"another {key}", cure=WITHOUT_IT
-            )
+    first: Mapping[str, Any] = {}
+    for name, raw in files.items():
+        found = object_of(raw, f"{where}{name}", cure=_WITHOUT_IT)
+        if name == CONFIG:
+            first = found
+    # NaN and 1.0 are compared as JSON writes them.
+    was, now = (
+        json.dumps(with_quantization(config, {}, runtime.view), sort_keys=True)
+        for config in (first, runtime.source.config)
+    )
+    if was != now:
+        rule = "must be that of this checkpoint but for how it is quantized"
+        raise CheckpointError(f"{where}{CONFIG}", rule, got="another", cure=_WITHOUT_IT)
     return {**files}
+
+
+def _record_of(source: Source) -> Converted | None:
+    """The record of a converted checkpoint, if it has one.
+
+    Raises:
+        CheckpointError: a file of this name that keepmtp did not write.
+    """
+    where, rule = f"{source.where}/{CONVERTED}", "must be what `keepmtp convert` wrote"
+    try:
+        found = small_object(source, CONVERTED)
+        return None if found is None else Converted.model_validate(found)
+    except ValidationError as error:
+        got = first_fault(error)
+        raise CheckpointError(where, rule, got=got, cure=_WITHOUT_IT) from error
+
+
+def _text_of(source: Source, name: str) -> str | None:
+    """A config file as it is; it must be JSON."""
+    return (
+        None if small_object(source, name) is None else (small_bytes(source, name) or b"").decode()
+    )
+
+
+def _sums(source: Source) -> dict[str, str]:
+    return {name: _sum(small_bytes(source, name)) for name in _CONFIGS}
+
+
+def _sum(data: bytes | None) -> str:
+    return "" if data is None else hashlib.sha256(data).hexdigest()
 
 
 def _cache_scheme(runtime: RuntimeView) -> Any:

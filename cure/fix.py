@@ -9,16 +9,14 @@ headers, before a byte is written, and what is written is the round with the few
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..checkpoints.source import Source
 from ..recipes.errors import KeepMTPError, RecipeError
 from ..validate.check.check import Checked, examine, examine_source
 from ..validate.check.dialects.patterns import time_limit
-from ..validate.check.runtime_view import RuntimeView
 from ..validate.facts.findings import Finding
 from ..validate.facts.results import CheckData
 from . import fixes_config, fixes_lists, fixes_tensors
@@ -75,40 +73,31 @@ _OF_TENSORS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What fix would do, judged from headers.
 
     Attributes:
-        source: the checkpoint as it is.
-        before: the check of it.
+        before: the check of the checkpoint as it is.
         after: the check of what it would be.
         proposal: the changes.
         not_for_sglang: why no entry lets SGLang serve it, where that was asked for.
-        runtime: the names of the checkpoint as it is; None without a family's table.
     """
 
-    source: Source
-    runtime: RuntimeView | None
-    before: CheckData
-    after: CheckData
+    before: Checked
+    after: Checked
     proposal: Proposal
     not_for_sglang: tuple[str, ...] = ()
 
     @property
     def cured(self) -> tuple[Finding, ...]:
         """Findings that are gone."""
-        left = {each.key for each in self.after.findings}
-        return tuple(each for each in self.before.findings if each.key not in left)
-
-    @property
-    def left(self) -> tuple[Finding, ...]:
-        """Findings that stay."""
-        return self.after.findings
+        left = {each.key for each in self.after.data.findings}
+        return tuple(each for each in self.before.data.findings if each.key not in left)
 
     def command(self, option: str = "") -> str:
         """What writes it."""
-        return f"keepmtp fix {shlex.quote(self.source.where)}{option} --out NEW"
+        return f"keepmtp fix {shlex.quote(self.proposal.source.where)}{option} --out NEW"
 
 
 def proposed(
@@ -125,7 +114,12 @@ def proposed(
         KeepMTPError: there is nothing to judge, or its files cannot be read.
     """
     progress(f"{where}: static check")
-    return _outcome(examine(where), for_sglang=for_sglang, progress=progress)
+    outcome = _outcome(examine(where), progress)
+    if not for_sglang:
+        return outcome
+    progress(f"{where}: SGLang's names")
+    after, obstacles = _named_for_sglang(outcome.proposal, outcome.after)
+    return replace(outcome, after=after, not_for_sglang=obstacles)
 
 
 def write(outcome: Outcome, out: Path) -> Rewritten:
@@ -136,9 +130,8 @@ def write(outcome: Outcome, out: Path) -> Rewritten:
     """
     if not outcome.proposal.edits:
         rule = "fix writes a folder only if something changes"
-        raise RecipeError(
-            outcome.source.where, rule, got="nothing that it can cure", cure="Serve it as it is"
-        )
+        where, got = outcome.proposal.source.where, "nothing that it can cure"
+        raise RecipeError(where, rule, got=got, cure="Serve it as it is")
     return rewrite(outcome.proposal, out, made_by="fix")
 
 
@@ -158,17 +151,19 @@ def settled(
     """
     best = checked, proposal
     for _ in range(_MAX_ROUNDS):
-        rules, had = {finding.rule for finding in checked.data.findings}, len(proposal.edits)
-        proposal = proposal.copy()
-        if checked.runtime is not None:
-            now = Faulty(checked.runtime, checked.data.findings, proposal)
-            for cure in dict.fromkeys(cure for rule, cure in fixes if rule in rules):
-                cure(now)
+        rules = {finding.rule for finding in checked.data.findings}
+        cures = dict.fromkeys(cure for rule, cure in fixes if rule in rules)
+        if checked.runtime is None or not cures:
+            break
+        had, proposal = len(proposal.edits), proposal.copy()
+        for cure in cures:
+            cure(Faulty(checked.runtime, checked.data.findings, proposal))
         if len(proposal.edits) == had:
             break
         progress(f"{proposal.source.where}: check of what it would be")
         checked = proposal.examined()
-        best = min(best, (checked, proposal), key=lambda each: _weight(each[0].data))
+        if _weight(checked.data) < _weight(best[0].data):
+            best = checked, proposal
     return best
 
 
@@ -180,45 +175,34 @@ def _weight(data: CheckData) -> tuple[int, int]:
     return sums["error"], sums["warning"]
 
 
-def _outcome(
-    checked: Checked, *, for_sglang: bool = False, progress: Progress = lambda doing: None
-) -> Outcome:
-    source, runtime, before = checked.readable(), checked.runtime, checked.data
-    checked, proposal = settled(checked, Proposal(source), FIXES, progress)
-    obstacles: tuple[str, ...] = ()
-    if for_sglang:
-        progress(f"{source.where}: SGLang's names")
-        obstacles = _name_for_sglang(proposal, checked.data)
-    return Outcome(
-        source=source,
-        runtime=runtime,
-        before=before,
-        after=checked.data,
-        proposal=proposal,
-        not_for_sglang=obstacles,
-    )
+def _outcome(checked: Checked, progress: Progress = lambda doing: None) -> Outcome:
+    proposal = Proposal(checked.readable())
+    return Outcome(checked, *settled(checked, proposal, FIXES, progress))
 
 
-def _name_for_sglang(proposal: Proposal, judged: CheckData) -> tuple[str, ...]:
-    """Make the changes for SGLang; why there are none, if something stands against them.
+def _named_for_sglang(proposal: Proposal, checked: Checked) -> tuple[Checked, tuple[str, ...]]:
+    """Make the changes for SGLang: the check of what it would be, and why there are none, if
+    something stands against them.
 
     Raises:
         RecipeError: vLLM's verdict would be another.
     """
     had = len(proposal.edits)
-    obstacles = add_entries_for_sglang(proposal.examined(), proposal)
-    after = proposal.examined().data if len(proposal.edits) > had else judged
-    if after.findings != judged.findings:
-        got = next(
-            (each.says for each in after.findings if each not in judged.findings), "fewer findings"
-        )
+    obstacles = add_entries_for_sglang(checked, proposal)
+    if len(proposal.edits) == had:
+        return checked, obstacles
+    after, before = proposal.examined(), checked.data.findings
+    if after.data.findings != before:
         rule = "entries for SGLang must leave vLLM's verdict as it is"
+        got = "fewer findings"
+        for each in after.data.findings:
+            if each not in before:
+                got = each.says
         raise RecipeError("--runtime sglang", rule, got=got, cure="Leave out --runtime")
-    return obstacles
+    return after, obstacles
 
 
 # --- commands
-# --------------------------------------------------------------------------------------------------
 
 
 def with_commands(checked: Checked) -> Checked:
@@ -227,36 +211,42 @@ def with_commands(checked: Checked) -> Checked:
     What fix would do decides, not a table: it is tried on headers, by the rules for vLLM, and for
     SGLang by those.
     """
-    data = checked.data
-    of_vllm = tuple(
-        each for each in data.findings if (each.origin, each.runtime) == ("static", "vllm")
-    )
-    of_sglang = [each for each in data.findings if each.runtime == "sglang"]
-    if not (of_vllm or of_sglang) or checked.source is None:
+    data, source = checked.data, checked.source
+    of_vllm, of_sglang = [], []
+    for each in data.findings:
+        if each.runtime == "sglang":
+            of_sglang.append(each)
+        elif each.origin == "static":
+            of_vllm.append(each)
+    if source is None or not (of_vllm or of_sglang):
         return checked
     try:
         with time_limit():
-            for_vllm = checked._replace(data=data.model_copy(update={"findings": of_vllm}))
-            outcome = _outcome(for_vllm if of_vllm else examine_source(checked.source))
-            commands = _for_sglang(of_sglang, outcome)
+            if of_vllm:
+                own = data.model_copy(update={"findings": tuple(of_vllm)})
+                outcome = _outcome(checked._replace(data=own))
+            else:
+                outcome = _outcome(examine_source(source))
+            fix, cured = _cured_for_sglang(of_sglang, outcome)
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked
-    # One fix cures what is wrong for both.
-    fix = next(
-        (each for each in commands.values() if each == outcome.command(_FOR_SGLANG)),
-        outcome.command(),
-    )
+    commands = {}
+    for each in of_sglang:
+        alike = each.model_copy(update={"rule": each.rule.removeprefix("sglang-")})
+        commands[each] = fix if each.key in cured else cure_elsewhere(alike, outcome)
+    if not cured:
+        fix = outcome.command()  # else one fix cures what is wrong for both
     of_cures = {}
     for each in of_vllm:
-        commands[each] = of_cures[each.cure] = (
-            fix if _is_cured(each, outcome) else cure_elsewhere(each, outcome)
-        )
+        commands[each] = fix if _is_cured(each, outcome) else cure_elsewhere(each, outcome)
+        of_cures[each.cure] = commands[each]
     findings = []
     for each in data.findings:
         # A dry load has the static check's words for the same tensor.
-        words = of_cures.get(each.cure) if each.origin == "dry" else commands.get(each)
-        cure = f"{each.cure}. Run `{words}`" if words else each.cure
-        findings.append(each.model_copy(update={"cure": cure}))
+        command = commands.get(each) or (each.origin == "dry" and of_cures.get(each.cure))
+        if command:
+            each = each.model_copy(update={"cure": f"{each.cure}. Run `{command}`"})
+        findings.append(each)
     return checked._replace(data=data.model_copy(update={"findings": tuple(findings)}))
 
 
@@ -264,49 +254,45 @@ def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
     """The command for what needs new values, here or in the folder `name`; "" where the finding's
     own cure says all.
     """
-    runtime = outcome.runtime
+    runtime = outcome.before.runtime
     if runtime is None:
         return ""
     # What is wrong with the backbone as well is wrong in config.json, and a new block would be
     # wrong there too.
-    of_rule = [
-        each for each in outcome.left if (each.rule, each.severity) == (finding.rule, "error")
-    ]
+    of_rule = []
+    for each in outcome.after.data.findings:
+        if (each.rule, each.severity) == (finding.rule, "error"):
+            of_rule.append(each)
     is_of_block = finding in of_rule and all(runtime.is_mtp_name(each.where) for each in of_rule)
     if finding.rule in _OF_BLOCKS or (finding.rule in _OF_TENSORS and is_of_block):
-        where = shlex.quote(name or outcome.source.where)
+        where = shlex.quote(name or outcome.proposal.source.where)
         return f"keepmtp graft {where} --from {runtime.base_model or 'RELEASE'} --out NEW"
     return ""
 
 
 def _is_cured(finding: Finding, outcome: Outcome) -> bool:
     """Whether fix cures it, and brings no other errors."""
-    known = {each.key for each in outcome.before.findings}
-    # An MTP block beyond the last layer has the number of that layer in its names: lists wait for
-    # the right one.
-    errors = [each for each in outcome.left if each.severity == "error"]
-    return finding in outcome.cured and all(
-        each.key in known and each.rule != "layer-missing" for each in errors
-    )
+    known = {each.key for each in outcome.before.data.findings}
+    for each in outcome.after.data.findings:
+        # An MTP block beyond the last layer has the number of that layer in its names: lists wait
+        # for the right one.
+        if each.severity == "error" and (each.key not in known or each.rule == "layer-missing"):
+            return False
+    return finding in outcome.cured
 
 
-def _for_sglang(findings: list[Finding], outcome: Outcome) -> dict[Finding, str]:
-    """The commands for what SGLang would do wrong."""
-    if not findings or outcome.runtime is None:
-        return {}
-    proposal = outcome.proposal
-    with suppress(
-        RecipeError
-    ):  # the lists of this dialect cannot be extended: fix alone may still cure it
+def _cured_for_sglang(findings: Sequence[Finding], outcome: Outcome) -> tuple[str, set[object]]:
+    """The command that cures findings for SGLang, and the keys of those that it cures."""
+    had, proposal = len(outcome.proposal.edits), outcome.proposal
+    if not findings or outcome.before.runtime is None:
+        return "", set()
+    with suppress(RecipeError):  # the lists of this dialect cannot be extended: fix alone may do
         more = proposal.copy()
-        _name_for_sglang(more, outcome.after)
+        _named_for_sglang(more, outcome.after)
         proposal = more
-    fix = outcome.command(_FOR_SGLANG if len(proposal.edits) > len(outcome.proposal.edits) else "")
+    if not proposal.edits:
+        return "", set()
     left = {each.key for each in proposal.examined(("sglang",)).data.findings}
-    is_better = left <= {each.key for each in findings}
-    commands = {}
-    for each in findings:
-        alike = each.model_copy(update={"rule": each.rule.removeprefix("sglang-")})
-        is_cured = is_better and each.key not in left
-        commands[each] = fix if is_cured else cure_elsewhere(alike, outcome)
-    return commands
+    keys = {each.key for each in findings}
+    cured = keys - left if left <= keys else set()
+    return outcome.command(_FOR_SGLANG if len(proposal.edits) > had else ""), cured

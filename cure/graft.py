@@ -21,29 +21,46 @@ from typing import Any
 
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
+from ..checkpoints.source_of import refuse_stranger
+from ..checkpoints.stored import FLOATS, stored_weights
 from ..quantize.config.written import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.family import Family
+from ..recipes.families import find_view
+from ..recipes.family import Family, HFName
 from ..recipes.family_view import FamilyView
 from ..validate.check.check import Checked, examine_source
 from ..validate.check.dialects.choose import Unquantized
 from ..validate.check.dialects.compressed_tensors import CompressedTensors
 from ..validate.check.dialects.fp8 import Fp8
+from ..validate.check.reading import joined
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.check.vllm_module import Dialect, UnknownDialect
+from ..validate.check.vllm_module import UnknownDialect
 from ..validate.facts.findings import Finding
 from .fix import LIST_FIXES, settled
 from .fixes_lists import lists_say_what_is_stored
-from .graft_fetch import ranges_of
-from .graft_refusals import block_entries, refuse_another_model, refuse_untrained_release
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
 
+# Releases whose config.json promises an MTP block that nobody can draft with, by model_type.
+UNTRAINED: Mapping[str, str] = {
+    "minimax_m2": "MiniMax-M2 was published with garbage in its MTP weights (MiniMax-M2 #47), "
+    "later ones without any",
+}
 _ABOUT_THE_BLOCK = frozenset(
     {"mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head"}
 )
 _ABOUT_MTP = re.compile(r"mtp|nextn|n_predict", re.IGNORECASE)
+_FORMS_WITH_SHAPE = (
+    "plain",
+    "fp8_block",
+    "fp8_channel",
+    "fp8_tensor",
+    "mxfp4",
+    "nvfp4",
+    "nvfp4_modelopt",
+    "int8",
+)
 
 
 @dataclass(frozen=True)
@@ -66,17 +83,23 @@ class Graft:
         return self.proposal.source
 
     @property
+    def entries(self) -> list[Entry]:
+        """The tensors of the release that the block is made from, in the order of the files."""
+        names = {name for tensor in self.plan.tensors for name in tensor.inputs}
+        entries = (self.plan.entries[name] for name in names)
+        return sorted(entries, key=lambda entry: (entry.file, entry.start))
+
+    @property
     def num_bytes_read(self) -> int:
         """Bytes of the release that are read; from the Hub, with the gaps between neighbours."""
-        entries = block_entries(self.plan)
-        if self.plan.source.folder is None:
-            return sum(piece.num_bytes for piece in ranges_of(entries))
-        return sum(entry.num_bytes for entry in entries)
+        return sum(stretch.num_bytes for stretch in joined(self.plan.source, self.entries))
 
     @property
     def num_requests(self) -> int:
         """Range requests for them; 0 for a release on this machine."""
-        return len(ranges_of(block_entries(self.plan))) if self.plan.source.folder is None else 0
+        if self.plan.source.folder is not None:
+            return 0
+        return sum(stretch.num_requests for stretch in joined(self.plan.source, self.entries))
 
 
 def plan_graft(
@@ -96,15 +119,16 @@ def plan_graft(
         CheckpointError: a tensor with another shape, a block that is there and good, no block in
             the release, an unknown dialect, or a result that would not load.
     """
-    refuse_untrained_release(source)
+    if words := UNTRAINED.get(model_type := str(source.config.get("model_type", ""))):
+        rule = "the release must have published a trained MTP block"
+        cure = "Serve it without method=mtp; speculators trains drafts for such models"
+        raise CheckpointError(source.where, rule, got=f"{model_type}: {words}", cure=cure)
     checked = examine_source(quantized)
     ours, _ = _readable(checked), _readable(examine_source(source))
     refuse_another_model(quantized, source)
     dialect, family = ours.dialect, ours.view.family
     if isinstance(dialect, UnknownDialect):
-        rule = (
-            "graft writes compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound and Quark"
-        )
+        rule = "graft writes dialects that keepmtp knows"
         cure = "Quantize the release with keepmtp, which keeps its MTP block"
         raise CheckpointError("config.json: quantization_config", rule, got=dialect.name, cure=cure)
     proposal = Proposal(quantized)
@@ -112,27 +136,26 @@ def plan_graft(
     view = FamilyView(family=family, config=proposal.value(CONFIG, ()))
     runtime = RuntimeView(source=quantized, view=view)
     both = (*quantized.entries.values(), *quantized.unindexed.values())
-    old = [
-        entry for entry in both if runtime.is_mtp_name(entry.name)
-    ]  # whole or not, also under a wrong prefix
+    # Whole or not, also under a wrong prefix.
+    old = [entry for entry in both if runtime.is_mtp_name(entry.name)]
     if old and not is_replaced:
-        _refuse_good_block(checked)
-    word = mtp or (
-        "source" if isinstance(dialect, CompressedTensors | Fp8 | Unquantized) else "bf16"
-    )
-    plan = plan_mtp_alone(
-        source, view, word, as_released=word == "source" and isinstance(dialect, Fp8)
-    )
-    _refuse_unsayable(plan, dialect, word)
+        _refuse_good_block(checked, ours)
+    word = mtp or "bf16"
+    if mtp is None and isinstance(dialect, CompressedTensors | Fp8 | Unquantized):
+        word = "source"
+    is_released = word == "source" and isinstance(dialect, Fp8)
+    plan = plan_mtp_alone(source, view, word, as_released=is_released)
+    packed = next((tensor for tensor in plan.tensors if tensor.scheme), None)
+    if packed is not None and not isinstance(dialect, CompressedTensors):
+        rule = f"a packed MTP block is written in compressed-tensors only, not in {dialect.name}"
+        got = f"{word}, so {packed.scheme} for {packed.name}"
+        raise RecipeError("--mtp", rule, got=got, cure="Use --mtp bf16")
     proposal.put_shards(old, _shards_of(plan))
     if proposal.shards_again and quantized.folder is None:
-        rule = (
-            f"{next(iter(proposal.shards_again))} has tensors of the old block and of the backbone"
-        )
+        rule = "a shard with tensors of the old block and of the backbone must be here"
         cure = f"Download it: hf download {quantized.where} --local-dir FOLDER"
-        raise CheckpointError(
-            quantized.where, f"{rule}, and is written again", got="a Hub repository", cure=cure
-        )
+        got = f"{next(iter(proposal.shards_again))} on the Hub"
+        raise CheckpointError(quantized.where, rule, got=got, cure=cure)
     if isinstance(dialect, CompressedTensors):
         _name_in_compressed_tensors(proposal, plan)
     checked = proposal.examined()
@@ -140,26 +163,60 @@ def plan_graft(
     # be on the list.
     lists_say_what_is_stored(Faulty(_readable(checked), checked.data.findings, proposal))
     checked, proposal = settled(proposal.examined(), proposal, LIST_FIXES)
-    _refuse_broken_block(checked)
+    runtime = _readable(checked)
+    for each in checked.data.findings:
+        if _is_about_the_block(each, runtime):  # a broad entry of the old config reaches it
+            rule = "the new MTP block must be built as it is stored"
+            cure = f"{each.cure}, in {checked.data.path}"
+            raise CheckpointError(each.where, rule, got=each.says, cure=cure)
     return Graft(plan=plan, proposal=proposal, checked=checked)
+
+
+def refuse_another_model(quantized: Source, source: Source) -> None:
+    """Refuse a release that a checkpoint was not made from. A block that is missing cannot be
+    compared; what quantizing never changes is: the family, widths and depth, and the logical shape
+    of every weight that both have.
+
+    Raises:
+        RecipeError: another family, or another width or depth in config.json.
+        CheckpointError: names a tensor with another shape.
+    """
+    refuse_stranger(quantized, source)
+    view = find_view(quantized.config, quantized.where, quantized.entries)
+    shapes = _shapes_of(source)
+    for name, shape in _shapes_of(quantized).items():
+        if shapes.get(name, shape) != shape and not view.is_mtp(name):
+            rule, cure = "both must have one shape", "Name the release that it was made from"
+            got = f"{[*shape]} in {quantized.where} and {[*shapes[name]]} in {source.where}"
+            raise CheckpointError(name, rule, got=got, cure=cure)
+
+
+def _shapes_of(opened: Source) -> dict[HFName, tuple[int, ...]]:
+    """The logical shape of every weight in a form that says it."""
+    weights, others = stored_weights(opened.entries.values())
+    found = {entry.name: entry.shape for entry in others if entry.dtype in FLOATS}
+    for name, weight in weights.items():
+        if weight.form in _FORMS_WITH_SHAPE:
+            found[name] = weight.shape
+    return found
 
 
 def _shards_of(plan: Plan) -> dict[str, list[Entry]]:
     """The headers of the block's files."""
-    return {
-        shard.file: [
+    found = {}
+    for shard in plan.shards:
+        found[shard.file] = [
             Entry(
-                name=o.name,
+                name=output.name,
                 file=shard.file,
-                dtype=o.dtype,
-                shape=o.shape,
+                dtype=output.dtype,
+                shape=output.shape,
                 start=0,
-                num_bytes=o.num_bytes,
+                num_bytes=output.num_bytes,
             )
-            for o in shard.outputs
+            for output in shard.outputs
         ]
-        for shard in plan.shards
-    }
+    return found
 
 
 def _count_mtp_layers(proposal: Proposal, released: Mapping[str, Any], family: Family) -> None:
@@ -176,15 +233,13 @@ def _count_mtp_layers(proposal: Proposal, released: Mapping[str, Any], family: F
         for key, value in theirs.items():
             if key in ("text_config", "quantization_config"):
                 continue
+            now, why = proposal.value(CONFIG, (*path, key)), ""
             if key in counts or _ABOUT_MTP.search(key):
-                proposal.set(CONFIG, (*path, key), value, "the release describes its MTP block so")
-            elif _is_cut(proposal.value(CONFIG, (*path, key)), value):
-                proposal.set(
-                    CONFIG,
-                    (*path, key),
-                    value,
-                    "the release has a value for each layer, MTP layers too",
-                )
+                why = "the release describes its MTP block so"
+            elif _is_cut(now, value):
+                why = "the release has a value for each layer, MTP layers too"
+            if why:
+                proposal.set(CONFIG, (*path, key), value, why)
 
 
 def _is_cut(value: Any, released: Any) -> bool:
@@ -201,14 +256,12 @@ def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
     raw, made = proposal.quantization(), config_of(plan).value
     if not made["config_groups"]:
         return  # the lists are all that says a plain block
-    ignore = [*dict.fromkeys([*(raw.get("ignore") or ()), *made["ignore"]])]
-    proposal.set_quantization(
-        ("ignore",), ignore, "vLLM builds these modules of the MTP block plain"
-    )
+    why = "vLLM builds these modules of the MTP block plain"
+    ignore = dict.fromkeys([*(raw.get("ignore") or ()), *made["ignore"]])
+    proposal.set_quantization(("ignore",), [*ignore], why)
     groups = {**(raw.get("config_groups") or {})}
-    groups |= {
-        f"mtp_{number}": group for number, group in enumerate(made["config_groups"].values())
-    }
+    for number, group in enumerate(made["config_groups"].values()):
+        groups[f"mtp_{number}"] = group
     # A group without a format of its own has that of the whole.
     for group in groups.values():
         group["format"] = group.get("format") or raw.get("format")
@@ -219,67 +272,27 @@ def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
     proposal.set_quantization(("config_groups",), groups, why)
 
 
-# --- refusals
-# --------------------------------------------------------------------------------------------------
-
-
 def _readable(checked: Checked) -> RuntimeView:
     """Refuse a checkpoint that the check cannot read, such as a config.json with values of another
     type.
     """
     if checked.runtime is None:
-        first = checked.data.findings[0]
-        raise CheckpointError(
-            first.where, "the check must be able to read it", got=first.says, cure=first.cure
-        )
+        first, rule = checked.data.findings[0], "the check must be able to read it"
+        raise CheckpointError(first.where, rule, got=first.says, cure=first.cure)
     return checked.runtime
 
 
-def _refuse_good_block(checked: Checked) -> None:
+def _refuse_good_block(checked: Checked, runtime: RuntimeView) -> None:
     """Refuse a checkpoint whose MTP block the check finds nothing wrong with."""
-    runtime, facts = checked.runtime, checked.data.facts
-    if runtime is None or not runtime.found or runtime.found != {*range(runtime.promised)}:
-        return
-    if any(_is_about_the_block(each, runtime) for each in checked.data.findings):
-        return
-    got = (
-        f"{facts.num_mtp_tensors:,} tensors in {', '.join(facts.mtp_forms)}, and no finding "
-        "about them"
-    )
-    cure = "Use it as it is, or say --replace to take the release's block all the same"
-    rule = "graft gives a block to a checkpoint that lacks a good one"
-    raise CheckpointError(checked.data.path, rule, got=got, cure=cure)
+    facts, findings = checked.data.facts, checked.data.findings
+    is_whole = runtime.found and runtime.found == {*range(runtime.promised)}
+    if is_whole and not any(_is_about_the_block(each, runtime) for each in findings):
+        rule = "graft gives a block to a checkpoint that lacks a good one"
+        got = f"{facts.num_mtp_tensors:,} tensors in {', '.join(facts.mtp_forms)}, and no finding"
+        cure = "Use it as it is, or say --replace to take the release's block all the same"
+        raise CheckpointError(checked.data.path, rule, got=got, cure=cure)
 
 
 def _is_about_the_block(finding: Finding, runtime: RuntimeView) -> bool:
     is_of_block = finding.rule in _ABOUT_THE_BLOCK or runtime.is_mtp_name(finding.where)
     return finding.severity == "error" and is_of_block
-
-
-def _refuse_unsayable(plan: Plan, dialect: Dialect, word: str) -> None:
-    """Refuse a packed block in a dialect that graft has no words for."""
-    packed = next((tensor for tensor in plan.tensors if tensor.scheme), None)
-    if packed is not None and not isinstance(dialect, CompressedTensors):
-        rule = (
-            "graft writes a packed MTP block in compressed-tensors only; this checkpoint is "
-            f"{dialect.name}"
-        )
-        raise RecipeError(
-            "--mtp",
-            rule,
-            got=f"{word}, so {packed.scheme} for {packed.name}",
-            cure="Use --mtp bf16",
-        )
-
-
-def _refuse_broken_block(checked: Checked) -> None:
-    """Refuse a checkpoint whose new block would not load: a broad entry of the old config reaches
-    it.
-    """
-    runtime = _readable(checked)
-    for each in checked.data.findings:
-        if _is_about_the_block(each, runtime):
-            rule = "the new MTP block must be built as it is stored"
-            raise CheckpointError(
-                each.where, rule, got=each.says, cure=f"{each.cure}, in {checked.data.path}"
-            )

@@ -15,19 +15,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..checkpoints.companions import HF_QUANT_CONFIG, INDEX
 from ..checkpoints.files import within
-from ..checkpoints.safetensors_file import Entry
+from ..checkpoints.safetensors_file import Entry, lay_out
 from ..checkpoints.scratch import ScratchFolder
 from ..checkpoints.source import Source, small_bytes, small_object
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..validate.check.check import VLLM_ALONE, Checked, examine
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.dryload.hollow import SMALL_FILES, write_headers
+from ..validate.dryload.hollow import SMALL_FILES
 from ..validate.facts.findings import Finding, Runtime
 from .json_diff import in_form_of, json_diff
 from .judged import named
@@ -90,14 +91,19 @@ class Proposal:
             HF_QUANT_CONFIG: small_object(source, HF_QUANT_CONFIG),
         }
         self._whole: dict[str, bytes | None] = {}
-        both = (*source.entries.values(), *source.unindexed.values())
-        self._shards: dict[str, dict[HFName, NewTensor]] = defaultdict(dict)
-        for entry in sorted(both, key=lambda entry: entry.start):
-            self._shards[entry.file][entry.name] = as_it_was(entry)
         self._indexed = {entry.file for entry in source.entries.values()}
         self._touched: set[str] = set()
         self.made_shards: set[str] = set()
         self._is_index_new = False
+
+    @cached_property
+    def _shards(self) -> dict[str, dict[HFName, NewTensor]]:
+        """By file, in the order of their bytes; made once something looks at it."""
+        shards: dict[str, dict[HFName, NewTensor]] = defaultdict(dict)
+        both = (*self.source.entries.values(), *self.source.unindexed.values())
+        for entry in sorted(both, key=lambda entry: entry.start):
+            shards[entry.file][entry.name] = as_it_was(entry)
+        return shards
 
     def copy(self) -> "Proposal":
         """Another one with the same changes, so that more can be tried; they share `not_here`."""
@@ -105,9 +111,9 @@ class Proposal:
         for name in ("edits", "_whole", "_indexed", "_touched"):
             setattr(other, name, getattr(self, name).copy())
         other._docs = deepcopy(self._docs)
-        other._shards = defaultdict(
-            dict, {file: dict(tensors) for file, tensors in self._shards.items()}
-        )
+        other._shards = defaultdict(dict)
+        for file, tensors in self._shards.items():
+            other._shards[file] = tensors.copy()
         return other
 
     # --- JSON files
@@ -263,6 +269,11 @@ class Proposal:
         files = sorted(self._touched & self._indexed - self.made_shards)
         return {file: [*self._shards[file].values()] for file in files if self._shards[file]}
 
+    @property
+    def num_bytes_again(self) -> int:
+        """Bytes of the tensors in `shards_again`."""
+        return sum(t.num_bytes for tensors in self.shards_again.values() for t in tensors)
+
     # --- what becomes of it
     # -------------------------------------------------------------------------------------------
 
@@ -291,8 +302,9 @@ class Proposal:
             if edit.says:
                 groups[edit.why].append(f"~ {edit.says}")
         for why, each in groups.items():
-            more = [f"~  ... {len(each) - 4:,} more ..."] if len(each) > 4 else []
-            lines += ["--- tensors", f"# {why}", *each[:4], *more]
+            lines += ["--- tensors", f"# {why}", *each[:4]]
+            if len(each) > 4:
+                lines.append(f"~  ... {len(each) - 4:,} more ...")
         return lines
 
     @contextmanager
@@ -306,9 +318,12 @@ class Proposal:
             for name, data in (small | self.files()).items():
                 if data is not None:
                     within(folder, name).write_bytes(data)
-            for file in self._shards:
-                if entries := self._entries(file):
-                    write_headers(within(folder, file), entries)
+            for file, tensors in self._shards.items():
+                if tensors:
+                    layout = lay_out((t.name, t.dtype, t.shape) for t in tensors.values())
+                    with open(within(folder, file), "wb") as written:
+                        written.write(layout.header)
+                        written.truncate(layout.num_bytes)
             yield folder
 
     def examined(self, runtimes: Sequence[Runtime] = VLLM_ALONE) -> Checked:
@@ -330,46 +345,23 @@ class Proposal:
             [[f, *[[t.name, t.dtype, t.shape] for t in self._shards[f].values()]] for f in files]
         )
 
-    def _entries(self, file: str) -> list[Entry]:
-        """The header of one shard."""
-        found, start = [], 0
-        for tensor in self._shards[file].values():
-            size = tensor.num_bytes
-            found.append(
-                Entry(
-                    name=tensor.name,
-                    file=file,
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    start=start,
-                    num_bytes=size,
-                )
-            )
-            start += size
-        return found
-
     def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""
-        if not (
-            self._is_index_new
-            or self._touched
-            or self._indexed != {e.file for e in self.source.entries.values()}
-        ):
+        before = {entry.file for entry in self.source.entries.values()}
+        if not (self._is_index_new or self._touched or self._indexed != before):
             return None
-        tensors = [
-            (tensor, file)
-            for file in sorted(self._indexed)
-            for tensor in self._shards[file].values()
-        ]
+        files, total = {}, 0
+        for file in sorted(self._indexed):
+            for name, tensor in self._shards[file].items():
+                files[str(name)] = file
+                total += tensor.num_bytes
         old = small_object(self.source, INDEX) or {}
-        if not old and len({file for _, file in tensors}) == 1:
+        if not old and len({*files.values()}) == 1:
             return None
-        files = {str(tensor.name): file for tensor, file in tensors}
         given, listed = old.get("metadata"), old.get("weight_map", {})
-        metadata = {
-            **(given if isinstance(given, dict) else {}),
-            "total_size": sum(t.num_bytes for t, _ in tensors),
-        }
+        metadata = {"total_size": total}
+        if isinstance(given, dict):
+            metadata = {**given, **metadata}
         if (listed, given) == (files, metadata):
             return None
         # Names stay where they were, so that little changes.

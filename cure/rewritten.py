@@ -20,7 +20,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,14 @@ from ..checkpoints.files import (
     naming_file,
     partial_path,
     refuse_name,
+    refuse_small_disk,
     sync,
-    two_sizes,
     within,
     write_whole,
 )
+from ..checkpoints.identity import refuse_changed, states_of
 from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.source import Source
-from ..checkpoints.unchanged import refuse_changed, states_of
 from ..quantize.write.output import refuse_place
 from ..recipes.errors import RecipeError
 from .proposal import Proposal
@@ -76,20 +76,14 @@ class Rewritten(BaseModel):
     is_from_before: bool = Field(exclude=True, default=False)
 
     @property
-    def copied_bytes(self) -> int:
-        """Size of the copies."""
-        return sum((self.folder / name).stat().st_size for name in self.copied)
-
-    @property
     def sentence(self) -> str:
         """What was written, for people."""
         if self.is_from_before:
             return f"{self.folder}: finished before, by the same command from the same files"
-        parts = [f"{len(self.new)} new", f"{len(self.linked)} linked"]
+        said = f"{self.folder}: files: {len(self.new)} new, {len(self.linked)} linked"
         if self.copied:
-            size, _ = two_sizes(self.copied_bytes, 0)
-            parts.append(f"{len(self.copied)} copied, {size}: this disk has no links to them")
-        return f"{self.folder}: files: {', '.join(parts)}"
+            said += f", {len(self.copied)} copied: this disk has no links to them"
+        return said
 
 
 def rewrite(
@@ -123,28 +117,25 @@ def rewrite(
     small = {name: data for name, data in files.items() if data is not None}
     gone = {name for name, data in files.items() if data is None} | {*proposal.empty_shards}
     source, again = proposal.source, proposal.shards_again
-    command = _sum(
-        [
-            made_by,
-            *_states(source),
-            *(_states(also_read) if also_read else ()),
-            proposal.described(),
-            files,
-        ]
-    )
-    if (
-        (found := _stamp_in(out)) is not None
-        and found.command == command
-        and _is_as_written(out, found)
-    ):
+    states = [*_states(source), *(_states(also_read) if also_read else ())]
+    parts = [__version__, made_by, *states, proposal.described(), files]
+    text = "\0".join(map(repr, parts))
+    command = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    found = _stamp_in(out)
+    if found is not None and found.command == command and _is_as_written(out, found):
         _tidy(out)
         return found.model_copy(update={"folder": out, "is_from_before": True})
     refuse_place(source, out)
     new = {*small, *again, *proposal.made_shards}
     kept = [name for name in kept_files(source) if name not in new | gone]
-    num_bytes += sum(map(len, small.values()))
-    num_bytes += sum(tensor.num_bytes for tensors in again.values() for tensor in tensors)
-    _refuse_full_disk(source, out, num_bytes, kept)
+    num_bytes += sum(map(len, small.values())) + proposal.num_bytes_again
+    if source.folder is not None and kept:
+        # What cannot be linked is copied.
+        parent = next(path for path in out.absolute().parents if path.is_dir())
+        if parent.stat().st_dev != source.folder.stat().st_dev:
+            num_bytes += sum(os.stat(source.folder / name).st_size for name in kept)
+    cure = "Choose an OUT on the checkpoint's own disk, or make room"
+    refuse_small_disk(out, num_bytes, cure=cure)
     partial = partial_path(out)
     with held(partial, "only one run may write an output"), naming_file(partial):
         refuse_place(source, out)  # another run may have finished since this one looked
@@ -160,12 +151,11 @@ def rewrite(
             refuse_changed(source.folder, source.states, cure=_CHANGED, is_linked=True)
         for root, _, _ in os.walk(partial):
             sync(Path(root))
-        copied = sorted({*kept} - {*linked})
         done = Rewritten(
             command=command,
             new=tuple(sorted(new)),
             linked=tuple(linked),
-            copied=tuple(copied),
+            copied=tuple(sorted({*kept} - {*linked})),
             folder=out,
         )
         write_whole(partial / _STAMP, done.model_dump_json())
@@ -183,19 +173,18 @@ def kept_files(source: Source) -> tuple[str, ...]:
     """
     if source.folder is None:
         return ()
-    found = []
+    kept = []
     for root, folders, names in os.walk(source.folder):  # it passes over folders that are links
         folders[:] = [name for name in folders if not name.startswith(".")]
-        visible = [
-            name for name in names if not name.startswith(".") and not name.endswith(".partial")
-        ]
-        found += [str(Path(root, name).relative_to(source.folder)) for name in visible]
-    kept = sorted(name for name in found if name not in (RECORD, RECIPE))
-    for name in kept:
-        refuse_name(source.folder / name)
-        if not name.endswith(".safetensors") or name not in source.states:
-            inside(source.folder, name)
-    return tuple(kept)
+        for leaf in names:
+            name = str(Path(root, leaf).relative_to(source.folder))
+            if leaf.startswith(".") or leaf.endswith(".partial") or name in (RECORD, RECIPE):
+                continue
+            refuse_name(source.folder / name)
+            if not name.endswith(".safetensors") or name not in source.states:
+                inside(source.folder, name)
+            kept.append(name)
+    return tuple(sorted(kept))
 
 
 def _begin(partial: Path, command: str) -> None:
@@ -238,34 +227,12 @@ def _is_linked(source: Source, name: str, path: Path) -> bool:
     return True
 
 
-def _refuse_full_disk(source: Source, out: Path, needed: int, kept: Iterable[str]) -> None:
-    """Refuse a disk that is too small for the new files, and for the copies where it cannot
-    link.
-    """
-    parent = next(path for path in out.absolute().parents if path.is_dir())
-    if source.folder is not None:
-        states = [os.stat(source.folder / name) for name in kept]
-        needed += sum(state.st_size for state in states if state.st_dev != parent.stat().st_dev)
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        size, there = two_sizes(needed, free)
-        cure = "Choose an OUT on the checkpoint's own disk, or make room"
-        raise RecipeError(out, f"{size} must be free on its disk", got=there, cure=cure)
-
-
 def _states(source: Source) -> list[Any]:
     """What tells a checkpoint from another one. A link changes the ctime."""
-    files = [
-        f"{name} {state.model_dump(exclude={'ctime_ns'})}"
-        for name, state in sorted(source.states.items())
-    ]
-    return [source.where, source.revision, *files]
-
-
-def _sum(parts: list[Any]) -> str:
-    return hashlib.sha256(
-        "\0".join([__version__, *map(repr, parts)]).encode(errors="surrogatepass")
-    ).hexdigest()
+    states = [source.where, source.revision]
+    for name, state in sorted(source.states.items()):
+        states.append(f"{name} {state.model_dump(exclude={'ctime_ns'})}")
+    return states
 
 
 def _is_as_written(out: Path, found: Rewritten) -> bool:

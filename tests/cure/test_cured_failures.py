@@ -21,8 +21,8 @@ from broken import BROKEN, GOOD, Case
 from checkpoint_files import write
 from curable import CURED, GRAFTED, NOT_CURED, OTHERS, THE_RELEASE, release_of
 from keepmtp import api
+from keepmtp.checkpoints.identity import states_of
 from keepmtp.checkpoints.source import open_source
-from keepmtp.checkpoints.unchanged import states_of
 from keepmtp.cure import fix
 from keepmtp.cure.graft import plan_graft
 from keepmtp.cure.graft_write import carry_out
@@ -101,12 +101,12 @@ def fixed(tmp_path_factory) -> Callable[[Case], Mended]:
 @pytest.mark.parametrize("case", CURED, ids=lambda case: case.name)
 def test_fix_cures(case: Case, fixed):
     found, folder, changed = fixed(case)
-    assert has(found.before.findings, case), "the check finds it before"
-    assert found.after.ok and not has(found.after.findings, case)
+    assert has(found.before.data.findings, case), "the check finds it before"
+    assert found.after.data.ok and not has(found.after.data.findings, case)
     assert all(change.why for change in found.proposal.edits) and found.proposal.diffs()
     after = examine(folder).data
     assert after.ok and not has(after.findings, case), after.findings
-    assert after.facts.num_mtp_tensors == found.after.facts.num_mtp_tensors > 0
+    assert after.facts.num_mtp_tensors == found.after.data.facts.num_mtp_tensors > 0
     assert changed == [], "the old folder stays"
 
 
@@ -118,8 +118,8 @@ def test_graft_cures(case: Case, grafted, releases):
     """
     old, new = grafted(case)
     found = fix.proposed(str(old))
-    assert has(found.before.findings, case), "the check finds it before"
-    left = [each for each in found.left if each.severity == "error"]
+    assert has(found.before.data.findings, case), "the check finds it before"
+    left = [each for each in found.after.data.findings if each.severity == "error"]
     assert any("keepmtp graft" in fix.cure_elsewhere(each, found) for each in left), left
     assert examine(new).data.findings == ()
     assert [
@@ -195,7 +195,9 @@ def test_what_has_no_cure_here_is_not_said_to_have_one(case: Case, tmp_path):
             fix.proposed(str(old))
         return
     found = fix.proposed(str(old))
-    left = [each for each in found.left if has([each], case) and case.where in each.where]
+    left = [
+        each for each in found.after.data.findings if has([each], case) and case.where in each.where
+    ]
     assert left and {fix.cure_elsewhere(each, found) for each in left} == {""}
 
 

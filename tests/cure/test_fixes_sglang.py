@@ -29,7 +29,7 @@ def test_a_plain_draft_under_target_linear_is_ignored_in_both(tmp_path):
     outcome, config = fixed(checkpoint, tmp_path / "linear")
     assert group_of(config, DRAFT, FUSED) is None
     assert group_of(config, "model.layers.0.self_attn.qkv_proj", FUSED)
-    assert outcome.before.findings == outcome.after.findings == ()
+    assert outcome.before.data.findings == outcome.after.data.findings == ()
     assert "models/glm4_moe_nextn.py" in "".join(outcome.proposal.diffs())
 
 
@@ -42,7 +42,7 @@ def test_a_quantized_draft_gets_targets_in_its_group(tmp_path):
         group_of(checkpoint.quantization, DRAFT, FUSED)
     outcome, config = fixed(checkpoint, tmp_path / "targets")
     assert group_of(config, DRAFT, FUSED) == config["config_groups"]["group_0"]
-    assert outcome.after.findings == ()
+    assert outcome.after.data.findings == ()
 
 
 def test_modelopts_list_names_the_draft(tmp_path):
@@ -52,7 +52,7 @@ def test_modelopts_list_names_the_draft(tmp_path):
     ]
     outcome, config = fixed(checkpoint, tmp_path / "modelopt")
     assert "model.decoder.*" in config["ignore"]
-    assert [each for each in outcome.after.findings if each.severity == "error"] == []
+    assert [each for each in outcome.after.data.findings if each.severity == "error"] == []
 
 
 def test_what_is_written_by_keepmtp_needs_nothing(tmp_path):

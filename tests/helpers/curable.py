@@ -13,7 +13,7 @@ from checkpoint_files import write
 from dry_corpus import TWINS
 from good import released
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cure.graft_refusals import refuse_another_model
+from keepmtp.cure.graft import refuse_another_model
 from keepmtp.recipes.errors import KeepMTPError
 from written_values import fill
 
