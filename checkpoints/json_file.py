@@ -77,6 +77,7 @@ def parsed(text: str, where: object, *, cure: str = _CURE) -> Any:
         CheckpointError: not JSON, too deep, or half a character: a surrogate without its other half
             is kept by Python, and fails where it is written again.
     """
+    found = None
     try:
         found = json.loads(text)
         depth = _depth(found)

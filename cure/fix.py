@@ -281,7 +281,9 @@ def _is_cured(finding: Finding, outcome: Outcome) -> bool:
     return finding in outcome.cured
 
 
-def _cured_for_sglang(findings: Sequence[Finding], outcome: Outcome) -> tuple[str, set[object]]:
+def _cured_for_sglang(
+    findings: Sequence[Finding], outcome: Outcome
+) -> tuple[str, set[tuple[str, str]]]:
     """The command that cures findings for SGLang, and the keys of those that it cures."""
     had, proposal = len(outcome.proposal.edits), outcome.proposal
     if not findings or outcome.before.runtime is None:
