@@ -6,7 +6,7 @@ files: holes instead of weights at full size, small finite numbers at tiny size.
 
 The names come from published indexes and from transformers' save_pretrained, never from keepmtp's
 own tables: these files are what those tables are tested against. The configs of the oldest families
-are in releases.yaml. A new family is one file in tests/helpers/layouts/.
+are in releases.yaml. A new family has its own in tests/helpers/layouts/.
 """
 
 import json

@@ -185,7 +185,7 @@ def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
 
     def full(paths: str) -> set[str]:
         return {
-            path if path.startswith(known.whole) else known.draft_stem + path
+            path if path.startswith(tuple(known.whole)) else known.draft_stem + path
             for path in paths.split()
         }
 

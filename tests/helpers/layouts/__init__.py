@@ -1,16 +1,16 @@
-"""Layouts of released checkpoints, a file a family; a new file is found by itself.
+"""Layouts of released checkpoints, two files a family; new ones are found by themselves.
 
-A layout file defines `MODELS` (name -> config.json as published), `TINY` (model_type -> the sizes
-that make it tiny), `LAYOUTS` (model_type -> function from config to tensors) and `PUBLISHED` (name
--> what else is known). Names come from published indexes or from transformers' save_pretrained,
-never from keepmtp's tables or vLLM's parameters.
+`<model_type>.yaml` has `models` (name -> config.json as published), `tiny` (model_type -> the sizes
+that make it tiny) and `published` (name -> what else is known, `Published`). `<model_type>.py` has
+`LAYOUTS` (model_type -> function from config to tensors). Names come from published indexes or from
+transformers' save_pretrained, never from keepmtp's tables or vLLM's parameters.
 """
 
 import importlib
-import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 
+import yaml
 from tensors import Config, Published, Tensors
 
 MODELS: dict[str, Config] = {}
@@ -18,11 +18,9 @@ TINY: dict[str, Config] = {}
 LAYOUTS: dict[str, Callable[[Config], Tensors]] = {}
 PUBLISHED: dict[str, Published] = {}
 
-for _module in sorted(
-    pkgutil.iter_modules([str(Path(__file__).parent)]), key=lambda module: module.name
-):
-    _layout = importlib.import_module(f"{__name__}.{_module.name}")
-    MODELS |= _layout.MODELS
-    TINY |= _layout.TINY
-    LAYOUTS |= _layout.LAYOUTS
-    PUBLISHED |= _layout.PUBLISHED
+for _path in sorted(Path(__file__).parent.glob("*.yaml")):
+    _raw = yaml.safe_load(_path.read_text())
+    MODELS |= _raw["models"]
+    TINY |= _raw["tiny"]
+    PUBLISHED |= {model: Published(**known) for model, known in _raw["published"].items()}
+    LAYOUTS |= importlib.import_module(f"{__name__}.{_path.stem}").LAYOUTS

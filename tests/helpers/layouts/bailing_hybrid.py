@@ -12,7 +12,6 @@ latent-attention layer with experts, as both say; for Ring 2.5 by the same list 
 
 from tensors import (
     Config,
-    Published,
     Tensors,
     embeddings,
     experts,
@@ -23,43 +22,6 @@ from tensors import (
     under,
     vectors,
 )
-
-_SHARED: Config = {
-    "model_type": "bailing_hybrid", "vocab_size": 157184, "hidden_act": "silu", "num_shared_experts": 1,
-    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-    "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "router_dtype": "fp32", "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 128, "rope_interleave": True,
-    "rope_theta": 6000000, "use_qk_norm": True, "use_bias": False, "use_qkv_bias": False, "rms_norm_eps": 1e-6,
-    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-RING_25: Config = _SHARED | {
-    "auto_map": {"AutoConfig": "configuration_bailing_moe_v2_5.BailingMoeV2_5Config"},
-    "architectures": ["BailingMoeV2_5ForCausalLM"], "hidden_size": 8192, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "moe_shared_expert_intermediate_size": 2048, "num_hidden_layers": 80,
-    "num_attention_heads": 64, "num_key_value_heads": 64, "num_experts": 256, "first_k_dense_replace": 4,
-    "q_lora_rank": 1536, "layer_group_size": 8, "group_norm_size": 8, "num_kv_heads_for_linear_attn": 64,
-    "linear_silu": False, "partial_rotary_factor": 0.5, "max_position_embeddings": 131072,
-}  # fmt: skip
-LING_3_FLASH: Config = _SHARED | {
-    "auto_map": {"AutoConfig": "configuration_bailing_moe_v3.BailingMoeV3Config"},
-    "architectures": ["BailingMoeV3ForCausalLM"], "hidden_size": 2560, "intermediate_size": 6144,
-    "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768, "num_hidden_layers": 42,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "num_experts": 512, "first_k_dense_replace": 2,
-    "q_lora_rank": None, "layer_group_size": 6, "short_conv_kernel_size": 4, "kda_safe_gate": True,
-    "kda_lower_bound": -5.0, "no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise",
-    "max_position_embeddings": 262144,
-}  # fmt: skip
-
-MODELS: dict[str, Config] = {"ring-2.5-1t": RING_25, "ling-3.0-flash": LING_3_FLASH}
-TINY: dict[str, Config] = {
-    "bailing_hybrid": {
-        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512,
-        "moe_shared_expert_intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "num_kv_heads_for_linear_attn": 16, "num_experts": 4, "num_experts_per_tok": 2,
-        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "layer_group_size": 2,
-        "max_position_embeddings": 4096,
-    },
-}  # fmt: skip
 
 
 def bailing_hybrid(config: Config) -> Tensors:
@@ -138,17 +100,3 @@ def _delta(config: Config) -> Tensors:
 
 
 LAYOUTS = {"bailing_hybrid": bailing_hybrid}
-EXPERTS = "mlp.experts mlp.shared_experts.gate_up_proj mlp.shared_experts.down_proj"
-PUBLISHED = {
-    "ring-2.5-1t": Published(
-        draft_stem="model.layers.4.",
-        asks="self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj " f"{EXPERTS}",
-        unasked="eh_proj mlp.gate", unsaved=True,
-    ),
-    "ling-3.0-flash": Published(
-        draft_stem="model.layers.4.",
-        asks="eh_proj self_attn.q_proj self_attn.kv_a_proj_with_mqa self_attn.kv_b_proj " "self_attn.g_proj "
-        f"self_attn.dense {EXPERTS}",
-        unasked="mlp.gate", unsaved=True,
-    ),
-}  # fmt: skip

@@ -8,7 +8,6 @@ float32 as transformers keeps it.
 
 from tensors import (
     Config,
-    Published,
     Tensors,
     embeddings,
     experts,
@@ -18,15 +17,6 @@ from tensors import (
     norms,
     under,
 )
-
-ERNIE_21B: Config = {
-    "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "vocab_size": 103424,
-    "hidden_size": 2560, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 28,
-    "num_attention_heads": 20, "num_key_value_heads": 4, "moe_num_experts": 64, "moe_num_shared_experts": 2,
-    "moe_k": 6, "moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1, "use_bias": False,
-    "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000,
-    "num_nextn_predict_layers": 1, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-}  # fmt: skip
 
 
 def ernie4_5_moe(config: Config) -> Tensors:
@@ -59,18 +49,4 @@ def ernie4_5_moe(config: Config) -> Tensors:
     return tensors
 
 
-MODELS = {"ernie-4.5-21b": ERNIE_21B}
-TINY: dict[str, Config] = {
-    "ernie4_5_moe": {
-        "vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2,
-        "moe_layer_end_index": 2, "max_position_embeddings": 4096,
-    },
-}  # fmt: skip
 LAYOUTS = {"ernie4_5_moe": ernie4_5_moe}
-PUBLISHED = {
-    "ernie-4.5-21b": Published(
-        draft_stem="model.layers.3.", asks="self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj",
-        unasked="model.mtp_linear_proj.0", whole=("model.mtp_",), num_mtp_weights=12, billions=21.8,
-    ),
-}  # fmt: skip

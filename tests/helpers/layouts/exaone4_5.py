@@ -6,27 +6,7 @@ model's decoder layer, as vLLM's loader takes them. The config: NVIDIA/TensorRT-
 release.
 """
 
-from tensors import Config, Published, Tensors, embeddings, gated_mlp, gqa, linear, norms, under
-
-PATTERN = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
-EXAONE_33B: Config = {
-    "architectures": ["Exaone4_5_ForConditionalGeneration"], "model_type": "exaone4_5", "vocab_size": 153600,
-    "image_token_id": 67, "video_token_id": 68, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "text_config": {
-        "model_type": "exaone4_5_text", "vocab_size": 153600, "hidden_size": 5120, "intermediate_size": 27392,
-        "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
-        "sliding_window": 4096, "sliding_window_pattern": "LLLG", "layer_types": PATTERN * 16, "hidden_act": "silu",
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "high_freq_factor": 4.0,
-                            "low_freq_factor": 1.0, "original_max_position_embeddings": 8192},
-    },
-    "vision_config": {
-        "model_type": "exaone4_5_vision", "depth": 28, "hidden_size": 2048, "intermediate_size": 5120, "num_heads": 32,
-        "num_key_value_heads": 8, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
-        "window_size": 112, "fullatt_block_indexes": [6, 13, 20, 27], "out_hidden_size": 5120, "hidden_act": "silu",
-    },
-}  # fmt: skip
+from tensors import Config, Tensors, embeddings, gated_mlp, gqa, linear, norms, under
 
 
 def exaone4_5(config: Config) -> Tensors:
@@ -71,26 +51,4 @@ def _vision_tower(vision: Config) -> Tensors:
     return under("model.visual.", tensors)
 
 
-MODELS = {"exaone-4.5-33b": EXAONE_33B}
-TINY: dict[str, Config] = {
-    "exaone4_5": {
-        "vocab_size": 512,
-        "text_config": {
-            "vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": PATTERN,
-            "max_position_embeddings": 4096,
-        },
-        "vision_config": {
-            "depth": 1, "hidden_size": 512, "intermediate_size": 512, "num_heads": 8, "num_key_value_heads": 4,
-            "fullatt_block_indexes": [0], "out_hidden_size": 512,
-        },
-    },
-}  # fmt: skip
 LAYOUTS = {"exaone4_5": exaone4_5}
-PUBLISHED = {
-    "exaone-4.5-33b": Published(
-        draft_stem="mtp.layers.0.",
-        asks="mtp.fc self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj",
-        billions=34,
-    ),
-}  # fmt: skip

@@ -9,7 +9,6 @@ vLLM's own loader. Sizes: the model card.
 
 from tensors import (
     Config,
-    Published,
     Tensors,
     embeddings,
     experts,
@@ -20,18 +19,6 @@ from tensors import (
     under,
     vectors,
 )
-
-PATTERN = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
-K_EXAONE: Config = {
-    "architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe", "vocab_size": 153600, "hidden_size": 6144,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "num_shared_experts": 1,
-    "first_k_dense_replace": 1, "mlp_layer_types": ["dense", *["sparse"] * 47], "layer_types": PATTERN * 12,
-    "sliding_window": 128, "sliding_window_pattern": "LLLG", "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "hidden_act": "silu", "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
-    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
 
 
 def exaone_moe(config: Config) -> Tensors:
@@ -61,20 +48,4 @@ def exaone_moe(config: Config) -> Tensors:
     return tensors | under("mtp.", mtp)
 
 
-MODELS = {"k-exaone-236b": K_EXAONE}
-TINY: dict[str, Config] = {
-    "exaone_moe": {
-        "vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4,
-        "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "layer_types": PATTERN,
-        "max_position_embeddings": 4096,
-    },
-}  # fmt: skip
 LAYOUTS = {"exaone_moe": exaone_moe}
-PUBLISHED = {
-    "k-exaone-236b": Published(
-        draft_stem="mtp.layers.0.",
-        asks="mtp.fc self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj",
-        billions=237,
-    ),
-}  # fmt: skip

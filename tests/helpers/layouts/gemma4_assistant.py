@@ -6,30 +6,8 @@ demands it of the official file, which also tells the size of the 12B model's as
 (backbone_hidden_size 3840): 845,713,928 bytes, as this layout has it.
 """
 
-from tensors import Config, Published, Tensors, gated_mlp, linear, norms, under
+from tensors import Config, Tensors, gated_mlp, linear, norms, under
 
-PATTERN = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
-ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": {
-        "rope_type": "proportional",
-        "rope_theta": 1000000.0,
-        "partial_rotary_factor": 0.25,
-    },
-}
-ASSISTANT_26B: Config = {
-    "architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant", "backbone_hidden_size": 2816,
-    "use_ordered_embeddings": False, "tie_word_embeddings": True, "dtype": "bfloat16",
-    "text_config": {
-        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 1024, "intermediate_size": 8192,
-        "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2,
-        "head_dim": 256, "global_head_dim": 512, "num_kv_shared_layers": 4, "attention_k_eq_v": True,
-        "layer_types": PATTERN, "sliding_window": 1024, "rope_parameters": ROPE, "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0, "enable_moe_block": False, "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6, "final_logit_softcapping": None, "max_position_embeddings": 262144,
-        "tie_word_embeddings": True,
-    },
-}  # fmt: skip
 FOUR_NORMS = (
     "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
 )
@@ -82,23 +60,4 @@ def _layer(text: Config, kind: str, *, queries_only: bool) -> Tensors:
     )  # fmt: skip
 
 
-MODELS = {"gemma-4-26b-assistant": ASSISTANT_26B}
-TINY: dict[str, Config] = {
-    "gemma4_assistant": {
-        "backbone_hidden_size": 512,
-        "text_config": {
-            "vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4,
-            "num_key_value_heads": 4, "num_global_key_value_heads": 4, "max_position_embeddings": 4096,
-        },
-    },
-}  # fmt: skip
 LAYOUTS = {"gemma4_assistant": gemma4_assistant}
-PUBLISHED = {
-    "gemma-4-26b-assistant": Published(
-        draft_stem="draft_model.layers.0.",
-        asks="self_attn.q_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj "
-             "draft_model.pre_projection draft_model.post_projection",
-        unasked="draft_model.embed_tokens", whole=("draft_model.",), num_mtp_layers=4, num_mtp_weights=48,
-        billions=0.42,
-    ),
-}  # fmt: skip

@@ -11,7 +11,6 @@ block FP8.
 
 from tensors import (
     Config,
-    Published,
     Tensors,
     embeddings,
     experts,
@@ -22,68 +21,6 @@ from tensors import (
     under,
     vectors,
 )  # fmt: skip
-
-
-def _layers(count: int, dense: int) -> Config:
-    return {
-        "num_hidden_layers": count, "first_k_dense_replace": dense,
-        "layer_types": ["deepseek_sparse_attention" if i % 4 == 3 else "linear_attention" for i in range(count)],
-        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (count - dense), "indexer_types": ["full"] * count,
-        "linear_attn_config": {
-            "num_heads": 64 if count > 4 else 16, "head_dim": 128, "short_conv_kernel_size": 4,
-            "gate_lower_bound": -5.0,
-            "kda_layers": [i for i in range(count) if i % 4 != 3], "full_attn_layers": [*range(3, count, 4)],
-        },
-    }  # fmt: skip
-
-
-MODELS: dict[str, Config] = {
-    "glm-5.3-flash": {
-        "architectures": ["Glm5NextForConditionalGeneration"], "model_type": "glm5_next", "torch_dtype": "bfloat16",
-        "image_token_id": 154854, "video_token_id": 154855, "image_start_token_id": 154830,
-        "image_end_token_id": 154831, "video_start_token_id": 154832, "video_end_token_id": 154833,
-        "tie_word_embeddings": False,
-        "text_config": _layers(45, 3) | {
-            "model_type": "glm5_next_text", "vocab_size": 154880, "hidden_size": 4096, "intermediate_size": 12288,
-            "moe_intermediate_size": 2048, "num_attention_heads": 64, "num_key_value_heads": 64,
-            "n_routed_experts": 288, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
-            "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc", "moe_router_dtype": "float32", "swiglu_limit": 10.0, "q_lora_rank": 1536,
-            "kv_lora_rank": 512, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256,
-            "mla_use_nope": True, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048, "index_kpool": 4,
-            "index_kpool_compress": True, "index_kpool_always_select_tail": True,
-            "index_share_for_mtp_iteration": True, "indexer_rope_interleave": True, "mhc": True, "hc_mult": 4,
-            "hc_eps": 1e-6, "hc_sinkhorn_iters": 20, "hidden_act": "silu", "attention_bias": False,
-            "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1,
-            "pad_token_id": 154820, "tie_word_embeddings": False,
-        },
-        "vision_config": {
-            "model_type": "glm5_next_vision", "depth": 24, "hidden_size": 1024, "num_heads": 16,
-            "intermediate_size": 4096, "out_hidden_size": 4096, "projection_intermediate_size": 10240,
-            "in_channels": 3, "image_size": 336, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2,
-            "attention_bias": True, "hidden_act": "silu", "rms_norm_eps": 1e-5, "swiglu_limit": 10.0,
-        },
-    },
-}  # fmt: skip
-TINY: dict[str, Config] = {
-    "glm5_next": {
-        "text_config": _layers(4, 1) | {
-            "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
-            "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
-            "q_lora_rank": 256, "max_position_embeddings": 4096, "pad_token_id": 0,
-        },
-        "vision_config": {"depth": 1, "hidden_size": 128, "num_heads": 4, "intermediate_size": 256,
-                          "out_hidden_size": 256, "projection_intermediate_size": 512},
-    },
-}  # fmt: skip
-PUBLISHED = {
-    "glm-5.3-flash": Published(
-        draft_stem="model.layers.4.", num_mtp_weights=889, billions=321,
-        asks="mlp.experts mlp.shared_experts.gate_up_proj mlp.shared_experts.down_proj",
-        unasked="eh_proj mlp.gate self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj " "self_attn.o_proj "
-                "self_attn.indexer.wq_b self_attn.indexer.wk self_attn.indexer.weights_proj",
-    ),
-}  # fmt: skip
 
 
 def glm5_next(config: Config) -> Tensors:

@@ -8,7 +8,6 @@ from those shapes and transformers' defaults.
 
 from tensors import (
     Config,
-    Published,
     Tensors,
     embeddings,
     gated_mlp,
@@ -18,36 +17,6 @@ from tensors import (
     under,
     vectors,
 )
-
-GLM_OCR: Config = {
-    "architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "image_token_id": 59280,
-    "video_token_id": 59281, "image_start_token_id": 59256, "image_end_token_id": 59257, "video_start_token_id": 59258,
-    "video_end_token_id": 59259, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "text_config": {
-        "model_type": "glm_ocr_text", "vocab_size": 59392, "hidden_size": 1536, "intermediate_size": 4608,
-        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
-                            "mrope_section": [16, 24, 24]},
-        "tie_word_embeddings": False, "dtype": "bfloat16",
-    },
-    "vision_config": {
-        "model_type": "glm_ocr_vision", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
-        "in_channels": 3, "image_size": 336, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
-        "out_hidden_size": 1536, "hidden_act": "silu", "attention_bias": True, "rms_norm_eps": 1e-5,
-    },
-}  # fmt: skip
-
-MODELS: dict[str, Config] = {"glm-ocr": GLM_OCR}
-TINY: dict[str, Config] = {
-    "glm_ocr": {
-        # The vision merger is as wide inside as the text model's MLP: three times the hidden size.
-        "text_config": {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3,
-                        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
-        "vision_config": {"depth": 1, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4,
-                          "out_hidden_size": 512},
-    },
-}  # fmt: skip
 
 
 def glm_ocr(config: Config) -> Tensors:
@@ -105,10 +74,3 @@ def _vision(vision: Config) -> Tensors:
 
 
 LAYOUTS = {"glm_ocr": glm_ocr}
-PUBLISHED = {
-    "glm-ocr": Published(
-        draft_stem="model.layers.3.",
-        asks="head self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj", unasked="eh_proj embed_tokens",
-        num_mtp_weights=16,
-    ),
-}  # fmt: skip

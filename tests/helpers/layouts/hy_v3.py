@@ -9,7 +9,6 @@ exactly.
 
 from tensors import (
     Config,
-    Published,
     Tensors,
     embeddings,
     experts,
@@ -20,17 +19,6 @@ from tensors import (
     under,
     vectors,
 )
-
-HY3: Config = {
-    "architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "vocab_size": 120832, "hidden_size": 4096,
-    "intermediate_size": 13312, "moe_intermediate_size": 1536, "expert_hidden_dim": 1536, "num_hidden_layers": 80,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "qk_norm": True, "num_experts": 192,
-    "num_experts_per_tok": 8, "num_shared_experts": 1, "first_k_dense_replace": 1, "route_norm": True,
-    "router_scaling_factor": 2.826, "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True,
-    "hidden_act": "silu", "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 11158840.0}, "num_nextn_predict_layers": 1,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
 
 
 def hy_v3(config: Config) -> Tensors:
@@ -62,19 +50,4 @@ def hy_v3(config: Config) -> Tensors:
     return tensors
 
 
-MODELS = {"hy3": HY3}
-TINY: dict[str, Config] = {
-    "hy_v3": {
-        "vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512,
-        "expert_hidden_dim": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 4096,
-    },
-}  # fmt: skip
 LAYOUTS = {"hy_v3": hy_v3}
-PUBLISHED = {
-    "hy3": Published(
-        draft_stem="model.layers.3.",
-        asks="self_attn.qkv_proj self_attn.o_proj mlp.experts mlp.shared_mlp.gate_up_proj " "mlp.shared_mlp.down_proj",
-        unasked="eh_proj mlp.gate", num_mtp_weights=593, billions=298.8,
-    ),
-}  # fmt: skip

@@ -9,61 +9,7 @@ Inkling-Small. The towers (`model.visual.*`, `model.audio.*`) are left out, and 
 configs.
 """
 
-from tensors import Config, Published, Tensors, linear, norms, under, vectors
-
-
-def _layers(count: int, dense: int, mtp: int) -> Config:
-    local = [layer for layer in range(count) if (layer + 1) % 6]
-    return {
-        "text_config": {
-            "num_hidden_layers": count,
-            "local_layer_ids": local,
-            "dense_mlp_idx": dense,
-        },
-        "mtp_config": {
-            "num_nextn_predict_layers": mtp,
-            "local_layer_ids": [],
-            "chain_hidden_post_norm": True,
-        },
-    }
-
-
-_RELEASE = _layers(66, dense=2, mtp=8)
-_SMALL = _layers(3, dense=1, mtp=1)
-MODELS: dict[str, Config] = {
-    "inkling": {
-        "architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_mm_model",
-        "torch_dtype": "bfloat16", "mtp_config": _RELEASE["mtp_config"],
-        "text_config": _RELEASE["text_config"] | {
-            "model_type": "inkling_model", "vocab_size": 201024, "hidden_size": 6144, "intermediate_size": 3072,
-            "dense_intermediate_size": 24576, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
-            "swa_num_attention_heads": 64, "swa_num_key_value_heads": 16, "swa_head_dim": 128,
-            "sliding_window_size": 512, "d_rel": 16, "rel_extent": 1024, "sconv_kernel_size": 4,
-            "n_routed_experts": 256, "n_shared_experts": 2, "num_experts_per_tok": 6, "route_scale": 8.0,
-            "shared_expert_sink": True, "use_gate_bias": True, "use_global_scale": True, "use_embed_norm": True,
-            "use_sconv": True, "logits_mup_width_multiplier": 24.0, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
-        },
-    },
-}  # fmt: skip
-TINY: dict[str, Config] = {
-    "inkling_mm_model": {
-        "mtp_config": _SMALL["mtp_config"],
-        "text_config": _SMALL["text_config"] | {
-            "vocab_size": 512, "hidden_size": 256, "intermediate_size": 128, "dense_intermediate_size": 512,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "swa_num_attention_heads": 8,
-            "swa_num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-            "max_position_embeddings": 4096,
-        },
-    },
-}  # fmt: skip
-PUBLISHED = {
-    "inkling": Published(
-        draft_stem="model.layers.0.", num_mtp_layers=8, unsaved=True, asks="",
-        unasked="input_proj transformer_block.attn.qkvr transformer_block.attn.wo_ud "
-                "transformer_block.mlp.gate_up_proj transformer_block.mlp.down_proj",
-    ),
-}  # fmt: skip
+from tensors import Config, Tensors, linear, norms, under, vectors
 
 
 def inkling(config: Config) -> Tensors:

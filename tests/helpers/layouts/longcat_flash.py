@@ -9,7 +9,6 @@ transformers' LongcatFlashConfig, which are those of the release.
 
 from tensors import (
     Config,
-    Published,
     Tensors,
     embeddings,
     experts,
@@ -20,26 +19,6 @@ from tensors import (
     under,
     vectors,
 )
-
-LONGCAT_FLASH: Config = {
-    "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", "vocab_size": 131072,
-    "hidden_size": 6144, "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048, "num_layers": 28,
-    "num_attention_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128, "v_head_dim": 128, "attention_bias": False, "attention_method": "MLA",
-    "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "n_routed_experts": 512, "moe_topk": 12,
-    "routed_scaling_factor": 6.0, "router_bias": False, "zero_expert_num": 256, "zero_expert_type": "identity",
-    "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 10000000.0,
-    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-
-MODELS: dict[str, Config] = {"longcat-flash-chat": LONGCAT_FLASH}
-TINY: dict[str, Config] = {
-    "longcat_flash": {
-        "vocab_size": 512, "hidden_size": 256, "ffn_hidden_size": 512, "expert_ffn_hidden_size": 512, "num_layers": 2,
-        "num_attention_heads": 16, "q_lora_rank": 256, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2,
-        "max_position_embeddings": 4096,
-    },
-}  # fmt: skip
 
 
 def longcat_flash(config: Config) -> Tensors:
@@ -75,10 +54,3 @@ def longcat_flash(config: Config) -> Tensors:
 
 
 LAYOUTS = {"longcat_flash": longcat_flash}
-MLA = "self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj"
-PUBLISHED = {
-    "longcat-flash-chat": Published(
-        draft_stem="model.layers.4.", asks=f"eh_proj {MLA} mlp.gate_up_proj mlp.down_proj",
-        unasked="model.embed_tokens", whole=("eh_proj", "model.embed_tokens"), num_mtp_weights=17, billions=562,
-    ),
-}  # fmt: skip

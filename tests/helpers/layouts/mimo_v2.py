@@ -11,38 +11,9 @@ and the shapes that two ports of the release bind exactly (vision), and the rele
 (audio).
 """
 
-from tensors import FP8_128, Config, Published, Tensors, linear, norms, under, vectors
+from tensors import Config, Tensors, linear, norms, under, vectors
 
-from .mimo_v2_flash import FLASH, NUM_MTP_LAYERS, mimo_v2_flash
-from .mimo_v2_flash import TINY as FLASH_TINY
-
-_O_PROJ = [
-    *(f"model.layers.{i}.self_attn.o_proj" for i in range(48)),
-    "model.decoder.self_attn.o_proj",
-]
-V25: Config = {key: value for key, value in FLASH.items() if key != "torch_dtype"} | {
-    "architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2", "dtype": "bfloat16",
-    "auto_map": {"AutoConfig": "configuration_mimo_v2.MiMoV2Config", "AutoModel": "modeling_mimo_v2.MiMoV2Model",
-                 "AutoModelForCausalLM": "modeling_mimo_v2.MiMoV2ForCausalLM"},
-    "attention_projection_layout": "fused_qkv", "max_position_embeddings": 1048576, "rope_theta": 10000000,
-    "rope_scaling": {"rope_type": "default", "type": "default"}, "image_token_id": 151655, "video_token_id": 151656,
-    "vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_model_type": "mimovl",
-    "quantization_config": FP8_128 | {"store_dtype": "fp8", "ignored_layers": _O_PROJ},
-    "vision_config": {
-        "depth": 28, "fullatt_block_indexes": [0, 9, 18, 27], "hidden_act": "silu", "hidden_size": 1280, "in_chans": 3,
-        "intermediate_size": 4608, "num_heads": 32, "num_key_value_heads": 8, "num_query_groups": 4,
-        "out_hidden_size": 4096, "patch_size": 16, "spatial_merge_size": 2, "spatial_patch_size": 16,
-        "temporal_patch_size": 2, "tokens_per_second": 2, "use_sink": True, "visual_token_window_size": 64,
-        "vit_window_attn_types": [-1, *([0] * 4 + [1] * 4 + [-1]) * 3], "window_size": 128,
-    },
-    "audio_config": {
-        "add_post_norm": True, "audio_channels": 20, "audio_segment_size": 6000, "group_size": 4,
-        "input_full_attention": True, "input_local_attn_heads": 16, "input_local_dim": 1024, "input_local_head_dim": 64,
-        "input_local_hidden_dropout": 0.0, "input_local_intermediate_size": 4096, "input_local_layers": 6,
-        "out_hidden_size": 4096, "partial_rotary_factor": 1.0, "projection_layers": 2, "rope_theta": 640000,
-        "speech_vocab_size": "1280", "speech_zeroemb_idx": "1024",
-    },
-}  # fmt: skip
+from .mimo_v2_flash import mimo_v2_flash
 
 
 def mimo_v2(config: Config) -> Tensors:
@@ -122,21 +93,4 @@ def _audio(audio: Config) -> Tensors:
     return under("audio_encoder.", encoder) | speech
 
 
-MODELS = {"mimo-v2.5": V25}
-TINY: dict[str, Config] = {
-    "mimo_v2": FLASH_TINY["mimo_v2_flash"] | {
-        "vision_config": {"depth": 2, "fullatt_block_indexes": [0], "hidden_size": 256, "intermediate_size": 256,
-                          "num_heads": 4, "num_key_value_heads": 4, "out_hidden_size": 512,
-                          "vit_window_attn_types": [-1, 0]},
-        "audio_config": {"audio_channels": 2, "input_local_attn_heads": 2, "input_local_dim": 128,
-                         "input_local_intermediate_size": 128, "input_local_layers": 1, "out_hidden_size": 512},
-    },
-}  # fmt: skip
 LAYOUTS = {"mimo_v2": mimo_v2}
-PUBLISHED = {
-    "mimo-v2.5": Published(
-        draft_stem="model.mtp.layers.0.", asks="self_attn.qkv_proj mlp.gate_up_proj mlp.down_proj",
-        unasked="self_attn.o_proj eh_proj", num_mtp_layers=NUM_MTP_LAYERS, num_mtp_weights=36, billions=None,
-        unsaved=True,
-    ),
-}  # fmt: skip

@@ -9,9 +9,7 @@ length by transformers' configuration_mimo_v2_flash.py.
 """
 
 from tensors import (
-    FP8_128,
     Config,
-    Published,
     Tensors,
     embeddings,
     experts,
@@ -22,20 +20,6 @@ from tensors import (
     vectors,
 )
 
-FLASH: Config = {
-    "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "vocab_size": 152576,
-    "hidden_size": 4096, "intermediate_size": 16384, "moe_intermediate_size": 2048, "num_hidden_layers": 48,
-    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
-    "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128,
-    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7], "moe_layer_freq": [0, *[1] * 47],
-    "n_routed_experts": 256, "n_shared_experts": None, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
-    "norm_topk_prob": True, "routed_scaling_factor": None, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "attention_value_scale": 0.707,
-    "attention_bias": False, "sliding_window": 128, "sliding_window_size": 128, "attention_chunk_size": 128,
-    "hidden_act": "silu", "max_position_embeddings": 262144, "layernorm_epsilon": 1e-5, "rope_theta": 5000000,
-    "swa_rope_theta": 10000, "partial_rotary_factor": 0.334, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "quantization_config": FP8_128 | {"ignored_layers": [f"model.layers.{i}.self_attn.o_proj" for i in range(48)]},
-}  # fmt: skip
 NUM_MTP_LAYERS = 3
 
 
@@ -76,20 +60,4 @@ def _attention(config: Config, *, is_sliding: bool) -> Tensors:
     ))  # fmt: skip
 
 
-MODELS = {"mimo-v2-flash": FLASH}
-TINY: dict[str, Config] = {
-    "mimo_v2_flash": {
-        "vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512,
-        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "swa_num_attention_heads": 8,
-        "swa_num_key_value_heads": 8, "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1],
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 4096,
-        "quantization_config": {"ignored_layers": [f"model.layers.{i}.self_attn.o_proj" for i in range(3)]},
-    },
-}  # fmt: skip
 LAYOUTS = {"mimo_v2_flash": mimo_v2_flash}
-PUBLISHED = {
-    "mimo-v2-flash": Published(
-        draft_stem="model.mtp.layers.0.", asks="self_attn.qkv_proj mlp.gate_up_proj mlp.down_proj",
-        unasked="self_attn.o_proj eh_proj", num_mtp_layers=NUM_MTP_LAYERS, num_mtp_weights=42, billions=309,
-    ),
-}  # fmt: skip

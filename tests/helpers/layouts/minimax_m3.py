@@ -10,7 +10,6 @@ and vLLM 0.32.0's own. Router and its bias are float32 (vLLM's model.py).
 
 from tensors import (
     Config,
-    Published,
     Tensors,
     embeddings,
     experts,
@@ -21,67 +20,6 @@ from tensors import (
     under,
     vectors,
 )  # fmt: skip
-
-
-def _sparse(layers: int, dense: int) -> Config:
-    """Layers by kind: the leading ones are dense with full attention, the others have experts and
-    the indexer.
-    """
-    freq = [0] * dense + [1] * (layers - dense)
-    return {
-        "num_hidden_layers": layers, "moe_layer_freq": freq,
-        "sparse_attention_config": {
-            "use_sparse_attention": True, "sparse_index_dim": 128, "sparse_num_index_heads": 4,
-            "sparse_topk_blocks": 16, "sparse_block_size": 128, "sparse_disable_index_value": freq,
-            "sparse_score_type": "max", "sparse_init_block": 0, "sparse_local_block": 1,
-            "sparse_attention_freq": freq,
-        },
-    }  # fmt: skip
-
-
-MODELS: dict[str, Config] = {
-    "minimax-m3": {
-        "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
-        "image_token_index": 200025, "video_token_index": 200026, "projector_hidden_size": 6144,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "text_config": _sparse(layers=60, dense=3) | {
-            "architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m3_text", "vocab_size": 200064,
-            "hidden_size": 6144, "intermediate_size": 3072, "dense_intermediate_size": 12288,
-            "shared_intermediate_size": 3072, "num_attention_heads": 64,
-            "num_key_value_heads": 4, "head_dim": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
-            "n_shared_experts": 1, "scoring_func": "sigmoid", "use_routing_bias": True,
-            "routed_scaling_factor": 2.0, "hidden_act": "swigluoai", "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
-            "use_gemma_norm": True, "use_qk_norm": True, "qk_norm_type": "per_head", "attention_output_gate": False,
-            "rotary_dim": 64, "partial_rotary_factor": 0.5, "rope_theta": 5000000, "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 524288, "num_mtp_modules": 1, "tie_word_embeddings": False,
-        },
-        "vision_config": {
-            "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
-            "num_channels": 3, "image_size": 2016, "patch_size": 14, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
-            "img_token_compression_config": {"spatial_merge_size": 2, "temporal_patch_size": 2},
-        },
-    },
-}  # fmt: skip
-TINY: dict[str, Config] = {
-    "minimax_m3_vl": {
-        "projector_hidden_size": 256,
-        "text_config": _sparse(layers=3, dense=1) | {
-            "vocab_size": 512, "hidden_size": 256, "intermediate_size": 128, "dense_intermediate_size": 512,
-            "shared_intermediate_size": 128, "num_attention_heads": 16, "num_local_experts": 4,
-            "num_experts_per_tok": 2, "max_position_embeddings": 4096,
-        },
-        "vision_config": {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1,
-                          "num_attention_heads": 4, "image_size": 28},
-    },
-}  # fmt: skip
-PUBLISHED = {
-    "minimax-m3": Published(
-        draft_stem="model.layers.0.", whole=("language_model.",), billions=428, unsaved=True,
-        asks="eh_proj self_attn.qkv_proj self_attn.o_proj " "block_sparse_moe.shared_experts.gate_up_proj "
-             "block_sparse_moe.shared_experts.down_proj block_sparse_moe.experts",
-        unasked="block_sparse_moe.gate",
-    ),
-}  # fmt: skip
 
 
 def minimax_m3(config: Config) -> Tensors:

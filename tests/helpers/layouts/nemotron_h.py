@@ -6,33 +6,7 @@ Names of backbone and MTP block: the tensor list of the release that paramcalc's
 Config: quoted whole in several projects.
 """
 
-from tensors import Config, Published, Tensors, embeddings, linear, norms, under, vectors
-
-NEMOTRON_SUPER: Config = {
-    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 4096,
-    "num_hidden_layers": 88,
-    "hybrid_override_pattern":
-        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
-    "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": False,
-    "intermediate_size": 2688, "mlp_bias": False, "mlp_hidden_act": "relu2", "mamba_num_heads": 128,
-    "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "chunk_size": 128, "expand": 2,
-    "use_conv_bias": True, "use_bias": False, "mamba_proj_bias": False, "mamba_hidden_act": "silu",
-    "mamba_ssm_cache_dtype": "float32", "n_routed_experts": 512, "n_shared_experts": 1, "num_experts_per_tok": 22,
-    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 5.0, "moe_latent_size": 1024,
-    "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376, "moe_shared_expert_overlap": False,
-    "layer_norm_epsilon": 1e-5, "norm_eps": 1e-5, "max_position_embeddings": 262144, "num_nextn_predict_layers": 1,
-    "mtp_hybrid_override_pattern": "*E", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-
-MODELS: dict[str, Config] = {"nemotron-3-super": NEMOTRON_SUPER}
-TINY: dict[str, Config] = {
-    "nemotron_h": {
-        "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "hybrid_override_pattern": "ME*E",
-        "num_attention_heads": 4, "intermediate_size": 512, "mamba_num_heads": 16, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "moe_latent_size": 256, "moe_intermediate_size": 512,
-        "moe_shared_expert_intermediate_size": 512, "max_position_embeddings": 4096,
-    },
-}  # fmt: skip
+from tensors import Config, Tensors, embeddings, linear, norms, under, vectors
 
 
 def nemotron_h(config: Config) -> Tensors:
@@ -102,12 +76,3 @@ def _experts(config: Config) -> Tensors:
 
 
 LAYOUTS = {"nemotron_h": nemotron_h}
-PUBLISHED = {
-    "nemotron-3-super": Published(
-        draft_stem="mtp.layers.0.",
-        asks="eh_proj mixer.qkv_proj mixer.o_proj mtp.layers.1.mixer.experts " "mtp.layers.1.mixer.shared_experts.up_proj "
-        "mtp.layers.1.mixer.shared_experts.down_proj mtp.layers.1.mixer.fc1_latent_proj "
-        "mtp.layers.1.mixer.fc2_latent_proj",
-        unasked="mtp.layers.1.mixer.gate", num_mtp_layers=2, num_mtp_weights=1040, billions=124,
-    ),
-}  # fmt: skip

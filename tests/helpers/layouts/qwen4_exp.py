@@ -11,7 +11,6 @@ import math
 
 from tensors import (
     Config,
-    Published,
     Tensors,
     gated_mlp,
     gqa,
@@ -21,67 +20,6 @@ from tensors import (
     under,
     vectors,
 )
-
-
-def _layers(count: int) -> Config:
-    kinds = ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(count)]
-    return {"num_hidden_layers": count, "layer_types": kinds}
-
-
-MODELS: dict[str, Config] = {
-    "qwen3.8-flash-next": {
-        "architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp", "image_token_id": 248056,
-        "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "text_config": _layers(48) | {
-            "model_type": "qwen4_exp_text", "vocab_size": 248320, "hidden_size": 2560, "num_attention_heads": 24,
-            "num_key_value_heads": 2, "head_dim": 256, "attention_bias": False, "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
-            "linear_num_value_heads": 48, "moe_intermediate_size": 640, "shared_expert_intermediate_size": 640,
-            "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True, "hc_count": 4, "hc_lowrank": 320,
-            "ple_layer_ids": [2], "ple_embed_dim": 2560, "ple_conv_kernel_size": 4, "ngram_size": 3,
-            "heads_per_ngram": 8, "ngram_vocab_size_base": 20000000, "make_ngram_vocab_size_divisible_by": 128,
-            "split_ngram_parts": 128, "output_gate_type": "sigmoid", "indexer_n_heads": 4, "indexer_kv_heads": 1,
-            "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4, "mtp_num_hidden_layers": 1,
-            "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32", "hidden_act": "silu",
-            "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "bos_token_id": 248044, "eos_token_id": 248044,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
-                                "mrope_interleaved": True, "mrope_section": [11, 11, 10]},
-            "tie_word_embeddings": False,
-        },
-        "vision_config": {
-            "model_type": "qwen4_exp_vision", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304,
-            "num_heads": 16, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
-            "num_position_embeddings": 2304, "out_hidden_size": 2560, "hidden_act": "gelu_pytorch_tanh",
-            "deepstack_visual_indexes": [],
-        },
-    },
-}  # fmt: skip
-TINY: dict[str, Config] = {
-    "qwen4_exp": {
-        "text_config": _layers(4) | {
-            "vocab_size": 512, "hidden_size": 256, "num_attention_heads": 16, "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
-            "num_experts": 4, "num_experts_per_tok": 2, "hc_lowrank": 128, "ple_embed_dim": 256,
-            "ngram_vocab_size_base": 1000, "split_ngram_parts": 2, "max_position_embeddings": 4096, "bos_token_id": 1,
-            "eos_token_id": 1,
-        },
-        "vision_config": {"depth": 1, "hidden_size": 128, "num_heads": 4, "intermediate_size": 256,
-                          "num_position_embeddings": 16, "out_hidden_size": 256},
-    },
-}  # fmt: skip
-_MIXED = "input_mix_weight_down_block_inject"
-PUBLISHED = {
-    "qwen3.8-flash-next": Published(
-        draft_stem="mtp.layers.4.", num_mtp_weights=31, unsaved=True,
-        asks="mtp.fc_embedding mtp.fc_hidden self_attn.qkv_proj self_attn.o_proj " "mlp.shared_expert.gate_up_proj "
-             "mlp.shared_expert.down_proj",
-        unasked=f"mlp.gate mlp.shared_expert_gate attn_hyper_connection.{_MIXED} "
-                f"attn_hyper_connection.input_mix_weight_up mlp_hyper_connection.{_MIXED} "
-                "mlp_hyper_connection.input_mix_weight_up " "mtp.hyper_connection_mixer.input_mix_weight_down "
-                "mtp.hyper_connection_mixer.input_mix_weight_up",
-    ),
-}  # fmt: skip
 
 
 def qwen4_exp(config: Config) -> Tensors:

@@ -10,58 +10,7 @@ modeling_step3p7.py names its MTP tensors the same way) beside a vision tower, b
 that transformers' convert_step3p7 script quotes from the release.
 """
 
-from dataclasses import replace
-
-from tensors import Config, Published, Tensors, embeddings, gated_mlp, linear, norms, under, vectors
-
-PATTERN = ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"]
-STEP_35_FLASH: Config = {
-    "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "vocab_size": 128896, "hidden_size": 4096,
-    "intermediate_size": 11264, "num_hidden_layers": 45, "num_attention_heads": 64, "num_attention_groups": 8,
-    "head_dim": 128, "att_impl_type": "GQA", "use_qk_norm": True, "use_head_wise_attn_gate": True,
-    "layer_types": PATTERN * 12, "sliding_window": 512,
-    "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 96,
-                                "num_attention_groups": 8, "head_dim": 128},
-    "rope_theta": [5000000.0, 10000.0, 10000.0, 10000.0] * 12, "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
-    "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131072,
-                     "low_freq_factor": 1.0, "high_freq_factor": 32.0},
-    "yarn_only_types": ["full_attention"], "use_rope_layers": [], "moe_num_experts": 288, "moe_top_k": 8,
-    "moe_intermediate_size": 1280, "share_expert_dim": 1280,
-    "moe_layers_enum": ",".join(map(str, range(3, 45))), "moe_router_activation": "sigmoid",
-    "moe_router_scaling_factor": 3.0, "norm_expert_weight": True, "use_moe_router_bias": True, "need_fp32_gate": True,
-    "swiglu_limits": [0.0] * 43 + [7.0, 7.0, 0.0, 0.0, 0.0], "swiglu_limits_shared": [0.0] * 44 + [16.0, 0.0, 0.0, 0.0],
-    "zero_centered": True, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 3,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-
-STEP_37_FLASH: Config = {
-    "architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7", "image_token_id": 128001,
-    "image_token_len": 169, "patch_token_len": 81, "understand_projector_stride": 2, "projector_bias": False,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "text_config": STEP_35_FLASH,
-    "vision_config": {
-        "model_type": "perception_encoder", "image_size": 728, "patch_size": 14, "width": 1536, "layers": 47,
-        "heads": 16, "mlp_ratio": 8960 / 1536, "use_cls_token": False, "ls_init_value": 0.1, "use_ln_post": False,
-        "hidden_act": "quick_gelu", "output_dim": None, "pool_type": "none",
-    },
-}  # fmt: skip
-
-MODELS: dict[str, Config] = {"step-3.5-flash": STEP_35_FLASH, "step-3.7-flash": STEP_37_FLASH}
-TINY: dict[str, Config] = {
-    "step3p5": {
-        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_attention_groups": 4, "layer_types": (PATTERN * 2)[:7],
-        "attention_other_setting": STEP_35_FLASH["attention_other_setting"] | {
-            "num_attention_heads": 8, "num_attention_groups": 4}, "moe_num_experts": 4,
-        "moe_top_k": 2, "moe_intermediate_size": 512, "share_expert_dim": 512, "moe_layers_enum": "2,3",
-        "max_position_embeddings": 4096,
-    },
-}  # fmt: skip
-
-
-TINY["step3p7"] = {
-    "text_config": TINY["step3p5"],
-    "vision_config": {"width": 128, "layers": 1, "heads": 4, "mlp_ratio": 2.0},
-}
+from tensors import Config, Tensors, embeddings, gated_mlp, linear, norms, under, vectors
 
 
 def step3p7(config: Config) -> Tensors:
@@ -153,12 +102,3 @@ def _block(config: Config, layer: int) -> Tensors:
 
 
 LAYOUTS = {"step3p5": step3p5, "step3p7": step3p7}
-BLOCK = (
-    "mtp_block.self_attn.qkv_proj mtp_block.self_attn.o_proj mtp_block.self_attn.g_proj "
-    "mtp_block.mlp.gate_up_proj"
-)
-STEP = Published(
-    draft_stem="model.layers.4.", asks=f"shared_head.head {BLOCK} mtp_block.mlp.down_proj", unasked="eh_proj",
-    num_mtp_layers=3, num_mtp_weights=51, billions=199, unsaved=True,
-)  # fmt: skip
-PUBLISHED = {"step-3.5-flash": STEP, "step-3.7-flash": replace(STEP, billions=None)}
