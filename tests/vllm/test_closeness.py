@@ -218,16 +218,6 @@ def likeliest(predicted: Predicted, top: int) -> Predicted:
     return Predicted(ids=ids, logprobs=values, following=predicted.following, is_whole=False)
 
 
-def test_the_same_again_starts_no_server(made, text, found):
-    evidence = made.with_name("qwen.report")
-    logs = {path: path.stat().st_mtime_ns for path in evidence.glob("logs/*")}
-    done = closeness(made, text)
-    assert json.loads(done.stdout)["closeness"] == found["closeness"], done.stderr
-    assert {path: path.stat().st_mtime_ns for path in evidence.glob("logs/*")} == logs and len(
-        logs
-    ) == 2
-
-
 @pytest.mark.full
 def test_a_twin_with_one_damaged_tensor_fails_the_gate(made, text, found):
     """The scales of one linear are half again as large. The source is not served again."""

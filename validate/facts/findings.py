@@ -9,7 +9,7 @@ equal.
 """
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import shortened
@@ -38,8 +38,8 @@ class Finding(Fact):
         runtime: the server that it is about.
     """
 
-    origin: Origin
-    severity: Severity
+    origin: Origin = "static"
+    severity: Severity = "error"
     where: str
     says: str
     cure: str
@@ -99,30 +99,18 @@ class Objection(NamedTuple):
 
 
 def objection(
-    rule: str,
-    where: str,
-    *,
-    says: str,
-    cure: str,
-    severity: Severity = "error",
-    cause: str = "",
-    origin: Origin = "static",
-    count: int = 1,
-    runtime: Runtime = "vllm",
+    rule: str, where: str, *, says: str, cure: str, cause: str = "", count: int = 1, **kind: Any
 ) -> Objection:
     """What a rule yields. Names come from files, so they are made printable here, once for all who
     show them.
+
+    Args:
+        rule, where, says, cure: of the finding.
+        cause, count: of the objection, which has `times` for `count`.
+        kind: severity, origin and runtime, where they are not as for most rules.
     """
-    finding = Finding(
-        origin=origin,
-        severity=severity,
-        where=shortened(where, _MOST),
-        says=shortened(says, _MOST),
-        cure=shortened(cure, _MOST),
-        rule=rule,
-        runtime=runtime,
-    )
-    return Objection(finding, cause, count)
+    where, says, cure = (shortened(each, _MOST) for each in (where, says, cure))
+    return Objection(Finding(rule=rule, where=where, says=says, cure=cure, **kind), cause, count)
 
 
 def grouped(objections: Iterable[Objection]) -> list[Finding]:

@@ -132,8 +132,10 @@ def open_lines(
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file():
         whole = path.read_bytes()
-        os.truncate(path, whole.rfind(b"\n") + 1)
-        if path.stat().st_size:
+        end = whole.rfind(b"\n") + 1
+        if end != len(whole):
+            os.truncate(path, end)
+        if end:
             found = read_lines(path, type(header))
             if found.header == header:
                 return found
