@@ -24,12 +24,15 @@ from rich.console import Console
 from ..recipes.errors import CheckpointError, RecipeError, printable
 from ..recipes.extras import require_extra
 from ..validate.facts.child import Child, environment
-from .gate import TOO_LITTLE
+from .exits import TOO_LITTLE
 from .options import (
     AnyVLLMOption,
+    AtLeastOne,
     DryRunOption,
+    GpusOption,
     ModelCodeOption,
     ModelOptions,
+    TpsOption,
     chosen_vllm,
     refuse_stray_words,
 )
@@ -45,46 +48,14 @@ _STATION_SECONDS = 60.0  # it may have a server to end, which takes a third of t
 def everything(
     context: typer.Context,
     choices: ModelOptions,
-    base_model: Annotated[
-        str | None, typer.Option("--base-model", help="As for `keepmtp card`.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")
-    ] = None,
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option("--gpu", help="GPUs that the dry load pretends; default sm90 and sm100."),
-    ] = None,
-    tps: Annotated[
-        list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel sizes of the dry load.")
-    ] = None,
-    k: Annotated[
-        int | None,
-        typer.Option(
-            "-k",
-            min=1,
-            help="serve-check serves with 1 to k drafted tokens a step, and eval with k; default: "
-            "1, and the recipe's.",
-        ),
-    ] = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Processes that quantize, one a GPU.")] = 1,
-    serving: Annotated[
-        bool,
-        typer.Option(
-            "--serve-check/--no-serve-check",
-            help=(
-                "Also serve both without drafting and with 1 to k tokens, for speed-up and equal "
-                "outputs: 2 * (k + 1) servers more."
-            ),
-        ),
-    ] = True,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help="Held-out text, as for `keepmtp closeness`, which runs with it, or where the "
-            "recipe has a limit."
-        ),
-    ] = None,
+    base_model: str | None = None,
+    out: Path | None = None,
+    gpus: GpusOption = None,
+    tps: TpsOption = None,
+    k: Annotated[int | None, typer.Option("-k", min=1)] = None,
+    nproc: AtLeastOne = 1,
+    serving: Annotated[bool, typer.Option("--serve-check/--no-serve-check")] = True,
+    text: Path | None = None,
     run_model_code: ModelCodeOption = False,
     any_vllm: AnyVLLMOption = False,
     dry_run: DryRunOption = False,
@@ -98,6 +69,18 @@ def everything(
 
     Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/out -k 3 --
     --tensor-parallel-size 8`
+
+    Args:
+        base_model: As for `keepmtp card`.
+        out: Output folder; default out/RECIPE.
+        gpus: GPUs that the dry load pretends; default sm90 and sm100.
+        k: serve-check serves with 1 to k drafted tokens a step, and eval with k; default: 1, and
+            the recipe's.
+        nproc: Processes that quantize, one a GPU.
+        serving: Also serve both without drafting and with 1 to k tokens, for speed-up and equal
+            outputs: 2 * (k + 1) servers more.
+        text: Held-out text, as for `keepmtp closeness`, which runs with it, or where the recipe has
+            a limit.
     """
     from .. import pipeline
     from ..quantize.write.output import is_empty, tidy
@@ -112,37 +95,31 @@ def everything(
     refuse_words("all", extra)
     refuse_no_id(base_model)
     recipe = choices.recipe()
-    out = folder or pipeline.default_out(recipe)
+    out = out or pipeline.default_out(recipe)
     is_made = out.exists() and not is_empty(out)
-    gates, source = recipe.gates, choices.source
+    gates, source, place = recipe.gates, choices.source, str(out)
     for_vllm = ["--", *extra] if extra else []
-    served = option_words(source=source, any_vllm=any_vllm)
-    of_k = option_words(k=k)
+    served = [place, *option_words(source=source, any_vllm=any_vllm)]
+    of_k, runs_code = option_words(k=k), option_words(run_model_code=run_model_code)
     stations: dict[str, list[str]] = {}
     if not is_made:
         decided = asdict(choices)
         stations["quantize"] = [decided.pop("model"), *option_words(**decided, out=out)]
     pretended = option_words(gpu=gpus or ["sm90", "sm100"], tp=tps, k=k, any_vllm=any_vllm)
-    stations["check"] = [str(out), "--record", *pretended]
+    stations["check"] = [place, "--record", *pretended]
     if serving:
-        stations["serve-check"] = [str(out), *served, *of_k, *for_vllm]
-    stations["eval"] = [
-        str(out),
-        *served,
-        *of_k,
-        *option_words(run_model_code=run_model_code),
-        *for_vllm,
-    ]
+        stations["serve-check"] = [*served, *of_k, *for_vllm]
+    stations["eval"] = [*served, *of_k, *runs_code, *for_vllm]
     if text is not None or gates.max_divergence is not None or gates.max_flips is not None:
         text_file(text, recipe.model)
-        stations["closeness"] = [str(out), *served, *option_words(text=text), *for_vllm]
+        stations["closeness"] = [*served, *option_words(text=text), *for_vllm]
     if gates.min_speedup is not None:
         ks = None if k is None else f"0..{k}"
-        stations["bench"] = [str(out), *option_words(any_vllm=any_vllm, k=ks), *for_vllm]
-        stations["gate"] = [str(out)]
+        stations["bench"] = [place, *option_words(any_vllm=any_vllm, k=ks), *for_vllm]
+        stations["gate"] = [place]
     # The source's folder, whose card says what license it has; a repository's is not read.
     card_source = source if source and Path(source).is_dir() else None
-    stations["card"] = [str(out), *option_words(source=card_source, base_model=base_model)]
+    stations["card"] = [place, *option_words(source=card_source, base_model=base_model)]
     if is_made:
         _refuse_another(out, recipe)
     if dry_run:
@@ -165,7 +142,7 @@ def everything(
             say(err, f"{name}: done before", "dim")
             continue
         say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
-        status = _run([*_interpreter(name, nproc), name, *words])
+        status = _run(name, words, nproc)
         if status and (name, status) != ("serve-check", TOO_LITTLE):
             raise typer.Exit(status if status > 0 else 128 - status)
 
@@ -185,18 +162,15 @@ def option_words(**options: object) -> list[str]:
     return words
 
 
-def _run(words: list[str]) -> int:
+def _run(station: str, words: list[str], nproc: int) -> int:
     """The exit status of a station, which may load from the Hub and ends with this process."""
-    own = environment(reaches_hub=True, is_ours=True)
-    with Child(words, environment=own, grace_seconds=_STATION_SECONDS) as station:
-        return station.process.wait()
-
-
-def _interpreter(station: str, nproc: int) -> list[str]:
-    launcher = []
+    command = [sys.executable]
     if station == "quantize" and nproc > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    return [sys.executable, *launcher, "-m", "keepmtp"]
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    command += ["-m", "keepmtp", station, *words]
+    own = environment(reaches_hub=True, is_ours=True)
+    with Child(command, environment=own, grace_seconds=_STATION_SECONDS) as child:
+        return child.process.wait()
 
 
 def _refuse_measuring(
@@ -204,10 +178,7 @@ def _refuse_measuring(
 ) -> None:
     """What would stop the run after hours of quantizing."""
     from ..quantize.plan.own_code import refuse_untrusted_code
-    from ..validate.measure import (
-        gsm8k,
-        lm_eval_task,
-    )  # lm-eval and datasets, once they are known to be there
+    from ..validate.measure import gsm8k, lm_eval_task  # they need lm-eval and datasets
 
     refuse_untrusted_code(plan)
     for own in plan.recipe.evaluations:

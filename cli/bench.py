@@ -9,21 +9,25 @@ cannot draft, a prompt that does not fit, a file that is no list of prompts.
 """
 
 import re
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
 from .exits import FINDINGS
 from .measuring import ServeOptions, begin
-from .options import DryRunOption
+from .options import AtLeastOne, DryRunOption
 from .progress import asking
-from .tables import answer
+from .tables import answer, drawn
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
+    from ..validate.facts.benched import BenchFact
+    from ..validate.measure.bench import BenchPlan
 
 _MOST_K = 4
 _LIMIT = 1 << 20
@@ -34,55 +38,16 @@ _NUMBERS = re.compile(r"(\d{1,9})(?:\.\.(\d{1,9}))?")
 def bench(
     context: typer.Context,
     served: ServeOptions,
-    source: Annotated[
-        str | None,
-        typer.Option(help="What it was made from, folder or Hub id: the same matrix for it too."),
-    ] = None,
-    k: Annotated[
-        str | None,
-        typer.Option(
-            "-k",
-            "--k",
-            help="Tokens drafted a step: 0..4, or 0,1,3. Default: 0..4, as far as it can draft.",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        str, typer.Option(help="Requests in flight, such as 1,8,32.")
-    ] = "1,8,32",
-    contexts: Annotated[
-        str,
-        typer.Option(
-            "--context",
-            help=(
-                "Bring prompts to so many tokens, such as 1024,8192; 0: as they are. Too short "
-                "ones get other prompts before them."
-            ),
-        ),
-    ] = "0",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help=(
-                "Your own: a .jsonl file, each line with `prompt`, `messages` or `turns` "
-                "(SPEED-Bench); default: 400 word problems."
-            )
-        ),
-    ] = None,
-    requests: Annotated[
-        int,
-        typer.Option(min=0, help="Requests a repetition; 0: four for each in flight, 16 at least."),
-    ] = 0,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 256,
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Repetitions of each cell with each server.")
-    ] = 3,
-    rounds: Annotated[
-        int,
-        typer.Option(
-            min=1, help="How often each server is started: 2 also shows a machine that drifts."
-        ),
-    ] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order in which prompts are taken.")] = 0,
+    source: str | None = None,
+    k: Annotated[str | None, typer.Option("-k", "--k")] = None,
+    concurrency: str = "1,8,32",
+    contexts: Annotated[str, typer.Option("--context")] = "0",
+    prompts: Path | None = None,
+    requests: Annotated[int, typer.Option(min=0)] = 0,
+    output_tokens: AtLeastOne = 256,
+    repeat: AtLeastOne = 3,
+    rounds: AtLeastOne = 1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     dry_run: DryRunOption = False,
 ) -> None:
     """Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load;
@@ -98,10 +63,23 @@ def bench(
 
     Example: `keepmtp bench /data/out -k 0..4 --concurrency 1,8,32 --prompts qualitative.jsonl --
     -tp 8`
+
+    Args:
+        source: What it was made from, folder or Hub id: the same matrix for it too.
+        k: Tokens drafted a step: 0..4, or 0,1,3. Default: 0..4, as far as it can draft.
+        concurrency: Requests in flight, such as 1,8,32.
+        contexts: Bring prompts to so many tokens, such as 1024,8192; 0: as they are. Too short ones
+            get other prompts before them.
+        prompts: Your own: a .jsonl file, each line with `prompt`, `messages` or `turns`
+            (SPEED-Bench); default: 400 word problems.
+        requests: Requests a repetition; 0: four for each in flight, 16 at least.
+        output_tokens: Tokens of an answer, at most.
+        repeat: Repetitions of each cell with each server.
+        rounds: How often each server is started: 2 also shows a machine that drifts.
+        seed: Of the order in which prompts are taken.
     """
     from ..validate.measure import bench as matrix
     from ..validate.measure.bench_prompts import read
-    from .bench_tables import counted, tables
 
     session = begin("bench", "bench", served, context.args, source or "none")
     plan = matrix.BenchPlan(
@@ -129,9 +107,61 @@ def bench(
         fact = matrix.bench(checkpoint, compared, plan, setup=setup, watch=watch)
     session.keep(fact, checkpoint)
     has_failed = any(cell.error for each in fact.benched for cell in each.cells)
-    found = {"bench": fact.model_dump(mode="json")}
-    status = FINDINGS if has_failed else 0
-    answer(found, chain(tables(fact), [session.places]), as_json=served.as_json, status=status)
+    found, status = {"bench": fact.model_dump(mode="json")}, FINDINGS if has_failed else 0
+    answer(found, chain(shown(fact), [session.places]), as_json=served.as_json, status=status)
+
+
+def shown(found: "BenchFact") -> Iterator[RenderableType]:
+    """A table for each checkpoint; then the recommendations, and what a reader should know."""
+    from ..validate.report import tables
+
+    for benched in found.benched:
+        yield drawn(f"bench {benched.path} ({benched.role})", tables.cells(benched))
+        if benched.as_served != "native":
+            served = f"served as a {benched.as_served}. {benched.reason}"
+            yield f"NOT the checkpoint's speed: it was {served}."
+    yield from tables.speed_notes(found)
+    yield (
+        "tok/s: generated tokens a second, ± half the distance from the slowest to the fastest "
+        "repetition; best: the "
+        "k that is recommended; first, each: milliseconds to the first token and to each further "
+        "one, medians; by "
+        "position: drafted tokens that were accepted; length: tokens a step of the target."
+    )
+    form = (
+        "as messages through the chat template" if found.checkpoint.form == "chat" else "as texts"
+    )
+    yield (
+        f"{found.num_prompts:,} prompts of {found.prompts}, {form}, greedily; answers end by "
+        "themselves or after "
+        f"{found.output_tokens:,} tokens."
+    )
+    if found.rounds == 1:
+        yield (
+            "Each server was started once: what changed on the machine between them shows only "
+            "with --rounds 2."
+        )
+    yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."
+
+
+def counted(plan: "BenchPlan", num_checkpoints: int) -> dict[str, Any]:
+    """What a run would do."""
+    repetitions = plan.repeat * plan.rounds
+    requests = (
+        sum(map(plan.num_requests, plan.loads)) * len(plan.ks) * repetitions * num_checkpoints
+    )
+    return {
+        "checkpoints": num_checkpoints,
+        "servers": len(plan.ks) * plan.rounds * num_checkpoints,
+        "k": list(plan.ks),
+        "loads": [
+            {"concurrency": concurrency, "context": context} for concurrency, context in plan.loads
+        ],
+        "repetitions": repetitions,
+        "requests": requests,
+        "output_tokens": plan.output_tokens,
+        "prompts": f"{len(plan.prompts.items):,} of {plan.prompts.name}",
+    }
 
 
 def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:

@@ -19,8 +19,10 @@ from ..validate.facts.vllm_env import TESTED
 from . import exits, findings
 from .options import (
     AnyVLLMOption,
+    GpusOption,
     JsonOption,
     RuntimesOption,
+    TpsOption,
     chosen_gpus,
     chosen_runtimes,
     chosen_vllm,
@@ -33,59 +35,23 @@ if TYPE_CHECKING:
     from ..validate.check.reading import Level
     from ..validate.check.values import Fetch
     from ..validate.facts.dry_load import LoadAccount
-    from ..validate.facts.findings import Runtime
     from ..validate.facts.results import CheckData
 
 
 def check(
-    paths: Annotated[
-        list[str], typer.Argument(help="Checkpoints: folders or Hub ids, ours or anyone's.")
-    ],
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--gpu",
-            help="Also let vLLM load it, on a pretended H100 (sm90), sm89, sm100, sm120; "
-            "repeatable.",
-        ),
-    ] = None,
-    tps: Annotated[
-        list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel size; may be repeated.")
-    ] = None,
-    num_drafts: Annotated[int, typer.Option("-k", min=1, help="num_speculative_tokens.")] = 1,
-    draft: Annotated[
-        str, typer.Option("--draft", help="The draft's own checkpoint, where it has one.")
-    ] = "",
+    paths: list[str],
+    gpus: GpusOption = None,
+    tps: TpsOption = None,
+    num_drafts: Annotated[int, typer.Option("-k", min=1)] = 1,
+    draft: str = "",
     runtimes: RuntimesOption = None,
-    static_only: Annotated[
-        bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")
-    ] = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Also write report.json and report.html there.")
-    ] = None,
-    record: Annotated[
-        bool,
-        typer.Option(
-            "--record",
-            help="Keep what is found, and of which bytes, in PATH.report: for the checkpoint's "
-            "report and card.",
-        ),
-    ] = False,
+    static_only: bool = False,
+    html: Path | None = None,
+    record: bool = False,
     values: Annotated[
-        Literal["scales", "scalars", "all"] | None,
-        typer.Option(
-            help="Also read values: every scale, norm and small MTP tensor (`scales`, the "
-            "default), scales of one value alone (`scalars`), or every byte (`all`).",
-            metavar="[LEVEL]",
-        ),
+        Literal["scales", "scalars", "all"] | None, typer.Option(metavar="[LEVEL]")
     ] = None,
-    source: Annotated[
-        str | None,
-        typer.Option(
-            "--source",
-            help="With --values: the release, a folder or ORG/NAME; weights are compared with it.",
-        ),
-    ] = None,
+    source: str | None = None,
     any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -122,63 +88,65 @@ def check(
     Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm100 --record`
 
     Example: `keepmtp check zai-org/GLM-4.7-FP8 --runtime vllm --runtime sglang`
+
+    Args:
+        paths: Checkpoints: folders or Hub ids, ours or anyone's.
+        gpus: Also let vLLM load it, on a pretended H100 (sm90), sm89, sm100, sm120; repeatable.
+        num_drafts: num_speculative_tokens.
+        draft: The draft's own checkpoint, where it has one.
+        static_only: No vLLM, whatever --gpu says.
+        html: Also write report.json and report.html there.
+        record: Keep what is found, and of which bytes, in PATH.report: for the checkpoint's report
+            and card.
+        values: Also read values: every scale, norm and small MTP tensor (`scales`, the default),
+            scales of one value alone (`scalars`), or every byte (`all`).
+        source: With --values: the release, a folder or ORG/NAME; weights are compared with it.
     """
     from .. import api
-    from .report import save
+    from .report import recorder, save
 
     err, is_dry = Console(stderr=True), bool(gpus) and not static_only
     servers = chosen_runtimes(runtimes)
+    rule = got = cure = ""
     if not gpus and not static_only and (tps or num_drafts != 1 or draft):
-        raise RecipeError(
-            "check",
-            "--tp, -k and --draft need a GPU to pretend",
-            got="no --gpu",
-            cure="Add --gpu sm100",
-        )
-    if is_dry and "vllm" not in servers:
-        got = f"--runtime {servers[0]} alone"
-        raise RecipeError("check", "--gpu lets vLLM load it", got=got, cure="Add --runtime vllm")
-    if source is not None and values is None:
-        raise RecipeError(
-            "check",
-            "--source is what values are compared with",
-            got="no --values",
-            cure="Add --values",
-        )
+        rule, got = "--tp, -k and --draft need a GPU to pretend", "no --gpu"
+        cure = "Add --gpu sm100"
+    elif is_dry and "vllm" not in servers:
+        rule, got = "--gpu lets vLLM load it", f"--runtime {servers[0]} alone"
+        cure = "Add --runtime vllm"
+    elif source is not None and values is None:
+        rule, got, cure = "--source is what values are compared with", "no --values", "Add --values"
+    if rule:
+        raise RecipeError("check", rule, got=got, cure=cure)
     if html is not None:
         from ..validate.report.html import require_extra
 
         require_extra()
     loads: dict[str, Any] = {"runtimes": servers}
     if is_dry:
-        loads |= {
-            "gpus": chosen_gpus(gpus or []),
-            "tps": tps or [1],
-            "num_drafts": num_drafts,
-            "draft": draft,
-        }
-        loads["any_vllm"] = any_vllm
+        loads |= {"gpus": chosen_gpus(gpus or []), "tps": tps or [1], "num_drafts": num_drafts}
+        loads |= {"draft": draft, "any_vllm": any_vllm}
         chosen_vllm(any_vllm=any_vllm)
-    keep, status = None, 0
-    if record:
-        from .record import recorder
-
-        keep = recorder(paths, err)
+    keep, status = recorder(paths, err) if record else None, 0
     with spinner(err, is_shown=is_dry) as doing:
         for number, checked in enumerate(api.check_all(paths, **loads, progress=doing), start=1):
             if values is not None:
                 checked = _with_values(checked, values, source, err)
-            _show(checked, servers, as_json=as_json)
+            data = checked.data
+            if as_json:
+                print_json(check_json(data, checked.accounts) | {"runtimes": servers})
             if checked.refusal is not None:
                 status = exits.REFUSAL
+                if not as_json:
+                    exits.say_refusal(checked.refusal)
                 continue
-            if not checked.data.ok:
+            if not as_json:
+                findings.show(Console(), data, servers=servers)
+            if not data.ok:
                 status = max(status, exits.FINDINGS)
             if html is not None:
-                folder = (
-                    html if len(paths) == 1 else html / f"{number}-{Path(checked.data.path).name}"
-                )
-                page = save(folder, checked.data, vllm=TESTED[0], opened=checked.source)
+                folder = html if len(paths) == 1 else html / f"{number}-{Path(data.path).name}"
+                page = save(folder, data, vllm=TESTED[0], opened=checked.source)
                 say(err, f"report: {page}")
             if keep is not None:
                 say(err, f"recorded: {keep(checked)}")
@@ -203,15 +171,6 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
     with stopped_by_signals():
         watch = Watch(reading=bytes_bar(err, "reading values"), fetching=fetching)
         return with_values(checked, level, source=source, watch=watch)
-
-
-def _show(checked: "Checked", servers: "Sequence[Runtime]", *, as_json: bool) -> None:
-    if as_json:
-        print_json(check_json(checked.data, checked.accounts) | {"runtimes": list(servers)})
-    elif checked.refusal is not None:
-        exits.say_refusal(checked.refusal)
-    else:
-        findings.show(Console(), checked.data, servers=servers)
 
 
 def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dict[str, Any]:

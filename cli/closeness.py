@@ -17,10 +17,11 @@ from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
-from .gate import EXITS
+from .exits import OF_VERDICT
 from .measuring import OriginalOption, ServeOptions, Session, begin
+from .options import AtLeastOne
 from .progress import asking
-from .tables import answer, reasons, table
+from .tables import answer, drawn, reasons
 
 if TYPE_CHECKING:
     from ..validate.facts.closeness import ClosenessFact
@@ -31,24 +32,11 @@ def closeness(
     context: typer.Context,
     served: ServeOptions,
     source: OriginalOption = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help='Held-out text: a .txt file, or .jsonl with "text", "messages" or "tokens" a '
-            "line; default: the one "
-            "that ships with this model."
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of text, at most.")] = 32_768,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a window, at most.")] = 512,
-    top: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Likeliest tokens to compare at each position; exact if it is the vocabulary.",
-        ),
-    ] = 512,
-    concurrency: Annotated[int, typer.Option(min=1, help="Windows in flight.")] = 4,
+    text: Path | None = None,
+    tokens: Annotated[int, typer.Option(min=2)] = 32_768,
+    window: Annotated[int, typer.Option(min=2)] = 512,
+    top: AtLeastOne = 512,
+    concurrency: AtLeastOne = 4,
 ) -> None:
     """Compare what a served checkpoint and its served source predict on held-out text: divergence
     and flips.
@@ -67,6 +55,14 @@ def closeness(
 
     Example: `keepmtp closeness /data/out --source /data/GLM-4.7 --text held_out.jsonl --
     --tensor-parallel-size 8`
+
+    Args:
+        text: Held-out text: a .txt file, or .jsonl with "text", "messages" or "tokens" a line;
+            default: the one that ships with this model.
+        tokens: Tokens of text, at most.
+        window: Tokens of a window, at most.
+        top: Likeliest tokens to compare at each position; exact if it is the vocabulary.
+        concurrency: Windows in flight.
     """
     require_extra("keepmtp closeness", "quantize")
     from ..checkpoints.record import read_record
@@ -80,50 +76,34 @@ def closeness(
         )
     record, where = session.record, f"{session.opened.where}: keepmtp.json"
     compared_on = held_out(text, None if record is None else read_record(record, where=where))
-    limits, setup = session.limits(), session.setup
+    gates, setup = session.gates, session.setup
     judged = session.checkpoint()
     before = session.source_of(judged)
     assert before is not None
     depth = measure.Depth(tokens=tokens, window=window, top=top, concurrency=concurrency)
     with asking(session.err, as_json=served.as_json) as watch:
         fact = measure.measure(judged, before, compared_on, setup=setup, depth=depth, watch=watch)
-    judgement = session.keep(fact, judged)
-    if judgement is None:
-        from ..validate.report.gates import judge
-
-        judgement = judge(gates=limits, check=None, serve=None, evaluation=None, closeness=fact)
+    judgement = session.keep(fact, judged, gates=gates, closeness=fact)
     reason = next((one for one in judgement.reasons if one.gate == "closeness"), None)
     found = {
         "closeness": fact.model_dump(mode="json"),
         "reason": reason and reason.model_dump(mode="json"),
     }
-    answer(
-        found,
-        _parts(session, fact, reason),
-        as_json=served.as_json,
-        status=EXITS[reason.verdict] if reason else 0,
-    )
+    status = OF_VERDICT[reason.verdict] if reason else 0
+    answer(found, _parts(session, fact, reason), as_json=served.as_json, status=status)
 
 
 def _parts(
     session: Session, fact: "ClosenessFact", reason: "ReasonFact | None"
 ) -> Iterator[RenderableType]:
     """The figures, the positions that are farthest off, the gate, and what a reader should know."""
-    from ..validate.report.closeness_words import figures, notes
+    from ..validate.report import tables
 
-    yield table(f"closeness {fact.checkpoint.path}", ("", ""), figures(fact))
-    far = (
-        [f"{one.nats:.2f}", *map(repr, (one.context[-32:], one.token, one.source, one.checkpoint))]
-        for one in fact.worst[:5]
-    )
-    yield table(
-        "farthest off, in the worst windows",
-        (">nats", "after", "text", "source", "checkpoint"),
-        far,
-    )
+    yield drawn(f"closeness {fact.checkpoint.path}", tables.closeness(fact))
+    yield drawn("farthest off, in the worst windows", tables.farthest(fact))
     if reason is not None:
         yield reasons("gate", [reason])
-    yield from notes(fact)
+    yield from tables.closeness_notes(fact)
     times = "; ".join(f"the {one.role} in {one.seconds:,.0f} s" for one in fact.predicted)
     yield f"vLLM {fact.environment['vllm']} on {fact.environment['device']}; {times}"
     yield f"{session.places}; every position in {fact.samples}"

@@ -8,25 +8,26 @@ Easy to get wrong: whatever may be refused is refused before a server is started
 dataset, a chat template that is not there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..recipes.tasks import TASKS, TaskName
-from .gate import EXITS
+from .exits import OF_VERDICT
 from .measuring import OriginalOption, ServeOptions, Session, begin
-from .options import KOption, ModelCodeOption
+from .options import AtLeastOneOrNone, ModelCodeOption
 from .progress import asking
-from .tables import answer
+from .tables import answer, drawn, verdict
 
 if TYPE_CHECKING:
     from ..recipes.protocol import Evaluation, Gates
-    from ..validate.facts.evaluated import EvaluationFact
+    from ..validate.facts.evaluated import EvaluationFact, TaskFact
     from ..validate.facts.schema import JudgementFact
 
 _HUB = "hub"
@@ -36,7 +37,20 @@ _OF_THE_SOURCE = ("acceptance", "mean recovery", "worst task")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtocolOptions:
-    """What the command line changes of a recipe's protocol; None leaves it."""
+    """What the command line changes of a recipe's protocol; None leaves it.
+
+    Attributes:
+        dataset: A .jsonl, .json or .parquet file with the fields of the task's dataset; `hub`: its
+            own.
+        shots: Solved examples before each question.
+        api: completions: the text as it is. chat: messages, through the model's chat template.
+        max_tokens: Tokens of an answer, at most.
+        k: Tokens drafted a step.
+        concurrency: Requests in flight.
+        limit: Ask the first so many questions only.
+        seed: Of the shots drawn, and of the server.
+        prefix_caching: Servers keep what they computed for equal starts.
+    """
 
     task: Annotated[
         TaskName | None,
@@ -44,41 +58,15 @@ class ProtocolOptions:
             metavar="TASK", help=f"Ask this one alone, not all of the recipe: {', '.join(TASKS)}."
         ),
     ] = None
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            help="A .jsonl, .json or .parquet file with the fields of the task's dataset; `hub`: "
-            "its own."
-        ),
-    ] = None
-    shots: Annotated[
-        int | None, typer.Option(min=0, help="Solved examples before each question.")
-    ] = None
-    api: Annotated[
-        Literal["completions", "chat"] | None,
-        typer.Option(
-            help="completions: the text as it is. chat: messages, through the model's chat "
-            "template."
-        ),
-    ] = None
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, at most.")] = (
-        None
-    )
-    k: KOption = None
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None
-    limit: Annotated[
-        int | None, typer.Option(min=2, help="Ask the first so many questions only.")
-    ] = None
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Of the shots drawn, and of the server.")
-    ] = None
-    prefix_caching: Annotated[
-        bool | None,
-        typer.Option(
-            "--prefix-caching/--no-prefix-caching",
-            help="Servers keep what they computed for equal starts.",
-        ),
-    ] = None
+    dataset: str | None = None
+    shots: Annotated[int | None, typer.Option(min=0)] = None
+    api: Literal["completions", "chat"] | None = None
+    max_tokens: AtLeastOneOrNone = None
+    k: Annotated[int | None, typer.Option("-k", "--num-speculative-tokens", min=1)] = None
+    concurrency: AtLeastOneOrNone = None
+    limit: Annotated[int | None, typer.Option(min=2)] = None
+    seed: Annotated[int | None, typer.Option(min=0)] = None
+    prefix_caching: bool | None = None
 
     def of(self, recipe: "tuple[Evaluation, ...]") -> "tuple[Evaluation, ...]":
         """The recipe's tasks, or the one that is named, with these changes."""
@@ -103,20 +91,8 @@ def evaluate(
     served: ServeOptions,
     protocol: ProtocolOptions,
     source: OriginalOption = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="Whose protocol and gates to take: a model's name or a recipe "
-            "file; default: the recipe that the checkpoint was made by."
-        ),
-    ] = None,
-    plain: Annotated[
-        bool,
-        typer.Option(
-            "--plain/--no-plain",
-            help="Ask the checkpoint with MTP off, too: does drafting change answers?",
-        ),
-    ] = True,
+    recipe: str | None = None,
+    plain: bool = True,
     run_model_code: ModelCodeOption = False,
 ) -> None:
     """Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp,
@@ -135,12 +111,17 @@ def evaluate(
 
     Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 --
     --tensor-parallel-size 8`
+
+    Args:
+        recipe: Whose protocol and gates to take: a model's name or a recipe file; default: the
+            recipe that the checkpoint was made by.
+        plain: Ask the checkpoint with MTP off, too: does drafting change answers?
     """
     require_extra("keepmtp eval", "evaluate")
     session = begin("eval", "gsm8k", served, context.args, source)
     from ..validate.measure import gsm8k, lm_eval_task, model_code  # lm-eval is known to be there
 
-    evaluations, gates = _rules(session, recipe)
+    gates, evaluations = _decided(session, recipe)
     protocols = protocol.of(evaluations)
     if (
         run_model_code
@@ -165,40 +146,28 @@ def evaluate(
             has_plain=plain,
             watch=watch,
         )
-    judgement = session.keep(fact, judged)
-    if judgement is None:
-        from ..validate.report.gates import judge
-
-        tasks = [one.task for one in evaluations]
-        judgement = judge(gates=gates, check=None, serve=None, evaluation=fact, listed_tasks=tasks)
+    tasks = [one.task for one in evaluations]
+    judgement = session.keep(fact, judged, gates=gates, evaluation=fact, listed_tasks=tasks)
     found = {
         "evaluation": fact.model_dump(mode="json"),
         "judgement": judgement.model_dump(mode="json"),
     }
-    from .eval_tables import shown
-
-    status = _status(judgement, fact)
-    answer(
-        found,
-        chain(shown(fact, judgement), [session.places]),
-        as_json=served.as_json,
-        status=status,
-    )
+    parts = chain(shown(fact, judgement), [session.places])
+    answer(found, parts, as_json=served.as_json, status=_status(judgement, fact))
 
 
-def _rules(session: Session, recipe: str | None) -> "tuple[tuple[Evaluation, ...], Gates]":
-    """Protocols and gates of the named recipe, or those in the checkpoint's record; without one the
+def _decided(session: Session, recipe: str | None) -> "tuple[Gates, tuple[Evaluation, ...]]":
+    """Gates and protocols of the named recipe, or those in the checkpoint's record; without one the
     defaults.
     """
     from ..recipes.find import find_recipe
-    from ..validate.report.gates import limits_in, protocols_in
+    from ..validate.report.gates import decided_in
 
     if recipe is not None:
         found, _ = find_recipe(recipe)
-        return found.evaluations, found.gates
-    record, where = session.record, f"{session.opened.where}: keepmtp.json"
-    cure = "Name a recipe with --recipe"
-    return protocols_in(record, cure=cure, where=where), limits_in(record, cure=cure, where=where)
+        return found.gates, found.evaluations
+    where = f"{session.opened.where}: keepmtp.json"
+    return decided_in(session.record, cure="Name a recipe with --recipe", where=where)
 
 
 def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
@@ -237,6 +206,43 @@ def _status(judged: "JudgementFact", fact: "EvaluationFact") -> int:
     """The exit status for what this command measures; findings and loads are other commands'."""
     from ..validate.report.gates import verdict_on
 
-    wanted = {"drafting"} | ({fact.protocol.task, *_OF_THE_SOURCE} if fact.source else set())
-    own = wanted & {reason.gate for reason in judged.reasons}
-    return EXITS[verdict_on(judged, own)] if own else 0
+    of_source = {fact.protocol.task, *_OF_THE_SOURCE} if fact.source else set()
+    return OF_VERDICT[verdict_on(judged, {"drafting", *of_source})]
+
+
+def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[RenderableType]:
+    """For each task the scores, what they lost and the drafts; then all tasks, the gates, and
+    notes.
+    """
+    from ..validate.report import tables
+
+    path = fact.checkpoint.path
+    for task in fact.by_task:
+        yield drawn(f"eval {path}: {task.protocol.title}", tables.scores(task))
+        if task.paired:
+            yield drawn("checkpoint less source", tables.differences(task))
+        yield drawn("drafts over the same questions", tables.drafts(task))
+    if together := tables.tasks(fact, judged.gates.filter):
+        yield drawn("recovery: of the source's score, and its interval", together)
+    yield from verdict(path, judged)
+    for task in fact.by_task:
+        yield from _notes(task)
+    yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."
+
+
+def _notes(fact: "TaskFact") -> Iterator[str]:
+    for one in fact.evaluated:
+        if one.as_served != "native":
+            yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
+        if one.sittings > 1:
+            yield f"The {one.title} was asked in {one.sittings} sittings."
+    protocol, environment = fact.protocol, fact.environment
+    yield (
+        f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on "
+        f"{protocol.dataset_name}, "
+        f"{protocol.shots} shots, {protocol.api}, at most {protocol.max_tokens} tokens, greedy, "
+        "method=mtp with "
+        f"k={protocol.k}, prefix caching {'on' if protocol.prefix_caching else 'off'}, "
+        f"{protocol.concurrency} requests "
+        f"in flight, seed {protocol.seed}; vLLM {environment['vllm']} on {environment['device']}."
+    )

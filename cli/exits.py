@@ -16,20 +16,25 @@ is what finds it.
 
 import errno
 import os
+import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from typer._click.exceptions import BadOptionUsage, BadParameter, NoSuchOption, UsageError
 
 from .. import __version__
 from ..checkpoints.files import DEAD
-from ..recipes.errors import GateError, KeepMTPError, printable
+from ..recipes.errors import GateError, KeepMTPError, did_you_mean, printable
 
-FINDINGS, REFUSAL, DEFECT = 1, 2, 70
+FINDINGS, REFUSAL, TOO_LITTLE, DEFECT = 1, 2, 3, 70
+OF_VERDICT: Mapping[str, int] = {"pass": 0, "regression": FINDINGS, "infeasible": TOO_LITTLE}
 NO_READER = 128 + signal.SIGPIPE
 STOPPED: Mapping[int, str] = {
     128 + signal.SIGHUP: "SIGHUP",
@@ -137,6 +142,48 @@ def refusal_of(error: BaseException) -> KeepMTPError:
     if isinstance(where, bytes):
         where = os.fsdecode(where)
     return KeepMTPError(where, rule, got=error.strerror or first_line, cure=cure)
+
+
+def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bool) -> KeepMTPError:
+    """The refusal that an error of typer means.
+
+    Args:
+        error: with its context.
+        words: of the command line, after `keepmtp`.
+        is_for_vllm: the verb hands words after `--` to `vllm serve`.
+    """
+    context: Any = error.ctx
+    where = context.command_path if context else f"keepmtp {words[0]}"
+    rule, got, cure = error.message.rstrip("."), shlex.join(words), f"See `{where} --help`"
+    if isinstance(error, NoSuchOption):
+        rule, got = "has no such option", error.option_name
+        known = [
+            each for param in context.command.params for each in param.opts if each.startswith("-")
+        ]
+        if is_for_vllm and not get_close_matches(got, known):
+            cure = "Words for `vllm serve` stand last, after `--`"
+        cure = did_you_mean(got, known, otherwise=cure)
+    elif isinstance(error, BadOptionUsage):
+        where, rule = error.option_name, "needs a value" if "requires" in rule else "takes no value"
+    elif isinstance(error, BadParameter) and error.param is not None:
+        option, fault = "/".join(error.param.opts), error.__cause__
+        if fault is None:
+            rule, got = f"needs {option}", "none"
+        else:
+            where, got = option, fault.errors()[0]["input"]  # pyright: ignore[reportAttributeAccessIssue]
+            names = re.findall("'([^']+)'", rule.partition(" is not one of ")[2])
+            rule = rule.partition(",")[0].replace("Input should", "must")
+            if names:
+                rule, cure = (
+                    f"must be one of {', '.join(names)}",
+                    did_you_mean(got, names, otherwise="Name one"),
+                )
+    elif rule.startswith("Got unexpected extra"):
+        rule = "takes no more words"
+    elif unknown := re.match("No such command '(.*?)'", rule):
+        rule, got = "has no such command", unknown[1]
+        cure = did_you_mean(got, context.command.commands, otherwise=cure)
+    return KeepMTPError(where, rule, got=got, cure=cure)
 
 
 def say_refusal(error: KeepMTPError) -> None:

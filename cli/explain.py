@@ -35,20 +35,9 @@ _TITLES = {"backbone": "the backbone: vLLM's target", "mtp": "the MTP block: vLL
 
 
 def explain(
-    path: Annotated[
-        str | None,
-        typer.Argument(help="The checkpoint: a folder or a Hub id; or none, with --log."),
-    ] = None,
-    log: Annotated[
-        str | None,
-        typer.Option("--log", help="A serve log or a traceback: a file, or - for standard input."),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu", help="Also name the kernels, on a pretended sm89, sm90, sm100 or sm120."
-        ),
-    ] = None,
+    path: Annotated[str | None, typer.Argument()] = None,
+    log: str | None = None,
+    gpu: str | None = None,
     any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -70,6 +59,11 @@ def explain(
 
     Example: `vllm serve out/tiny-glm4-moe.w4a16-fp8 2>&1 | keepmtp explain
     out/tiny-glm4-moe.w4a16-fp8 --log -`
+
+    Args:
+        path: The checkpoint: a folder or a Hub id; or none, with --log.
+        log: A serve log or a traceback: a file, or - for standard input.
+        gpu: Also name the kernels, on a pretended sm89, sm90, sm100 or sm120.
     """
     from ..validate.dryload.explain import explain as explanation_of
 

@@ -17,12 +17,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, getdoc, signature
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 from typer._click.exceptions import NoArgsIsHelpError, UsageError
@@ -37,150 +38,134 @@ class Verb:
     """Where a verb is, and what `keepmtp --help` says of it.
 
     Attributes:
-        module, function: the file in this folder, and the function in it where it has another name.
+        place: the file in this folder, and the function in it.
         help: the first line of the function's docstring.
-        is_hidden: not shown in the help.
         words: how the usage names the words that the function parses itself.
         how_to_go_on: a sentence without its full stop, for a command that is stopped by Ctrl-C or a
             signal.
         lone: an option whose value may be left out, and its values; the first one is then meant.
     """
 
-    module: str
+    place: str
     help: str
-    function: str = ""
-    is_hidden: bool = False
     words: str = ""
     how_to_go_on: str = "The same command starts again"
     lone: tuple[str, tuple[str, ...]] | None = None
 
     def load(self) -> Callable[..., None]:
         """The function."""
-        return getattr(import_module(f".{self.module}", __package__), self.function or self.module)
+        module, function = self.place.split(".")
+        return getattr(import_module(f".{module}", __package__), function)
 
 
 _FOR_VLLM = "[-- VLLM_OPTIONS]"
 
-# The groups of `keepmtp --help`, in the order of work.
+# The groups of `keepmtp --help`, in the order of work; the last one is for the make targets and not
+# shown.
 _GROUPS: Mapping[str, Mapping[str, Verb]] = {
     "Make": {
         "ls": Verb(
-            "ls",
+            "ls.ls",
             "List the models that have recipes, with their variants; or one model, the schemes, "
             "the families.",
             words="[WHAT]",
         ),
         "init": Verb(
-            "init",
+            "recipe.init",
             "Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a "
             "model's own.",
         ),
         "pin": Verb(
-            "pin",
+            "recipe.pin",
             "Write into a recipe the commits that its model and its datasets have now, so that "
             "every run reads the same.",
         ),
         "plan": Verb(
-            "plan",
+            "plan.plan",
             "Show what would become of every tensor, from headers alone: no weight is read, "
             "nothing is written.",
         ),
         "quantize": Verb(
-            "quantize",
+            "quantize.quantize",
             "Quantize a checkpoint and keep its MTP block, as the model's recipe says.",
             how_to_go_on="The same command goes on where this one stopped",
         ),
-        "extra": Verb(
-            "quantize",
-            "Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, "
-            "calibrate or modelopt.",
-            function="extra",
-            is_hidden=True,
-        ),
-        "where": Verb(
-            "where",
-            "Print the folder that `keepmtp quantize` with the same words has written; the make "
-            "targets ask this.",
-            is_hidden=True,
-        ),
         "all": Verb(
-            "all",
+            "all.everything",
             "Quantize, check, serve, evaluate and write the card, in one go; stops at the first "
             "red gate.",
-            function="everything",
             words=_FOR_VLLM,
             how_to_go_on="The same command goes on: what was finished is not done again",
         ),
     },
     "Judge": {
         "check": Verb(
-            "check",
-            "Judge checkpoints from config.json and headers: will vLLM load them, and will the "
-            "MTP draft be real?",
+            "check.check",
+            "Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP "
+            "draft be real?",
             lone=("--values", ("scales", "scalars", "all")),
         ),
         "explain": Verb(
-            "explain",
-            "Tell in plain words what vLLM does with a checkpoint's modules; and what a serve "
-            "log says of a failure.",
+            "explain.explain",
+            "Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log "
+            "says of a failure.",
         ),
         "gate": Verb(
-            "gate",
+            "report.gate",
             "Judge a checkpoint by its recipe's gates, from what was measured.",
         ),
         "doctor": Verb(
-            "doctor",
+            "doctor.doctor",
             "Say what was found on this machine, what can be checked here, and what would enable "
             "the rest.",
         ),
     },
     "Mend": {
         "fix": Verb(
-            "fix",
-            "Cure what `keepmtp check` finds and what needs no new values: a diff, and with "
-            "--out a new folder.",
+            "mend.fix",
+            "Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out "
+            "a new folder.",
         ),
         "graft": Verb(
-            "graft",
+            "mend.graft",
             "Put the MTP block of the release into a quantized checkpoint that lost it, or whose "
             "block is broken.",
             how_to_go_on="The same command goes on: what was fetched and packed is not done again",
         ),
         "convert": Verb(
-            "convert",
+            "mend.convert",
             "Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.",
         ),
     },
     "Measure": {
         "serve": Verb(
-            "serve",
+            "serve.serve",
             "Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched "
             "until it is stopped.",
             words=_FOR_VLLM,
         ),
         "serve-check": Verb(
-            "serve_check",
+            "serve_check.serve_check",
             "Serve a checkpoint and its source with vLLM, with and without MTP, and compare what "
             "is accepted.",
             words=_FOR_VLLM,
         ),
         "eval": Verb(
-            "eval",
+            "eval.evaluate",
             "Score a checkpoint and its source on the recipe's tasks, served by vLLM with "
             "method=mtp, under one protocol each.",
-            function="evaluate",
             words=_FOR_VLLM,
             how_to_go_on="The same command asks only the questions that have no answer yet",
         ),
         "bench": Verb(
-            "bench",
-            "Measure how fast vLLM serves a checkpoint with and without MTP, for each k and "
-            "load; recommend a k.",
+            "bench.bench",
+            "Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load; "
+            "recommend a k.",
             words=_FOR_VLLM,
             how_to_go_on="The same command measures only what is missing",
         ),
         "closeness": Verb(
-            "closeness",
+            "closeness.closeness",
             "Compare what a served checkpoint and its served source predict on held-out text: "
             "divergence and flips.",
             words=_FOR_VLLM,
@@ -189,21 +174,32 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
     },
     "Ship": {
         "report": Verb(
-            "report",
+            "report.page",
             "Make the HTML page of a report.json again: one file without scripts or requests, to "
             "send or to print.",
-            function="page",
         ),
         "card": Verb(
-            "card",
+            "report.card",
             "Write a checkpoint's model card: README.md, plots, the whole report, ready for "
             "`keepmtp publish`.",
         ),
         "publish": Verb(
-            "publish",
+            "publish.publish",
             "Upload a checkpoint and its card to the Hub, private by default, and check what "
             "arrived.",
             how_to_go_on="The same command goes on: what was sent is not sent again",
+        ),
+    },
+    "": {
+        "extra": Verb(
+            "quantize.extra",
+            "Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, "
+            "calibrate or modelopt.",
+        ),
+        "where": Verb(
+            "recipe.where",
+            "Print the folder that `keepmtp quantize` with the same words has written; the make "
+            "targets ask this.",
         ),
     },
 }
@@ -212,6 +208,9 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
 )
 
 
+# The section of a docstring that explains parameters, and one of them in it.
+_OF_PARAMETERS = re.compile(r"\n\n(?:Args|Attributes):\n")
+_PARAMETER = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 # Words that no help breaks: a command in backticks, and those with a hyphen.
 _QUOTED = re.compile(r"`[^`]+`|\S-\S")
 _WHOLE = str.maketrans(" \n-", "\0\0\1")
@@ -255,8 +254,8 @@ class _Verbs(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        for name, verb in VERBS.items():
-            self.add_command(TyperCommand(name, short_help=verb.help, hidden=verb.is_hidden))
+        for name in VERBS:
+            self.add_command(TyperCommand(name))
 
     def get_help_option(self, ctx: Any) -> Any:
         """--help, with the default False."""
@@ -265,10 +264,9 @@ class _Verbs(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The verbs by group."""
         for title, group in _GROUPS.items():
-            with formatter.section(title):
-                formatter.write_dl(
-                    [(name, verb.help) for name, verb in group.items() if not verb.is_hidden]
-                )
+            if title:
+                with formatter.section(title):
+                    formatter.write_dl([(name, verb.help) for name, verb in group.items()])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words before the verb."""
@@ -297,12 +295,9 @@ def _in_our_form(words: list[str]) -> Iterator[None]:
     except NoArgsIsHelpError:
         raise
     except UsageError as error:
-        from .usage import refusal_of_usage
-
         verb = VERBS.get(error.ctx.info_name or "") if error.ctx else None
-        raise refusal_of_usage(
-            error, words, is_for_vllm=verb is not None and verb.words == _FOR_VLLM
-        ) from error
+        is_for_vllm = verb is not None and verb.words == _FOR_VLLM
+        raise exits.refusal_of_usage(error, words, is_for_vllm=is_for_vllm) from error
 
 
 def _complete(words: list[str], option: str, values: tuple[str, ...]) -> None:
@@ -337,9 +332,7 @@ def _load(name: str) -> Any:
     verb = VERBS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
     settings = {"allow_extra_args": bool(verb.words)}
-    alone.command(name, cls=_Command, hidden=verb.is_hidden, context_settings=settings)(
-        flat(verb.load())
-    )
+    alone.command(name, cls=_Command, context_settings=settings)(flat(verb.load()))
     command: Any = typer.main.get_command(alone)
     for shown in (command, *command.params):
         shown.help = shown.help and _QUOTED.sub(
@@ -349,26 +342,47 @@ def _load(name: str) -> Any:
 
 
 def flat(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb as typer reads it: where it has a parameter for a group of options, all of them
-    instead.
+    """A verb as typer reads it.
+
+    Where it has a parameter for a group of options, all of them stand instead. The help of an
+    option is what the docstring of the verb, or of the group, says of it under `Args:` or
+    `Attributes:`.
     """
     parameters, groups = list[Parameter](), dict[str, Any]()
-    for name, parameter in signature(verb).parameters.items():
-        own = [parameter]
-        if isinstance(kind := parameter.annotation, type) and is_dataclass(kind):
-            groups[name] = kind
-            own = signature(kind).parameters.values()
-        parameters += [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own]
+    for parameter in _explained(verb):
+        if is_dataclass(group := parameter.annotation) and isinstance(group, type):
+            groups[parameter.name] = group
+            parameters += _explained(group)
+        else:
+            parameters.append(parameter)
 
     def call(**words: Any) -> None:
         for name, group in groups.items():
             words[name] = group(**{field.name: words.pop(field.name) for field in fields(group)})
         verb(**words)
 
-    call.__doc__ = verb.__doc__
+    call.__doc__ = _OF_PARAMETERS.split(getdoc(verb) or "")[0]
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     setattr(call, "__signature__", Signature(parameters))  # noqa: B010
     return call
+
+
+def _explained(verb: Callable[..., Any]) -> Iterator[Parameter]:
+    """The parameters of a verb or of a group of options, each with its help."""
+    _, *sections = _OF_PARAMETERS.split(getdoc(verb) or "")
+    helps = dict(_PARAMETER.findall("".join(sections)))
+    for name, parameter in signature(verb).parameters.items():
+        kind, option = parameter.annotation, None
+        if get_origin(kind) is Annotated:
+            kind, option = kind.__origin__, copy(kind.__metadata__[0])
+        elif parameter.default is False:
+            option = typer.Option(f"--{name.replace('_', '-')}")
+        elif name in helps:
+            option = typer.Argument() if parameter.default is Parameter.empty else typer.Option()
+        if option is not None:
+            option.help = " ".join(helps.get(name, option.help or "").split())
+            kind = Annotated[kind, option]
+        yield parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY)
 
 
 app = typer.Typer(

@@ -36,31 +36,27 @@ OriginalOption = Annotated[
     str | None,
     typer.Option(
         "--source",
-        help=(
-            "What it was made from, folder or Hub id; default: what its keepmtp.json names, if "
-            "that is a folder here. `none`: nothing is compared."
-        ),
+        help="What it was made from, folder or Hub id; default: what its keepmtp.json names, if "
+        "that is a folder here. `none`: nothing is compared.",
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """A checkpoint that is measured with servers, and where the results go."""
+    """A checkpoint that is measured with servers, and where the results go.
 
-    path: Annotated[str, typer.Argument(help="Checkpoint to measure: a folder or a Hub id.")]
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds a server may take to be healthy.")
-    ] = TIMEOUT_SECONDS
+    Attributes:
+        path: Checkpoint to measure: a folder or a Hub id.
+        timeout: Seconds a server may take to be healthy.
+        out: Folder for these results alone; default: NAME.report next to the checkpoint, with all
+            its results.
+    """
+
+    path: str
+    timeout: Annotated[float, typer.Option(min=1)] = TIMEOUT_SECONDS
     any_vllm: AnyVLLMOption = False
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="Folder for these results alone; default: NAME.report next to the checkpoint, "
-            "with all its results.",
-        ),
-    ] = None
+    out: Path | None = None
     as_json: JsonOption = False
 
 
@@ -87,7 +83,7 @@ class Session:
     @property
     def is_recorded(self) -> bool:
         """Whether the result joins the others of the checkpoint."""
-        return self.options.folder is None and Path(self.options.path).is_dir()
+        return self.options.out is None and Path(self.options.path).is_dir()
 
     @property
     def out(self) -> Path:
@@ -96,7 +92,7 @@ class Session:
 
         if self.is_recorded:
             return report_folder(Path(self.options.path))
-        return self.options.folder or Path(f"{Path(self.opened.where).name}.report")
+        return self.options.out or Path(f"{Path(self.opened.where).name}.report")
 
     @cached_property
     def setup(self) -> "Setup":
@@ -167,11 +163,12 @@ class Session:
 
         return small_file(self.opened, RECORD)
 
-    def limits(self) -> "Gates":
+    @property
+    def gates(self) -> "Gates":
         """The gates of the recipe that the checkpoint was made by."""
-        from ..validate.report.gates import limits_in
+        from ..validate.report.gates import decided_in
 
-        return limits_in(self.record, cure="Restore the keepmtp.json that keepmtp wrote")
+        return decided_in(self.record, cure="Restore the keepmtp.json that keepmtp wrote")[0]
 
     @property
     def places(self) -> str:
@@ -180,21 +177,21 @@ class Session:
 
         return f"Result: {file_of(self.out, self.station)}; logs: {self.out / 'logs'}"
 
-    def keep(self, fact: Any, checkpoint: "Model") -> "JudgementFact | None":
-        """Write the result; the judgement of all results of the checkpoint where it joins them."""
+    def keep(self, fact: Any, checkpoint: "Model", **alone: Any) -> "JudgementFact":
+        """Write the result.
+
+        Returns: the judgement of all results of the checkpoint, or of `alone` where it joins none.
+        """
         from ..validate.facts.results import write_result
         from ..validate.report import report as reports
+        from ..validate.report.gates import judge
 
-        write_result(
-            self.out,
-            self.station,
-            fact,
-            checkpoint=checkpoint.identity,
-            vllm=self.setup.vllm.version,
-        )
-        return (
-            reports.refresh(self.out, measured=self.station).judgement if self.is_recorded else None
-        )
+        version = self.setup.vllm.version
+        write_result(self.out, self.station, fact, checkpoint=checkpoint.identity, vllm=version)
+        judgement = None
+        if self.is_recorded:
+            judgement = reports.refresh(self.out, measured=self.station).judgement
+        return judgement or judge(**alone)
 
 
 def begin(

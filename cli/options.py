@@ -2,7 +2,8 @@
 
 In: what typer read of a command line. Out: values, and refusals of what cannot be meant.
 
-A verb that has a parameter of a group's type has all its options (`flat` in main.py).
+A verb that has a parameter of a group's type has all its options (`flat` in main.py). What a
+docstring says of an option is its help.
 """
 
 import re
@@ -32,6 +33,13 @@ _GPU_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("5090", "pro6000", "gb10", "sm121"), "sm120"),
 }
 
+AtLeastOne = Annotated[int, typer.Option(min=1)]
+AtLeastOneOrNone = Annotated[int | None, typer.Option(min=1)]
+GpusOption = Annotated[list[str] | None, typer.Option("--gpu")]
+TpsOption = Annotated[
+    list[int] | None,
+    typer.Option("--tp", min=1, help="Tensor-parallel size of the dry load; may be repeated."),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON for machines instead of words and tables.")
 ]
@@ -39,19 +47,15 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be
 MtpSourceOption = Annotated[
     str | None,
     typer.Option(
-        help=(
-            "Folder or Hub id of the MTP block, for a release that has none; default: the "
-            "recipe's. Only its MTP tensors are read."
-        ),
+        help="Folder or Hub id of the MTP block, for a release that has none; only its MTP tensors "
+        "are read; default: the recipe's."
     ),
 ]
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        help=(
-            "A model's name, a recipe's full name or a recipe file (see `keepmtp ls`); or a "
-            "checkpoint: a folder, a Hub id, or the address of its page."
-        )
+        help="A model's name, a recipe's full name or a recipe file (see `keepmtp ls`); or a "
+        "checkpoint: a folder, a Hub id, or the address of its page."
     ),
 ]
 ModelCodeOption = Annotated[
@@ -72,61 +76,34 @@ AnyVLLMOption = Annotated[
 RuntimesOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--runtime",
-        help="The server that is to load it: vllm (the default) or sglang; may be repeated.",
+        "--runtime", help="The server that is to load it, vllm by default; may be repeated."
     ),
-]
-KOption = Annotated[
-    int | None,
-    typer.Option("-k", "--num-speculative-tokens", min=1, help="Tokens drafted a step."),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """A model, and what a person decides about it."""
+    """A model, and what a person decides about it.
+
+    Attributes:
+        source: Folder or Hub id of the released checkpoint; default: the recipe's.
+        scheme: Another variant of the model, or a scheme for every quantized group. Needed where
+            MODEL is a checkpoint.
+        mtp: MTP block: `source`, `bf16`, a scheme, or `auto`: the smallest that keeps enough
+            acceptance, measured during the run; default: the recipe's.
+        calibration: A named block of recipes/calibrations.yaml, for schemes that need batches;
+            default: the recipe's, else ultrachat-256x2048.
+        trust_remote_code: You have read the checkpoint's own Python: a recipe with
+            `model_code: checkpoint` may run it, and the output gets its .py files.
+    """
 
     model: ModelArgument
-    source: Annotated[
-        str | None,
-        typer.Option(help="Folder or Hub id of the released checkpoint; default: the recipe's."),
-    ] = None
-    scheme: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Another variant of the model, or a scheme for every quantized group. Needed "
-                "where MODEL is a checkpoint."
-            ),
-        ),
-    ] = None
-    mtp: Annotated[
-        str | None,
-        typer.Option(
-            help="MTP block: `source`, `bf16`, a scheme, or `auto`: the smallest that "
-            "keeps enough acceptance, measured during the run; default: the recipe's.",
-        ),
-    ] = None
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "A named block of recipes/calibrations.yaml, for schemes that need batches; "
-                "default: the recipe's, else ultrachat-256x2048."
-            ),
-        ),
-    ] = None
+    source: str | None = None
+    scheme: str | None = None
+    mtp: str | None = None
+    calibration: str | None = None
     mtp_source: MtpSourceOption = None
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code",
-            help=(
-                "You have read the checkpoint's own Python: a recipe with `model_code: "
-                "checkpoint` may run it, and the output gets its .py files."
-            ),
-        ),
-    ] = False
+    trust_remote_code: bool = False
 
     def recipe(self) -> "Recipe":
         """The recipe for them; of a checkpoint as MODEL, its headers are read."""
@@ -168,22 +145,20 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
 
 
 def chosen_runtimes(words: Sequence[str] | None) -> "list[Runtime]":
-    """The servers that are to load a checkpoint; vLLM where none is named.
+    """The servers that are to load a checkpoint, in keepmtp's order; vLLM where none is named.
 
     Raises:
         RecipeError: a name that is not among them.
     """
     from ..validate.check.check import RULES_OF
 
-    words = words or ("vllm",)
+    words, rule = words or ("vllm",), f"must be one of {', '.join(RULES_OF)}"
     for word in words:
         if word not in RULES_OF:
             cure = did_you_mean(
                 word, RULES_OF, otherwise="Name one of them; --runtime may be repeated"
             )
-            raise RecipeError(
-                "--runtime", f"must be one of {', '.join(RULES_OF)}", got=word, cure=cure
-            )
+            raise RecipeError("--runtime", rule, got=word, cure=cure)
     return [server for server in RULES_OF if server in words]
 
 
@@ -210,8 +185,8 @@ def chosen_vllm(*, any_vllm: bool) -> "VLLM":
     vllm = find_vllm(any_version=any_vllm)
     if not is_supported(vllm.version):
         says = (
-            f"vLLM {vllm.version}: keepmtp's rules were read from {SUPPORTED}. What is measured "
-            "is this version's."
+            f"vLLM {vllm.version}: keepmtp's rules were read from {SUPPORTED}. What is "
+            "measured is this version's."
         )
         sys.stderr.write(f"warning: {says}\n")
     return vllm

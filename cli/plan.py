@@ -8,26 +8,13 @@ from typing import Annotated
 
 import typer
 
-from .options import JsonOption, ModelOptions
+from .options import AtLeastOneOrNone, JsonOption, ModelOptions
 
 
 def plan(
     choices: ModelOptions,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Say what a run needs on so many GPUs, a process each; default: those here."
-        ),
-    ] = None,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu-memory",
-            "--gpu",
-            help="Say it for another machine: GiB of one GPU, or its name, such as A100, H100, "
-            "B200 or 5090.",
-        ),
-    ] = None,
+    gpus: AtLeastOneOrNone = None,
+    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", "--gpu")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what would become of every tensor, from headers alone: no weight is read, nothing is
@@ -43,6 +30,11 @@ def plan(
     Example: `keepmtp plan /data/my-fine-tune --scheme nvfp4a16-fp8`
 
     Example: `keepmtp plan glm-4.5-air.nvfp4-fp8 --gpus 8 --gpu-memory H100`
+
+    Args:
+        gpus: Say what a run needs on so many GPUs, a process each; default: those here.
+        gpu_memory: Say it for another machine: GiB of one GPU, or its name, such as A100, H100,
+            B200 or 5090.
     """
     from ..checkpoints.uncollected import uncollected
     from ..quantize.needs import needs

@@ -1,5 +1,5 @@
-"""A plan for people and machines: fates, calibration, the entries of config.json, and what would
-stop the run.
+"""A plan for people and machines: fates, calibration, the entries of config.json, what a run reads
+from the Hub, and what would stop it.
 
 In: a plan. Out: tables on standard output, or one JSON value. Nothing is decided here.
 
@@ -13,9 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
 from ..quantize.config.written import config_of
 from ..quantize.needs.needs import Needs, lines
@@ -24,10 +25,18 @@ from ..quantize.plan.own_code import code_left_out
 from ..quantize.plan.plan import Plan, TensorPlan
 from ..quantize.write.refusals import refusals
 from ..recipes.errors import printable, size_in_words
+from ..recipes.family import QUANTIZABLE_ROLES
+from ..recipes.find import calibration_name
+from ..recipes.model_file import find_path, in_words
+from ..recipes.pinned import moves
 from ..recipes.runtimes.sglang import VERSION
+from ..recipes.schema import AUTO, TextsOfMix, candidates_for
+from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
 from ..validate.measure.serve_line import serve_words
-from . import calibration_tables, tables
-from .tables import by_reason, counted
+from . import tables
+from .tables import by_reason, counted, table
+
+_LOCAL = "local"
 
 
 def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
@@ -41,12 +50,12 @@ def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
 def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
     rows = plan_rows(made)
     columns = ("part", "modules", "fate", ">tensors", ">before", ">after")
-    yield tables.table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(rows))
+    yield table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(rows))
     why = by_reason(
         (row["reason"], row["modules"]) for row in rows if not row["reason"].startswith("recipe:")
     )
     title = "why, where it is not the recipe's choice"
-    yield tables.table(title, ("", ""), ((modules, reason) for reason, modules in why.items()))
+    yield table(title, ("", ""), ((modules, reason) for reason, modules in why.items()))
     yield totals(made)
     yield ""
     yield f"carried: {', '.join(made.companions) or 'no other file'}"
@@ -58,7 +67,7 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
     if made.recipe.is_searched:
         yield from _budget(made)
     if made.needs_batches:
-        yield calibration_tables.will_do(made)
+        yield will_do(made)
     config = config_of(made)
     yield from _config(config.value)
     yield ""
@@ -223,10 +232,165 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "groups": plan_rows(plan),
         "quantization_config": config.value,
         "sglang": {"version": VERSION, "obstacles": list(config.obstacles)},
-        "calibration": calibration_tables.will_do_json(plan),
+        "calibration": will_do_json(plan),
     }
     if other is not None:
         told["mtp_source"] = {"name": other.where, "revision": other.revision}
     if plan.recipe.is_searched:
         told["search"] = budget_json(plan)
     return told
+
+
+def will_do(plan: Plan) -> RenderableType:
+    """The calibration of a plan: data, what batches contribute to which modules, and the MTP
+    pass.
+    """
+    planned = will_do_json(plan)
+    assert planned is not None
+    lines = [_data(plan, planned["tokens"])]
+    if planned["candidates"]:
+        candidates = "; ".join(_in_words(policy) for policy in planned["candidates"])
+        lines.append(
+            "MTP block: auto. The smallest candidate that is shown to keep "
+            f"{planned['min_acceptance']:.1%} of the released model's acceptance is written, at "
+            f"{planned['confidence']:.0%} confidence; until then it is planned as bf16. "
+            f"Candidates: {candidates}."
+        )
+    if (tuned := plan.recipe.mtp_tuned) is not None:
+        lines.append(
+            f"MTP block: tuned. It is trained for {tuned.steps:,} steps of {tuned.batch_size:,} "
+            f"sequences on what the quantized backbone computes, as {_in_words(tuned.mtp)}, and "
+            "written where it is shown to draft better than untrained, at "
+            f"{plan.recipe.gates.confidence:.0%} confidence."
+        )
+    says = (
+        "the block is run on the backbone's hidden states, and its acceptance is measured "
+        "without a server."
+    )
+    if not planned["mtp_pass"]["possible"]:
+        says = f"not possible, {planned['mtp_pass']['why']}; acceptance is not measured."
+    text = Text("\n".join([*lines, f"MTP pass: {says}", ""]))
+    columns = ("part", "modules", "stored as", "from batches", ">weights")
+    rows = []
+    for row in planned["groups"]:
+        rows.append(
+            [
+                row["part"],
+                row["modules"],
+                row["stored_as"],
+                row["from_batches"],
+                f"{row['weights']:,}",
+            ]
+        )
+    return (
+        Group(table("calibration: what batches contribute", columns, rows), text) if rows else text
+    )
+
+
+def _data(plan: Plan, num_tokens: int) -> str:
+    calibration = plan.recipe.calibration
+    assert calibration is not None
+    name = calibration_name(calibration)
+    named = f"--calibration {name}: " if name else ""
+    mix = "; ".join(_texts(texts, is_alone=not calibration.also) for texts in calibration.mix)
+    own = (
+        ", answered by the model itself if memory holds it"
+        if calibration.held_out_by == "model"
+        else ""
+    )
+    how = (
+        f"{calibration.algorithm} ({in_words(calibration.knobs)})"
+        if calibration.knobs
+        else calibration.algorithm
+    )
+    how += " by modelopt" if calibration.backend == "modelopt" else ""
+    return (
+        f"{named}{how} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
+        f"tokens ({num_tokens:,}) of {mix}; {calibration.held_out:,} more are held out to "
+        f"measure on{own}."
+    )
+
+
+def _texts(texts: TextsOfMix, *, is_alone: bool) -> str:
+    share = "" if is_alone else f"{texts.share:.0%} "
+    subset = f", {texts.subset}" if texts.subset else ""
+    return (
+        f"{share}{texts.dataset} ({texts.dataset_revision}{subset}, split {texts.split}, column "
+        f"{texts.column})"
+    )
+
+
+def will_do_json(plan: Plan) -> dict[str, Any] | None:
+    """The same for machines; None for a plan without calibration. The dataset is in the recipe."""
+    recipe, family = plan.recipe, plan.view.family
+    if recipe.calibration is None or not plan.needs_batches:
+        return None
+    weights, mtp_groups = Counter[tuple[str, ...]](), set[str]()
+    for tensor in plan.tensors:
+        if tensor.part == "mtp" and tensor.role in QUANTIZABLE_ROLES:
+            mtp_groups.add(tensor.role)
+        if tensor.calibrated or tensor.may_change or tensor.tuned:
+            stored = "FP8 KV cache" if tensor.calibrated == "cache" else tensor.scheme or "plain"
+            gives = _from_batches(tensor, recipe.calibration.algorithm)
+            weights[tensor.part, tensor.role, stored, gives] += 1
+    names = ("part", "modules", "stored_as", "from_batches")
+    auto, candidates = recipe.mtp_auto, []
+    if auto is not None and recipe.mtp == AUTO:  # without the groups that the MTP block lacks
+        candidates = list(candidates_for(auto.candidates, mtp_groups))
+    return {
+        "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,
+        "groups": [
+            {**dict(zip(names, row, strict=True)), "weights": count}
+            for row, count in sorted(weights.items())
+        ],
+        "candidates": candidates,
+        "min_acceptance": auto.min_acceptance if auto else None,
+        "confidence": recipe.gates.confidence if auto else None,
+        "mtp_pass": {"possible": family.draft is not None, "why": family.no_draft},
+    }
+
+
+def _from_batches(tensor: TensorPlan, algorithm: str) -> str:
+    if tensor.tuned:
+        return (
+            "weights and input scales, by training" if tensor.calibrated else "weights, by training"
+        )
+    if tensor.calibrated == "weights":
+        return f"weights, by {algorithm}"
+    if tensor.calibrated == "scales":
+        scales = ["input scales"] * bool(SCHEMES[tensor.scheme].extra)
+        return " and ".join([*scales, *["importance of input channels"] * tensor.weighted])
+    if tensor.calibrated == "cache":
+        return "scales of keys and values"
+    assert tensor.may_change and algorithm in RESCALING and REWRITES[algorithm]
+    return f"perhaps rescaled, by {algorithm}"
+
+
+def _in_words(policy: object) -> str:
+    if isinstance(policy, dict):
+        return ", ".join(f"{group}: {word}" for group, word in policy.items())
+    return str(policy)
+
+
+def commits_line(plan: Plan) -> str:
+    """The commits of model and dataset, and how to keep them; "" where nothing is from the Hub.
+
+    Raises:
+        RecipeError: the dataset is on the Hub, and this machine cannot read it.
+    """
+    recipe, source, other = plan.recipe, plan.source, plan.source.mtp_source
+    read = [(source.where, source.revision, recipe.revision)]
+    if other is not None:
+        asked = recipe.mtp_source.revision if recipe.mtp_source else _LOCAL
+        read.append((f"its MTP block from {other.where}", other.revision, asked))
+    calibration = recipe.calibration
+    for texts in calibration.mix if calibration is not None and plan.needs_batches else ():
+        name, asked = texts.dataset, texts.dataset_revision
+        if asked != _LOCAL and find_path(name) is None and name.count("/") == 1:
+            commit = dataset_commit(name, asked, f"calibration.dataset {name}")
+            read.append((f"dataset {name}", commit, asked))
+    read = [each for each in read if each[1] != _LOCAL]
+    line = ", ".join(f"{what} at commit {commit}" for what, commit, _ in read)
+    if branches := dict.fromkeys(asked for *_, asked in read if asked != _LOCAL and moves(asked)):
+        line += f"; {', '.join(branches)} may move: `keepmtp pin` writes commits into a recipe"
+    return line and f"reads {line}"

@@ -33,23 +33,11 @@ _RULE = "going public must be confirmed"
 
 
 def publish(
-    path: Annotated[
-        Path,
-        typer.Argument(help="The checkpoint's folder NAME, next to NAME.report and NAME.card."),
-    ],
-    repo: Annotated[str, typer.Option("--repo", help="Repository on the Hub, ORG/NAME.")],
-    public: Annotated[
-        bool, typer.Option("--public", help="Let everybody read it, once it is checked there.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask whether to go public.")] = False,
-    update: Annotated[
-        bool,
-        typer.Option(
-            "--update",
-            help="Replace files that differ in a repository that exists. Its "
-            "history keeps them, and nothing is deleted.",
-        ),
-    ] = False,
+    path: Path,
+    repo: Annotated[str, typer.Option("--repo")],
+    public: bool = False,
+    yes: bool = False,
+    update: bool = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,6 +56,14 @@ def publish(
     else.
 
     Example: `keepmtp publish /data/GLM-4.7-NVFP4A16 --repo my-org/GLM-4.7-NVFP4A16-MTP --dry-run`
+
+    Args:
+        path: The checkpoint's folder NAME, next to NAME.report and NAME.card.
+        repo: Repository on the Hub, ORG/NAME.
+        public: Let everybody read it, once it is checked there.
+        yes: Do not ask whether to go public.
+        update: Replace files that differ in a repository that exists. Its history keeps them, and
+            nothing is deleted.
     """
     err = Console(stderr=True)
     if err.is_terminal:  # nothing else draws a bar while files are sent

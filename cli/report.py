@@ -1,37 +1,83 @@
-"""`keepmtp report`: report.json and the page made from it, for `check --html` and on its own.
+"""`keepmtp report`, `gate` and `card`: what is made of the measurements in NAME.report.
 
-In: what was measured, a checkpoint with an evidence folder, or an old report.json. Out: report.json
-and report.html in one folder.
+In: a checkpoint NAME with its results. Out: report.json with its page, the recipe's gates as an
+exit status and a table of reasons, or the model card in NAME.card. `keepmtp check` and
+`serve-check` write their reports with `save` and `recorder`.
 
-Easy to get wrong: the page needs the `report` extra. A command that will write one calls
-`require_extra` before its work, not after ten minutes of it.
+Easy to get wrong: there is no verdict on numbers that were edited, or on bytes that have changed
+since: both are refused with exit status 2. And a card does not mean that a checkpoint is good: one
+that failed its gates gets a card too, which says so first; `keepmtp publish` refuses it.
 """
 
+import shlex
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from ..recipes.errors import printable
+from ..recipes.errors import CheckpointError, RecipeError, printable
+from .exits import OF_VERDICT
+from .options import JsonOption
+from .progress import bytes_bar
+from .tables import VERDICT_COLOURS, answer, verdict
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
+    from ..validate.check.check import Checked
     from ..validate.facts.results import CheckData
 
 
-def page(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="A checkpoint's folder NAME, its results NAME.report, or a report.json."
-        ),
-    ],
-    folder: Annotated[
-        Path | None, typer.Option("--out", help="Where report.html goes; default beside it.")
-    ] = None,
-) -> None:
+def gate(path: Path, as_json: JsonOption = False) -> None:
+    """Judge a checkpoint by its recipe's gates, from what was measured.
+
+    The limits are those of the `gates` block in the recipe that the checkpoint was made by. A gate
+    passes if its limit holds at the confidence named there; an estimate on the right side of the
+    limit is not enough. Where something was not measured, or in too few samples, the table says
+    which, and how many samples would do (`infeasible` in JSON).
+
+    Exit status 0: pass. 1: regression. 3: too little was measured. 2: no result to judge, an
+    altered one, or one of other bytes.
+
+    Example: `keepmtp gate out/tiny-glm4-moe.w4a16-fp8`
+
+    Args:
+        path: Folder of the checkpoint, or its NAME.report.
+    """
+    from ..checkpoints.identity import identify, refuse_other_bytes
+    from ..validate.facts.results import checkpoint_folder, report_folder
+    from ..validate.report.report import JSON_FILE, verify
+
+    folder = path
+    if path.suffix != ".report":
+        if not (path / "config.json").is_file():
+            rule = "gates judge a checkpoint's folder"
+            raise CheckpointError(path, rule, got="no config.json", cure="Name that folder")
+        folder = report_folder(path)
+    if not (folder / JSON_FILE).is_file():
+        named = shlex.quote(str(folder.with_suffix("")))
+        cure = f"Run `keepmtp check {named} --record` and `keepmtp eval {named}`"
+        raise CheckpointError(
+            folder, "gates judge what was measured", got=f"no {JSON_FILE}", cure=cure
+        )
+    full = verify(folder)
+    assert full.judgement is not None and full.identity is not None, "verify() has made both"
+    checkpoint, bar = checkpoint_folder(folder), bytes_bar(Console(stderr=True), "reading")
+    refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
+    found = {
+        "path": full.path,
+        "sha256": full.identity.sha256,
+        **full.judgement.model_dump(mode="json"),
+    }
+    status = OF_VERDICT[full.judgement.verdict]
+    answer(found, verdict(full.path, full.judgement), as_json=as_json, status=status)
+
+
+def page(path: Path, out: Path | None = None) -> None:
     """Make the HTML page of a report.json again: one file without scripts or requests, to send or
     to print.
 
@@ -41,14 +87,62 @@ def page(
     Example: `keepmtp report out/report.json --out pages`
 
     Example: `keepmtp report out/tiny-glm4-moe.w4a16-fp8`
+
+    Args:
+        path: A checkpoint's folder NAME, its results NAME.report, or a report.json.
+        out: Where report.html goes; default beside it.
     """
     from .. import api
     from ..validate.facts.results import results_of
     from ..validate.report.html import require_extra
 
     require_extra()
-    page = api.report_page(api.report(path), folder or results_of(path) or path.parent)
+    page = api.report_page(api.report(path), out or results_of(path) or path.parent)
     sys.stdout.write(f"{printable(str(page))}\n")
+
+
+def card(
+    path: Path,
+    base_model: str | None = None,
+    license_id: Annotated[str | None, typer.Option("--license")] = None,
+    source: Path | None = None,
+    out: Path | None = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint's model card: README.md, plots, the whole report, ready for
+    `keepmtp publish`.
+
+    Every number comes from the result files in NAME.report. A report that differs from them makes
+    no card. The card says what was not measured, and what the gates say. It is made whether they
+    pass or not; exit status 0.
+
+    A base model is named only if it was read from the Hub. Otherwise the card says that
+    --base-model is the author's word.
+
+    Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`
+
+    Args:
+        path: The checkpoint's folder NAME; its measurements are in NAME.report.
+        base_model: ORG/NAME on the Hub that it was made from, or `none`; default: what was read
+            from the Hub.
+        license_id: As the Hub names it, like apache-2.0; default: what the source's own card says.
+        source: Folder of what it was made from, for its license, language and task; default: what
+            keepmtp.json names, if that is here.
+        out: Where the card goes; default NAME.card.
+    """
+    from .. import api
+
+    bar = bytes_bar(Console(stderr=True), "reading")
+    words = {"base_model": base_model, "license_id": license_id}
+    made, report = api.card(path, source=source, out=out, progress=bar, **words)
+    files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
+    judged, title = "not judged", Text("not judged", "yellow")
+    if report.judgement:
+        judged = report.judgement.verdict
+        title = Text(report.judgement.title, VERDICT_COLOURS[judged])
+    found = {"card": str(made), "files": files, "verdict": judged, "says": report.verdict.says}
+    says = Text.assemble("It says: ", title, f". {printable(report.verdict.says)}")
+    answer(found, [f"{made}: {', '.join(files)}", says], as_json=as_json)
 
 
 def save(
@@ -79,3 +173,46 @@ def save(
     return write(
         folder, assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME), **measured)
     )
+
+
+def recorder(paths: list[str], err: Console) -> "Callable[[Checked], Path]":
+    """Hash the one checkpoint that is going to be checked, for `check --record`.
+
+    A file that changes during the check does not count as checked. Results of other bytes are
+    refused before a dry load.
+
+    Returns: called with what was found, it writes check.json and the report of all results, and
+    returns its path.
+
+    Raises:
+        RecipeError: several checkpoints, or a Hub id.
+        CheckpointError: the folder of results holds results of other bytes.
+    """
+    from ..checkpoints.identity import identify
+    from ..checkpoints.source import open_source
+    from ..checkpoints.source_of import folder_it_was_made_from
+    from ..validate.facts.results import report_folder, write_result
+    from ..validate.facts.vllm_env import TESTED
+    from ..validate.report import report as reports
+    from ..validate.report.check_data import check_data
+
+    if len(paths) != 1 or not Path(paths[0]).is_dir():
+        rule, cure = (
+            "keeps the check of one folder",
+            "Run it for each, on a checkpoint that lies here",
+        )
+        raise RecipeError("--record", rule, got=" ".join(paths), cure=cure)
+    checkpoint = Path(paths[0])
+    folder = report_folder(checkpoint)
+    identity = identify(checkpoint, cache=folder, watch=bytes_bar(err, "reading"))
+    reports.refuse_stale(folder, identity, but=("check",))
+
+    def keep(checked: "Checked") -> Path:
+        made_from = folder_it_was_made_from(checkpoint)
+        source = open_source(str(made_from)) if made_from else None
+        data = check_data(checked.data, opened=checked.source, source=source)
+        write_result(folder, "check", data, checkpoint=identity, vllm=TESTED[0])
+        reports.refresh(folder, measured="check")
+        return folder / reports.JSON_FILE
+
+    return keep

@@ -22,7 +22,14 @@ from rich.console import Console
 from ..recipes.errors import GateError, RecipeError, VLLMError
 from . import exits
 from .findings import with_path
-from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm, refuse_stray_words
+from .options import (
+    AnyVLLMOption,
+    GpusOption,
+    JsonOption,
+    chosen_gpus,
+    chosen_vllm,
+    refuse_stray_words,
+)
 from .progress import downloaded, spinner
 from .tables import answer, counted, say
 
@@ -40,48 +47,14 @@ _CPU_WORDS = ("--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-cach
 
 def serve(
     context: typer.Context,
-    path: Annotated[str, typer.Argument(help="Checkpoint to serve: a folder or a Hub id.")],
-    k: Annotated[
-        int | None,
-        typer.Option(
-            "-k",
-            "--num-speculative-tokens",
-            min=0,
-            help=(
-                "Tokens drafted a step; 0: none. Default: what was measured best, else the "
-                "recipe's, else the number of MTP layers."
-            ),
-        ),
-    ] = None,
-    host: Annotated[
-        str,
-        typer.Option(
-            help="Address to listen on; 0.0.0.0 lets other machines in, and everybody on them."
-        ),
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--gpu",
-            help="Let vLLM's loaders judge it first, on a pretended sm89, sm90, sm100 or sm120.",
-        ),
-    ] = None,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            help="File for the server's log; default: it passes through, on standard error."
-        ),
-    ] = None,
-    every: Annotated[
-        float, typer.Option(min=1, help="Seconds between two lines of acceptance.")
-    ] = 30.0,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Check it, print the commands for a shell and for Docker, and stop."
-        ),
-    ] = False,
+    path: str,
+    k: Annotated[int | None, typer.Option("-k", "--num-speculative-tokens", min=0)] = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    gpus: GpusOption = None,
+    log: Path | None = None,
+    every: Annotated[float, typer.Option(min=1)] = 30.0,
+    dry_run: bool = False,
     any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -100,6 +73,17 @@ def serve(
     Example: `keepmtp serve out/tiny-glm4-moe.w4a16-fp8 --port 8001 -- --max-model-len 2048`
 
     Example: `keepmtp serve /data/GLM-4.7-NVFP4 --gpu sm100 --dry-run`
+
+    Args:
+        path: Checkpoint to serve: a folder or a Hub id.
+        k: Tokens drafted a step; 0: none. Default: what was measured best, else the recipe's, else
+            the number of MTP layers.
+        host: Address to listen on; 0.0.0.0 lets other machines in, and everybody on them.
+        port: Port to listen on.
+        gpus: Let vLLM's loaders judge it first, on a pretended sm89, sm90, sm100 or sm120.
+        log: File for the server's log; default: it passes through, on standard error.
+        every: Seconds between two lines of acceptance.
+        dry_run: Check it, print the commands for a shell and for Docker, and stop.
     """
     from ..validate.measure import foreground
     from ..validate.measure.room import refuse_full_gpus, tensor_parallel_size, value_of

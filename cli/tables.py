@@ -21,6 +21,7 @@ from ..recipes.errors import printable
 
 if TYPE_CHECKING:
     from ..validate.facts.schema import JudgementFact, JudgementWord, ReasonFact
+    from ..validate.report.tables import Table as Rows
 
 VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {
     "pass": "green",
@@ -98,6 +99,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text
                 *(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row)
             )
     return made
+
+
+def drawn(title: str, found: "Rows") -> Table:
+    """The rows that terminal, page and card have in common."""
+    return table(title, found.columns, found.rows)
 
 
 def reasons(title: str, found: "Iterable[ReasonFact]") -> Table:

@@ -9,8 +9,7 @@ import shutil
 import pytest
 from benches import bench_fact
 from commands import ROOT, keepmtp, refused
-from keepmtp.cli.bench import numbers
-from keepmtp.cli.bench_tables import counted, tables
+from keepmtp.cli.bench import counted, numbers, shown
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.measure.bench import BenchPlan
 from keepmtp.validate.measure.bench_prompts import read
@@ -140,7 +139,7 @@ def test_a_dry_run_counts_cells_and_servers(tmp_path):
 
 def printed(width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
-    for part in tables(bench_fact()):
+    for part in shown(bench_fact()):
         console.print(part, highlight=False)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -149,11 +148,11 @@ def test_the_table_is_the_publishers_with_the_spread_and_the_recommended_k():
     said = printed()
     rows = [" ".join(line.split()) for line in said[said.index("(checkpoint)") :].splitlines()]
     assert rows[4:9] == [
-        "1 at once 0 105.9 2.1 - 20.00 9.44 - -",
-        "1 at once 1 152.7 3.1 1.44 20.00 6.55 1.90 90",
-        "1 at once 2 179.9 3.6 1.70 20.00 5.56 2.71 90 81",
-        "1 at once * 3 193.0 3.9 1.82 20.00 5.18 3.44 90 81 73",
-        "1 at once 4 162.1 3.2 1.53 20.00 6.17 4.10 90 81 73 66",
+        "1 at once 0 105.9 ± 2.1 - 20.0 9.4 - -",
+        "1 at once 1 152.7 ± 3.1 1.44 20.0 6.5 90.0 1.90",
+        "1 at once 2 179.9 ± 3.6 1.70 20.0 5.6 90.0 81.0 2.71",
+        "1 at once best 3 193.0 ± 3.9 1.82 20.0 5.2 90.0 81.0 72.9 3.44",
+        "1 at once 4 162.1 ± 3.2 1.53 20.0 6.2 90.0 81.0 72.9 65.6 4.10",
     ]
     words = " ".join(said.split())
     assert (

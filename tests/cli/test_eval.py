@@ -11,7 +11,7 @@ import pytest
 from commands import keepmtp_without
 from evaluations import Answers, evaluation, several
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli import eval_tables
+from keepmtp.cli.eval import shown as parts
 from keepmtp.cli.main import app
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.recipes.protocol import Evaluation, Gates
@@ -281,14 +281,14 @@ def test_the_table_of_several_tasks_has_their_recoveries_and_the_mean():
     assert "…" not in text
     words = " ".join(text.split())
     assert "eval out/tiny.nvfp4: gsm8k_platinum" in words
-    assert "gsm8k 68.99 68.92 99.89 98.93 to 100.85 3 / 3" in words, words
-    assert "gsm8k_platinum 66.00 61.00 92.42 " in words and " mean 96.16 " in words
+    assert "68.99 % 68.92 % ± 1.27 99.89 % (98.93 to 100.85) 0.23 % / 0.23 %" in words, words
+    assert " 66.00 % 61.00 % ± 1.54 92.42 % (" in words and " mean - - 96.16 % (" in words
 
 
 def shown(fact: EvaluationFact) -> str:
     file = io.StringIO()
     judged = judge(gates=Gates(), check=None, serve=None, evaluation=fact)
-    Console(file=file, width=80).print(*eval_tables.shown(fact, judged), sep="\n")
+    Console(file=file, width=80).print(*parts(fact, judged), sep="\n")
     return file.getvalue()
 
 
@@ -300,18 +300,11 @@ def test_the_table_says_what_was_measured_and_how():
     assert "…" not in text, "nothing is cut at 80 columns"
     words = " ".join(text.split())
     share = 930 / 1319
-    score = f"{100 * share:.2f} ±1.26"
-    assert f"source {score} {score} 1319 79.3 93.0 81.0 64.0 3.38 " in words
-    assert f"MTP off {100 * 947 / 1319:.2f} ±1.24" in words
-    assert (
-        "Answers cut at the limit of tokens: source 3, checkpoint 3, MTP off 3. Empty answers: "
-        "source 0,"
-    ) in words
+    score = f"{100 * share:.2f} % ± 1.26"
+    assert f"source {score} {score} 1,319 0.23 % (3) 0 " in words and "93.0 81.0 64.0 3.38" in words
+    assert f"{100 * 947 / 1319:.2f} % ± 1.24" in words
     assert "drafting regression Drafting changes what is right" in words
-    assert (
-        "flexible-extract: -1.59 points, 95 % interval -2.52 to -0.66; 30 right by the source alone"
-        in words
-    )
+    assert "flexible-extract -1.59 ± 0.48 -2.52 to -0.66 900 30 9 380" in words, words
     assert "gsm8k " in words and "regression" in words
     assert (
         " by lm-eval 0.4.13 on openai/gsm8k, 8 shots, completions, at most 1024 tokens, greedy"

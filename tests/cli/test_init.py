@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import keepmtp, refused
-from keepmtp.cli.init import init
+from keepmtp.cli.recipe import init
 from keepmtp.recipes.find import named_file, read_file
 from releases import MODELS, source_layout, write_checkpoint
 

@@ -95,7 +95,7 @@ def test_the_table_says_what_the_docstrings_say(verb):
 
 def test_help_names_the_verbs_in_the_order_of_work():
     _, said = loaded("--help")
-    shown = [name for name, verb in VERBS.items() if not verb.is_hidden]
+    shown = [name for name in VERBS if name not in ("extra", "where")]
     places = [said.index(f"\n  {name} ") for name in shown]
     assert places == sorted(places) and "extra" not in said
-    assert all(verb.help in " ".join(said.split()) for verb in VERBS.values() if not verb.is_hidden)
+    assert all(VERBS[name].help in " ".join(said.split()) for name in shown)

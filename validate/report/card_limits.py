@@ -32,7 +32,7 @@ def limitations(report: FullReport, record: Record) -> Iterator[str]:
     yield from _served(report)
     if report.evaluation:
         yield from _evaluated(report.evaluation)
-        yield from endless(report)
+        yield from endless(report.evaluation)
     if report.dry:
         yield (
             "A dry load tells that every tensor finds its place, not that a kernel computes "

@@ -18,7 +18,7 @@ from ..facts.benched import BenchFact
 from ..facts.schema import FullReport
 from ..measure.bench_prompts import SHIPPED
 from ..measure.serve_line import docker_words, serve_words
-from . import closeness_words, hardware, tables
+from . import hardware, tables
 from .base_model import BaseModel
 from .best_k import BestK, best_k_of_report
 from .card_limits import limitations
@@ -109,7 +109,7 @@ def page(told: CardFacts) -> str:
         report=report,
         record=told.record,
         tables=tables,
-        words=closeness_words,
+        wanted=tables.wanted_filter(report),
         sizes={(row.part, row.group): row for row in report.sizes},
         hardware=hardware.where_they_run(told.schemes()),
         read_from=hardware.READ_FROM,

@@ -8,39 +8,50 @@ verdict is the worst of theirs: pass, regression, or infeasible where a measurem
 too small.
 
 Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their
-verdict from here.
+verdict from here. Most checkpoints have some answers that drafting changes, because near-ties flip,
+as many for the better as for the worse: that gate asks whether the split is one that chance hardly
+gives, in both directions. And the estimate of a ratio of speeds is no proof: a k passes only if its
+slowest repetition reaches the limit against the fastest one without drafting; all of them fail only
+if no pair of repetitions reaches it.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from ...checkpoints.record import read_record
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation, Evaluations, Gates, listed
-from ..facts.benched import BenchFact
+from ..facts.benched import BenchCell, BenchFact
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
-from ..facts.evaluated import EvaluationFact
+from ..facts.evaluated import NOT_EMPTY, EvaluationFact
 from ..facts.findings import Finding
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, ServeCheck
-from .closeness_gate import closeness_reasons
+from . import sampled_gates as sampled
+from .headline import counts_bench
 from .numbers import more
-from .sampled_gates import acceptance, drafting, score, tasks_together
-from .settle import unmeasured, worst
-from .speed_gate import speed
+from .settle import Estimate, at_least, unmeasured, worst
+
+CHANCE = 0.001
+"""A split is no chance if two equal servers come to it less often than this: one good checkpoint in
+a thousand fails.
+
+Both reports from the field are far beyond it: of 39 questions, 21 that only one server gets right
+are 1 in a million.
+"""
+_MEASURE = "`keepmtp bench CHECKPOINT` measures it"
 
 
 def judge(
     *,
-    gates: Gates,
-    check: CheckData | None,
-    serve: ServeCheck | None,
-    evaluation: EvaluationFact | None,
+    gates: Gates = Gates(),  # noqa: B008 - it is frozen
+    check: CheckData | None = None,
+    serve: ServeCheck | None = None,
+    evaluation: EvaluationFact | None = None,
     bench: BenchFact | None = None,
     closeness: ClosenessFact | None = None,
     listed_tasks: Collection[str] = (),
@@ -60,12 +71,12 @@ def judge(
     reasons = (
         _findings(check, serve),
         _loads(check, serve, evaluation, bench),
-        acceptance(gates, serve, evaluation),
-        score(gates, evaluation),
-        *tasks_together(gates, evaluation, listed_tasks),
-        *drafting(evaluation),
-        *speed(gates, bench),
-        *closeness_reasons(gates, closeness),
+        sampled.acceptance(gates, serve, evaluation),
+        sampled.score(gates, evaluation),
+        *sampled.tasks_together(gates, evaluation, listed_tasks),
+        *_drafting(evaluation),
+        *_speed(gates, bench),
+        *sampled.closeness(gates, closeness),
     )
     return JudgementFact(
         verdict=worst(reason.verdict for reason in reasons), gates=gates, reasons=reasons
@@ -78,46 +89,31 @@ def verdict_on(judgement: JudgementFact, gates: Iterable[str]) -> JudgementWord:
     return worst(reason.verdict for reason in judgement.reasons if reason.gate in wanted)
 
 
-def limits_in(record: Path | None, *, cure: str, where: object = None) -> Gates:
-    """The limits in a checkpoint's keepmtp.json; the defaults where there is no record, or none in
-    it.
+def decided_in(
+    record: Path | None, *, cure: str, where: object = None
+) -> tuple[Gates, tuple[Evaluation, ...]]:
+    """The limits and the protocols, a task each, in a checkpoint's keepmtp.json; the defaults where
+    it has none.
 
     Args:
-        record: the file.
+        record: the file; None where there is none.
         cure: what to do where it cannot be read.
         where: its name in messages; default `record`.
 
     Raises:
-        CheckpointError: keepmtp did not write it, or a limit in it is none.
+        CheckpointError: keepmtp did not write it, or a limit or a protocol in it is none.
     """
-    return _of_recipe(record, "gates", Gates, cure, where)
-
-
-def protocols_in(record: Path | None, *, cure: str, where: object = None) -> tuple[Evaluation, ...]:
-    """The protocols in a checkpoint's keepmtp.json, a task each; the default one where there is
-    none.
-
-    Args:
-        record: the file.
-        cure: what to do where it cannot be read.
-        where: its name in messages; default `record`.
-
-    Raises:
-        CheckpointError: keepmtp did not write it, or a protocol in it is none.
-    """
-    return listed(_of_recipe(record, "evaluation", Evaluations, cure, where))
-
-
-def _of_recipe(record: Path | None, key: str, form: Any, cure: str, where: object) -> Any:
-    """A block of the recorded recipe, read as its form; without a record, or a block, the form's
-    defaults.
-    """
-    block = read_record(record, where=where, cure=cure).recipe.whole.get(key) if record else None
-    try:
-        return TypeAdapter(form).validate_python(block or {})
-    except ValidationError as error:
-        rule = f"recipe.{key} must be as a recipe has it"
-        raise CheckpointError(where or record, rule, got=first_fault(error), cure=cure) from error
+    recipe = read_record(record, where=where, cure=cure).recipe.whole if record else {}
+    read = {}
+    for key, form in {"gates": Gates, "evaluation": Evaluations}.items():
+        try:
+            read[key] = TypeAdapter(form).validate_python(recipe.get(key) or {})
+        except ValidationError as error:
+            rule = f"recipe.{key} must be as a recipe has it"
+            raise CheckpointError(
+                where or record, rule, got=first_fault(error), cure=cure
+            ) from error
+    return read["gates"], listed(read["evaluation"])
 
 
 # --- findings and loads ---------------------------------------------------------------------------
@@ -227,3 +223,115 @@ def _why_it_fails(load: DryLoad, check: CheckData | None) -> str:
         if error.origin == "dry":
             return f"{error.where}: {error.says}"
     return f"{load.num_errors} errors in keepmtp's own account of it"
+
+
+# --- drafting -------------------------------------------------------------------------------------
+
+
+def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
+    """The checkpoint's answers with MTP on against those with MTP off: one reason, where it was
+    asked both ways.
+
+    Every task, every filter and empty answers are asked, by the exact sign test.
+    """
+    tasks = evaluation.by_task if evaluation else ()
+    both = [
+        (task, found, each) for task in tasks if (found := task.drafting) for each in found.switches
+    ]
+    if not both:
+        return
+    task, found, rarest = min(both, key=lambda one: one[2].chance)
+    num, where = task.checkpoint.num_questions, f"{task.protocol.title}: " if len(tasks) > 1 else ""
+    texts = (
+        f"{where}{num - found.num_changed:,} of {num:,} greedy answers are the "
+        "same text with MTP on "
+        f"and off{'; near-ties may flip the others' if found.num_changed else ''}."
+    )
+    what = "with text" if rarest.reads == NOT_EMPTY else f"right by {rarest.reads}"
+    split = (
+        f"Only without drafting {rarest.only_plain:,} are {what}, only with it "
+        f"{rarest.only_drafting:,} "
+        f"(exact sign test: {rarest.chance:.2g})"
+    )
+    if rarest.chance < CHANCE:
+        says = f"Drafting changes what is right beyond chance. {split}. {texts}"
+        yield ReasonFact(gate="drafting", verdict="regression", says=says)
+        return
+    more = "Each is as right or wrong with it as without."
+    if rarest.only_plain + rarest.only_drafting:
+        more = f"{split}: no more than chance gives."
+    yield ReasonFact(gate="drafting", verdict="pass", says=f"{texts} {more}")
+
+
+# --- speed ----------------------------------------------------------------------------------------
+
+
+def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
+    """Whether drafting makes one request at a time faster; none where the recipe has no limit."""
+    least = gates.min_speedup
+    if least is None:
+        return
+    if bench is None:
+        yield unmeasured("speed", f"Not measured: {_MEASURE}.")
+        return
+    # One request at a time with the shortest context that was measured.
+    alone = [cell for cell in bench.checkpoint.cells if cell.concurrency == 1 and cell.slowest]
+    plain = min((cell for cell in alone if not cell.k), key=lambda cell: cell.context, default=None)
+    drafting = [cell for cell in alone if cell.k and plain and cell.load == plain.load]
+    device = bench.environment.get("device") or "an unnamed device"
+    if not counts_bench(bench):
+        own = bench.checkpoint.as_served
+        served = "the checkpoint" if own == "native" else f"a {own}"
+        says = (
+            f"Measured was {served} on {device}: that promises no speed on a GPU. {_MEASURE} there."
+        )
+        yield unmeasured("speed", says)
+        return
+    if plain is None or not drafting:
+        errors = [
+            f" (k={cell.k}: {cell.error.rstrip('.')})"
+            for cell in bench.checkpoint.cells
+            if cell.error
+        ]
+        lack = "k=0 and a k with drafting must both answer one request at a time"
+        says = (
+            f"Nothing to compare: {lack}{''.join(errors[:1])}. {_MEASURE} with --k 0,1 "
+            "--concurrency 1."
+        )
+        yield unmeasured("speed", says)
+        return
+    if any(len(cell.repetitions) < 2 for cell in (plain, *drafting)):
+        yield unmeasured("speed", f"One repetition has no spread. {_MEASURE} with --repeat 3.")
+        return
+    found = [(cell.k, _times_as_fast(cell, plain)) for cell in drafting]
+    verdicts = {at_least(estimate, least).verdict for _, estimate in found}
+    k, best = max(found, key=lambda one: one[1].bounds(1)[0])
+    low, high = best.bounds(1)
+    says = (
+        f"One request at a time on {device}: k={k} is {best.value:.2f} times as fast as k=0, by "
+        "the repetitions "
+        f"{low:.2f} to {high:.2f} times; at least {least:g} times is asked for."
+    )
+    if "pass" in verdicts:
+        yield ReasonFact(gate="speed", verdict="pass", says=says)
+    elif verdicts == {"regression"}:
+        others = ", ".join(f"k={other}: {each.value:.2f}" for other, each in found if other != k)
+        says += f" No other k is faster ({others})." if others else ""
+        yield ReasonFact(gate="speed", verdict="regression", says=says)
+    else:
+        also = (
+            "The repetitions are too far apart to tell: measure more of them, on a machine "
+            "that does nothing else."
+        )
+        yield unmeasured("speed", f"{says} {also}")
+
+
+def _times_as_fast(cell: BenchCell, plain: BenchCell) -> Estimate:
+    """Slowest against fastest, median against median, fastest against slowest; more repetitions
+    would not move it.
+    """
+    rates = [each.tokens_per_second for each in cell.repetitions]
+    plain_rates = [each.tokens_per_second for each in plain.repetitions]
+    ends = min(rates) / max(plain_rates), max(rates) / min(plain_rates)
+    middle = (cell.tokens_per_second or 0.0) / (plain.tokens_per_second or 1.0)
+    return Estimate(value=middle, bounds=lambda _: ends, samples=len(rates), unit="repetitions")

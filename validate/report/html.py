@@ -19,7 +19,7 @@ from ...recipes.errors import printable
 from ..facts.benched import words_of
 from ..facts.dry_load import DryLoad, gpu_title, places
 from ..facts.schema import FullReport
-from . import closeness_words, tables
+from . import tables
 from .template import template
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def render(report: FullReport) -> str:
             for what, chart in charts(report).items()
         },
         tables=tables,
-        words=closeness_words,
+        wanted=tables.wanted_filter(report),
         runs=runs,
         shared=[(name, places(where)) for name, where in sorted(shared.items())],
         partings=[(role, run.k, one) for role, run in runs for one in run.partings or ()],

@@ -41,7 +41,7 @@ from ..facts.results import (
 from ..facts.schema import FullReport, JudgementFact
 from ..facts.served import ServeCheck
 from .check_data import record_static
-from .gates import judge, limits_in, protocols_in
+from .gates import decided_in, judge
 from .headline import verdict_of
 from .html import HTML_FILE, write_html
 from .rederived import refuse_contradicted
@@ -356,7 +356,8 @@ def _recipes(folder: Path, identity: Identity) -> tuple[Gates, tuple[str, ...]]:
         raise CheckpointError(
             path, f"must be the file that was measured, {recorded.sha256}", got=got, cure=cure
         )
-    return limits_in(path, cure=cure), tuple(one.task for one in protocols_in(path, cure=cure))
+    gates, evaluations = decided_in(path, cure=cure)
+    return gates, tuple(one.task for one in evaluations)
 
 
 def _plain(report: FullReport) -> dict[str, Any]:

@@ -1,36 +1,32 @@
-"""The gates on counted samples: acceptance, the tasks' scores, their mean recovery, and what
-drafting changes.
+"""The gates on samples: acceptance, the tasks' scores, their mean recovery, and closeness to the
+source.
 
-In: draft counters and paired answers, of servers or of tasks, and the recipe's limits. Out: a
+In: draft counters, paired answers and divergences, of servers, and the recipe's limits. Out: a
 `ReasonFact` each.
 
 Easy to get wrong: a mean over the tasks that were asked is no mean over those that the recipe
-lists, so one that is missing leaves the mean unjudged. Most checkpoints have some answers that
-drafting changes, because near-ties flip, as many for the better as for the worse: that gate asks
-whether the split is one that chance hardly gives, in both directions.
+lists, so one that is missing leaves the mean unjudged. Tokens of one window are not independent:
+the bound of a mean is Student's over windows, and that of a share is Clopper and Pearson's over as
+many independent positions as would tell as much (Korn and Graubard). A divergence from a part of
+the vocabulary is a lower bound: a limit that it fails is failed, and where it passes the reason
+says how much probability was not compared token by token.
 """
 
 import math
 from collections.abc import Collection, Iterator
 
 from ...recipes.protocol import Gates
-from ..facts.binomial import ratio_limits
-from ..facts.evaluated import NOT_EMPTY, DraftingFact, EvaluationFact, SwitchFact, TaskFact
+from ..facts.binomial import limits, ratio_limits, student
+from ..facts.closeness import ClosenessFact
+from ..facts.evaluated import EvaluationFact, TaskFact
 from ..facts.paired import one_sided
 from ..facts.schema import ReasonFact
 from ..facts.served import Drafts, ServeCheck
 from .drafted import Drafted, drafted
 from .numbers import limit, percent, points
 from .recovery import mean_recovery, recovery
-from .settle import WORST_FIRST, Estimate, Settled, at_least, unmeasured
+from .settle import WORST_FIRST, Estimate, Settled, at_least, at_most, unmeasured, worst
 
-CHANCE = 0.001
-"""A split is no chance if two equal servers come to it less often than this: one good checkpoint in
-a thousand fails.
-
-Both reports from the field are far beyond it: of 39 questions, 21 that only one server gets right
-are 1 in a million.
-"""
 BOUND = "one-sided, Clopper-Pearson"
 
 
@@ -44,34 +40,21 @@ def acceptance(
     prompts.
     """
     measured = drafted(serve, evaluation)
-    reasons = [_kept(gates, each, each.source) for each in measured if each.source]
-    if not reasons:
-        return unmeasured("acceptance", _why_no_drafts(serve, evaluation))
-    first, *others = reasons
-    says = first.says
-    for other in others:
-        if {first.verdict, other.verdict} == {"pass", "regression"}:
-            says += f" The other measurement says {other.verdict}: {other.says}"
-    return first.model_copy(update={"says": says + not_its_own(measured[0].as_served)})
-
-
-def _why_no_drafts(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> str:
-    """Why no measurement has counters of both."""
-    if serve is None and evaluation is None:
-        return "Not measured: `keepmtp eval CHECKPOINT` measures acceptance beside the score."
-    if all(each is None or each.source is None for each in (serve, evaluation)):
-        return (
-            "The source was not measured, and acceptance alone does not tell a damaged draft "
-            "from a hard text."
-        )
+    first, *others = [_kept(gates, each, each.source) for each in measured if each.source] or [None]
+    if first is not None:
+        says = first.says
+        for other in others:
+            if other and {first.verdict, other.verdict} == {"pass", "regression"}:
+                says += f" The other measurement says {other.verdict}: {other.says}"
+        says += not_its_own(measured[0].as_served)
+        return first.model_copy(update={"says": says})
     served = serve.served if serve else ()
     dead = [
         f"{one.role}, k={run.k}: {run.error}" for one in served for run in one.runs if run.error
     ]
     why = f" A server did not come up: {dead[0].rstrip('.')}." if dead else ""
-    return (
-        f"No k drafted tokens of both source and checkpoint, so there is nothing to compare.{why}"
-    )
+    says = "Not measured of both source and checkpoint: `keepmtp eval CHECKPOINT` does."
+    return unmeasured("acceptance", f"{says}{why}")
 
 
 def _kept(gates: Gates, measured: Drafted, theirs: Drafts) -> ReasonFact:
@@ -108,13 +91,13 @@ def _kept(gates: Gates, measured: Drafted, theirs: Drafts) -> ReasonFact:
     asked = math.ceil((found.needed or 0) / num * measured.num_asked)
     says = (
         f"{where}: {percent(share)} of {mine.draft_tokens:,} drafted tokens accepted, "
-        f"{percent(source_share)} of the source's {theirs.draft_tokens:,}. That is "
-        f"{percent(kept)} of it, {found.side} {percent(found.rounded)} at "
+        f"{percent(source_share)} of the "
+        f"source's {theirs.draft_tokens:,}. That is {percent(kept)} of it, {found.side} "
+        f"{percent(found.rounded)} at "
         f"{limit(gates.confidence)} confidence ({BOUND}, a draft as one trial); at least "
-        f"{limit(gates.min_acceptance)} must be "
-        f"kept.{found.open_end(f', about {asked:,} {measured.unit}')}"
+        f"{limit(gates.min_acceptance)} must be kept."
     )
-    return ReasonFact(gate="acceptance", verdict=found.verdict, says=says, needed=found.needed)
+    return found.reason("acceptance", says, f", about {asked:,} {measured.unit}")
 
 
 def _num_drafts(counted: Drafts, k: int) -> float:
@@ -144,7 +127,7 @@ def score(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
     """The drop of the first task's score, paired by question; the gate has the task's name."""
     if evaluation is None:
         return unmeasured("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does.")
-    gate, source, checkpoint = evaluation.protocol.task, evaluation.source, evaluation.checkpoint
+    gate, source = evaluation.protocol.task, evaluation.source
     if source is None:
         says = "The source was not evaluated, so a drop cannot be told. "
         return unmeasured(gate, f"{says}`keepmtp eval CHECKPOINT --source SOURCE` evaluates both.")
@@ -158,7 +141,7 @@ def score(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
         )
         return unmeasured(gate, says)
     found, says = _lost(gates, evaluation, gates.max_drop)
-    says += not_its_own(checkpoint.as_served)
+    says += not_its_own(evaluation.checkpoint.as_served)
     return ReasonFact(gate=gate, verdict=found.verdict, says=says, needed=found.needed)
 
 
@@ -179,15 +162,20 @@ def _lost(gates: Gates, task: TaskFact, most: float) -> tuple[Settled, str]:
     change = "as many"
     if pair.difference:
         change = f"{points(abs(pair.difference))} {'more' if pair.difference > 0 else 'fewer'}"
-    bound = f"a drop of {'at most' if found.is_lower else 'at least'} {points(abs(found.rounded))}"
     if found.bound >= 0:
         bound = f"a gain of at least {points(found.rounded)}"
+    else:
+        bound = (
+            f"a drop of {'at most' if found.side == 'at least' else 'at least'} "
+            f"{points(abs(found.rounded))}"
+        )
     says = (
         f"{name}: {percent(task.checkpoint.score(name).value)} of {num:,} questions, the source "
         f"{percent(task.source.score(name).value)}: {change} (only the source gets "
-        f"{pair.only_source:,} right, only the checkpoint {pair.only_checkpoint:,}), {bound} at "
-        f"{limit(gates.confidence)} confidence ({BOUND}, paired); at most {points(most)} may be "
-        "lost."
+        f"{pair.only_source:,} right, only "
+        f"the checkpoint {pair.only_checkpoint:,}), {bound} at {limit(gates.confidence)} "
+        f"confidence ({BOUND}, paired); "
+        f"at most {points(most)} may be lost."
     )
     return found, says + found.open_end(
         "" if task.protocol.limit else ", more than this dataset has"
@@ -208,15 +196,16 @@ def tasks_together(
         evaluation: what `keepmtp eval` measured.
         listed: the recipe's tasks.
     """
-    lack = _lack(evaluation, listed, gates.filter)
     for gate, value in (
         ("mean recovery", gates.min_mean_recovery),
         ("worst task", gates.max_worst_drop),
     ):
         if value is None:
             continue
+        lack = _lack(evaluation, listed, gates.filter)
         if evaluation is None or lack:
-            yield unmeasured(gate, lack)
+            cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists"
+            yield unmeasured(gate, f"{lack} {cure}.")
         elif gate == "mean recovery":
             yield _mean(gates, evaluation, value)
         else:
@@ -225,17 +214,12 @@ def tasks_together(
 
 def _lack(evaluation: EvaluationFact | None, listed: Collection[str], wanted: str) -> str:
     """What was not measured; "" where all was."""
-    cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists"
-    if evaluation is None:
-        return f"Not measured: {cure}."
-    asked = {task.protocol.task for task in evaluation.by_task}
+    asked = {task.protocol.task: task for task in evaluation.by_task} if evaluation else {}
     if missing := [name for name in listed if name not in asked]:
-        return f"Of the recipe's tasks {', '.join(missing)} was not asked. {cure}."
-    if unknown := [
-        task.protocol.task for task in evaluation.by_task if recovery(task, wanted) is None
-    ]:
-        return f"{', '.join(unknown)}: the source was not asked, or gets nothing right. {cure}."
-    return ""
+        return f"Of the recipe's tasks {', '.join(missing)} was not asked."
+    if unknown := [name for name, task in asked.items() if recovery(task, wanted) is None]:
+        return f"{', '.join(unknown)}: the source was not asked, or gets nothing right."
+    return "" if asked else "Not measured."
 
 
 def _mean(gates: Gates, evaluation: EvaluationFact, least: float) -> ReasonFact:
@@ -251,12 +235,12 @@ def _mean(gates: Gates, evaluation: EvaluationFact, least: float) -> ReasonFact:
     each = [(task.protocol.title, recovery(task, gates.filter)) for task in evaluation.by_task]
     says = (
         f"{', '.join(f'{title} {percent(kept and kept.value)}' for title, kept in each)}: "
-        f"{percent(mean.value)} of the source's scores on average, {found.side} "
-        f"{percent(found.rounded)} at {limit(gates.confidence)} confidence (one-sided, paired by "
-        f"question, tasks independent); at least {limit(least)} must be "
-        f"kept.{found.open_end(' over all tasks')}"
+        f"{percent(mean.value)} of the "
+        f"source's scores on average, {found.side} {percent(found.rounded)} at "
+        f"{limit(gates.confidence)} confidence "
+        f"(one-sided, paired by question, tasks independent); at least {limit(least)} must be kept."
     )
-    return ReasonFact(gate="mean recovery", verdict=found.verdict, says=says, needed=found.needed)
+    return found.reason("mean recovery", says, " over all tasks")
 
 
 def _worst(gates: Gates, evaluation: EvaluationFact, most: float) -> ReasonFact:
@@ -271,49 +255,81 @@ def _worst(gates: Gates, evaluation: EvaluationFact, most: float) -> ReasonFact:
     return ReasonFact(gate="worst task", verdict=found.verdict, says=says, needed=found.needed)
 
 
-# --- drafting -------------------------------------------------------------------------------------
+# --- closeness ------------------------------------------------------------------------------------
 
 
-def drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
-    """The checkpoint's answers with MTP on against those with MTP off: one reason, where it was
-    asked both ways.
-
-    Every task, every filter and empty answers are asked, by the exact sign test.
-    """
-    both = (
-        [(task, task.drafting) for task in evaluation.by_task if task.drafting]
-        if evaluation
-        else []
-    )
-    if not both:
+def closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]:
+    """The worse of both limits, and what was found for each; none where the recipe has no limit."""
+    if gates.max_divergence is None and gates.max_flips is None:
         return
-    task, found = min(both, key=lambda one: _rarest(one[1]).chance)
-    rarest, num = _rarest(found), task.checkpoint.num_questions
-    where = f"{task.protocol.title}: " if len(both) > 1 else ""
-    texts = (
-        f"{where}{num - found.num_changed:,} of {num:,} greedy answers are the same text with MTP "
-        f"on and off{'; near-ties may flip the others' if found.num_changed else ''}."
-    )
-    what = "with text" if rarest.reads == NOT_EMPTY else f"right by {rarest.reads}"
-    parted = rarest.only_plain + rarest.only_drafting
-    split = (
-        f"Only without drafting {rarest.only_plain:,} are {what}, only with it "
-        f"{rarest.only_drafting:,} (exact sign test: {rarest.chance:.2g})"
-    )
-    if rarest.chance < CHANCE:
-        says = f"Drafting changes what is right beyond chance. {split}. {texts}"
-        yield ReasonFact(gate="drafting", verdict="regression", says=says)
-    elif parted:
-        yield ReasonFact(
-            gate="drafting", verdict="pass", says=f"{texts} {split}: no more than chance gives."
+    if fact is None:
+        yield unmeasured(
+            "closeness", "Not measured: `keepmtp closeness CHECKPOINT --source SOURCE` does."
         )
-    else:
-        yield ReasonFact(
-            gate="drafting",
-            verdict="pass",
-            says=f"{texts} Each is as right or wrong with it as without.",
-        )
+        return
+    found, says = [], f"On {fact.tokens:,} tokens of held-out text in {fact.windows:,} windows:"
+    for most, judged in ((gates.max_divergence, _divergence), (gates.max_flips, _flips)):
+        if most is not None:
+            settled, words = judged(most, gates.confidence, fact)
+            found.append(settled)
+            says += words + settled.open_end()
+    says += not_its_own(fact.checkpoint.as_served)
+    still_open = [each.needed for each in found if each.verdict == "infeasible"]
+    needed = None
+    if still_open and None not in still_open:
+        needed = max(number for number in still_open if number)
+    yield ReasonFact(
+        gate="closeness", verdict=worst(each.verdict for each in found), says=says, needed=needed
+    )
 
 
-def _rarest(found: DraftingFact) -> SwitchFact:
-    return min(found.switches, key=lambda switch: switch.chance)
+def _divergence(most: float, confidence: float, fact: ClosenessFact) -> tuple[Settled, str]:
+    stderr, figure = fact.stderr, f" {_nats(fact.divergence)} a token from the source,"
+    if stderr is None:
+        one = Settled(verdict="infeasible", bound=0.0, side="at most")
+        return (
+            one,
+            f"{figure} in one window, which has no standard error. Use text for more windows.",
+        )
+    reach = student(confidence, fact.windows - 1)
+
+    def bounds(times: float) -> tuple[float, float]:
+        wide = reach * stderr / times**0.5
+        return fact.divergence - wide, fact.divergence + wide
+
+    found = at_most(
+        Estimate(value=fact.divergence, bounds=bounds, samples=fact.tokens, unit="tokens"), most
+    )
+    says = (
+        f"{figure} {found.side} {_nats(found.bound)} at {limit(confidence)} confidence "
+        "(one-sided, over windows); at "
+        f"most {most:g} nats may be lost."
+    )
+    if not fact.is_exact and found.verdict == "pass":
+        outside = (
+            f"{percent(fact.outside)} of the source's probability lies on tokens that were "
+            "compared as one"
+        )
+        says += f" It is a lower bound: {outside}."
+    return found, says
+
+
+def _flips(most: float, confidence: float, fact: ClosenessFact) -> tuple[Settled, str]:
+    def bounds(times: float) -> tuple[float, float]:
+        trials = times * fact.effective_tokens
+        return limits(fact.flip_rate * trials, trials, confidence)
+
+    found = at_most(
+        Estimate(value=fact.flip_rate, bounds=bounds, samples=fact.tokens, unit="tokens"), most
+    )
+    says = (
+        f" The first choice is another at {percent(fact.flip_rate)} of the tokens, {found.side} "
+        f"{percent(found.rounded)} at {limit(confidence)} confidence ({BOUND}, as "
+        f"{fact.effective_tokens:,.0f} "
+        f"independent tokens); at most {limit(most)} may be."
+    )
+    return found, says
+
+
+def _nats(value: float) -> str:
+    return f"{value:.3g} nats"

@@ -47,7 +47,7 @@ class Settled:
 
     Attributes:
         bound: of the estimate, the one that was judged.
-        is_lower: whether that is the lower one.
+        side: `at least` where that is the lower one, else `at most`.
         needed: samples of the same shares that would settle it; None where no number would, or it
             is settled.
         too_few: with infeasible, how many samples would tell; the sentence's end is left open.
@@ -55,23 +55,28 @@ class Settled:
 
     verdict: JudgementWord
     bound: float
-    is_lower: bool
-    needed: int | None
-    too_few: str
-
-    @property
-    def side(self) -> str:
-        """`at least` or `at most`, for people."""
-        return "at least" if self.is_lower else "at most"
+    side: str
+    needed: int | None = None
+    too_few: str = ""
 
     @property
     def rounded(self) -> float:
         """The bound as `percent` shows it, rounded to the safe side."""
-        return down(self.bound) if self.is_lower else up(self.bound)
+        return down(self.bound) if self.side == "at least" else up(self.bound)
+
+    def reason(self, gate: str, says: str, also: str = "") -> ReasonFact:
+        """A gate's reason; where it is open, its last sentence says how many samples would settle
+        it, and `also`.
+        """
+        return ReasonFact(
+            gate=gate, verdict=self.verdict, says=says + self.open_end(also), needed=self.needed
+        )
 
     def open_end(self, also: str = "") -> str:
         """What the reason says besides its figures; "" where it is settled."""
-        return f" {self.too_few}{also if self.needed else ''}." if self.too_few else ""
+        if not self.too_few:
+            return ""
+        return f" {self.too_few}{also if self.needed else ''}."
 
 
 def at_least(estimate: Estimate, limit: float) -> Settled:
@@ -85,8 +90,8 @@ def at_most(estimate: Estimate, limit: float) -> Settled:
 
 
 def worst(verdicts: Iterable[JudgementWord]) -> JudgementWord:
-    """Regression before infeasible before pass."""
-    return min(verdicts, key=WORST_FIRST.index)
+    """Regression before infeasible before pass, which is also that of none."""
+    return min((*verdicts, "pass"), key=WORST_FIRST.index)
 
 
 def unmeasured(gate: str, says: str) -> ReasonFact:
@@ -95,35 +100,35 @@ def unmeasured(gate: str, says: str) -> ReasonFact:
 
 
 def _settled(estimate: Estimate, limit: float, *, sign: int) -> Settled:
-    def margins(times: float) -> list[float]:
-        return sorted(sign * (end - limit) for end in estimate.bounds(times))
+    def verdict(times: float) -> JudgementWord:
+        low, high = sorted(sign * (end - limit) for end in estimate.bounds(times))
+        if low >= 0:
+            return "pass"
+        return "regression" if high < 0 else "infeasible"
 
-    low, high = margins(1)
+    found, (lower, upper) = verdict(1), estimate.bounds(1)
     margin = sign * (estimate.value - limit)
-    verdict: JudgementWord = "infeasible"
-    needed, too_few = None, ""
-    if low >= 0:
-        verdict = "pass"
-    elif high < 0:
-        verdict = "regression"
-    else:
-        too_few = "It lies on the limit itself, or so near that no number of samples tells"
-        times = None
-        if abs(margin) >= _ON_THE_LIMIT:
-            times = _times_to_settle(
-                lambda times: margins(times)[0] >= 0 if margin > 0 else margins(times)[1] < 0
-            )
-        if times:
-            needed = max(estimate.samples + 1, math.ceil(estimate.samples * times))
-            would = "pass" if margin > 0 else "fail"
-            too_few = (
-                f"Too few to tell: at these figures it would {would} with about {needed:,} "
-                f"{estimate.unit}"
-            )
-    lower, upper = estimate.bounds(1)
-    is_lower = (sign > 0) != (verdict == "regression")
-    bound = lower if is_lower else upper
-    return Settled(verdict=verdict, bound=bound, is_lower=is_lower, needed=needed, too_few=too_few)
+    # Of a figure that must be at least the limit, the lower bound is judged, unless even the upper
+    # one fails.
+    bound, side = (
+        (lower, "at least") if (sign > 0) != (found == "regression") else (upper, "at most")
+    )
+    if found != "infeasible":
+        return Settled(verdict=found, bound=bound, side=side)
+    needed, times = None, None
+    too_few = "It lies on the limit itself, or so near that no number of samples tells"
+    if abs(margin) >= _ON_THE_LIMIT:
+        times = _times_to_settle(
+            lambda times: verdict(times) == ("pass" if margin > 0 else "regression")
+        )
+    if times:
+        needed = max(estimate.samples + 1, math.ceil(estimate.samples * times))
+        would = "pass" if margin > 0 else "fail"
+        too_few = (
+            f"Too few to tell: at these figures it would {would} with about {needed:,} "
+            f"{estimate.unit}"
+        )
+    return Settled(verdict=found, bound=bound, side=side, needed=needed, too_few=too_few)
 
 
 def _times_to_settle(settles: Callable[[float], bool]) -> float | None:

@@ -1,26 +1,28 @@
-"""The tables and sentences that the page and the card have in common, each figure rounded once.
+"""The rows and sentences that terminal, page and card have in common, each figure rounded once.
 
-In: a report. Out: a `Table` of words, and sentences. Templates put them into HTML or Markdown and
-compute nothing.
+In: facts. Out: a `Table` of words, and sentences. The terminal, and the templates of page and card,
+print them and compute nothing.
 
-Easy to get wrong: a matrix is matched only if every cell of a row had the same requests. A k that
-one model was not asked with, or whose server failed, has no figure there and says so. And a
-checkpoint that no longer ends its answers reaches the limit of tokens more often than its source,
-and its score may hide that where the answer comes early: so each task has both shares of answers
-that were cut.
+Easy to get wrong: a matrix is matched only if every cell of a row had the same requests. A k whose
+server failed has no figure and says so. And a checkpoint that no longer ends its answers reaches
+the limit of tokens more often than its source, and its score may hide that where the answer comes
+early: so each task has both shares of answers that were cut.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ...recipes.protocol import Evaluation
-from ..facts.benched import Benched, BenchFact, RecommendedK, words_of
+from ..facts.benched import BenchCell, Benched, BenchFact, RecommendedK, words_of
+from ..facts.binomial import limits
+from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, KernelUse, places
-from ..facts.evaluated import EvaluatedFact, TaskFact
+from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.schema import FullReport
-from ..facts.served import Drafts, Served
-from .numbers import figure, percent
+from ..facts.served import Drafts, Run, ServeCheck, Served
+from .numbers import figure, percent, signed
 from .recovery import Recovery, mean_recovery, recovery
 
 MORE_CUT = 0.01
@@ -28,11 +30,14 @@ MORE_CUT = 0.01
 end fewer.
 """
 ROLES = {"source": "source", "checkpoint": "this checkpoint", "plain": "this checkpoint, MTP off"}
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Words in rows, as many in each as there are columns."""
+    """Words in rows, as many in each as there are columns; a head that begins with `>` is of
+    numbers.
+    """
 
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -41,48 +46,95 @@ class Table:
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-def tasks(report: FullReport) -> Table | None:
-    """A row for each task and one for their mean; None where one task or less was asked."""
-    evaluation = report.evaluation
+def wanted_filter(report: FullReport) -> str:
+    """The filter whose score the recipe judges; without a judgement the first; "" where no task was
+    asked.
+    """
+    if report.judgement:
+        return report.judgement.gates.filter
+    return report.evaluation.checkpoint.scores[0].filter if report.evaluation else ""
+
+
+def scores(task: TaskFact) -> Table:
+    """A row for each that was asked: its score by every filter, and answers cut or empty."""
+    rows = []
+    for arm in task.arms:
+        values = [f"{percent(score.value)} ± {100 * score.stderr:.2f}" for score in arm.scores]
+        rows.append((arm.title, *values, f"{arm.num_questions:,}", _cut(arm), f"{arm.num_empty:,}"))
+    filters = [f">{score.filter}" for score in task.checkpoint.scores]
+    return Table(columns=("", *filters, ">asked", ">cut", ">empty"), rows=rows)
+
+
+def differences(task: TaskFact) -> Table:
+    """The checkpoint less its source, on the same questions, by every filter."""
+    rows = []
+    for pair in task.paired:
+        told = (
+            f"{signed(pair.difference)} ± {100 * pair.stderr:.2f}",
+            f"{signed(pair.low)} to {signed(pair.high)}",
+        )
+        counts = pair.both, pair.only_source, pair.only_checkpoint, pair.neither
+        rows.append((pair.filter, *told, *(f"{count:,}" for count in counts)))
+    interval = f">{100 * task.paired[0].confidence:g} % interval" if rows else ">interval"
+    columns = ("right by", ">difference", interval, ">both", ">source", ">this", ">neither")
+    return Table(columns=columns, rows=rows)
+
+
+def drafts(task: TaskFact) -> Table:
+    """What was drafted over the questions, and how fast they were answered."""
+    rows = []
+    for arm in task.arms:
+        rate = f"{arm.num_tokens / arm.seconds:,.0f}" if arm.seconds else "-"
+        rows.append((arm.title, *_accepted(arm), f"{arm.num_tokens:,}", rate))
+    return Table(columns=("", *_ACCEPTED, ">tokens", ">tok/s"), rows=rows)
+
+
+def tasks(evaluation: EvaluationFact | None, wanted: str) -> Table | None:
+    """A row for each task and one for their mean; None where one task or less was asked.
+
+    Args:
+        evaluation: what was asked.
+        wanted: the filter that the recipe judges.
+    """
     if evaluation is None or not evaluation.tasks:
         return None
-    wanted = (
-        report.judgement.gates.filter
-        if report.judgement
-        else evaluation.checkpoint.scores[0].filter
-    )
-    rows = [_task(task, wanted) for task in evaluation.by_task]
-    mean = mean_recovery(evaluation.by_task, wanted)
-    columns = "task", "asked", "source", "this checkpoint", "MTP off"
-    return Table(
-        columns=(*columns, "recovery", "interval", "cut: source", "cut: this"),
-        rows=[*rows, ("mean", "-", "-", "-", "-", *_recovery(mean), "-", "-")],
-    )
+    rows = []
+    for task in evaluation.by_task:
+        name, theirs = task.judged_filter(wanted), task.source
+        mine = task.checkpoint.score(name)
+        before, cut = "-", percent(_share_cut(task.checkpoint))
+        if theirs:
+            before, cut = (
+                percent(theirs.score(name).value),
+                f"{percent(_share_cut(theirs))} / {cut}",
+            )
+        score = f"{percent(mine.value)} ± {100 * mine.stderr:.2f}"
+        rows.append(
+            (
+                f"{task.protocol.title}, {name}",
+                before,
+                score,
+                _recovery(recovery(task, wanted)),
+                cut,
+            )
+        )
+    rows.append(("mean", "-", "-", _recovery(mean_recovery(evaluation.by_task, wanted)), "-"))
+    return Table(columns=("task", ">source", ">checkpoint", ">recovery", ">cut"), rows=rows)
 
 
-def _task(task: TaskFact, wanted: str) -> tuple[str, ...]:
-    name = task.judged_filter(wanted)
-    scores = {arm.role: arm.score(name) for arm in task.arms}
-    theirs = task.source
+def _recovery(found: Recovery | None) -> str:
     return (
-        f"{task.protocol.title}, {name}",
-        in_short(task.protocol),
-        percent(scores["source"].value if theirs else None),
-        f"{percent(scores['checkpoint'].value)} ± {percent(scores['checkpoint'].stderr)}",
-        percent(scores["plain"].value if task.plain else None),
-        *_recovery(recovery(task, wanted)),
-        percent(_cut(theirs) if theirs else None),
-        percent(_cut(task.checkpoint)),
+        f"{percent(found.value)} ({100 * found.low:.2f} to {100 * found.high:.2f})"
+        if found
+        else "-"
     )
 
 
-def _recovery(found: Recovery | None) -> tuple[str, str]:
-    if found is None:
-        return "-", "-"
-    return percent(found.value), f"{percent(found.low)} to {percent(found.high)}"
+def _cut(one: EvaluatedFact) -> str:
+    return f"{percent(_share_cut(one))} ({one.num_truncated:,})"
 
 
-def _cut(one: EvaluatedFact) -> float:
+def _share_cut(one: EvaluatedFact) -> float:
     return one.num_truncated / one.num_questions
 
 
@@ -92,32 +144,118 @@ def in_short(protocol: Evaluation) -> str:
     return f"{protocol.shots}-shot {protocol.api}, {first}{protocol.max_tokens:,} tokens"
 
 
-def endless(report: FullReport) -> Iterator[str]:
+def endless(evaluation: EvaluationFact | None) -> Iterator[str]:
     """A sentence for each task whose answers the checkpoint ends less often than the source."""
-    for task in report.evaluation.by_task if report.evaluation else ():
-        if task.source and _cut(task.checkpoint) - _cut(task.source) > MORE_CUT:
+    for task in evaluation.by_task if evaluation else ():
+        if task.source and _share_cut(task.checkpoint) - _share_cut(task.source) > MORE_CUT:
             yield (
-                f"{task.protocol.title}: {percent(_cut(task.checkpoint))} of the checkpoint's "
-                f"answers reach the limit of {task.protocol.max_tokens:,} tokens, of the source's "
-                f"{percent(_cut(task.source))}: it ends fewer of them."
+                f"{task.protocol.title}: {percent(_share_cut(task.checkpoint))} of the "
+                "checkpoint's answers reach the "
+                f"limit of {task.protocol.max_tokens:,} tokens, of the source's "
+                f"{percent(_share_cut(task.source))}: it "
+                "ends fewer of them."
             )
 
 
-# --- speed ----------------------------------------------------------------------------------------
+# --- drafts, servers and speed --------------------------------------------------------------------
+
+_ACCEPTED = (">accepted", ">by position, %", ">length")
 
 
-def speed(bench: BenchFact) -> Table:
-    """k across and loads down: the source's rows first, loads in the order in which they were
-    measured.
+def _accepted(counted: Drafts) -> tuple[str, ...]:
+    """Cells under `_ACCEPTED`; length: tokens a step of the target."""
+    by_position = " ".join(f"{100 * share:.1f}" for share in counted.acceptance_per_position)
+    return percent(counted.acceptance), by_position or "-", figure(counted.mean_accepted_length)
+
+
+def servers(serve: ServeCheck) -> Table:
+    """A row for each server."""
+    rows = [
+        (served.role, f"{run.k}", *_server(run)) for served in serve.served for run in served.runs
+    ]
+    return Table(
+        columns=("", ">k", ">start", *_ACCEPTED, ">tok/s", ">over k=0", ">same"), rows=rows
+    )
+
+
+def _server(run: Run) -> tuple[str, ...]:
+    if not run.loaded:
+        return "failed", *("-",) * 6
+    same = (
+        "-"
+        if run.partings is None
+        else f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
+    )
+    rate = f"{run.tokens_per_second:,.1f}"
+    return f"{run.seconds_to_health:.0f} s", *_accepted(run), rate, figure(run.speed_up), same
+
+
+def accepted(report: FullReport) -> Table:
+    """Draft counters: of the first task, of serve-check's prompts, and of bench with each k under
+    the smallest load.
+
+    Under other loads acceptance is nearly the same.
     """
-    ks = ks_of(bench)
+    found: list[tuple[str, EvaluatedFact | Served | Benched, int, Drafts]] = []
+    if evaluation := report.evaluation:
+        for model in evaluation.evaluated:
+            asked = f"{evaluation.protocol.title}, {model.num_questions:,} questions"
+            found.append((asked, model, evaluation.protocol.k, model))
+    if serve := report.serve:
+        asked = f"serve-check, {len(serve.prompts):,} prompts"
+        found += [(asked, model, run.k, run) for model in serve.served for run in model.drafting]
+    if bench := report.bench:
+        load = min(bench.checkpoint.loads)
+        for model in bench.benched:
+            for cell in filter(None, (model.cell(k, load) for k in ks_of(bench))):
+                asked = f"bench, {cell.repetitions[0].requests:,} prompts of {bench.prompts}"
+                found.append((asked, model, cell.k, cell.drafts))
     rows = []
-    for model in bench.benched:
-        best = {(row.concurrency, row.context): row.k for row in model.recommended}
-        for load in model.loads:
-            cells = [_rate(model, k, load) + ", best k" * (k == best[load]) for k in ks]
-            rows.append((ROLES[model.role], served_as(model), words_of(load), *cells))
-    return Table(columns=("model", "served", "load", *(f"k={k}" for k in ks)), rows=rows)
+    for asked, model, k, counted in found:
+        if counted.draft_tokens:
+            share = f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}"
+            rows.append(
+                (asked, ROLES[model.role], served_as(model), f"{k}", share, *_accepted(counted))
+            )
+    return Table(
+        columns=("asked", "model", "served", ">k", ">tokens accepted", *_ACCEPTED), rows=rows
+    )
+
+
+def served_as(model: EvaluatedFact | Served | Benched) -> str:
+    """How a model was served, in a cell of a table."""
+    return "as it is" if model.as_served == "native" else model.as_served
+
+
+def cells(benched: Benched) -> Table:
+    """A row for each load and k; `best` is the k that is recommended, ± half of what repetitions
+    spread.
+    """
+    best = {(row.concurrency, row.context): row.k for row in benched.recommended}
+    rows = []
+    for cell in benched.cells:
+        k = f"best {cell.k}" if cell.k == best[cell.load] else f"{cell.k}"
+        rows.append((words_of(cell.load), k, *_cell(benched, cell)))
+    columns = (
+        "load",
+        ">k",
+        ">tok/s",
+        ">over k=0",
+        ">first ms",
+        ">each ms",
+        ">by position, %",
+        ">length",
+    )
+    return Table(columns=columns, rows=rows)
+
+
+def _cell(benched: Benched, cell: BenchCell) -> tuple[str, ...]:
+    if cell.tokens_per_second is None or cell.fastest is None or cell.slowest is None:
+        return "failed", *("-",) * 5
+    _, *drafted = _accepted(cell.drafts)
+    rate = f"{cell.tokens_per_second:,.1f} ± {(cell.fastest - cell.slowest) / 2:,.1f}"
+    over = figure(benched.speed_up(cell)) if cell.k else "-"
+    return rate, over, f"{cell.first_token_ms:,.1f}", f"{cell.per_token_ms:,.1f}", *drafted
 
 
 def ks_of(bench: BenchFact) -> tuple[int, ...]:
@@ -125,29 +263,10 @@ def ks_of(bench: BenchFact) -> tuple[int, ...]:
     return tuple(sorted({cell.k for model in bench.benched for cell in model.cells}))
 
 
-def _rate(model: Benched, k: int, load: tuple[int, int]) -> str:
-    """Tokens a second, half the distance from the slowest to the fastest repetition, and times as
-    fast as k=0.
-    """
-    cell = model.cell(k, load)
-    if cell is None or cell.tokens_per_second is None:
-        was_asked = any((each.k, each.load) == (k, load) for each in model.cells)
-        return "failed" if was_asked else "-"
-    spread = ((cell.fastest or 0.0) - (cell.slowest or 0.0)) / 2
-    rate = f"{cell.tokens_per_second:,.1f} ± {spread:,.1f}"
-    gain = model.speed_up(cell)
-    return f"{rate}, {gain:.2f}x" if k and gain else rate
-
-
 def speed_notes(bench: BenchFact) -> Iterator[str]:
     """What is recommended of the checkpoint, and what speaks against the figures."""
     yield from map(recommendation, bench.checkpoint.recommended)
     yield from bench.checkpoint.slower
-    yield from failures(bench)
-
-
-def failures(bench: BenchFact) -> Iterator[str]:
-    """A sentence for each cell without a figure."""
     for model in bench.benched:
         for cell in model.cells:
             if cell.error:
@@ -164,63 +283,6 @@ def recommendation(row: RecommendedK) -> str:
         return f"{load}: no k is recommended: {row.says}."
     gain = f", {row.speed_up:.2f} times as fast as k=0" if row.k and row.speed_up else ""
     return f"{load}: k={row.k}{gain}: {row.says}."
-
-
-# --- drafts and kernels ---------------------------------------------------------------------------
-
-
-def accepted(report: FullReport) -> Table:
-    """Draft counters: of the first task, of serve-check's prompts, and of bench with each k under
-    the smallest load.
-
-    Under other loads acceptance is nearly the same.
-    """
-    found: list[tuple[str, EvaluatedFact | Served | Benched, int, int, Drafts]] = []
-    if evaluation := report.evaluation:
-        protocol = evaluation.protocol
-        for model in evaluation.evaluated:
-            asked = f"{protocol.title}, {model.num_questions:,} questions"
-            found.append((asked, model, protocol.k, protocol.concurrency, model))
-    if serve := report.serve:
-        asked = f"serve-check, {len(serve.prompts):,} prompts"
-        found += [(asked, model, run.k, 1, run) for model in serve.served for run in model.drafting]
-    if bench := report.bench:
-        load = min(bench.checkpoint.loads)
-        for model in bench.benched:
-            for cell in filter(None, (model.cell(k, load) for k in ks_of(bench))):
-                asked = f"bench, {cell.repetitions[0].requests:,} prompts of {bench.prompts}"
-                found.append((asked, model, cell.k, cell.concurrency, cell.drafts))
-    columns = (
-        "asked",
-        "model",
-        "served",
-        "k",
-        "in flight",
-        "accepted of drafted tokens",
-        "share",
-        "by position",
-    )
-    rows = [
-        (
-            asked,
-            ROLES[model.role],
-            served_as(model),
-            f"{k}",
-            f"{in_flight}",
-            f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}",
-            percent(counted.acceptance),
-            ", ".join(map(percent, counted.acceptance_per_position)),
-            figure(counted.mean_accepted_length),
-        )
-        for asked, model, k, in_flight, counted in found
-        if counted.draft_tokens
-    ]
-    return Table(columns=(*columns, "tokens a step"), rows=rows)
-
-
-def served_as(model: EvaluatedFact | Served | Benched) -> str:
-    """How a model was served, in a cell of a table."""
-    return "as it is" if model.as_served == "native" else model.as_served
 
 
 def kernels(loads: Iterable[DryLoad]) -> Table:
@@ -243,5 +305,83 @@ def kernels(loads: Iterable[DryLoad]) -> Table:
     rows = [(*key[:5], places(where), key[5]) for key, where in found.items()]
     rows.sort(key=lambda row: (not row[-1].startswith("refused"), row[0] != "target"))
     return Table(
-        columns=("model", "layers", "quant method", "kernel", "count", "GPU", "outcome"), rows=rows
+        columns=("model", "layers", "quant method", "kernel", ">count", "GPU", "outcome"), rows=rows
     )
+
+
+# --- closeness ------------------------------------------------------------------------------------
+
+
+def closeness_in_short(fact: ClosenessFact) -> str:
+    """The sentence of the card."""
+    return (
+        f"{_divergence(fact)} from the source on {fact.tokens:,} tokens of held-out text; the "
+        "most likely token "
+        f"differs at {_flips(fact)}"
+    )
+
+
+def closeness(fact: ClosenessFact) -> Table:
+    """Name and figure, the most telling first."""
+    before, after = (f"{one.perplexity:.4g}" for one in fact.predicted)
+    whole = "all" if fact.is_exact else f"the likeliest {fact.top:,} of"
+    rows = [
+        ("divergence from the source", _divergence(fact)),
+        (
+            "of a token: median, 99th percentile",
+            f"{fact.median:.3g}, {fact.percentile_99:.3g} nats",
+        ),
+        ("the most likely token differs", _flips(fact)),
+        ("perplexity: source, checkpoint", f"{before}, {after}"),
+        ("tokens compared", f"{fact.tokens:,} in {fact.windows:,} windows"),
+        ("predicted tokens compared", f"{whole} {fact.vocabulary:,}"),
+    ]
+    return Table(columns=("figure", "value"), rows=rows)
+
+
+def farthest(fact: ClosenessFact) -> Table:
+    """The positions that are farthest off; texts are a model's, in quotes."""
+    rows = []
+    for one in fact.worst:
+        texts = one.context[-32:], one.token, one.source, one.checkpoint
+        rows.append((f"{one.nats:.2f}", *(json.dumps(text, ensure_ascii=False) for text in texts)))
+    return Table(columns=(">nats", "after", "text", "source", "checkpoint"), rows=rows)
+
+
+def closeness_notes(fact: ClosenessFact) -> Iterator[str]:
+    """What a reader should know, a sentence or two each."""
+    yield (
+        f"Text: {fact.text}, in windows of at most {fact.window:,} tokens. ±: one standard error, "
+        "over windows; in "
+        "brackets the 95 % interval, by Korn and Graubard."
+    )
+    if fact.against:
+        yield fact.against
+    if not fact.is_exact:
+        yield (
+            f"The rest of the vocabulary, {percent(fact.outside)} of the source's probability, "
+            "counts as one token, so "
+            "the divergence is a lower bound."
+        )
+    for one in fact.predicted:
+        if one.as_served != "native":
+            yield f"The {one.role} was served as a {one.as_served}: {one.reason}."
+        if one.repeated:
+            yield (
+                f"Asked the same again, the {one.role}'s server was {one.repeated:.2g} nats a "
+                "token from itself: less "
+                "than that is rounding."
+            )
+
+
+def _divergence(fact: ClosenessFact) -> str:
+    """`0.0123 ± 0.0004 nats a token`."""
+    error = "" if fact.stderr is None else f" ± {fact.stderr:.2g}"
+    return f"{'' if fact.is_exact else 'at least '}{fact.divergence:.3g}{error} nats a token"
+
+
+def _flips(fact: ClosenessFact) -> str:
+    """`2.10 % (1.92 to 2.30)`, the interval at 95 % confidence."""
+    trials = fact.effective_tokens
+    low, high = limits(fact.flip_rate * trials, trials, 1 - (1 - _CONFIDENCE) / 2)
+    return f"{percent(fact.flip_rate)} ({100 * low:.2f} to {100 * high:.2f})"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from keepmtp.checkpoints.dequantize import dequantize
-from keepmtp.cli.calibration_tables import will_do_json
+from keepmtp.cli.plan_tables import will_do_json
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
 from keepmtp.quantize.calibrate.mtp import mtp_policy, tuning
 from keepmtp.quantize.calibrate.mtp.mtp_pass import MtpPass, mtp_pass, refuse_held_out, refuse_mtp

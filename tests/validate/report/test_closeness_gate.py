@@ -7,9 +7,9 @@ from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.facts.binomial import student
 from keepmtp.validate.facts.closeness import ClosenessFact
 from keepmtp.validate.facts.schema import ReasonFact
-from keepmtp.validate.report.closeness_gate import closeness_reasons
-from keepmtp.validate.report.closeness_words import figures, notes, sentence
+from keepmtp.validate.report import tables
 from keepmtp.validate.report.gates import judge
+from keepmtp.validate.report.sampled_gates import closeness
 from scipy import stats
 
 
@@ -20,7 +20,7 @@ def fact(tmp_path_factory):
 
 
 def reason_of(gates: Gates, fact: ClosenessFact) -> ReasonFact:
-    (found,) = closeness_reasons(gates, fact)
+    (found,) = closeness(gates, fact)
     return found
 
 
@@ -116,9 +116,14 @@ def test_a_lower_bound_and_a_copy_are_said(tmp_path):
 
 
 def test_the_sentence_of_the_card(fact):
-    assert sentence(fact).startswith(
+    assert tables.closeness_in_short(fact).startswith(
         "at least 0.01 ± 0.00023 nats a token from the source on 4,000 tokens of held-out"
     )
-    assert "the most likely token differs at 1.98 % (1." in sentence(fact)
-    assert dict(figures(fact))["predicted tokens compared"] == "the likeliest 512 of 151,936"
-    assert any("so the divergence is a lower bound" in note for note in notes(fact))
+    assert "the most likely token differs at 1.98 % (1." in tables.closeness_in_short(fact)
+    assert (
+        dict(tables.closeness(fact).rows)["predicted tokens compared"]
+        == "the likeliest 512 of 151,936"
+    )
+    assert any(
+        "so the divergence is a lower bound" in note for note in tables.closeness_notes(fact)
+    )

@@ -446,9 +446,9 @@ def test_few_drafted_tokens_say_how_many_are_needed_and_in_how_many_questions():
             evaluation(source={"shares": (0.0, 0.0, 0.0)}),
             "none of the source's own 120,000 drafted tokens",
         ),
-        (evaluation(source={"drafts": 0}), "No k drafted tokens of both"),
-        (evaluation(source={"drafts": 0}, checkpoint={"drafts": 0}), "No k drafted tokens of both"),
-        (evaluation(has_source=False), "acceptance alone does not tell"),
+        (evaluation(source={"drafts": 0}), "Not measured of both"),
+        (evaluation(source={"drafts": 0}, checkpoint={"drafts": 0}), "Not measured of both"),
+        (evaluation(has_source=False), "Not measured of both"),
     ],
 )
 def test_a_source_without_drafts_leaves_nothing_to_keep(fact, words):

@@ -18,7 +18,7 @@ import pytest
 import reports
 from browser import PROBE, contrast, look, opened
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli import calibration_tables
+from keepmtp.cli.quantize import found as calibration_found
 from keepmtp.cli.report import save
 from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -290,7 +290,7 @@ def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
     page = save(tmp_path / "page", checked.data, vllm="0.32.0", opened=checked.source)
     assert read_json(page.with_name("report.json")).calibration == found
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(calibration_tables.found(found))
+    console.print(calibration_found(found))
     for words in (
         "97.80 %",
         "94.20 %",
@@ -388,7 +388,7 @@ def test_a_block_that_could_not_be_run_has_no_acceptance_and_says_why():
     html = render(reports.calibrated(**changed))
     assert "no class for it." in html and html.count(">not measured<") == 2 and "<svg" not in html
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(calibration_tables.found(reports.calibrated(**changed).calibration))
+    console.print(calibration_found(reports.calibrated(**changed).calibration))
     assert "no acceptance: no class for it." in console.export_text()
 
 
@@ -482,13 +482,13 @@ def test_an_evaluation_is_told_in_figures_and_in_the_words_of_its_charts(pages):
     html = render(pages["evaluated"])
     text = " ".join(re.sub(r"<[^>]*>", " ", html).split())
     for words in (
-        "68.92 % &plusmn; 1.27",
+        "68.92 % ± 1.27",
         "0.23 % (3)",
-        "-0.08 points &plusmn; 0.34",
+        "-0.08 ± 0.34",
         "-0.74 to +0.59",
         "Gates pass",
         "at most 2 points of the source's GSM8K score",
-        "79.33 % 120,000 3.38 171,470 620 s",
+        "79.33 % 93.0 81.0 64.0 3.38 171,470 276",
     ):
         assert words in text, words
     labels = re.findall(r'role="img" aria-label="([^"]*)"', html)

@@ -1,0 +1,401 @@
+"""`keepmtp fix`, `graft` and `convert`: a new folder from a finished checkpoint, which stays as it
+is.
+
+In: a checkpoint, and what it shall become. Out: a diff or a sentence, the new folder, and what the
+check and vLLM's own loaders find of it; exit status 1 if an error is left.
+
+Easy to get wrong: the old folder and the new one may share files (hard links), so nothing is ever
+written into either. And a person who only looks must not change anything: without --out nothing is
+written.
+"""
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from ..recipes.errors import RecipeError, size_in_words
+from ..recipes.extras import require_extra
+from . import exits, findings
+from .check import check_json
+from .options import (
+    AnyVLLMOption,
+    DryRunOption,
+    GpusOption,
+    JsonOption,
+    RuntimesOption,
+    chosen_gpus,
+    chosen_runtimes,
+)
+from .progress import bytes_bar, spinner
+from .tables import answer, print_json, say
+
+if TYPE_CHECKING:
+    from ..cure.fix import Outcome
+    from ..cure.graft import Graft
+    from ..cure.judged import Judged
+    from ..cure.rewritten import Rewritten
+
+_COLOURS = {
+    "---": "bold",
+    "+++": "bold",
+    "+": "green",
+    "-": "red",
+    "#": "bold",
+    "@": "cyan",
+    "~": "green",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Who judges the new folder.
+
+    Attributes:
+        gpus: GPU that vLLM pretends for the dry load at the end; may be repeated. Default sm100.
+        static_only: End with the check alone: vLLM does not load the result.
+    """
+
+    gpus: GpusOption = None
+    static_only: bool = False
+    any_vllm: AnyVLLMOption = False
+
+    def judge(
+        self,
+        out: Path,
+        doing: Callable[[str], None],
+        *,
+        headers: Path | None = None,
+        name: str | None = None,
+    ) -> "Judged":
+        """Check and load a new folder; where it lacks files, by `headers`, those of the whole
+        called `name`.
+        """
+        from ..cure.judged import GPUS, judge
+
+        gpus = () if self.static_only else tuple(chosen_gpus(self.gpus or [])) or GPUS
+        with exits.judging(out, is_whole=headers is None):
+            return judge(
+                headers or out, gpus=gpus, any_vllm=self.any_vllm, name=name, progress=doing
+            )
+
+
+def fix(
+    path: str,
+    ending: Ending,
+    out: Path | None = None,
+    runtimes: RuntimesOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new
+    folder.
+
+    Cured are: ignore lists and targets in the wrong names, MTP files that the index does not list,
+    config.json and hf_quant_config.json that disagree, counts and lists of the wrong length, scales
+    under another name or in another shape or dtype for the same bytes. No value of a weight
+    changes. Each change is printed with its reason.
+
+    With --runtime sglang, names under which SGLang 0.5.23 builds the draft are added to the lists,
+    so that one checkpoint loads in both. What no entry can cure is said with SGLang's file.
+
+    Without --out nothing is written. With it, OUT gets the changed files, and hard links of all
+    others: they take no room, and PATH stays as it is. Do not edit a linked file in place: it is
+    one file with PATH's. At the end OUT is checked, and loaded by vLLM's own loaders where there is
+    a vLLM.
+
+    Of a Hub id only headers and small files are read. OUT then has the changed files alone; what
+    needs new shards is named, and can be cured in a download. `hf upload PATH OUT . --create-pr`
+    proposes them to its owner.
+
+    What needs new values is named with the command for it, such as `keepmtp graft`.
+
+    Exit status 0 if no error is left, 1 if one is, 2 if there is nothing to judge.
+
+    Example: `keepmtp fix /data/GLM-4.7-NVFP4`
+
+    Example: `keepmtp fix /data/GLM-4.7-NVFP4 --out /data/GLM-4.7-NVFP4-fixed`
+
+    Example: `keepmtp fix /data/GLM-4.7-FP8 --runtime sglang`
+
+    Example: `keepmtp fix nvidia/Qwen3.5-397B-A17B-NVFP4 --out NEW`
+
+    Args:
+        path: A checkpoint: a folder or a Hub id, ours or anyone's.
+        out: The new folder; without it nothing is written.
+    """
+    from ..cure.fix import cure_elsewhere, proposed, write
+
+    console, written, judged = Console(quiet=as_json), None, None
+    with spinner(Console(stderr=True)) as doing:
+        outcome = proposed(path, for_sglang="sglang" in chosen_runtimes(runtimes), progress=doing)
+        for line in outcome.proposal.diffs():
+            say(console, line, _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], ""))
+        if outcome.proposal.edits:
+            console.print()
+        if out is not None and not dry_run and outcome.proposal.edits:
+            doing(f"{out}: writing")
+            written = write(outcome, out)
+            if outcome.proposal.source.folder is not None:
+                judged = ending.judge(out, doing)
+            else:  # the files of a repository that did not change are not here
+                with outcome.proposal.headers() as folder:
+                    judged = ending.judge(
+                        out, doing, headers=folder, name=outcome.proposal.source.where
+                    )
+    data = shown = judged.checked.data if judged else outcome.after.data
+    if judged is None and outcome.proposal.edits:
+        shown = data.model_copy(update={"path": f"{path}, as it would be"})
+    # What is cured next: the new folder, if it has all of the checkpoint.
+    next_one = (
+        str(out)
+        if written and outcome.proposal.source.folder is not None
+        else outcome.proposal.source.where
+    )
+    found = (cure_elsewhere(finding, outcome, next_one) for finding in data.findings)
+    cures = [*dict.fromkeys(filter(None, found))]
+    findings.show(console, shown, path=next_one)
+    for line in _left(path, outcome, written, judged, cures):
+        say(console, line)
+    if as_json:
+        printed = check_json(data, judged.checked.accounts if judged else ())
+        print_json(printed | _fix_json(outcome, written, judged) | {"cures": cures})
+    if not (judged.ok if judged else data.ok):
+        raise typer.Exit(exits.FINDINGS)
+
+
+def _left(
+    path: str,
+    outcome: "Outcome",
+    written: "Rewritten | None",
+    judged: "Judged | None",
+    cures: list[str],
+) -> Iterator[str]:
+    """What is left and how it is cured, and what was written."""
+    for reason in outcome.proposal.not_here:
+        yield f"not cured in a repository, because it needs the shards: {reason}"
+    for obstacle in outcome.not_for_sglang[:3]:
+        yield f"not for SGLang: {obstacle}"
+    for cure in cures:
+        yield f"needs new values: {cure}"
+    if judged and judged.no_vllm is not None:
+        yield f"not loaded by vLLM: {judged.no_vllm}"
+    if written is not None:
+        yield written.sentence
+    elif outcome.proposal.edits:
+        yield f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW"
+    else:
+        yield "nothing to change: there is no finding that fix can cure"
+
+
+def _fix_json(
+    outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None"
+) -> dict[str, Any]:
+    return {
+        "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
+        "changes": [*dict.fromkeys(change.why for change in outcome.proposal.edits)],
+        "diff": outcome.proposal.diffs(),
+        "needs_shards": [*outcome.proposal.not_here],
+        "not_for_sglang": list(outcome.not_for_sglang),
+        "out": str(written.folder) if written else None,
+        "new": list(written.new) if written else [],
+        "linked": len(written.linked) if written else 0,
+        "copied": len(written.copied) if written else 0,
+        "not_loaded": str(judged.no_vllm) if judged and judged.no_vllm else None,
+    }
+
+
+def graft(
+    quantized: str,
+    source: Annotated[str, typer.Option("--from")],
+    ending: Ending,
+    out: Path | None = None,
+    mtp: str | None = None,
+    replace: bool = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is
+    broken.
+
+    Reads only the block's tensors of the release, from a Hub repository by range requests, and says
+    before how many bytes. Packs them as asked, into files of their own. config.json,
+    hf_quant_config.json and the index get what vLLM needs, in the dialect that they have:
+    compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound or Quark.
+
+    OUT is a new folder: files that stay are hard links, and nothing is written into the old
+    checkpoint. Of a Hub repository that is not on this machine, OUT gets only the files that are
+    new or changed. It ends with the check and, where there is a vLLM, with vLLM's own loaders. Exit
+    status 1 if one of them finds an error.
+
+    Refused before a byte is written: another model or another width, a block that is there and
+    good, a release without a trained block, a dialect that vLLM or keepmtp does not have.
+
+    Example: `keepmtp graft GLM-4.7-NVFP4 --from zai-org/GLM-4.7 --out NEW`
+
+    Example: `keepmtp graft GLM-4.7-NVFP4 --from /data/GLM-4.7 --dry-run`
+
+    Args:
+        quantized: The checkpoint that lost its MTP block: a folder or a Hub id.
+        source: Folder or Hub id of the release that it was made from.
+        out: The new folder; not needed with --dry-run.
+        mtp: The block: `source` (as released), `bf16`, or a scheme that needs no data; default:
+            source where the checkpoint's config can say it, else bf16.
+        replace: Also in place of a block with which nothing is wrong.
+    """
+    require_extra("graft", "quantize")
+    from ..checkpoints.source import open_source
+    from ..cure.graft import plan_graft
+    from ..cure.judged import Judged
+
+    if out is None and not dry_run:
+        raise RecipeError(
+            "graft", "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run"
+        )
+    err, new = Console(stderr=True), None
+    made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
+    for line in _foreseen(made):
+        say(err, line)
+    judged = Judged(checked=made.checked)
+    if out is not None and not dry_run:
+        from ..cure.graft_write import carry_out
+
+        fetching, reading, packing = (
+            bytes_bar(err, label) for label in ("fetching", "reading values", "packing")
+        )
+        written = carry_out(made, out, fetching=fetching, reading=reading, packing=packing)
+        say(err, written.sentence)
+        new = list(written.new)
+        if made.quantized.folder is not None:
+            judged = ending.judge(out, partial(say, err))
+    plan = made.plan
+    told = {
+        "source": {"name": plan.source.where, "revision": plan.source.revision},
+        "mtp": plan.recipe.mtp,
+        "tensors": sum(len(tensor.outputs) for tensor in plan.tensors),
+        "bytes": {"read": made.num_bytes_read, "written": plan.num_bytes_after},
+        "requests": made.num_requests,
+        "shards": [shard.file for shard in plan.shards],
+        "left_out": made.proposal.empty_shards,
+        "written_again": list(made.proposal.shards_again),
+        "diff": made.proposal.diffs(),
+        "new": new,
+        "vllm": None if judged.no_vllm is None else str(judged.no_vllm),
+    }
+    _end(judged, told, made.proposal.diffs(), as_json=as_json)
+
+
+def _foreseen(made: "Graft") -> Iterator[str]:
+    """What will be read and written."""
+    plan, size = made.plan, size_in_words
+    asked = f" in {made.num_requests:,} range requests" if plan.source.folder is None else ""
+    forms = sorted({tensor.scheme or "plain" for tensor in plan.tensors if len(tensor.shape) >= 2})
+    yield f"read: {size(made.num_bytes_read)} of {plan.source.where}{asked}, the MTP block alone"
+    yield (
+        f"write: {size(plan.num_bytes_after)} in "
+        f"{', '.join(shard.file for shard in plan.shards)}: {', '.join(forms)}"
+    )
+    if gone := made.proposal.empty_shards:
+        yield f"leave out: {', '.join(gone)}: nothing but the old block"
+    if again := made.proposal.shards_again:
+        yield f"write again: {', '.join(again)}: without the old block"
+    if made.quantized.folder is None:
+        yield (
+            f"OUT gets only files that are new or changed: {made.quantized.where} is not on "
+            "this machine"
+        )
+
+
+def convert(
+    path: str,
+    to: Annotated[Literal["compressed-tensors", "modelopt"], typer.Option("--to")],
+    ending: Ending,
+    out: Path | None = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.
+
+    Packed bytes stay as they are. Their tensors get the other names, the scales of a whole tensor
+    the other convention, and config.json the other quantization config, in vLLM's names. Shards
+    without a quantized weight, such as those of a plain MTP block, are hard links.
+    keepmtp-convert.json in the new folder has what the way back needs: there and back gives the
+    same tensors and the same config files.
+
+    A form that the other dialect has no word for is refused with the tensor's name before a byte is
+    written. At the end the new checkpoint is checked, and loaded by vLLM's own classes where there
+    is a vLLM. Exit status 1 if one of them finds an error.
+
+    Example: `keepmtp convert out/tiny-glm4-moe.nvfp4-fp8 --to modelopt --dry-run`
+
+    Example: `keepmtp convert /data/GLM-NVFP4 --to modelopt --out /data/GLM-NVFP4-modelopt`
+
+    Args:
+        path: A finished checkpoint's folder, ours or anyone's.
+        to: The dialect it will have.
+        out: The new folder; not needed with --dry-run.
+    """
+    require_extra("convert", "quantize")
+    from ..cure import convert as cure
+
+    planned = cure.plan_conversion(path, to)
+    told = {
+        "path": planned.source.where,
+        "from": planned.first,
+        "to": planned.to,
+        "is_way_back": planned.is_way_back,
+        "tensors_changed": len(planned.changes),
+        "tensors_with_other_bytes": planned.num_reexpressed,
+        "shards_written": planned.shards,
+        "bytes_written": planned.proposal.num_bytes_again,
+    }
+    how = "as it was before its last conversion" if planned.is_way_back else f"from {planned.first}"
+    num_all = len({entry.file for entry in planned.source.entries.values()})
+    sentence = (
+        f"{planned.source.where} to {planned.to}, {how}: {len(planned.changes):,} tensors get "
+        "another name or form, "
+        f"{planned.num_reexpressed:,} of them other bytes; {len(planned.shards)} of {num_all} "
+        "shards are written "
+        f"({size_in_words(planned.proposal.num_bytes_again)})"
+    )
+    if dry_run:
+        answer(told, [sentence, *planned.proposal.diffs()], as_json=as_json)
+        return
+    if out is None:
+        raise RecipeError(
+            "convert",
+            "--out must name the new folder",
+            got="nothing",
+            cure="Add --out, or --dry-run",
+        )
+    err = Console(stderr=True)
+    with bytes_bar(err, "converting")(planned.proposal.num_bytes_again) as progress:
+        written = cure.convert(planned, out, progress=progress)
+    judged = ending.judge(out, partial(say, err))
+    made = {"out": str(out), "new": written.new, "linked": written.linked, "copied": written.copied}
+    _end(judged, told | made, [sentence, written.sentence], as_json=as_json)
+
+
+def _end(
+    judged: "Judged", value: Mapping[str, Any], lines: Iterable[str], *, as_json: bool
+) -> None:
+    """Print what was made, in lines for people, and what was found of it; end with the status that
+    this comes to.
+    """
+    found = judged.checked
+    if as_json:
+        print_json({**value, "check": check_json(found.data, found.accounts)})
+    else:
+        console = Console()
+        for line in lines:
+            say(console, line)
+        if judged.no_vllm is not None:
+            say(console, f"vLLM was not asked: {judged.no_vllm}")
+        findings.show(console, found.data)
+    if not judged.ok:
+        raise typer.Exit(exits.FINDINGS)
