@@ -60,20 +60,161 @@ def message_of(caught: pytest.ExceptionInfo, start: str = "") -> str:
     return message.removeprefix(start)
 
 
-def test_unknown_key(tmp_path):
-    assert (
-        refusal(tmp_path, calibraton=None)
-        == "calibraton is not a key of a recipe; got None. Did you mean calibration?"
-    )
+CALIBRATION = CALIBRATED.calibration.model_dump()
+BACKBONE_OF = CALIBRATED.backbone
+AUTO = {
+    "mtp": "auto",
+    "mtp_auto": {"min_acceptance": 0.97, "candidates": ["bf16", "NVFP4", {"experts": "W4A16"}]},
+}
+SETTINGS = {
+    "mtp": "NVFP4",
+    "steps": 100,
+    "batch_size": 4,
+    "learning_rate": 1e-4,
+    "seed": 0,
+    "loss": "lk_hybrid",
+    "draft_steps": 3,
+    "decay": 0.6,
+}
+TUNED = {"mtp": "tuned", "mtp_tuned": SETTINGS}
 
 
-def test_unknown_key_of_a_part(tmp_path):
-    calibration = CALIBRATED.calibration.model_dump() | {"sample": 3}
-    message = refusal(tmp_path, calibration=calibration)
-    assert message == "calibration.sample is not a key of a recipe; got 3. Did you mean samples?"
-    assert "Did you mean scheme?" in refusal(
-        tmp_path, overrides=[{"modules": "x", "scheme": "bf16", "shceme": "bf16"}]
-    )
+def calibrated(**changes: object) -> dict:
+    return {"calibration": CALIBRATION | changes}
+
+
+def auto(**changes: object) -> dict:
+    return AUTO | {"mtp_auto": AUTO["mtp_auto"] | changes}
+
+
+def tuned(**changes: object) -> dict:
+    return TUNED | {"mtp_tuned": SETTINGS | changes}
+
+
+def with_knobs(algorithm: str, **knobs: object) -> dict:
+    changes = calibrated(algorithm=algorithm, **knobs)
+    return changes | {"backbone": BACKBONE_OF | {"experts": "W4A16"}}
+
+
+GROUPS = "must be one of the module groups attention, linear_attention, dense_mlp"
+REFUSED = [
+    (
+        {"calibraton": None},
+        "calibraton is not a key of a recipe; got None. Did you mean calibration?",
+    ),
+    (
+        calibrated(sample=3),
+        "calibration.sample is not a key of a recipe; got 3. Did you mean samples?",
+    ),
+    (
+        {"overrides": [{"modules": "x", "scheme": "bf16", "shceme": "bf16"}]},
+        "overrides.0.shceme is not a key of a recipe; got 'bf16'. Did you mean scheme?",
+    ),
+    ({"backbone": BACKBONE_OF | {"expert": "bf16"}}, f"backbone.expert: {GROUPS}"),
+    ({"backbone": BACKBONE_OF | {"expert": "bf16"}}, "got 'expert'. Did you mean experts?"),
+    ({"mtp": {"atention": "bf16"}}, "got 'atention'. Did you mean attention?"),
+    (
+        {"calibration": None},
+        "calibration must be given for NVFP4; got null. Name a dataset, or use NVFP4A16",
+    ),
+    (
+        {"backbone": BACKBONE_OF | {"experts": "NVFP4A16"}},
+        "calibration must be null where no scheme needs it; got a dataset",
+    ),
+    (
+        calibrated(algorithm="awq"),
+        "calibration.algorithm awq rewrites weights of NVFP4A16, W4A16, W4A16_ASYM, W4A16_G32, "
+        "W8A16 only; got FP8_DYNAMIC",
+    ),
+    (
+        calibrated(algorithm="awq", experts="routed"),
+        "experts: routed must come with algorithm minmax, gptq or smoothquant; got awq. Set experts: all",
+    ),
+    (
+        calibrated(backend="modelopt", algorithm="gptq"),
+        "calibration: gptq is llm-compressor's; got backend: modelopt. Use algorithm: minmax, mse",
+    ),
+    (
+        calibrated(algorithm="mse"),
+        "calibration: mse is modelopt's; got backend: llmcompressor. Set backend: modelopt, or",
+    ),
+    *[
+        (calibrated(**{key: -1}), f"calibration.{key}: ")
+        for key in ("samples", "held_out", "sequence_length", "batch_size", "seed")
+    ],
+    *[
+        (calibrated(**{key: ""}), f"calibration.{key}: ")
+        for key in ("column", "prompt_column", "dataset")
+    ],
+    (
+        with_knobs("awq", gptq={}),
+        "gptq must come with algorithm: gptq; got algorithm: awq. Remove gptq, or set algorithm",
+    ),
+    (with_knobs("gptq", awq={}), "awq must come with algorithm: awq; got algorithm: gptq."),
+    (
+        with_knobs("gptq", gptq={"actorder": "group"}),
+        "calibration.gptq.actorder: must be static, weight or null; got group. Use weig",
+    ),
+    (with_knobs("gptq", gptq={"actorder": True}), "must be static, weight or null; got True."),
+    (with_knobs("gptq", gptq={"block_size": 0}), "calibration.gptq.block_size: "),
+    (with_knobs("gptq", gptq={"dampening_frac": -0.1}), "calibration.gptq.dampening_frac: "),
+    (with_knobs("gptq", gptq={"dampening_frac": None}), "calibration.gptq.dampening_frac: "),
+    (with_knobs("gptq", gptq={"dampening": 0.1}), "got 0.1. Did you mean dampening_frac?"),
+    (with_knobs("autoround", autoround={"iters": 0}), "calibration.autoround.iters: "),
+    (with_knobs("autoround", autoround={"lr": 0}), "calibration.autoround.lr: "),
+    (
+        with_knobs("autoround", autoround={"device_ids": "0,1"}),
+        "calibration.autoround.device_ids is not a key of a recipe",
+    ),
+    (
+        with_knobs("awq", awq={"n_grid": 2}),
+        "n_grid must be at least 3 where duo_scaling is true; got 2.",
+    ),
+    (
+        with_knobs("awq", awq={"n_grid": 1, "duo_scaling": False}),
+        "at least 2 where duo_scaling is false; got 1. Raise it.",
+    ),
+    (
+        with_knobs("awq", awq={"n_grid": 3, "duo_scaling": "both"}),
+        "at least 4 where duo_scaling is both; got 3.",
+    ),
+    (AUTO | {"mtp_auto": None}, "mtp_auto must be given where mtp is auto; got nothing."),
+    (AUTO | {"mtp": "bf16"}, "mtp_auto must be left out where mtp is not auto; got mtp: bf16."),
+    (AUTO | {"calibration": None}, "calibration must be given for mtp: auto; got null."),
+    (
+        AUTO | {"backbone": BACKBONE_OF | {"experts": "auto"}},
+        "mtp_auto must be left out where backbone is auto",
+    ),
+    ({"mtp": {"experts": "auto"}}, "mtp.experts: must be one of source, bf16, "),
+    (AUTO | {"mtp": "Auto"}, "got 'Auto'. Did you mean auto?"),
+    (auto(candidates=["auto"]), "must be one of source, bf16, "),
+    (auto(candidates=[]), "mtp_auto.candidates: "),
+    (auto(candidates=["bf16", "bf16"]), "candidates must differ; got 'bf16' twice."),
+    (auto(candidates=["NVFP5"]), "Did you mean NVFP4?"),
+    (auto(min_acceptance=97), "mtp_auto.min_acceptance: "),
+    (auto(min_acceptance=0), "mtp_auto.min_acceptance: "),
+    (
+        auto(candidate=[]),
+        "mtp_auto.candidate is not a key of a recipe; got []. Did you mean candidates?",
+    ),
+    (TUNED | {"mtp_tuned": None}, "mtp_tuned must be given where mtp is tuned; got nothing."),
+    (TUNED | {"mtp": "bf16"}, "mtp_tuned must be left out where mtp is not tuned; got mtp: bf16."),
+    (TUNED | {"calibration": None}, "calibration must be given for mtp: tuned; got null."),
+    (tuned(mtp="source"), "a tuned block is written anew; got mtp: source. Use bf16"),
+    (tuned(mtp="tuned"), "mtp_tuned.mtp: must be one of source, bf16, "),
+    (tuned(loss="mse"), "mtp_tuned.loss: "),
+    (tuned(draft_steps=4), "mtp_tuned.draft_steps: "),
+    (tuned(rate=1), "mtp_tuned.rate is not a key of a recipe"),
+    (
+        TUNED | {"mtp_tuned": {key: SETTINGS[key] for key in SETTINGS if key != "steps"}},
+        "mtp_tuned.steps must be given",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED)
+def test_what_is_refused(tmp_path, changes, says):
+    assert says in refusal(tmp_path, **changes)
 
 
 @pytest.mark.parametrize(
@@ -150,65 +291,6 @@ def test_unknown_scheme(tmp_path, written, meant):
         assert message.endswith(f"got {written!r}. Did you mean {meant}?")
 
 
-def test_unknown_group(tmp_path):
-    message = refusal(tmp_path, backbone=CALIBRATED.backbone | {"expert": "bf16"})
-    assert message.startswith(
-        "backbone.expert: must be one of the module groups attention, linear_attention, dense_mlp"
-    )
-    assert message.endswith("got 'expert'. Did you mean experts?")
-    assert refusal(tmp_path, mtp={"atention": "bf16"}).endswith(
-        "got 'atention'. Did you mean attention?"
-    )
-
-
-def test_calibration_that_is_needed(tmp_path):
-    message = refusal(tmp_path, calibration=None)
-    assert "calibration must be given for NVFP4; got null." in message
-    assert "NVFP4A16" in message
-
-
-def test_calibration_that_is_not_needed(tmp_path):
-    message = refusal(tmp_path, backbone=CALIBRATED.backbone | {"experts": "NVFP4A16"})
-    assert "calibration must be null where no scheme needs it; got a dataset" in message
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "samples",
-        "held_out",
-        "sequence_length",
-        "batch_size",
-        "column",
-        "prompt_column",
-        "dataset",
-        "seed",
-    ],
-)
-def test_values_that_no_run_could_use(tmp_path, key):
-    value = -1 if isinstance(getattr(CALIBRATED.calibration, key), int) else ""
-    message = refusal(tmp_path, calibration=CALIBRATED.calibration.model_dump() | {key: value})
-    assert message.startswith(f"calibration.{key}: ") and f"got {value!r}" in message
-
-
-def test_an_algorithm_must_rewrite_something(tmp_path):
-    calibration = CALIBRATED.calibration.model_dump() | {"algorithm": "awq"}
-    message = refusal(tmp_path, calibration=calibration)
-    schemes = "NVFP4A16, W4A16, W4A16_ASYM, W4A16_G32, W8A16"
-    assert (
-        f"calibration.algorithm awq rewrites weights of {schemes} only; got FP8_DYNAMIC" in message
-    )
-
-
-def test_awq_sees_every_token(tmp_path):
-    calibration = CALIBRATED.calibration.model_dump() | {"algorithm": "awq", "experts": "routed"}
-    message = refusal(tmp_path, calibration=calibration)
-    assert (
-        "experts: routed must come with algorithm minmax, gptq or smoothquant; got awq. Set "
-        "experts: all"
-    ) in message
-
-
 @pytest.mark.parametrize(
     ("algorithm", "experts", "expected"),
     [
@@ -227,109 +309,31 @@ def test_schemes_that_depend_on_data(algorithm, experts, expected):
     assert Recipe.model_validate(raw).calibrated_schemes() == expected
 
 
-def test_each_back_end_has_its_algorithms(tmp_path):
-    block = CALIBRATED.calibration.model_dump()
-    message = refusal(tmp_path, calibration=block | {"backend": "modelopt", "algorithm": "gptq"})
-    assert (
-        "calibration: gptq is llm-compressor's; got backend: modelopt. Use algorithm: minmax, mse"
-        in message
-    )
-    message = refusal(tmp_path, calibration=block | {"algorithm": "mse"})
-    assert (
-        "calibration: mse is modelopt's; got backend: llmcompressor. Set backend: modelopt, or"
-        in message
-    )
-    assert (
-        "backend" not in block
-        and "backend" not in CALIBRATED.model_dump(mode="json")["calibration"]
-    )
+def test_another_back_end_is_written_down():
+    assert "backend" not in CALIBRATION
     made = Recipe.model_validate(
-        CALIBRATED.model_dump()
-        | {"calibration": block | {"backend": "modelopt", "algorithm": "mse"}}
+        CALIBRATED.model_dump() | calibrated(backend="modelopt", algorithm="mse")
     )
     assert made.model_dump()["calibration"]["backend"] == "modelopt"
 
 
-def with_knobs(algorithm: str, **knobs) -> dict:
-    raw = CALIBRATED.model_dump()
-    raw["backbone"]["experts"], raw["calibration"]["algorithm"] = "W4A16", algorithm
-    return raw | {"calibration": raw["calibration"] | knobs}
+def knobs_recipe(algorithm: str, **knobs: object) -> Recipe:
+    return Recipe.model_validate(CALIBRATED.model_dump() | with_knobs(algorithm, **knobs))
 
 
-def test_knobs_of_an_algorithm(tmp_path):
-    gptq = Recipe.model_validate(
-        with_knobs("gptq", gptq={"actorder": None, "block_size": 64})
-    ).calibration
-    assert gptq.knobs == {"actorder": None, "dampening_frac": 0.01, "block_size": 64}
-    awq = Recipe.model_validate(with_knobs("awq", awq={"duo_scaling": "both"})).calibration
+def test_knobs_of_an_algorithm():
+    gptq = knobs_recipe("gptq", gptq={"actorder": None, "block_size": 64})
+    knobs = gptq.calibration.knobs
+    assert knobs == {"actorder": None, "dampening_frac": 0.01, "block_size": 64}
+    awq = knobs_recipe("awq", awq={"duo_scaling": "both"}).calibration
     assert awq.knobs == {"n_grid": 20, "duo_scaling": "both"}
-    assert Recipe.model_validate(with_knobs("autoround")).calibration.knobs["iters"] == 200, (
-        "llm-compressor compiles"
-    )
-    plain = Recipe.model_validate(with_knobs("gptq")).calibration
+    assert knobs_recipe("autoround").calibration.knobs["iters"] == 200, "llm-compressor compiles"
+    plain = knobs_recipe("gptq").calibration
     assert not plain.knobs and not {"gptq", "awq"} & {*plain.model_dump()}
-    assert gptq.model_dump(mode="json")["gptq"] == gptq.knobs, (
-        "the record, the fingerprint and recipe.yaml have them"
-    )
-    chosen = Recipe.model_validate(with_knobs("gptq", gptq={"block_size": 64})).with_choices(
-        scheme="NVFP4", mtp=None
-    )
-    assert chosen.calibration.algorithm == "minmax" and chosen.calibration.gptq is None
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "knobs", "says"),
-    [
-        (
-            "awq",
-            {"gptq": {}},
-            (
-                "gptq must come with algorithm: gptq; got algorithm: awq. Remove gptq, or set "
-                "algorithm"
-            ),
-        ),
-        ("gptq", {"awq": {}}, "awq must come with algorithm: awq; got algorithm: gptq."),
-        (
-            "gptq",
-            {"gptq": {"actorder": "group"}},
-            "gptq.actorder: must be static, weight or null; got group. Use weig",
-        ),
-        (
-            "gptq",
-            {"gptq": {"actorder": True}},
-            "gptq.actorder: must be static, weight or null; got True.",
-        ),
-        ("gptq", {"gptq": {"block_size": 0}}, "gptq.block_size: "),
-        ("gptq", {"gptq": {"dampening_frac": -0.1}}, "gptq.dampening_frac: "),
-        ("gptq", {"gptq": {"dampening_frac": None}}, "gptq.dampening_frac: "),
-        ("gptq", {"gptq": {"dampening": 0.1}}, "got 0.1. Did you mean dampening_frac?"),
-        ("autoround", {"autoround": {"iters": 0}}, "autoround.iters: "),
-        ("autoround", {"autoround": {"lr": 0}}, "autoround.lr: "),
-        (
-            "autoround",
-            {"autoround": {"device_ids": "0,1"}},
-            "autoround.device_ids is not a key of a recipe",
-        ),
-        (
-            "awq",
-            {"awq": {"n_grid": 2}},
-            "n_grid must be at least 3 where duo_scaling is true; got 2. Raise it.",
-        ),
-        (
-            "awq",
-            {"awq": {"n_grid": 1, "duo_scaling": False}},
-            "at least 2 where duo_scaling is false; got 1.",
-        ),
-        (
-            "awq",
-            {"awq": {"n_grid": 3, "duo_scaling": "both"}},
-            "at least 4 where duo_scaling is both; got 3.",
-        ),
-    ],
-)
-def test_knobs_that_are_refused(tmp_path, algorithm, knobs, says):
-    message = refusal(tmp_path, **with_knobs(algorithm, **knobs))
-    assert message.startswith("calibration") and says in message
+    written = gptq.model_dump(mode="json")["calibration"]["gptq"]
+    assert written == knobs, "the record, the fingerprint and recipe.yaml have them"
+    chosen = gptq.with_choices(scheme="NVFP4", mtp=None).calibration
+    assert chosen.algorithm == "minmax" and chosen.gptq is None
 
 
 def test_every_algorithm_of_a_recipe_has_its_schemes():
@@ -338,15 +342,7 @@ def test_every_algorithm_of_a_recipe_has_its_schemes():
     assert set().union(*REWRITES.values()) <= set(SCHEMES)
 
 
-# --- mtp: auto ------------------------------------------------------------------------------------
-
-AUTO = {
-    "mtp": "auto",
-    "mtp_auto": {"min_acceptance": 0.97, "candidates": ["bf16", "NVFP4", {"experts": "W4A16"}]},
-}
-
-
-def test_auto_with_its_candidates(tmp_path):
+def test_auto_with_its_candidates():
     recipe = Recipe.model_validate(CALIBRATED.model_dump() | AUTO)
     assert recipe.decisions() >= {"bf16", "NVFP4", "W4A16"} and "auto" not in recipe.decisions()
     chosen = recipe.resolved("FP8_DYNAMIC")
@@ -357,93 +353,13 @@ def test_auto_with_its_candidates(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"mtp_auto": None}, "mtp_auto must be given where mtp is auto; got nothing."),
-        ({"mtp": "bf16"}, "mtp_auto must be left out where mtp is not auto; got mtp: bf16."),
-        ({"calibration": None}, "calibration must be given for mtp: auto; got null."),
-        (
-            {"backbone": CALIBRATED.backbone | {"experts": "auto"}},
-            "mtp_auto must be left out where backbone is auto",
-        ),
-        ({"mtp": {"experts": "auto"}}, "mtp.experts: must be one of source, bf16, "),
-        ({"mtp": "Auto"}, "got 'Auto'. Did you mean auto?"),
-    ],
-)
-def test_auto_that_is_refused(tmp_path, changes, says):
-    assert says in refusal(tmp_path, **(AUTO | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"candidates": ["auto"]}, "must be one of source, bf16, "),
-        ({"candidates": []}, "got []"),
-        ({"candidates": ["bf16", "bf16"]}, "candidates must differ; got 'bf16' twice."),
-        ({"candidates": ["NVFP5"]}, "Did you mean NVFP4?"),
-        ({"min_acceptance": 97}, "got 97"),
-        ({"min_acceptance": 0}, "got 0"),
-        (
-            {"candidate": []},
-            "mtp_auto.candidate is not a key of a recipe; got []. Did you mean candidates?",
-        ),
-    ],
-)
-def test_candidates_that_are_refused(tmp_path, changes, says):
-    message = refusal(tmp_path, **(AUTO | {"mtp_auto": AUTO["mtp_auto"] | changes}))
-    assert message.startswith("mtp_auto") and says in message
-
-
-# --- mtp: tuned -----------------------------------------------------------------------------------
-
-SETTINGS = {
-    "mtp": "NVFP4",
-    "steps": 100,
-    "batch_size": 4,
-    "learning_rate": 1e-4,
-    "seed": 0,
-    "loss": "lk_hybrid",
-    "draft_steps": 3,
-    "decay": 0.6,
-}
-TUNED = {"mtp": "tuned", "mtp_tuned": SETTINGS}
-
-
-def test_tuned_is_for_schemes(tmp_path):
+def test_tuned_is_for_schemes():
     recipe = Recipe.model_validate(CALIBRATED.model_dump() | TUNED)
     assert (
         recipe.mtp_policy == "NVFP4" and "tuned" not in recipe.decisions() and recipe.measures_mtp
     )
     assert recipe.resolved("NVFP4").mtp_tuned is None
     assert recipe.with_choices(scheme=None, mtp="bf16").mtp_tuned is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"mtp_tuned": None}, "mtp_tuned must be given where mtp is tuned; got nothing."),
-        ({"mtp": "bf16"}, "mtp_tuned must be left out where mtp is not tuned; got mtp: bf16."),
-        ({"calibration": None}, "calibration must be given for mtp: tuned; got null."),
-        (
-            {"mtp_tuned": SETTINGS | {"mtp": "source"}},
-            "a tuned block is written anew; got mtp: source. Use bf16",
-        ),
-        (
-            {"mtp_tuned": SETTINGS | {"mtp": "tuned"}},
-            "mtp_tuned.mtp: must be one of source, bf16, ",
-        ),
-        ({"mtp_tuned": SETTINGS | {"loss": "mse"}}, "mtp_tuned.loss: "),
-        ({"mtp_tuned": SETTINGS | {"draft_steps": 4}}, "mtp_tuned.draft_steps: "),
-        ({"mtp_tuned": SETTINGS | {"rate": 1}}, "mtp_tuned.rate is not a key of a recipe"),
-        (
-            {"mtp_tuned": {key: SETTINGS[key] for key in SETTINGS if key != "steps"}},
-            "mtp_tuned.steps must be given",
-        ),
-    ],
-)
-def test_tuned_that_is_refused(tmp_path, changes, says):
-    assert says in refusal(tmp_path, **(TUNED | changes))
 
 
 def test_auto_on_the_command_line():
@@ -475,15 +391,6 @@ def test_candidates_are_narrowed_to_what_a_block_has():
     assert candidates_for([{"experts": "bf16"}], {"attention"}) == (), (
         "says nothing about this block"
     )
-
-
-@pytest.mark.parametrize("text", ["a: [", "- 1", "", "summary: one: two"])
-def test_a_file_that_is_no_mapping(tmp_path, text):
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(RecipeError) as caught:
-        read_recipe(path)
-    assert "a recipe is a YAML mapping; got " in message_of(caught, f"{path}: ")
 
 
 def test_a_model_name_means_its_default_recipe():
@@ -668,20 +575,12 @@ def test_a_hub_id_names_the_recipe_of_that_release():
         find_recipe("models/tiny-glm4-moe")  # a folder, not a release
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_recipe_is_found_by_its_name(name):
-    recipe, _ = find_recipe(name)
-    assert recipe.name == name
-    assert len(recipe.summary) <= 110 and not recipe.summary.endswith(".")
-    assert ("no calibration" in recipe.summary) <= (recipe.calibration is None)
-
-
-def test_every_model_has_one_default_and_one_data_free_recipe():
-    recipes = shipped_recipes()
-    for model in {recipe.model for recipe in recipes}:
-        variants = [recipe for recipe in recipes if recipe.model == model]
-        assert [recipe.default for recipe in variants].count(True) == 1, model
-        assert any(recipe.calibration is None for recipe in variants), model
+def test_summaries_are_short_and_every_model_has_a_data_free_recipe():
+    data_free = {recipe.model for recipe in shipped_recipes() if recipe.calibration is None}
+    for recipe in shipped_recipes():
+        assert len(recipe.summary) <= 110 and not recipe.summary.endswith(".")
+        assert ("no calibration" in recipe.summary) <= (recipe.calibration is None)
+        assert recipe.model in data_free
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "nvfp4-fp8" in name])
@@ -780,48 +679,39 @@ def planned(tmp_path: Path, **changes) -> Plan:
     return make_plan(Recipe.model_validate(raw), open_source(source))
 
 
-def refused_plan(tmp_path: Path, **changes) -> str:
+BACKBONE = {"attention": "bf16", "dense_mlp": "bf16", "shared_experts": "bf16", "experts": "W4A16"}
+NOWHERE = r"re:model\.layers\.77\..*"
+UNFIT = [
+    (
+        {"backbone": {group: BACKBONE[group] for group in BACKBONE if group != "shared_experts"}},
+        "backbone must say what happens to shared_experts; got nothing",
+    ),
+    ({"mtp": {"experts": "bf16"}}, "mtp must say what happens to attention; got nothing"),
+    (
+        {"backbone": BACKBONE | {"linear_attention": "bf16"}},
+        "backbone group linear_attention must match a module of the model; got no match",
+    ),
+    ({"mtp": BACKBONE | {"experts": "bf16"}}, "mtp group dense_mlp must match a module"),
+    (
+        {"overrides": ({"modules": NOWHERE, "scheme": "bf16"},)},
+        f"pattern {NOWHERE!r} must match a module of the model; got no match",
+    ),
+    ({"keep": (NOWHERE,)}, f"pattern {NOWHERE!r} must match a module of the model; got no match"),
+    # As a prefix it is how other tools hit layers 10 to 19.
+    ({"overrides": ({"modules": "model.layers.1.self_attn", "scheme": "bf16"},)}, "got no match"),
+    (
+        {"overrides": ({"modules": "model.layers.1.self_attn.q_proj", "scheme": "bf16"},)},
+        "model.layers.1.self_attn.qkv_proj, so they need one scheme; got ",
+    ),
+    ({"family": "deepseek_v3"}, "family must be that of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), UNFIT)
+def test_a_recipe_that_does_not_fit_its_model(tmp_path, changes, says):
     with pytest.raises(RecipeError) as caught:
         planned(tmp_path, **changes)
-    return message_of(caught, "glm-4.7.nvfp4a16-fp8")
-
-
-BACKBONE = {"attention": "bf16", "dense_mlp": "bf16", "shared_experts": "bf16", "experts": "W4A16"}
-
-
-def test_group_without_a_decision(tmp_path):
-    without = {group: word for group, word in BACKBONE.items() if group != "shared_experts"}
-    assert "backbone must say what happens to shared_experts; got nothing" in refused_plan(
-        tmp_path, backbone=without
-    )
-    assert "mtp must say what happens to attention; got nothing" in refused_plan(
-        tmp_path, mtp={"experts": "bf16"}
-    )
-
-
-def test_group_without_a_module(tmp_path):
-    backbone = BACKBONE | {"linear_attention": "bf16"}
-    message = refused_plan(tmp_path, backbone=backbone)
-    assert (
-        "backbone group linear_attention must match a module of the model; got no match" in message
-    )
-    mtp = BACKBONE | {"experts": "bf16"}
-    assert "mtp group dense_mlp must match a module" in refused_plan(tmp_path, mtp=mtp)
-
-
-@pytest.mark.parametrize("key", ["overrides", "keep"])
-def test_pattern_that_matches_nothing(tmp_path, key):
-    pattern = r"re:model\.layers\.77\..*"
-    value = ({"modules": pattern, "scheme": "bf16"},) if key == "overrides" else (pattern,)
-    assert f"pattern {pattern!r} must match a module of the model; got no match" in refused_plan(
-        tmp_path, **{key: value}
-    )
-
-
-def test_pattern_matches_whole_names_only(tmp_path):
-    """`model.layers.1` as a prefix is how other tools hit layers 10 to 19."""
-    overrides = ({"modules": "model.layers.1.self_attn", "scheme": "bf16"},)
-    assert "got no match" in refused_plan(tmp_path, overrides=overrides)
+    assert says in message_of(caught, "glm-4.7.nvfp4a16-fp8")
 
 
 def test_override_takes_effect_on_what_it_names(tmp_path):
@@ -829,16 +719,6 @@ def test_override_takes_effect_on_what_it_names(tmp_path):
     plan = planned(tmp_path, overrides=overrides)
     by_layer = {tensor.layer: tensor.scheme for tensor in plan.tensors if tensor.role == "experts"}
     assert by_layer == {1: "W8A16", 2: "NVFP4A16", 3: ""}
-
-
-def test_fused_modules_must_agree(tmp_path):
-    overrides = ({"modules": "model.layers.1.self_attn.q_proj", "scheme": "bf16"},)
-    message = refused_plan(tmp_path, overrides=overrides)
-    assert "model.layers.1.self_attn.qkv_proj, so they need one scheme; got " in message
-
-
-def test_family_of_another_model(tmp_path):
-    assert "family must be that of" in refused_plan(tmp_path, family="deepseek_v3")
 
 
 def test_mtp_by_groups(tmp_path):
