@@ -82,22 +82,25 @@ def in_modelopt(
         of_experts: the module is a projection of a routed expert.
     """
     if scheme == CACHE:
-        change: Change = "none" if dtype == "F32" else "dtype"
-        return Spelling(leaf=f"{leaf[0]}_proj.{leaf}", dtype="F32", shape=(), change=change)
+        return _cast(f"{leaf[0]}_proj.{leaf}", dtype, "F32", ())
     if scheme.startswith("NVFP4"):
         if leaf in _COMMON:
             return Spelling(leaf=_COMMON[leaf], dtype="F32", shape=(), change="reciprocal")
         return Spelling(leaf=leaf.replace("weight_packed", "weight"), dtype=dtype, shape=shape)
     if leaf == "weight":
         return Spelling(leaf=leaf, dtype=dtype, shape=shape)
-    change = "none" if dtype == "F32" else "dtype"
-    if scheme == "FP8_BLOCK":
-        if of_experts:
-            return Spelling(leaf="weight_scale_inv", dtype="F32", shape=shape, change=change)
-        return Spelling(leaf=leaf, dtype="F32", shape=(*shape[:1], 1, *shape[1:], 1), change=change)
-    return Spelling(
-        leaf=leaf, dtype="F32", shape=shape[:1] if scheme == "FP8_DYNAMIC" else (), change=change
-    )
+    if scheme == "FP8_BLOCK" and of_experts:
+        return _cast("weight_scale_inv", dtype, "F32", shape)
+    shapes = {"FP8_BLOCK": (*shape[:1], 1, *shape[1:], 1), "FP8_DYNAMIC": shape[:1]}
+    return _cast(leaf, dtype, "F32", shapes.get(scheme, ()))
+
+
+def _cast(leaf: str, dtype: str, to: str, shape: tuple[int, ...]) -> Spelling:
+    """The same numbers in another dtype."""
+    change: Change = "none"
+    if dtype != to:
+        change = "dtype"
+    return Spelling(leaf=leaf, dtype=to, shape=shape, change=change)
 
 
 def cache_scale_in(convention: Format, name: str) -> str:
@@ -113,11 +116,9 @@ def cache_scale_in(convention: Format, name: str) -> str:
         return name
     projection = f"{leaf[0]}_proj"
     holder = holder.removesuffix(f".{projection}")
-    return (
-        f"{holder}.{leaf}"
-        if convention == "compressed-tensors"
-        else f"{holder}.{projection}.{leaf}"
-    )
+    if convention == "modelopt":
+        holder = f"{holder}.{projection}"
+    return f"{holder}.{leaf}"
 
 
 _DIVISORS = {other: name for name, other in _COMMON.items()}
@@ -131,24 +132,17 @@ def in_compressed_tensors(scheme: str, leaf: str, dtype: str, shape: tuple[int, 
     not, it stays F32.
     """
     if scheme == CACHE:
-        return Spelling(
-            leaf=leaf, dtype="BF16", shape=(1,), change="none" if dtype == "BF16" else "dtype"
-        )
+        return _cast(leaf, dtype, "BF16", (1,))
     if scheme.startswith("NVFP4"):
         if leaf in _DIVISORS:
             return Spelling(leaf=_DIVISORS[leaf], dtype="F32", shape=(1,), change="reciprocal")
-        return Spelling(
-            leaf="weight_packed" if leaf == "weight" else leaf, dtype=dtype, shape=shape
-        )
+        packed = {"weight": "weight_packed"}
+        return Spelling(leaf=packed.get(leaf, leaf), dtype=dtype, shape=shape)
     if leaf == "weight":
         return Spelling(leaf=leaf, dtype=dtype, shape=shape)
     if scheme == "FP8_BLOCK":
-        blocks = (shape[0], shape[2]) if len(shape) == 4 else shape
-        return Spelling(leaf="weight_scale", dtype=dtype, shape=blocks)
-    change: Change = "none" if dtype == "BF16" else "dtype"
-    return Spelling(
-        leaf=leaf,
-        dtype="BF16",
-        shape=(*shape[:1], 1) if scheme == "FP8_DYNAMIC" else (1,),
-        change=change,
-    )
+        if len(shape) == 4:
+            shape = (shape[0], shape[2])
+        return Spelling(leaf="weight_scale", dtype=dtype, shape=shape)
+    shapes = {"FP8_DYNAMIC": (*shape[:1], 1)}
+    return _cast(leaf, dtype, "BF16", shapes.get(scheme, (1,)))
