@@ -81,10 +81,9 @@ def calibrate(
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():
         settled = with_batch_size(plan, folder, ranks)
-        found = None
+        fact, at = None, folder / "search"
         if settled.recipe.is_searched:
-            found = search(settled, data, folder / "search", ranks=ranks, progress=progress)
-            settled = found.plan
+            settled, fact = search(settled, data, at, ranks=ranks, progress=progress)
         backbone = calibrate_backbone(
             settled, data, folder, device=ranks.device, ranks=ranks, progress=progress
         )
@@ -101,7 +100,7 @@ def calibrate(
         "min_acceptance": plan.recipe.mtp_auto.min_acceptance if plan.recipe.mtp_auto else None,
         "confidence": plan.recipe.gates.confidence if plan.recipe.mtp_auto else None,
         **mtp.summary(),
-        **({"search": found.fact.model_dump(mode="json")} if found else {}),
+        **({"search": fact.model_dump(mode="json")} if fact else {}),
     }
     # The record holds the recipe as it was written, and the number that was chosen is in the
     # summary.
@@ -112,7 +111,7 @@ def calibrate(
         salt=salt,
         summary=summary,
         mtp=mtp,
-        recipe_text=found_text(recipe) if found else "",
+        recipe_text=found_text(recipe) if fact else "",
     )
 
 

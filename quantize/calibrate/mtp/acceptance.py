@@ -88,10 +88,8 @@ class Acceptance:
         return {"num_slots": self.num_slots, "counts": self.counts.tolist()}
 
     def by_position(self, k: int) -> tuple[float, ...]:
-        """Share of drafts whose token at each position is accepted, as
-        `Drafts.acceptance_per_position` of a server.
-        """
-        return tuple(_by_position(self.counts.sum(dim=0), k).tolist())
+        """Share of drafts whose token at each position is accepted, as a server counts it."""
+        return tuple(_rates(self.counts.sum(dim=0), k).tolist())
 
     def mean_accepted_length(self, k: int) -> float:
         """Tokens a step of the target: the accepted ones and its own."""
@@ -107,79 +105,65 @@ class Acceptance:
             other: measured on the same held-out text.
             confidence: of each limit, one-sided.
         """
-        each = [self._limits(other, k, confidence) for k in self._ks]
-        value, low, high = map(min, zip(*each, strict=True))
-        return Kept(
-            value=value, low=low, high=high, num_slots=self.num_slots, confidence=confidence
-        )
+        # A sequence that counts for neither says nothing.
+        says_something = (self.counts + other.counts).flatten(start_dim=1).any(dim=1)
+        own, theirs = self.counts[says_something], other.counts[says_something]
+        limits = []
+        for k in self._ks:
+            kept, reach = float(_share(own.sum(dim=0), theirs.sum(dim=0), k)), math.inf
+            if (num_rows := len(own)) >= FEWEST_SEQUENCES:
+                without = _share(own.sum(dim=0) - own, theirs.sum(dim=0) - theirs, k)
+                error = math.sqrt(num_rows - 1) * float(without.std(correction=0))
+                reach = student_t(confidence, num_rows - 1) * error
+                reach = max(reach, unseen(self.num_slots, confidence))
+            limits.append((kept, max(0.0, kept - reach)))
+        value, low = map(min, zip(*limits, strict=True))
+        return Kept(value=value, low=low, num_slots=self.num_slots, confidence=confidence)
 
     def fact(self) -> AcceptanceFact:
         """The figures for the record, by the number of tokens drafted a step."""
+        by_position, lengths = {}, {}
+        for k in self._ks:
+            by_position[str(k)] = tuple(round(rate, DIGITS) for rate in self.by_position(k))
+            lengths[str(k)] = round(self.mean_accepted_length(k), DIGITS)
         return AcceptanceFact(
-            num_slots=self.num_slots,
-            by_position={
-                str(k): tuple(round(rate, DIGITS) for rate in self.by_position(k)) for k in self._ks
-            },
-            mean_accepted_length={
-                str(k): round(self.mean_accepted_length(k), DIGITS) for k in self._ks
-            },
+            num_slots=self.num_slots, by_position=by_position, mean_accepted_length=lengths
         )
 
     @property
     def _ks(self) -> range:
         return range(1, self.counts.shape[-1] + 1)
 
-    def _limits(self, other: "Acceptance", k: int, confidence: float) -> tuple[float, float, float]:
-        """Estimate, lower and upper limit where k tokens are drafted a step."""
-        own, theirs = self.counts.sum(dim=0), other.counts.sum(dim=0)
-        kept = _share(own, theirs, k)
-        # A sequence that counts for neither says nothing.
-        rows = [
-            row
-            for row in range(len(self.counts))
-            if self.counts[row].any() or other.counts[row].any()
-        ]
-        if len(rows) < FEWEST_SEQUENCES:
-            return kept, 0.0, math.inf
-        without = [_share(own - self.counts[row], theirs - other.counts[row], k) for row in rows]
-        mean = sum(without) / len(rows)
-        variance = (len(rows) - 1) / len(rows) * sum((each - mean) ** 2 for each in without)
-        reach = max(
-            student_t(confidence, len(rows) - 1) * math.sqrt(variance),
-            unseen(self.num_slots, confidence),
-        )
-        return kept, max(0.0, kept - reach), kept + reach
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A share that is kept, and its one-sided limits at a confidence.
+    """A share that is kept, and its one-sided limit at a confidence.
 
     Attributes:
         value: the estimate.
-        low, high: with `confidence` it is above the first, and likewise below the second.
+        low: with `confidence` it is above this.
         num_slots: slots that it was measured on.
     """
 
     value: float
     low: float
-    high: float
     num_slots: int
     confidence: float
 
     def needed_slots(self, least: float) -> int | None:
-        """About how many slots would show that `least` is kept; None where these do, or the
-        estimate is below it.
+        """About how many slots would show that `least` is kept.
+
+        None where these do, where the estimate is below it, and where so little is known that
+        nobody can say.
         """
-        margin = self.value - least
-        if self.low >= least or margin <= 0 or not math.isfinite(self.high):
+        margin, spread = self.value - least, self.value - self.low
+        if self.low >= least or margin <= 0 or not self.low:
             return None
-        needed = math.log1p(-self.confidence) / math.log1p(-min(margin, 0.5))
+        needed = fewest_slots(1 - min(margin, 0.5), self.confidence)
         # The limit without a loss shrinks with the slots, the jackknife's with their root.
-        spread = self.value - self.low
         if spread > unseen(self.num_slots, self.confidence) * (1 + 1e-9):
-            needed = max(needed, self.num_slots * (spread / margin) ** 2)
-        return math.ceil(needed)
+            needed = max(needed, math.ceil(self.num_slots * (spread / margin) ** 2))
+        return needed
 
 
 def student_t(confidence: float, degrees: int) -> float:
@@ -197,23 +181,23 @@ def fewest_slots(least: float, confidence: float) -> int:
     return math.ceil(math.log1p(-confidence) / math.log(least)) if least < 1 else 2**63
 
 
-def _share(own: Tensor, theirs: Tensor, k: int) -> float:
-    """The share of another's accepted tokens that is kept where k tokens are drafted a step."""
-    others = float(_by_position(theirs, k).mean())
-    return float(_by_position(own, k).mean()) / others if others else 1.0
+def _share(own: Tensor, theirs: Tensor, k: int) -> Tensor:
+    """[...]: the share of another's accepted tokens that is kept where k are drafted, of counts
+    [..., 2, K, K].
+    """
+    kept, before = (_rates(counts, k).mean(dim=-1) for counts in (own, theirs))
+    return torch.where(before > 0, kept / before, 1.0)
 
 
-def _by_position(counts: Tensor, k: int) -> Tensor:
-    """[k]: what is accepted at each position, as a share of all drafts, from counts [2, K, K]."""
-    reached, accepted = counts[:, k - 1, :k]
-    rates = torch.where(
-        reached > 0, accepted / reached.clamp(min=1e-300), torch.zeros_like(accepted)
-    )
-    return rates.cumprod(dim=0)
+def _rates(counts: Tensor, k: int) -> Tensor:
+    """[..., k]: what is accepted at each position, as a share of all drafts, from counts [..., 2,
+    K, K].
+    """
+    reached, accepted = counts[..., k - 1, :k].unbind(dim=-2)
+    return torch.where(reached > 0, accepted / reached, 0.0).cumprod(dim=-1)
 
 
-# --- measuring
-# --------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
@@ -230,31 +214,29 @@ def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
     backbone, skeleton = target.backbone, target.backbone.skeleton
     model, written = skeleton.model, backbone.data.held_out_written
     num_steps = NUM_STEPS if len(blocks) == 1 else min(NUM_STEPS, len(blocks))
-    ends = end_ids(skeleton.plan)
-    counts = torch.zeros(
-        len(backbone.data.held_out_ids), 3, num_steps, num_steps, dtype=torch.float64
-    )
+    embedding, ends = model.get_input_embeddings(), end_ids(skeleton.plan)
+    counts = torch.zeros(len(target.choices), 3, num_steps, num_steps, dtype=torch.float64)
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
         for block in blocks:
             stack.enter_context(serving(block))
-        for row, sequence in sequences(backbone, target.stream):
+        for sequence in sequences(backbone, target.stream):
+            row = sequence.first
             ids, hidden = (
                 sequence.ids.to(skeleton.device),
                 block_input(skeleton, blocks[0], sequence),
             )
-            outputs = draft_steps(
-                blocks, model.get_input_embeddings(), ids=ids, hidden=hidden, num_steps=num_steps
-            )
+            outputs = draft_steps(blocks, embedding, ids=ids, hidden=hidden, num_steps=num_steps)
             drafts = []
             for step, output in enumerate(outputs):
                 head: Any = blocks[min(step, len(blocks) - 1)].head or model.get_output_embeddings()
-                drafts.append(
-                    head(output).float().argmax(dim=-1).cpu()
-                )  # of BF16 it takes five times as long
-            own = None if written is None else written[row]
-            choices = target.choices[row]
+                # Of BF16 it takes five times as long.
+                drafts.append(head(output).float().argmax(dim=-1).cpu())
             counts[row] = server_counts(
-                sequence.ids[0], choices, torch.cat(drafts), ends=ends, written=own
+                sequence.ids[0],
+                target.choices[row],
+                torch.cat(drafts),
+                ends=ends,
+                written=None if written is None else written[row],
             )
     counts = backbone.ranks.sum(counts)
     num_slots = int(counts[:, 0, 0, 0].sum())
@@ -293,25 +275,23 @@ def server_counts(
     is_own_S = F.pad(ids_S[1:] == choices_S[:-1], (0, 1))  # at slot i: token i + 1
     # A server drafts nothing after an end, but a draft may run across one, and vLLM counts what it
     # does there.
-    is_slot_S = is_own_S.clone()
-    is_slot_S[:-1] &= ~torch.isin(ids_S[1:], torch.tensor(sorted(ends), dtype=ids_S.dtype))
+    counts_S = ~torch.isin(ids_S, torch.tensor(sorted(ends), dtype=ids_S.dtype))
     if written is not None:
-        is_slot_S[:-1] &= written[1:]
-    reached, accepted, open_S = [], [], is_slot_S
-    for step, drafts_S in enumerate(drafts_KS):
-        # The step reads tokens up to i + step + 1; its draft is for the target's choice after that
+        counts_S &= written
+    is_slot_S = is_own_S & F.pad(counts_S[1:], (0, 1))
+    both, open_S = [], is_slot_S
+    for step, drafts_S in enumerate(drafts_KS, start=1):
+        # The step reads tokens up to i + step; its draft is for the target's choice after that
         # token.
-        reached.append(open_S)
-        is_right_S = drafts_S[: length - step - 1] == choices_S[step + 1 :]
-        accepted.append(open_S & F.pad(is_right_S, (0, step + 1)))
-        open_S = accepted[-1] & F.pad(is_own_S[step + 1 :], (0, step + 1))
-    reached_KS, accepted_KS = torch.stack(reached).double(), torch.stack(accepted).double()
+        is_right_S = F.pad(drafts_S[: length - step] == choices_S[step:], (0, step))
+        both.append(torch.stack([open_S, open_S & is_right_S]))
+        open_S = both[-1][1] & F.pad(is_own_S[step:], (0, step))
+    both_2KS = torch.stack(both, dim=1).double()
     counts = torch.zeros(3, num_steps, num_steps, dtype=torch.float64)
     counts[0] = is_slot_S.sum()
     for k in range(1, num_steps + 1):
-        visits_S = _visits(is_slot_S.tolist(), accepted_KS[:k].sum(dim=0).int().tolist(), k)
-        counts[1, k - 1] = (reached_KS * visits_S).sum(dim=1)
-        counts[2, k - 1] = (accepted_KS * visits_S).sum(dim=1)
+        num_accepted = both_2KS[1, :k].sum(dim=0).int().tolist()
+        counts[1:, k - 1] = (both_2KS * _visits(is_slot_S.tolist(), num_accepted, k)).sum(dim=-1)
     return counts
 
 
@@ -325,13 +305,16 @@ def _visits(is_slot: Sequence[bool], num_accepted: Sequence[int], k: int) -> Ten
         num_accepted: drafts that are accepted there.
     """
     visits, place = [0.0] * len(is_slot), 0
-    for slot, counts in enumerate(is_slot):
-        place = place + 1 if counts else 0
-        if 1 <= place <= k + 1:
+    for slot, (counts, accepted) in enumerate(zip(is_slot, num_accepted, strict=True)):
+        if not counts:
+            place = 0
+            continue
+        place += 1
+        if place <= k + 1:
             visits[slot] += 1.0
-        following = slot + num_accepted[slot] + 1
+        following = slot + accepted + 1
         # The text is left, or ends, where a slot between does not count.
-        if counts and following < len(is_slot) and all(is_slot[slot : following + 1]):
+        if following < len(is_slot) and all(is_slot[slot : following + 1]):
             visits[following] += visits[slot]
     return torch.tensor(visits, dtype=torch.float64) / (k + 1)
 

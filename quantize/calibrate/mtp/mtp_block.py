@@ -194,10 +194,9 @@ class MtpBlock(PreTrainedModel):
             # A module's name is followed by a dot; the parameters of `collapse` go on as they like.
             if name.startswith(disk if path.startswith("collapse.") else f"{disk}."):
                 return path + name[len(disk) :], 0
-        part = next(
-            i for i, layer in enumerate(self._layers_on_disk) if name.startswith(self._stem(layer))
-        )
-        rest = name[len(self._stem(self._layers_on_disk[part])) :]
+        stems = [self.view.disk_stem("mtp", layer) for layer in self._layers_on_disk]
+        part = next(number for number, stem in enumerate(stems) if name.startswith(stem))
+        rest = name.removeprefix(stems[part])
         for backbone, disk in self.draft.renames:
             if rest.startswith(disk):
                 rest = backbone + rest[len(disk) :]
@@ -208,24 +207,21 @@ class MtpBlock(PreTrainedModel):
     @cached_property
     def _glue(self) -> dict[str, str]:
         """Module outside the decoder layer -> its name on disk."""
-        draft = self.draft
-        joined = (
-            ("projection",)
-            if len(draft.projections) == 1
-            else ("embedding_projection", "hidden_projection")
-        )
+        draft, found = self.draft, {}
         paths = {"embedding_norm": draft.embedding_norm, "hidden_norm": draft.hidden_norm}
-        paths |= dict(zip(joined, draft.projections, strict=True))
+        if len(draft.projections) == 1:
+            paths["projection"] = draft.projections[0]
+        else:
+            paths["embedding_projection"], paths["hidden_projection"] = draft.projections
         paths |= {"final_norm": draft.final_norm, "head": draft.head}
         if draft.collapse:
             paths[f"collapse.{draft.collapse[1]}"] = draft.collapse[2]
-        whole = [row.path for row in self.view.layout.mtp_top]
-        stem = self._stem(self._layers_on_disk[0])
-        return {
-            name: path if any(row.startswith(path) for row in whole) else stem + path
-            for name, path in paths.items()
-            if path
-        }
+        stem = self.view.disk_stem("mtp", self._layers_on_disk[0])
+        for name, path in paths.items():
+            is_whole = any(row.path.startswith(path) for row in self.view.layout.mtp_top)
+            if path:
+                found[name] = path if is_whole else stem + path
+        return found
 
     @cached_property
     def _layers_on_disk(self) -> tuple[int, ...]:
@@ -238,14 +234,10 @@ class MtpBlock(PreTrainedModel):
     def _names(self) -> Names:
         # The rules belong to the model's class; a text model's are sometimes kept with the whole
         # model's type.
-        kinds = (self.draft.model_type, self.view.config.get("model_type", ""))
-        rules = next(
-            (found for kind in kinds if (found := get_checkpoint_conversion_mapping(kind))), []
-        )
-        return Names(transforms=tuple(rules))
-
-    def _stem(self, layer: int) -> str:
-        return self.view.disk_stem("mtp", layer)
+        rules = None
+        for kind in (self.draft.model_type, self.view.config.get("model_type", "")):
+            rules = rules or get_checkpoint_conversion_mapping(kind)
+        return Names(transforms=tuple(rules or ()))
 
     def _norm(self, classes: ModuleType, size: int) -> nn.Module:
         eps = getattr(self.config, "rms_norm_eps", None) or self.config.layer_norm_epsilon
@@ -264,21 +256,18 @@ class MtpBlock(PreTrainedModel):
         return PlainResidual(layer) if self.draft.plain_residual else layer
 
     def _join(self, tokens_BTH: Tensor, hidden: Tensor) -> Tensor:
-        if not self.draft.streams:
-            states_BTH = self.hidden_norm(hidden)
-            if len(self.draft.projections) == 2:
-                return self.embedding_projection(tokens_BTH) + self.hidden_projection(states_BTH)
-            pair = (states_BTH, tokens_BTH) if self.draft.hidden_first else (tokens_BTH, states_BTH)
+        if len(self.draft.projections) == 1:
+            pair = [tokens_BTH, self.hidden_norm(hidden)]
+            if self.draft.hidden_first:
+                pair.reverse()
             return self.projection(torch.cat(pair, dim=-1))
         shape_BTCH = (*tokens_BTH.shape[:2], -1, tokens_BTH.shape[2])
         if self.draft.joint_norm:
             states_BTCH = self.hidden_norm(hidden.flatten(2)).view(shape_BTCH)
         else:
             states_BTCH = self.hidden_norm(hidden.view(shape_BTCH))
-        joined_BTCH = self.hidden_projection(states_BTCH) + self.embedding_projection(
-            tokens_BTH
-        ).unsqueeze(-2)
-        return joined_BTCH.view(hidden.shape)
+        tokens_BTCH = self.embedding_projection(tokens_BTH).unsqueeze(-2)
+        return (self.hidden_projection(states_BTCH) + tokens_BTCH).view(hidden.shape)
 
     def _rotated(self, inputs_embeds: Tensor, positions_T: Tensor) -> Any:
         if self.rotary is None:
@@ -345,8 +334,7 @@ class KeptChoice:
         return F.pad(chosen, (0, added), value=torch.finfo(chosen.dtype).min)
 
 
-# --- draft steps
-# --------------------------------------------------------------------------------------------------
+# --- draft steps ----------------------------------------------------------------------------------
 
 
 def draft_steps(
@@ -398,24 +386,7 @@ def step_mask(positions: Sequence[Tensor], window: int | None) -> Tensor:
     return mask
 
 
-# --- building
-# --------------------------------------------------------------------------------------------------
-
-
-def draft_of(view: FamilyView) -> Draft:
-    """What the family's MTP layer computes.
-
-    Raises:
-        RecipeError: it cannot be run here.
-    """
-    if view.family.draft is None:
-        raise RecipeError(
-            f"family {view.family.model_type}",
-            "keepmtp must be able to run an MTP block that it calibrates or measures",
-            got=f"one that it cannot: {view.family.no_draft}",
-            cure="Give `mtp` a word that needs no data (source, bf16, FP8_DYNAMIC, W4A16, ...)",
-        )
-    return view.family.draft
+# --- building -------------------------------------------------------------------------------------
 
 
 def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
@@ -429,15 +400,20 @@ def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
     Raises:
         RecipeError: the family's block cannot be run here.
     """
-    draft = draft_of(view)
+    draft = view.family.draft
+    if draft is None:
+        raise RecipeError(
+            f"family {view.family.model_type}",
+            "keepmtp must be able to run an MTP block that it calibrates or measures",
+            got=f"one that it cannot: {view.family.no_draft}",
+            cure="Give `mtp` a word that needs no data (source, bf16, FP8_DYNAMIC, W4A16, ...)",
+        )
     # Only the language model's part of a vision-language model's config is read.
     values = {key: value for key, value in view.text_config.items() if key not in _NOT_THE_LAYER}
     config = CONFIG_MAPPING[draft.model_type].from_dict(values).get_text_config()
     if getattr(config, "mtp_layer_types", None):
         config = config.get_mtp_config()
-        if (
-            config.layer_types[index] in _SLIDING
-        ):  # which transformers knows of backbone layers alone
+        if config.layer_types[index] in _SLIDING:  # transformers knows it of backbone layers alone
             config.num_attention_heads = config.num_sliding_attention_heads
     # Calibration computes under eager attention, like the backbone's.
     config._attn_implementation = "eager"
@@ -445,22 +421,14 @@ def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
     classes = importlib.import_module(where.replace("configuration_", "modeling_"))
     with torch.device("meta"):
         block = MtpBlock(view, draft, index, config, classes).eval()
-    before = {name: vars(module) for name, module in block.named_modules()}
     linear_experts(block)
-    for name, module in block.named_modules():
-        # Constants of an activation, which single experts are made without (MiniMax-M3's).
-        for key, value in before.get(name, {}).items():
-            if isinstance(value, float) and not hasattr(module, key):
-                setattr(module, key, value)
     # On meta only: `Skeleton.fill` takes the dtype from these parameters.
     nn.Module.to(
         block, dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     )
     if draft.rotary is not None:
-        block.rotary = getattr(classes, draft.rotary or f"{draft.classes}RotaryEmbedding")(
-            config=config
-        )
-    _keep_float32(block, classes)
+        rotary = draft.rotary or f"{draft.classes}RotaryEmbedding"
+        block.rotary = getattr(classes, rotary)(config=config)
     return block
 
 
@@ -472,16 +440,3 @@ def bind_block(block: MtpBlock, plan: Plan) -> Binding:
     """
     tensors = [tensor for tensor in plan.tensors if block.owns(tensor)]
     return bind(block, tensors, lambda tensor: block.path_of(tensor.name), str(plan.source.where))
-
-
-def _keep_float32(block: MtpBlock, classes: ModuleType) -> None:
-    """What the backbone's class keeps in float32, the block keeps, too."""
-    for kind in vars(classes).values():
-        if (
-            isinstance(kind, type)
-            and issubclass(kind, PreTrainedModel)
-            and kind.__module__ == classes.__name__
-        ):
-            for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-                if found := getattr(kind, name, None):
-                    setattr(block, name, {*(getattr(block, name, None) or ()), *found})

@@ -29,12 +29,12 @@ from ..layers.forwards import serving
 from ..layers.layer import Calibrated, calibrate
 from ..layers.served import InMemory, serve_weights
 from ..layers.work import LayerWork
-from ..model.skeleton import Batch, Skeleton
+from ..model.skeleton import Skeleton
 from ..model.states import Stream
 from .acceptance import Acceptance, acceptance
 from .mtp_block import MtpBlock, bind_block, build_block
 from .target import Target, block_input
-from .tuning import Training, masters_of, train
+from .tuning import Training, train
 
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are
 # (v1/spec_decode/llm_base_proposer.py leaves spec_step_idx at 0). For this family alone a proposer
@@ -63,26 +63,15 @@ class PolicyResults:
         """The finished pass."""
         return self.served.backbone
 
-    @property
-    def folder(self) -> Path:
-        """Where results are kept."""
-        return self.backbone.folder / "mtp"
-
     def released(self) -> Acceptance:
         """Of the released model."""
-        return self._kept(
-            "released", lambda: self._acceptance(self.source, self._filled(self.plan))
-        )
+        return self._kept("released", self.source, self._filled)
 
     def unquantized(self) -> Acceptance:
         """Of the quantized backbone with the block as released."""
-        return self._kept(
-            "unquantized", lambda: self._acceptance(self.served, self._filled(self.plan))
-        )
+        return self._kept("unquantized", self.served, self._filled)
 
-    def measured(
-        self, plan: Plan, progress: Callable[[int, int], None] | None = None
-    ) -> Acceptance:
+    def measured(self, plan: Plan, progress: Callable[[int], None] | None = None) -> Acceptance:
         """Of the quantized backbone with the block as `plan` has it; a killed run goes on with a
         training.
 
@@ -92,87 +81,80 @@ class PolicyResults:
         """
         if not is_served_changed(plan):
             return self.unquantized()
-        found = self._kept(
-            _key(plan), lambda: self._acceptance(self.served, self._made(plan, progress))
-        )
+        found = self._kept(_key(plan), self.served, lambda: self._made(plan, progress))
         if self.backbone.ranks.is_first:
             for file in self.statistics(plan):
-                _unfinished(file).unlink(missing_ok=True)
+                file.with_suffix(".training").unlink(missing_ok=True)
         return found
 
-    def statistics(self, plan: Plan) -> tuple[Path, ...]:
+    def statistics(self, plan: Plan) -> list[Path]:
         """The statistics of a policy that was measured: a file for each block."""
-        return tuple(
-            self.folder / f"{_key(plan)}-{index:05d}.safetensors"
-            for index in range(num_blocks(plan))
-        )
+        folder, key = self.backbone.folder / "mtp", _key(plan)
+        return [folder / f"{key}-{index:05d}.safetensors" for index in range(num_blocks(plan))]
 
-    def _kept(self, key: str, measure: Callable[[], Acceptance]) -> Acceptance:
+    def _kept(self, key: str, target: Target, blocks: Callable[[], list[MtpBlock]]) -> Acceptance:
         """A result from the pass's folder, or one that is measured now and written there for the
         next run.
         """
-        path, ranks = self.folder / f"{key}.json", self.backbone.ranks
+        path, ranks = self.backbone.folder / "mtp" / f"{key}.json", self.backbone.ranks
         # One rank looks for all: each for itself, one could find what another has not seen yet, and
         # wait for its sums.
         kept = ranks.of_first(lambda: json.loads(path.read_text()) if path.is_file() else None)
         if kept is not None:
             return Acceptance.read(kept)
-        with fitting(self.plan, "the MTP block and a batch", self.backbone.skeleton.device):
-            found = measure()
+        with fitting(self.plan, "the MTP block and a batch", ranks.device):
+            found = acceptance(target, blocks_that_draft(self.plan, blocks()))
         if ranks.is_first:
-            self.folder.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             write_whole(path, json.dumps(found.as_json()))
         return found
 
-    def _acceptance(self, target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
-        return acceptance(target, blocks_that_draft(self.plan, blocks))
+    def _filled(self) -> list[MtpBlock]:
+        return filled_blocks(self.plan, self.backbone.skeleton)
 
-    def _filled(self, plan: Plan) -> list[MtpBlock]:
-        """The blocks with the released weights."""
-        return filled_blocks(plan, self.backbone.skeleton)
-
-    def _made(self, plan: Plan, progress: Callable[[int, int], None] | None) -> list[MtpBlock]:
-        """The blocks rounded or trained as `plan` says, once everything that is written of them is
-        on disk.
+    def _made(self, plan: Plan, progress: Callable[[int], None] | None) -> list[MtpBlock]:
+        """The blocks rounded or trained as `plan` says, once all that is written of them is on
+        disk.
         """
-        blocks = self._filled(plan)
+        blocks, backbone = filled_blocks(plan, self.backbone.skeleton), self.backbone
+        needs_batches = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
         for index, (block, file) in enumerate(zip(blocks, self.statistics(plan), strict=True)):
             binding = bind_block(block, plan)
-            work, masters = LayerWork.of(plan, binding), masters_of(block, binding)
-            found = self._calibrated(plan, blocks[: index + 1], work)
-            if found is None and not masters:
+            work, masters = LayerWork.of(plan, binding), dict[str, Tensor]()
+            for name, pieces in binding.items():
+                if pieces[0].tensor.tuned:
+                    masters[name] = block.get_parameter(name).detach().float().clone()
+            if masters:  # training chooses the weights
+                work = replace(work, algorithm="minmax", backend="llmcompressor")
+            found = Calibrated(tensors={}, coverage=())
+            if work.schemes or work.caches:
+                found = calibrate(
+                    block,
+                    BlockInputs(
+                        backbone=backbone,
+                        blocks=blocks[: index + 1],
+                        stream="mtp" if needs_batches else "served",
+                    ),
+                    work,
+                )
+            elif not masters:
                 continue
-            found = found or Calibrated(tensors={}, coverage=())
             tensors, losses = work.on_disk(found.tensors), []
             serve_weights(block, plan, work, InMemory(tensors))
             if masters:
                 training = Training(
                     plan=plan,
-                    backbone=self.backbone,
+                    backbone=backbone,
                     block=block,
                     binding=binding,
                     scales=tensors,
                     masters=masters,
                 )
-                losses = train(training, _unfinished(file), progress)
+                losses = train(training, file.with_suffix(".training"), progress)
                 tensors = tensors | training.serve()
-            if self.backbone.ranks.is_first:
-                self.backbone.record(file, found, work, tensors, losses=losses)
+            if backbone.ranks.is_first:
+                backbone.record(file, found, work, tensors, losses=losses)
         return blocks
-
-    def _calibrated(
-        self, plan: Plan, blocks: Sequence[MtpBlock], work: LayerWork
-    ) -> Calibrated | None:
-        """What calibration finds in the last of `blocks`; None where it has no scheme."""
-        if not work.schemes and not work.caches:
-            return None
-        if plan.recipe.mtp_tuned:  # training chooses the weights
-            work = replace(work, algorithm="minmax", backend="llmcompressor")
-        needs_batches = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
-        stream: Stream = "mtp" if needs_batches else "served"
-        return calibrate(
-            blocks[-1], BlockInputs(backbone=self.backbone, blocks=blocks, stream=stream), work
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,27 +174,28 @@ class BlockInputs:
     def __len__(self) -> int:
         return len(self.backbone.batches(self.stream))
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in self.backbone.batches(self.stream).batches():
-            yield self._arguments(batch)
-
     @torch.no_grad()
-    def _arguments(self, batch: Batch) -> dict[str, Tensor]:
-        skeleton = self.backbone.skeleton
-        embedding, ids = skeleton.model.get_input_embeddings(), batch.ids.to(skeleton.device)
-        # The last slots have no next token.
-        length = ids.shape[1] - len(self.blocks)
-        hidden, arguments = block_input(skeleton, self.blocks[0], batch)[:, :length], {}
-        for step, block in enumerate(self.blocks, start=1):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        skeleton, (*before, _) = self.backbone.skeleton, self.blocks
+        embedding = skeleton.model.get_input_embeddings()
+        for batch in self.backbone.batches(self.stream).batches():
+            ids = batch.ids.to(skeleton.device)
+            # The last slots have no next token.
+            length = ids.shape[1] - len(self.blocks)
             arguments = {
-                "inputs_embeds": embedding(ids[:, step : step + length]),
-                "hidden": hidden,
-                "position_ids": torch.arange(length, device=skeleton.device) + step - 1,
+                "inputs_embeds": embedding(ids[:, 1 : 1 + length]),
+                "hidden": block_input(skeleton, self.blocks[0], batch)[:, :length],
+                "position_ids": torch.arange(length, device=skeleton.device),
             }
-            if block is not self.blocks[-1]:
+            for step, block in enumerate(before, start=1):
                 with serving(block):
                     hidden = block(**arguments)[1]
-        return arguments
+                arguments = {
+                    "inputs_embeds": embedding(ids[:, 1 + step : 1 + step + length]),
+                    "hidden": hidden,
+                    "position_ids": arguments["position_ids"] + 1,
+                }
+            yield arguments
 
 
 def filled_blocks(plan: Plan, skeleton: Skeleton) -> list[MtpBlock]:
@@ -227,33 +210,27 @@ def filled_blocks(plan: Plan, skeleton: Skeleton) -> list[MtpBlock]:
     return blocks
 
 
-def blocks_that_draft(plan: Plan, blocks: Sequence[MtpBlock]) -> Sequence[MtpBlock]:
+def blocks_that_draft(plan: Plan, blocks: list[MtpBlock]) -> list[MtpBlock]:
     """The blocks that vLLM runs: one a step, or the first one for every step."""
     return blocks if plan.view.family.model_type in _A_LAYER_A_STEP else blocks[:1]
 
 
 def block_schemes(plan: Plan) -> dict[HFName, str]:
     """Tensor of the block -> scheme that it is rounded to."""
-    return {
-        tensor.name: tensor.scheme
-        for tensor in plan.tensors
-        if tensor.part == "mtp" and tensor.fate == "quantize"
-    }
+    own = [each for each in plan.tensors if each.part == "mtp" and each.fate == "quantize"]
+    return {tensor.name: tensor.scheme for tensor in own}
 
 
 def is_served_changed(plan: Plan) -> bool:
-    """Whether a server computes the block otherwise than the release does: trained, rounded, or
-    with an FP8 cache.
+    """Whether a server computes the block otherwise than the release: trained, rounded, FP8
+    cache.
     """
-    is_tuned = any(tensor.tuned for tensor in plan.tensors)
-    return is_tuned or bool(block_schemes(plan) or _block_caches(plan))
-
-
-def _block_caches(plan: Plan) -> list[HFName]:
-    """The projections of keys whose attention has an FP8 cache."""
-    return [
-        tensor.name for tensor in plan.tensors if tensor.part == "mtp" and tensor.cache is not None
-    ]
+    for tensor in plan.tensors:
+        if tensor.part == "mtp" and (tensor.fate == "quantize" or tensor.cache is not None):
+            return True
+        if tensor.tuned:
+            return True
+    return False
 
 
 def num_blocks(plan: Plan) -> int:
@@ -261,16 +238,11 @@ def num_blocks(plan: Plan) -> int:
     return plan.view.num_mtp_layers // plan.view.num_mtp_parts
 
 
-def _unfinished(file: Path) -> Path:
-    """Where a training is kept until its result is."""
-    return file.with_suffix(".training")
-
-
 def _key(plan: Plan) -> str:
     """What a policy makes of the block, whatever a recipe calls it; and how it is trained, if it
     is.
     """
-    made = json.dumps([*sorted(block_schemes(plan).items()), *_block_caches(plan)])
-    if plan.recipe.mtp_tuned is not None:
-        made += plan.recipe.mtp_tuned.model_dump_json()
+    caches = [each.name for each in plan.tensors if each.part == "mtp" and each.cache is not None]
+    tuned = plan.recipe.mtp_tuned and plan.recipe.mtp_tuned.model_dump(mode="json")
+    made = json.dumps([sorted(block_schemes(plan).items()), caches, tuned])
     return hashlib.sha256(made.encode()).hexdigest()[:16]

@@ -58,14 +58,10 @@ class Target:
     divergences: Tensor
 
     @property
-    def log_likelihood(self) -> float:
-        """Of all tokens that are predicted and known: all but the first of each sequence."""
-        return math.fsum(self.log_likelihoods.tolist())
-
-    @property
     def perplexity(self) -> float:
-        """Per token."""
-        return math.exp(min(-self.log_likelihood / self.choices[:, 1:].numel(), 700.0))
+        """Per token that is predicted and known: all but the first of each sequence."""
+        likelihood = math.fsum(self.log_likelihoods.tolist())
+        return math.exp(min(-likelihood / self.choices[:, 1:].numel(), 700.0))
 
     @property
     def divergence(self) -> float:
@@ -91,24 +87,17 @@ def target(backbone: Backbone, stream: Stream, *, reference: Target | None = Non
         stream: `source` for the backbone as released, `served` for the quantized one.
         reference: what it is compared with, over the same text.
     """
-    path = (
-        backbone.folder
-        / "figures"
-        / f"target-{stream}{'-compared' if reference else ''}.safetensors"
-    )
+    name = f"target-{stream}-compared" if reference else f"target-{stream}"
+    path = backbone.folder / "figures" / f"{name}.safetensors"
     if not backbone.ranks.of_first(path.is_file):
-        by_row: dict[int, tuple[Tensor, float, float]] = {}
+        rows: dict[int, tuple[Tensor, float, float]] = {}
         for of_rank in gathered(_measured(backbone, stream, reference)):
-            by_row |= of_rank
-        choices, likelihoods, divergences = zip(
-            *(by_row[row] for row in sorted(by_row)), strict=True
-        )
+            rows |= of_rank
+        choices, *sums = zip(*(rows[row] for row in sorted(rows)), strict=True)
         if backbone.ranks.is_first:
-            tensors = {
-                HFName("choices"): torch.stack(choices),
-                HFName("log_likelihoods"): torch.tensor(likelihoods, dtype=torch.float64),
-                HFName("divergences"): torch.tensor(divergences, dtype=torch.float64),
-            }
+            tensors = {HFName("choices"): torch.stack(choices)}
+            for key, values in zip(("log_likelihoods", "divergences"), sums, strict=True):
+                tensors[HFName(key)] = torch.tensor(values, dtype=torch.float64)
             write_statistics(path, tensors, {})
         backbone.ranks.wait()
     read_metadata(path)  # a damaged file is refused
@@ -119,21 +108,21 @@ def _measured(
     backbone: Backbone, stream: Stream, reference: Target | None
 ) -> dict[int, tuple[Tensor, float, float]]:
     """This rank's rows: choices, log likelihood, divergence."""
-    found = {}
+    found, skeletons, others = {}, [backbone.skeleton], iter(())
+    if reference is not None:
+        others = sequences(reference.backbone, reference.stream)
+        if reference.backbone.skeleton is not backbone.skeleton:
+            skeletons.append(reference.backbone.skeleton)
     with torch.no_grad(), ExitStack() as stack:
-        stack.enter_context(backbone.skeleton.head())
-        others = None
-        if reference is not None:
-            others = sequences(reference.backbone, reference.stream)
-            if reference.backbone.skeleton is not backbone.skeleton:
-                stack.enter_context(reference.backbone.skeleton.head())
-        for row, sequence in sequences(backbone, stream):
-            logits_SV = _logits(backbone, sequence)
-            ids_S, apart = sequence.ids[0].to(logits_SV.device), 0.0
-            likelihood = -F.cross_entropy(logits_SV[:-1].float(), ids_S[1:], reduction="sum").item()
-            if reference is not None and others is not None:
-                apart = divergence(_logits(reference.backbone, next(others)[1]), logits_SV)
-            found[row] = logits_SV.argmax(dim=-1).cpu(), likelihood, apart
+        for skeleton in skeletons:
+            stack.enter_context(skeleton.head())
+        for sequence in sequences(backbone, stream):
+            logits_SV, apart = _logits(skeletons[0], sequence), 0.0
+            ids_S = sequence.ids[0].to(logits_SV.device)
+            loss = F.cross_entropy(logits_SV[:-1].float(), ids_S[1:], reduction="sum").item()
+            if other := next(others, None):
+                apart = divergence(_logits(skeletons[-1], other), logits_SV)
+            found[sequence.first] = logits_SV.argmax(dim=-1).cpu(), -loss, apart
     return found
 
 
@@ -154,22 +143,17 @@ def divergence(reference_SV: Tensor, logits_SV: Tensor) -> float:
     return max(0.0, total)
 
 
-def sequences(backbone: Backbone, stream: Stream) -> Iterator[tuple[int, Batch]]:
-    """This rank's sequences one by one, with their row in the data: logits of a batch may not
-    fit.
-    """
+def sequences(backbone: Backbone, stream: Stream) -> Iterator[Batch]:
+    """This rank's sequences one by one: logits of a batch may not fit."""
     for batch in backbone.batches(stream).batches():
         assert batch.state is not None
         for row in range(len(batch.ids)):
             state = tuple(None if part is None else part[row : row + 1] for part in batch.state)
-            yield (
-                batch.first + row,
-                Batch(ids=batch.ids[row : row + 1], state=state, first=batch.first + row),
-            )
+            yield Batch(ids=batch.ids[row : row + 1], state=state, first=batch.first + row)
 
 
-def _logits(backbone: Backbone, sequence: Batch) -> Tensor:
-    return computed(backbone.skeleton, backbone.skeleton.model, sequence).logits[0]
+def _logits(skeleton: Skeleton, sequence: Batch) -> Tensor:
+    return computed(skeleton, skeleton.model, sequence).logits[0]
 
 
 def computed(skeleton: Skeleton, module: Any, batch: Batch) -> Any:

@@ -31,7 +31,7 @@ FULL: dict[str, tuple[Any, str, int]] = {
     "decoder layer 0 and a batch": (backbone, "_calibrate_layer", 1),
     "decoder layer 1 and a batch": (backbone, "_calibrate_layer", 2),
     "the head and a sequence": (mtp_pass, "target", 1),
-    "the MTP block and a batch": (mtp_policy.PolicyResults, "_filled", 1),
+    "the MTP block and a batch": (mtp_policy, "filled_blocks", 1),
     r"model\.\S+": (writer._Job, "run", 3),
 }
 

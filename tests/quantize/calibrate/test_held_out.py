@@ -118,10 +118,7 @@ def test_divergence_is_that_of_all_predictions_from_the_released_models(shipped)
     with torch.no_grad(), backbone.skeleton.head():
         sides = [
             torch.cat(
-                [
-                    computed(backbone.skeleton, backbone.skeleton.model, each).logits
-                    for _, each in rows
-                ]
+                [computed(backbone.skeleton, backbone.skeleton.model, each).logits for each in rows]
             )
             for rows in (sequences(backbone, "source"), sequences(backbone, "served"))
         ]

@@ -15,8 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drafts import changed, filled, lively, plan_over, weights_of
-from keepmtp.quantize.calibrate.layers.layer import calibrate
-from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.experts import linear_experts
 from keepmtp.quantize.calibrate.mtp.mtp_block import (
     MtpBlock,
@@ -367,32 +365,6 @@ def test_the_two_projections_are_told_apart(tmp_path):
         "collapse.hc_scale": "mtp.0.hc_head_scale",
         "final_norm.weight": "mtp.0.norm.weight",
     }
-
-
-# --- Calibration
-# --------------------------------------------------------------------------------------------------
-
-
-def test_the_block_is_calibrated_like_a_model():
-    """llm-compressor takes it: every expert sees tokens, and what needs data comes out."""
-    block = filled(plan_over(ROOT / "models" / "tiny-glm4-moe", "tiny-glm4-moe"))
-    linears = [
-        name for name, module in block.layers.named_modules() if isinstance(module, nn.Linear)
-    ]
-    schemes = {f"layers.{name}": "NVFP4" for name in linears if not name.endswith("mlp.gate")}
-    noise = torch.Generator().manual_seed(0)
-    size = block.config.hidden_size
-    batches = [
-        {
-            name: torch.randn(1, 32, size, generator=noise).to(torch.bfloat16)
-            for name in ("inputs_embeds", "hidden")
-        }
-        for _ in range(4)
-    ]
-    found = calibrate(block, batches, LayerWork(schemes=schemes, algorithm="minmax"))
-    assert {each.module for each in found.coverage} == set(schemes)
-    assert all(each.tokens for each in found.coverage)
-    assert {f"{name}.input_global_scale" for name in schemes} <= set(found.tensors)
 
 
 # --- The steps

@@ -57,7 +57,7 @@ def test_the_model_answers_the_prompts_of_the_dataset(asked, tmp_path):
 def test_the_text_is_written_once(asked, tmp_path, monkeypatch):
     _, plan, data = asked
     first = with_own_text(plan, data, tmp_path, device=CPU)
-    monkeypatch.setattr(own_text, "_written_by", lambda *_: pytest.fail("a second time"))
+    monkeypatch.setattr(own_text, "_write", lambda *_: pytest.fail("a second time"))
     again = with_own_text(plan, data, tmp_path, device=CPU)
     assert (
         torch.equal(again.held_out_ids, first.held_out_ids) and again.provenance == first.provenance
@@ -69,7 +69,7 @@ def test_a_model_that_memory_does_not_hold_leaves_the_datasets_text(asked, tmp_p
     _, plan, data = asked
     with monkeypatch.context() as patch:
         patch.setattr(own_text, "free_host_bytes", lambda: 1_000_000)
-        patch.setattr(own_text, "_written_by", lambda *_: pytest.fail("it does not fit"))
+        patch.setattr(own_text, "_write", lambda *_: pytest.fail("it does not fit"))
         assert with_own_text(plan, data, tmp_path, device=CPU) is data
     assert with_own_text(plan, data, tmp_path, device=CPU) is data
 
@@ -84,6 +84,6 @@ def test_a_text_without_marked_answers_is_continued(asked):
     """Its first quarter is the prompt."""
     _, _, data = asked
     unmarked = CalibrationData(ids=data.ids, held_out_ids=data.held_out_ids, provenance={})
-    prompts = [own_text._prompt(unmarked, row) for row in range(4)]
+    prompts = [own_text.prompt_of(unmarked, row) for row in range(4)]
     assert [len(prompt) for prompt in prompts] == [data.held_out_ids.shape[1] // 4] * 4
     assert END not in prompts[0]

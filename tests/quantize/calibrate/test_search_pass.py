@@ -15,8 +15,12 @@ from keepmtp.cli.main import app
 from keepmtp.quantize.calibrate.data.claim import search_fingerprint
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.search import search_pass
-from keepmtp.quantize.calibrate.search.measured_plans import measure_plans
-from keepmtp.quantize.calibrate.search.search_pass import packed, search, search_run
+from keepmtp.quantize.calibrate.search.search_pass import (
+    measure_plans,
+    packed,
+    search,
+    search_run,
+)
 from keepmtp.quantize.calibrate.search.sensitivity import SearchRun, Sensitivities
 from keepmtp.quantize.plan.choices import choices_of
 from keepmtp.quantize.plan.found_recipe import found_plan, found_recipe, found_text
@@ -74,16 +78,17 @@ def test_sensitivities_predict_what_one_unit_does_to_held_out_text(swept, tmp_pa
     _, *measured = measure_plans(
         replace(own, has_block=False), plans, own.data, tmp_path, found.largest
     )
-    predicted = [found.loss(unit.name, "NVFP4") for unit in backbone]
-    diverged = [each.target.divergence for each in measured]
+    predicted = [found.losses[unit.name, "NVFP4"] for unit in backbone]
+    diverged = [each.divergence for each, _ in measured]
     assert spearmanr(predicted, diverged).statistic > 0.8
     assert 0.5 < sum(predicted) / sum(diverged) < 3
     assert all(
-        found.loss(unit.name, "FP8_DYNAMIC") < found.loss(unit.name, "NVFP4") for unit in backbone
+        found.losses[unit.name, "FP8_DYNAMIC"] < found.losses[unit.name, "NVFP4"]
+        for unit in backbone
     )
-    assert all(found.loss(unit.name, "bf16") == 0 for unit in choices.units)
+    assert all((unit.name, "bf16") not in found.losses for unit in choices.units)
     # The block's units are known, too, by what they do to drafts.
-    assert all(found.loss(unit.name, "NVFP4") > 0 for unit in choices.units if unit.part == "mtp")
+    assert all(found.losses[unit.name, "NVFP4"] > 0 for unit in choices.units if unit.part == "mtp")
 
 
 def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept):
@@ -193,9 +198,9 @@ def test_the_whole_line(tmp_path, monkeypatch):
 def _another_budget(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr("keepmtp.quantize.calibrate.search.sensitivity.SearchRun._forward", None)
     plan, data = plan_and_data(searched("16 bits", variant="small"))
-    found = search(plan, data, folder, ranks=ALONE)
+    found, fact = search(plan, data, folder, ranks=ALONE)
     # Everything fits: nothing is rounded, and nothing is left for batches.
-    assert found.fact.plans[0].predicted == 0.0 and "calibration: null" in found.text
+    assert fact.plans[0].predicted == 0.0 and "calibration: null" in found_text(found.recipe)
     calibration = plan.recipe.calibration.model_copy(update={"seed": 7})
     other = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration}))
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
