@@ -8,14 +8,17 @@ import tempfile
 from collections.abc import Mapping
 from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from compressed_tensors.distributed import as_broadcastable
 from gpu_row import GpuRow, seconds_of
 from keepmtp.checkpoints.dequantize import dequantize
-from keepmtp.quantize.calibrate.layers.inputs import InputRanges
+from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.pack.pack import pack
+from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
 from torch import Tensor
 
@@ -122,22 +125,22 @@ def finite(device: torch.device, *, small: bool) -> list[GpuRow]:
     """Whether one NaN or infinity among a layer's inputs is found: reductions of a device may skip
     a NaN.
     """
-    linear = torch.nn.Linear(64, 8, bias=False, dtype=torch.bfloat16, device=device)
-    rows = []
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8, bias=False)).to(device, torch.bfloat16)
+    model.config = SimpleNamespace(name="one")
+    work, rows = LayerWork(schemes={"0": "FP8_DYNAMIC"}, algorithm="minmax"), []
     for name, value, is_good in (
         ("1", 1.0, True),
         ("NaN", nan, False),
         ("inf", inf, False),
         ("-inf", -inf, False),
     ):
-        ranges = InputRanges({"0": linear, "1": linear})
-        values = (
-            torch.randn(4, 16 if small else 4096, 64, generator=_seeded()).bfloat16().to(device)
-        )
-        ranges.read("0", values)
-        ranges.read("1", values.index_fill(1, torch.tensor([3], device=device), value))
-        ranges.end_batch()
-        found = ranges.are_finite()
+        values = torch.randn(4, 16 if small else 4096, 64, generator=_seeded()).bfloat16()
+        values = values.to(device).index_fill(1, torch.tensor([3], device=device), value)
+        found = True
+        try:
+            calibrate(model, [{"input": values}], work)
+        except CheckpointError:
+            found = False
         measured = f"{'finite' if found else 'not finite'}"
         rows.append(
             GpuRow(

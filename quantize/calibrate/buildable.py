@@ -29,7 +29,7 @@ def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
     ):
         return None
     try:
-        model, _ = on_meta(plan)
+        model = on_meta(plan)
         linear_experts(model)
         names, layers = Names.of(model), decoder_layers(model, plan)
         for index, tensors in _a_layer_of_each_kind(plan).items():

@@ -9,6 +9,7 @@ Easy to get wrong: everything that can be refused is refused before the backbone
 take hours.
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,17 +19,16 @@ from typing import Any
 import torch
 
 from ...checkpoints.files import held
-from ...recipes.errors import RecipeError
 from ..plan.found_recipe import found_text
 from ..plan.own_code import refuse_untrusted_code
 from ..plan.plan import Plan
 from ..run.progress import ProgressCallback
 from ..run.ranks import Ranks
-from ..run.statistics import Statistics, refuse_statistics
+from ..run.statistics import Statistics, read_metadata, refuse_statistics
 from .data.batch_size import with_batch_size
-from .data.claim import fingerprint, refuse_shrunk_dataset
+from .data.claim import fingerprint
 from .data.data import CalibrationData, calibration_data
-from .layers.backbone import Backbone, calibrate_backbone
+from .layers.backbone import calibrate_backbone
 from .mtp.mtp_pass import MtpPass, mtp_pass, refuse_held_out, refuse_mtp
 from .mtp.own_text import with_own_text
 from .search.search_pass import search
@@ -92,16 +92,20 @@ def calibrate(
         salt = fingerprint(settled, data, ranks.size)
         statistics = Statistics.open(folder / "statistics", fingerprint=salt)
         refuse_statistics(mtp.plan, statistics)
-    summary = {
+    summary: dict[str, Any] = {
         "data": dict(data.provenance),
         "processes": ranks.size,
         "batch_size": settled.calibration.num_in_batch,
-        "coverage": _coverage(backbone),
-        "min_acceptance": plan.recipe.mtp_auto.min_acceptance if plan.recipe.mtp_auto else None,
-        "confidence": plan.recipe.gates.confidence if plan.recipe.mtp_auto else None,
+        "coverage": _coverage(folder / "statistics"),
+        "min_acceptance": None,
+        "confidence": None,
         **mtp.summary(),
-        **({"search": fact.model_dump(mode="json")} if fact else {}),
     }
+    if plan.recipe.mtp_auto:
+        summary["min_acceptance"] = plan.recipe.mtp_auto.min_acceptance
+        summary["confidence"] = plan.recipe.gates.confidence
+    if fact:
+        summary["search"] = fact.model_dump(mode="json")
     # The record holds the recipe as it was written, and the number that was chosen is in the
     # summary.
     recipe = mtp.plan.recipe.model_copy(update={"calibration": plan.calibration})
@@ -116,24 +120,28 @@ def calibrate(
 
 
 def _data(plan: Plan, folder: Path, device: torch.device) -> CalibrationData:
-    try:
-        data = calibration_data(plan.calibration, plan.source)
-    except RecipeError as error:
-        raise refuse_shrunk_dataset(error, folder) from error
-    return (
-        with_own_text(plan, data, folder, device=device)
-        if plan.calibration.held_out_by == "model"
-        else data
-    )
+    data = calibration_data(plan.calibration, plan.source)
+    if plan.calibration.held_out_by == "model":
+        return with_own_text(plan, data, folder, device=device)
+    return data
 
 
-def _coverage(backbone: Backbone) -> dict[str, Any]:
-    """How many tokens the modules saw; of routed experts, how many the router sent them."""
-    fewest = sorted(backbone.coverage().items(), key=lambda each: each[1])
-    few_tokens = backbone.few_tokens()
-    return {
-        "modules": len(fewest),
-        "never_routed": [module for module, tokens in fewest if tokens == 0],
-        "fewest_tokens": {"module": fewest[0][0], "tokens": fewest[0][1]} if fewest else None,
-        **({"few_tokens": few_tokens} if few_tokens else {}),
+def _coverage(folder: Path) -> dict[str, Any]:
+    """How many tokens the modules on disk saw; of routed experts, how many the router sent them."""
+    tokens: dict[str, int] = {}
+    few_tokens: list[str] = []
+    for path in sorted(folder.glob("layer-*.safetensors")):
+        said = read_metadata(path)
+        tokens |= json.loads(said["coverage"])
+        few_tokens += json.loads(said["few_tokens"])
+    found: dict[str, Any] = {
+        "modules": len(tokens),
+        "never_routed": [module for module, count in tokens.items() if count == 0],
+        "fewest_tokens": None,
     }
+    if tokens:
+        module = min(tokens, key=tokens.__getitem__)
+        found["fewest_tokens"] = {"module": module, "tokens": tokens[module]}
+    if few_tokens:
+        found["few_tokens"] = few_tokens
+    return found

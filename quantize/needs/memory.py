@@ -11,7 +11,7 @@ inputs: q, k and v read one tensor, and so do the gate and up projections of all
 each is calibrated on the tokens that the router sends it.
 
 Source: transformers 5.17 eager_attention_forward and decoder layers, llm-compressor 0.14.0.1
-modeling/moe (LinearExperts2D) and modifiers/gptq, calibrate/layers/hessians.py and awq.py; compared
+modeling/moe (LinearExperts2D) and modifiers/gptq, calibrate/layers/gptq.py and awq.py; compared
 with what torch allocates in tests/quantize/test_memory.py, and with what is held in
 tests/quantize/calibrate/test_bounded.py.
 """

@@ -210,12 +210,10 @@ def _amid_removal(_calibrate: Any, layer: int) -> None:
 
 
 def _amid_calibration(calibrate: Any, layer: int) -> None:
-    """While llm-compressor's modifiers look at activations; other ranks wait for this one's
-    sums.
-    """
+    """Before activations are looked at; other ranks wait for this one's sums."""
     from keepmtp.quantize.calibrate.layers import layer as one_layer
 
-    real, seen = one_layer._run_pipeline, []
+    real, seen = one_layer.attach, []
 
     def run(*args: Any) -> None:
         seen.append(args)
@@ -223,7 +221,7 @@ def _amid_calibration(calibrate: Any, layer: int) -> None:
             die()
         real(*args)
 
-    one_layer._run_pipeline = run
+    one_layer.attach = run
 
 
 def _gpu_fails(_calibrate: Any, layer: int) -> None:
@@ -231,7 +229,7 @@ def _gpu_fails(_calibrate: Any, layer: int) -> None:
     import torch
     from keepmtp.quantize.calibrate.layers import layer as one_layer
 
-    real, seen = one_layer._run_pipeline, []
+    real, seen = one_layer.attach, []
 
     def run(*args: Any) -> None:
         seen.append(args)
@@ -239,7 +237,7 @@ def _gpu_fails(_calibrate: Any, layer: int) -> None:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         real(*args)
 
-    one_layer._run_pipeline = run
+    one_layer.attach = run
 
 
 KILLS: Mapping[str, Callable[[Any, int], None]] = {

@@ -2,7 +2,7 @@
 llm-compressor back-end.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,7 +106,9 @@ class Skeleton:
         """
         if isinstance(schemes, str):
             schemes = dict.fromkeys(self.linears(batches.index), schemes)
-        return calibrate(self.model, batches, LayerWork(schemes=schemes, **work))
+        return calibrate(
+            self.model, batches, LayerWork(schemes=schemes, **{"fused": fused(schemes)} | work)
+        )
 
     def leave(self, index: int, batches: Batches, *, routed: bool = False) -> list[Tensor]:
         """The layer's outputs for the next one; its place is taken by its stub again."""
@@ -140,6 +142,15 @@ class Skeleton:
         assert not any(parameter.is_meta for parameter in module.parameters()), (
             "the checkpoint lacks weights"
         )
+
+
+def fused(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Those that llm-compressor fuses, as a plan does: they share a global scale."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+            groups.setdefault(name.rpartition(".")[0], []).append(name)
+    return [tuple(group) for group in groups.values()]
 
 
 def layerwise(

@@ -344,7 +344,7 @@ def test_the_target_hands_over_the_state_that_the_table_says(drafted, name):
     norm, or before it.
     """
     seen = drafted[name]
-    built, _ = on_meta(seen.plan)
+    built = on_meta(seen.plan)
     model = (
         type(built)
         .from_pretrained(

@@ -39,26 +39,21 @@ def with_batch_size(plan: Plan, folder: Path, ranks: Ranks) -> Plan:
     calibration = plan.calibration
     if calibration.batch_size != AUTO:
         return plan
-    path = folder / _FILE
-    kept = int(path.read_text()) if path.is_file() else None
-    size = ranks.least(kept or _largest(plan, ranks))
-    if ranks.is_first and kept is None:
+    path, is_on_cpu = folder / _FILE, ranks.device.type == "cpu"
+    if path.is_file():
+        size = int(path.read_text())
+    else:
+        if is_on_cpu:
+            tokens, free = _MAX_TOKENS_ON_CPU, free_host_bytes() * _SHARE_OF_HOST
+            free /= ranks.local_size
+        else:
+            tokens, free = MAX_TOKENS, torch.cuda.mem_get_info(ranks.device)[0] * _SHARE
+        share = -(-calibration.samples // ranks.size)
+        rows = min(share, max(1, tokens // calibration.sequence_length))
+        # Where not even one should fit, one is tried: the count is careful.
+        size = max(1, largest_batch_size(plan, int(free), at_most=rows))
+    size = ranks.least(size)
+    if ranks.is_first and not path.is_file():
         write_whole(path, str(size))
     settled = calibration.model_copy(update={"batch_size": size})
     return replace(plan, recipe=plan.recipe.model_copy(update={"calibration": settled}))
-
-
-def _largest(plan: Plan, ranks: Ranks) -> int:
-    """The most sequences in a batch that this rank's device holds, and that are of use."""
-    tokens = _MAX_TOKENS_ON_CPU if ranks.device.type == "cpu" else MAX_TOKENS
-    calibration = plan.calibration
-    rows = min(-(-calibration.samples // ranks.size), max(1, tokens // calibration.sequence_length))
-    # Where not even one should fit, one is tried: the count is careful.
-    return max(1, largest_batch_size(plan, _free_bytes(ranks), at_most=rows))
-
-
-def _free_bytes(ranks: Ranks) -> int:
-    """Of the device that computes, for this process."""
-    if ranks.device.type != "cpu":
-        return int(torch.cuda.mem_get_info(ranks.device)[0] * _SHARE)
-    return int(free_host_bytes() * _SHARE_OF_HOST) // ranks.local_size

@@ -17,6 +17,7 @@ package that is installed replaces a model's own functions).
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ...plan.plan import Plan
 from ...run.processes import refuse_processes
 from ...run.ranks import Ranks
 from .data import CalibrationData
+from .tokenize import one_line
 
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 # What the recipe says besides: the MTP policy may change without a new pass, the others change no
@@ -82,25 +84,27 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
         RecipeError: the folder is another run's, or is not the same for all ranks; or a rank has no
             sequence.
     """
-    parts, stamp = _parts(plan, data, ranks.size), folder / _STAMP
-    wanted = _sum(parts)
+    parts, stamp, before = _parts(plan, data, ranks.size), folder / _STAMP, _parts_of(folder)
+    wanted, anew = _sum(parts), f"or remove {folder} to start anew"
     has_states = any((folder / "states").glob("*"))
     if stamp.read_text() != wanted if stamp.is_file() else has_states:
-        raise _another_run(folder, parts)
-    device = _parts_of(folder).get("device", ranks.device.type)
+        same = "recipe, source, dataset and versions"
+        rule = f"an unfinished calibration can only be resumed with the same {same}"
+        got, cure = _difference(before, parts), f"Undo this change to go on, {anew}"
+        raise RecipeError(folder, rule, got=f"another {got}", cure=cure)
+    device = before.get("device", ranks.device.type)
     if device != ranks.device.type:  # on the CPU it would take days, and round elsewhere
         rule = f"a calibration that was begun on {device} must go on there"
-        cure = f"Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES, or remove {folder} to start anew"
+        cure = f"Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES, {anew}"
         raise RecipeError(folder, rule, got=f"{ranks.device.type} on {ranks}", cure=cure)
     if stamp.is_file() and plan.may_calibrate_mtp and not has_mtp_stream(folder):
         # It was begun for a block that needs no batches: its layers are gone, and so are these
         # states.
         rule = "the MTP block must be calibrated on what the quantized backbone computes"
-        cure = f"Keep to a `--mtp` word that needs no data, or remove {folder} to start anew"
-        got = "the calibration of a run whose block needed none, without these states"
-        raise RecipeError(folder, rule, got=got, cure=cure)
+        cure = f"Keep to a `--mtp` word that needs no data, {anew}"
+        raise RecipeError(folder, rule, got="a calibration without these states", cure=cure)
     refuse_processes(plan.calibration, ranks.size, plan.recipe.name)
-    # before the first writes: a rank that refuses must see what an earlier run wrote, not this one
+    # Before the first writes: a rank that refuses must see what an earlier run wrote, not this one.
     ranks.wait()
     if ranks.is_first and not stamp.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,27 +157,11 @@ def _versions(plan: Plan) -> dict[str, str]:
         names.append("nvidia-modelopt")
     if plan.calibration.algorithm == "autoround":
         names.append("auto-round")
-    found = {}
+    found = dict.fromkeys(names, "not installed")
     for name in names:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
     return found
-
-
-def refuse_shrunk_dataset(error: RecipeError, folder: Path) -> RecipeError:
-    """The refusal of a dataset; where a pass was begun with it, the cure says what the dataset was
-    then.
-    """
-    before = _parts_of(folder).get("dataset")
-    if before is None:
-        return error
-    rows = before["rows"] + before["held_out_rows"]
-    return error.with_cure(
-        f"{folder} was begun with {rows} of its rows: restore the dataset to go on, or remove "
-        "that folder to start anew"
-    )
 
 
 def _parts_of(folder: Path) -> dict[str, Any]:
@@ -182,33 +170,15 @@ def _parts_of(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def _another_run(folder: Path, parts: Mapping[str, Mapping[str, Any]]) -> RecipeError:
-    """The refusal of a folder with another fingerprint; it names the first thing that differs."""
-    got, cure, before = "another run", f"Remove {folder}, or choose another OUT", _parts_of(folder)
-    rule = (
-        "an unfinished calibration can only be resumed with the same recipe, source, dataset and "
-        "versions"
-    )
-    differing = [name for name in parts if name in before and before[name] != parts[name]]
-    if differing:
-        name, difference = differing[0], "in another order"
-        was, now = before[name], parts[name]
-        keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
-        if keys:
-            difference = (
-                f"{keys[0]} was {_short(was.get(keys[0]))} and is {_short(now.get(keys[0]))}"
-            )
-        got = f"another {name} ({difference})"
-        cure = f"Undo this change to go on, or remove {folder} to start anew"
-    if differing == ["split"]:
-        algorithm = parts["calibration"]["algorithm"]
-        rule += f", and under {algorithm} with the same batches and processes, whose sums it adds"
-    return RecipeError(folder, rule, got=got, cure=cure)
-
-
-def _short(value: Any) -> str:
-    text = "nothing" if value is None else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _difference(before: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """The first thing that is not as it was: "calibration (seed was 42 and is 43)"."""
+    for name, now in parts.items():
+        was = before.get(name, now)
+        for key in {**was, **now}:
+            if was.get(key) != now.get(key):
+                old, new = (one_line(json.dumps(each.get(key)), 60) for each in (was, now))
+                return f"{name} ({key} was {old} and is {new})"
+    return "run"
 
 
 def has_mtp_stream(folder: Path) -> bool:

@@ -10,12 +10,10 @@ weights, which runs only if the recipe allows it. Templates may show a turn diff
 follow it; a token that is not surely a model's counts as its user's.
 """
 
-import importlib.util
+import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 from jinja2 import TemplateError
@@ -86,50 +84,32 @@ class Encoders:
             row: one that can be encoded.
             ids: what it is encoded to.
         """
-        if isinstance(row, str):
+        if isinstance(row, Answered) and self.tokenizer.is_fast:
+            spans = self.tokenizer("".join(row), return_offsets_mapping=True, verbose=False)
+            # Special tokens are at (0, 0), and a tokenizer that trims spaces leaves one of spaces
+            # alone without length.
+            first, offsets = len(row.prompt), spans["offset_mapping"]
+            written = [start >= first and end > first for start, end in offsets]
+            # The end belongs to the answer, whether the tokenizer or `encode` has added it.
+            if ids[-1] == self.tokenizer.eos_token_id:
+                written[len(ids) - 1 :] = [True]
+            return written
+        if isinstance(row, str | Answered):
             return None
-        return (
-            self._behind_prompt(row, ids) if isinstance(row, Answered) else self._answers(row, ids)
-        )
-
-    def _behind_prompt(self, row: Answered, ids: Sequence[int]) -> list[bool] | None:
-        if not self.tokenizer.is_fast:
-            return None
-        spans = self.tokenizer("".join(row), return_offsets_mapping=True, verbose=False)[
-            "offset_mapping"
-        ]
-        # Special tokens are at (0, 0), and a tokenizer that trims spaces leaves one of spaces alone
-        # without length.
-        first = len(row.prompt)
-        written = [start >= first and end > first for start, end in spans]
-        # The end belongs to the answer, whether the tokenizer or `encode` has added it.
-        if ids[-1] == self.tokenizer.eos_token_id:
-            written[len(ids) - 1 :] = [True]
-        return written
-
-    def _answers(self, row: Conversation, ids: Sequence[int]) -> list[bool]:
-        """The tokens of assistant turns.
-
-        A turn begins after the tokens that a server gets: the turns before it, and the beginning of
-        an answer.
-        """
         written = [False] * len(ids)
         for index, turn in enumerate(row):
             if turn["role"] != "assistant":
                 continue
             try:
-                asked, answered = (
-                    self._conversation(row[:index], True),
-                    self._conversation(row[: index + 1], False),
-                )
+                # An answer begins after the tokens that a server gets: the turns before it, and the
+                # beginning of an answer.
+                asked = self._conversation(row[:index], True)
+                answered = self._conversation(row[: index + 1], False)
             except UNENCODABLE:  # templates need not take a part of a conversation
                 continue
             # After the answer there may be an end that only a whole conversation has.
-            pairs = enumerate(zip(answered, ids, strict=False))
-            end = next(
-                (place for place, (one, other) in pairs if one != other),
-                min(len(answered), len(ids)),
-            )
+            same = [one == other for one, other in zip(answered, ids, strict=False)]
+            end = [*same, False].index(False)
             if asked == answered[: len(asked)] and len(asked) <= end:
                 written[len(asked) : end] = [True] * (end - len(asked))
         return written
@@ -157,34 +137,19 @@ class Encoders:
         being asked for it.
         """
         assert self.source.folder is not None
-        where, rule = (
-            self.source.where,
-            "the tokenizer must have a chat template to calibrate on conversations",
-        )
+        rule = "the tokenizer must have a chat template to calibrate on conversations"
         files = sorted(self.source.folder.glob("encoding/encoding*.py"))
         if not files:
-            cure = (
-                "Put the release's chat_template.jinja beside tokenizer.json, or name a column "
-                "of texts"
-            )
-            raise CheckpointError(where, rule, got="none", cure=cure)
+            cure = "Put the release's chat_template.jinja beside it, or name a column of texts"
+            raise CheckpointError(self.source.where, rule, got="none", cure=cure)
         if not self.may_run_code:
-            cure = (
-                "Read it, set calibration.model_code: checkpoint and add --trust-remote-code to "
-                "run it, or name a column of texts"
-            )
-            raise RecipeError(
-                where,
-                rule,
-                got=f"encoding/{files[0].name}, which is the checkpoint's code",
-                cure=cure,
-            )
-        encode_messages = getattr(_imported(files[0]), "encode_messages", None)
+            got = f"encoding/{files[0].name}, which is the checkpoint's code"
+            cure = "Read it, set calibration.model_code: checkpoint and add --trust-remote-code"
+            raise RecipeError(self.source.where, rule, got=got, cure=cure)
+        encode_messages = runpy.run_path(str(files[0])).get("encode_messages")
         if encode_messages is None:
-            cure = "Name a column of texts"
-            raise CheckpointError(
-                files[0], "must have a function encode_messages", got="none", cure=cure
-            )
+            rule, cure = "must have a function encode_messages", "Name a column of texts"
+            raise CheckpointError(files[0], rule, got="none", cure=cure)
 
         def encode(row: Conversation, _: bool) -> list[int]:
             written = encode_messages(_turns(row), thinking_mode="chat")
@@ -214,9 +179,8 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
             source.folder, local_files_only=True, trust_remote_code=may_run_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        got = " ".join(str(error).split()).rstrip(".")[:300]
         cure = f"{copy}, or set calibration.model_code: checkpoint if it is code of the checkpoint"
-        raise CheckpointError(source.where, rule, got=got, cure=cure) from error
+        raise CheckpointError(source.where, rule, got=one_line(error), cure=cure) from error
     return Encoders(tokenizer=tokenizer, source=source, may_run_code=may_run_code)
 
 
@@ -225,9 +189,7 @@ def _turns(row: Conversation) -> list[dict[str, Any]]:
     return [{key: value for key, value in turn.items() if value is not None} for turn in row]
 
 
-def _imported(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"keepmtp_checkpoint_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def one_line(said: object, longest: int = 300) -> str:
+    """What a library or a person says, short enough for a sentence."""
+    text = " ".join(str(said).split()).rstrip(".")
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -14,18 +14,18 @@ tests/vllm/test_activations.py compares the bits. MXFP4's inputs are rounded by 
 vLLM takes a package for them that is not on a CPU.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
-from compressed_tensors.utils import patch_attr
 from torch import Tensor
 
-from .inputs import InputIdentity
+from ..model.hooks import hooked
+from .observed import InputIdentity
 
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
@@ -34,8 +34,7 @@ _SMALLEST_FP8_SCALE = 1 / (_E4M3_MAX * 512)
 Rounding = Callable[[Tensor], Tensor]
 
 
-@contextmanager
-def rounded_inputs(modules: Iterable[Any]) -> Iterator[None]:
+def rounded_inputs(modules: Iterable[Any]) -> AbstractContextManager[None]:
     """Lets quantized linear layers compute with rounded inputs, and with their weights as they are.
 
     Args:
@@ -44,22 +43,22 @@ def rounded_inputs(modules: Iterable[Any]) -> Iterator[None]:
     # The input that was rounded last, and what became of it.
     last: tuple[object, Tensor] = None, torch.empty(0)
 
-    def forward(module: Any, rounding: Rounding, key: object, value: Tensor) -> Tensor:
+    def rounded(rounding: Rounding, key: object, _module: object, args: tuple[Tensor]) -> Tensor:
         nonlocal last
+        (value,) = args
         identity = key, InputIdentity.of(value)
         if identity != last[0]:
             last = identity, through(value, rounding)
-        return type(module).forward(module, last[1].view(value.shape))
+        return last[1].view(value.shape)
 
-    with ExitStack() as stack:
-        for module in modules:
-            args = module.quantization_scheme.input_activations
-            if args is not None:
-                scale = _static_scale(module, args)
-                key = args.strategy, args.num_bits, args.type, args.group_size, scale
-                rounded = partial(forward, module, rounding_of(module, scale), key)
-                stack.enter_context(patch_attr(module, "forward", rounded))
-        yield
+    hooks = {}
+    for module in modules:
+        args = module.quantization_scheme.input_activations
+        if args is not None:
+            scale = _static_scale(module, args)
+            key = args.strategy, args.num_bits, args.type, args.group_size, scale
+            hooks[module] = partial(rounded, rounding_of(module, scale), key)
+    return hooked(module.register_forward_pre_hook(hook) for module, hook in hooks.items())
 
 
 def _static_scale(module: Any, args: QuantizationArgs) -> float:

@@ -21,24 +21,58 @@ compressors/orchestrator.py (`quantize_block`).
 import gc
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from llmcompressor.modifiers.autoround import AutoRoundModifier
+from llmcompressor.modifiers.quantization.calibration import update_qparams
 from pydantic import PrivateAttr
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ....recipes.errors import CheckpointError
+from ..model.hooks import hooked
+from .forwards import without_bars
+from .work import LayerWork, observe_weights
 
 # It logs several lines a layer.
 logging.getLogger("autoround").setLevel(logging.ERROR)
 # The layer's name in the model that llm-compressor wraps around it.
 _WRAPPED = "model.layers.0."
+
+
+@contextmanager
+def autoround(model: Any, work: LayerWork) -> Iterator[None]:
+    """Keeps the inputs of decoder layers while it lasts, and learns the rounding at its end.
+
+    Args:
+        model: its modules have their schemes (`work.attach`).
+        work: on the layer; what is not within a decoder layer is rounded to nearest.
+    """
+    modifier, layers = LayerAutoRound(**work.knobs), tuned_layers(model, work.rewritten)
+    for layer, names in layers.items():
+        modules = {model.get_submodule(name): name for name in names}
+        modifier._layers[model.get_submodule(layer)] = modules
+    model.requires_grad_(False)
+    modifier._add_temporary_names(model)
+    hook = modifier.input_capture_hook
+    with hooked(m.register_forward_pre_hook(hook, with_kwargs=True) for m in modifier._layers):
+        yield
+    # A model's name and config say which of auto-round's own models it is; a layer is none of them.
+    alone = SimpleNamespace(model=SimpleNamespace(name_or_path="", config=model.config))
+    for layer in modifier._layers:
+        with without_bars(), _process_as_it_was():
+            modifier.apply_autoround(alone, [layer])
+        modifier._q_input = None
+    modifier.post_autoround_cleanup()
+    modifier._remove_temporary_names(model)
+    tuned = modifier._match_autoround_targets(model)
+    update_qparams([each for each in observe_weights(model, work) if each not in tuned], "weight")
 
 
 def tuned_layers(model: nn.Module, modules: Sequence[str]) -> dict[str, list[str]]:
@@ -56,36 +90,24 @@ def tuned_layers(model: nn.Module, modules: Sequence[str]) -> dict[str, list[str
 
 
 class LayerAutoRound(AutoRoundModifier):
-    """AutoRoundModifier for named modules of the layers that are there, with inputs of any batch
-    size.
+    """AutoRoundModifier for the layers that are there, with inputs of any batch size.
 
-    0.14.0.1 finds layers by their class, hands on modules that another modifier quantizes, and
-    takes batches of one.
+    0.14.0.1 finds layers by their class, and modules and schemes by patterns; it takes batches of
+    one.
     """
 
     _layers: dict[nn.Module, dict[nn.Module, str]] = PrivateAttr(default_factory=dict)
-
-    def within(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> "LayerAutoRound":
-        """Which modules of which decoder layers are tuned."""
-        self._layers = {
-            model.get_submodule(layer): {model.get_submodule(name): name for name in names}
-            for layer, names in layers.items()
-        }
-        return self
-
-    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
-        return super().on_initialize(
-            state, **(kwargs | {"sequential_targets": []})
-        )  # they are named already
-
-    def _initialize_hooks(self, module: nn.Module) -> set[Any]:
-        return set()  # `coverage.TokenCounter` fills the observers of inputs
+    """Decoder layer -> its modules that are tuned, with their names."""
 
     def _is_decoding_layer(self, module: nn.Module) -> bool:
         return module in self._layers
 
     def _match_autoround_targets(self, model: nn.Module) -> set[nn.Module]:
         return {module for modules in self._layers.values() for module in modules}
+
+    def _get_default_quant_scheme(self) -> Any:
+        first: Any = next(module for modules in self._layers.values() for module in modules)
+        return first.quantization_scheme
 
     def get_unquantized_layer_names(self, wrapped_model: nn.Module) -> list[str]:
         """Every other linear layer, by its whole name: a part of one would match others."""
@@ -103,28 +125,12 @@ class LayerAutoRound(AutoRoundModifier):
         """Each sequence for itself, as llm-compressor's loader has them; what all have in common is
         kept once.
         """
-        values = [
-            value
-            for value in (*args, *kwargs.values())
-            if isinstance(value, Tensor) and value.ndim > 1
-        ]
-        size = values[0].shape[0]
+        given = args, dict(kwargs)
+        size = next(len(x) for x in tree_leaves(given) if isinstance(x, Tensor) and x.ndim > 1)
         found = self._all_module_input.setdefault(str(module._tmp_name), [])
         for row in range(size):
-            one = tree_map(lambda value, row=row: _row(value, row, size), (args, dict(kwargs)))
-            found.append(_sharing(one, found[0]) if found else one)
-
-    def on_sequential_epoch_end(
-        self, state: Any, event: Any, modules: list[nn.Module], **kwargs: Any
-    ) -> None:
-        # A model's name and config say which of auto-round's own models it is; a layer is none of
-        # them.
-        alone = SimpleNamespace(model=SimpleNamespace(name_or_path="", config=state.model.config))
-        for layer in self._layers:
-            with _process_as_it_was():
-                self.apply_autoround(alone, [layer])
-            self._q_input = None
-        self.post_autoround_cleanup()
+            one = tree_map(partial(_row, row=row, size=size), given)
+            found.append(tree_map(_shared, one, found[0]) if found else one)
 
     def _postprocess_qparams(
         self, model: nn.Module, llmc_registered_qparams: dict[str, dict[str, Tensor]]
@@ -139,7 +145,7 @@ class LayerAutoRound(AutoRoundModifier):
         super()._postprocess_qparams(model, llmc_registered_qparams)
 
 
-def _row(value: Any, row: int, size: int) -> Any:
+def _row(value: Any, *, row: int, size: int) -> Any:
     """One sequence's part of an argument, on the host; what is the same for all is not divided."""
     if not isinstance(value, Tensor):
         return value
@@ -149,22 +155,11 @@ def _row(value: Any, row: int, size: int) -> Any:
     return value.cpu()
 
 
-def _sharing(value: Any, first: Any) -> Any:
-    """The same arguments, with the first sequence's tensors where they are equal: masks and
-    positions are.
-    """
-    return tree_map(
-        lambda own, other: (
-            other
-            if isinstance(own, Tensor)
-            and own.shape == other.shape
-            and own.dtype == other.dtype
-            and own.equal(other)
-            else own
-        ),
-        value,
-        first,
-    )
+def _shared(value: Any, first: Any) -> Any:
+    """The first sequence's tensor where this one's is equal: masks and positions are."""
+    if isinstance(value, Tensor) and value.shape == first.shape and value.equal(first):
+        return first
+    return value
 
 
 @contextmanager
@@ -173,21 +168,16 @@ def _process_as_it_was() -> Iterator[None]:
 
     auto-round collects garbage six times a layer; what was there before it began is passed over.
     """
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    chosen = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    states = random.getstate(), np.random.get_state()
+    chosen = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     gc.freeze()
     try:
-        yield
+        with torch.random.fork_rng():
+            yield
     finally:
         gc.unfreeze()
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-        torch.use_deterministic_algorithms(chosen[0], warn_only=chosen[1])
+        torch.use_deterministic_algorithms(chosen, warn_only=warns)
         torch.set_printoptions(profile="default")

@@ -19,10 +19,10 @@ computed only where one may be.
 
 import json
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from ....recipes.family import HFName
 from ...plan.plan import Plan
 from ...run.progress import ProgressCallback, progress_since
 from ...run.ranks import Ranks
-from ...run.statistics import read_metadata, write_statistics
+from ...run.statistics import write_statistics
 from ..data.claim import claim_pass, has_mtp_stream
 from ..data.data import CalibrationData
 from ..model.hooks import hooked
@@ -100,54 +100,30 @@ def _calibrate_layer(backbone: "Backbone", index: int) -> None:
     statistics are.
     """
     skeleton, plan = backbone.skeleton, backbone.skeleton.plan
+    model = skeleton.model
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
-    read = skeleton.layer(index, index + 1)
-    with backbone.states.writing(index + 1) as outputs, read, _guarded(backbone, index):
-        backbone.run("source", index, outputs, serving(skeleton.model))
-        statistics = _observe_and_rewrite(backbone, index, work, outputs)
-        serve_weights(skeleton.model, plan, work, InMemory(statistics))
-        backbone.run("served", index, outputs, serving(skeleton.model))
-        if has_mtp_stream(backbone.folder):
-            backbone.run("mtp", index, outputs, serving(skeleton.model))
-
-
-def _observe_and_rewrite(
-    backbone: "Backbone", index: int, work: LayerWork, outputs: NextStates
-) -> Mapping[HFName, Tensor]:
-    """The layer's statistics, which are on disk then, and what it returns handed over."""
-    model, statistics = backbone.skeleton.model, dict[HFName, Tensor]()
-    # As long as no weight is rewritten, the layer returns the same before and after, to the bit.
-    is_one_pass = bool(work.schemes or work.caches) and not work.rewrites
-    if work.schemes or work.caches:
-        with backbone.handing_over("calibration", index, outputs) as hand_over:
-            batches = Batches(run=backbone, stream="calibration", index=index)
-            found = calibrate(model, batches, work, after_batch=hand_over if is_one_pass else None)
-        statistics = work.on_disk(found.tensors)
-        if backbone.ranks.is_first:
-            backbone.record(
-                backbone.folder / "statistics" / f"layer-{index:05d}.safetensors",
-                found,
-                work,
-                statistics,
-            )
-    if not is_one_pass:
-        backbone.run("calibration", index, outputs, propagating(model, routed=work.routed))
-    return statistics
-
-
-@contextmanager
-def _guarded(backbone: "Backbone", index: int) -> Iterator[None]:
-    """Keeps a checkpoint's own code out of inference mode; one sequence is tried first."""
-    skeleton = backbone.skeleton
-    first = next(Batches(run=backbone, stream="calibration", index=index).batches())
-    state = first.state and tuple(None if value is None else value[:1] for value in first.state)
-    sample = next(skeleton.feed(index, [Batch(ids=first.ids[:1], state=state)]))
-    with guard(
-        skeleton.model,
-        {**sample, "use_cache": False},
-        policy=skeleton.plan.calibration.decorated_forward,
+    with (
+        backbone.states.writing(index + 1) as outputs,
+        skeleton.layer(index, index + 1),
+        guard(model, policy=plan.calibration.decorated_forward),
     ):
-        yield
+        backbone.run("source", index, outputs, serving(model))
+        handing_over = nullcontext()
+        if not work.rewrites:  # the layer returns the same before and after, to the bit
+            handing_over = backbone.handing_over("calibration", index, outputs)
+        with handing_over:
+            batches = Batches(run=backbone, stream="calibration", index=index)
+            found = calibrate(model, batches, work)
+        tensors = work.on_disk(found.tensors)
+        if backbone.ranks.is_first and (found.coverage or tensors):
+            file = backbone.folder / "statistics" / f"layer-{index:05d}.safetensors"
+            backbone.record(file, found, work, tensors)
+        if work.rewrites:
+            backbone.run("calibration", index, outputs, propagating(model, routed=work.routed))
+        serve_weights(model, plan, work, InMemory(tensors))
+        backbone.run("served", index, outputs, serving(model))
+        if has_mtp_stream(backbone.folder):
+            backbone.run("mtp", index, outputs, serving(model))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,30 +159,23 @@ class Backbone:
             outputs: the states of the next layer.
             context: how it computes.
         """
-        with self.handing_over(stream, index, outputs) as hand_over, torch.no_grad(), context:
+        with self.handing_over(stream, index, outputs), torch.no_grad(), context:
             for arguments in Batches(run=self, stream=stream, index=index):
                 self.skeleton.model(**arguments, use_cache=False)
-                hand_over()
 
-    @contextmanager
     def handing_over(
         self, stream: Stream, index: int, outputs: NextStates
-    ) -> Iterator[Callable[[], None]]:
-        """A function to be called after each batch of a stream, which hands over what the layer has
-        returned.
-        """
-        ranges = iter(Batches(run=self, stream=stream, index=index).ranges())
-        returned: deque[Any] = deque(maxlen=1)
+    ) -> AbstractContextManager[None]:
+        """Each batch of a stream that the layer computes becomes states of the next one."""
+        # Once around where a batch is looked at again to say what is wrong with it.
+        ranges = cycle(Batches(run=self, stream=stream, index=index).ranges())
+
+        def hand_over(_module: object, _args: object, output: Any) -> None:
+            state = output if isinstance(output, tuple) else (output,)
+            outputs.put(stream, next(ranges)[0], state)
+
         layer = self.skeleton.model.get_submodule(f"{self.skeleton.layer_path}.{index}")
-
-        def hand_over() -> None:
-            output, (first, _) = returned.pop(), next(ranges)
-            outputs.put(stream, first, output if isinstance(output, tuple) else (output,))
-
-        with hooked(
-            [layer.register_forward_hook(lambda _module, _args, output: returned.append(output))]
-        ):
-            yield hand_over
+        return hooked([layer.register_forward_hook(hand_over)])
 
     def record(
         self,
@@ -230,50 +199,25 @@ class Backbone:
         coverage: dict[HFName, int] = {}
         few_tokens: list[HFName] = []
         for each in found.coverage:
-            names = [
-                piece.module
-                for piece in work.binding[f"{each.module.removeprefix(work.path)}.weight"]
-            ]
+            pieces = work.binding[f"{each.module.removeprefix(work.path)}.weight"]
+            names = [piece.module for piece in pieces]
             coverage |= dict.fromkeys(names, each.tokens if each.routed is None else each.routed)
-            few_tokens += names if each.has_few_tokens else []
-        said = {
-            "coverage": coverage,
-            "few_tokens": few_tokens,
-            "left_out": found.left_out,
-            "rounded": found.rounded,
+            if each.has_few_tokens:
+                few_tokens += names
+        metadata = {
+            "fingerprint": (self.folder / "fingerprint").read_text(),
+            "coverage": json.dumps(coverage),
+            "few_tokens": json.dumps(few_tokens),
         }
         if losses:
-            said["losses"] = losses
-        metadata = {"fingerprint": (self.folder / "fingerprint").read_text()}
-        write_statistics(
-            path, tensors, metadata | {key: json.dumps(value) for key, value in said.items()}
-        )
-
-    def coverage(self) -> dict[HFName, int]:
-        """Module on disk -> tokens its calibration saw; experts: tokens the router sent them."""
-        return {
-            name: tokens for of_layer in self._said("coverage") for name, tokens in of_layer.items()
-        }
-
-    def few_tokens(self) -> list[HFName]:
-        """Modules of experts on disk whose statistics are of fewer tokens than they have input
-        channels.
-        """
-        return [name for of_layer in self._said("few_tokens") for name in of_layer]
-
-    def _said(self, key: str) -> Iterator[Any]:
-        """Of all layers, in their order."""
-        for path in sorted((self.folder / "statistics").glob("layer-*.safetensors")):
-            yield json.loads(read_metadata(path)[key])
+            metadata["losses"] = json.dumps(losses)
+        write_statistics(path, tensors, metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """This rank's batches of one stream as inputs of one layer, read one at a time in each
-    iteration.
-
-    As llm-compressor wants them: arguments of the model's forward, with a length, and iterated more
-    than once.
+    """This rank's batches of one stream as inputs of one layer: arguments of the model's forward,
+    read one at a time in each iteration.
     """
 
     run: Backbone
@@ -288,28 +232,24 @@ class Batches:
 
     def batches(self) -> Iterator[Batch]:
         """The same, with the states that the layer reads."""
-        ids, run = self._ids(), self.run
+        run, state = self.run, None
         for first, last in self.ranges():
-            device = run.skeleton.device
-            state = (
-                run.states.read(self.index, self.stream, first, last, device)
-                if self.index
-                else None
-            )
-            yield Batch(ids=ids[first:last], state=state, first=first)
+            if self.index:
+                device = run.skeleton.device
+                state = run.states.read(self.index, self.stream, first, last, device)
+            yield Batch(ids=self.ids[first:last], state=state, first=first)
 
     def ranges(self) -> list[tuple[int, int]]:
         """The rows of each of this rank's batches: the first, and the one after the last."""
         size = self.run.skeleton.plan.calibration.num_in_batch
-        share = self.run.ranks.share(len(self._ids()), size)
+        share = self.run.ranks.share(len(self.ids), size)
         return [(row, min(row + size, share.stop)) for row in range(share.start, share.stop, size)]
 
-    def _ids(self) -> Tensor:
-        return (
-            self.run.data.ids
-            if self.stream in ("calibration", "mtp")
-            else self.run.data.held_out_ids
-        )
+    @property
+    def ids(self) -> Tensor:
+        """Of the stream's text, [sequences, S]."""
+        data = self.run.data
+        return data.ids if self.stream in ("calibration", "mtp") else data.held_out_ids
 
 
 @contextmanager

@@ -44,9 +44,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class CacheRanges:
-    """State: the largest magnitude of keys and of values of each attention module, over all
-    batches.
-    """
+    """State: the largest magnitude of keys and of values of each attention module."""
 
     def __init__(self, model: Any, modules: Collection[str]):
         self._modules = {name: model.get_submodule(name) for name in modules}
@@ -54,9 +52,7 @@ class CacheRanges:
 
     def observing(self) -> AbstractContextManager[None]:
         """Looks at what goes into the caches."""
-        return _between(
-            {module: partial(self._see, name) for name, module in self._modules.items()}
-        )
+        return _between({each: partial(self._see, name) for name, each in self._modules.items()})
 
     def scales(self) -> dict[str, Tensor]:
         """`<module>.k_scale` and `<module>.v_scale`, [1] in BF16, on the CPU; over all ranks.
@@ -64,35 +60,23 @@ class CacheRanges:
         Raises:
             CheckpointError: naming the module that handed nothing to a cache, or NaN or infinity.
         """
-        if not self._modules:
-            return {}
+        found = {}
         for name in self._modules:
             if name not in self._largest:
-                rule, cure = (
-                    "attention must hand its keys to a cache during calibration",
-                    "Remove kv_cache",
-                )
-                raise CheckpointError(
-                    name, rule, got="none", cure=f"{cure}: keepmtp cannot observe this class"
-                )
-        largest = torch.stack([self._largest[name] for name in self._modules])
-        if has_others():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        found = {}
-        for name, row in zip(self._modules, largest.cpu(), strict=True):
-            if not row.isfinite().all():
-                raise CheckpointError(
-                    name,
-                    "keys and values must be finite during calibration",
-                    got=f"{row.tolist()} as their largest magnitudes",
-                    cure="Look for a broken weight in this layer, or calibrate in BF16 instead of "
-                    "F16",
-                )
-            for leaf, value in zip(CACHE_LEAVES, row.bfloat16().split(1), strict=True):
+                rule = "attention must hand its keys to a cache during calibration"
+                cure = "Remove kv_cache: keepmtp cannot observe this class"
+                raise CheckpointError(name, rule, got="none", cure=cure)
+            largest = self._largest[name]
+            if has_others():
+                dist.all_reduce(largest, dist.ReduceOp.MAX)
+            if not largest.isfinite().all():
+                rule, got = "keys and values must be finite during calibration", largest.tolist()
+                cure = "Look for a broken weight in this layer"
+                raise CheckpointError(name, rule, got=got, cure=cure)
+            args = QuantizationArgs.model_validate(dict(FP8_CACHE))
+            for leaf, value in zip(CACHE_LEAVES, largest.cpu().bfloat16().split(1), strict=True):
                 # As compressed-tensors computes it of BF16 keys: in BF16, and never 0.
-                scale, _ = calculate_qparams(
-                    -value, value, QuantizationArgs.model_validate(dict(FP8_CACHE))
-                )
+                scale, _ = calculate_qparams(-value, value, args)
                 found[f"{name}.{leaf}"] = scale.reshape(1).contiguous()
         return found
 
@@ -100,9 +84,7 @@ class CacheRanges:
         extremes = [torch.stack(torch.aminmax(each)).abs().amax() for each in (keys, values)]
         # BF16 would hold them as well; F32 is what every back-end reduces.
         seen = torch.stack(extremes).float()
-        self._largest[name] = (
-            torch.maximum(self._largest[name], seen) if name in self._largest else seen
-        )
+        self._largest[name] = torch.maximum(self._largest.get(name, seen), seen)
         return keys, values
 
 
@@ -137,11 +119,9 @@ class _Between:
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> KeysValues:
         keys, values = self._change(keys, values)
-        return (
-            (keys, values)
-            if self._cache is None
-            else self._cache.update(keys, values, *args, **kwargs)
-        )
+        if self._cache is None:
+            return keys, values
+        return self._cache.update(keys, values, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)

@@ -10,8 +10,9 @@ everything runs under no_grad, or with gradients, never in inference_mode (llm-c
 Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
 """
 
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any
 
 import torch
@@ -19,12 +20,7 @@ from compressed_tensors.quantization import QuantizationStatus
 from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.modeling.offset_norm import norm_calibration_context
 from llmcompressor.utils import calibration_forward_context
-from llmcompressor.utils.helpers import (
-    DisableQuantization,
-    disable_cache,
-    disable_hf_kernels,
-    eval_context,
-)
+from llmcompressor.utils.helpers import disable_cache, disable_hf_kernels, eval_context
 from torch import Tensor
 
 from .activations import rounded_inputs
@@ -52,12 +48,7 @@ def propagating(model: Any, *, routed: bool = False) -> Iterator[None]:
     """
     before = small_parameters(model)
     try:
-        with (
-            norm_calibration_context(model),
-            calibrating(model, routed=routed),
-            DisableQuantization(model),
-            plain_forwards(model),
-        ):
+        with norm_calibration_context(model), calibrating(model, routed=routed):
             yield
     finally:
         # 1 + weight in BF16 loses bits of a zero-centred weight, and taking the 1 away does not
@@ -86,25 +77,6 @@ def serving(model: Any, *, trains: bool = False) -> Iterator[None]:
     gradients = torch.enable_grad() if trains else torch.no_grad()
     with gradients, released(model), rounded_inputs(quantized.values()), rounded_caches(model):
         yield
-
-
-@contextmanager
-def plain_forwards(model: Any) -> Iterator[None]:
-    """Calls the linear layers themselves, while rounding is switched off anyway.
-
-    compressed-tensors puts a function before each that asks at every call what to round; 1,536 of
-    them a batch is as much time as the layers take.
-    """
-    wrapped = [
-        module.__dict__ for module in model.modules() if hasattr(module, "quantization_scheme")
-    ]
-    forwards = [attributes.pop("forward", None) for attributes in wrapped]
-    try:
-        yield
-    finally:
-        for attributes, forward in zip(wrapped, forwards, strict=True):
-            if forward is not None:
-                attributes["forward"] = forward
 
 
 @contextmanager
@@ -138,3 +110,10 @@ def restore(model: Any, values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         if not torch.equal(now[name], value):
             now[name].data.copy_(value)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """tqdm has no switch after its import, but writes to what sys.stderr is at that moment."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
+        yield

@@ -12,7 +12,7 @@ they were comes before.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationStatus
@@ -103,8 +103,7 @@ def serve_tuned(
         yield served.packed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedRows:
+class ServedRows(NamedTuple):
     """A weight of the finished checkpoint, and the rows of a linear layer that have its place.
 
     Attributes:
@@ -144,8 +143,7 @@ def served_rows(
         given: what calibration found.
         from_model: pack the weights that are there, also where the source has others.
     """
-    places: dict[HFName, tuple[str, slice, TensorPlan]] = {}
-    weights: dict[HFName, Tensor] = {}
+    places: dict[HFName, tuple[str, slice, TensorPlan, Tensor]] = {}
     units: dict[str, dict[HFName, TensorPlan]] = defaultdict(dict)
     for name, pieces in binding.items():
         for piece in pieces:
@@ -156,52 +154,39 @@ def served_rows(
         module, first = name.rpartition(".")[0], 0
         weight = model.get_submodule(f"{path}{module}").weight.data
         for piece in pieces:
-            last = first + piece.tensor.shape[-2] // max(1, len(piece.tensor.stacked))
-            on_disk = piece.module
-            weights[on_disk], places[on_disk] = (
-                weight[first:last],
-                (module, slice(first, last), piece.tensor),
-            )
-            first = last
+            rows = slice(first, first + piece.tensor.shape[-2] // max(1, len(piece.tensor.stacked)))
+            places[piece.module] = module, rows, piece.tensor, weight[rows]
+            first = rows.stop
 
-    device = next(iter(weights.values()), torch.empty(0)).device
+    device = next((weight.device for *_, weight in places.values()), torch.device("cpu"))
     source = from_source(plan, device)
 
     def read(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
-        parts = range(len(tensor.stacked) or 1)
-        own = [weights[Piece(tensor=tensor, expert=expert, part=part).module] for part in parts]
-        return (
-            own
-            if from_model or all(weight.dtype == torch.bfloat16 for weight in own)
-            else source(tensor, expert)
+        """From the model where it has what the source has: it computes in BF16."""
+        own = [
+            places[Piece(tensor=tensor, expert=expert, part=part).module][-1]
+            for part in range(len(tensor.stacked) or 1)
+        ]
+        if from_model or all(weight.dtype == torch.bfloat16 for weight in own):
+            return own
+        return source(tensor, expert)
+
+    for members in units.values():
+        unit = [*members.values()]
+        scheme, reads = SCHEMES[unit[0].scheme], read
+        outputs = {output.name for tensor in unit for output in tensor.outputs}
+        # Calibration rewrites some; and a plain tensor may be of another dtype on disk.
+        is_rewritten = any(".weight" in name and name in given for name in outputs)
+        is_rounded = any(
+            t.form == "plain" and plan.entries[t.inputs[0]].dtype != "BF16" for t in unit
         )
-
-    for unit in (list(members.values()) for members in units.values()):
-        is_there = from_model or _is_in_model(plan, unit, given)
-        for group in packed_groups(
-            plan, unit, given, device=device, read=read if is_there else source
-        ):
+        if not from_model and (is_rewritten or is_rounded):
+            reads = source
+        for group in packed_groups(plan, unit, given, device=device, read=reads):
             for packed in group:
-                module, rows, tensor = places[packed.module]
-                weight = weights[packed.module]
-                values = decompressed(SCHEMES[unit[0].scheme], packed, weight.shape)
-                yield ServedRows(
-                    module=module,
-                    rows=rows,
-                    tensor=tensor,
-                    weight=weight,
-                    packed=packed,
-                    values=values,
-                )
-
-
-def _is_in_model(plan: Plan, unit: Sequence[TensorPlan], given: Calibrations) -> bool:
-    """Whether the model has a unit's weights as the source does: it computes in BF16, and
-    calibration rewrites some.
-    """
-    if any(output.name in given for t in unit for output in t.outputs if ".weight" in output.name):
-        return False
-    return all(t.form != "plain" or plan.entries[t.inputs[0]].dtype == "BF16" for t in unit)
+                module, rows, tensor, weight = places[packed.module]
+                values = decompressed(scheme, packed, weight.shape)
+                yield ServedRows(module, rows, tensor, weight, packed, values)
 
 
 def decompressed(scheme: Scheme, packed: PackedModule, shape: Sequence[int]) -> Tensor:

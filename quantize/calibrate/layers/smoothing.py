@@ -15,7 +15,7 @@ every output equal bit for bit and needs no tolerance. Each is tried so, and wha
 alone.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from llmcompressor.modeling.offset_norm import norm_calibration_context
 from llmcompressor.modifiers.transform.awq.base import get_lowest_common_ancestor_with_avoid
-from llmcompressor.utils.helpers import DisableQuantization
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...run.ranks import gathered
 from ..model.hooks import hooked
 from .forwards import calibrating, restore, small_parameters
+from .observed import no_batch
 from .work import LayerWork
 
 # Rows kept of each module's output: enough to see any wrong channel, and 256 experts stay below a
@@ -38,13 +38,11 @@ from .work import LayerWork
 _ROWS = 64
 # Exponents of the probe's scales: wide enough to run into every clamp, far from the ends of BF16's
 # range.
-_EXPONENTS = {torch.float16: 2}
-_WIDE_EXPONENTS = 12
+_EXPONENTS = 12
 # A projection that is linear in another's output, by the names of the two in one parent.
 _PAIRS = (("v_proj", "o_proj"), ("up_proj", "down_proj"), ("w3", "w2"))
 
-RunBatch = Callable[[], None]
-Outputs = Mapping[str, tuple[Tensor, ...]]
+Arguments = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,109 +61,82 @@ class Smoothing:
 
 
 def smoothings_of(
-    model: Any, run: RunBatch, work: LayerWork
-) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:
-    """The smoothings that leave the layer's function as it is, in the order in which the layer
-    computes them.
+    model: Any, batches: Iterable[Arguments], work: LayerWork
+) -> tuple[Smoothing, ...]:
+    """The smoothings that leave the layer's function as it is, in the order in which it computes.
 
     Args:
         model: one real layer; modules without weights (or with weights on meta) are passed over.
-        run: one batch through the model.
+        batches: the first is tried.
         work: a smoothing feeds at least one of the modules that its algorithm rewrites, and touches
             none whose bytes come from elsewhere.
-
-    Returns: them, and a sentence for each one that was left out.
     """
-    before = small_parameters(model)
-    with calibrating(model), DisableQuantization(model), norm_calibration_context(model):
-        of_ranks = gathered(_find(model, run, work))  # each looks at a batch of its own
-    restore(model, before)
-    found = [each for each in of_ranks[0][0] if all(each in other for other, _ in of_ranks)]
-    left_out = list(dict.fromkeys(reason for _, reasons in of_ranks for reason in reasons))
-    if work.algorithm == "awq":
-        # It replays the module around what it balances, and keeps that module's arguments for one
-        # smoothing only (llm-compressor 0.14.0.1 modifiers/transform/awq/base.py,
-        # `_parent_args_cache`: a KeyError otherwise).
-        by_parent: dict[str, Smoothing] = {}
-        for smoothing in found:
-            parent, _ = get_lowest_common_ancestor_with_avoid(iter(smoothing.balance), model)
-            if by_parent.setdefault(parent, smoothing) is not smoothing:
-                left_out.append(
-                    f"{smoothing.smooth}: another smoothing is judged by {parent} already"
-                )
-        found = [*by_parent.values()]
-    return tuple(found), tuple(left_out)
-
-
-def _find(model: Any, run: RunBatch, work: LayerWork) -> tuple[list[Smoothing], list[str]]:
-    """The smoothings in the order of calls, and a sentence for each one that was left out."""
+    batch = next(iter(batches), None)
+    if batch is None:
+        raise no_batch()
+    before, found = small_parameters(model), list[Smoothing]()
     rewritten = {*work.rewritten}
     untouchable = {*work.frozen, *work.schemes.keys() - rewritten}
-    candidates, calls = _candidates(model, run, norms_only=work.algorithm == "smoothquant")
-    reference = _observe(model, run, work)
-    kept: list[Smoothing] = []
-    left_out: list[str] = []
-    for candidate in candidates:
-        group: list[Smoothing] = []
-        for smoothing in candidate:
-            if rewritten.isdisjoint(smoothing.balance):
-                continue
-            fixed = [name for name in smoothing.touched if name in untouchable]
-            if fixed:
-                left_out.append(
-                    f"{smoothing.smooth}: it or what it feeds is kept in other bytes ({fixed[-1]})"
-                )
-            else:
-                group.append(smoothing)
-        if not group:
-            continue
-        with _powers_of_two(model, group):
-            changed = _changed(
-                reference, _observe(model, run, work), {each.smooth for each in group}
-            )
-        if changed:
-            left_out += [
-                f"{smoothing.smooth}: scaling it would change what {changed} computes"
-                for smoothing in group
+    with calibrating(model), norm_calibration_context(model):
+        candidates, calls = _candidates(model, batch, norms_only=work.algorithm == "smoothquant")
+        reference = _observe(model, batch, work)
+        for candidate in candidates:
+            group = [
+                each
+                for each in candidate
+                if not rewritten.isdisjoint(each.balance) and untouchable.isdisjoint(each.touched)
             ]
-        else:
-            kept += group
-    return sorted(kept, key=lambda smoothing: calls[smoothing.smooth]), left_out
+            if not group:
+                continue
+            with _powers_of_two(model, group):
+                outputs = _observe(model, batch, work)
+            for each in group:
+                outputs.pop(each.smooth, None)
+            if all(
+                torch.equal(value, expected)
+                for name, values in outputs.items()
+                for value, expected in zip(values, reference[name], strict=True)
+            ):
+                found += group
+    restore(model, before)
+    found.sort(key=lambda smoothing: calls[smoothing.smooth])
+    of_ranks = gathered(found)  # each looks at a batch of its own
+    found = [each for each in of_ranks[0] if all(each in other for other in of_ranks)]
+    if work.algorithm != "awq":
+        return tuple(found)
+    # It replays the module around what it balances, and keeps that module's arguments for one
+    # smoothing only (llm-compressor 0.14.0.1 modifiers/transform/awq/base.py,
+    # `_parent_args_cache`: a KeyError otherwise).
+    by_parent: dict[str, Smoothing] = {}
+    for each in found:
+        parent, _ = get_lowest_common_ancestor_with_avoid(iter(each.balance), model)
+        by_parent.setdefault(parent, each)
+    return tuple(by_parent.values())
 
 
-def _observe(model: Any, run: RunBatch, work: LayerWork) -> Outputs:
-    """The first rows of what each module with a matrix computes, and of what the layer and the
-    model return.
-
-    Of a router that is its logits, if it returns them: which experts it takes is not continuous in
-    them.
+def _observe(model: Any, batch: Arguments, work: LayerWork) -> dict[str, list[Tensor]]:
+    """The first rows of what each module with a matrix computes, and the layer and the model.
 
     Returns: module name -> its output tensors [rows, channels] ("" is the model's own output).
     """
-    outputs: dict[str, tuple[Tensor, ...]] = {}
-    widths: dict[str, int | None] = {"": None, work.path.removesuffix("."): None}
-    widths |= {name: module.weight.shape[0] for name, module in _owners(model, 2).items()}
+    outputs: dict[str, list[Tensor]] = {}
 
-    def keep(name: str, width: int | None, _module: object, _args: object, output: object) -> None:
-        leaves = [
-            x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim and not x.is_meta
-        ]
-        outputs[name] = tuple(
+    def keep(name: str, _module: object, _args: object, output: object) -> None:
+        outputs[name] = [
             leaf.detach().reshape(-1, leaf.shape[-1])[:_ROWS].clone()
-            for leaf in leaves
-            if width in (None, leaf.shape[-1]) and leaf.is_floating_point()
-        )
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.ndim and not leaf.is_meta
+        ]
 
-    hooks = {name: partial(keep, name, width) for name, width in widths.items()}
-    with hooked(
-        model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()
-    ):
-        run()
+    names = {"", work.path.removesuffix("."), *_owners(model, 2)}
+    hooks = {model.get_submodule(name): partial(keep, name) for name in names}
+    with hooked(module.register_forward_hook(hook) for module, hook in hooks.items()):
+        model(**batch)
     return outputs
 
 
 def _candidates(
-    model: Any, run: RunBatch, *, norms_only: bool
+    model: Any, batch: Arguments, *, norms_only: bool
 ) -> tuple[list[list[Smoothing]], dict[str, int]]:
     """Groups of smoothings to be probed together, and the order of calls: a norm alone, pairs by
     their kind.
@@ -174,69 +145,61 @@ def _candidates(
     norm in front of routed experts (one scale for all experts unbalances them; llm-compressor
     0.14.0.1, smoothquant/utils.py).
     """
-    norms, matrices = _owners(model, 1), _owners(model, 2)
-    fed, calls = _consumers(norms, matrices, run)
+    matrices = _owners(model, 2)
+    fed, calls = _consumers(model, batch, matrices)
     groups = []
-    for norm, names in fed.items():
-        consumers = tuple(
-            name for name in names if matrices[name].weight.shape[1] == norms[norm].weight.numel()
-        )
+    for norm, consumers in fed.items():
         is_routed = any(".experts." in name for name in consumers)
         # A norm inside a low-rank projection has the parent of a module that it feeds.
-        is_inner = any(name.rpartition(".")[0] == norm.rpartition(".")[0] for name in consumers)
+        is_inner = norm.rpartition(".")[0] in {name.rpartition(".")[0] for name in consumers}
         if consumers and not (norms_only and (is_routed or is_inner)):
-            groups.append([Smoothing(smooth=norm, balance=consumers)])
-    for first_leaf, second_leaf in () if norms_only else _PAIRS:
+            groups.append([Smoothing(smooth=norm, balance=tuple(consumers))])
+    if norms_only:
+        return groups, calls
+    for first_leaf, second_leaf in _PAIRS:
         pairs = []
-        for first in calls:
-            parent, _, leaf = first.rpartition(".")
-            second = f"{parent}.{second_leaf}".lstrip(".")
-            if leaf != first_leaf or second not in calls or not {first, second} <= matrices.keys():
+        for first in matrices:
+            parent, dot, leaf = first.rpartition(".")
+            second = f"{parent}{dot}{second_leaf}"
+            if leaf != first_leaf or second not in matrices or not {first, second} <= calls.keys():
                 continue
-            if matrices[first].weight.shape[0] == matrices[second].weight.shape[1]:
+            if len(matrices[first].weight) == matrices[second].weight.shape[1]:
                 pairs.append(Smoothing(smooth=first, balance=(second,)))
         groups.append(pairs)
     return groups, calls
 
 
 def _consumers(
-    norms: Mapping[str, Any], matrices: Mapping[str, Any], run: RunBatch
+    model: Any, batch: Arguments, matrices: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Norm -> the matrices that read its output in a run, and the order in which modules are
-    called.
-    """
-    produced: dict[int, str] = {}
-    alive: list[Tensor] = []
+    """Norm -> the matrices that read all of its output, and the order of calls."""
+    # The tensor keeps the storage from being reused, so that its address stays this norm's.
+    produced: dict[int, tuple[str, Tensor]] = {}
+    norms = _owners(model, 1)
     fed: dict[str, list[str]] = {name: [] for name in norms}
     calls: dict[str, int] = {}
 
     def after_norm(name: str, norm: Any, _args: object, output: object) -> None:
         calls.setdefault(name, len(calls))
-        if isinstance(output, Tensor) and output.shape[-1] == norms[name].weight.numel():
-            # The reference keeps the storage from being reused, so that its address stays this
-            # norm's.
-            alive.append(output)
-            produced[output.untyped_storage().data_ptr()] = name
+        if isinstance(output, Tensor) and output.shape[-1] == norm.weight.numel():
+            produced[output.untyped_storage().data_ptr()] = name, output
 
-    def before_matrix(
-        name: str, matrix: Any, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
+    def before_matrix(name: str, matrix: Any, args: tuple, kwargs: dict) -> None:
         calls.setdefault(name, len(calls))
+        width = matrix.weight.shape[1]
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value.shape[-1] == matrix.weight.shape[1]:
-                source = produced.get(value.untyped_storage().data_ptr())
-                if source is not None and name not in fed[source]:
-                    fed[source].append(name)
+            if not isinstance(value, Tensor) or value.shape[-1:] != (width,):
+                continue
+            norm, output = produced.get(value.untyped_storage().data_ptr(), ("", value[..., :0]))
+            if output.shape[-1] == width and name not in fed[norm]:
+                fed[norm].append(name)
 
-    handles = [
-        module.register_forward_hook(partial(after_norm, name)) for name, module in norms.items()
-    ]
+    handles = [norms[name].register_forward_hook(partial(after_norm, name)) for name in norms]
     for name, module in matrices.items():
-        handles.append(
-            module.register_forward_pre_hook(partial(before_matrix, name), with_kwargs=True)
-        )
+        hook = partial(before_matrix, name)
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     with hooked(handles):
-        run()
+        model(**batch)
     return fed, calls
 
 
@@ -246,15 +209,11 @@ def _owners(model: Any, ndim: int) -> dict[str, Any]:
     """
     found = {}
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if (
-            weight is None
-            or weight.ndim != ndim
-            or weight.is_meta
-            or isinstance(module, nn.Embedding)
-        ):
+        own = dict(module.named_parameters())
+        weight = own.get("weight")
+        if weight is None or weight.is_meta or weight.ndim != ndim:
             continue
-        if ndim == 2 or {key for key, _ in module.named_parameters()} <= {"weight", "bias"}:
+        if not isinstance(module, nn.Embedding) and (ndim == 2 or own.keys() <= {"weight", "bias"}):
             found[name] = module
     return found
 
@@ -265,36 +224,24 @@ def _powers_of_two(model: Any, smoothings: Sequence[Smoothing]) -> Iterator[None
     afterwards.
     """
     saved: list[tuple[Tensor, Tensor]] = []
+
+    def multiply(tensor: Tensor | None, factor: Tensor) -> None:
+        if tensor is not None:
+            saved.append((tensor, tensor.detach().clone()))
+            tensor.data.mul_(factor.to(tensor.device, tensor.dtype))
+
     generator = torch.Generator().manual_seed(0)
     try:
         for smoothing in smoothings:
             smooth = model.get_submodule(smoothing.smooth)
-            balance = [model.get_submodule(name) for name in smoothing.balance]
-            limit = _EXPONENTS.get(smooth.weight.dtype, _WIDE_EXPONENTS)
-            exponents = torch.randint(
-                -limit, limit + 1, (balance[0].weight.shape[1],), generator=generator
-            )
-            scale = torch.exp2(exponents.double()).to(smooth.weight.device)
-            changes = [
-                (smooth.weight, 1 / scale if smooth.weight.ndim == 1 else 1 / scale[:, None])
-            ]
-            if getattr(smooth, "bias", None) is not None:
-                changes.append((smooth.bias, 1 / scale))
-            changes += [(module.weight, scale) for module in balance]
-            for tensor, factor in changes:
-                saved.append((tensor, tensor.detach().clone()))
-                tensor.data.mul_(factor.to(tensor.dtype))
+            width = len(smooth.weight)
+            exponents = torch.randint(-_EXPONENTS, _EXPONENTS + 1, (width,), generator=generator)
+            scale = torch.exp2(exponents.double())
+            multiply(smooth.weight, (1 / scale).view(-1, *[1] * (smooth.weight.ndim - 1)))
+            multiply(getattr(smooth, "bias", None), 1 / scale)
+            for name in smoothing.balance:
+                multiply(model.get_submodule(name).weight, scale)
         yield
     finally:
         for tensor, value in reversed(saved):
             tensor.data.copy_(value)
-
-
-def _changed(before: Outputs, after: Outputs, smoothed: Collection[str]) -> str:
-    """The first module, or "the model", whose output is not the same bit for bit; "" if none."""
-    for name, tensors in before.items():
-        if name not in smoothed and not all(
-            torch.equal(a, b) for a, b in zip(tensors, after[name], strict=True)
-        ):
-            return name or "the model"
-    return ""

@@ -13,6 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from compressed_tensors.quantization import QuantizationScheme, initialize_module_for_quantization
+from llmcompressor.modifiers.quantization.calibration import initialize_observer, observe
+from llmcompressor.observers.fusion import FusionHandler
 from torch import Tensor
 
 from ....recipes.conventions import CACHE_LEAVES
@@ -31,8 +34,6 @@ class LayerWork:
         schemes: module to be quantized -> its scheme.
         algorithm: of the recipe; it rewrites the schemes of `REWRITES[algorithm]` only.
         knobs: of the algorithm; see `Calibration.knobs`.
-        backend: llmcompressor, or modelopt: its calibrators observe the inputs, and choose scales
-            under its algorithms.
         routed: statistics of an expert are of the tokens that the router sends it; see
             `Calibration.experts`.
         fused: modules that run as one in vLLM and share global scales, those that llm-compressor
@@ -50,7 +51,6 @@ class LayerWork:
     schemes: Mapping[str, str]
     algorithm: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
-    backend: str = "llmcompressor"
     routed: bool = False
     fused: Sequence[tuple[str, ...]] = ()
     experts: Sequence[tuple[str, ...]] = ()
@@ -97,7 +97,6 @@ class LayerWork:
             schemes=schemes_in(binding, path),
             algorithm=plan.calibration.algorithm,
             knobs=plan.calibration.knobs,
-            backend=plan.calibration.backend,
             routed=plan.calibration.experts == "routed",
             fused=_of_several(fused),
             experts=_of_several(experts),
@@ -143,16 +142,15 @@ class LayerWork:
             if suffix in CACHE_LEAVES:
                 found |= {scale: value for scale in self.caches[module] if scale.endswith(suffix)}
                 continue
-            name = full.removeprefix(self.path)
-            if name in self.binding and not scheme_of(self.binding[name][0]):
-                found[self.binding[name][0].tensor.name] = value
+            own = self.binding.get(full.removeprefix(self.path))
+            if own and not scheme_of(own[0]):
+                found[own[0].tensor.name] = value
                 continue
             pieces = self.binding[f"{module.removeprefix(self.path)}.weight"]
             if len(pieces) > 1 and not suffix.startswith("input_"):
                 rule = "weights that transformers joins cannot be rewritten"
                 cure = "Set calibration.algorithm: minmax, or override this module"
-                got = module.removeprefix(self.path)
-                raise CheckpointError(pieces[0].tensor.name, rule, got=got, cure=cure)
+                raise CheckpointError(pieces[0].tensor.name, rule, got=module, cure=cure)
             found |= {HFName(f"{piece.module}.{suffix}"): value for piece in pieces}
         return found
 
@@ -168,3 +166,29 @@ def schemes_in(binding: Binding, path: str) -> dict[str, str]:
 
 def _of_several(groups: Mapping[object, list[str]]) -> list[tuple[str, ...]]:
     return [tuple(members) for members in groups.values() if len(members) > 1]
+
+
+def attach(model: Any, work: LayerWork) -> None:
+    """Give the modules that are quantized their schemes, and scales yet to be filled."""
+    schemes = {
+        name: QuantizationScheme(targets=[], **SCHEMES[name].config_group())
+        for name in work.schemes.values()
+    }
+    for name, scheme in work.schemes.items():
+        module: Any = model.get_submodule(name)
+        initialize_module_for_quantization(module, schemes[scheme])
+        # compressed-tensors 0.19.0 puts a function before it that asks at every call what to round.
+        # Nothing is while a layer is calibrated, and 1,536 of them a batch take as long as it does.
+        del module.forward
+
+
+def observe_weights(model: Any, work: LayerWork) -> list[Any]:
+    """Let observers look at the weights that are rewritten, fused ones together; returns these."""
+    modules: dict[str, Any] = {name: model.get_submodule(name) for name in work.schemes}
+    for module in modules.values():
+        initialize_observer(module, "weight")
+    for group in work.fused:
+        FusionHandler.fuse((modules[name].weight_observer, modules[name]) for name in group)
+    rewritten = [modules[name] for name in work.rewritten]
+    observe(rewritten, "weight")
+    return rewritten

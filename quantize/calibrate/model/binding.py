@@ -15,7 +15,7 @@ WeightConverter).
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -129,25 +129,19 @@ def bind(
     Raises:
         CheckpointError: a tensor without a parameter, or a parameter without a tensor, by name.
     """
-    state = module.state_dict()
+    state, owner = module.state_dict(), f"transformers' {type(module).__name__}"
     turned: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for tensor in tensors:
         path, turn = path_of(tensor)
         for target, piece in _targets(path, tensor, state):
             if target not in state:
-                rule = (
-                    f"transformers' {type(module).__name__} must have a parameter for {tensor.name}"
-                )
+                rule = f"{owner} must have a parameter for {tensor.name}"
                 raise CheckpointError(where, rule, got=f"none called {target}", cure=_DATA_FREE)
             turned[target].append((turn, piece))
-    if missing := sorted(set(state) - set(turned)):
-        rule, cure = (
-            f"every parameter of transformers' {type(module).__name__} must be on disk",
-            "Check the download",
-        )
-        raise CheckpointError(
-            where, rule, got=f"nothing for {missing[0]}", cure=f"{cure}, or use a data-free scheme"
-        )
+    for target in state.keys() - turned.keys():
+        rule, cure = f"every parameter of {owner} must be on disk", "Check the download, or use"
+        got = f"nothing for {target}"
+        raise CheckpointError(where, rule, got=got, cure=f"{cure} a data-free scheme")
     return {
         target: tuple(piece for _, piece in sorted(found, key=itemgetter(0)))
         for target, found in turned.items()
@@ -192,35 +186,23 @@ def fill(
         CheckpointError: a shape on disk is not the parameter's.
     """
     state, values = module.state_dict(), {}
-    value_of = _reader(plan, device)
+    last: tuple[object, Sequence[Tensor]] = None, ()
     for name, pieces in binding.items():
-        parts = [value_of(piece) for piece in pieces]
+        parts = []
+        for piece in pieces:
+            if piece.expert is None:
+                parts.append(load(plan, piece.tensor, device))
+                continue
+            # Those of one expert in a stack follow each other, and are read together.
+            key = piece.tensor.name, piece.expert
+            if key != last[0]:
+                stack_NK = load_expert(plan, piece.tensor, piece.expert, device)
+                last = key, stack_NK.chunk(len(piece.tensor.stacked))
+            parts.append(last[1][piece.part])
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
         if value.shape != state[name].shape:
-            raise CheckpointError(
-                plan.source.where,
-                f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}",
-                got=list(value.shape),
-                cure="Check config.json",
-            )
+            rule = f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}"
+            got, cure = list(value.shape), "Check config.json"
+            raise CheckpointError(plan.source.where, rule, got=got, cure=cure)
         values[name] = value.to(device=device, dtype=dtype_of(name, state[name], value))
     module.load_state_dict(values, strict=True, assign=True)
-
-
-def _reader(plan: Plan, device: torch.device) -> Callable[[Piece], Tensor]:
-    """Reads pieces. Those of one expert in a stack follow each other in a binding, and are read
-    together.
-    """
-    last: dict[tuple[HFName, int], tuple[Tensor, ...]] = {}
-
-    def value_of(piece: Piece) -> Tensor:
-        if piece.expert is None:
-            return load(plan, piece.tensor, device)
-        key = piece.tensor.name, piece.expert
-        if key not in last:
-            last.clear()
-            stack_NK = load_expert(plan, piece.tensor, piece.expert, device)
-            last[key] = stack_NK.chunk(len(piece.tensor.stacked))
-        return last[key][piece.part]
-
-    return value_of

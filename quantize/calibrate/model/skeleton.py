@@ -7,19 +7,20 @@ everything around the layer: embedding, rotary embedding, masks, position ids.
 
 Easy to get wrong: llm-compressor's pipelines compute under eager attention. Any other
 implementation rounds elsewhere, and GPTQ then rounds other weights up. So there is another only
-where a recipe asks for it (`attention.py`).
+where a recipe asks for it (`use_sdpa`).
 
 Source: transformers 5.17 modeling_utils.py (`_init_weights`, `_keep_in_fp32_modules`),
-llm-compressor 0.14.0.1 utils/helpers.py (`calibration_forward_context`) and entrypoints/oneshot.py
-(reads config.json at `name_or_path`).
+integrations/sdpa_attention.py, llm-compressor 0.14.0.1 utils/helpers.py
+(`calibration_forward_context`, `use_eager_attention`).
 """
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,22 +30,20 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
-from ....checkpoints.scratch import ScratchFolder
+from ....checkpoints.source import read
 from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.family import HFName
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
-from .ahead import reading_ahead
-from .attention import refuse_without_sdpa, use_sdpa
 from .binding import Binding, Names, bind, fill
 from .experts import linear_experts
 from .hooks import hooked
 from .states import LayerState
 
+_CHUNK_BYTES = 2**24
 # Keys of config.json that say which Python builds the model.
 _NAMES_OF_CLASSES = frozenset({"model_type", "architectures", "auto_map"})
 
@@ -113,7 +112,7 @@ class Skeleton:
             CheckpointError: names or shapes on disk are not those of the class.
         """
         self.plan, self.device = plan, device
-        self.model, self._scratch = on_meta(plan)
+        self.model = on_meta(plan)
         linear_experts(self.model)
         self.names = Names.of(self.model)
         self._layers = decoder_layers(self.model, plan)
@@ -135,12 +134,13 @@ class Skeleton:
         """What decoder layer `index` is on disk; nothing of None, and after the last one."""
         if index is None:
             return []
-        own = [
-            t
-            for t in self.plan.tensors
-            if t.part == "backbone" and t.layer == index and t.fate != "drop"
+        return [
+            tensor
+            for tensor in self.plan.tensors
+            if (tensor.part, tensor.layer) == ("backbone", index)
+            and tensor.fate != "drop"
+            and tensor.calibrated != "cache"
         ]
-        return [tensor for tensor in own if tensor.calibrated != "cache"]
 
     def bind_layer(self, index: int) -> Binding:
         """What fills decoder layer `index`."""
@@ -305,74 +305,63 @@ def _top(plan: Plan) -> list[TensorPlan]:
     ]
 
 
-def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
-    """The language model's class, without weights, and the folder its config says it comes from."""
-    calibration, reason = plan.recipe.calibration, plan.view.family.no_backbone
-    is_foreign = calibration is not None and calibration.model_code == "checkpoint"
-    if reason and not is_foreign:
-        raise RecipeError(
-            plan.source.where,
-            "calibration must be able to run the backbone layer by layer",
-            got=f"{plan.view.family.model_type}: {reason}",
-            cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model})",
-        )
-    scratch = ScratchFolder("keepmtp-config-")
-    folder = plan.source.folder
-    if folder is None:  # headers from the Hub: its config.json says all but the weights
-        folder = scratch.path
-        (folder / "config.json").write_text(json.dumps(plan.source.config))
-    try:
-        config = _config(plan, folder, is_foreign=is_foreign)
-        for each in (config, config.get_text_config()):  # the weights will come dequantized
-            for key in ("quantization_config", "compression_config"):
-                if hasattr(each, key):
-                    delattr(each, key)
-        auto = AutoModelForImageTextToText
-        if type(config) in AutoModelForCausalLM._model_mapping or is_foreign:
-            auto = AutoModelForCausalLM
-        with torch.device("meta"):
-            model = auto.from_config(
-                config,
-                dtype=torch.bfloat16,
-                attn_implementation="eager",
-                trust_remote_code=is_foreign,
-            )
-    except (ValueError, KeyError, ImportError, AttributeError) as error:
-        raise RecipeError(
-            plan.source.where,
-            "calibration needs a class in transformers for this architecture",
-            got=_why_no_class(str(error), plan.source.config),
-            cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model}), or "
-            "calibration.model_code: checkpoint if the checkpoint brings its own",
-        ) from error
-    config.save_pretrained(scratch.path)
-    model.config._name_or_path = model.name_or_path = str(scratch.path)
-    refuse_without_sdpa(model, plan)
-    return model.eval(), scratch
+def on_meta(plan: Plan) -> PreTrainedModel:
+    """The language model's class, without weights.
 
-
-def _config(plan: Plan, folder: Path, *, is_foreign: bool) -> PreTrainedConfig:
-    """transformers' config, under another model_type where the family's layers are those of a class
-    it has.
+    Raises: RecipeError: it cannot be calibrated, or transformers has no class for it.
     """
-    if not plan.view.family.built_as or is_foreign:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=is_foreign)
-    values = {
-        key: value for key, value in plan.source.config.items() if key not in _NAMES_OF_CLASSES
-    }
-    return CONFIG_MAPPING[plan.view.family.built_as].from_dict(values)
+    calibration, family = plan.recipe.calibration, plan.view.family
+    is_foreign = calibration is not None and calibration.model_code == "checkpoint"
+    cure = f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model})"
+    if family.no_backbone and not is_foreign:
+        rule = "calibration must be able to run the backbone layer by layer"
+        got = f"{family.model_type}: {family.no_backbone}"
+        raise RecipeError(plan.source.where, rule, got=got, cure=cure)
+    try:
+        model = _from_config(plan, is_foreign=is_foreign)
+    except (ValueError, KeyError, ImportError, AttributeError) as error:
+        rule = "calibration needs a class in transformers for this architecture"
+        cure += ", or calibration.model_code: checkpoint if the checkpoint brings its own"
+        got = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise RecipeError(plan.source.where, rule, got=got, cure=cure) from error
+    if calibration is not None and calibration.attention == "sdpa" and not model._supports_sdpa:
+        rule = "calibration.attention: sdpa needs a class that computes by it, unlike "
+        cure = "Set attention: eager, or shorter sequences where its scores do not fit"
+        raise RecipeError(plan.recipe.name, rule + type(model).__name__, got="sdpa", cure=cure)
+    return model.eval()
 
 
-def _why_no_class(error: str, config: Mapping[str, Any]) -> str:
-    """transformers' own words but where they are about folders, or about classes of Python."""
-    if (
-        "custom code" in error
-        or "for this kind of AutoModel" in error
-        or "does not recognize" in error
-    ):
-        code = ", only Python of the checkpoint's own" if "custom code" in error else ""
-        return f"no class for model_type {config.get('model_type')!r} in transformers{code}"
-    return next(iter(error.strip().splitlines()), "an error without words")
+def _from_config(plan: Plan, *, is_foreign: bool) -> PreTrainedModel:
+    """The model of config.json, under another model_type where the family's layers are those of a
+    class that transformers has.
+    """
+    values = dict(plan.source.config)
+    auto: Any = AutoModelForCausalLM
+    if is_foreign:
+        config = AutoConfig.from_pretrained(str(plan.source.folder), trust_remote_code=True)
+    else:
+        model_type = plan.view.family.built_as or values["model_type"]
+        config = None
+        if model_type in CONFIG_MAPPING:
+            own = {key: value for key, value in values.items() if key not in _NAMES_OF_CLASSES}
+            config = CONFIG_MAPPING[model_type].from_dict(own)
+        if type(config) not in auto._model_mapping:
+            auto = AutoModelForImageTextToText
+        if type(config) not in auto._model_mapping:
+            code = ", only Python of the checkpoint's own" if "auto_map" in values else ""
+            raise ValueError(f"no class for model_type {model_type!r} in transformers{code}")
+    assert config is not None
+    for each in (config, config.get_text_config()):  # the weights will come dequantized
+        for key in ("quantization_config", "compression_config"):
+            if hasattr(each, key):
+                delattr(each, key)
+    with torch.device("meta"):
+        return auto.from_config(
+            config,
+            dtype=torch.bfloat16,
+            attn_implementation="eager",
+            trust_remote_code=is_foreign,
+        )
 
 
 def decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
@@ -386,3 +375,42 @@ def decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
             return module
     rule = f"transformers' {type(model).__name__} must have {plan.view.num_layers} decoder layers"
     raise CheckpointError(plan.source.where, rule, got="no such list", cure=cure)
+
+
+@contextmanager
+def reading_ahead(plan: Plan, tensors: Iterable[TensorPlan]) -> Iterator[None]:
+    """A thread reads these, until they are read or the context ends."""
+    entries, stop = (
+        [plan.entries[name] for tensor in tensors for name in tensor.inputs],
+        threading.Event(),
+    )
+
+    def read_all() -> None:
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        for entry in entries:
+            for offset in range(0, entry.num_bytes, _CHUNK_BYTES):
+                if stop.is_set():
+                    return
+                read(plan.source, entry, buffer[: entry.num_bytes - offset], offset=offset)
+
+    with ThreadPoolExecutor(1, "read-ahead") as pool:
+        pool.submit(read_all)  # what fails here, fails again when it is needed
+        try:
+            yield
+        finally:
+            stop.set()
+
+
+def use_sdpa(module: nn.Module) -> None:
+    """Let everything in a layer or block that computes attention do so by PyTorch's kernel.
+
+    Eager attention holds the scores of all heads. The model itself keeps eager, as llm-compressor
+    sets it: the mask is made by the model's config, and eager always makes one. So only the modules
+    inside get a config of their own.
+    """
+    for each in module.modules():
+        config: Any = getattr(each, "config", None)
+        is_model = isinstance(each, PreTrainedModel)
+        if not is_model and getattr(config, "_attn_implementation", "sdpa") != "sdpa":
+            each.config = deepcopy(config)
+            each.config._attn_implementation = "sdpa"

@@ -14,12 +14,11 @@ Rows are addressed by their number in the data. Which batch size wrote them, and
 not matter: a resumed run may read them in other batches and in other shares. A file holds the rows
 of one `put`, and its name says which.
 
-Easy to get wrong: states in memory alone would be gone after a kill, and with them every layer. So
-each is on disk too before the layer counts as done; memory only saves reading. And what is read
-from memory is a copy: a model's own code may compute in place.
+Easy to get wrong: nobody keeps them in memory but the system, whose cache of files has what was
+just written for as long as there is room. States in memory alone would be gone after a kill, and
+with them every layer.
 """
 
-import re
 import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,6 @@ from torch import Tensor
 
 from ....checkpoints.files import complete, partial_path, sync, unwritable
 from ....recipes.errors import CheckpointError
-from ...needs.free_memory import free_host_bytes
 from ...run.ranks import Ranks
 from ...run.statistics import save
 
@@ -49,18 +47,11 @@ for the next one.
 Rows are the first dimension of every value.
 """
 
-SHARE_IN_MEMORY = 0.5
-"""States take at most this part of the memory that is free on a machine; its processes divide
-it.
-"""
 _MAX_WAITING = 8  # puts that are not on disk yet
-_FILE = re.compile(r"[a-z]+-(?P<first>\d{6,})-(?P<last>\d{6,})\.safetensors")
 
 
 class States:
     """The states of one pass.
-
-    State: those that this process has written and keeps in memory, too, by their files.
 
     Args:
         folder: a folder for each layer whose inputs are whole, called by its number.
@@ -69,7 +60,6 @@ class States:
 
     def __init__(self, folder: Path, ranks: Ranks):
         self._folder, self._ranks = folder, ranks
-        self._kept: dict[Path, LayerState] = {}
 
     def num_done(self) -> int:
         """How many layers have left their states."""
@@ -106,9 +96,8 @@ class States:
             shutil.rmtree(partial_path(whole), ignore_errors=True)
             partial_path(whole).mkdir(parents=True)
         self._ranks.wait()
-        room = int(free_host_bytes() * SHARE_IN_MEMORY) // self._ranks.local_size
         with ThreadPoolExecutor(1, "states") as pool:
-            outputs = NextStates(whole, pool, room=room)
+            outputs = NextStates(partial_path(whole), pool)
             try:
                 yield outputs
                 outputs.flush()
@@ -122,7 +111,6 @@ class States:
             complete(whole)
             if index > 1 and not keeps:
                 shutil.rmtree(self._folder / f"{index - 1:05d}")
-        self._kept = outputs.kept
         self._ranks.wait()
 
     def read(
@@ -135,30 +123,23 @@ class States:
             CheckpointError: a file is missing or damaged.
         """
         folder, parts, place = self._folder / f"{index:05d}", [], first
-        for path in sorted(folder.glob(f"{stream}-*")):
-            of_file = _FILE.fullmatch(path.name)
-            if (
-                of_file is None
-                or not int(of_file["first"]) <= place < int(of_file["last"])
-                or place >= last
-            ):
-                continue
-            start, end = int(of_file["first"]), min(last, int(of_file["last"]))
-            parts.append(self._rows(path, slice(place - start, end - start)))
-            place = end
+        for path in sorted(folder.glob(f"{stream}-*.safetensors")):
+            start, end = (int(number) for number in path.stem.split("-")[1:])
+            if start <= place < min(end, last):
+                end = min(end, last)
+                parts.append(self._rows(path, slice(place - start, end - start)))
+                place = end
         if place < last:
-            raise CheckpointError(
-                folder,
-                f"rows {first} to {last - 1} of {stream} must be there",
-                got="not all of them",
-                cure=self._anew,
-            )
-        return tuple(_joined(values, device) for values in zip(*parts, strict=True))
+            rule = f"rows {first} to {last - 1} of {stream} must be there"
+            raise CheckpointError(folder, rule, got="not all of them", cure=self._anew)
+        values: list[Tensor | None] = []
+        for of_files in zip(*parts, strict=True):
+            joined = None if of_files[0] is None else torch.cat(of_files)
+            values.append(joined if joined is None else joined.to(device))
+        return tuple(values)
 
     def _rows(self, path: Path, rows: slice) -> LayerState:
         """Some rows of one file."""
-        if path in self._kept:
-            return tuple(None if value is None else value[rows] for value in self._kept[path])
         try:
             with safe_open(path, "pt") as file:
                 values: list[Tensor | None] = [None] * int(file.metadata()["length"])
@@ -178,13 +159,10 @@ class States:
 
 
 class NextStates:
-    """States that are being written. State: those that are kept, and the files that a thread has
-    yet to write.
-    """
+    """States that are being written. State: the files that a thread has yet to write."""
 
-    def __init__(self, whole: Path, pool: ThreadPoolExecutor, *, room: int):
-        self.kept: dict[Path, LayerState] = {}
-        self._whole, self._pool, self._room = whole, pool, room
+    def __init__(self, folder: Path, pool: ThreadPoolExecutor):
+        self._folder, self._pool = folder, pool
         self._waiting: deque[Future[None]] = deque()
 
     def put(self, stream: Stream, first: int, state: Sequence[Tensor | None]) -> None:
@@ -196,15 +174,9 @@ class NextStates:
             CheckpointError: an earlier file could not be written.
         """
         own, copied = _on_host(state)
-        present = [value for value in own if value is not None]
-        name = f"{stream}-{first:06d}-{first + len(present[0]):06d}.safetensors"
-        self._waiting.append(
-            self._pool.submit(_write, partial_path(self._whole) / name, own, copied)
-        )
-        size = sum(value.nbytes for value in present)
-        if size <= self._room:
-            self._room -= size
-            self.kept[self._whole / name] = own
+        num_rows = next(len(value) for value in own if value is not None)
+        path = self._folder / f"{stream}-{first:06d}-{first + num_rows:06d}.safetensors"
+        self._waiting.append(self._pool.submit(_write, path, own, copied))
         self.flush(_MAX_WAITING)
 
     def flush(self, leave: int = 0) -> None:
@@ -232,16 +204,6 @@ def _on_host(state: Sequence[Tensor | None]) -> tuple[LayerState, Any]:
             event = torch.cuda.Event()
             event.record()
     return tuple(values), event
-
-
-def _joined(values: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """Parts one after the other, on a device, in memory of their own."""
-    moved = [
-        value.to(device, non_blocking=True, copy=True) for value in values if value is not None
-    ]
-    if not moved:
-        return None
-    return torch.cat(moved) if len(moved) > 1 else moved[0]
 
 
 def _write(path: Path, state: LayerState, copied: Any) -> None:

@@ -125,7 +125,7 @@ class PolicyResults:
                 if pieces[0].tensor.tuned:
                     masters[name] = block.get_parameter(name).detach().float().clone()
             if masters:  # training chooses the weights
-                work = replace(work, algorithm="minmax", backend="llmcompressor")
+                work = replace(work, algorithm="minmax")
             found = Calibrated(tensors={}, coverage=())
             if work.schemes or work.caches:
                 found = calibrate(

@@ -18,9 +18,8 @@ from gpu_runs import in_a_child
 from keepmtp.checkpoints import values
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source
-from keepmtp.quantize.calibrate.model import ahead as module
-from keepmtp.quantize.calibrate.model.ahead import reading_ahead
-from keepmtp.quantize.calibrate.model.skeleton import Skeleton
+from keepmtp.quantize.calibrate.model import skeleton as module
+from keepmtp.quantize.calibrate.model.skeleton import Skeleton, reading_ahead
 from keepmtp.quantize.pack import weights
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.write import writer

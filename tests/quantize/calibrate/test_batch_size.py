@@ -38,18 +38,18 @@ def test_the_largest_batch_that_fits_is_taken_and_kept(tmp_path, monkeypatch):
         (4, int(1.06 * needed[4])),
         (1, 0),
     ):  # the count is careful: one is tried always
-        monkeypatch.setattr(module, "_free_bytes", lambda _ranks, free=free: free)
+        monkeypatch.setattr(module, "free_host_bytes", lambda free=free: 4 * free)
         folder = tmp_path / f"of-{size}"
         folder.mkdir()
         assert with_batch_size(plan, folder, ALONE).calibration.num_in_batch == size
     # The run goes on where more memory is free, and where less is.
     for free in (2**40, 0):
-        monkeypatch.setattr(module, "_free_bytes", lambda _ranks, free=free: free)
+        monkeypatch.setattr(module, "free_host_bytes", lambda free=free: 4 * free)
         assert with_batch_size(plan, tmp_path / "of-4", ALONE).calibration.num_in_batch == 4
 
 
 def test_no_batch_is_larger_than_what_is_of_use(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_free_bytes", lambda _ranks: 2**50)
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 2**50)
     plan = planned(tmp_path / "source")
     for samples, length, expected in ((12, 32, 8), (1, 32, 1), (512, 2048, 4), (512, 16384, 1)):
         found = auto(plan, samples=samples, sequence_length=length)
@@ -59,12 +59,16 @@ def test_no_batch_is_larger_than_what_is_of_use(tmp_path, monkeypatch):
 
 
 def test_processes_of_a_machine_divide_its_memory_and_take_the_least_of_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "free_host_bytes", lambda: 8000)
-    assert [module._free_bytes(replace(ALONE, local_size=size)) for size in (1, 4)] == [2000, 500]
-    monkeypatch.setattr(module, "_free_bytes", lambda _ranks: 2**50)
+    given, largest = [], module.largest_batch_size
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 2**50)
+    monkeypatch.setattr(
+        module, "largest_batch_size", lambda *a, **k: given.append(a[1]) or largest(*a, **k)
+    )
     monkeypatch.setattr(Ranks, "least", lambda _self, value: min(value, 2))  # another rank has less
     plan = auto(planned(tmp_path / "source"), samples=64, sequence_length=32)
-    assert with_batch_size(plan, tmp_path, replace(ALONE, size=2)).calibration.num_in_batch == 2
+    two = replace(ALONE, size=2, local_size=2)
+    assert with_batch_size(plan, tmp_path, two).calibration.num_in_batch == 2
+    assert given == [2**50 // 4 // 2]
     assert (tmp_path / "batch_size").read_text() == "2"
 
 

@@ -2,7 +2,6 @@
 bit for bit.
 """
 
-from collections.abc import Callable
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -10,13 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from keepmtp.quantize.calibrate.layers import hessians, layer
+from keepmtp.quantize.calibrate.layers import awq, gptq
 from keepmtp.quantize.calibrate.layers.awq import _Cache
-from keepmtp.quantize.calibrate.layers.expert_passes import ExpertPasses
-from keepmtp.quantize.calibrate.layers.hessians import Hessians
-from keepmtp.quantize.calibrate.layers.inputs import InputIdentity
-from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
-from keepmtp.quantize.calibrate.layers.work import LayerWork
+from keepmtp.quantize.calibrate.layers.gptq import Hessians
+from keepmtp.quantize.calibrate.layers.layer import Calibrated
+from keepmtp.quantize.calibrate.layers.observed import InputIdentity
 from keepmtp.quantize.needs.memory import awq_cache_bytes, hessian_bytes
 from keepmtp.quantize.plan.tensor_plan import TensorPlan
 from keepmtp.recipes.errors import CheckpointError
@@ -25,6 +22,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
 from passes import plan_over
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 
@@ -73,7 +71,7 @@ def hessians_of(modules: list[nn.Linear]) -> Hessians:
 
 
 def num_matrices(found: Hessians) -> int:
-    return len({id(own) for own in found._sums.values()})
+    return len({id(own) for own in found.sums.values()})
 
 
 @cache
@@ -92,8 +90,8 @@ def most(monkeypatch) -> list[int]:
     counts: list[int] = []
     add = Hessians.add
 
-    def counted(self, module, value):
-        add(self, module, value)
+    def counted(self, module, args):
+        add(self, module, args)
         counts.append(num_matrices(self))
 
     monkeypatch.setattr(Hessians, "add", counted)
@@ -106,9 +104,9 @@ def test_a_moe_layer_needs_a_hessian_for_each_input(scheme, most, monkeypatch):
     have their own.
     """
     factored: list[int] = []
-    factorize = hessians.factorize_hessian
+    factorize = gptq.factorize_hessian
     monkeypatch.setattr(
-        hessians, "factorize_hessian", lambda *a: factored.append(len(a[1])) or factorize(*a)
+        gptq, "factorize_hessian", lambda *a: factored.append(len(a[1])) or factorize(*a)
     )
     shared = moe_layer(scheme)
     assert max(most) == 8
@@ -126,19 +124,19 @@ def test_a_moe_layer_needs_a_hessian_for_each_input(scheme, most, monkeypatch):
         assert torch.equal(value, apart.tensors[name]), name
 
 
-def test_sums_stay_together_while_inputs_do():
+def testsums_stay_together_while_inputs_do():
     modules = [nn.Linear(8, 4) for _ in range(4)]
     found, first = hessians_of(modules), torch.randn(2, 5, 8)
     values = [first, *torch.randn(2, 2, 5, 8)]
-    found.add(modules[3], first.flip(0))
+    found.add(modules[3], (first.flip(0),))
     for value in values:
         for module in modules[:3]:
-            found.add(module, value)
+            found.add(module, (value,))
     assert found.uncalled() == [] and num_matrices(found) == 2
-    assert found.matrix(modules[0]) is found.matrix(modules[2])
+    assert found.sums[modules[0]].matrix is found.sums[modules[2]].matrix
     assert (
-        torch.equal(found.matrix(modules[1]), summed(modules[1], values))
-        and found.samples(modules[1]) == 6
+        torch.equal(found.sums[modules[1]].matrix, summed(modules[1], values))
+        and found.sums[modules[1]].samples[modules[1]] == 6
     )
 
 
@@ -156,7 +154,7 @@ def test_modules_that_part_are_refused(calls):
         CheckpointError, match=r"^1: GPTQ needs it to read what 0 reads in every batch"
     ):
         for number, name in [(0, "a"), (1, "a"), *calls]:
-            found.add(modules[number], values[name])
+            found.add(modules[number], (values[name],))
         found.uncalled()
 
 
@@ -168,15 +166,15 @@ def test_memory_that_is_used_again_is_another_input():
     found, expected = hessians_of(modules), []
     for index, module in enumerate(modules[:3]):
         value = torch.full((5, 64), float(index + 1))
-        found.add(module, value)
+        found.add(module, (value,))
         expected.append(summed(module, [value]))
         if index == 2:
             value.mul_(2)
-            found.add(modules[3], value)
+            found.add(modules[3], (value,))
             expected.append(summed(module, [value]))
         del value
     for module, matrix in zip(modules, expected, strict=True):
-        assert torch.equal(found.matrix(module), matrix)
+        assert torch.equal(found.sums[module].matrix, matrix)
     assert num_matrices(found) == 4
 
 
@@ -191,15 +189,19 @@ def test_rows_are_the_same_input_whatever_their_batches_are():
         (shared, value),
         (other, value.transpose(0, 1)),
     ):
-        found.add(module, read)
-    assert found.matrix(routed) is found.matrix(shared) and num_matrices(found) == 2
-    assert (found.samples(routed), found.samples(shared), found.samples(other)) == (1, 3, 5)
+        found.add(module, (read,))
+    assert found.sums[routed].matrix is found.sums[shared].matrix and num_matrices(found) == 2
+    assert (
+        found.sums[routed].samples[routed],
+        found.sums[shared].samples[shared],
+        found.sums[other].samples[other],
+    ) == (1, 3, 5)
     for module, read in (
         (routed, value.view(-1, 8)),
         (shared, value),
         (other, value.transpose(0, 1)),
     ):
-        assert torch.equal(found.matrix(module), summed(module, [read]))
+        assert torch.equal(found.sums[module].matrix, summed(module, [read]))
 
 
 # --- experts in groups
@@ -207,21 +209,21 @@ def test_rows_are_the_same_input_whatever_their_batches_are():
 
 
 @pytest.fixture
-def room(monkeypatch) -> Callable[[int | None], None]:
-    """Sets what statistics may take, in bytes."""
-    return lambda size: monkeypatch.setattr(layer, "host_room", lambda: size)
+def room(monkeypatch, request) -> None:
+    """What caches may take, in bytes."""
+    unbounded(algorithm="awq")
+    monkeypatch.setattr(awq, "host_room", lambda: request.param)
 
 
 @pytest.fixture
 def passes(monkeypatch) -> list[int]:
-    """How many experts each further pass is for."""
+    """One for each further pass."""
     counts: list[int] = []
-    run = ExpertPasses.run
-    monkeypatch.setattr(
-        ExpertPasses,
-        "run",
-        lambda self, chosen, **options: counts.append(len(chosen)) or run(self, chosen, **options),
-    )
+    for module in (awq, gptq):
+        run = module.run_again
+        monkeypatch.setattr(
+            module, "run_again", lambda *given, run=run: counts.append(1) or run(*given)
+        )
     return counts
 
 
@@ -236,33 +238,11 @@ PAIR = 3 * 64 * 128 * 2  # a down projection's BF16 inputs of three batches
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("spare", "groups"),
-    [(0, [1, 1, 1, 1]), (2 * PAIR, [2]), (4 * PAIR, [])],
-    ids=lambda value: str(value),
+    ("room", "groups"), [(0, 4), (2 * PAIR, 2), (4 * PAIR, 1)], indirect=["room"]
 )
-def test_awq_searches_experts_in_groups_that_fit(spare, groups, room, passes, monkeypatch):
-    """The inputs of the layer's attention and MLP stay; of the experts only as many as fit."""
-    held: list[int] = []
-    append = _Cache.append
-
-    def counted(self, values):
-        append(self, values)
-        held.append(sum(cache.held_bytes for cache in caches))
-
-    caches: list[_Cache] = []
-    init = _Cache.__init__
-    monkeypatch.setattr(_Cache, "append", counted)
-    monkeypatch.setattr(
-        _Cache, "__init__", lambda self, *a, **k: caches.append(self) or init(self, *a, **k)
-    )
-    room(None)
-    expected = moe_layer(algorithm="awq")
-    everything = max(held)
-    caches.clear(), held.clear()
-    room(everything - 4 * PAIR + spare)
-    assert_equal(moe_layer(algorithm="awq"), expected)
-    assert passes == groups
-    assert max(held) == everything - 4 * PAIR + max(spare, PAIR)
+def test_awq_searches_experts_in_groups_that_fit(room, groups, passes):
+    assert_equal(moe_layer(algorithm="awq"), unbounded(algorithm="awq"))
+    assert len(passes) == groups
 
 
 # --- counted from headers
@@ -276,34 +256,35 @@ def tensors_of_layer(variant: str) -> list[TensorPlan]:
 
 @pytest.mark.parametrize("routed", [False, True])
 def test_hessians_are_as_large_as_counted(routed, monkeypatch):
-    largest, first = [0], Hessians._first
+    sizes, uncalled = [], Hessians.uncalled
 
-    def measured(self, *args):
-        found = first(self, *args)
-        largest.append(
-            sum(own.matrix.nbytes for own in {id(own): own for own in self._sums.values()}.values())
-        )
-        return found
+    def measured(self):
+        matrices = {id(own): own.matrix.nbytes for own in self.sums.values()}
+        sizes.append(sum(matrices.values()))
+        return uncalled(self)
 
-    monkeypatch.setattr(Hessians, "_first", measured)
+    monkeypatch.setattr(Hessians, "uncalled", measured)
     tensors = tensors_of_layer("w4a16-gptq")
     schemes = {tensor.module: tensor.scheme for tensor in tensors if tensor.calibrated == "weights"}
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(), hidden())
     skeleton.calibrated(batches, schemes, algorithm="gptq", routed=routed)
-    assert max(largest) == hessian_bytes(tensors, routed=routed)
+    assert max(sizes) == hessian_bytes(tensors, routed=routed)
 
 
 def test_awqs_caches_are_as_large_as_counted(monkeypatch):
     """But for the mask and the positions, which attention is handed with its input."""
-    caches: list[_Cache] = []
-    init = _Cache.__init__
-    monkeypatch.setattr(
-        _Cache, "__init__", lambda self, *a, **k: caches.append(self) or init(self, *a, **k)
-    )
+    kept, append = [], _Cache.append
+
+    def measured(self, values):
+        append(self, values)
+        if self.is_open:
+            kept.extend(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+    monkeypatch.setattr(_Cache, "append", measured)
     moe_layer(algorithm="awq")
     counted = awq_cache_bytes(tensors_of_layer("w4a16-awq"), 3 * 64)
-    assert 0.8 < counted / sum(cache.whole_bytes for cache in caches) < 1.25
+    assert 0.8 < counted / sum(kept) < 1.25
     pairs = counted - awq_cache_bytes(tensors_of_layer("w4a16-awq"), 3 * 64, one_turn=True)
     assert pairs == 3 * PAIR
 
@@ -350,15 +331,19 @@ def test_an_expert_without_a_token_takes_all_of_them(passes):
 
 @pytest.mark.parametrize(("algorithm", "scheme"), [("minmax", "FP8"), ("gptq", "NVFP4")])
 def test_a_scale_that_no_token_decides_is_the_other_experts(algorithm, scheme):
-    found = moe_layer(scheme, algorithm, unused=3, routed=True)
+    """One input scale for all experts of a layer, as the plan says; the twin has one for each."""
     suffix = {"FP8": "input_scale", "NVFP4": "input_global_scale"}[scheme]
     largest = max if scheme == "FP8" else min
-    for projection in ("gate_proj", "up_proj", "down_proj"):
-        scales = [
-            float(found.tensors[f"model.layers.1.mlp.experts.{e}.{projection}.{suffix}"])
-            for e in range(4)
+    names = [f"model.layers.1.mlp.experts.{expert}.down_proj" for expert in range(4)]
+    found, apart = (
+        [
+            float(result.tensors[f"{name}.{suffix}"])
+            for result in [moe_layer(scheme, algorithm, unused=3, routed=True, experts=experts)]
+            for name in names
         ]
-        assert scales[3] == largest(scales[:3]) and len({*scales}) > 1
+        for experts in ([names], [])
+    )
+    assert {*found} == {largest(apart[:3])} and len({*apart[:3]}) > 1
 
 
 def test_experts_with_few_tokens_are_named():
@@ -385,12 +370,12 @@ def on_rank(rank: int, store: str) -> None:
     a, b, c = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0))
     found = hessians_of(modules)
     for number, value in ([(0, a), (1, a)], [(0, b), (1, b), (0, c), (1, c), (2, c)])[rank]:
-        found.add(modules[number], value)
-    found.sum_over_ranks(modules)
-    assert [number for number, module in enumerate(modules) if module in found] == [0, 1, 2]
+        found.add(modules[number], (value,))
+    found.sum_over_ranks()
+    assert [number for number, module in enumerate(modules) if module in found.sums] == [0, 1, 2]
     for module, values in zip(modules[:3], ([a, b, c], [a, b, c], [c]), strict=True):
-        torch.testing.assert_close(found.matrix(module), summed(module, values))
-        assert found.samples(module) == 2 * len(values)
+        torch.testing.assert_close(found.sums[module].matrix, summed(module, values))
+        assert found.sums[module].samples[module] == 2 * len(values)
     dist.destroy_process_group()
 
 
@@ -401,44 +386,14 @@ def groups_on_rank(rank: int, store: str) -> None:
     moe_layer("W4A16", "gptq", unused=3 if rank == 0 else None, share=(rank, 2), routed=True)
     results = []
     for size in (2**40, 1):
-        layer.host_room = lambda size=size: size
+        awq.host_room = lambda size=size: size
         results.append(moe_layer("W4A16", "awq", share=(rank, 2)))
     assert_equal(*results)
     dist.destroy_process_group()
 
 
-class Two(nn.Module):
-    """The input of `a` is the same in every channel, so its Hessian cannot be inverted; that of `b`
-    can.
-    """
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = (
-            nn.Linear(32, 32, dtype=torch.bfloat16),
-            nn.Linear(32, 32, dtype=torch.bfloat16),
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.a(torch.ones_like(hidden)) + self.b(hidden)
-
-
-def fallen_back_on_rank(rank: int, store: str) -> None:
-    """One rank rewrites `a` and the other one `b`; both say what became of `a`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    hidden = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    schemes, knobs = dict.fromkeys("ab", "W8A8"), {"dampening_frac": 0.0}
-    found = calibrate(
-        Two(), [{"hidden": hidden}], LayerWork(schemes=schemes, algorithm="gptq", knobs=knobs)
-    )
-    assert found.rounded == ("a",)
-    dist.destroy_process_group()
-
-
 @pytest.mark.few(1)
-@pytest.mark.parametrize("on_rank", [on_rank, groups_on_rank, fallen_back_on_rank])
+@pytest.mark.parametrize("on_rank", [on_rank, groups_on_rank])
 def test_ranks_agree(on_rank, tmp_path):
     processes = [
         get_context("fork").Process(target=on_rank, args=(rank, str(tmp_path / "store")))

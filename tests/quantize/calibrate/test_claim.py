@@ -16,7 +16,6 @@ from keepmtp.pipeline import plan_for
 from keepmtp.quantize.calibrate.data import claim
 from keepmtp.quantize.calibrate.data.claim import claim_pass, fingerprint
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
-from keepmtp.quantize.calibrate.run import calibrate
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.run.processes import refuse_processes
 from keepmtp.quantize.run.ranks import Ranks
@@ -113,10 +112,7 @@ def test_another_split_counts_where_numbers_are_added_up(variant, tmp_path):
         assert fingerprint(*prepared(recipe, source), 3) == (folder / "fingerprint").read_text()
         claim_pass(*prepared(recipe, source), folder, ALONE)
         return
-    rule = (
-        rf"and under {algorithm} with the same batches and processes, whose sums it adds; got "
-        rf"another split \("
-    )
+    rule = r"got another split \("
     with pytest.raises(RecipeError, match=rule + "processes was 1 and is 2"):
         claim_pass(*prepared(recipe, source), folder, replace(ALONE, size=2))
     edit(recipe, "batch_size: 2", "batch_size: 4")
@@ -129,7 +125,7 @@ def test_a_knob_makes_another_run(tmp_path):
     claim_pass(*prepared(recipe, SHIPPED), folder, ALONE)
     edit(recipe, "algorithm: gptq", "algorithm: gptq\n  gptq: {block_size: 64}")
     with pytest.raises(
-        RecipeError, match=r'another calibration \(gptq was nothing and is \{"actorder"'
+        RecipeError, match=r'another calibration \(gptq was null and is \{"actorder"'
     ):
         claim_pass(*prepared(recipe, SHIPPED), folder, ALONE)
 
@@ -143,26 +139,8 @@ def test_states_of_an_unnamed_run_are_refused(is_stamped, begun):
     else:
         (folder / "fingerprint").unlink()
         (folder / "states" / "00001").mkdir(parents=True)
-    with pytest.raises(RecipeError, match=r"got another run\. Remove .*, or choose another OUT"):
+    with pytest.raises(RecipeError, match=r"got another run\. .* remove .* to start anew"):
         claim_pass(*prepared(recipe, source), folder, ALONE)
-
-
-def test_a_dataset_that_shrank_names_the_pass_that_was_begun(begun):
-    """Fewer rows than the pass needs: the reader refuses, and nothing of the pass is lost."""
-    recipe, source, folder = begun
-    plan, _ = prepared(recipe, source)
-    dataset = recipe.parent / "problems.jsonl"
-    dataset.write_text("".join(dataset.read_text().splitlines(keepends=True)[:2]))
-    before = sorted(folder.rglob("*"))
-    rule = (
-        r"must hold 4 \+ 4 sequences of 32 tokens .* got \d, from \d+ different rows .*pass was "
-        r"begun with \d+ of its "
-    )
-    with pytest.raises(
-        RecipeError, match=rule + "rows: restore the dataset to go on, or remove that folder"
-    ):
-        calibrate(plan, folder, ranks=ALONE)
-    assert sorted(folder.rglob("*")) == before
 
 
 def test_a_gpu_that_cannot_be_seen_any_more_is_no_reason_for_the_cpu(begun):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hub import serving
 from keepmtp.checkpoints.source import Source, open_source
-from keepmtp.quantize.calibrate.data import dataset_rows
+from keepmtp.quantize.calibrate.data import data as module
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data, portions
 from keepmtp.quantize.calibrate.mtp.facts import DataFact
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -152,7 +152,7 @@ def test_the_order_is_fixed_for_good(rows, source):
 
 
 def test_a_row_further_on_than_a_window_comes_after_it(rows, source, monkeypatch):
-    monkeypatch.setattr(dataset_rows, "SHUFFLED_ROWS", 4)
+    monkeypatch.setattr(module, "SHUFFLED_ROWS", 4)
     made = calibration_data(calibration(rows), source)
     drawn = rows_of(made.ids)
     assert sorted(drawn[:4]) == [0, 1, 2, 3] and {4, 5} >= set(drawn[4:]) - {6, 7}
@@ -538,12 +538,9 @@ def test_a_prompt_column_is_for_texts(tmp_path, source):
     place = tmp_path / "chat.jsonl"
     place.write_text(json.dumps({"asked": "w1", "text": conversations(1)[0]}) + "\n")
     message = refusal(lambda: calibration_data(calibration(place, prompt_column="asked"), source))
-    assert "row 0: columns asked and text must hold texts; got [{" in message
+    assert "row 0: columns asked and text must hold texts; got ['w1', [{" in message
     message = refusal(lambda: calibration_data(calibration(place, prompt_column="ask"), source))
-    assert (
-        "prompt_column must be one of asked, text; got 'ask'. Correct calibration.prompt_column."
-        in message
-    )
+    assert "a column must be one of asked, text; got 'ask'. Correct calibration.column." in message
 
 
 # --- what is refused
@@ -630,7 +627,7 @@ def test_an_empty_file_and_a_broken_one(tmp_path, source, suffix, content, says)
 def test_a_file_that_breaks_off_further_on(rows, source):
     rows.write_text(rows.read_text() * 2000 + '{"text": "w1')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataset_rows, "SHUFFLED_ROWS", 10**9)
+        patch.setattr(module, "SHUFFLED_ROWS", 10**9)
         message = refusal(lambda: calibration_data(calibration(rows), source))
     assert " must be readable; got " in message
 

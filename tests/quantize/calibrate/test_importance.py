@@ -10,7 +10,7 @@ import torch
 import yaml
 from calibrated import made_up, planned, saved
 from compressed_tensors.quantization import QuantizationArgs
-from keepmtp.quantize.calibrate.layers import inputs
+from keepmtp.quantize.calibrate.layers import observed
 from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.needs.memory import squares_bytes, stations
@@ -61,9 +61,9 @@ def test_importance_is_that_of_llm_compressors_observer(monkeypatch):
     batches = skeleton.enter(0, ids, None)
     names = skeleton.linears(0)
     theirs = {name: observer_of(skeleton.model.get_submodule(name)) for name in names}
-    squared, real = [], inputs._sums_of_squares
+    squared, real = [], observed._sums_of_squares
     monkeypatch.setattr(
-        inputs, "_sums_of_squares", lambda value: (squared.append(value.shape), real(value))[1]
+        observed, "_sums_of_squares", lambda value: (squared.append(value.shape), real(value))[1]
     )
     schemes = dict.fromkeys(names, "W4A16")
     found = skeleton.calibrated(batches, schemes, algorithm="minmax", weighted=names).tensors

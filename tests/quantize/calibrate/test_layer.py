@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
-from keepmtp.quantize.calibrate.layers.expert_passes import ExpertPasses
-from keepmtp.quantize.calibrate.layers.forwards import plain_forwards, propagating, serving
+from keepmtp.quantize.calibrate.layers.forwards import propagating, serving
 from keepmtp.quantize.calibrate.layers.layer import calibrate
-from keepmtp.quantize.calibrate.layers.modifiers import modifiers_for
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.knobs import AWQKnobs, GPTQKnobs
@@ -30,6 +29,11 @@ from layerwise import (
     outliers,
     sequential,
     token_ids,
+)
+from llmcompressor.modifiers.quantization.calibration import (
+    initialize_observer,
+    observe,
+    update_qparams,
 )
 from torch import Tensor, nn
 
@@ -83,7 +87,6 @@ def test_gptq_equals_the_sequential_pipelines(folder, scheme, knobs):
     assert compared == sum(len(result.coverage) for result in results) * len(
         SCHEMES[scheme].tensors(128, 128)
     )
-    assert all(not result.rounded for result in results)
 
 
 def group_of(scheme: str) -> dict:
@@ -130,7 +133,6 @@ def test_smoothing_equals_the_sequential_pipelines(folder, scheme, algorithm, kn
     ids, given = token_ids(samples=2), knobs.model_dump() if knobs else {}
     _, results = layerwise(folder, ids, scheme, algorithm, knobs=given)
     pairs = [(s.smooth, list(s.balance)) for result in results for s in result.smoothings]
-    assert not any(result.left_out for result in results)
     if algorithm == "awq":
         # Qwen3.5's own table is right; GLM's forgets the shared experts.
         own = None if folder == QWEN else [AWQMapping(smooth, balance) for smooth, balance in pairs]
@@ -165,7 +167,6 @@ def test_smoothings_are_those_of_the_structure():
     assert {"model.layers.1.mlp.gate", *experts} <= {*found["post_attention_layernorm"]}
     assert found["mlp.experts.2.up_proj"] == ("model.layers.1.mlp.experts.2.down_proj",)
     assert "input_layernorm" not in found
-    assert "model.layers.1.self_attn.k_proj" in result.left_out[0]
     assert "model.layers.1.mlp.gate.weight" in result.tensors
 
 
@@ -286,53 +287,39 @@ def test_what_is_not_linear_is_not_smoothed(toy, missing):
     assert {s.smooth for s in plain.smoothings} == {"norm", "up_proj"}
     result = calibrate(Toy(**toy), toy_batches(), LayerWork(schemes=schemes, algorithm="awq"))
     assert {s.smooth for s in result.smoothings} == {"norm", "up_proj"} - {missing}
-    assert [text.split(":")[0] for text in result.left_out] == [missing]
 
 
 def test_modules_of_other_schemes_are_not_rescaled():
     schemes = dict.fromkeys(PROJECTIONS, "W4A16") | {"in_proj_z": "FP8_DYNAMIC"}
     result = calibrate(Toy(), toy_batches(), LayerWork(schemes=schemes, algorithm="awq"))
     assert {s.smooth for s in result.smoothings} == {"up_proj"}
-    assert "in_proj_z" in result.left_out[0]
     assert not any(name.startswith(("in_proj_z", "norm")) for name in result.tensors)
 
 
-@pytest.mark.parametrize("algorithm", ["minmax", "gptq"])
-def test_fused_modules_share_global_scales(algorithm):
-    """Names that llm-compressor's table of fused modules misses, given by the caller; without them
-    they differ.
-    """
+def test_fused_modules_share_global_scales():
+    """Names that llm-compressor's table of fused modules misses; without them they differ."""
     pair = ("in_proj_qkv", "in_proj_z")
     schemes = dict.fromkeys(pair, "NVFP4")
     apart, together = Toy(), Toy()
-    calibrate(apart, toy_batches(), LayerWork(schemes=schemes, algorithm=algorithm))
-    assert len({float(apart.get_submodule(name).weight_global_scale) for name in pair}) == 2
-    result = calibrate(
-        together, toy_batches(), LayerWork(schemes=schemes, algorithm=algorithm, fused=[pair])
-    )
-    smaller = min(float(apart.get_submodule(name).weight_global_scale) for name in pair)
+    calibrate(apart, toy_batches(), LayerWork(schemes=schemes, algorithm="gptq"))
+    own = [float(apart.get_submodule(name).weight_global_scale) for name in pair]
+    assert own[0] != own[1]
+    work = LayerWork(schemes=schemes, algorithm="gptq", fused=[pair])
+    result = calibrate(together, toy_batches(), work)
     for name in pair:
         module = together.get_submodule(name)
-        assert float(module.weight_global_scale) == smaller
-        assert float(module.input_global_scale) == float(
-            result.tensors[f"{name}.input_global_scale"]
-        )
-    if algorithm == "gptq":
-        assert float(result.tensors["in_proj_z.weight_global_scale"]) == smaller
+        state = {
+            key.rpartition(".")[2]: value
+            for key, value in result.tensors.items()
+            if key.startswith(f"{name}.")
+        }
+        assert float(module.input_global_scale) == float(state["input_global_scale"])
+        assert float(state["weight_global_scale"]) == min(own)
         # Packed by that very scale: what is on disk decompresses to what the model computes with.
-        from compressed_tensors.compressors import BaseCompressor
-
-        for name in pair:
-            state = {
-                k.rpartition(".")[2]: v
-                for k, v in result.tensors.items()
-                if k.startswith(f"{name}.")
-            }
-            module = together.get_submodule(name)
-            weight = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(
-                state, module.quantization_scheme
-            )["weight"]
-            assert torch.allclose(weight.float(), module.weight.float(), rtol=2**-7)
+        weight = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(
+            state, module.quantization_scheme
+        )["weight"]
+        assert torch.allclose(weight.float(), module.weight.float(), rtol=2**-7)
 
 
 def test_input_scales_of_fused_modules_are_unified():
@@ -403,7 +390,7 @@ def test_propagating_and_serving(scheme):
     serve(toy, PROJECTIONS)
     with serving(toy):
         served = toy(**batch)
-    with torch.no_grad(), plain_forwards(toy):
+    with torch.no_grad():
         weights_alone = toy(**batch)
     assert not torch.equal(served, weights_alone)
     assert not served.is_inference() and not served.requires_grad
@@ -415,6 +402,9 @@ def serve(model: nn.Module, names: Iterable[str]) -> None:
     """Weights rounded by compressed-tensors, for modules that no plan knows."""
     for name in names:
         module = model.get_submodule(name)
+        initialize_observer(module, "weight")
+        observe(module, "weight")
+        update_qparams(module, "weight")
         module.weight.data = forward_quantize(
             module, module.weight.data, "weight", module.quantization_scheme.weights
         )
@@ -461,13 +451,12 @@ def test_one_pass_is_enough_where_no_weight_is_rewritten(folder, scheme, algorit
                 output[0] if isinstance(output, tuple) else output
             )
         )
-        schemes = dict.fromkeys(skeleton.linears(index), scheme)
-        done: list[int] = []
-        work = LayerWork(schemes=schemes, algorithm=algorithm)
-        after_batch = lambda kept=while_observed, done=done: done.append(len(kept))  # noqa: E731
-        calibrate(skeleton.model, batches, work, after_batch=after_batch)
+        work = LayerWork(
+            schemes=dict.fromkeys(skeleton.linears(index), scheme), algorithm=algorithm
+        )
+        calibrate(skeleton.model, batches, work)
         handle.remove()
-        assert done == [1, 2, 3, 4]
+        assert len(while_observed) == 4
         pairs = zip(while_observed, skeleton.leave(index, batches), strict=True)
         assert all(torch.equal(*pair) for pair in pairs) is equal is not work.rewrites
 
@@ -485,12 +474,3 @@ def test_zero_centred_norms_come_back_as_they_were():
     assert not any("norm" in name for name in result.tensors)
     skeleton.leave(2, batches)
     assert torch.equal(norm.weight, before)
-
-
-def test_modifiers_act_in_this_order():
-    """GPTQ comes last: a QuantizationModifier after it would compute its scales again from the
-    rewritten weights.
-    """
-    work = LayerWork(schemes={"a": "FP8", "b": "W4A16"}, algorithm="gptq")
-    modifiers = modifiers_for(work, (), ExpertPasses(nn.Module(), [], 0))
-    assert [type(modifier).__name__ for modifier in modifiers] == ["_Quantization", "_GPTQ"]

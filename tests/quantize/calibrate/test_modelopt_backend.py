@@ -18,9 +18,7 @@ from keepmtp.checkpoints.record import read_record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.layers.forwards import calibrating
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
-from keepmtp.quantize.calibrate.layers.modelopt_backend import ModeloptBackend
 from keepmtp.quantize.calibrate.layers.work import LayerWork
-from keepmtp.quantize.needs.memory import group_hessian_bytes
 from keepmtp.recipes.conventions import CACHE_LEAVES
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import REWRITES, SCHEMES, SWEEPS
@@ -41,26 +39,6 @@ def one_thread():
 
 def tensors(results: list[Calibrated]) -> dict[str, Tensor]:
     return {name: value for result in results for name, value in result.tensors.items()}
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("length", [32, 2])
-@pytest.mark.parametrize("scheme", ["NVFP4", "FP8"])
-@pytest.mark.parametrize(("folder", "routed"), [(GLM, False), (GLM, True), (QWEN, False)])
-def test_minmax_is_that_of_the_other_back_end(folder, scheme, routed, length):
-    """With two tokens, some experts get none, and have the scale of the others."""
-    ids = token_ids(samples=4 if length > 2 else 1, length=length)
-    ours, theirs = (
-        layerwise(folder, ids, scheme, "minmax", backend=backend, routed=routed)[1]
-        for backend in ("modelopt", "llmcompressor")
-    )
-    assert [result.coverage for result in ours] == [result.coverage for result in theirs]
-    found, expected = tensors(ours), tensors(theirs)
-    assert found.keys() == expected.keys() and len(found) > 15
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-    has_idle_expert = any(each.routed == 0 for result in ours for each in result.coverage)
-    assert has_idle_expert == (folder == GLM and length == 2)
 
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
@@ -84,7 +62,7 @@ def test_input_scales_are_those_of_modelopts_own_run(folder):
         for name, q in model.named_modules()
         if name.endswith("input_quantizer") and q.is_enabled
     }
-    ours = tensors(layerwise(folder, ids, "NVFP4", "minmax", backend="modelopt", routed=True)[1])
+    ours = tensors(layerwise(folder, ids, "NVFP4", "minmax", routed=True)[1])
     assert len(ours) == (45 if folder == GLM else 19)
     for name, value in ours.items():
         module = name.removesuffix(".input_global_scale")
@@ -124,7 +102,6 @@ def caches(folder: Path, ids: list[Tensor]) -> dict[str, float]:
             LayerWork(
                 schemes=schemes,
                 algorithm="minmax",
-                backend="modelopt",
                 routed=True,
                 caches=dict.fromkeys(own, CACHE_LEAVES),
             ),
@@ -148,7 +125,7 @@ def swept() -> dict[str, tuple[Skeleton, dict[str, Tensor]]]:
     """Algorithm -> tiny-glm4-moe with NVFP4A16 by it."""
     found = {}
     for algorithm in sorted(SWEEPS):
-        skeleton, results = layerwise(GLM, token_ids(), "NVFP4A16", algorithm, backend="modelopt")
+        skeleton, results = layerwise(GLM, token_ids(), "NVFP4A16", algorithm)
         found[algorithm] = skeleton, tensors(results)
     return found
 
@@ -266,9 +243,7 @@ def test_a_fused_group_shares_the_global_scale_that_it_is_swept_in():
     names = tuple(f"model.layers.1.self_attn.{each}_proj" for each in "qkv")
     batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
     schemes = dict.fromkeys(names, "NVFP4")
-    found = skeleton.calibrated(
-        batches, schemes, algorithm="mse", backend="modelopt", fused=[names]
-    ).tensors
+    found = skeleton.calibrated(batches, schemes, algorithm="mse", fused=[names]).tensors
     largest = max(float(skeleton.weights[f"{name}.weight"].abs().amax()) for name in names)
     for name in names:
         assert float(found[f"{name}.weight_global_scale"]) == pytest.approx(2688 / largest)
@@ -285,9 +260,7 @@ def test_a_weight_of_zeros_has_finite_scales(algorithm):
     name = "model.layers.1.self_attn.o_proj"
     batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
     skeleton.model.get_submodule(name).weight.data.zero_()
-    found = skeleton.calibrated(
-        batches, {name: "NVFP4A16"}, algorithm=algorithm, backend="modelopt"
-    ).tensors
+    found = skeleton.calibrated(batches, {name: "NVFP4A16"}, algorithm=algorithm).tensors
     assert 0 < float(found[f"{name}.weight_global_scale"]) < float("inf")
     assert found[f"{name}.weight_scale"].float().isfinite().all()
     values = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(
@@ -311,34 +284,8 @@ def test_activations_that_are_not_finite_are_named():
         CheckpointError, match=r"self_attn\.q_proj: activations must be finite .* input, batch 1"
     ):
         schemes = dict.fromkeys(skeleton.linears(1), "NVFP4")
-        skeleton.calibrated(batches, schemes, algorithm="minmax", backend="modelopt")
+        skeleton.calibrated(batches, schemes, algorithm="minmax")
     assert not any(module._forward_pre_hooks for module in skeleton.model.modules())
-
-
-def test_the_memory_of_its_hessians_is_counted(tmp_path):
-    """From headers, and what the back-end holds of a layer."""
-    recipe = small_recipe(
-        tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian"
-    )
-    counted = group_hessian_bytes(
-        tensor for tensor in api.plan(str(recipe)).tensors if tensor.layer == 1
-    )
-    skeleton = Skeleton(GLM)
-    batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
-    held = ModeloptBackend(
-        skeleton.model,
-        LayerWork(
-            schemes=dict.fromkeys(skeleton.linears(1), "NVFP4A16"), algorithm="local-hessian"
-        ),
-    )
-
-    def run() -> None:
-        for batch in batches:
-            skeleton.model(**batch)
-
-    with calibrating(skeleton.model):
-        held.observe(run, batches)
-    assert counted == sum(each.hessian_per_block.nbytes for each in held._hessians.values())
 
 
 # --- a whole run

@@ -102,8 +102,7 @@ def test_a_tensor_left_on_the_cpu_is_found_by_operation_and_place(tmp_path):
     message = (
         r"MixedDevices: aten\.embedding\.default must have all tensors on one device; got "
         r"bfloat16 \[512, 256\] on gpu "
-        r"and int64 \[1, 16\] on cpu, in quantize/calibrate/model/inference_mode\.py:\d+ "
-        r"\(modules_in_inference_mode\)"
+        r"and int64 \[2, 16\] on cpu, in quantize/calibrate/layers/backbone\.py:\d+ \(run\)"
     )
     with pytest.raises(RuntimeError, match=message):
         in_a_child(left_run, tmp_path)
