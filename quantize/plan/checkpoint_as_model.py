@@ -72,9 +72,8 @@ def recipe_of_checkpoint(
     word: ModelWord,
     *,
     scheme: str | None = None,
-    mtp: str | None = None,
-    calibration: str | None = None,
     mtp_source: str | None = None,
+    **choices: str | None,
 ) -> tuple[Recipe, str, Source]:
     """The recipe that --scheme chooses for a checkpoint, its text, and the opened checkpoint.
 
@@ -87,13 +86,8 @@ def recipe_of_checkpoint(
     if scheme is None:
         _refuse_without_scheme(source, raw)
     raw["default"] = next(fitting(source, raw), raw["default"])
-    file = RecipeFile(
-        path=Path(source.where),
-        default=raw["default"],
-        flat=flat_recipes(raw, source.where),
-        text=None,
-    )
-    return *choose(file, file.default, scheme=scheme, mtp=mtp, calibration=calibration), source
+    file = _recipe_file(source, raw)
+    return *choose(file, file.default, scheme=scheme, **choices), source
 
 
 def opened(word: ModelWord, mtp_source: str | None) -> Source:
@@ -113,20 +107,14 @@ def family_mapping(source: Source) -> dict[str, Any]:
         RecipeError: config.json names no family of keepmtp.
     """
     view = find_view(source.config, source.where, source.entries)
-    return model_mapping(
-        view,
-        source.entries,
-        model=model_name(source.where),
-        source=source.where,
-        revision=source.revision,
-    )
+    place = {"model": model_name(source.where), "source": source.where, "revision": source.revision}
+    return model_mapping(view, source.entries, **place)
 
 
 def fitting(source: Source, raw: dict[str, Any]) -> Iterator[str]:
     """The variants of a model file that can be made of this checkpoint."""
-    flat = flat_recipes(raw, source.where)
-    file = RecipeFile(path=Path(source.where), default=raw["default"], flat=flat, text=None)
-    for variant in flat:
+    file = _recipe_file(source, raw)
+    for variant in file.flat:
         try:
             refuse_no_draft(make_plan(file.recipe(variant).before_measuring, source))
         except RecipeError:
@@ -134,23 +122,27 @@ def fitting(source: Source, raw: dict[str, Any]) -> Iterator[str]:
         yield variant
 
 
+def _recipe_file(source: Source, raw: dict[str, Any]) -> RecipeFile:
+    flat = flat_recipes(raw, source.where)
+    return RecipeFile(path=Path(source.where), default=raw["default"], flat=flat, text=None)
+
+
 def model_name(where: str) -> str:
     """The name that outputs of a checkpoint get: its folder's, or the second part of its Hub id."""
     path = Path(where)
     folder = path.resolve() if path.is_dir() else path
     cached = _CACHED.search(folder.as_posix())
-    return (
-        re.sub(r"[^\w.-]+", "-", cached[1] if cached else folder.name, flags=re.ASCII).strip("-.")
-        or "model"
-    )
+    name = cached[1] if cached else folder.name
+    return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.") or "model"
 
 
 def _refuse_without_scheme(source: Source, raw: dict[str, Any]) -> None:
-    fits = list(fitting(source, raw))
-    words = [name + " (calibrated)" * bool(raw["variants"][name]["calibration"]) for name in fits]
-    raise (NoSchemeError if fits else RecipeError)(
+    where, rule = (
         f"{source.where} ({raw['family']})",
         "--scheme must choose a variant where MODEL is a checkpoint",
-        got="none",
-        cure=f"These fit: {', '.join(words)}" if fits else "None fits: see `keepmtp ls schemes`",
     )
+    fits = list(fitting(source, raw))
+    if not fits:
+        raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
+    words = [name + " (calibrated)" * bool(raw["variants"][name]["calibration"]) for name in fits]
+    raise NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")

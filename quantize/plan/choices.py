@@ -20,27 +20,19 @@ from functools import cached_property
 from math import ceil, prod
 
 from ...checkpoints.source import Source
-from ...checkpoints.stored import stored_weights
+from ...checkpoints.stored import StoredWeight, stored_weights
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_family
+from ...recipes.families import find_view
 from ...recipes.family import QUANTIZABLE_ROLES, HFName, Part, Role
-from ...recipes.family_view import FamilyView
-from ...recipes.schema import AUTO, Recipe
-from .decide import Given, Patterns, decide_other, decide_weight, matching_limit
-from .plan import (
-    SHARD_BYTES,
-    Plan,
-    make_plan,
-    refuse_calibration,
-    refuse_wordless,
-    with_separate_mtp,
-)
+from ...recipes.schema import AUTO, BackboneAuto, Recipe
+from .decide import Decisions, matching_limit
+from .plan import Plan, make_plan, refuse_unservable, with_separate_mtp
 from .tensor_plan import TensorPlan
 
 # Of a tensor's two lines, in the index and in the header of its file, besides its name.
 _BYTES_OF_LINES = 150
-# Of config.json (which names modules that stay plain), record, recipe and the alignment of headers.
-_BYTES_OF_A_MODULE, _BYTES_OF_SMALL_FILES = 120, 40_000
+# Of config.json (which names modules that stay plain), record, recipe, and the headers of files.
+_BYTES_OF_A_MODULE, _BYTES_OF_SMALL_FILES = 120, 100_000
 
 SWEEP_TOKENS = 2_048
 """Tokens of a batch that a search sends forward and back."""
@@ -69,11 +61,6 @@ class Option:
     line_bytes: int
     tensors: tuple[TensorPlan, ...]
 
-    @property
-    def rounds(self) -> bool:
-        """Whether this run rounds its weights."""
-        return any(tensor.fate == "quantize" for tensor in self.tensors)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceUnit:
@@ -93,15 +80,9 @@ class ChoiceUnit:
     options: tuple[Option, ...]
 
     def option(self, word: str) -> Option:
-        """The option of a word; where the word is left out, one that does the same or the
-        largest.
-        """
-        return next((each for each in self.options if each.word == word), self.largest)
-
-    @property
-    def largest(self) -> Option:
-        """The option with the most bytes."""
-        return max(self.options, key=lambda option: option.num_bytes)
+        """The option of a word; where the word is left out, the one with the most bytes."""
+        largest = max(self.options, key=lambda option: option.num_bytes)
+        return next((each for each in self.options if each.word == word), largest)
 
 
 @dataclass(frozen=True)
@@ -129,18 +110,17 @@ class Choices:
     def room(self) -> int:
         """What the units may cost in all, see `cost`."""
         limit = self.recipe.size_limit
-        if limit.bits is not None:
-            return int(limit.bits * self.num_weights / 8)
-        assert limit.num_bytes is not None
-        return limit.num_bytes - self.fixed_bytes
+        if limit.num_bytes is not None:
+            return limit.num_bytes - self.fixed_bytes
+        return int((limit.bits or 0) * self.num_weights / 8)
 
     def cost(self, option: Option) -> int:
         """What an option takes of the budget: under bits its tensors, under bytes their lines in
         files too.
         """
-        return option.num_bytes + (
-            0 if self.recipe.size_limit.bits is not None else option.line_bytes
-        )
+        if self.recipe.size_limit.num_bytes is None:
+            return option.num_bytes
+        return option.num_bytes + option.line_bytes
 
     @cached_property
     def smallest(self) -> dict[str, str]:
@@ -152,24 +132,25 @@ class Choices:
         """The words that cost most."""
         return {unit.name: max(unit.options, key=self.cost).word for unit in self.units}
 
+    def _chosen(self, assignment: Assignment) -> Iterator[Option]:
+        for unit in self.units:
+            yield unit.option(assignment[unit.name])
+
     def fits(self, assignment: Assignment) -> bool:
         """Whether these words keep to the budget."""
-        return sum(map(self.cost, self._options(assignment))) <= self.room
+        return sum(map(self.cost, self._chosen(assignment))) <= self.room
 
     def num_bytes(self, assignment: Assignment) -> int:
         """Bytes of all files of the checkpoint with these words; a little more than they are."""
         return self.fixed_bytes + sum(
-            each.num_bytes + each.line_bytes for each in self._options(assignment)
+            each.num_bytes + each.line_bytes for each in self._chosen(assignment)
         )
 
     def bits(self, assignment: Assignment) -> float:
         """Bits of weights and scales for each weight of the units."""
         return (
-            8 * sum(each.num_bytes for each in self._options(assignment)) / max(1, self.num_weights)
+            8 * sum(each.num_bytes for each in self._chosen(assignment)) / max(1, self.num_weights)
         )
-
-    def _options(self, assignment: Assignment) -> list[Option]:
-        return [unit.option(assignment[unit.name]) for unit in self.units]
 
     def uniform(self, word: str) -> dict[str, str]:
         """One word for all units that it suits; the others have their largest option."""
@@ -178,14 +159,18 @@ class Choices:
     def plan(self, assignment: Assignment) -> Plan:
         """The plan with these words, as far as weights go: for measuring, not for writing."""
         chosen = {
-            tensor.name: tensor
-            for unit in self.units
-            for tensor in unit.option(assignment[unit.name]).tensors
+            tensor.name: tensor for each in self._chosen(assignment) for tensor in each.tensors
         }
         return replace(
             self.base,
             tensors=tuple(chosen.get(tensor.name, tensor) for tensor in self.base.tensors),
         )
+
+
+def auto_of(recipe: Recipe) -> BackboneAuto:
+    """What a recipe with `backbone: auto` leaves to the search."""
+    assert recipe.backbone_auto is not None
+    return recipe.backbone_auto
 
 
 def choices_of(recipe: Recipe, source: Source, *, trust_remote_code: bool = False) -> Choices:
@@ -202,20 +187,22 @@ def choices_of(recipe: Recipe, source: Source, *, trust_remote_code: bool = Fals
     """
     recipe = narrowed(recipe, source)
     base = make_plan(recipe.before_measuring, source, trust_remote_code=trust_remote_code)
-    searched = _searched(recipe, base)
-    assert recipe.backbone_auto is not None
-    decided: dict[str, dict[HFName, TensorPlan | RecipeError]] = {
-        word: dict(_decided(recipe.with_words(word), base, searched))
-        for word in recipe.backbone_auto.candidates
+    weights, _ = stored_weights(with_separate_mtp(source, base.view).values())
+    words = {
+        word: Decisions(recipe.with_words(word), source, base.view)
+        for word in auto_of(recipe).candidates
     }
     members: dict[str, list[TensorPlan]] = defaultdict(list)
-    for tensor in searched.values():
-        members[f"{tensor.part}:{tensor.runtime}"].append(tensor)
-    units = tuple(_unit(name, tensors, decided, base) for name, tensors in members.items())
-    fixed = sum(
-        sum(_bytes_of(base, tensor)) for tensor in base.tensors if tensor.name not in searched
-    )
-    return Choices(recipe, base, units, fixed + _bytes_of_files(base))
+    num_modules = sum(len(tensor.shape) > 1 for tensor in base.tensors)
+    fixed = base.num_bytes_beside + num_modules * _BYTES_OF_A_MODULE + _BYTES_OF_SMALL_FILES
+    with matching_limit():
+        for tensor in base.tensors:
+            if _is_searched(tensor, recipe, words):
+                members[f"{tensor.part}:{tensor.runtime}"].append(tensor)
+            else:
+                fixed += base.num_bytes_of(tensor) + _line_bytes(tensor)
+        units = [_unit(name, tensors, words, weights, base) for name, tensors in members.items()]
+    return Choices(recipe, base, tuple(units), fixed)
 
 
 def refuse_budget(choices: Choices) -> None:
@@ -226,8 +213,7 @@ def refuse_budget(choices: Choices) -> None:
     """
     if choices.fits(choices.smallest):
         return
-    assert choices.recipe.backbone_auto is not None
-    words = choices.recipe.backbone_auto.candidates
+    words = auto_of(choices.recipe).candidates
     alone = [f"{word} {choices.num_bytes(choices.uniform(word)):,}" for word in words]
     size, bits = choices.num_bytes(choices.smallest), choices.bits(choices.smallest)
     raise RecipeError(
@@ -242,15 +228,11 @@ def rows_looked_at(recipe: Recipe) -> int:
     """Sequences of the calibration text on which sensitivities are measured, and of held-out text
     for each plan.
     """
-    calibration, auto = recipe.calibration, recipe.backbone_auto
-    assert calibration is not None and auto is not None
+    calibration = recipe.calibration
+    assert calibration is not None
     most = max(_FEWEST, calibration.samples // _SHARE)
-    wanted = ceil(auto.tokens / calibration.sequence_length)
+    wanted = ceil(auto_of(recipe).tokens / calibration.sequence_length)
     return min(calibration.samples, max(_FEWEST, min(wanted, most)))
-
-
-# --- units
-# --------------------------------------------------------------------------------------------------
 
 
 def narrowed(recipe: Recipe, source: Source) -> Recipe:
@@ -259,9 +241,7 @@ def narrowed(recipe: Recipe, source: Source) -> Recipe:
     """
     if {group for group, word in recipe.backbone.items() if word == AUTO} != {*QUANTIZABLE_ROLES}:
         return recipe
-    view = FamilyView(
-        family=find_family(source.config, source.where, source.entries), config=source.config
-    )
+    view = find_view(source.config, source.where, source.entries)
     places = filter(None, map(view.place, source.entries))
     have = {place.role for place in places if place.part == "backbone"}
     return recipe.model_copy(
@@ -269,73 +249,48 @@ def narrowed(recipe: Recipe, source: Source) -> Recipe:
     )
 
 
-def _searched(recipe: Recipe, base: Plan) -> dict[HFName, TensorPlan]:
-    """The weights whose word the search chooses."""
-    patterns, found = Patterns(recipe), {}
-    groups = {group for group, word in recipe.backbone.items() if word == AUTO}
-    with matching_limit():
-        for tensor in base.tensors:
-            place = tensor.place
-            is_auto = recipe.mtp == AUTO if tensor.part == "mtp" else tensor.role in groups
-            if place.row.why_kept or not is_auto or len(tensor.shape) < 2 or not tensor.outputs:
-                continue
-            if (
-                tensor.fate in ("keep", "dequantize")
-                and patterns.override(place.module) is None
-                and not tensor.slices
-            ):
-                found[tensor.name] = tensor
-    return found
-
-
-def _decided(
-    recipe: Recipe, base: Plan, searched: Mapping[HFName, TensorPlan]
-) -> Iterator[tuple[HFName, TensorPlan | RecipeError]]:
-    """What becomes of each weight under one recipe, or why it cannot."""
-    given = Given(recipe=recipe, source=base.source, view=base.view, patterns=Patterns(recipe))
-    weights, others = stored_weights(with_separate_mtp(base.source, base.view).values())
-    by_name = {HFName(f"{weight.module}.weight"): weight for weight in weights.values()}
-    by_other = {entry.name: entry for entry in others}
-    with matching_limit():
-        for name, tensor in searched.items():
-            try:
-                made = (
-                    decide_weight(by_name[name], given)
-                    if name in by_name
-                    else decide_other(by_other[tensor.inputs[0]], given)
-                )
-                alone = replace(base, recipe=recipe, tensors=(made,))
-                refuse_calibration(alone)
-                if recipe.format == "modelopt":
-                    refuse_wordless(recipe, alone.tensors)
-                yield name, made
-            except RecipeError as error:
-                yield name, error
+def _is_searched(tensor: TensorPlan, recipe: Recipe, words: Mapping[str, Decisions]) -> bool:
+    """Whether the search chooses the word of this weight: the recipe's own overrides come first."""
+    word = recipe.mtp if tensor.part == "mtp" else recipe.backbone.get(tensor.role)
+    if word != AUTO or tensor.place.row.why_kept or len(tensor.shape) < 2 or tensor.slices:
+        return False
+    if tensor.fate not in ("keep", "dequantize"):
+        return False
+    return next(iter(words.values())).override(tensor.module) is None
 
 
 def _unit(
     name: str,
     tensors: Sequence[TensorPlan],
-    decided: Mapping[str, Mapping[HFName, TensorPlan | RecipeError]],
+    words: Mapping[str, Decisions],
+    weights: Mapping[HFName, StoredWeight],
     base: Plan,
 ) -> ChoiceUnit:
-    options: list[Option] = []
-    refusals: list[RecipeError] = []
-    for word, found in decided.items():
-        made = [found[tensor.name] for tensor in tensors]
-        refusals += [each for each in made if isinstance(each, RecipeError)]
-        plans = tuple(each for each in made if isinstance(each, TensorPlan))
-        is_another = all(plans != option.tensors for option in options)
-        if len(plans) == len(made) and len({plan.scheme for plan in plans}) == 1 and is_another:
-            sizes = [_bytes_of(base, plan) for plan in plans]
-            size, lines = (sum(each) for each in zip(*sizes, strict=True))
-            options.append(Option(word=word, num_bytes=size, line_bytes=lines, tensors=plans))
+    """A unit with the words that suit all of its tensors."""
+    first, options, refusals = tensors[0], list[Option](), list[RecipeError]()
+    for word, decisions in words.items():
+        made = []
+        try:
+            for tensor in tensors:
+                weight = weights.get(
+                    tensor.module
+                )  # but for a stack of experts, which has no `.weight`
+                made.append(
+                    decisions.weight(weight)
+                    if weight
+                    else decisions.other(base.entries[tensor.inputs[0]])
+                )
+            refuse_unservable(decisions.recipe, made)
+        except RecipeError as error:
+            refusals.append(error)
+            continue
+        if tuple(made) not in [option.tensors for option in options]:
+            size, lines = sum(map(base.num_bytes_of, made)), sum(map(_line_bytes, made))
+            options.append(Option(word=word, num_bytes=size, line_bytes=lines, tensors=tuple(made)))
     if not options:
-        first = refusals[0]
-        cure = "Add bf16 to backbone_auto.candidates, or override these modules"
-        rule = f"a candidate must suit {tensors[0].module}, where {first.rule}"
-        raise RecipeError(first.where, rule, got=first.got, cure=cure)
-    first = tensors[0]
+        cause, cure = refusals[0], "Add bf16 to backbone_auto.candidates, or override these modules"
+        rule = f"a candidate must suit {first.module}, where {cause.rule}"
+        raise RecipeError(cause.where, rule, got=cause.got, cure=cure)
     return ChoiceUnit(
         name=name,
         part=first.part,
@@ -346,24 +301,5 @@ def _unit(
     )
 
 
-# --- bytes
-# --------------------------------------------------------------------------------------------------
-
-
-def _bytes_of(base: Plan, tensor: TensorPlan) -> tuple[int, int]:
-    """Of a tensor's outputs, and of their lines."""
-    alone = replace(base, tensors=(tensor,))
-    outputs = [alone.on_disk(output) for output in tensor.outputs]
-    lines = sum(2 * len(output.name) + _BYTES_OF_LINES for output in outputs)
-    return sum(output.num_bytes for output in outputs), lines
-
-
-def _bytes_of_files(base: Plan) -> int:
-    """Of config.json, tokenizer and other files; at most so many."""
-    states = base.source.states
-    others = sum(
-        states[name].num_bytes for name in (*base.companions, "config.json") if name in states
-    )
-    num_files = 1 + base.num_bytes_before // SHARD_BYTES
-    modules = sum(len(tensor.shape) > 1 for tensor in base.tensors)
-    return others + modules * _BYTES_OF_A_MODULE + num_files * 64 + _BYTES_OF_SMALL_FILES
+def _line_bytes(tensor: TensorPlan) -> int:
+    return sum(2 * len(output.name) + _BYTES_OF_LINES for output in tensor.outputs)

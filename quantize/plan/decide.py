@@ -1,6 +1,6 @@
 """One fate for each tensor: what the recipe says of it, and whether it can be done.
 
-In: a weight or another tensor of the source, and `Given` (recipe, source, family, patterns). Out:
+In: a recipe, a source and its family's names; then a weight or another tensor of the source. Out:
 its `TensorPlan`, or a refusal that names the tensor.
 
 Easy to get wrong: "the source's form" has two meanings. A weight whose bytes are already those of
@@ -10,8 +10,7 @@ weight becomes BF16.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from ...checkpoints.source import Entry, Source
@@ -22,18 +21,9 @@ from ...recipes.family_view import FamilyView, Place, unknown_place
 from ...recipes.match_clock import SIMPLER, MatchClock
 from ...recipes.schema import TUNED, Recipe
 from ...recipes.schemes import SCHEMES, Scheme
-from .tensor_plan import (
-    Fate,
-    Output,
-    TensorPlan,
-    packed_outputs,
-    renamed_outputs,
-    same_output,
-    separated_outputs,
-)
+from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output
 
 FP8_TABLE = "F8_E4M3"
-_FP8_ROWS = "FP8 rows with one scale, which vLLM looks up as they are"
 # Buffers that old checkpoints carry and every model class computes itself.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 
@@ -46,143 +36,261 @@ _clock = MatchClock(_hangs)
 matching_limit = _clock.limit
 
 
-class Patterns:
-    """State: a recipe's overrides and keeps, and which of them have matched a name."""
+class Decisions:
+    """State: what every decision reads, and the patterns of the recipe that have matched a name.
 
-    def __init__(self, recipe: Recipe):
-        self._compiled = {
-            pattern: re.compile(pattern[3:] if pattern.startswith("re:") else re.escape(pattern))
-            for pattern in (*(override.modules for override in recipe.overrides), *recipe.keep)
-        }
-        self._overrides = tuple(
-            (override.modules, override.scheme) for override in recipe.overrides
-        )
-        self._keep = recipe.keep
-        self._matched: set[str] = set()
+    Attributes:
+        matched: of the recipe's overrides and keeps.
+    """
+
+    def __init__(self, recipe: Recipe, source: Source, view: FamilyView) -> None:
+        self.recipe, self.source, self.view = recipe, source, view
+        self.matched: set[str] = set()
 
     def override(self, module: HFName) -> str | None:
         """The scheme of the first override that names this module."""
-        for pattern, scheme in self._overrides:
-            if _clock.timed(self._compiled[pattern].fullmatch, pattern, module):
-                self._matched.add(pattern)
-                return scheme
+        for override in self.recipe.overrides:
+            if self._matches(override.modules, module):
+                return override.scheme
         return None
 
-    def keeps(self, name: HFName) -> bool:
-        """Whether the recipe's `keep` names this tensor."""
-        hits = [
-            each for each in self._keep if _clock.timed(self._compiled[each].fullmatch, each, name)
-        ]
-        self._matched.update(hits)
-        return bool(hits)
+    def _matches(self, pattern: str, name: HFName) -> bool:
+        is_hit = pattern == name
+        if pattern.startswith("re:"):
+            is_hit = bool(_clock.timed(re.compile(pattern[3:]).fullmatch, pattern, name))
+        if is_hit:
+            self.matched.add(pattern)
+        return is_hit
 
-    def unmatched(self) -> list[str]:
-        """The patterns that have matched no name so far."""
-        return [pattern for pattern in self._compiled if pattern not in self._matched]
+    def weight(self, weight: StoredWeight) -> TensorPlan:
+        """The fate of a weight and its scales.
 
+        Raises:
+            RecipeError: the recipe has no word for the module, or a scheme that the module cannot
+                take.
+            CheckpointError: the family does not know the tensor, or its stored form cannot be read.
+        """
+        name = HFName(f"{weight.module}.weight")
+        if kept := self._kept(name, tuple(weight.parts.values()), weight.shape):
+            return kept
+        place = self._place(name)
+        if place.leaf != "weight":  # a parameter whose own name ends in .weight
+            return self.other(weight.weight)
+        word, reason = self._word(place)
+        if place.row.table_scale and weight.weight.dtype == FP8_TABLE:
+            self._refuse_table_without_scale(place)
+            reason = "FP8 rows with one scale, which vLLM looks up as they are"
+            return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
+        self._refuse_unreadable(weight, place)
+        if place.row.interleaved:
+            return self._separated(weight, place, reason)
+        if word in SCHEMES:
+            return self._to_scheme(weight, place, SCHEMES[word], reason)
+        if weight.form == "plain":
+            return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
+        if word == "source" and self._can_stay_quantized(weight, place):
+            outputs, reason = (
+                renamed_outputs(weight, weight.scheme),
+                "as in the source, scales renamed",
+            )
+            return _planned(weight, place, "keep", reason, outputs, weight.scheme)
+        if word == "source" and not place.row.why_kept:
+            rule, got = (
+                "`source` needs a form that compressed-tensors can say",
+                f"{weight.form} in {name}",
+            )
+            raise RecipeError(self._group(place), rule, got=got, cure="Use bf16 or a scheme")
+        return _planned(weight, place, "dequantize", reason, (Output(name, "BF16", weight.shape),))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What every decision reads."""
+    def other(self, entry: Entry) -> TensorPlan:
+        """The fate of a tensor that is no matrix: a bias, a parameter without a module, a buffer
+        that is recomputed.
 
-    recipe: Recipe
-    source: Source
-    view: FamilyView
-    patterns: Patterns
+        Raises:
+            CheckpointError: the family does not know the tensor, or it is a scale without its
+                weight.
+        """
+        name = entry.name
+        if kept := self._kept(name, (entry,), entry.shape):
+            return kept
+        if _RECOMPUTED.search(name):
+            why = "every model class computes it"
+            return TensorPlan(name, (name,), "drop", why, entry.shape, (), unknown_place(name))
+        place = self._place(name)
+        row = place.row
+        if (
+            row.stacked and place.leaf == ""
+        ):  # a 3-D expert parameter is a weight whose name has no `.weight`
+            parts = {"weight": entry}
+            return self.weight(
+                StoredWeight(module=name, form="plain", parts=parts, shape=entry.shape)
+            )
+        if not row.stacked and (place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"):
+            why = row.why_kept or "a bias, not a matrix"
+            return TensorPlan(name, (name,), "keep", why, entry.shape, (same_output(entry),), place)
+        rule = f"{place.leaf!r} must belong to a weight of {place.module}"
+        cure = "Check the download, or add the name to `keep` of the recipe"
+        raise CheckpointError(f"{self.source.where}: {name}", rule, got="no such weight", cure=cure)
 
+    # --- what the recipe says ---------------------------------------------------------------------
 
-def decide_weight(weight: StoredWeight, given: Given) -> TensorPlan:
-    """The fate of a weight and its scales.
+    def _kept(
+        self, name: HFName, entries: tuple[Entry, ...], shape: tuple[int, ...]
+    ) -> TensorPlan | None:
+        """A tensor that the recipe's `keep` names; mostly the family's table does not know it."""
+        hits = [pattern for pattern in self.recipe.keep if self._matches(pattern, name)]
+        if not hits:
+            return None
+        place = self.view.place(name) or unknown_place(HFName(name.rpartition(".")[0] or name))
+        inputs, outputs = tuple(entry.name for entry in entries), tuple(map(same_output, entries))
+        return TensorPlan(name, inputs, "keep", "recipe: keep", shape, outputs, place)
 
-    Raises:
-        RecipeError: the recipe has no word for the module, or a scheme that the module cannot take.
-        CheckpointError: the family does not know the tensor, or its stored form cannot be read.
-    """
-    name = HFName(f"{weight.module}.weight")
-    if given.patterns.keeps(name):
-        return _kept(name, tuple(weight.parts.values()), weight.shape, given)
-    place = _place(name, given)
-    if place.leaf != "weight":  # a parameter whose own name ends in .weight
-        return decide_other(weight.weight, given)
-    word, reason = _word(place, given)
-    if place.row.table_scale and weight.weight.dtype == FP8_TABLE:
-        _refuse_missing_scale(weight, place, given.source)
-        return _tensor(weight, place, "keep", "", _FP8_ROWS, (same_output(weight.weight),))
-    _refuse_unreadable(weight, name, place, given.source)
-    if place.row.interleaved:
-        return _separated(weight, name, place, reason, given)
-    if word in SCHEMES:
-        return _to_scheme(weight, name, place, SCHEMES[word], reason, given)
-    if weight.form == "plain":
-        return _tensor(weight, place, "keep", "", reason, (same_output(weight.weight),))
-    if word == "source" and _can_stay_quantized(weight, place, given.view):
-        outputs = renamed_outputs(weight, weight.scheme)
-        return _tensor(
-            weight, place, "keep", weight.scheme, "as in the source, scales renamed", outputs
-        )
-    if word == "source" and not place.row.why_kept:
-        raise RecipeError(
-            _group(place, given.recipe),
-            "`source` needs a form that compressed-tensors can say",
-            got=f"{weight.form} in {name}",
-            cure="Use bf16 or a scheme",
-        )
-    return _tensor(weight, place, "dequantize", "", reason, (Output(name, "BF16", weight.shape),))
+    def _place(self, name: HFName) -> Place:
+        place = self.view.place(name)
+        if place is None:
+            family = self.view.family.model_type
+            rule = f"every tensor must be known to family {family}"
+            cure = f"Add it to recipes/families/{family}.yaml, or to `keep` of the recipe"
+            raise CheckpointError(self.source.where, rule, got=name, cure=cure)
+        return place
 
+    def _group(self, place: Place) -> str:
+        """How a refusal names a module group of the recipe."""
+        return f"{self.recipe.name}: {place.part} {place.role}"
 
-def _refuse_missing_scale(weight: StoredWeight, place: Place, source: Source) -> None:
-    """A part of a table in FP8 has one scale with all other parts."""
-    scale = HFName(place.module.removesuffix(place.row.path) + place.row.table_scale)
-    if scale not in source.entries:
-        raise CheckpointError(
-            f"{source.where}: {weight.weight.name}",
-            f"a table in FP8 must have its scale {scale}",
-            got="no such tensor",
-            cure="Check the download",
-        )
+    def _word(self, place: Place) -> tuple[str, str]:
+        """The recipe's word for a module, and the reason to show."""
+        recipe, override = self.recipe, self.override(place.module)
+        if place.row.why_kept:
+            if override in SCHEMES:
+                rule = f"{place.module} is never quantized ({place.row.why_kept})"
+                raise RecipeError(recipe.name, rule, got=override, cure="Remove the override")
+            is_passed = place.part == "mtp" and recipe.mtp_policy == "source"
+            return "source" if is_passed else "bf16", place.row.why_kept
+        if override is not None:
+            return override, "override of the recipe"
+        words = recipe.backbone if place.part == "backbone" else recipe.mtp_policy
+        word = words if isinstance(words, str) else words.get(place.role)
+        if word is None:
+            rule = f"{place.part} must say what happens to {place.role}"
+            got, cure = (
+                f"nothing, but the model has {place.module}",
+                f"Add `{place.role}: source` or a scheme",
+            )
+            raise RecipeError(recipe.name, rule, got=got, cure=cure)
+        return word, f"recipe: {place.part} {place.role}"
 
+    # --- what can be done -------------------------------------------------------------------------
 
-def decide_other(entry: Entry, given: Given) -> TensorPlan:
-    """The fate of a tensor that is no matrix: a bias, a parameter without a module, a buffer that
-    is recomputed.
+    def _refuse_table_without_scale(self, place: Place) -> None:
+        """A part of a table in FP8 has one scale with all other parts."""
+        scale = HFName(place.module.removesuffix(place.row.path) + place.row.table_scale)
+        if scale not in self.source.entries:
+            where, rule = (
+                f"{self.source.where}: {place.module}.weight",
+                f"a table in FP8 must have its scale {scale}",
+            )
+            raise CheckpointError(where, rule, got="no such tensor", cure="Check the download")
 
-    Raises:
-        CheckpointError: the family does not know the tensor, or it is a scale without its weight.
-    """
-    if given.patterns.keeps(entry.name):
-        return _kept(entry.name, (entry,), entry.shape, given)
-    if _RECOMPUTED.search(entry.name):
-        place = unknown_place(entry.name)
-        return _placed(
-            place,
-            entry.name,
-            (entry.name,),
-            "drop",
-            "every model class computes it",
-            entry.shape,
-            (),
-        )
-    place = _place(entry.name, given)
-    if (
-        place.row.stacked and place.leaf == ""
-    ):  # a 3-D expert parameter is a weight whose name has no `.weight`
-        weight = StoredWeight(
-            module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape
-        )
-        return decide_weight(weight, given)
-    if not place.row.stacked and (
-        place.leaf in ("weight", *OTHER_LEAVES) or place.role == "vision"
-    ):
-        reason = place.row.why_kept or "a bias, not a matrix"
-        return _placed(
-            place, entry.name, (entry.name,), "keep", reason, entry.shape, (same_output(entry),)
-        )
-    raise CheckpointError(
-        f"{given.source.where}: {entry.name}",
-        f"{place.leaf!r} must belong to a weight of {place.module}",
-        got="no such weight",
-        cure="Check the download, or add the name to `keep` of the recipe",
-    )
+    def _refuse_unreadable(self, weight: StoredWeight, place: Place) -> None:
+        is_foreign_integer = weight.form == "int_packed" and not weight.scheme
+        is_sliced = weight.form == "fp8_sliced" and not place.row.interleaved
+        if weight.form in (*NOT_COMPUTED, "mxfp8") or is_foreign_integer or is_sliced:
+            rule = (
+                "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that "
+                "a scheme has"
+            )
+            got = ", ".join(
+                f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items()
+            )
+            where = f"{self.source.where}: {place.module}.weight"
+            raise CheckpointError(where, rule, got=got, cure="Start from the original release")
+
+    def _separated(self, weight: StoredWeight, place: Place, reason: str) -> TensorPlan:
+        """q, k and v in three matrices, each with its rows in order: vLLM takes those at any number
+        of ranks.
+        """
+        assert place.row.interleaved is not None
+        count, *slices = self.view.slices(place)
+        if len(weight.shape) != 2 or weight.shape[0] != count * sum(slices):
+            raise CheckpointError(
+                f"{self.source.where}: {place.module}.weight",
+                f"its rows must be {count} slices of {' + '.join(map(str, slices))} rows of q, k "
+                "and v, by config.json",
+                got=f"shape {list(weight.shape)}",
+                cure="Take config.json from the original release",
+            )
+        stem = place.module.removesuffix(place.row.path)
+        dtype = weight.weight.dtype if weight.form == "plain" else "BF16"
+        outputs = []
+        for path, rows in zip(place.row.interleaved.into, slices, strict=True):
+            outputs.append(
+                Output(HFName(f"{stem}{path}.weight"), dtype, (count * rows, weight.shape[1]))
+            )
+        made = _planned(weight, place, "dequantize", reason, tuple(outputs))
+        return made._replace(slices=tuple(slices))
+
+    def _to_scheme(
+        self, weight: StoredWeight, place: Place, scheme: Scheme, reason: str
+    ) -> TensorPlan:
+        is_tuned = place.part == "mtp" and self.recipe.mtp == TUNED
+        if _same_bytes(weight.scheme, scheme.name) and not is_tuned:
+            outputs, reason = (
+                renamed_outputs(weight, scheme.name),
+                f"the source stores {scheme.name} already",
+            )
+            return _planned(weight, place, "keep", reason, outputs, scheme.name)
+        for rule, got, otherwise in self._misfits(weight, place, scheme):
+            cure = f"Set {place.role}: {otherwise}"
+            raise RecipeError(self._group(place), rule, got=got, cure=cure)
+        outputs = packed_outputs(place, scheme.name, weight.shape)
+        return _planned(weight, place, "quantize", reason, outputs, scheme.name)
+
+    def _misfits(
+        self, weight: StoredWeight, place: Place, scheme: Scheme
+    ) -> Iterator[tuple[str, str, str]]:
+        """Why a module cannot take a scheme: the rule, the value, and what its group can have
+        instead.
+        """
+        shape, row, name = weight.shape, place.row, scheme.name
+        tensor = f"{place.module}.weight"
+        if len(shape) != (3 if row.stacked else 2):
+            yield f"{name} needs a matrix", f"shape {list(shape)} in {tensor}", "source"
+            return
+        if scheme.has_tensor_scale and not row.takes_tensor_scale:
+            into = f"{place.runtime.rpartition('.')[2]} of this family"
+            rule = f"vLLM cannot load one scale a tensor into {into}"
+            yield rule, f"{name} for {tensor}", "FP8_DYNAMIC, FP8_BLOCK or bf16"
+        rows, columns = shape[-2] // max(1, len(row.stacked)), shape[-1]
+        if columns % scheme.k_multiple():
+            rule, otherwise = (
+                f"K divisible by {scheme.k_multiple()}",
+                "bf16, or override this module",
+            )
+            yield f"{name} needs {rule}", f"K={columns} in {tensor}", otherwise
+        number = f"N={rows} in {tensor}"
+        if rows % scheme.n_multiple():
+            rule = f"N divisible by {scheme.n_multiple()}: zero points of so many rows are one word"
+            yield f"{name} needs {rule}", number, "W4A16, or override this module"
+        # vLLM 0.32.0 (fp8_utils.validate_fp8_block_shape) lets only the last shard of a fused
+        # module end in a part block.
+        may_be_ragged = row.path in self.view.last_shards and row.role != "experts"
+        if scheme.block and rows % scheme.block[0] and not may_be_ragged:
+            rule = f"N divisible by {scheme.block[0]} where modules are fused"
+            yield f"{name} needs {rule}", number, "FP8_DYNAMIC or bf16"
+
+    def _can_stay_quantized(self, weight: StoredWeight, place: Place) -> bool:
+        """Whether the runtime loads this module quantized, and its loader knows the names of the
+        scales.
+        """
+        if not weight.scheme or not place.row.loads_quantized:
+            return False
+        known = self.view.family.loader.mtp_leaves
+        if place.part == "backbone" or not known:
+            return True
+        return {
+            output.name.rpartition(".")[2] for output in renamed_outputs(weight, weight.scheme)
+        } <= {*known}
 
 
 def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[TensorPlan]:
@@ -200,263 +308,45 @@ def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[Ten
                 continue
             place = view.place(name)
             assert place is not None, f"alias {name} has no row in family {view.family.model_type}"
-            output = Output(name, origin.dtype, origin.shape)
+            outputs = (Output(name, origin.dtype, origin.shape),)
             plans.append(
-                _placed(place, name, (origin.name,), "add", alias.reason, origin.shape, (output,))
+                TensorPlan(name, (origin.name,), "add", alias.reason, origin.shape, outputs, place)
             )
     return plans
 
 
-# --- what the recipe says
-# ---------------------------------------------------------------------------------------------
-
-
-def _place(name: HFName, given: Given) -> Place:
-    place = given.view.place(name)
-    if place is None:
-        family = given.view.family.model_type
-        raise CheckpointError(
-            given.source.where,
-            f"every tensor must be known to family {family}",
-            got=name,
-            cure=f"Add it to recipes/families/{family}.yaml, or to `keep` of the recipe",
-        )
-    return place
-
-
-def _word(place: Place, given: Given) -> tuple[str, str]:
-    """The recipe's word for a module, and the reason to show."""
-    recipe, override = given.recipe, given.patterns.override(place.module)
-    if place.row.why_kept:
-        if override in SCHEMES:
-            raise RecipeError(
-                recipe.name,
-                f"{place.module} is never quantized ({place.row.why_kept})",
-                got=override,
-                cure="Remove the override",
-            )
-        passes = place.part == "mtp" and recipe.mtp_policy == "source"
-        return ("source" if passes else "bf16"), place.row.why_kept
-    if override is not None:
-        return override, "override of the recipe"
-    if place.part == "backbone":
-        word = recipe.backbone.get(place.role)
-    elif isinstance(recipe.mtp_policy, str):
-        word = recipe.mtp_policy
-    else:
-        word = recipe.mtp_policy.get(place.role)
-    if word is None:
-        raise RecipeError(
-            recipe.name,
-            f"{place.part} must say what happens to {place.role}",
-            got=f"nothing, but the model has {place.module}",
-            cure=f"Add `{place.role}: source` or a scheme",
-        )
-    return word, f"recipe: {place.part} {place.role}"
-
-
-def _group(place: Place, recipe: Recipe) -> str:
-    """How a refusal names a module group of the recipe."""
-    return f"{recipe.name}: {place.part} {place.role}"
-
-
-# --- what can be done
-# -------------------------------------------------------------------------------------------------
-
-
-def _to_scheme(
-    weight: StoredWeight, name: HFName, place: Place, scheme: Scheme, reason: str, given: Given
-) -> TensorPlan:
-    is_tuned = place.part == "mtp" and given.recipe.mtp == TUNED
-    if _same_bytes(weight.scheme, scheme.name) and not is_tuned:
-        outputs = renamed_outputs(weight, scheme.name)
-        return _tensor(
-            weight, place, "keep", scheme.name, f"the source stores {scheme.name} already", outputs
-        )
-    where = _group(place, given.recipe)
-    _refuse_shape(where, name, weight, place, scheme)
-    _refuse_width(where, name, weight, place, scheme, given.view)
-    return _tensor(
-        weight,
-        place,
-        "quantize",
-        scheme.name,
-        reason,
-        packed_outputs(place, scheme.name, weight.shape),
-    )
-
-
-def _separated(
-    weight: StoredWeight, name: HFName, place: Place, reason: str, given: Given
-) -> TensorPlan:
-    """q, k and v in three matrices, each with its rows in order: vLLM takes those at any number of
-    ranks.
-    """
-    count, *slices = given.view.slices(place)
-    if len(weight.shape) != 2 or weight.shape[0] != count * sum(slices):
-        raise CheckpointError(
-            f"{given.source.where}: {name}",
-            f"its rows must be {count} slices of {' + '.join(map(str, slices))} rows of q, k and "
-            "v, by config.json",
-            got=f"shape {list(weight.shape)}",
-            cure="Take config.json from the original release",
-        )
-    outputs = separated_outputs(weight, place, tuple(slices))
-    return _tensor(weight, place, "dequantize", "", reason, outputs)._replace(slices=tuple(slices))
-
-
 @cache
 def _same_bytes(stored: str, wanted: str) -> bool:
-    """Whether a weight in one scheme has the bytes that another would write; names and dtypes of
-    scales may differ.
+    """Whether a weight in one scheme has the bytes that another would write; scales may be called
+    otherwise.
     """
     if not stored:
         return False
-    suffixes = [
-        {spec.suffix for spec in SCHEMES[scheme].tensors(128, 128)} for scheme in (wanted, stored)
-    ]
-    return SCHEMES[stored].weights == SCHEMES[wanted].weights and suffixes[0] <= suffixes[1]
+    has, needs = (
+        {spec.suffix for spec in SCHEMES[name].tensors(128, 128)} for name in (stored, wanted)
+    )
+    return SCHEMES[stored].weights == SCHEMES[wanted].weights and needs <= has
 
 
-def _can_stay_quantized(weight: StoredWeight, place: Place, view: FamilyView) -> bool:
-    """Whether the runtime loads this module quantized, and its loader knows the names of the
-    scales.
-    """
-    if not weight.scheme or not place.row.loads_quantized:
-        return False
-    known = view.family.loader.mtp_leaves
-    if place.part == "backbone" or not known:
-        return True
-    outputs = renamed_outputs(weight, weight.scheme)
-    return all(output.name.rpartition(".")[2] in known for output in outputs)
-
-
-def _refuse_unreadable(weight: StoredWeight, name: HFName, place: Place, source: Source) -> None:
-    is_foreign_integer = weight.form == "int_packed" and not weight.scheme
-    is_sliced = weight.form == "fp8_sliced" and not place.row.interleaved
-    if weight.form in (*NOT_COMPUTED, "mxfp8") or is_foreign_integer or is_sliced:
-        raise CheckpointError(
-            f"{source.where}: {name}",
-            "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that a "
-            "scheme has",
-            got=", ".join(
-                f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items()
-            ),
-            cure="Start from the original release",
-        )
-
-
-def _refuse_shape(
-    where: str, name: HFName, weight: StoredWeight, place: Place, scheme: Scheme
-) -> None:
-    if len(weight.shape) != (3 if place.row.stacked else 2):
-        raise RecipeError(
-            where,
-            f"{scheme.name} needs a matrix",
-            got=f"shape {list(weight.shape)} in {name}",
-            cure=f"Set {place.role}: source",
-        )
-    if scheme.has_tensor_scale and not place.row.takes_tensor_scale:
-        raise RecipeError(
-            where,
-            f"vLLM cannot load one scale a tensor into {place.runtime.rpartition('.')[2]} of "
-            "this family",
-            got=f"{scheme.name} for {name}",
-            cure=f"Set {place.role}: FP8_DYNAMIC, FP8_BLOCK or bf16",
-        )
-
-
-def _refuse_width(
-    where: str, name: HFName, weight: StoredWeight, place: Place, scheme: Scheme, view: FamilyView
-) -> None:
-    rows, columns = weight.shape[-2] // max(1, len(place.row.stacked)), weight.shape[-1]
-    if columns % scheme.k_multiple():
-        raise RecipeError(
-            where,
-            f"{scheme.name} needs K divisible by {scheme.k_multiple()}",
-            got=f"K={columns} in {name}",
-            cure=f"Set {place.role}: bf16, or override this module",
-        )
-    if rows % scheme.n_multiple():
-        raise RecipeError(
-            where,
-            f"{scheme.name} needs N divisible by {scheme.n_multiple()}: zero points of so many "
-            "rows are one word",
-            got=f"N={rows} in {name}",
-            cure=f"Set {place.role}: W4A16, or override this module",
-        )
-    # vLLM 0.32.0 (fp8_utils.validate_fp8_block_shape) lets only the last shard of a fused module
-    # end in a part block.
-    may_be_ragged = place.row.path in view.last_shards and place.role != "experts"
-    if scheme.block and rows % scheme.block[0] and not may_be_ragged:
-        raise RecipeError(
-            where,
-            f"{scheme.name} needs N divisible by {scheme.block[0]} where modules are fused",
-            got=f"N={rows} in {name}",
-            cure=f"Set {place.role}: FP8_DYNAMIC or bf16",
-        )
-
-
-# --- values
-# --------------------------------------------------------------------------------------------------
-
-
-def _tensor(
+def _planned(
     weight: StoredWeight,
     place: Place,
     fate: Fate,
-    scheme: str,
     reason: str,
     outputs: tuple[Output, ...],
+    scheme: str = "",
 ) -> TensorPlan:
     """A weight with its scales."""
-    is_shared = fate == "quantize" and SCHEMES[scheme].has_tensor_scale and bool(place.shares)
-    name = HFName(f"{place.module}.weight")
     return TensorPlan(
-        name=name,
+        name=HFName(f"{place.module}.weight"),
         inputs=weight.names(),
         fate=fate,
-        scheme=scheme,
         reason=reason,
-        form=weight.form,
         shape=weight.shape,
         outputs=outputs,
-        unit=place.shares if is_shared else name,
         place=place,
+        scheme=scheme,
+        form=weight.form,
         block=weight.block,
-    )
-
-
-def _placed(
-    place: Place,
-    name: HFName,
-    inputs: tuple[HFName, ...],
-    fate: Fate,
-    reason: str,
-    shape: tuple[int, ...],
-    outputs: tuple[Output, ...],
-) -> TensorPlan:
-    """A tensor that is no matrix, or a copy of one."""
-    return TensorPlan(
-        name=name,
-        inputs=inputs,
-        fate=fate,
-        scheme="",
-        reason=reason,
-        form="plain",
-        shape=shape,
-        outputs=outputs,
-        unit=name,
-        place=place,
-    )
-
-
-def _kept(
-    name: HFName, entries: tuple[Entry, ...], shape: tuple[int, ...], given: Given
-) -> TensorPlan:
-    """A tensor that the recipe's `keep` names, which the family's table mostly does not know."""
-    place = given.view.place(name) or unknown_place(HFName(name.rpartition(".")[0] or name))
-    inputs = tuple(entry.name for entry in entries)
-    return _placed(
-        place, name, inputs, "keep", "recipe: keep", shape, tuple(map(same_output, entries))
+        shares=place.shares if fate == "quantize" and SCHEMES[scheme].has_tensor_scale else "",
     )

@@ -10,8 +10,7 @@ come first: what they name was never searched.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...recipes.errors import RecipeError
@@ -19,7 +18,7 @@ from ...recipes.family import INDEX, HFName
 from ...recipes.model_file import flat_text, summary_of
 from ...recipes.schema import AUTO, Override, Recipe, validated
 from ...recipes.schemes import REWRITES
-from .choices import Assignment, Choices, ChoiceUnit
+from .choices import Assignment, Choices
 from .plan import Plan, make_plan
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -28,28 +27,50 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 def found_recipe(choices: Choices, assignment: Assignment) -> Recipe:
     """The recipe of an assignment. Its calibration block is that of the search, needed or not."""
     recipe = choices.recipe
-    words = _words_of_groups(choices.units, assignment)
-    changed: dict[str, Any] = {
-        "backbone": {
-            g: words.get(("backbone", g), "bf16") if w == AUTO else w
-            for g, w in recipe.backbone.items()
-        },
-        "budget": None,
-        "backbone_auto": None,
-    }
+    weights: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for unit in choices.units:
+        weights[unit.part, unit.role][assignment[unit.name]] += unit.num_weights
+    words = {group: counts.most_common(1)[0][0] for group, counts in weights.items()}
+    backbone = dict(recipe.backbone)
+    for group, word in recipe.backbone.items():
+        if word == AUTO:
+            backbone[group] = words.get(("backbone", group), "bf16")
+    changed: dict[str, Any] = {"backbone": backbone, "budget": None, "backbone_auto": None}
     if recipe.mtp == AUTO:
         of_block = {group: word for (part, group), word in words.items() if part == "mtp"}
         same = {*of_block.values()}
         changed["mtp"] = same.pop() if len(same) == 1 else of_block or "bf16"
-    exceptions = [
-        unit for unit in choices.units if assignment[unit.name] != words[unit.part, unit.role]
-    ]
-    overrides = (*recipe.overrides, *_overrides(exceptions, assignment))
+    overrides = (*recipe.overrides, *_overrides(choices, assignment, words))
     made = recipe.model_copy(update=changed | {"overrides": overrides})
     summary = summary_of(made.backbone, made.mtp, is_calibrated=True)
     return made.model_copy(
         update={"summary": f"{summary}, and {len(overrides)} overrides: found for {recipe.budget}"}
     )
+
+
+def _overrides(
+    choices: Choices, assignment: Assignment, words: Mapping[tuple[str, str], str]
+) -> Iterator[Override]:
+    """One for all layers whose modules differ in the number of the layer alone."""
+    layers: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
+    for unit in choices.units:
+        word, modules = assignment[unit.name], [tensor.module for tensor in unit.options[0].tensors]
+        if word != words[unit.part, unit.role]:
+            number = _NUMBER.search(modules[0])
+            layers[word, tuple(sorted({*map(_templated, modules)}))].append(
+                int(number[0]) if number else 0
+            )
+    for (word, templates), numbers in sorted(layers.items()):
+        pattern = f"(?:{'|'.join(templates)})".replace(
+            "{}", f"(?:{'|'.join(map(str, sorted(numbers)))})"
+        )
+        yield Override(modules=f"re:{pattern}", scheme=word)
+
+
+def _templated(module: HFName) -> str:
+    """A module's name as a regex, with `{}` for its layer and any number for its expert."""
+    literal, *others = map(re.escape, _NUMBER.split(module))
+    return literal + "{}" * bool(others) + INDEX.join(others)
 
 
 def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) -> Plan:
@@ -70,10 +91,8 @@ def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) ->
                     f"the plan that was found must give {tensor.module} the word "
                     f"{assignment[unit.name]}"
                 )
-                cure = "Please report this recipe"
-                raise RecipeError(
-                    recipe.name, rule, got=schemes[tensor.name][1] or "plain", cure=cure
-                )
+                got, cure = schemes[tensor.name][1] or "plain", "Please report this recipe"
+                raise RecipeError(recipe.name, rule, got=got, cure=cure)
     return plan
 
 
@@ -83,93 +102,14 @@ def found_text(recipe: Recipe) -> str:
     """
     calibration = recipe.calibration
     assert calibration is not None, f"{recipe.name}: a search has batches"
-    if not recipe.uses_batches():
-        calibration = None
-    elif (
+    raw = recipe.model_dump(mode="json", exclude_defaults=True)
+    if (
         calibration.algorithm != "minmax"
         and not REWRITES[calibration.algorithm] & recipe.decisions()
     ):
         calibration = calibration.model_copy(update={"algorithm": "minmax"})
-    raw = recipe.model_dump(mode="json", exclude_defaults=True)
-    raw["calibration"] = calibration and calibration.model_dump(mode="json", exclude_defaults=True)
+    raw["calibration"] = None
+    if recipe.uses_batches():
+        raw["calibration"] = calibration.model_dump(mode="json", exclude_defaults=True)
     validated(raw, "the recipe that was found")
     return flat_text(raw)
-
-
-def _words_of_groups(
-    units: Iterable[ChoiceUnit], assignment: Assignment
-) -> dict[tuple[str, str], str]:
-    """(part, group) -> the word of most of its weights."""
-    weights: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for unit in units:
-        weights[unit.part, unit.role][assignment[unit.name]] += unit.num_weights
-    return {group: counts.most_common(1)[0][0] for group, counts in weights.items()}
-
-
-# --- overrides
-# --------------------------------------------------------------------------------------------------
-
-
-def _overrides(units: Sequence[ChoiceUnit], assignment: Assignment) -> list[Override]:
-    """One for all layers whose modules differ in the number of the layer alone."""
-    layers: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
-    for unit in units:
-        modules = tuple(sorted({_templated(tensor.module) for tensor in unit.options[0].tensors}))
-        layers[assignment[unit.name], modules].append(
-            -1 if unit.layer is None else _layer_on_disk(unit)
-        )
-    return [
-        Override(modules=f"re:{_pattern(modules, numbers)}", scheme=word)
-        for (word, modules), numbers in sorted(layers.items())
-    ]
-
-
-def _layer_on_disk(unit: ChoiceUnit) -> int:
-    found = _NUMBER.search(unit.options[0].tensors[0].module)
-    return int(found[0]) if found else -1
-
-
-def _templated(module: HFName) -> str:
-    """A module's name as a regex, with `{}` for its layer and any number for its expert."""
-    literal, *others = _NUMBER.split(module)
-    return re.escape(literal) + "".join(
-        ("{}" if place == 0 else INDEX) + re.escape(part) for place, part in enumerate(others)
-    )
-
-
-def _pattern(templates: Sequence[str], layers: Collection[int]) -> str:
-    """One regex for these modules in these layers."""
-    numbers = _numbers(sorted(layers))
-    written = [template.replace("{}", numbers) for template in templates]
-    if len(written) == 1:
-        return written[0]
-    stem = _common_stem(written)
-    return stem + "(?:" + "|".join(each[len(stem) :] for each in written) + ")"
-
-
-def _common_stem(texts: Sequence[str]) -> str:
-    """What all begin with, up to the last dot."""
-    length = 0
-    while all(len(text) > length and text[length] == texts[0][length] for text in texts):
-        length += 1
-    return texts[0][: texts[0][:length].rfind(r"\.") + 2] if r"\." in texts[0][:length] else ""
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """Numbers as a regex, ten at a time where all ten are there: 3|1[0-9]|2[0-4]."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    parts = []
-    for ten, group in groupby(numbers, key=lambda number: number // 10):
-        digits = [number % 10 for number in group]
-        parts.append(f"{ten or ''}{_digits(digits)}")
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
-
-
-def _digits(digits: Sequence[int]) -> str:
-    """Last digits in order: a digit, a range, or a set."""
-    if len(digits) == 1:
-        return str(digits[0])
-    if digits == [*range(digits[0], digits[-1] + 1)]:
-        return f"[{digits[0]}-{digits[-1]}]"
-    return f"[{''.join(map(str, digits))}]"

@@ -6,8 +6,8 @@ a refusal that says why there is no place for them.
 
 Easy to get wrong: the config's entry holds for the draft as well, whether or not its loader takes
 scales. Where it has no way in, the draft's cache is FP8 all the same, with scales of 1, and is
-measured so. Latent attention caches one vector for keys and values: compressed-tensors' entry never
-reaches its class.
+measured so. Latent attention caches one
+vector for keys and values: compressed-tensors' entry never reaches its class.
 
 Source: vLLM 0.32.0 layers/attention/{attention,mla_attention}.py, quantization/kv_cache.py, the
 draft classes that the family files name; seen in dry loads of every family
@@ -24,8 +24,6 @@ from ...recipes.family_view import FamilyView
 from ...recipes.schema import Recipe
 from .tensor_plan import Output, TensorPlan
 
-_REASON = "recipe: kv_cache; scale of an FP8 cache from calibration data"
-
 
 def with_cache_scales(
     recipe: Recipe, view: FamilyView, tensors: Iterable[TensorPlan]
@@ -36,26 +34,36 @@ def with_cache_scales(
     Raises:
         RecipeError: this family's attention has no place for them; it names the reason.
     """
-    if why := no_place(view):
-        raise _refusal(recipe, view, why)
-    tensors = [_with_cache(view, tensor) for tensor in tensors]
-    cached = [tensor for tensor in tensors if tensor.cache is not None]
-    if not any(tensor.part == "backbone" for tensor in cached):
-        raise _refusal(recipe, view, "no attention layer with a projection of keys")
-    return tensors + [
-        _scale(projection, name) for projection in cached for name in projection.cache or ()
-    ]
+    found, scales, why = list[TensorPlan](), list[TensorPlan](), no_place(view)
+    for tensor in tensors:
+        if module := attention_of(tensor):
+            names = scale_names(view, tensor.part, module)
+            tensor = tensor._replace(cache=names)
+            scales += [_scale(tensor, module, name) for name in names]
+        found.append(tensor)
+    if not why and not any(
+        tensor.part == "backbone" for tensor in found if tensor.cache is not None
+    ):
+        why = "no attention layer with a projection of keys"
+    if why:
+        rule = f"vLLM must have a place for scales of an FP8 cache in {view.family.model_type}"
+        raise RecipeError(
+            f"{recipe.name}: kv_cache", rule, got=why, cure="Remove kv_cache from the recipe"
+        )
+    return found + scales
 
 
-def _with_cache(view: FamilyView, tensor: TensorPlan) -> TensorPlan:
-    module = attention_of(tensor)
-    return tensor._replace(cache=scale_names(view, tensor.part, module)) if module else tensor
-
-
-def _refusal(recipe: Recipe, view: FamilyView, why: str) -> RecipeError:
-    rule = f"vLLM must have a place for scales of an FP8 cache in {view.family.model_type}"
-    return RecipeError(
-        f"{recipe.name}: kv_cache", rule, got=why, cure="Remove kv_cache from the recipe"
+def _scale(projection: TensorPlan, module: HFName, name: HFName) -> TensorPlan:
+    return TensorPlan(
+        name=name,
+        inputs=(),
+        fate="add",
+        reason="recipe: kv_cache; scale of an FP8 cache from calibration data",
+        shape=(1,),
+        outputs=(Output(name, "BF16", (1,)),),
+        place=replace(projection.place, module=module),
+        shares=f"{module}.kv_cache",
+        calibrated="cache",
     )
 
 
@@ -66,23 +74,17 @@ def no_place(view: FamilyView) -> str:
             "latent attention, whose one cache for keys and values vLLM does not look up in "
             "compressed-tensors"
         )
-    if view.family.no_fp8_cache:
+    if view.family.loader.backbone_takes_kv_scales or view.family.no_fp8_cache:
         return view.family.no_fp8_cache
-    if not view.family.loader.backbone_takes_kv_scales:
-        return "a class of vLLM's without these parameters"
-    return ""
+    return "a class of vLLM's without these parameters"
 
 
 def attention_of(tensor: TensorPlan) -> HFName:
-    """The attention module on disk that a projection of keys belongs to; "" for all other
-    tensors.
-    """
+    """The attention module on disk that a projection of keys belongs to; "" for other tensors."""
     is_projection = tensor.role == "attention" and len(tensor.shape) == 2 and tensor.fate != "drop"
-    if not is_projection or not any(
-        _parent_leaf(output.name) == "k_proj" for output in tensor.outputs
-    ):
-        return HFName("")
-    return HFName(tensor.module.rpartition(".")[0])
+    if is_projection and any(".k_proj." in output.name for output in tensor.outputs):
+        return HFName(tensor.module.rpartition(".")[0])
+    return HFName("")
 
 
 def scale_names(view: FamilyView, part: Part, module: HFName) -> tuple[HFName, ...]:
@@ -90,26 +92,7 @@ def scale_names(view: FamilyView, part: Part, module: HFName) -> tuple[HFName, .
     loader takes them.
     """
     known = view.family.loader.draft_kv_names if part == "mtp" else "usual"
+    if not known:
+        return ()
     holder = f"{module}.attn" if known == "own" else module
-    return tuple(HFName(f"{holder}.{leaf}") for leaf in CACHE_LEAVES) if known else ()
-
-
-def _scale(projection: TensorPlan, name: HFName) -> TensorPlan:
-    module = attention_of(projection)
-    return TensorPlan(
-        name=name,
-        inputs=(),
-        fate="add",
-        scheme="",
-        reason=_REASON,
-        form="plain",
-        shape=(1,),
-        outputs=(Output(name, "BF16", (1,)),),
-        unit=f"{module}.kv_cache",
-        place=replace(projection.place, module=module),
-        calibrated="cache",
-    )
-
-
-def _parent_leaf(name: HFName) -> str:
-    return name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
+    return tuple(HFName(f"{holder}.{leaf}") for leaf in CACHE_LEAVES)

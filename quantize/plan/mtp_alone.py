@@ -8,31 +8,22 @@ Easy to get wrong: which config.json. Tensors come from the release, but vLLM na
 config.json of the checkpoint that it serves. Both must call the same tensors the MTP block.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from ...checkpoints.source import Source
-from ...checkpoints.stored import stored_weights
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_view
 from ...recipes.family_view import FamilyView
 from ...recipes.schema import AUTO, Recipe, validated
 from ...recipes.schemes import SCHEMES
-from .decide import Given, Patterns, added_aliases, decide_other, decide_weight
+from .decide import Decisions, added_aliases
 from .plan import (
     Plan,
+    decided,
     plan_order,
-    refuse_calibration,
-    refuse_disagreeing_fusions,
     refuse_missing_mtp,
+    refuse_unservable,
     with_separate_mtp,
 )
-from .tensor_plan import TensorPlan, same_output
-
-FILE_STEM = "model-mtp"
-"""How the names of the block's files start; with `model-` in front, as tools expect that download a
-model's files.
-"""
+from .tensor_plan import same_output
 
 
 def plan_mtp_alone(
@@ -53,32 +44,30 @@ def plan_mtp_alone(
     released = find_view(source.config, source.where, source.entries)
     entries = with_separate_mtp(source, released)
     refuse_missing_mtp(released, source, entries)
-    block = {name: entry for name, entry in entries.items() if released.is_mtp(name)}
-    for name in block:
-        if not view.is_mtp(name):
-            rule = f"both must call {name} a tensor of the MTP block"
+    block = [entry for name, entry in entries.items() if released.is_mtp(name)]
+    for entry in block:
+        if not view.is_mtp(entry.name):
+            rule = f"both must call {entry.name} a tensor of the MTP block"
             cure = "Name the release that the checkpoint was made from"
             raise CheckpointError(
                 source.where, rule, got="another name in the checkpoint", cure=cure
             )
     recipe = _recipe(source, view, "bf16" if as_released else word)
-    weights, others = stored_weights(block.values())
-    given = Given(recipe=recipe, source=source, view=view, patterns=Patterns(recipe))
-    tensors = [decide_weight(weight, given) for weight in weights.values()]
-    tensors += [decide_other(entry, given) for entry in others]
-    if as_released:
-        tensors = [_with_its_bytes(tensor, entries) for tensor in tensors]
+    tensors = []
+    for tensor in decided(Decisions(recipe, source, view), block):
+        if (
+            as_released and tensor.fate == "dequantize"
+        ):  # stored packed, and stays so under its own names
+            outputs = tuple(same_output(entries[name]) for name in tensor.inputs)
+            tensor = tensor._replace(fate="keep", reason="as released", outputs=outputs)
+        tensors.append(tensor)
     tensors += added_aliases(view, entries)
-    refuse_disagreeing_fusions(recipe, tensors)
-    plan = Plan(
-        recipe=recipe,
-        source=source,
-        view=view,
-        tensors=tuple(sorted(tensors, key=plan_order)),
-        file_stem=FILE_STEM,
+    refuse_unservable(recipe, tensors)
+    tensors.sort(key=plan_order)
+    # Tools that download a model's files expect `model-` in front of their names.
+    return Plan(
+        recipe=recipe, source=source, view=view, tensors=tuple(tensors), file_stem="model-mtp"
     )
-    refuse_calibration(plan)
-    return plan
 
 
 def _recipe(source: Source, view: FamilyView, word: str) -> Recipe:
@@ -90,7 +79,7 @@ def _recipe(source: Source, view: FamilyView, word: str) -> Recipe:
         rule = f"{word} has input scales that only batches give, and graft runs none"
         cure = f"Use {SCHEMES[word].data_free}, which needs no data, or bf16"
         raise RecipeError("--mtp", rule, got=word, cure=cure)
-    raw: Mapping[str, Any] = {
+    raw = {
         "model": "graft",
         "variant": "mtp",
         "default": False,
@@ -103,11 +92,3 @@ def _recipe(source: Source, view: FamilyView, word: str) -> Recipe:
         "calibration": None,
     }
     return validated(raw, "--mtp")
-
-
-def _with_its_bytes(tensor: TensorPlan, entries: Mapping[Any, Any]) -> TensorPlan:
-    """A tensor that is stored packed and stays so, under its own names."""
-    if tensor.fate != "dequantize":
-        return tensor
-    outputs = tuple(same_output(entries[name]) for name in tensor.inputs)
-    return tensor._replace(fate="keep", reason="as released", outputs=outputs)

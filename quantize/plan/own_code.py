@@ -9,7 +9,6 @@ recipe needs the code; only `--trust-remote-code` says that the user has read it
 
 from ...checkpoints.companions import code_named_by
 from ...recipes.errors import RecipeError
-from ...recipes.find import data_free_alternative
 from .plan import Plan
 
 FLAG = "--trust-remote-code"
@@ -27,20 +26,14 @@ def refuse_untrusted_code(plan: Plan) -> None:
         and calibration.model_code == "checkpoint"
         and not plan.trust_remote_code
     ):
-        where, rule = (
-            plan.recipe.name,
-            f"a recipe that runs the checkpoint's own Python needs {FLAG}",
+        rule = f"a recipe that runs the checkpoint's own Python needs {FLAG}"
+        got, cure = (
+            "calibration.model_code: checkpoint without it",
+            "Copy the release's Python into the checkpoint",
         )
-        if not plan.source.code:
-            rule = "a recipe that runs the checkpoint's own Python needs one that has it"
-            cure = (
-                f"Copy the release's into it, or use --scheme {data_free_alternative(plan.recipe)}"
-            )
-            raise RecipeError(where, rule, got=f"no .py file in {plan.source.where}", cure=cure)
-        cure = f"Read {', '.join(plan.source.code)} of {plan.source.where}, then add {FLAG}"
-        raise RecipeError(
-            where, rule, got="calibration.model_code: checkpoint without it", cure=cure
-        )
+        if plan.source.code:
+            cure = f"Read {', '.join(plan.source.code)} of {plan.source.where}, then add {FLAG}"
+        raise RecipeError(plan.recipe.name, rule, got=got, cure=cure)
 
 
 def refuse_no_draft(plan: Plan) -> None:
@@ -53,11 +46,10 @@ def refuse_no_draft(plan: Plan) -> None:
     family = plan.view.family
     is_calibrated = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
     if family.draft is None and (is_calibrated or plan.recipe.measures_mtp):
+        rule = "an MTP block that is calibrated or chosen must be one that can be run"
+        cure = "Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16"
         raise RecipeError(
-            plan.recipe.name,
-            "an MTP block that is calibrated or chosen must be one that can be run",
-            got=f"{family.model_type}: {family.no_draft}",
-            cure="Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16",
+            plan.recipe.name, rule, got=f"{family.model_type}: {family.no_draft}", cure=cure
         )
 
 
@@ -70,6 +62,6 @@ def code_left_out(plan: Plan) -> str:
     named = [name for name in code_named_by(plan.source.config) if name in plan.source.code]
     needed = f"auto_map in config.json names {', '.join(named)}. " if named else ""
     return (
-        f"not carried: {', '.join(plan.source.code)}, the checkpoint's own Python. {needed}Carry "
-        f"it: {FLAG}"
+        f"not carried: {', '.join(plan.source.code)}, the checkpoint's own Python. "
+        f"{needed}Carry it: {FLAG}"
     )

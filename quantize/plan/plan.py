@@ -11,10 +11,9 @@ config.json must be there.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source
@@ -22,11 +21,11 @@ from ...checkpoints.stored import stored_weights
 from ...recipes.conventions import ALGORITHMS, CACHE, NOT_FOR_EXPERTS
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_family
-from ...recipes.family import Family, HFName, Part, VLLMName
+from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView
 from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
-from ...recipes.schemes import RESCALING, REWRITES, SCHEMES, SEARCHES, num_bytes
-from .decide import Given, Patterns, added_aliases, decide_other, decide_weight, matching_limit
+from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
+from .decide import Decisions, added_aliases, matching_limit
 from .kv_cache import with_cache_scales
 from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs
 
@@ -34,7 +33,6 @@ SHARD_BYTES = 5_000_000_000
 _NUMBERS = re.compile(r"(\d+)")
 # Those of the target that a block has a copy of, or that are as large; and what no gradient moves.
 _NEVER_TRAINED = ("embedding", "head", "state", "vision")
-_GET_IT = "Get the MTP block from the original release: most tools drop it"
 _LOST = (
     "Add --mtp-source with a checkpoint that has the block: the original release, since most "
     "tools drop it, or another "
@@ -83,18 +81,23 @@ class Plan:
     @cached_property
     def num_bytes_before(self) -> int:
         """Bytes of the source tensors that are consumed."""
-        consumed = {
-            name for tensor in self.tensors if tensor.fate != "add" for name in tensor.inputs
-        }
-        entries = self.entries
-        return sum(entries[name].num_bytes for name in consumed)
+        read = (tensor.inputs for tensor in self.tensors if tensor.fate != "add")
+        return sum(self.entries[name].num_bytes for name in set().union(*read))
+
+    @property
+    def num_bytes_beside(self) -> int:
+        """Bytes of config.json and the other files that the output gets."""
+        names, states = (*self.companions, "config.json"), self.source.states
+        return sum(states[name].num_bytes for name in names if name in states)
 
     @cached_property
     def num_bytes_after(self) -> int:
         """Bytes of the tensors to be written."""
-        return sum(
-            self.on_disk(output).num_bytes for tensor in self.tensors for output in tensor.outputs
-        )
+        return sum(map(self.num_bytes_of, self.tensors))
+
+    def num_bytes_of(self, tensor: TensorPlan) -> int:
+        """Bytes of a tensor's outputs on disk."""
+        return sum(self.on_disk(output).num_bytes for output in tensor.outputs)
 
     @cached_property
     def spelled(self) -> Mapping[HFName, Spelled]:
@@ -104,10 +107,11 @@ class Plan:
         Calibration, packing and `TensorPlan.outputs` know compressed-tensors' names only; the
         writer turns them.
         """
-        if self.recipe.format == "compressed-tensors":
-            return {}
-        respelled = (tensor for tensor in self.tensors if tensor.scheme or tensor.calibrated)
-        return {name: other for tensor in respelled for name, other in modelopt_outputs(tensor)}
+        found: dict[HFName, Spelled] = {}
+        for tensor in self.tensors if self.recipe.format == "modelopt" else ():
+            if tensor.scheme or tensor.calibrated:
+                found |= modelopt_outputs(tensor)
+        return found
 
     def on_disk(self, output: Output) -> Output:
         """An output by the name, dtype and shape that it has in the finished checkpoint."""
@@ -125,7 +129,7 @@ class Plan:
         for tensor in self.tensors:
             if tensor.outputs:
                 by_unit[tensor.unit].append(tensor)
-        return tuple(tuple(members) for members in by_unit.values())
+        return tuple(map(tuple, by_unit.values()))
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -136,23 +140,28 @@ class Plan:
         sglang #35395 by the index. Embedding and head, which target and draft share, stay in the
         first files.
         """
-        parts = groupby(self.units, key=lambda unit: unit[0].part)
-        groups = [
-            group for _, units in parts for group in filled(units, self.shard_bytes, self.on_disk)
-        ]
-        return tuple(
-            self._shard(units, number, len(groups)) for number, units in enumerate(groups, start=1)
-        )
-
-    def _shard(self, units: list[Unit], number: int, count: int) -> Shard:
-        outputs = [
-            self.on_disk(output) for unit in units for tensor in unit for output in tensor.outputs
-        ]
-        return Shard(
-            file=f"{self.file_stem}-{number:05d}-of-{count:05d}.safetensors",
-            units=tuple(units),
-            outputs=tuple(sorted(outputs, key=_disk_order)),
-        )
+        files: list[list[Unit]] = []
+        part, room = "", 0
+        for unit in self.units:
+            size = sum(map(self.num_bytes_of, unit))
+            if unit[0].part != part or size > room:
+                files.append([])
+                part, room = unit[0].part, self.shard_bytes
+            files[-1].append(unit)
+            room -= size
+        shards = []
+        for number, units in enumerate(files, start=1):
+            outputs = [
+                self.on_disk(output)
+                for unit in units
+                for tensor in unit
+                for output in tensor.outputs
+            ]
+            # Widest dtypes first, as safetensors writes them: every tensor then starts aligned.
+            outputs.sort(key=lambda output: (-DTYPE_BITS[output.dtype], output.name))
+            name = f"{self.file_stem}-{number:05d}-of-{len(files):05d}.safetensors"
+            shards.append(Shard(file=name, units=tuple(units), outputs=tuple(outputs)))
+        return tuple(shards)
 
     @property
     def needs_calibration(self) -> list[str]:
@@ -179,9 +188,7 @@ class Plan:
 
     @property
     def may_calibrate_mtp(self) -> bool:
-        """Whether tensors of the MTP block need batches; under `mtp: auto`, those of a
-        candidate.
-        """
+        """Whether tensors of the MTP block need batches; with `mtp: auto`, of a candidate."""
         if self.recipe.mtp == AUTO and self.recipe.calibrated_mtp_schemes():
             return True
         return any(
@@ -214,28 +221,26 @@ def make_plan(
     """
     assert recipe.mtp != AUTO, f"{recipe.name}: a plan is of one candidate"
     family = find_family(source.config, source.where, source.entries)
-    _refuse_other_family(recipe, family, source)
+    if recipe.family not in (family.model_type, *family.also):
+        rule, got = (
+            f"family must be that of {source.where}",
+            f"{recipe.family!r} for a {family.model_type}",
+        )
+        cure = "Choose another MODEL, or copy this recipe and change its family"
+        raise RecipeError(recipe.name, rule, got=got, cure=cure)
     view = FamilyView(family=family, config=source.config)
-    entries = with_separate_mtp(source, view)
-    weights, others = stored_weights(entries.values())
-    _refuse_lost_layers(view, source)
-    names = [*(HFName(f"{module}.weight") for module in weights), *(entry.name for entry in others)]
-    refuse_missing_mtp(view, source, names)
-    given = Given(recipe=recipe, source=source, view=view, patterns=Patterns(recipe))
-    with matching_limit():
-        tensors = [decide_weight(weight, given) for weight in weights.values()]
-        tensors += [decide_other(entry, given) for entry in others]
+    entries, decisions = with_separate_mtp(source, view), Decisions(recipe, source, view)
+    tensors = decided(decisions, entries.values())
+    _refuse_lost_layers(view, source, tensors)
+    refuse_missing_mtp(view, source, [tensor.name for tensor in tensors])
     tensors += added_aliases(view, entries)
-    _refuse_unmatched(recipe, given.patterns)
-    _refuse_unnamed_groups(recipe, tensors)
-    refuse_disagreeing_fusions(recipe, tensors)
-    if recipe.format == "modelopt":
-        refuse_wordless(recipe, tensors)
+    _refuse_unmatched(decisions, tensors)
+    refuse_unservable(recipe, tensors)
     tensors = _with_calibration(recipe, tensors)
     if recipe.kv_cache is not None:
         tensors = with_cache_scales(recipe, view, tensors)
     tensors.sort(key=plan_order)
-    plan = Plan(
+    return Plan(
         recipe=recipe,
         source=source,
         view=view,
@@ -243,12 +248,92 @@ def make_plan(
         shard_bytes=shard_bytes,
         trust_remote_code=trust_remote_code,
     )
-    refuse_calibration(plan)
-    return plan
 
 
-def refuse_calibration(plan: Plan) -> None:
-    """Refuse static input scales where the runtime feeds a module an input that no batch has.
+def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
+    """The indexed tensors, and MTP tensors of files that the index forgot."""
+    separate = {name: entry for name, entry in source.unindexed.items() if view.is_mtp(name)}
+    return {**source.entries, **separate}
+
+
+def decided(decisions: Decisions, entries: Iterable[Entry]) -> list[TensorPlan]:
+    """The fate of each of these tensors.
+
+    Raises:
+        RecipeError, CheckpointError: see `Decisions`.
+    """
+    weights, others = stored_weights(entries)
+    with matching_limit():
+        tensors = [decisions.weight(weight) for weight in weights.values()]
+        return tensors + [decisions.other(entry) for entry in others]
+
+
+# --- recipe and model must fit --------------------------------------------------------------------
+
+
+def _refuse_lost_layers(view: FamilyView, source: Source, tensors: Iterable[TensorPlan]) -> None:
+    """Each layer of the backbone that config.json counts has a tensor: a download that was cut has
+    not.
+    """
+    held = {tensor.layer for tensor in tensors if tensor.part == "backbone"}
+    for index in range(view.num_layers):
+        if index not in held:
+            rule = (
+                f"num_hidden_layers={view.num_layers} promises {view.disk_stem('backbone', index)}*"
+            )
+            where, cure = f"{source.where}/config.json", "Download the checkpoint again"
+            raise CheckpointError(where, rule, got="no such tensor in any file", cure=cure)
+
+
+def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFName]) -> None:
+    """config.json and the tensors' names must agree on the MTP layers, and every module of the
+    block must be there.
+    """
+    promised, found = view.num_mtp_layers, view.mtp_layers_of(names)
+    where, key = f"{source.where}/config.json", view.mtp_count_key
+    if extra := sorted(found - {*range(promised)}):
+        got = f"{promised}, but {view.mtp_stem(extra[0])}* exists"
+        raise CheckpointError(
+            where, f"{key} must count the MTP layers on disk", got=got, cure="Correct config.json"
+        )
+    if not promised:
+        raise CheckpointError(where, f"{key} must promise an MTP block", got=promised, cure=_LOST)
+    for index in range(promised):
+        if index not in found:
+            rule = f"{key}={promised} promises MTP layers {view.mtp_stem(index)}*"
+            raise CheckpointError(where, rule, got="no such tensor in any file", cure=_LOST)
+    present = {name.rpartition(".")[0] for name in names} | {*names}
+    for module in view.required_mtp_modules(range(promised)):
+        if module not in present:
+            rule, cure = (
+                f"the MTP block must have {module}",
+                "Get the MTP block from the original release",
+            )
+            raise CheckpointError(source.where, rule, got="no such tensor in any file", cure=cure)
+
+
+def _refuse_unmatched(decisions: Decisions, tensors: Iterable[TensorPlan]) -> None:
+    """Every pattern and every module group that the recipe names must be in the model."""
+    recipe = decisions.recipe
+    for pattern in (*(override.modules for override in recipe.overrides), *recipe.keep):
+        if pattern not in decisions.matched:
+            rule = f"pattern {pattern!r} must match a module of the model"
+            cure = "Write the whole name as on disk, or `re:` and a regex of the whole name"
+            raise RecipeError(recipe.name, rule, got="no match", cure=cure)
+    have = {(tensor.part, tensor.role) for tensor in tensors}
+    for part, groups in (("backbone", recipe.backbone), ("mtp", recipe.mtp_policy)):
+        for group in () if isinstance(groups, str) else groups:
+            if (part, group) not in have:
+                rule, cure = (
+                    f"{part} group {group} must match a module of the model",
+                    f"Remove {group} from {part}",
+                )
+                raise RecipeError(recipe.name, rule, got="no match", cure=cure)
+
+
+def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
+    """Refuse what vLLM cannot serve: modules that it fuses in two schemes, input scales for a
+    module that it absorbs, and schemes without a word in the recipe's format.
 
     vLLM 0.32.0 folds latent attention's kv_b_proj into the query and the output, and gets its
     weight by running an identity matrix through the layer (get_and_maybe_dequant_weights in
@@ -261,168 +346,37 @@ def refuse_calibration(plan: Plan) -> None:
     Raises:
         RecipeError: names the module and what to override it with.
     """
-    for tensor in plan.tensors:
-        is_absorbed = tensor.module.endswith(".kv_b_proj")
-        if is_absorbed and tensor.fate == "quantize" and SCHEMES[tensor.scheme].needs_calibration:
-            raise RecipeError(
-                f"{plan.recipe.name}: {tensor.part} {tensor.role}",
-                "vLLM reads kv_b_proj through an identity matrix, which static input scales "
-                "distort",
-                got=f"{tensor.scheme} for {tensor.name}",
-                cure="Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16",
-            )
-
-
-# --- recipe and model must fit --------------------------------------------------------------------
-
-
-def _refuse_other_family(recipe: Recipe, family: Family, source: Source) -> None:
-    if recipe.family not in (family.model_type, *family.also):
-        raise RecipeError(
-            recipe.name,
-            f"family must be that of {source.where}",
-            got=f"{recipe.family!r} for a {family.model_type}",
-            cure="Choose another MODEL, or copy this recipe and change its family",
-        )
-
-
-def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
-    """The indexed tensors, and MTP tensors of files that the index forgot."""
-    separate = {name: entry for name, entry in source.unindexed.items() if view.is_mtp(name)}
-    return {**source.entries, **separate}
-
-
-def _refuse_lost_layers(view: FamilyView, source: Source) -> None:
-    """Each layer of the backbone that config.json counts has a tensor: a download that was cut has
-    not.
-    """
-    stems = [view.disk_stem("backbone", index) for index in range(view.num_layers)]
-    depth = stems[0].count(".") if stems else 0
-    held = {".".join([*name.split(".", depth)[:depth], ""]) for name in source.entries}
-    for stem in stems:
-        if stem not in held:
-            raise CheckpointError(
-                f"{source.where}/config.json",
-                f"num_hidden_layers={view.num_layers} promises {stem}*",
-                got="no such tensor in any file",
-                cure="Download the checkpoint again",
-            )
-
-
-def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFName]) -> None:
-    """config.json and the tensors' names must agree on the MTP layers, and every module of the
-    block must be there.
-    """
-    promised, found = view.num_mtp_layers, view.mtp_layers_of(names)
-    where = f"{source.where}/config.json"
-    if promised and not any(map(view.is_mtp, names)):
-        raise CheckpointError(
-            where,
-            f"{view.mtp_count_key}={promised} promises MTP layers {view.mtp_stem(0)}*",
-            got="no MTP tensor in any file",
-            cure=_LOST,
-        )
-    if missing := sorted(set(range(promised)) - found):
-        raise CheckpointError(
-            where,
-            f"{view.mtp_count_key}={promised} promises MTP layers {view.mtp_stem(missing[0])}*",
-            got="no such tensor in any file",
-            cure=_GET_IT,
-        )
-    if extra := sorted(found - set(range(promised))):
-        raise CheckpointError(
-            where,
-            f"{view.mtp_count_key} must count the MTP layers on disk",
-            got=f"{promised}, but {view.mtp_stem(extra[0])}* exists",
-            cure="Correct config.json",
-        )
-    if not promised:
-        raise CheckpointError(
-            where,
-            f"{view.mtp_count_key} must promise an MTP block",
-            got=promised,
-            cure=_LOST,
-        )
-    present = {name.rpartition(".")[0] for name in names} | set(names)
-    for module in view.required_mtp_modules(range(promised)):
-        if module not in present:
-            raise CheckpointError(
-                source.where,
-                f"the MTP block must have {module}",
-                got="no such tensor in any file",
-                cure="Get the MTP block from the original release",
-            )
-
-
-def _refuse_unmatched(recipe: Recipe, patterns: Patterns) -> None:
-    for pattern in patterns.unmatched():
-        raise RecipeError(
-            recipe.name,
-            f"pattern {pattern!r} must match a module of the model",
-            got="no match",
-            cure="Write the whole name as on disk, or `re:` and a regex of the whole name",
-        )
-
-
-def _refuse_unnamed_groups(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
-    """Every module group that the recipe names must be in the model."""
-    have: set[tuple[Part, str]] = {(tensor.part, tensor.role) for tensor in tensors}
-    named: dict[Part, Iterable[str]] = {"backbone": recipe.backbone}
-    if isinstance(recipe.mtp_policy, dict):
-        named["mtp"] = recipe.mtp_policy
-    for part, groups in named.items():
-        for group in groups:
-            if (part, group) not in have:
-                raise RecipeError(
-                    recipe.name,
-                    f"{part} group {group} must match a module of the model",
-                    got="no match",
-                    cure=f"Remove {group} from {part}",
-                )
-
-
-def refuse_disagreeing_fusions(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
-    """Modules that vLLM fuses must have one scheme."""
     first: dict[VLLMName, TensorPlan] = {}
     for tensor in tensors:
+        where, scheme = f"{recipe.name}: {tensor.part} {tensor.role}", tensor.scheme
         if len(tensor.shape) < 2 or tensor.fate == "drop":
             continue
         other = first.setdefault(tensor.runtime, tensor)
-        if other.scheme != tensor.scheme:
-            raise RecipeError(
-                recipe.name,
+        if other.scheme != scheme:
+            rule = (
                 f"vLLM fuses {other.module} and {tensor.module} into {tensor.runtime}, so they "
-                "need one scheme",
-                got=f"{other.scheme or 'plain'} and {tensor.scheme or 'plain'}",
-                cure="Give both the same scheme, or `bf16`",
+                "need one scheme"
             )
-
-
-def refuse_wordless(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
-    """Refuse what vLLM's modelopt loader has no word for: schemes, and scales a row for routed
-    experts.
-    """
-    for tensor in tensors:
-        is_known = tensor.scheme in ALGORITHMS and not (
-            tensor.role == "experts" and tensor.scheme in NOT_FOR_EXPERTS
+            got, cure = (
+                f"{other.scheme or 'plain'} and {scheme or 'plain'}",
+                "Give both the same scheme, or `bf16`",
+            )
+            raise RecipeError(recipe.name, rule, got=got, cure=cure)
+        is_absorbed = tensor.module.endswith(".kv_b_proj") and tensor.fate == "quantize"
+        if is_absorbed and SCHEMES[scheme].needs_calibration:
+            rule = (
+                "vLLM reads kv_b_proj through an identity matrix, which static input scales distort"
+            )
+            cure = "Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16"
+            raise RecipeError(where, rule, got=f"{scheme} for {tensor.name}", cure=cure)
+        is_wordless = scheme not in ALGORITHMS or (
+            tensor.role == "experts" and scheme in NOT_FOR_EXPERTS
         )
-        if tensor.scheme and not is_known:
-            of_experts = " of routed experts" if tensor.scheme in ALGORITHMS else ""
-            raise RecipeError(
-                f"{recipe.name}: {tensor.part} {tensor.role}",
-                "vLLM's loader of modelopt checkpoints must have a word for "
-                f"{tensor.scheme}{of_experts}",
-                got=f"none, for {tensor.name}",
-                cure=f"Use {_WORDS_OF[tensor.role == 'experts']}, or format: compressed-tensors",
-            )
-
-
-_WORDS_OF = {
-    is_experts: ", ".join(
-        word for word in ALGORITHMS if not (is_experts and word in NOT_FOR_EXPERTS)
-    )
-    for is_experts in (False, True)
-}
+        if recipe.format == "modelopt" and scheme and is_wordless:
+            rule = f"vLLM's loader of modelopt checkpoints must have a word for {scheme}"
+            words = ", ".join(word for word in ALGORITHMS if word not in NOT_FOR_EXPERTS)
+            cure = f"Use {words}, or format: compressed-tensors"
+            raise RecipeError(where, rule, got=f"none, for {tensor.name}", cure=cure)
 
 
 # --- what batches give ----------------------------------------------------------------------------
@@ -437,12 +391,16 @@ def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorP
     rewritten = {
         (t.part, t.layer) for t in marked if t.calibrated == "weights" and t.layer is not None
     }
-    return [
-        tensor._replace(may_change=True, reason=f"{tensor.reason}; {algorithm} may rescale it")
-        if (tensor.part, tensor.layer) in rewritten and _can_be_rescaled(tensor)
-        else tensor
-        for tensor in marked
-    ]
+    for number, tensor in enumerate(marked):
+        # Its values are computed anew, or could be: its bytes are not those of a stored scheme.
+        is_free = tensor.fate in ("quantize", "dequantize") or (
+            tensor.fate == "keep" and tensor.form == "plain"
+        )
+        is_neighbour = tensor.calibrated != "weights" and (tensor.part, tensor.layer) in rewritten
+        if is_free and is_neighbour and tensor.role != "state":
+            reason = f"{tensor.reason}; {algorithm} may rescale it"
+            marked[number] = tensor._replace(may_change=True, reason=reason)
+    return marked
 
 
 def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
@@ -451,84 +409,40 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
     Weights of a tuned block are rounded to nearest, whatever the algorithm.
     """
     tuned = recipe.mtp_tuned if tensor.part == "mtp" else None
-    reasons, calibrated, is_weighted = [tensor.reason], tensor.calibrated, False
+    reason, scheme = tensor.reason, tensor.scheme
     if tensor.fate == "quantize":
-        if recipe.search is not None and tensor.scheme in SEARCHES[recipe.search]:
-            reasons.append(f"scales by {recipe.search}")
+        is_weighted = False
+        if recipe.search is not None and scheme in SEARCHES[recipe.search]:
+            reason += f"; scales by {recipe.search}"
             is_weighted = recipe.search == "imatrix"
-        if tensor.scheme in REWRITES[algorithm] and tuned is None:
+        calibrated = "scales" if is_weighted else ""
+        if scheme in REWRITES[algorithm] and tuned is None:
             calibrated = "weights"
-            reasons.append(f"{algorithm} on calibration data")
-        elif SCHEMES[tensor.scheme].needs_calibration:
+            reason += f"; {algorithm} on calibration data"
+        elif SCHEMES[scheme].needs_calibration:
             calibrated = "scales"
-            reasons.append("input scales from calibration data")
-        elif is_weighted:
-            calibrated = "scales"
-    is_trained = (
+            reason += "; input scales from calibration data"
+        if calibrated or reason != tensor.reason:
+            tensor = tensor._replace(reason=reason, calibrated=calibrated, weighted=is_weighted)
+    if (
         tuned is not None
         and tensor.role not in (*_NEVER_TRAINED, *tuned.frozen)
         and _is_weight(tensor)
-    )
-    if is_trained:
-        reasons.append("tuned")
-    if len(reasons) == 1:
-        return tensor
-    reason = "; ".join(reasons)
-    return tensor._replace(
-        reason=reason, calibrated=calibrated, weighted=is_weighted, tuned=is_trained
-    )
+    ):
+        return tensor._replace(reason=f"{reason}; tuned", tuned=True)
+    return tensor
 
 
 def _is_weight(tensor: TensorPlan) -> bool:
     """Whether this is a weight or a bias that is written in floating point or packed anew; no
     buffer, no table.
     """
+    if not tensor.name.endswith((".weight", ".bias")) and not tensor.stacked:
+        return False
     if tensor.fate == "keep" and (tensor.form != "plain" or tensor.scheme):
         return False
     is_float = all(output.dtype in ("BF16", "F16", "F32") for output in tensor.outputs)
-    named = tensor.name.endswith((".weight", ".bias")) or bool(tensor.stacked)
-    return named and (
-        tensor.fate == "quantize" or (tensor.fate in ("keep", "dequantize") and is_float)
-    )
-
-
-def _can_be_rescaled(tensor: TensorPlan) -> bool:
-    """Whether this run computes the tensor's values anew, or could: its bytes are not those of a
-    stored scheme.
-    """
-    if tensor.calibrated == "weights" or tensor.role == "state":
-        return False
-    return tensor.fate in ("quantize", "dequantize") or (
-        tensor.fate == "keep" and tensor.form == "plain"
-    )
-
-
-# --- orders ---------------------------------------------------------------------------------------
-
-
-def _as_planned(output: Output) -> Output:
-    return output
-
-
-def filled(
-    units: Iterable[Unit], most_bytes: int, on_disk: Callable[[Output], Output] = _as_planned
-) -> list[list[Unit]]:
-    """The units of each file, in order."""
-    groups: list[list[Unit]] = []
-    filled = 0
-    for unit in units:
-        size = sum(on_disk(output).num_bytes for tensor in unit for output in tensor.outputs)
-        if not groups or filled + size > most_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(unit)
-        filled += size
-    return groups
-
-
-def _disk_order(output: Output) -> tuple[int, str]:
-    """Widest dtypes first, as safetensors writes them: every tensor then starts aligned."""
-    return (-num_bytes(output.dtype, (8,)), output.name)
+    return tensor.fate == "quantize" or (tensor.fate in ("keep", "dequantize") and is_float)
 
 
 def plan_order(tensor: TensorPlan) -> tuple[bool, int, list[str | int]]:

@@ -8,7 +8,6 @@ of tensors for each expert and each projection, under the names of single expert
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
@@ -22,7 +21,6 @@ from ...recipes.schemes import DTYPE_BITS, SCHEMES
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
 IMPORTANCE = "input_importance"
-FromBatches = Literal["", "scales", "weights", "cache"]
 
 
 class Output(NamedTuple):
@@ -37,8 +35,7 @@ class Output(NamedTuple):
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spelled:
+class Spelled(NamedTuple):
     """An output as another convention writes it, and what becomes of its values."""
 
     output: Output
@@ -54,13 +51,14 @@ class TensorPlan(NamedTuple):
             once.
         fate: quantize to `scheme`; keep the bytes; dequantize to BF16; add a copy of `inputs`;
             drop.
-        scheme: the form at run time: a scheme's name, or "" for plain tensors.
         reason: why, for people.
-        form: how the source stores it.
         shape: logical shape.
-        unit: tensors with the same unit are computed together and are written to one shard.
         place: what it is on disk and in vLLM.
+        scheme: the form at run time: a scheme's name, or "" for plain tensors.
+        form: how the source stores it.
         block: rows and columns per scale of the stored form, for block forms.
+        shares: tensors that share this are computed together and are written to one shard; "" for
+            one alone.
         slices: for a matrix whose rows are interleaved, the rows of each output in one of its
             slices.
         calibrated: which outputs need batches. "scales": the static input scales, while the weight
@@ -79,20 +77,25 @@ class TensorPlan(NamedTuple):
     name: HFName
     inputs: tuple[HFName, ...]
     fate: Fate
-    scheme: str
     reason: str
-    form: Form
     shape: tuple[int, ...]
     outputs: tuple[Output, ...]
-    unit: str
     place: Place
+    scheme: str = ""
+    form: Form = "plain"
     block: tuple[int, int] | None = None
+    shares: str = ""
     slices: tuple[int, ...] = ()
-    calibrated: FromBatches = ""
+    calibrated: Literal["", "scales", "weights", "cache"] = ""
     cache: tuple[HFName, ...] | None = None
     weighted: bool = False
     may_change: bool = False
     tuned: bool = False
+
+    @property
+    def unit(self) -> str:
+        """Tensors with the same unit are computed together."""
+        return self.shares or self.name
 
     @property
     def role(self) -> Role:
@@ -128,17 +131,15 @@ class TensorPlan(NamedTuple):
         """The outputs that need batches."""
         if self.calibrated in ("weights", "cache") or self.tuned:
             return self.outputs
-        suffixes = (
-            {spec.suffix for spec in SCHEMES[self.scheme].extra} if self.calibrated else set()
-        )
-        return tuple(
-            output for output in self.outputs if output.name.rpartition(".")[2] in suffixes
-        )
+        if not self.calibrated:
+            return ()
+        suffixes = tuple(f".{spec.suffix}" for spec in SCHEMES[self.scheme].extra)
+        return tuple(output for output in self.outputs if output.name.endswith(suffixes))
 
     @property
     def importances(self) -> tuple[Output, ...]:
-        """What calibration gives the packer, and no checkpoint has: the importance of each module's
-        input channels.
+        """What calibration gives the packer, and no checkpoint has: how much each input channel of
+        a module counts.
         """
         if not self.weighted:
             return ()
@@ -154,20 +155,19 @@ def importance_of(module: HFName) -> HFName:
 
 
 def modelopt_outputs(tensor: TensorPlan) -> Iterator[tuple[HFName, Spelled]]:
-    """The outputs of a quantized tensor in modelopt's convention, by their names in
-    compressed-tensors'.
+    """The outputs of a quantized tensor in modelopt's convention, by their names in compressed-
+    tensors'.
     """
     if tensor.calibrated == "cache":
         name = HFName(cache_scale_in("modelopt", tensor.name))
-        yield tensor.name, Spelled(output=Output(name, "F32", ()), change="dtype")
+        yield tensor.name, Spelled(Output(name, "F32", ()), "dtype")
         return
+    of_experts = tensor.role == "experts"
     for output in tensor.outputs:
         module, _, leaf = output.name.rpartition(".")
-        other = in_modelopt(
-            tensor.scheme, leaf, output.dtype, output.shape, of_experts=tensor.role == "experts"
-        )
+        other = in_modelopt(tensor.scheme, leaf, output.dtype, output.shape, of_experts=of_experts)
         written = Output(HFName(f"{module}.{other.leaf}"), other.dtype, other.shape)
-        yield output.name, Spelled(output=written, change=other.change)
+        yield output.name, Spelled(written, other.change)
 
 
 def same_output(entry: Entry) -> Output:
@@ -192,20 +192,6 @@ def packed_outputs(place: Place, scheme: str, shape: tuple[int, ...]) -> tuple[O
     return tuple(outputs)
 
 
-def separated_outputs(
-    weight: StoredWeight, place: Place, slices: tuple[int, ...]
-) -> tuple[Output, ...]:
-    """The outputs for a matrix with interleaved rows: a plain one for each of q, k and v."""
-    assert place.row.interleaved is not None
-    num_rows, num_columns = weight.shape
-    stem, count = place.module.removesuffix(place.row.path), num_rows // sum(slices)
-    dtype = weight.weight.dtype if weight.form == "plain" else "BF16"
-    return tuple(
-        Output(HFName(f"{stem}{path}.weight"), dtype, (count * rows, num_columns))
-        for path, rows in zip(place.row.interleaved.into, slices, strict=True)
-    )
-
-
 def renamed_outputs(weight: StoredWeight, scheme: str) -> tuple[Output, ...]:
     """The outputs for a weight that keeps its bytes under the scheme's names; float scales keep
     their precision.
@@ -214,18 +200,16 @@ def renamed_outputs(weight: StoredWeight, scheme: str) -> tuple[Output, ...]:
     outputs = _outputs_of(weight.module, scheme, weight.shape)
     if scale is None or scale.dtype not in ("F32", "F16"):
         return outputs
+    dtypes = {"BF16": scale.dtype}
     return tuple(
-        output._replace(dtype=scale.dtype) if output.dtype == "BF16" else output
-        for output in outputs
+        output._replace(dtype=dtypes.get(output.dtype, output.dtype)) for output in outputs
     )
 
 
 def _outputs_of(module: HFName, scheme: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
+    specs = _specs(scheme, *shape)
     return tuple(
-        [
-            Output(HFName(f"{module}.{suffix}"), dtype, size)
-            for suffix, dtype, size in _specs(scheme, *shape)
-        ]
+        [Output(HFName(f"{module}.{suffix}"), dtype, size) for suffix, dtype, size in specs]
     )
 
 

@@ -135,7 +135,7 @@ def test_a_release_without_a_block_is_not_told_to_get_it_from_itself(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         plan_for(str(tmp_path / "mine.yaml"))
     assert (
-        "got no MTP tensor in any file. Add --mtp-source with a checkpoint that has the block: "
+        "got no such tensor in any file. Add --mtp-source with a checkpoint that has the block: "
         "the original release, "
         "since most tools drop it, or another repository where the release has none"
         in str(caught.value)

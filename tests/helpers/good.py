@@ -88,7 +88,7 @@ def plan_of(
     )
     words = (scheme, mtp) if roles else (mtp,)  # a draft of its own has no backbone
     calibrated = any(SCHEMES[word].needs_calibration for word in words if word in SCHEMES)
-    # A static input scale distorts what vLLM absorbs; `refuse_calibration` says so.
+    # A static input scale distorts what vLLM absorbs; `refuse_unservable` says so.
     absorbed = {
         p.module
         for p in places

@@ -165,7 +165,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(twins, tmp_path):
             "glm-4.7",
             "FP8_DYNAMIC",
             "bf16",
-            "FP8_DYNAMIC of routed experts; got none, for model.layers.1.mlp.experts.0.",
+            "must have a word for FP8_DYNAMIC; got none, for model.layers.1.mlp.experts.0.",
         ),
         (
             "dsv4-flash",
