@@ -8,26 +8,18 @@ would not fit even if less is needed than was counted; in between, people are wa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...recipes.errors import RecipeError, size_in_words
 from ...recipes.find import data_free_alternative
 from ...recipes.support import why_not_calibrated
 from ..plan.plan import Plan
-from .cards import GPU, Card, card_of
+from .cards import GPU, card_of
 from .free_memory import free_host_bytes
-from .memory import (
-    CONTEXT_BYTES,
-    FRAGMENTS,
-    MAX_TOKENS,
-    StationMemory,
-    largest_batch_size,
-    peak,
-    stations,
-)
+from .memory import CONTEXT_BYTES, FRAGMENTS, MAX_TOKENS, largest_batch_size, stations
 from .room import calibration_bytes, output_bytes
 
-SURE = 1.25
+SURE = 1.3
 """What is counted may be so many times what is needed."""
 
 
@@ -36,33 +28,19 @@ class Machine:
     """Where a run would be.
 
     Attributes:
-        card: of each GPU; None where the CPU calibrates.
-        gpus: how many.
+        title: for people.
+        gpus: how many; 0 where the CPU calibrates.
+        device_bytes: free for tensors on one device.
         host_bytes: free main memory; None where another machine is meant.
     """
 
-    card: Card | None
+    title: str
     gpus: int
+    device_bytes: int
     host_bytes: int | None
 
-    @property
-    def title(self) -> str:
-        """For people."""
-        if self.card is None:
-            return "this machine's CPU"
-        if self.host_bytes is None:
-            return f"{self.gpus} {self.card.name}"
-        return f"this machine's {self.card.name}"
 
-    @property
-    def device_bytes(self) -> int:
-        """Free for tensors on one device."""
-        if self.card is None:
-            return self.host_bytes or 0
-        return max(0, self.card.memory_bytes - CONTEXT_BYTES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Needs:
     """What a run needs, in bytes.
 
@@ -102,68 +80,62 @@ def machine_of(
     Raises:
         RecipeError: `--gpus` alone on a machine without a GPU, or an unknown card.
     """
+    free = None if gpu_memory else free_host_bytes()
     if gpu_memory is not None:
-        return Machine(card=card_of(gpu_memory), gpus=gpus or 1, host_bytes=None)
-    if here:
-        card = Card(name=here[0].name, memory_bytes=int(here[0].memory_gib * 2**30))
-        return Machine(card=card, gpus=gpus or len(here), host_bytes=free_host_bytes())
-    if gpus is not None:
-        raise RecipeError(
-            "--gpus",
-            "needs --gpu-memory where no GPU is",
-            got=gpus,
-            cure="Add --gpu-memory 80 or H100",
+        card = card_of(gpu_memory)
+        gpus, title, size = gpus or 1, f"{gpus or 1} {card.name}", card.memory_bytes
+    elif here:
+        gpus, title, size = (
+            gpus or len(here),
+            f"this machine's {here[0].name}",
+            int(here[0].memory_gib * 2**30),
         )
-    return Machine(card=None, gpus=0, host_bytes=free_host_bytes())
+    elif gpus is not None:
+        cure = "Add --gpu-memory 80 or H100"
+        raise RecipeError("--gpus", "needs --gpu-memory where no GPU is", got=gpus, cure=cure)
+    else:
+        return Machine(title="this machine's CPU", gpus=0, device_bytes=free or 0, host_bytes=free)
+    return Machine(
+        title=title, gpus=gpus, device_bytes=max(0, size - CONTEXT_BYTES), host_bytes=free
+    )
 
 
 def needs_of(plan: Plan, machine: Machine) -> Needs:
     """What a plan needs on a machine."""
     found = Needs(machine=machine.title, states=calibration_bytes(plan), output=output_bytes(plan))
-    calibration = plan.recipe.calibration
+    calibration, family = plan.recipe.calibration, plan.view.family
     if not plan.needs_batches or calibration is None:
         return found
-    family, size = plan.view.family, batch_size_on(plan, machine)
-    on_device, on_host = _peaks(plan, machine, size, least=False)
-    backbone = ""
+    found.backbone = ""
     if calibration.model_code != "checkpoint":
-        backbone = why_not_calibrated(family, plan.recipe.model)
-    on_gpu = {}
-    if machine.card is not None:
-        on_gpu = {
-            "device": int(on_device.device_bytes * FRAGMENTS),
-            "device_station": on_device.name,
-            "device_there": machine.device_bytes,
-        }
-    return replace(
-        found,
-        backbone=backbone,
-        mtp=backbone or family.no_draft,
-        batch_size=size,
-        host=on_host.host_bytes,
-        host_station=on_host.name,
-        host_there=machine.host_bytes,
-        **on_gpu,
-    )
-
-
-def batch_size_on(plan: Plan, machine: Machine) -> int:
-    """The recipe's, or what a run with `batch_size: auto` would choose on this machine."""
-    calibration = plan.recipe.calibration
-    assert calibration is not None
-    size: object = calibration.batch_size
-    if isinstance(size, int):
-        return size
-    rows = max(1, MAX_TOKENS // calibration.sequence_length)
-    rows = min(rows, -(-calibration.samples // max(1, machine.gpus)))
-    return max(1, largest_batch_size(plan, machine.device_bytes, at_most=rows))
+        found.backbone = why_not_calibrated(family, plan.recipe.model)
+    found.mtp = found.backbone or family.no_draft
+    if calibration.batch_size == "auto":
+        rows = -(-calibration.samples // max(1, machine.gpus))
+        rows = min(rows, max(1, MAX_TOKENS // calibration.sequence_length))
+        found.batch_size = max(1, largest_batch_size(plan, machine.device_bytes, at_most=rows))
+    else:
+        found.batch_size = calibration.num_in_batch
+    # Without a GPU main memory holds everything.
+    on_host = {}
+    for station in stations(plan, batch_size=found.batch_size):
+        on_host[station.name] = station.host_bytes
+        device = int(station.device_bytes * FRAGMENTS)
+        if not machine.gpus:
+            on_host[station.name] += device
+        elif device > (found.device or 0):
+            found.device, found.device_station = device, station.name
+            found.device_there = machine.device_bytes
+    found.host_station, found.host = max(on_host.items(), key=lambda item: item[1])
+    found.host_there = machine.host_bytes
+    return found
 
 
 def lines(found: Needs) -> list[str]:
     """For people, each shorter than a terminal is wide."""
-    batches = "" if found.batch_size is None else f", in batches of {found.batch_size}"
-    said = [f"Needs, counted for {found.machine}{batches}:"]
+    said = [f"Needs, counted for {found.machine}:"]
     if found.batch_size is not None:
+        said = [f"Needs, counted for {found.machine}, in batches of {found.batch_size}:"]
         for part, why_not in (("backbone", found.backbone), ("MTP block", found.mtp)):
             said.append(
                 f"  {part:<10} "
@@ -185,6 +157,12 @@ def lines(found: Needs) -> list[str]:
     return [*said, f"  disk       {states}{size_in_words(found.output)} for the output"]
 
 
+def _fits(needed: int, there: int) -> str:
+    if needed <= there:
+        return ""
+    return ": may not fit" if needed / SURE <= there else ": does not fit"
+
+
 def refuse_too_large(plan: Plan, machine: Machine) -> None:
     """Refuse a calibration that cannot fit the memory of the machine, whatever is wrong with the
     count.
@@ -192,45 +170,18 @@ def refuse_too_large(plan: Plan, machine: Machine) -> None:
     Raises:
         RecipeError: names the station, and a batch size that fits or a scheme without batches.
     """
-    if not plan.needs_batches:
-        return
-    size = batch_size_on(plan, machine)
-    on_device, on_host = _peaks(plan, machine, size, least=True)
-    places = [("main memory", on_host.name, on_host.host_bytes, machine.host_bytes)]
-    if machine.card is not None:
-        places.insert(0, ("a GPU", on_device.name, on_device.device_bytes, machine.device_bytes))
-    for what, station, needed, there in places:
-        if there is None or needed / SURE <= there:
+    found = needs_of(plan, machine)
+    for what, station, needed, there in (
+        ("a GPU", found.device_station, found.device, found.device_there),
+        ("main memory", found.host_station, found.host, found.host_there),
+    ):
+        if needed is None or there is None or needed / SURE <= there:
             continue
+        cure, size = "Lower calibration.sequence_length", found.batch_size or 1
         smaller = largest_batch_size(plan, there, at_most=size)
-        cure = "Lower calibration.sequence_length"
         if 0 < smaller < size:
             cure = f"Set calibration.batch_size: {smaller}, lower calibration.sequence_length"
         instead = f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches"
-        raise RecipeError(
-            plan.recipe.name,
-            f"calibration must fit {what}: {station} needs {size_in_words(needed)}",
-            got=size_in_words(there),
-            cure=f"{cure}, {instead}, or take a machine with more",
-        )
-
-
-def _peaks(
-    plan: Plan, machine: Machine, batch_size: int, *, least: bool
-) -> tuple[StationMemory, StationMemory]:
-    """The stations with most on the device and on the host; without a GPU the host holds
-    everything.
-    """
-    found = stations(plan, batch_size=batch_size, least=least)
-    if machine.card is None:
-        found = [
-            StationMemory(name=each.name, device={}, host={**each.host, **each.device})
-            for each in found
-        ]
-    return peak(found)
-
-
-def _fits(needed: int, there: int) -> str:
-    if needed <= there:
-        return ""
-    return ": may not fit" if needed / SURE <= there else ": does not fit"
+        rule = f"calibration must fit {what}: {station} needs {size_in_words(needed)}"
+        cure += f", {instead}, or take a machine with more"
+        raise RecipeError(plan.recipe.name, rule, got=size_in_words(there), cure=cure)

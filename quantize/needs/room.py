@@ -43,15 +43,11 @@ def refuse_full_disk(plan: Plan, out: Path, *, with_calibration: bool) -> None:
 
 
 def output_bytes(plan: Plan) -> int:
-    """Of the finished folder, and of the hashes that an unfinished one has; a little more than it
-    will be.
+    """Of the finished folder, and of the hashes that an unfinished one has; a little more than
+    it will be.
     """
-    states = plan.source.states
-    others = sum(
-        states[name].num_bytes for name in (*plan.companions, "config.json") if name in states
-    )
     num_names = sum(len(tensor.inputs) + len(tensor.outputs) for tensor in plan.tensors)
-    return plan.num_bytes_after + others + num_names * _BYTES_A_NAME + _FIXED_BYTES
+    return plan.num_bytes_after + plan.num_bytes_beside + num_names * _BYTES_A_NAME + _FIXED_BYTES
 
 
 def calibration_bytes(plan: Plan) -> int:
@@ -63,25 +59,20 @@ def calibration_bytes(plan: Plan) -> int:
     it, too.
     """
     calibration = plan.recipe.calibration
-    is_auto = plan.recipe.measures_mtp or plan.recipe.is_searched
-    if calibration is None or not (plan.needs_calibration or is_auto):
+    if calibration is None or not plan.needs_batches:
         return 0
+    sequences = 2 * calibration.held_out + calibration.samples * (1 + plan.may_calibrate_mtp)
+    if plan.recipe.is_searched:
+        # It keeps what every layer returns for a part of the text, and then four plans on the
+        # held-out text.
+        sequences += calibration.samples // 4 * plan.view.num_layers + 10 * calibration.held_out
     width = plan.view.number("hidden_size") * (plan.view.number("hc_mult") or 1)
-    num_tokens = (
-        calibration.samples * (1 + plan.may_calibrate_mtp) + 2 * calibration.held_out
-    ) * calibration.sequence_length
-    rewritten = [
-        tensor
-        for tensor in plan.tensors
-        if tensor.calibrated == "weights" or tensor.may_change or tensor.tuned
-    ]
-    # A search keeps what every layer returns for a part of the text, and then four plans on the
-    # held-out text.
-    searched = calibration.samples // 4 * plan.view.num_layers + 10 * calibration.held_out
-    num_tokens += plan.recipe.is_searched * searched * calibration.sequence_length
-    statistics = sum(output.num_bytes for tensor in rewritten for output in tensor.outputs)
-    importances = sum(output.num_bytes for tensor in plan.tensors for output in tensor.importances)
-    return 2 * num_tokens * width * 2 + statistics + importances
+    total = 4 * sequences * calibration.sequence_length * width
+    for tensor in plan.tensors:
+        if tensor.calibrated == "weights" or tensor.may_change or tensor.tuned:
+            total += sum(output.num_bytes for output in tensor.outputs)
+        total += sum(output.num_bytes for output in tensor.importances)
+    return total
 
 
 def _bytes_in(folder: Path) -> int:

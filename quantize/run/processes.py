@@ -43,29 +43,26 @@ class ProcessPlace:
 
 def place_of_process() -> ProcessPlace:
     """The place of this process; alone where no launcher says otherwise."""
-    if _number("WORLD_SIZE", 1) > 1:
-        size = _number("WORLD_SIZE", 1)
-        local_size = _number("LOCAL_WORLD_SIZE", size)
-        return ProcessPlace(
-            rank=_number("RANK", 0),
-            size=size,
-            local=_number("LOCAL_RANK", 0),
-            local_size=local_size,
-        )
-    size = _number("SLURM_NTASKS", 1)
-    if (
-        size == 1
-        or "RANK" in os.environ
-        or not (os.environ.get("MASTER_ADDR") and "SLURM_STEP_ID" in os.environ)
-    ):
+
+    def number(name: str, default: int) -> int:
+        return int(os.environ.get(name) or default)
+
+    size, rank = number("WORLD_SIZE", 1), number("RANK", 0)
+    if size > 1:
+        local, local_size = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", size)
+        return ProcessPlace(rank=rank, size=size, local=local, local_size=local_size)
+    size, is_step = number("SLURM_NTASKS", 1), "SLURM_STEP_ID" in os.environ
+    if size == 1 or "RANK" in os.environ or not (os.environ.get("MASTER_ADDR") and is_step):
         return ProcessPlace()
-    return ProcessPlace(
-        rank=_number("SLURM_PROCID", 0),
-        size=size,
-        local=_number("SLURM_LOCALID", 0),
-        local_size=_tasks_on_node(size),
-        launcher="srun",
-    )
+    counts: list[
+        int
+    ] = []  # from `8(x2),4`: eight tasks on each of the first two nodes, four on the third
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(repeat or 1)
+    counts = counts[number("SLURM_NODEID", 0) :] or [size]
+    rank, local = number("SLURM_PROCID", 0), number("SLURM_LOCALID", 0)
+    return ProcessPlace(rank=rank, size=size, local=local, local_size=counts[0], launcher="srun")
 
 
 def refuse_processes(calibration: "Calibration", size: int, where: str) -> None:
@@ -78,37 +75,14 @@ def refuse_processes(calibration: "Calibration", size: int, where: str) -> None:
     Raises:
         RecipeError: says how many there may be.
     """
-    if calibration.algorithm == "autoround" and size > 1:
-        rule = "algorithm: autoround must run in one process"
-        cure = (
-            "Start one process, or use gptq: auto-round's own processes each keep what was best "
-            "on their own text"
-        )
-        raise RecipeError(where, rule, got=str(size), cure=cure)
     if calibration.samples < size:
         rule, got = "every process must have a sequence of calibration text", calibration.samples
         cure = "Raise calibration.samples, or start fewer processes"
         raise RecipeError(where, rule, got=f"{got} samples for {size} processes", cure=cure)
-    if calibration.algorithm == "local-hessian" and size > 1:
-        rule = "local-hessian must run in one process, since modelopt sums its Hessians over none"
-        raise RecipeError(
-            where,
-            rule,
-            got=f"{size} processes",
-            cure="Start one, or set calibration.algorithm: mse",
-        )
-
-
-def _number(name: str, default: int) -> int:
-    return int(os.environ.get(name) or default)
-
-
-def _tasks_on_node(size: int) -> int:
-    """From `8(x2),4`: eight tasks on each of the first two nodes, four on the third."""
-    counts: list[int] = []
-    for count, repeat in re.findall(
-        r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    ):
-        counts += [int(count)] * int(repeat or 1)
-    node = _number("SLURM_NODEID", 0)
-    return counts[node] if node < len(counts) else size
+    # modelopt sums its Hessians over none; auto-round's own processes each keep what was best on
+    # their own text.
+    instead = {"autoround": "gptq", "local-hessian": "mse"}.get(calibration.algorithm)
+    if instead and size > 1:
+        rule = f"algorithm: {calibration.algorithm} must run in one process"
+        cure = f"Start one, or set calibration.algorithm: {instead}"
+        raise RecipeError(where, rule, got=f"{size} processes", cure=cure)

@@ -83,20 +83,16 @@ def progress_since(
         device: whose peak memory is reported.
     """
     seconds = (time.monotonic() - started) / num_here
+    memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device.type != "cpu":
+        import torch
+
+        memory_bytes = torch.cuda.max_memory_allocated(device)
     return CalibrationStep(
         step=step,
         done=done,
         total=total,
         tokens_per_second=tokens / seconds,
         eta_seconds=seconds * (total - done),
-        memory_gib=_peak_bytes(device) / 2**30,
+        memory_gib=memory_bytes / 2**30,
     )
-
-
-def _peak_bytes(device: "torch.device") -> int:
-    """Peak bytes: of the GPU, or of the whole process."""
-    if device.type != "cpu":
-        import torch
-
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,19 +30,15 @@ from ...recipes.errors import KeepMTPError, RecipeError
 from .processes import ProcessPlace, place_of_process
 
 TIMEOUT = timedelta(hours=2)  # a GPTQ layer of a large model may keep one rank busy for long
-_RESUME = "Read what the other processes said; the same command goes on where this run stopped"
 _MASTER_PORT = "29500"  # torchrun's own default
+_LOST_DEVICE = (
+    "CUDA error",
+    "CUDA driver error",
+    "CUDA-capable device",
+    "uncorrectable ECC",
+    "CUBLAS_STATUS_",
+)
 _T = TypeVar("_T")
-
-
-class _Refused(NamedTuple):
-    """A refusal on its way to other ranks."""
-
-    refusal: type[KeepMTPError]
-    where: str
-    rule: str
-    got: str
-    cure: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +90,18 @@ class Ranks:
         """What the first rank finds, given to all; what it refuses, all refuse."""
         if self.size == 1:
             return find()
-        told: list[_T | _Refused | None] = [None]
+        sent: list[Any] = [None, None]
         if self.is_first:
             try:
-                told = [find()]
+                sent[0] = find()
             except KeepMTPError as error:
-                told = [
-                    _Refused(type(error), str(error.where), error.rule, str(error.got), error.cure)
-                ]
-        dist.broadcast_object_list(told, src=0)
-        (found,) = told
-        if isinstance(found, _Refused):
-            raise found.refusal(found.where, found.rule, got=found.got, cure=found.cure)
-        return cast(_T, found)
+                sent[1] = type(error), str(error.where), error.rule, str(error.got), error.cure
+        dist.broadcast_object_list(sent, src=0)
+        found, refused = sent
+        if refused is not None:
+            refusal, where, rule, got, cure = refused
+            raise refusal(where, rule, got=got, cure=cure)
+        return found
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The same values summed over the ranks, on the CPU."""
@@ -162,13 +156,13 @@ def joined() -> Iterator[Ranks]:
         if ranks.size == 1:
             yield ranks
             return
-        with _ended_by_launcher(place), _naming_lost_peers(place):
+        with _ended_by_launcher():
             os.environ.setdefault("MASTER_PORT", _MASTER_PORT)
             backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, rank=place.rank, world_size=place.size, timeout=TIMEOUT
             )
-            _refuse_shared_gpu(ranks, place)
+            _refuse_shared_gpu(ranks)
             yield ranks
         # Not after an error: leaving a group in good order needs all of its members.
         dist.destroy_process_group()
@@ -176,22 +170,34 @@ def joined() -> Iterator[Ranks]:
 
 @contextmanager
 def naming_lost_device(ranks: Ranks) -> Iterator[None]:
-    """Turns what a GPU raises that has failed, or left its bus, into a refusal; what is done is on
-    the disk.
+    """Turns what is raised where another process is gone, or where a GPU has failed, into a
+    refusal.
+
+    What is done is on the disk. gloo raises plain RuntimeErrors that name its own source files.
     """
     try:
         yield
     except RuntimeError as error:
-        if not _is_of_lost_device(error):
-            raise
-        raise RecipeError(
-            f"{ranks.device} of {ranks} on {socket.gethostname()}",
-            "the GPU must work until the end",
-            got=_first_line(error),
-            cure="Look at `nvidia-smi` and at `dmesg` for Xid errors; the same command goes on "
-            "where this run stopped, "
-            "also with fewer processes if the algorithm is minmax or smoothquant",
-        ) from error
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise _peers_must_stay(f"no answer from another ({line})") from error
+        is_named = any(word in str(error) for word in _LOST_DEVICE)
+        is_lost = is_named or isinstance(error, torch.AcceleratorError)
+        if not is_lost or isinstance(error, torch.OutOfMemoryError):
+            raise  # a full device is another matter
+        where = f"{ranks.device} of {ranks} on {socket.gethostname()}"
+        cure = (
+            "Look at `nvidia-smi` and at `dmesg` for Xid errors; the same command goes on where "
+            "this run stopped, also with fewer processes if the algorithm is minmax or smoothquant"
+        )
+        raise RecipeError(where, "the GPU must work until the end", got=line, cure=cure) from error
+
+
+def _peers_must_stay(got: str) -> RecipeError:
+    cure = "Read what the other processes said; the same command goes on where this run stopped"
+    return RecipeError(
+        place_of_process().launcher, "all processes must stay until the end", got=got, cure=cure
+    )
 
 
 def _device_of(place: ProcessPlace) -> torch.device:
@@ -207,18 +213,17 @@ def _device_of(place: ProcessPlace) -> torch.device:
         return torch.device("cuda", place.local)
     if num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         return torch.device("cuda", 0)
-    raise _without_gpu(
-        f"rank {place.rank} of {place.size}", f"{place.local_size} processes for {num_gpus} GPUs"
-    )
+    got = f"{place.local_size} processes for {num_gpus} GPUs"
+    raise _without_gpu(f"rank {place.rank} of {place.size}", got)
 
 
-def _refuse_shared_gpu(ranks: Ranks, place: ProcessPlace) -> None:
+def _refuse_shared_gpu(ranks: Ranks) -> None:
     """Refuse two processes on one GPU, which NCCL would refuse later and in its own words."""
     if ranks.device.type != "cuda":
         return
     own = f"{socket.gethostname()}: GPU {torch.cuda.get_device_properties(ranks.device).uuid}"
     if (count := gathered(own).count(own)) > 1:
-        raise _without_gpu(str(ranks), f"{count} processes on {own}, started by {place.launcher}")
+        raise _without_gpu(str(ranks), f"{count} processes on {own}")
 
 
 def _without_gpu(where: str, got: str) -> RecipeError:
@@ -226,63 +231,14 @@ def _without_gpu(where: str, got: str) -> RecipeError:
     return RecipeError(where, "every process must have a GPU of its own", got=got, cure=cure)
 
 
-_LOST_DEVICE = (
-    "CUDA error",
-    "CUDA driver error",
-    "CUDA-capable device",
-    "uncorrectable ECC",
-    "CUBLAS_STATUS_",
-)
-"""Words of errors that torch raises when a device has failed; torch.AcceleratorError says so by its
-class.
-"""
-
-
-def _is_of_lost_device(error: RuntimeError) -> bool:
-    """Whether a device failed; running out of its memory is another matter."""
-    if isinstance(error, torch.OutOfMemoryError | dist.DistError):
-        return False
-    return isinstance(error, torch.AcceleratorError) or any(
-        word in str(error) for word in _LOST_DEVICE
-    )
-
-
 @contextmanager
-def _naming_lost_peers(place: ProcessPlace) -> Iterator[None]:
-    """Turns what a collective raises, when another process is gone, into a refusal."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not _is_about_peers(error):
-            raise
-        raise _peers_must_stay(place, f"no answer from another ({_first_line(error)})") from error
-
-
-def _is_about_peers(error: RuntimeError) -> bool:
-    """Whether a collective failed; gloo raises plain RuntimeErrors that name its own source
-    files.
-    """
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def _peers_must_stay(place: ProcessPlace, got: str) -> RecipeError:
-    return RecipeError(
-        place.launcher, "all processes must stay until the end", got=got, cure=_RESUME
-    )
-
-
-def _first_line(error: RuntimeError) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-@contextmanager
-def _ended_by_launcher(place: ProcessPlace) -> Iterator[None]:
+def _ended_by_launcher() -> Iterator[None]:
     """Turns the SIGTERM that a launcher sends to the other processes, when one has ended, into a
     refusal.
     """
 
-    def say(_number: int, _frame: FrameType | None) -> None:
-        raise _peers_must_stay(place, "SIGTERM, which it sends when one of them has ended")
+    def say(*_: object) -> None:
+        raise _peers_must_stay("SIGTERM, which it sends when one of them has ended")
 
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield

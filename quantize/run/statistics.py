@@ -13,10 +13,8 @@ drafts and answers are noise.
 import hashlib
 import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 
 import torch
@@ -69,17 +67,12 @@ class Statistics:
         for path in sorted(folder.glob("*.safetensors")):
             header = _read(path)
             if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
-                raise _refusal(
-                    path,
-                    "must come from this recipe, source and dataset",
-                    "statistics of another run",
-                )
-            for name, entry in header.entries.items():
-                if name in entries:
-                    raise _refusal(
-                        path, f"{name} must be in one file only", f"also in {entries[name].file}"
-                    )
-                entries[name] = entry
+                rule = "must come from this recipe, source and dataset"
+                raise _refusal(path, rule, "statistics of another run")
+            if twice := sorted(entries.keys() & header.entries.keys()):
+                rule = f"{twice[0]} must be in one file only"
+                raise _refusal(path, rule, f"also in {entries[twice[0]].file}")
+            entries |= header.entries
             sums |= json.loads(header.metadata.get(_SUMS, "{}"))
         return cls(folder=folder, entries=entries, sums=sums)
 
@@ -89,6 +82,10 @@ class Statistics:
     def __iter__(self) -> Iterator[HFName]:
         return iter(self.entries)
 
+    def path_of(self, name: HFName) -> Path:
+        """The file of a tensor."""
+        return self.folder / self.entries[name].file
+
     def read(self, name: HFName) -> Tensor:
         """One tensor, on the CPU.
 
@@ -96,25 +93,13 @@ class Statistics:
             CheckpointError: the file has become shorter since it was opened, or has other bytes
                 than were written.
         """
-        return next(value for _, value in self.read_all([name]))
-
-    def read_all(self, names: Iterable[HFName]) -> Iterator[tuple[HFName, Tensor]]:
-        """Many tensors, one at a time, in the order of the files; each file is opened once."""
-        by_file: dict[str, list[Entry]] = defaultdict(list)
-        for name in names:
-            by_file[self.entries[name].file].append(self.entries[name])
-        for file_name, entries in by_file.items():
-            with open(self.folder / file_name, "rb", buffering=0) as file:
-                for entry in sorted(entries, key=lambda entry: entry.start):
-                    yield entry.name, self._read_from(file, entry)
-
-    def _read_from(self, file: FileIO, entry: Entry) -> Tensor:
-        raw, path = torch.empty(entry.num_bytes, dtype=torch.uint8), self.folder / entry.file
-        fill(raw.numpy().data, file, entry, where=path, cure=_cure(path))
-        if entry.name in self.sums and self.sums[entry.name] != _sum(raw):
-            raise _refusal(
-                path, f"{entry.name} must have the bytes that calibration wrote", "others"
-            )
+        path, entry = self.path_of(name), self.entries[name]
+        raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        with open(path, "rb", buffering=0) as file:
+            fill(raw.numpy().data, file, entry, where=path, cure=_cure(path))
+        digest = _sum(raw)
+        if self.sums.get(name, digest) != digest:
+            raise _refusal(path, f"{name} must have the bytes that calibration wrote", "others")
         return typed(raw, entry.dtype, entry.shape)
 
 
@@ -132,7 +117,14 @@ def write_statistics(
         CheckpointError: the disk is full, or cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    apart = _apart(tensors)
+    apart: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        if value.untyped_storage().data_ptr() in storages:  # safetensors refuses shared memory
+            value = value.clone()
+        storages.add(value.untyped_storage().data_ptr())
+        apart[name] = value
     sums = {name: _sum(value.reshape(-1).view(torch.uint8)) for name, value in apart.items()}
     save(apart, partial_path(path), {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
     sort_metadata(partial_path(path))
@@ -172,91 +164,71 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
     """
     if statistics is None:
         if plan.needs_calibration:
-            raise RecipeError(
-                plan.recipe.name,
-                f"{', '.join(plan.needs_calibration)} must be calibrated before it is written",
-                got="no statistics",
-                cure="Run `keepmtp quantize`, which calibrates first, or use a data-free scheme",
-            )
+            rule = f"{', '.join(plan.needs_calibration)} must be calibrated before it is written"
+            cure = "Run `keepmtp quantize`, which calibrates first, or use a data-free scheme"
+            raise RecipeError(plan.recipe.name, rule, got="no statistics", cure=cure)
         return
     allowed: dict[HFName, Output] = {}
     for unit in plan.units:
-        changeable = [
-            tensor for tensor in unit if tensor.calibrated or tensor.may_change or tensor.tuned
-        ]
-        if changeable:
-            allowed |= _of_unit(changeable, statistics)
+        allowed |= _taken(unit, statistics)
     for name, entry in statistics.entries.items():
-        path = statistics.folder / entry.file
-        if name not in allowed:
-            raise _refusal(
-                path, "every tensor must be one that the plan takes from calibration", name
-            )
-        wanted = allowed[name]
+        path, wanted = statistics.path_of(name), allowed.get(name)
+        if wanted is None:
+            rule = "every tensor must be one that the plan takes from calibration"
+            raise _refusal(path, rule, name)
         if (entry.dtype, entry.shape) != (wanted.dtype, wanted.shape):
             rule = f"{name} must be {wanted.dtype}{list(wanted.shape)}"
             raise _refusal(path, rule, f"{entry.dtype}{list(entry.shape)}")
     _refuse_scales(plan, statistics)
 
 
+def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, Output]:
+    """What one unit takes from the statistics, once all of it is found there."""
+    required: dict[HFName, Output] = {}
+    optional: dict[HFName, Output] = {}
+    for tensor in unit:
+        if tensor.calibrated or tensor.tuned:
+            outputs = (*tensor.calibrated_outputs, *tensor.importances)
+            required |= {output.name: output for output in outputs}
+        if tensor.may_change:
+            optional |= {output.name: output for output in tensor.outputs}
+    if any(name in statistics for name in optional.keys() - required.keys()):
+        required |= optional  # modules that share a global scale change together
+    for name in sorted(required):
+        if name not in statistics:
+            cure = _cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-"))
+            rule = f"calibration must give {name}"
+            raise CheckpointError(statistics.folder, rule, got="no such tensor", cure=cure)
+    return required
+
+
 def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     """NaN activations end up here; and vLLM keeps one global scale where modules are fused."""
-    names = [name for name in statistics if _leaf(name) in _TENSOR_SCALES]
-    scales = {name: value.item() for name, value in statistics.read_all(names)}
-    for name, value in scales.items():
-        if not 0 < value < math.inf:
-            path = statistics.folder / statistics.entries[name].file
-            cure = (
-                "The activations or weights of this module are not finite: choose a data-free "
-                "scheme for it"
-            )
-            raise CheckpointError(path, f"{name} must be a positive number", got=value, cure=cure)
+    scales: dict[HFName, float] = {}
+    for name in statistics:
+        if name.rpartition(".")[2] in _TENSOR_SCALES:
+            scales[name] = value = statistics.read(name).item()
+            if not 0 < value < math.inf:
+                rule = f"{name} must be a positive number"
+                cure = (
+                    "The activations or weights of this module are not finite: choose a "
+                    "data-free scheme for it"
+                )
+                raise CheckpointError(statistics.path_of(name), rule, got=value, cure=cure)
     for unit in plan.units:
         if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
             continue
         first: dict[tuple[str, str], HFName] = {}
-        for name in (
-            output.name for tensor in unit for output in tensor.outputs if output.name in scales
-        ):
+        for name in (output.name for tensor in unit for output in tensor.outputs):
+            if name not in scales:
+                continue
             # Members of a fused group have one parent; a stacked unit holds one group an expert.
-            other = first.setdefault(
-                (name.rpartition(".")[0].rpartition(".")[0], _leaf(name)), name
-            )
+            module, _, leaf = name.rpartition(".")
+            other = first.setdefault((module.rpartition(".")[0], leaf), name)
             if scales[other] != scales[name]:
-                raise CheckpointError(
-                    statistics.folder,
-                    f"{other} and {name} must be equal: vLLM fuses their modules",
-                    got=f"{scales[other]} and {scales[name]}",
-                    cure=_cure(statistics.folder / statistics.entries[name].file),
-                )
-
-
-def _leaf(name: HFName) -> str:
-    return name.rpartition(".")[2]
-
-
-def _of_unit(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, Output]:
-    """What one unit may take from the statistics, once what it must take is found there."""
-    given = {
-        output.name: output for tensor in unit for output in (*tensor.outputs, *tensor.importances)
-    }
-    required = {
-        output.name
-        for tensor in unit
-        for output in (*tensor.calibrated_outputs, *tensor.importances)
-    }
-    optional = {output.name for tensor in unit if tensor.may_change for output in tensor.outputs}
-    if any(
-        name in statistics for name in optional - required
-    ):  # modules that share a global scale change together
-        required |= optional
-    for name in sorted(required):
-        if name not in statistics:
-            cure = _cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-"))
-            raise CheckpointError(
-                statistics.folder, f"calibration must give {name}", got="no such tensor", cure=cure
-            )
-    return {name: output for name, output in given.items() if name in required}
+                rule = f"{other} and {name} must be equal: vLLM fuses their modules"
+                got, cure = f"{scales[other]} and {scales[name]}", _cure(statistics.path_of(name))
+                raise CheckpointError(statistics.folder, rule, got=got, cure=cure)
 
 
 def _read(path: Path) -> FileHeader:
@@ -272,30 +244,17 @@ def _refusal(path: Path, rule: str, got: str) -> CheckpointError:
 
 
 def _cure(path: Path) -> str:
-    """What to do about a file of statistics. A layer's inputs are gone once the next one is done,
-    so all start anew.
+    """What to do about a file of statistics. A layer's inputs are gone once the next one is
+    done, so all start anew.
     """
-    again = "and run the same command again"
+    folder, what = path.parent.parent, "calibration starts anew"
     if path.parent.name == "mtp":
-        return f"Remove {path.parent}, {again}: the MTP block is trained anew"
-    if path.name.startswith("mtp-"):
-        return f"Remove {path.parent.parent / 'mtp'}, {again}: the MTP block is calibrated anew"
-    return f"Remove {path.parent.parent}, {again}: calibration starts anew"
+        folder, what = path.parent, "the MTP block is trained anew"
+    elif path.name.startswith("mtp-"):
+        folder, what = folder / "mtp", "the MTP block is calibrated anew"
+    return f"Remove {folder}, and run the same command again: {what}"
 
 
 def _sum(raw: Tensor) -> str:
     """SHA-256 of a tensor's bytes, as U8 in one dimension on the CPU."""
     return hashlib.sha256(raw.numpy().data).hexdigest()
-
-
-def _apart(tensors: Mapping[HFName, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, none sharing memory with another: safetensors refuses those."""
-    apart: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
-        if value.untyped_storage().data_ptr() in seen:
-            value = value.clone()
-        seen.add(value.untyped_storage().data_ptr())
-        apart[name] = value
-    return apart

@@ -73,7 +73,9 @@ def test_what_cannot_fit_is_refused_with_the_way_out(air, batch_size, gib, cure)
 
 
 def test_main_memory_without_a_gpu_holds_everything(air):
-    machine = Machine(card=None, gpus=0, host_bytes=8 * 2**30)
+    machine = Machine(
+        title="this machine's CPU", gpus=0, device_bytes=8 * 2**30, host_bytes=8 * 2**30
+    )
     with pytest.raises(RecipeError, match="must fit main memory: MTP block needs"):
         refuse_too_large(air, machine)
     refuse_too_large(air, replace(machine, host_bytes=64 * 2**30))

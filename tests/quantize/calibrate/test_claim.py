@@ -191,6 +191,7 @@ def test_autoround_runs_in_one_process():
     assert recipe.calibration is not None
     refuse_processes(recipe.calibration, 1, recipe.name)
     with pytest.raises(
-        RecipeError, match=f"^{recipe.name}: .*autoround must run in one process; got 2. Start"
+        RecipeError,
+        match=f"^{recipe.name}: .*autoround must run in one process; got 2 processes. Start",
     ):
         refuse_processes(recipe.calibration, 2, recipe.name)

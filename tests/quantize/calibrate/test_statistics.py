@@ -40,7 +40,6 @@ def test_what_was_written_is_read(tmp_path):
     for name, value in tensors.items():
         read = statistics.read(name)
         assert read.dtype == value.dtype and torch.equal(read.float(), value.float())
-    assert dict(statistics.read_all(tensors)).keys() == tensors.keys()
     assert read_metadata(tmp_path / "s" / "layer-0.safetensors") == {
         "fingerprint": "abc",
         "tokens": "7",
