@@ -31,35 +31,19 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
         `weight_global_scale` F32 [1], a divisor: value = code * weight_scale / weight_global_scale.
     """
     exponents = [scale.view(torch.uint8).to(torch.int16) - 127 for _, scale in members]
-    occupied = [_has_values(packed, scale.shape[1]) for packed, scale in members]
-    used = torch.cat([exponent[mask] for exponent, mask in zip(exponents, occupied, strict=True)])
-    lowest, highest = (int(used.min()), int(used.max())) if used.numel() else (0, 0)
-    if highest - lowest > _TOP - _BOTTOM:
+    used = []
+    for (packed, _), exponent in zip(members, exponents, strict=True):
+        blocks = (packed.view(torch.uint8) & _MAGNITUDE_BITS).unflatten(1, (exponent.shape[1], -1))
+        used.append(exponent[blocks.ne(0).any(-1)])
+    occupied = torch.cat(used)
+    highest = int(occupied.max()) if occupied.numel() else 0
+    if occupied.numel() and highest - int(occupied.min()) > _TOP - _BOTTOM:
         return None
-    shift = _TOP - highest
-    global_scale = torch.tensor([2.0**shift], dtype=torch.float32, device=members[0][0].device)
-    return [
-        {
-            "weight_packed": packed.view(torch.uint8),
-            "weight_scale": _e4m3_powers((exponent + shift).clamp(_BOTTOM, _TOP)).repeat_interleave(
-                2, dim=1
-            ),
-            "weight_global_scale": global_scale,
-        }
-        for (packed, _), exponent in zip(members, exponents, strict=True)
-    ]
-
-
-def _has_values(packed: Tensor, num_blocks: int) -> Tensor:
-    """Which blocks [N, K // 32] hold anything but zeros."""
-    return (packed.view(torch.uint8) & _MAGNITUDE_BITS).unflatten(1, (num_blocks, -1)).ne(0).any(-1)
-
-
-def _e4m3_powers(exponent: Tensor) -> Tensor:
-    """2**exponent as float8_e4m3fn, exponents in [-9, 8]."""
-    table = torch.tensor([2.0**power for power in range(_BOTTOM, _TOP + 1)], device=exponent.device)
-    return (
-        table.to(torch.float8_e4m3fn)
-        .view(torch.uint8)[(exponent - _BOTTOM).long()]
-        .view(torch.float8_e4m3fn)
-    )
+    shift, found = _TOP - highest, []
+    global_scale = torch.tensor([2.0**shift], dtype=torch.float32, device=occupied.device)
+    for (packed, _), exponent in zip(members, exponents, strict=True):
+        # Powers of two become E4M3 without rounding.
+        scale = (exponent + shift).clamp(_BOTTOM, _TOP).float().exp2().to(torch.float8_e4m3fn)
+        tensors = {"weight_packed": packed.view(torch.uint8), "weight_global_scale": global_scale}
+        found.append(tensors | {"weight_scale": scale.repeat_interleave(2, dim=1)})
+    return found

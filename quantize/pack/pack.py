@@ -24,7 +24,8 @@ generate_gparam), quantization/utils/mxfp_utils.py, quantization/lifecycle/forwa
 observers/min_max.py. tests/quantize/test_pack.py runs both side by side.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -33,23 +34,20 @@ from torch import Tensor
 from ...checkpoints.values import TORCH_DTYPES, row_ranges
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.schemes import SEARCHES, Scheme
-from .pack_integers import int_kernel, int_pack_kernel
-from .pack_shared import (
+from .chunk import (
     BITS_DTYPE,
     MANTISSA_BITS,
-    Kernel,
-    Workspace,
+    Chunk,
     divided,
     finite,
     group_amax,
-    in_units_of,
     linear_scale,
     magnitude_bits,
     store_nibbles,
-    swept,
     times,
 )
-from .search import float8_sweep, nvfp4_class, nvfp4_step, nvfp4_sweep
+from .pack_integers import int_kernel, int_pack_kernel
+from .search import float8_sweep, nvfp4_neighbour
 
 _E2M1_MAX = 6.0
 _E2M1_OF_FOUR = 4.0
@@ -92,65 +90,54 @@ def pack(
             and adds it.
     """
     for weight in weights:
-        _check(scheme, weight)
-    word = search if search and scheme.name in SEARCHES[search] else ""
-    shared = _shared_scale(scheme, weights, word) if scheme.has_tensor_scale and weights else {}
-    relative: Sequence[Tensor | None] = [None] * len(weights)
-    if word == "imatrix":
-        relative = [
-            _relative(each, weight) for each, weight in zip(importance, weights, strict=True)
-        ]
-    return [
-        _pack_weight(scheme, weight, shared, word, own)
-        for weight, own in zip(weights, relative, strict=True)
-    ]
+        if (
+            weight.ndim != 2
+            or not weight.numel()
+            or weight.dtype not in (*BITS_DTYPE, torch.float16)
+        ):
+            rule = "only a BF16, F16 or F32 matrix that is not empty can be quantized"
+            got = f"{weight.dtype} {tuple(weight.shape)}"
+            raise CheckpointError("weight", rule, got=got, cure="Keep this tensor")
+        if weight.shape[1] % scheme.k_multiple():
+            rule, cure = (
+                f"{scheme.name} needs K divisible by {scheme.k_multiple()}",
+                "Keep this tensor",
+            )
+            raise RecipeError(
+                "weight", rule, got=f"K={weight.shape[1]}", cure=f"{cure} or choose another scheme"
+            )
+    if not search or scheme.name not in SEARCHES[search]:
+        search = ""
+    shared = _shared_scale(scheme, weights, search) if scheme.has_tensor_scale and weights else {}
+    packed = []
+    for number, weight in enumerate(weights):
+        own = None
+        if search == "imatrix":  # in units of its mean; all the same where every channel is 0
+            own = importance[number].to(weight.device, torch.float64)
+            own = torch.where(own.mean() > 0, own / own.mean(), torch.ones_like(own)).float()
+        packed.append(_pack_weight(scheme, weight, shared, search, own))
+    return packed
 
 
-def _relative(importance: Tensor, weight: Tensor) -> Tensor:
-    """Importance in units of its mean, F32 on the weight's device; all the same where every channel
-    is 0.
+def _shared_scale(scheme: Scheme, weights: Sequence[Tensor], search: str) -> dict[str, Tensor]:
+    """The scale that a fused group has in common, by its suffix.
+
+    NVFP4's is a divisor, 448 * 6 / amax, and 1.0 where that is not finite (amax near 0). It is
+    rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype, F32
+    if they differ.
     """
-    own = importance.to(weight.device, torch.float64)
-    mean = own.mean()
-    return torch.where(mean > 0, own / mean, torch.ones_like(own)).float()
-
-
-def _check(scheme: Scheme, weight: Tensor) -> None:
-    """Refuse what no kernel below is written for."""
-    if (
-        weight.ndim != 2
-        or not weight.numel()
-        or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32)
-    ):
-        rule = "only a BF16, F16 or F32 matrix that is not empty can be quantized"
-        raise CheckpointError(
-            "weight", rule, got=f"{weight.dtype} {tuple(weight.shape)}", cure="Keep this tensor"
-        )
-    if weight.shape[1] % scheme.k_multiple():
-        rule = f"{scheme.name} needs K divisible by {scheme.k_multiple()}"
-        raise RecipeError(
-            "weight",
-            rule,
-            got=f"K={weight.shape[1]}",
-            cure="Keep this tensor or choose another scheme",
-        )
-
-
-def _shared_scale(scheme: Scheme, weights: Sequence[Tensor], word: str) -> dict[str, Tensor]:
-    """The scale that a fused group has in common, by its suffix."""
-    if scheme.shares_global_scale:
-        largest = _LARGEST_OF_FOUR_OVER_SIX if word == "four-over-six" else _E4M3_MAX
-        return {"weight_global_scale": _global_scale(weights, largest)}
-    (spec,) = (
-        spec for spec in scheme.weight_tensors(*weights[0].shape) if spec.suffix == "weight_scale"
-    )
-    amax = torch.stack([_weight_amax(weight).float() for weight in weights]).amax()
-    dtype = (
-        torch.bfloat16
-        if all(weight.dtype == torch.bfloat16 for weight in weights)
-        else torch.float32
-    )
-    return {"weight_scale": linear_scale(amax.to(dtype), _E4M3_MAX, TORCH_DTYPES[spec.dtype])}
+    dtype, found = torch.bfloat16, []
+    for weight in weights:
+        chunks = [magnitude_bits(_working(weight[a:b])).amax() for a, b in row_ranges(weight)]
+        own = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+        found.append(finite(torch.stack(chunks).amax(), own).float())
+        dtype = torch.promote_types(dtype, own)
+    amax = torch.stack(found).amax().to(dtype)
+    if not scheme.shares_global_scale:
+        return {"weight_scale": linear_scale(amax, _E4M3_MAX, torch.bfloat16)}
+    largest = _LARGEST_OF_FOUR_OVER_SIX if search == "four-over-six" else _E4M3_MAX
+    scale = amax.reciprocal() * (largest * _E2M1_MAX)
+    return {"weight_global_scale": scale.nan_to_num(posinf=1.0).float().reshape(1)}
 
 
 def _pack_weight(
@@ -161,57 +148,51 @@ def _pack_weight(
     importance: Tensor | None,
 ) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
-    num_rows, num_columns = weight.shape
     outputs = {
         spec.suffix: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=weight.device)
-        for spec in scheme.weight_tensors(num_rows, num_columns)
+        for spec in scheme.weight_tensors(*weight.shape)
     }
     if "weight_shape" in outputs:
         outputs["weight_shape"].copy_(torch.tensor(weight.shape))
     for suffix, scale in shared.items():
         outputs[suffix].copy_(scale)
-    is_one_scale = "weight_scale" in shared
-    main = "weight_packed" if "weight_packed" in outputs else "weight"
-    rows_per_scale = scheme.block[0] if scheme.block else 1
-    work = _workspace(scheme, weight, importance, has_search=bool(search))
-    for first, last in row_ranges(weight, _rows_together(scheme)):
-        rows = (
-            slice(None)
-            if is_one_scale
-            else slice(first // rows_per_scale, -(-last // rows_per_scale))
-        )
-        scale = outputs["weight_scale"][rows]
-        chunk = outputs | {main: outputs[main][first:last], "weight_scale": scale}
-        if scheme.has_zero_point:
-            per_word = scheme.n_multiple()
-            chunk["weight_zero_point"] = outputs["weight_zero_point"][
-                first // per_word : -(-last // per_word)
-            ]
-        _KERNELS[scheme.format](scheme, _working(weight[first:last]), chunk, work, search)
+    block_rows = scheme.block[0] if scheme.block else 1
+    # Rows of the weight for each row of an output. No two chunks divide those of a block, or of a
+    # word of zero points.
+    rows = {
+        "weight_scale": block_rows,
+        "weight_zero_point": scheme.n_multiple(),
+        "weight": 1,
+        "weight_packed": 1,
+    }
+    ranges = [*row_ranges(weight, max(block_rows, scheme.n_multiple()))]
+    chunk = chunk_of(scheme, weight, ranges[0][1], search, importance)
+    for first, last in ranges:
+        own = dict(outputs)
+        for suffix in rows.keys() & outputs.keys() - shared.keys():
+            own[suffix] = outputs[suffix][first // rows[suffix] : -(-last // rows[suffix])]
+        _KERNELS[scheme.format](replace(chunk, values=_working(weight[first:last]), out=own))
     return outputs
 
 
-def _rows_together(scheme: Scheme) -> int:
-    """Rows that no two chunks divide: those of a block, or of a word of zero points."""
-    return scheme.block[0] if scheme.block else scheme.n_multiple()
-
-
-def _workspace(
-    scheme: Scheme, weight: Tensor, importance: Tensor | None, *, has_search: bool
-) -> Workspace:
-    """Buffers for the largest chunk of a weight; empty where there is no F32 stage."""
-    has_codes = scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
-    elements = (
-        next(last - first for first, last in row_ranges(weight, _rows_together(scheme)))
-        * weight.shape[1]
-    )
-    return Workspace(
-        scaled=torch.empty(
-            elements * (has_codes or has_search), dtype=torch.float32, device=weight.device
-        ),
-        spare=torch.empty(elements * has_codes, dtype=torch.int32, device=weight.device),
-        codes=torch.empty(2, elements * has_codes, dtype=torch.uint8, device=weight.device),
+def chunk_of(
+    scheme: Scheme,
+    weight: Tensor,
+    num_rows: int,
+    search: str = "",
+    importance: Tensor | None = None,
+) -> Chunk:
+    """Buffers for so many rows of a weight."""
+    size, device = num_rows * weight.shape[1], weight.device
+    return Chunk(
+        scheme=scheme,
+        values=weight,
+        out={},
+        search=search,
         importance=importance,
+        scaled=torch.empty(size, dtype=torch.float32, device=device),
+        spare=torch.empty(size, dtype=torch.int32, device=device),
+        codes=torch.empty(2, size, dtype=torch.uint8, device=device),
     )
 
 
@@ -225,7 +206,7 @@ def _working(values: Tensor) -> Tensor:
 # 4-bit floats
 
 
-def _e2m1_codes(scaled: Tensor, work: Workspace) -> Tensor:
+def e2m1_codes(scaled: Tensor, chunk: Chunk) -> Tensor:
     """Nearest E2M1 code of each value, ties to the even code; the sign sits in bit 3.
 
     E2M1 steps by 2**(k-1) in the binade [2**k, 2**(k+1)), k = 0..2, and by the same 0.5 below 1 as
@@ -236,15 +217,15 @@ def _e2m1_codes(scaled: Tensor, work: Workspace) -> Tensor:
 
     Args:
         scaled: F32 [elements], contiguous, below 2**100 in magnitude; overwritten.
-        work: `spare` and `codes` are overwritten.
+        chunk: `spare` and `codes` are overwritten.
 
-    Returns: codes, U8 [elements], 0..15, a view of `work.codes`.
+    Returns: codes, U8 [elements], 0..15, a view of `chunk.codes`.
 
     Source: compressed-tensors 0.19.0 quantization/utils/fp4_utils.py (cast_to_fp4) and
     compressors/nvfp4/helpers.py.
     """
-    power = work.spare[: len(scaled)]
-    codes, sign = work.codes[:, : len(scaled)]
+    power = chunk.spare[: len(scaled)]
+    codes, sign = chunk.codes[:, : len(scaled)]
     bits = scaled.add_(0.0).view(torch.int32)  # -0.0 + 0.0 is +0.0
     sign.copy_(torch.bitwise_right_shift(bits, 28, out=power)).bitwise_and_(8)
     magnitude = bits.bitwise_and_(0x7FFFFFFF).view(torch.float32)
@@ -256,61 +237,22 @@ def _e2m1_codes(scaled: Tensor, work: Workspace) -> Tensor:
     return codes.add_(2).clamp_(max=7).bitwise_or_(sign)
 
 
-def _global_scale(weights: Sequence[Tensor], largest_scale: float) -> Tensor:
-    """NVFP4's divisor 448 * 6 / amax over a fused group: [1], F32, and 1.0 where that is not finite
-    (amax near 0).
-
-    `largest_scale` is the 448: the scale of the group with the largest magnitude.
-
-    Rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype, F32
-    if they differ.
-    """
-    dtype = (
-        torch.bfloat16
-        if all(weight.dtype == torch.bfloat16 for weight in weights)
-        else torch.float32
-    )
-    largest = torch.stack([_weight_amax(weight).to(dtype) for weight in weights]).amax()
-    scale = largest.reciprocal() * (largest_scale * _E2M1_MAX)
-    return scale.nan_to_num(posinf=1.0).float().reshape(1)
-
-
-def _weight_amax(weight: Tensor) -> Tensor:
-    """Largest magnitude of a whole weight, 0-d."""
-    chunks = [
-        magnitude_bits(_working(weight[first:last])).amax() for first, last in row_ranges(weight)
-    ]
-    return finite(
-        torch.stack(chunks).amax(),
-        torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32,
-    )
-
-
-def _nvfp4_kernel(
-    scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: Workspace, search: str
-) -> None:
+def _nvfp4_kernel(chunk: Chunk) -> None:
     """E2M1 codes, one E4M3 scale per group, in units of 1 / global_scale."""
-    assert scheme.group_size
-    global_scale = outputs["weight_global_scale"]
-    amax = group_amax(values, scheme.group_size)
+    size, global_scale = chunk.group_size, chunk.out["weight_global_scale"]
+    amax = group_amax(chunk.values, size)
     local = _local_scale(amax, _E2M1_MAX, global_scale)
-    scaled = in_units_of(values, local / global_scale, work)
-    match search:
-        case "four-over-six":
-            wider = _local_scale(amax, _E2M1_OF_FOUR, global_scale)
-            errors = [
-                _nvfp4_error(in_units_of(values, each / global_scale, work), work).view(each.shape)
-                * each.square()
-                for each in (local, wider)
-            ]
-            local = torch.where(errors[1] < errors[0], wider, local)
-        case "mse" | "imatrix":
-            counts = work.counts(len(values), scheme.group_size)
-            local = _swept_local(scaled.view(-1, scheme.group_size), local, counts)
-    if search:
-        scaled = in_units_of(values, local / global_scale, work)
-    outputs["weight_scale"].copy_(local)
-    store_nibbles(_e2m1_codes(scaled, work), outputs["weight_packed"])
+    scaled = chunk.in_units_of(local / global_scale)
+    if chunk.search == "four-over-six":
+        wider = _local_scale(amax, _E2M1_OF_FOUR, global_scale)
+        own, other = (_nvfp4_error(chunk, each, global_scale) for each in (local, wider))
+        local = torch.where(other < own, wider, local)
+    elif chunk.search:
+        local = nvfp4_neighbour(local, scaled.view(-1, size), chunk.counts(size))
+    if chunk.search:
+        scaled = chunk.in_units_of(local / global_scale)
+    chunk.out["weight_scale"].copy_(local)
+    store_nibbles(e2m1_codes(scaled, chunk), chunk.out["weight_packed"])
 
 
 def _local_scale(amax: Tensor, largest_code: float, global_scale: Tensor) -> Tensor:
@@ -324,49 +266,32 @@ def _local_scale(amax: Tensor, largest_code: float, global_scale: Tensor) -> Ten
     return torch.where(local == 0, _E4M3_EPS, local)
 
 
-def _swept_local(scaled: Tensor, local: Tensor, counts: Tensor | None) -> Tensor:
-    """The E4M3 number of least error near each of `local`, as F32; `scaled` [groups, 16] is
-    overwritten.
+def _nvfp4_error(chunk: Chunk, local: Tensor, global_scale: Tensor) -> Tensor:
+    """The sum of squared errors of each group of 16, in an order that no device changes: [N,
+    groups].
     """
-    code = local.to(torch.float8_e4m3fn).view(torch.uint8).flatten().long()
-    step = nvfp4_step(nvfp4_sweep(local.device).best(scaled, nvfp4_class(code), counts))
-    return (code + step).to(torch.uint8).view(torch.float8_e4m3fn).float().view(local.shape)
-
-
-def _nvfp4_error(scaled: Tensor, work: Workspace) -> Tensor:
-    """The sum of squared errors of each group of 16 in units of its scale, in an order that no
-    device changes.
-
-    Args:
-        scaled: F32 [elements], overwritten.
-        work: `spare` is overwritten.
-    """
-    power = work.spare[: len(scaled)].view(torch.float32)
-    magnitude = scaled.abs_()
+    magnitude = chunk.in_units_of(local / global_scale).abs_()
+    power = chunk.spare[: len(magnitude)].view(torch.float32)
     torch.clamp(magnitude, min=1.0, out=power).view(torch.int32).bitwise_and_(0x7F800000)  # 2**k
-    step = power.mul_(2.0**22)  # as in `_e2m1_codes`: adding it rounds
+    step = power.mul_(2.0**22)  # as in `e2m1_codes`: adding it rounds
     nearest = torch.add(magnitude, step).sub_(step).clamp_(max=_E2M1_MAX)
     squares = nearest.sub_(magnitude).square_().view(-1, 16)
     while half := squares.shape[1] // 2:
         squares = squares[:, :half] + squares[:, half:]
-    return squares.squeeze(1)
+    return squares.view(local.shape) * local.square()
 
 
-def _mxfp4_kernel(
-    scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: Workspace, _: str
-) -> None:
+def _mxfp4_kernel(chunk: Chunk) -> None:
     """E2M1 codes, one power of two per group."""
-    assert scheme.group_size
-    exponent = _e8m0_exponents(group_amax(values, scheme.group_size))
-    outputs["weight_scale"].copy_(exponent)
-    quotient = values.unflatten(1, (-1, scheme.group_size)) / _power_of_two(
-        exponent, values.dtype
-    ).unsqueeze(-1)
-    scaled = work.scaled[: values.numel()].copy_(quotient.view(-1))
-    store_nibbles(_e2m1_codes(scaled, work), outputs["weight_packed"])
+    values, size = chunk.values, chunk.group_size
+    exponent = e8m0_exponents(group_amax(values, size))
+    chunk.out["weight_scale"].copy_(exponent)
+    quotient = values.unflatten(1, (-1, size)) / power_of_two(exponent, values.dtype).unsqueeze(-1)
+    scaled = chunk.scaled[: values.numel()].copy_(quotient.view(-1))
+    store_nibbles(e2m1_codes(scaled, chunk), chunk.out["weight_packed"])
 
 
-def _e8m0_exponents(amax: Tensor) -> Tensor:
+def e8m0_exponents(amax: Tensor) -> Tensor:
     """Biased exponent of each group's scale, int32, 0..253.
 
     amax is rounded to a power of two on its bits: a quarter of the mantissa's range is added, which
@@ -383,7 +308,7 @@ def _e8m0_exponents(amax: Tensor) -> Tensor:
     return (exponent - 2).clamp_(min=0)
 
 
-def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """2**(exponent - 127) in `dtype`, from its bits; exponent 0 is the subnormal with the top
     mantissa bit set.
     """
@@ -395,55 +320,39 @@ def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
 # 8-bit floats
 
 
-def _float8_kernel(
-    scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: Workspace, search: str
-) -> None:
+def _float8_kernel(chunk: Chunk) -> None:
     """E4M3 values, one scale a row, a block or, already there, a weight."""
-    if scheme.block:
-        _float8_blocks(
-            values, outputs["weight"], outputs["weight_scale"], scheme.block, work, search
-        )
+    values, weight, stored = chunk.values, chunk.out["weight"], chunk.out["weight_scale"]
+    if chunk.scheme.block:
+        _float8_blocks(chunk, *chunk.scheme.block)
         return
-    if scheme.weights["strategy"] == "tensor":
-        _store_float8(values, outputs["weight_scale"], outputs["weight"])
-        return
-    num_columns = values.shape[1]
-    scale = linear_scale(group_amax(values, num_columns), _E4M3_MAX, outputs["weight_scale"].dtype)
-    if search:
-        scale, values = swept(float8_sweep(num_columns, values.device), values, scale, work)
-    outputs["weight_scale"].copy_(scale)
-    _store_float8(values, scale, outputs["weight"])
+    scale = stored
+    if chunk.scheme.weights["strategy"] != "tensor":
+        scale = linear_scale(group_amax(values, chunk.group_size), _E4M3_MAX, stored.dtype)
+        if chunk.search:
+            scale, values = chunk.swept(float8_sweep(chunk.group_size, values.device), scale)
+        stored.copy_(scale)
+    _store_float8(values, scale, weight)
 
 
-def _float8_blocks(
-    values: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    block: tuple[int, int],
-    work: Workspace,
-    search: str,
-) -> None:
+def _float8_blocks(chunk: Chunk, rows: int, columns: int) -> None:
     """E4M3 values, one scale a block; blocks at the lower and the right edge may be smaller.
 
     The scale is rounded to the weight's dtype and stored wider, so a BF16 weight has the scales of
     its peer.
     """
-    rows, columns = block
-    for top in range(0, values.shape[0], rows):
+    values, width = chunk.values, chunk.values.shape[1]
+    for top in range(0, len(values), rows):
         own = values[top : top + rows]
-        amax = magnitude_bits(own).amax(0)
-        amax = (
-            torch.nn.functional.pad(amax, (0, -len(amax) % columns))
-            .unflatten(0, (-1, columns))
-            .amax(-1)
-        )
-        row_scale = linear_scale(finite(amax, values.dtype), _E4M3_MAX, values.dtype)
-        if search:
-            own = work.scaled[: own.numel()].view(own.shape).copy_(own)
-            row_scale = _swept_blocks(own, row_scale, columns, work.importance)
-        scale[top // rows].copy_(row_scale)
-        per_column = row_scale.repeat_interleave(columns)[: values.shape[1]]
-        _store_float8(own, per_column, weight[top : top + rows])
+        amax = torch.nn.functional.pad(magnitude_bits(own).amax(0), (0, -width % columns))
+        amax = finite(amax.unflatten(0, (-1, columns)).amax(-1), values.dtype)
+        scale = linear_scale(amax, _E4M3_MAX, values.dtype)
+        if chunk.search:
+            own = chunk.scaled[: own.numel()].view(own.shape).copy_(own)
+            scale = _swept_blocks(own, scale, columns, chunk.importance)
+        chunk.out["weight_scale"][top // rows].copy_(scale)
+        per_column = scale.repeat_interleave(columns)[:width]
+        _store_float8(own, per_column, chunk.out["weight"][top : top + rows])
 
 
 def _swept_blocks(values: Tensor, scale: Tensor, columns: int, importance: Tensor | None) -> Tensor:
@@ -455,10 +364,13 @@ def _swept_blocks(values: Tensor, scale: Tensor, columns: int, importance: Tenso
         columns: of a block.
         importance: F32 [K], or None.
     """
-    sweep, edge = float8_sweep(columns, values.device), (0, -values.shape[1] % columns)
+    sweep, edge, counts = (
+        float8_sweep(columns, values.device),
+        (0, -values.shape[1] % columns),
+        None,
+    )
     scaled = values / scale.float().repeat_interleave(columns)[: values.shape[1]]
     scaled = torch.nn.functional.pad(scaled, edge).view(-1, columns)
-    counts = None
     if importance is not None:
         counts = (
             torch.nn.functional.pad(importance, edge).expand(len(values), -1).reshape(-1, columns)
@@ -472,7 +384,7 @@ def _store_float8(values: Tensor, scale: Tensor, weight: Tensor) -> None:
     weight.copy_((values / scale).clamp_(-_E4M3_MAX, _E4M3_MAX))
 
 
-_KERNELS: Mapping[str, Kernel] = MappingProxyType(
+_KERNELS: Mapping[str, Callable[[Chunk], None]] = MappingProxyType(
     {
         "nvfp4-pack-quantized": _nvfp4_kernel,
         "mxfp4-pack-quantized": _mxfp4_kernel,

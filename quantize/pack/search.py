@@ -23,7 +23,7 @@ tests/quantize/test_search.py compares the errors.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -39,7 +39,13 @@ _STEPS = (0, -1, -2, 1, 2, 3, 4, 5, 6, 7)
 _LAST_CODE = 126
 _TOP_OF_NVFP4 = 9.2
 
-Nearest = Callable[[Tensor], Tensor]
+# Codes below 8 are subnormal, each with steps of its own, and from the last codes not every step
+# leads to one. All others are alike in each binade.
+_CODE_OF_CLASS = (
+    *range(1, 8),
+    *range(64, 72),
+    *range(_LAST_CODE - max(_STEPS) + 1, _LAST_CODE + 1),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,79 +66,53 @@ class Sweep:
     per_unit: float
     is_signed: bool
 
-    def best(
+    def on(self, device: torch.device) -> "Sweep":
+        """The same on a device."""
+        ratios, table, first = (each.to(device) for each in (self.ratios, self.table, self.first))
+        return replace(self, ratios=ratios, table=table, first=first)
+
+    def errors(
         self, scaled: Tensor, classes: Tensor | None = None, counts: Tensor | None = None
     ) -> Tensor:
-        """The candidate of least error for each group, the first of several.
+        """The error of each candidate, in units of the table: F32 or F64 [G, candidates].
 
         Args:
             scaled: F32 [G, members], values in units of the first scale, contiguous; overwritten.
             classes: int64 [G]; None for the only one.
             counts: F32 [G, members], what the squared error of each value counts; None for all the
                 same.
-
-        Returns: int64 [G].
         """
-        return self.errors(scaled, classes, counts).argmin(-1)
-
-    def errors(
-        self, scaled: Tensor, classes: Tensor | None = None, counts: Tensor | None = None
-    ) -> Tensor:
-        """The error of each candidate, in units of the table: F32 or F64 [G, candidates]. Arguments
-        as of `best`.
-        """
-        num_groups, members = scaled.shape
         if not self.is_signed:
             scaled.abs_()
         zero = self.first[:1] if classes is None else self.first[classes].unsqueeze(1)
         # Half a row more, since the cast to integers cuts off. Rows past either end are of scales
         # that rounded to 0.
-        rows = (
-            scaled.mul_(self.per_unit)
-            .add_(zero + 0.5)
-            .clamp_(0, len(self.table) - 1)
-            .to(torch.int32)
-        )
-        bag = min(members, _MOST_IN_A_BAG)
-        if rest := -members % bag:
-            rows = torch.nn.functional.pad(rows, (0, rest), value=int(self.first[0]))
-            counts = None if counts is None else torch.nn.functional.pad(counts, (0, rest))
-        each = None if counts is None else counts.reshape(-1, bag)
+        places = scaled.mul_(self.per_unit).add_(zero + 0.5).clamp_(0, len(self.table) - 1)
+        rows, bag = places.to(torch.int32), min(scaled.shape[1], _MOST_IN_A_BAG)
+        rest = (0, -scaled.shape[1] % bag)
+        rows = torch.nn.functional.pad(rows, rest, value=int(self.first[0])).view(-1, bag)
+        if counts is not None:
+            counts = torch.nn.functional.pad(counts, rest).reshape(-1, bag)
         sums = torch.nn.functional.embedding_bag(
-            rows.view(-1, bag), self.table, mode="sum", per_sample_weights=each
+            rows, self.table, mode="sum", per_sample_weights=counts
         )
-        sums = sums.view(num_groups, -1, self.table.shape[1])
+        sums = sums.view(len(scaled), -1, self.table.shape[1])
         return sums.squeeze(1) if sums.shape[1] == 1 else sums.double().sum(1)
 
 
-@cache
-def nvfp4_sweep(device: torch.device) -> Sweep:
-    """E4M3 codes around the first one. Its class is `nvfp4_class`."""
-    values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    steps = torch.tensor(_STEPS)
-    codes = torch.tensor(_CODE_OF_CLASS).unsqueeze(1)
-    reached = codes + steps
-    ratios = values[reached.clamp(1, _LAST_CODE)] / values[codes]
-    is_code = (reached >= 1) & (reached <= _LAST_CODE)
-    return _sweep(
-        ratios,
-        _nearest_e2m1,
-        low=0.0,
-        high=_TOP_OF_NVFP4,
-        levels=2560,
-        bag=16,
-        device=device,
-        allowed=is_code,
-    )
+def nvfp4_neighbour(local: Tensor, scaled: Tensor, counts: Tensor | None) -> Tensor:
+    """The E4M3 number of least error near each of `local`, as F32.
 
-
-# Codes below 8 are subnormal, each with steps of its own, and from the last codes not every step
-# leads to one. All others are alike in each binade.
-_CODE_OF_CLASS = (
-    *range(1, 8),
-    *range(64, 72),
-    *range(_LAST_CODE - max(_STEPS) + 1, _LAST_CODE + 1),
-)
+    Args:
+        local: F32, E4M3 numbers, one for each group.
+        scaled: F32 [groups, 16], values in units of these scales; overwritten.
+        counts: see `Sweep.errors`.
+    """
+    device = local.device
+    code = local.to(torch.float8_e4m3fn).view(torch.uint8).flatten().long()
+    chosen = _nvfp4_sweep(device).errors(scaled, _class_of_code(device)[code], counts).argmin(-1)
+    found = (code + torch.tensor(_STEPS, device=device)[chosen]).to(torch.uint8)
+    return found.view(torch.float8_e4m3fn).float().view(local.shape)
 
 
 @cache
@@ -142,14 +122,21 @@ def _class_of_code(device: torch.device) -> Tensor:
     return torch.tensor(classes, device=device)
 
 
-def nvfp4_class(code: Tensor) -> Tensor:
-    """The class of E4M3 codes, int64."""
-    return _class_of_code(code.device)[code]
+@cache
+def _nvfp4_sweep(device: torch.device) -> Sweep:
+    """E4M3 codes around the first one, which has its class."""
+    values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = torch.tensor(_CODE_OF_CLASS).unsqueeze(1)
+    reached = codes + torch.tensor(_STEPS)
+    ratios = values[reached.clamp(1, _LAST_CODE)] / values[codes]
+    is_code = (reached >= 1) & (reached <= _LAST_CODE)
 
+    def nearest(scaled: Tensor) -> Tensor:  # ties lead to the same error
+        known = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        return known[(scaled.unsqueeze(-1) - known).abs().argmin(-1)]
 
-def nvfp4_step(chosen: Tensor) -> Tensor:
-    """How many codes a candidate is away from the first one, int64."""
-    return torch.tensor(_STEPS, device=chosen.device)[chosen]
+    sweep = _sweep(ratios, nearest, 0.0, _TOP_OF_NVFP4, levels=2560, group=16, allowed=is_code)
+    return sweep.on(device)
 
 
 @cache
@@ -157,20 +144,15 @@ def integer_sweep(bits: int, group: int, device: torch.device) -> Sweep:
     """Symmetric integers: finer ratios for 8 bits, where a scale that clips more than a little is
     never best.
     """
-    half = (2**bits - 1) / 2
-    # A whole row of 8-bit integers loses little to its largest value, and wants a scale that is
-    # hardly smaller.
-    of_8_bits = range(123, 147) if group <= _MOST_IN_A_BAG else range(120, 132)
-    numbers = (32, range(21, 45)) if bits == 4 else (128, of_8_bits)
-    ratios = _ratios(*numbers)
+    half, ratios = (2**bits - 1) / 2, _ratios(32, range(21, 45))
+    if bits == 8:
+        # A whole row loses little to its largest value, and wants a scale that is hardly smaller.
+        ratios = _ratios(128, range(123, 147) if group <= _MOST_IN_A_BAG else range(120, 132))
 
     def nearest(scaled: Tensor) -> Tensor:
         return scaled.round().clamp(-half - 0.5, half - 0.5)
 
-    bag = min(group, _MOST_IN_A_BAG)
-    return _sweep(
-        ratios, nearest, low=-1.02 * half, high=1.02 * half, levels=2048, bag=bag, device=device
-    )
+    return _sweep(ratios, nearest, -1.02 * half, 1.02 * half, levels=2048, group=group).on(device)
 
 
 @cache
@@ -187,12 +169,9 @@ def shifted_sweep(group: int, device: torch.device) -> Sweep:
         return (scaled.round() + zeros).clamp(0, 15) - zeros
 
     ratios = _ratios(96, range(76, 102)).repeat(16, 1)
-    bag = min(group, _MOST_IN_A_BAG)
     # Past either end: half a step by the rounding of the zero point, and what the BF16 scale is off
     # by.
-    return _sweep(
-        ratios, nearest, low=-0.7, high=15.7, levels=2048, bag=bag, device=device, zeros=zeros
-    )
+    return _sweep(ratios, nearest, -0.7, 15.7, levels=2048, group=group, zeros=zeros).on(device)
 
 
 @cache
@@ -206,16 +185,8 @@ def float8_sweep(group: int, device: torch.device) -> Sweep:
     def nearest(scaled: Tensor) -> Tensor:
         return scaled.clamp(max=448.0).to(torch.float8_e4m3fn).float()
 
-    bag = min(group, _MOST_IN_A_BAG)
-    return _sweep(
-        _ratios(32, range(31, 64)),
-        nearest,
-        low=0.0,
-        high=1.02 * 448,
-        levels=4096,
-        bag=bag,
-        device=device,
-    )
+    ratios = _ratios(32, range(31, 64))
+    return _sweep(ratios, nearest, 0.0, 1.02 * 448, levels=4096, group=group).on(device)
 
 
 def _ratios(divisor: int, numbers: Sequence[int]) -> Tensor:
@@ -225,15 +196,14 @@ def _ratios(divisor: int, numbers: Sequence[int]) -> Tensor:
 
 def _sweep(
     ratios: Tensor,
-    nearest: Nearest,
-    *,
+    nearest: Callable[[Tensor], Tensor],
     low: float,
     high: float,
+    *,
     levels: int,
-    bag: int,
-    device: torch.device,
+    group: int,
     allowed: Tensor | None = None,
-    zeros: Tensor | None = None,
+    zeros: Tensor | float = 0.0,
 ) -> Sweep:
     """A table of squared errors, as integers of which a bag's sum is exact.
 
@@ -243,31 +213,18 @@ def _sweep(
         low: the smallest value in units of the first scale.
         high: the largest.
         levels: rows of each class.
-        bag: values that are summed.
-        device: where the table will be.
+        group: values with one scale.
         allowed: bool [classes, candidates], False where there is no such scale.
         zeros: F32 [classes, 1, 1], where values of each class are counted from: minus this.
     """
     per_unit = (levels - 1) / (high - low)
     zero = round(-low * per_unit)
-    values = ((torch.arange(levels) - zero) / per_unit).view(1, -1, 1)
-    values = values if zeros is None else values - zeros
-    ratio = ratios.unsqueeze(1)
+    values = ((torch.arange(levels) - zero) / per_unit).view(1, -1, 1) - zeros
+    ratio, most = ratios.unsqueeze(1), _EXACT / min(group, _MOST_IN_A_BAG)
     errors = (values - ratio * nearest(values / ratio)).square()
-    most = _EXACT / bag
     table = (errors * (most / errors.max())).floor()
     if allowed is not None:
         table = table.where(allowed.unsqueeze(1), most)
-    return Sweep(
-        ratios=ratios.to(device),
-        table=table.flatten(0, 1).to(device),
-        first=(torch.arange(len(ratios)) * levels + zero).float().to(device),
-        per_unit=per_unit,
-        is_signed=low < 0,
-    )
-
-
-def _nearest_e2m1(scaled: Tensor) -> Tensor:
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6; ties lead to the same error."""
-    known = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    return known[(scaled.unsqueeze(-1) - known).abs().argmin(-1)]
+    first = (torch.arange(len(ratios)) * levels + zero).float()
+    table = table.flatten(0, 1)
+    return Sweep(ratios=ratios, table=table, first=first, per_unit=per_unit, is_signed=low < 0)

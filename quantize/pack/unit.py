@@ -8,6 +8,7 @@ Easy to get wrong: a second way to round a weight. A measurement with weights th
 otherwise than those in the file describes a checkpoint that nobody has.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +19,7 @@ from torch import Tensor
 from ...checkpoints.stored import scale_of, weight_of
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
-from ...recipes.schemes import SCHEMES, Scheme
+from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, importance_of
 from .mxfp4_to_nvfp4 import mxfp4_as_nvfp4
@@ -79,25 +80,33 @@ def packed_groups(
     Raises:
         CheckpointError: a weight is not finite; the message names the unit.
     """
-    scheme = SCHEMES[unit[0].scheme]
+    static = tuple(f".{spec.suffix}" for spec in SCHEMES[unit[0].scheme].extra)
     read = read or from_source(plan, device)
-    experts: Sequence[int | None] = (
-        range(unit[0].shape[0]) if any(t.stacked for t in unit) else [None]
-    )
+    stacked = any(tensor.stacked for tensor in unit)
+    experts: Sequence[int | None] = range(unit[0].shape[0]) if stacked else [None]
     for expert in experts:
-        modules = [named for tensor in unit for named in _modules(tensor, expert)]
-        weights = ()
-        if not _is_given(scheme, modules, given):
-            importance = (
-                [_importance(name, given) for name, _ in modules] if unit[0].weighted else ()
-            )
-            weights = _packed(plan, unit, scheme, expert, device, read, importance)
-        yield [
-            PackedModule(module=name, outputs=outputs, tensors=_tensors(outputs, computed, given))
-            for (name, outputs), computed in zip(
-                modules, weights or [{}] * len(modules), strict=True
-            )
-        ]
+        modules: dict[HFName, list[Output]] = defaultdict(list)
+        for tensor in unit:
+            first, last = 0, len(tensor.outputs)
+            if expert is not None:
+                last //= tensor.shape[0]
+                first, last = expert * last, (expert + 1) * last
+            for output in tensor.outputs[first:last]:
+                modules[HFName(output.name.rpartition(".")[0])].append(output)
+        names = [output.name for outputs in modules.values() for output in outputs]
+        computed: Sequence[Mapping[str, Tensor]] = [{}] * len(modules)
+        # Where an algorithm rewrote every weight of the group, nothing is left to be packed.
+        if not all(name in given for name in names if not name.endswith(static)):
+            importance = [_importance(name, given) for name in modules] if unit[0].weighted else []
+            computed = _packed(plan, unit, expert, device, read, importance)
+        group = []
+        for (name, outputs), own in zip(modules.items(), computed, strict=True):
+            tensors = {}
+            for output in outputs:  # what calibration gave comes first
+                leaf = output.name.rpartition(".")[2]
+                tensors[leaf] = given.read(output.name) if output.name in given else own[leaf]
+            group.append(PackedModule(module=name, outputs=tuple(outputs), tensors=tensors))
+        yield group
 
 
 def from_source(plan: Plan, device: torch.device) -> ReadWeights:
@@ -111,30 +120,9 @@ def from_source(plan: Plan, device: torch.device) -> ReadWeights:
     return read
 
 
-def _modules(tensor: TensorPlan, expert: int | None) -> list[tuple[HFName, tuple[Output, ...]]]:
-    """Each module with its outputs: one, or one a projection of an expert."""
-    outputs, count = tensor.outputs, 1
-    if expert is not None:
-        per_expert, count = len(outputs) // tensor.shape[0], len(tensor.stacked)
-        outputs = outputs[expert * per_expert : (expert + 1) * per_expert]
-    size = len(outputs) // count
-    groups = [outputs[start : start + size] for start in range(0, len(outputs), size)]
-    return [(HFName(group[0].name.rpartition(".")[0]), group) for group in groups]
-
-
-def _is_given(
-    scheme: Scheme, modules: Sequence[tuple[HFName, tuple[Output, ...]]], given: Calibrations
-) -> bool:
-    """Whether nothing is left to be packed: an algorithm rewrote every weight of the group."""
-    static = {spec.suffix for spec in scheme.extra}
-    names = [output.name for _, outputs in modules for output in outputs]
-    return all(name in given for name in names if name.rpartition(".")[2] not in static)
-
-
 def _packed(
     plan: Plan,
     unit: Sequence[TensorPlan],
-    scheme: Scheme,
     expert: int | None,
     device: torch.device,
     read: ReadWeights,
@@ -143,6 +131,7 @@ def _packed(
     """The weights of one fused group, without rounding where source and scheme have the same
     codes.
     """
+    scheme = SCHEMES[unit[0].scheme]
     if scheme.format == "nvfp4-pack-quantized" and all(tensor.form == "mxfp4" for tensor in unit):
         members = [
             {leaf: value.to(device) for leaf, value in stored(plan, tensor).items()}
@@ -175,13 +164,3 @@ def _importance(module: HFName, given: Calibrations) -> Tensor:
         )
         raise CheckpointError(name, rule, got="NaN, Inf or a negative number", cure=cure)
     return found
-
-
-def _tensors(
-    outputs: Sequence[Output], computed: Mapping[str, Tensor], given: Calibrations
-) -> dict[str, Tensor]:
-    """By the last component of their names; what calibration gave comes first."""
-    leaves = {output.name.rpartition(".")[2]: output.name for output in outputs}
-    return {
-        leaf: given.read(name) if name in given else computed[leaf] for leaf, name in leaves.items()
-    }

@@ -28,7 +28,7 @@ class FinishedShard(BaseModel):
     """What is kept about a shard.
 
     Attributes:
-        written: a hash over its header and the bytes of its tensors.
+        written: a hash over its header and the hashes of its tensors' bytes.
         files: the source files that it was made from, as they were when the source was opened.
     """
 
@@ -38,16 +38,27 @@ class FinishedShard(BaseModel):
     files: Mapping[str, FileStamp]
 
 
-def finished_path(folder: Path, shard: Shard) -> Path:
-    """The file of hashes for a shard of an unfinished output."""
-    return folder / WORK / f"{shard.file}.json"
+def _made_from(
+    plan: Plan, shard: Shard, header: bytes, sums: Mapping[HFName, bytes]
+) -> FinishedShard:
+    digest = hashlib.sha256(header)
+    for name in sorted(sums):
+        digest.update(sums[name])
+    read = {
+        plan.entries[name].file for unit in shard.units for tensor in unit for name in tensor.inputs
+    }
+    files = {file: plan.source.states[file] for file in sorted(read) if file in plan.source.states}
+    return FinishedShard(written=digest.hexdigest(), files=files)
 
 
-def remember(path: Path, plan: Plan, shard: Shard, *, written: str) -> None:
-    """Write a shard's file of hashes."""
-    write_whole(
-        path, FinishedShard(written=written, files=_files_of(plan, shard)).model_dump_json()
-    )
+def remember(
+    plan: Plan, shard: Shard, folder: Path, header: bytes, sums: Mapping[HFName, bytes]
+) -> None:
+    """Write a shard's file of hashes, from the header of its file and the hashes of its tensors'
+    bytes.
+    """
+    text = _made_from(plan, shard, header, sums).model_dump_json()
+    write_whole(folder / WORK / f"{shard.file}.json", text)
 
 
 def fault_of(
@@ -65,52 +76,27 @@ def fault_of(
         shard: its file is in `folder`.
         folder: of the unfinished output.
         layout: of the shard's file.
-        is_stopped: asked between two tensors; True ends with "" at once.
+        is_stopped: asked between two tensors; True ends with any answer at once.
     """
     try:
-        known = FinishedShard.model_validate_json(finished_path(folder, shard).read_bytes())
+        raw = (folder / WORK / f"{shard.file}.json").read_bytes()
+        known = FinishedShard.model_validate_json(raw)
     except (FileNotFoundError, ValidationError):
         return "no hashes of it were kept"
-    if _written_in(folder / shard.file, shard, layout, is_stopped) != known.written:
-        return "its bytes are not those that were written"
-    for file, stamp in _files_of(plan, shard).items():
-        if known.files.get(file) != stamp:
-            return f"{file} of the source is another file now, or was written to"
-    return ""
-
-
-def _files_of(plan: Plan, shard: Shard) -> dict[str, FileStamp]:
-    """The source files that a shard is made from, as they were when the source was opened."""
-    names = {name for unit in shard.units for tensor in unit for name in tensor.inputs}
-    files = sorted({plan.entries[name].file for name in names})
-    return {file: plan.source.states[file] for file in files if file in plan.source.states}
-
-
-def written_sum(header: bytes, sums: Mapping[HFName, bytes]) -> str:
-    """One hash over a shard's header and the hashes of its tensors' bytes."""
-    digest = hashlib.sha256(header)
-    for name in sorted(sums):
-        digest.update(sums[name])
-    return digest.hexdigest()
-
-
-def _written_in(
-    path: Path, shard: Shard, layout: FileLayout, is_stopped: Callable[[], bool]
-) -> str:
-    """The same of a file; "" if its header or its length is another."""
-    sums: dict[HFName, bytes] = {}
+    path, sums = folder / shard.file, dict[HFName, bytes]()
     with open(path, "rb", buffering=0) as file:
-        if (
-            path.stat().st_size != layout.num_bytes
-            or file.read(len(layout.header)) != layout.header
-        ):
-            return ""
+        header = file.read(len(layout.header))
         for output in shard.outputs:  # in the order of their bytes
-            if is_stopped():
-                return ""
             digest, left = hashlib.sha256(), output.num_bytes
-            while left and (block := file.read(min(_BLOCK_BYTES, left))):
+            while left and not is_stopped() and (block := file.read(min(_BLOCK_BYTES, left))):
                 digest.update(block)
                 left -= len(block)
             sums[output.name] = digest.digest()
-    return written_sum(layout.header, sums)
+        is_longer = file.read(1)
+    now = _made_from(plan, shard, header, sums)
+    if is_longer or now.written != known.written:
+        return "its bytes are not those that were written"
+    for file, stamp in now.files.items():
+        if known.files.get(file) != stamp:
+            return f"{file} of the source is another file now, or was written to"
+    return ""

@@ -14,7 +14,7 @@ import os
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,7 +33,7 @@ from ...checkpoints.files import (
     write_whole,
 )
 from ...checkpoints.identity import listed, refuse_changed, states_of
-from ...checkpoints.record import RECIPE, RECORD, Record, read_record
+from ...checkpoints.record import RECIPE, RECORD, Record, RecordedSource, read_record
 from ...checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.model_file import find_path
@@ -42,9 +42,7 @@ from ..config.written import config_of, files_of
 from ..needs.room import calibration_folder, refuse_full_disk
 from ..plan.plan import Plan
 
-# Calibrated values depend on their versions.
 _ONE_RUN = "only one run may write an output"
-_CALIBRATING = ("llmcompressor", "compressed-tensors", "transformers")
 
 
 def _stamp(partial: Path) -> Path:
@@ -106,43 +104,47 @@ def finish(
         CheckpointError: the source was written to since it was opened, or the folder has a file of
             something else.
     """
-    configs = files_of(plan)
-    for name, content in configs.items():
-        write_whole(partial / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
     index = {
         "metadata": {"total_size": plan.num_bytes_after},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    write_whole(partial / INDEX, json.dumps(index, indent=2) + "\n")
-    assert plan.source.folder is not None
-    for name in plan.companions:
-        shutil.copyfile(inside(plan.source.folder, name), within(partial, name))
-    write_whole(partial / RECIPE, recipe_text)
-    write_whole(partial / RECORD, record_of(plan, calibration).text())
-    _refuse_strays(plan, partial, configs)
-    cure = (
-        "Run the same command again: it compares what is written with the source, and writes "
-        "anew what differs"
-    )
-    if plan.needs_calibration:
-        cure = (
-            f"Remove {partial} and {calibration_folder(final_path(partial))}, and run the same "
-            "command again"
-        )
-    _refuse_changed(plan.source, cure)
-
-
-def _refuse_changed(source: Source, cure: str) -> None:
-    """Refuse a source that was written to since it was opened, and likewise a separate MTP
-    source.
-    """
+    texts = {INDEX: json.dumps(index, indent=2) + "\n", RECIPE: recipe_text}
+    for name, content in files_of(plan).items():
+        texts[name] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    texts[RECORD] = record_of(plan, calibration).text()
+    for name, text in texts.items():
+        write_whole(partial / name, text)
+    source, other = plan.source, plan.source.mtp_source
     assert source.folder is not None
-    own = {name: state for name, state in source.states.items() if not name.startswith(MTP_FILES)}
-    refuse_changed(source.folder, own, cure=cure)
-    if (other := source.mtp_source) is not None and other.folder is not None:
-        stamps = {name: other.states[name] for name in source.mtp_files}
-        refuse_changed(other.folder, stamps, cure=cure)
+    for name in plan.companions:
+        shutil.copyfile(inside(source.folder, name), within(partial, name))
+    # What no part of this run wrote would be served and published with the output.
+    own = {*texts, *plan.companions, *(shard.file for shard in plan.shards)}
+    files = (
+        path.relative_to(partial)
+        for path in partial.rglob("*")
+        if not path.is_dir() or path.is_symlink()
+    )
+    strays = sorted(
+        path.as_posix() for path in files if path.parts[0] != WORK and path.as_posix() not in own
+    )
+    if strays:
+        rule = "an output must hold nothing but what this run wrote"
+        cure = "Move these files away, and run the same command again"
+        raise CheckpointError(partial, rule, got=listed(strays), cure=cure)
+    cure = "Run the same command again: it compares what is written, and writes anew what differs"
+    if plan.needs_calibration:
+        kept = calibration_folder(final_path(partial))
+        cure = f"Remove {partial} and {kept}, and run the same command again"
+    own_states = {
+        name: state for name, state in source.states.items() if not name.startswith(MTP_FILES)
+    }
+    refuse_changed(source.folder, own_states, cure=cure)
+    if other is not None and other.folder is not None:
+        refuse_changed(
+            other.folder, {name: other.states[name] for name in source.mtp_files}, cure=cure
+        )
 
 
 def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:
@@ -163,6 +165,9 @@ def tidy(out: Path, *, keep_calibration: bool) -> None:
     shutil.rmtree(out / WORK, ignore_errors=True)
 
 
+# --- what is there --------------------------------------------------------------------------------
+
+
 def is_finished(plan: Plan, out: Path) -> bool:
     """Whether an output is there that this plan would make: by the same recipe, source and
     versions.
@@ -181,18 +186,18 @@ def is_finished(plan: Plan, out: Path) -> bool:
         passed_over |= {"mtp", "mtp_auto"}
     if plan.recipe.is_searched:
         passed_over |= {"backbone", "overrides", "budget", "backbone_auto", "summary"}
-    recipe = plan.recipe.model_dump(mode="json", exclude=passed_over)
+        found = (record.calibration or {}).get("search")
+        if not isinstance(found, dict) or found.get("asked") != asked(plan.recipe):
+            return False
+    source, recipe = plan.source, plan.recipe.model_dump(mode="json", exclude=passed_over)
+    carried = {name for name in (*plan.companions, *source.code) if (out / name).is_file()}
     return (
         all(record.recipe.whole.get(key) == value for key, value in recipe.items())
-        and (not plan.recipe.is_searched or _searched_for(record) == asked(plan.recipe))
-        and record.keepmtp == __version__
-        and record.versions
-        == {"python": platform.python_version(), **_versions(*record.versions.keys() - {"python"})}
-        and all(
-            (out / name).is_file() == (name in plan.companions)
-            for name in (*plan.companions, *plan.source.code)
-        )
-        and _is_same_source(plan, record, (out / RECORD).stat().st_mtime_ns)
+        and (record.keepmtp, record.versions) == (__version__, _versions(plan, record.calibration))
+        and carried == {*plan.companions}
+        and _is_same(source, record.source, file_sizes(source))
+        and _is_same(source.mtp_source, record.mtp_source, mtp_file_sizes(source))
+        and _is_older(plan, (out / RECORD).stat().st_mtime_ns)
     )
 
 
@@ -203,27 +208,21 @@ def asked(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _searched_for(record: Record) -> object:
-    """The sum of what a record's plan was searched for."""
-    found = (record.calibration or {}).get("search")
-    return found.get("asked") if isinstance(found, dict) else None
+def _is_same(
+    source: Source | None, record: RecordedSource | None, files: Mapping[str, int]
+) -> bool:
+    """Whether a record is of this source. A Hub's commit never changes."""
+    if source is None or record is None:
+        return source is record
+    is_named = (record.name, record.revision) == (_name_of(source), source.revision)
+    return is_named and (source.folder is None or record.files == files)
 
 
-def _is_same_source(plan: Plan, record: Record, made_ns: int) -> bool:
-    """Whether a record's source is this plan's, and no file was written to since. A Hub's commit
-    never changes.
-    """
-    source, calibration = plan.source, plan.recipe.calibration
-    if (record.source.name, record.source.revision) != (_name_of(source), source.revision):
-        return False
-    other, theirs = source.mtp_source, record.mtp_source
-    if (other and (_name_of(other), other.revision)) != (theirs and (theirs.name, theirs.revision)):
-        return False
-    if theirs and other and other.folder is not None and theirs.files != mtp_file_sizes(source):
-        return False
-    if source.folder is None:
+def _is_older(plan: Plan, made_ns: int) -> bool:
+    """Whether no file of a source folder, or of a dataset here, was written to since."""
+    if plan.source.folder is None:
         return True
-    states = list(source.states.values())
+    states, calibration = list(plan.source.states.values()), plan.recipe.calibration
     for dataset in filter(
         None, (find_path(texts.dataset) for texts in (calibration.mix if calibration else ()))
     ):
@@ -232,11 +231,8 @@ def _is_same_source(plan: Plan, record: Record, made_ns: int) -> bool:
             if dataset.is_file()
             else [path for path in dataset.rglob("*") if path.is_file()]
         )
-        states += states_of(
-            dataset.parent, (str(path.relative_to(dataset.parent)) for path in files)
-        ).values()
-    is_older = all(max(state.mtime_ns, state.ctime_ns) < made_ns for state in states)
-    return is_older and record.source.files == file_sizes(source)
+        states += states_of(Path("/"), map(str, files)).values()
+    return all(max(state.mtime_ns, state.ctime_ns) < made_ns for state in states)
 
 
 def _name_of(source: Source) -> str:
@@ -253,47 +249,33 @@ def refuse_place(source: Source, out: Path) -> None:
     """Refuse a path that cannot become an output made from `source`, whatever the disk has room
     for.
     """
-    if got := _found_at(out):
-        rule, cure = "an existing output is never overwritten", "Choose another OUT"
-        if got == _MOUNT:
-            rule, cure = "an output gets its name when it is whole", "Choose a folder inside it"
-        raise RecipeError(out, rule, got=got, cure=cure)
+    for rule, got in _faults_of_place(source, out):
+        raise RecipeError(out, rule, got=got, cure="Choose another OUT")
+
+
+def _faults_of_place(source: Source, out: Path) -> Iterator[tuple[str, str]]:
+    """What is wrong with a place: the rule, and what is there."""
+    found = ""
+    if out.is_symlink():
+        found = "a link"
+    elif out.is_file():
+        found = "a file"
+    elif out.is_mount():
+        found = "the root of a disk"
+    elif (out / RECORD).is_file():
+        found = "a finished checkpoint"
+    elif out.exists() and not is_empty(out):
+        found = "a folder with files in it"
+    if found:
+        yield "an existing output is never overwritten", found
     folder = source.folder
     if folder is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
-        raise RecipeError(
-            out,
-            "the output must lie outside the source",
-            got=f"a folder in {folder}",
-            cure="Choose another OUT",
-        )
+        yield "the output must lie outside the source", f"a folder in {folder}"
     parent = next(path for path in out.absolute().parents if path.exists() or path.is_symlink())
     if not parent.is_dir():
-        raise RecipeError(
-            out, "must be in a folder", got=f"{parent}, a file", cure="Choose another OUT"
-        )
+        yield "must be in a folder", f"{parent}, a file"
     if not os.access(parent, os.W_OK | os.X_OK):
-        got = f"{parent}, which you cannot write to"
-        raise RecipeError(
-            out, "must be in a folder that can be written to", got=got, cure="Choose another OUT"
-        )
-
-
-_MOUNT = "the root of a disk"
-
-
-def _found_at(out: Path) -> str:
-    """What has the output's name already; "" for nothing, or for an empty folder."""
-    if out.is_symlink():
-        return "a link"
-    if not out.exists() or is_empty(out):
-        return ""
-    if not out.is_dir():
-        return "a file"
-    if out.is_mount():
-        return _MOUNT
-    if (out / RECORD).is_file():
-        return "a finished checkpoint"
-    return "a folder with files in it"
+        yield "must be in a folder that can be written to", f"{parent}, which you cannot write to"
 
 
 def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -> None:
@@ -306,45 +288,16 @@ def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -
     if found == wanted or is_new:
         return
     if not is_ours and is_held(partial):
-        raise RecipeError(
-            partial, _ONE_RUN, got="another run at work", cure="Wait for it, or choose another OUT"
-        )
-    raise RecipeError(
-        partial,
+        cure = "Wait for it, or choose another OUT"
+        raise RecipeError(partial, _ONE_RUN, got="another run at work", cure=cure)
+    rule = (
         "an unfinished output can only be resumed with the same recipe, source, calibration data "
-        "and keepmtp version",
-        got="another plan",
-        cure="Remove it, or choose another OUT",
+        "and keepmtp version"
     )
+    raise RecipeError(partial, rule, got="another plan", cure="Remove it, or choose another OUT")
 
 
-def _refuse_strays(plan: Plan, partial: Path, configs: Iterable[str]) -> None:
-    """Refuse files that no part of this run wrote: they would be served and published with the
-    output.
-    """
-    own = {
-        *configs,
-        INDEX,
-        RECIPE,
-        RECORD,
-        *plan.companions,
-        *(shard.file for shard in plan.shards),
-    }
-    files = (
-        path.relative_to(partial)
-        for path in partial.rglob("*")
-        if not path.is_dir() or path.is_symlink()
-    )
-    strays = sorted(
-        path.as_posix() for path in files if path.parts[0] != WORK and path.as_posix() not in own
-    )
-    if strays:
-        raise CheckpointError(
-            partial,
-            "an output must hold nothing but what this run wrote",
-            got=listed(strays),
-            cure="Move these files away, and run the same command again",
-        )
+# --- what made it ---------------------------------------------------------------------------------
 
 
 def fingerprint(plan: Plan, calibration: str = "") -> str:
@@ -358,67 +311,53 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
         calibration: identifies the batches, such as the hash of their ids; counts only where the
             plan needs batches.
     """
-    assert plan.source.folder is not None
-    digest = hashlib.sha256()
-    recipe = plan.recipe.model_dump(
-        mode="json", exclude={"evaluation", "gates"}
-    )  # they change no byte of a shard
-    versions = [__version__, _versions("torch")]
-    for part in (
-        recipe,
-        files_of(plan)["config.json"],
-        file_sizes(plan.source),
-        plan.companions,
-        versions,
-    ):
-        digest.update(json.dumps(part).encode() + b"\0")
-    if plan.source.mtp_source is not None:
-        digest.update(
-            json.dumps([plan.source.mtp_source.revision, mtp_file_sizes(plan.source)]).encode()
-            + b"\0"
-        )
+    source, needs = plan.source, bool(plan.needs_calibration)
+    parts = {
+        "recipe": plan.recipe.model_dump(
+            mode="json", exclude={"evaluation", "gates"}
+        ),  # they change no byte
+        "config": files_of(plan)["config.json"],
+        "source": file_sizes(source),
+        "mtp": [source.mtp_source.revision if source.mtp_source else "", mtp_file_sizes(source)],
+        "files": plan.companions,
+        "calibration": calibration if needs else "",
+        "versions": [__version__, _versions(plan, needs)],
+    }
+    digest = hashlib.sha256(json.dumps(parts).encode())
     for tensor in plan.tensors:
         digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {tensor.outputs}\n".encode())
-    if plan.needs_calibration:
-        digest.update(json.dumps([calibration, _versions(*_calibrating(plan))]).encode())
     return digest.hexdigest()
 
 
 def record_of(plan: Plan, calibration: Mapping[str, Any] | None = None) -> Record:
     """What makes this checkpoint, without dates: the same input gives the same record."""
-    packages = ("torch", "numpy", *(_calibrating(plan) if calibration else ()))
-    source = plan.source
+    source, other = plan.source, plan.source.mtp_source
     return Record.model_validate(
         {
             "keepmtp": __version__,
             "recipe": plan.recipe.model_dump(mode="json"),
             "source": _recorded(source, file_sizes(source)),
-            "mtp_source": _recorded(source.mtp_source, mtp_file_sizes(source))
-            if source.mtp_source
-            else None,
+            "mtp_source": other and _recorded(other, mtp_file_sizes(source)),
             "calibration": dict(calibration) if calibration else None,
             "tensors": dict(Counter(tensor.fate for tensor in plan.tensors)),
             "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
-            "versions": {"python": platform.python_version(), **_versions(*packages)},
+            "versions": _versions(plan, calibration),
         }
     )
 
 
-def _calibrating(plan: Plan) -> tuple[str, ...]:
-    """The packages that calibrate."""
-    calibration = plan.recipe.calibration
-    is_modelopt = calibration is not None and calibration.backend == "modelopt"
-    learns = calibration is not None and calibration.algorithm == "autoround"
-    return (*_CALIBRATING, *("nvidia-modelopt",) * is_modelopt, *("auto-round",) * learns)
-
-
 def _recorded(source: Source, files: Mapping[str, int]) -> dict[str, Any]:
-    """What a record says of a checkpoint that was read."""
     return {"name": _name_of(source), "revision": source.revision, "files": files}
 
 
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
+def _versions(plan: Plan, is_calibrated: object) -> dict[str, str]:
+    """Of Python, and of the packages that compute."""
+    packages, calibration = ["torch", "numpy"], plan.recipe.calibration
+    if is_calibrated and calibration is not None:
+        packages += ["llmcompressor", "compressed-tensors", "transformers"]
+        packages += ["nvidia-modelopt"] * (calibration.backend == "modelopt")
+        packages += ["auto-round"] * (calibration.algorithm == "autoround")
+    found = {"python": platform.python_version()}
     for package in packages:
         try:
             found[package] = version(package)

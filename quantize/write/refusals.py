@@ -27,23 +27,20 @@ def refuse(plan: Plan, out: Path) -> None:
     """
     if not is_finished(plan, out):
         refuse_output(plan, out, calibration=None if plan.needs_batches else "")
-    refuse_untrusted_code(plan)
-    refuse_no_draft(plan)
-    refuse_missing_extra(plan)
+    for refuse_plan in _REFUSALS:
+        refuse_plan(plan)
     if plan.recipe.calibration is not None and plan.needs_batches:
         refuse_processes(plan.recipe.calibration, place_of_process().size, plan.recipe.name)
 
 
-def refuse_missing_extra(plan: Plan) -> None:
-    """Refuse to run without the packages that pack and, where the plan needs batches, calibrate.
-
-    Raises:
-        RecipeError: names the packages, and a data-free variant of the recipe.
-    """
+def _refuse_missing_extra(plan: Plan) -> None:
     if plan.needs_batches:
         otherwise = f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches"
         require_extra(f"calibration for {plan.recipe.name}", extra_of(plan), otherwise=otherwise)
     require_extra("packing weights", "quantize")
+
+
+_REFUSALS = (refuse_untrusted_code, refuse_no_draft, _refuse_missing_extra)
 
 
 def extra_of(plan: Plan) -> str:
@@ -59,7 +56,7 @@ def extra_of(plan: Plan) -> str:
 def refusals(plan: Plan) -> list[str]:
     """Every sentence that would stop this plan here, whatever its output folder."""
     found = []
-    for refuse_plan in (refuse_untrusted_code, refuse_no_draft, refuse_missing_extra):
+    for refuse_plan in _REFUSALS:
         try:
             refuse_plan(plan)
         except RecipeError as error:

@@ -117,11 +117,11 @@ def test_the_lock_comes_before_anything_is_read_or_written(tmp_path, source):
         ):
             refuse_output(late, out)
         assert (partial / WORK / "plan.sha256").read_text() == stamp
-    with (
-        pytest.raises(RecipeError, match="an unfinished output can only be resumed"),
-        claim(late, out),
-    ):
+    rule = r"out\.partial: an unfinished output can only be resumed"
+    with pytest.raises(RecipeError, match=rule), claim(late, out):
         pass
+    with pytest.raises(RecipeError, match=rule):
+        refuse_output(late, out)
     assert (partial / WORK / "plan.sha256").read_text() == stamp
 
 
@@ -294,8 +294,11 @@ def test_a_finished_output_of_another_run_is_refused(tmp_path, source):
 def test_nothing_is_left_next_to_an_output(tmp_path, source):
     out = tmp_path / "out"
     killed_after(source, out, num_shards=2)
+    kept = {path.name: path.stat().st_mtime_ns for path in partial_path(out).glob("*.safetensors")}
     quantized(source, out)
     assert beside(out) == ["out"] and not (out / WORK).exists()
+    now = {name: (out / name).stat().st_mtime_ns for name in kept}
+    assert now == kept, "whole shards are not written again"
 
 
 # --- places
@@ -327,7 +330,8 @@ def test_a_place_that_cannot_hold_the_output_is_refused(tmp_path, source, monkey
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").write_text("")
     assert "got a folder with files in it." in refusal_of_place(tmp_path / "full", source)
-    assert "Choose a folder inside it" in refusal_of_place(Path("/proc"), source)
+    assert "must lie outside the source" in refusal_of_place(source / "out", source)
+    assert "got the root of a disk." in refusal_of_place(Path("/proc"), source)
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert f"got {tmp_path}, which you cannot write to." in refusal_of_place(
         tmp_path / "out", source

@@ -59,18 +59,12 @@ def nearest_e2m1(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def errors_of_all_scales(
-    weight: torch.Tensor,
-    global_scale: torch.Tensor,
-    scales: torch.Tensor,
-    counts: torch.Tensor | None = None,
+    weight: torch.Tensor, global_scale: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """[groups, scales]: the squared error of each group of 16 under each E4M3 scale, by what
-    channels count.
-    """
+    """[groups, scales]: the squared error of each group of 16 under each E4M3 scale."""
     groups = weight.double().abs().view(-1, 16)
     units = (scales / global_scale).double()
-    each = 1.0 if counts is None else counts.double().expand_as(weight).reshape(-1, 16)
-    errors = [(groups - unit * nearest_e2m1(groups / unit)).square() * each for unit in units]
+    errors = [(groups - unit * nearest_e2m1(groups / unit)).square() for unit in units]
     return torch.stack([error.sum(1) for error in errors], 1)
 
 
@@ -89,17 +83,6 @@ def test_nvfp4_takes_the_best_of_all_126_scales(kind):
     own = errors.gather(1, found["weight_scale"].view(torch.uint8).view(-1, 1).long() - 1).sum()
     assert own <= errors.amin(1).sum() * 1.002
     assert own < 0.9 * squared_error("NVFP4A16", plain, weight)
-
-
-def test_nvfp4_takes_nearly_the_best_of_all_126_scales_by_importance():
-    """Where single channels count, a scale may be best that is further away than those that are
-    tried.
-    """
-    weight, counts = weights()["normal"], importance(512)
-    (found,) = pack(SCHEMES["NVFP4A16"], [weight], search="imatrix", importance=[counts])
-    errors = errors_of_all_scales(weight, found["weight_global_scale"], E4M3, counts)
-    own = errors.gather(1, found["weight_scale"].view(torch.uint8).view(-1, 1).long() - 1).sum()
-    assert own <= errors.amin(1).sum() * 1.05
 
 
 def test_nvfp4_takes_the_scales_of_modelopts_calibrator():

@@ -1,0 +1,140 @@
+"""What the packing of every scheme is made of: a chunk of rows with its working memory, largest
+magnitudes, linear scales, 4-bit codes in bytes.
+
+In: a chunk of a weight's rows in BF16 or F32, and its scales. Out: tensors on the same device.
+
+Easy to get wrong: the dtype. What a peer divides in BF16 is divided in BF16 here, on every device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...recipes.errors import CheckpointError
+from ...recipes.schemes import Scheme
+from .search import Sweep
+
+BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some rows of a weight, what they fill, and buffers for the F32 stage.
+
+    The buffers are used again for the next rows. Fresh ones of this size go back to the system when
+    they are freed, and the page faults of getting them again took as long as the arithmetic.
+
+    Attributes:
+        values: BF16 or F32 [n, K], contiguous.
+        out: the rows' slices of the outputs, by suffix.
+        search: a key of `recipes.schemes.SEARCHES`, or "".
+        importance: F32 [K], what the squared error of each input channel counts; None for all the
+            same.
+        scaled: F32 [elements].
+        spare: I32 [elements].
+        codes: U8 [2, elements].
+    """
+
+    scheme: Scheme
+    values: Tensor
+    out: Mapping[str, Tensor]
+    search: str
+    importance: Tensor | None
+    scaled: Tensor
+    spare: Tensor
+    codes: Tensor
+
+    @property
+    def group_size(self) -> int:
+        """Values with one scale: the scheme's group, or a row."""
+        return self.scheme.group_size or self.values.shape[1]
+
+    def counts(self, group_size: int) -> Tensor | None:
+        """The importance of each value: F32 [groups, members]."""
+        if self.importance is None:
+            return None
+        return self.importance.expand(len(self.values), -1).reshape(-1, group_size)
+
+    def in_units_of(self, scale: Tensor) -> Tensor:
+        """Values over their groups' scales in `scaled`: F32 [elements].
+
+        F32 by F32: the one place where compressed-tensors' quotient is wider than a BF16 weight.
+        """
+        scaled = self.scaled[: self.values.numel()].copy_(self.values.view(-1))
+        scaled.view(*scale.shape, -1).div_(scale.unsqueeze(-1))
+        return scaled
+
+    def swept(
+        self, sweep: Sweep, scale: Tensor, zero: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The scale of least error for each group [n, groups], in the dtype of `scale`, and the
+        values in F32.
+
+        A scale that was chosen for the values as they are is used on them as they are: no quotient
+        is rounded to BF16. `zero` has the shape of `scale`: the groups' zero points, which are the
+        sweep's classes.
+        """
+        scaled, classes = self.in_units_of(scale.float()).view(-1, self.group_size), None
+        if zero is not None:
+            scaled, classes = scaled.add_(zero.view(-1, 1)), zero.flatten().long()
+        chosen = sweep.errors(scaled, classes, self.counts(self.group_size)).argmin(-1)
+        exact = self.scaled[: self.values.numel()].view(self.values.shape).copy_(self.values)
+        return times(scale, sweep.ratios[0][chosen].view(scale.shape)), exact
+
+
+# Largest magnitudes, taken on the integer view: the order of non-negative floats is the order of
+# their bits, integer maxima are several times faster than BF16 ones, and NaN and Inf come out on
+# top instead of getting lost.
+
+
+def magnitude_bits(values: Tensor) -> Tensor:
+    """|values| as the integers of its bit patterns, same shape: int16 for BF16, int32 for F32."""
+    bits = BITS_DTYPE[values.dtype]
+    return values.view(bits) & torch.iinfo(bits).max
+
+
+def finite(amax_bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Magnitudes back in `dtype`, unless one of them is Inf or NaN."""
+    if int(amax_bits.max()) >= 0xFF << MANTISSA_BITS[dtype]:
+        rule, cure = "every value must be finite", "Get an intact checkpoint"
+        raise CheckpointError("weight", rule, got="NaN or Inf", cure=cure)
+    return amax_bits.view(dtype)
+
+
+def group_amax(values_NK: Tensor, group_size: int) -> Tensor:
+    """Largest magnitude per group of input channels: [N, K // group_size], dtype of the values."""
+    bits = magnitude_bits(values_NK).unflatten(1, (-1, group_size))
+    return finite(bits.amax(-1), values_NK.dtype)
+
+
+def divided(amax: Tensor, divisor: float) -> Tensor:
+    """amax / divisor in the dtype of amax. A CUDA division by a Python number multiplies by its
+    reciprocal instead.
+    """
+    return amax / torch.full((), divisor, dtype=amax.dtype, device=amax.device)
+
+
+def linear_scale(amax: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
+    """Linear scales in `dtype`: amax / largest, and that dtype's eps where this rounds to zero."""
+    scale = divided(amax, largest).to(dtype)
+    return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
+
+
+def store_nibbles(codes: Tensor, packed: Tensor) -> None:
+    """Two codes a byte, the even column in the low nibble: U8 [2 * B] of 0..15, overwritten, into B
+    bytes.
+    """
+    pairs = codes.view(torch.int16)
+    # The low byte of a little-endian pair is the even column; the cast keeps this byte.
+    packed.view(torch.uint8).view(-1).copy_(pairs.bitwise_or_(pairs >> 4))
+
+
+def times(scale: Tensor, ratio: Tensor) -> Tensor:
+    """Scales times ratios, in the dtype of the scales; the smallest ones stay as they are rather
+    than become 0.
+    """
+    product = (scale.float() * ratio).to(scale.dtype)
+    return torch.where(product == 0, scale, product)
