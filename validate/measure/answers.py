@@ -22,7 +22,7 @@ many answers empty).
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -31,7 +31,7 @@ from ...recipes.protocol import Evaluation
 from ..facts.binomial import sign_test
 from ..facts.evaluated import NOT_EMPTY, Arm, ChangedAnswer, DraftingFact, SwitchFact
 from ..facts.paired import outcomes
-from ..facts.served import Drafts, total
+from ..facts.served import Drafts, counters, total
 from .line_file import KeptHeader, LineFile, SittingLine, read_lines
 
 MOST_SHOWN = 5
@@ -111,6 +111,26 @@ def correct(samples: Samples, name: str) -> tuple[float, ...]:
     """
     numbers = range(samples.header.num_questions)
     return tuple(samples.lines[number].correct[name] for number in numbers)
+
+
+def counted(samples: Samples) -> dict[str, Any]:
+    """What follows from the lines alone: fields of an `EvaluatedFact`."""
+    answers, sittings = samples.lines.values(), samples.sittings
+    found = {
+        "role": samples.header.role,
+        "sha256": samples.header.checkpoint_sha256,
+        "num_questions": len(answers),
+        "num_truncated": sum(answer.finish_reason == "length" for answer in answers),
+        "num_empty": sum(not answer.text.strip() for answer in answers),
+        "num_tokens": sum(answer.num_tokens for answer in answers),
+        "seconds": sum(sitting.seconds for sitting in sittings.values()),
+        "sittings": len(sittings),
+        **counters(drafts_of(samples)),
+    }
+    if sittings:
+        last = sittings[max(sittings)]
+        found |= {"as_served": last.as_served, "reason": last.reason}
+    return found
 
 
 def finish(samples: Samples, right: Mapping[str, Sequence[float]]) -> None:

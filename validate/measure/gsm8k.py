@@ -26,7 +26,7 @@ from ..facts.paired import paired
 from ..facts.served import Drafts, counters
 from ..facts.step import Step
 from ..facts.vllm_env import VLLM
-from .answers import Answer, Header, Samples, Sitting, correct, drafting, drafts_of, finish
+from .answers import Answer, Header, Samples, Sitting, correct, counted, drafting, finish
 from .harness import Model, Setup, ask_all, has_template, hosting, refuse_drafts, room_for
 from .line_file import open_lines
 from .lm_eval_task import VERSIONS, Question, Questions, scores
@@ -148,9 +148,9 @@ def ask(
         samples.add(Answer(question=item.number, prompt_sha256=item.sha256, **said))
         return reply.num_tokens
 
-    def note(seconds: float, counted: Callable[[], Drafts] = server.drafts_now) -> None:
+    def note(seconds: float, read: Callable[[], Drafts] = server.drafts_now) -> None:
         with suppress(ServerFailed):  # one that dies fails an answer too, which says more
-            new = counters(counted().since(before))
+            new = counters(read().since(before))
             samples.add(Sitting(sitting=number, seconds=round(seconds, 3), **served, **new))
 
     ask_all(
@@ -274,24 +274,13 @@ def _task_fact(
 
 def _fact(model: Model, samples: Samples, questions: Questions) -> EvaluatedFact:
     """One model's part, once all is answered; finishes the file."""
-    answers = samples.lines
-    found, right = scores(questions, {number: answer.text for number, answer in answers.items()})
+    answers = {number: answer.text for number, answer in samples.lines.items()}
+    found, right = scores(questions, answers)
     finish(samples, right)
-    last = samples.sittings[max(samples.sittings)]
     return EvaluatedFact(
-        role=model.role,
         path=model.source.where,
-        sha256=model.identity.sha256,
-        as_served=last.as_served,
-        reason=last.reason,
         scores=found,
-        num_questions=len(answers),
-        num_truncated=sum(answer.finish_reason == "length" for answer in answers.values()),
-        num_empty=sum(not answer.text.strip() for answer in answers.values()),
-        num_tokens=sum(answer.num_tokens for answer in answers.values()),
-        seconds=sum(sitting.seconds for sitting in samples.sittings.values()),
-        **counters(drafts_of(samples)),
-        sittings=len(samples.sittings),
         samples=samples.path.name,
         samples_sha256=file_sha256(samples.path),
+        **counted(samples),
     )

@@ -28,8 +28,8 @@ from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact, mean_of_q
 from ..facts.findings import Finding
 from ..facts.paired import paired
 from ..facts.results import CheckData, Station, checkpoint_folder, command, file_of
-from ..facts.served import Drafts, Run, ServeCheck, counters, partings
-from ..measure.answers import Samples, correct, drafting, drafts_of, read_samples
+from ..facts.served import Drafts, Run, ServeCheck, partings
+from ..measure.answers import Samples, correct, counted, drafting, read_samples
 from ..measure.bench_lines import Measured, read_lines
 from ..measure.compared import figures, perplexities, read_compared
 from .check_data import check_data
@@ -199,22 +199,9 @@ def _of_answers(fact: EvaluatedFact, task: TaskFact, samples: Samples) -> Figure
     place, header, answers = f"{fact.role}.", samples.header, samples.lines.values()
     yield f"{place}protocol", task.protocol, header.protocol
     yield f"{place}dataset_sha256", task.dataset_sha256, header.dataset_sha256
-    for num in (header.num_questions, task.checkpoint.num_questions, len(answers)):
+    for num in (header.num_questions, task.checkpoint.num_questions):
         yield f"{place}num_questions", fact.num_questions, num
-    counted = {
-        "role": header.role,
-        "sha256": header.checkpoint_sha256,
-        "num_truncated": sum(answer.finish_reason == "length" for answer in answers),
-        "num_empty": sum(not answer.text.strip() for answer in answers),
-        "num_tokens": sum(answer.num_tokens for answer in answers),
-        "seconds": sum(sitting.seconds for sitting in samples.sittings.values()),
-        "sittings": len(samples.sittings),
-        **counters(drafts_of(samples)),
-    }
-    if samples.sittings:
-        last = samples.sittings[max(samples.sittings)]
-        counted |= {"as_served": last.as_served, "reason": last.reason}
-    yield from _fields(place, fact, counted)
+    yield from _fields(place, fact, counted(samples))
     read_by = Counter(name for answer in answers for name in answer.correct)
     for number, score in enumerate(fact.scores):
         yield (
