@@ -10,7 +10,7 @@ keepmtp, and a stray file may hold a token.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -82,7 +82,18 @@ def companions_in(folder: Path) -> Companions:
     Raises:
         CheckpointError: one that would be carried is a link out of the folder, or to nowhere.
     """
-    found = companions_among(_names(folder))
+    # Files of the folder and of its own folders, no deeper: a linked folder is one name.
+    names = []
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            inner = []
+            for each in os.scandir(entry):
+                if not each.is_dir(follow_symlinks=False):
+                    inner.append(f"{entry.name}/{each.name}")
+            names += inner or [f"{entry.name}/"]
+        else:
+            names.append(entry.name)
+    found = companions_among(names)
     for name in (*found.carried, *found.code):
         inside(folder, name)
     return found
@@ -119,17 +130,13 @@ def inside(folder: Path, name: str) -> Path:
         CheckpointError: a link that leaves the folder, or one to nowhere.
     """
     path = folder / name
-    home, target = (
-        Path(os.path.realpath(each)) for each in (folder, path)
-    )  # `resolve` raises on a link to itself
+    # `resolve` raises on a link to itself.
+    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-        raise CheckpointError(
-            path,
-            "a file of a checkpoint must be in its folder",
-            got=f"a link to {target}",
-            cure="Put a copy of the file there if it belongs to the checkpoint, or remove the link",
-        )
+        rule = "a file of a checkpoint must be in its folder"
+        cure = "Put a copy of the file there if it belongs to the checkpoint, or remove the link"
+        raise CheckpointError(path, rule, got=f"a link to {target}", cure=cure)
     if not path.is_file():
         got = "something else" if path.exists() else "a link to nowhere"
         raise CheckpointError(
@@ -155,13 +162,3 @@ def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
         name.count("/") == pattern.count("/") and fnmatchcase(name.lower(), pattern)
         for pattern in patterns
     )
-
-
-def _names(folder: Path) -> Iterator[str]:
-    """Files of the folder and of its own folders, no deeper: a linked folder is one name."""
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            inner = [each for each in os.scandir(entry) if not each.is_dir(follow_symlinks=False)]
-            yield from [f"{entry.name}/{each.name}" for each in inner] or [f"{entry.name}/"]
-        else:
-            yield entry.name

@@ -58,20 +58,16 @@ class ScratchFolder:
 def remove_left(prefix: str, parent: Path) -> None:
     """Remove scratch folders whose processes are gone."""
     for old in parent.glob(f"{prefix}*"):
-        _remove_if_left(old)
+        with suppress(OSError):  # it is gone, somebody else's, or at work
+            lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(old, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _remove(folder: Path, lock: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
-
-
-def _remove_if_left(folder: Path) -> None:
-    with suppress(OSError):  # it is gone, somebody else's, or at work
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            if os.fstat(lock).st_uid == os.getuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)

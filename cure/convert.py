@@ -94,6 +94,10 @@ class Converted(BaseModel):
     written: Mapping[_Config, str]
     tensors: Mapping[str, FirstTensor]
 
+    def restores(self, source: Source) -> bool:
+        """Whether the configs are as they were written, so that the first ones take their place."""
+        return self.written == {name: _sum(small_bytes(source, name)) for name in _CONFIGS}
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -147,7 +151,7 @@ def plan_conversion(where: str, to: Format) -> Conversion:
         rule = "a checkpoint is converted into the other dialect"
         raise RecipeError(where, rule, got=f"one in {to} already", cure="There is nothing to do")
     proposal, kept = Proposal(source), _record_of(source)
-    if kept is not None and (kept.first != to or _sums(source) != kept.written):
+    if kept is not None and (kept.first != to or not kept.restores(source)):
         kept = None
     why = f"so {to} has it"
     matrices = matrices_in(runtime, to)
@@ -175,10 +179,14 @@ def plan_conversion(where: str, to: Format) -> Conversion:
         files |= _first_configs(runtime, kept)
     else:
         files |= _configs(runtime, matrices, to)
+        before: dict[_Config, str | None] = dict.fromkeys(_CONFIGS)
+        for name in _CONFIGS:
+            if small_object(source, name) is not None:  # it must be JSON
+                before[name] = (small_bytes(source, name) or b"").decode()
         record = Converted(
             keepmtp=__version__,
             first=first,
-            configs={name: _text_of(source, name) for name in _CONFIGS},
+            configs=before,
             written={name: _sum(files[name]) for name in _CONFIGS},
             tensors=dict(sorted(lost.items())),
         )
@@ -340,17 +348,6 @@ def _record_of(source: Source) -> Converted | None:
     except ValidationError as error:
         got = first_fault(error)
         raise CheckpointError(where, rule, got=got, cure=_WITHOUT_IT) from error
-
-
-def _text_of(source: Source, name: str) -> str | None:
-    """A config file as it is; it must be JSON."""
-    return (
-        None if small_object(source, name) is None else (small_bytes(source, name) or b"").decode()
-    )
-
-
-def _sums(source: Source) -> dict[str, str]:
-    return {name: _sum(small_bytes(source, name)) for name in _CONFIGS}
 
 
 def _sum(data: bytes | None) -> str:

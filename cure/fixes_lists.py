@@ -34,7 +34,7 @@ from ..validate.check.dialects.modelopt import ModelOpt
 from ..validate.check.dialects.quark import Quark
 from ..validate.check.runtime_view import Module, RuntimeView
 from ..validate.check.vllm_module import ConfigEntry, Resolution
-from .proposal import CONFIG, Faulty, Proposal
+from .proposal import CONFIG, Faulty
 
 _ALGORITHMS = {
     "nvfp4_modelopt": "NVFP4",
@@ -97,7 +97,9 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
     spelling = _SPELLINGS.get(type(runtime.dialect))
     if spelling is None:
         return
-    key = _key(proposal, spelling)
+    key = next((key for key in spelling.keys if proposal.quantization(key)), spelling.keys[0])
+    if proposal.quantization_at[1][-1] == "quantization":
+        key = "exclude_modules"
     now: Any = proposal.quantization(key) or ([] if spelling.value is None else {})
     harmful = _harmful(runtime)
     if spelling.value is None and (removed := [entry for entry in now if entry in harmful]):
@@ -131,12 +133,6 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
         _more_targets(faulty)
     elif isinstance(runtime.dialect, ModelOpt) and runtime.dialect.algorithm == "MIXED_PRECISION":
         _more_lines(faulty)
-
-
-def _key(proposal: Proposal, spelling: _Spelling) -> str:
-    if proposal.quantization_at[1][-1] == "quantization":
-        return "exclude_modules"
-    return next((key for key in spelling.keys if proposal.quantization(key)), spelling.keys[0])
 
 
 def _harmful(runtime: RuntimeView) -> dict[str, str]:

@@ -158,21 +158,17 @@ def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
         for leaf, entry in parts.items():
             dtype, shape = _dtype_of(built, leaf, entry), _shape_of(built, leaf, entry, weight)
             if (dtype, shape) != (entry.dtype, entry.shape):
-                was, wanted = _words(entry.dtype, entry.shape), _words(dtype, shape)
-                why = f"{leaf} is {was}, and vLLM builds {wanted}; the bytes stay"
-                faulty.proposal.retensor(
-                    entry, replace(as_it_was(entry), dtype=dtype, shape=shape), why
-                )
+                why = f"vLLM builds {leaf} as {dtype} of {len(shape)} dimensions; the bytes stay"
+                new = replace(as_it_was(entry), dtype=dtype, shape=shape)
+                faulty.proposal.retensor(entry, new, why)
 
 
 def _dtype_of(built: VLLMModule, leaf: str, entry: Entry) -> str:
     """The dtype that the same bytes must have; the one they have, where another one needs other
     bytes.
     """
-    if (
-        built.form == "mxfp4" and built.renames
-    ):  # DeepSeek-V4's loaders take the bytes of E8M0 as they are
-        return entry.dtype
+    if built.form == "mxfp4" and built.renames:
+        return entry.dtype  # DeepSeek-V4's loaders take the bytes of E8M0 as they are
     tables = {"weight": _WEIGHTS, "weight_packed": _WEIGHTS, "weight_scale": _SCALES}
     wanted = tables.get(leaf, {}).get(built.form, "")
     return wanted if entry.dtype in _VIEWS.get(wanted, ()) else entry.dtype
@@ -193,12 +189,6 @@ def _shape_of(built: VLLMModule, leaf: str, entry: Entry, weight: Entry) -> tupl
         wanted = {2: (rows, columns), 4: (rows, 1, columns, 1)}
     shape = wanted.get(built.scale_ndim, entry.shape)
     return shape if prod(shape) == prod(entry.shape) else entry.shape
-
-
-def _words(dtype: str, shape: tuple[int, ...]) -> str:
-    if not shape:
-        return f"{dtype}, one number"
-    return f"{dtype} of {len(shape)} dimension{'s' if len(shape) > 1 else ''}"
 
 
 def _widened(data: bytes) -> bytes:

@@ -3,12 +3,10 @@ too many.
 """
 
 import random
-from pathlib import Path
 
 import pytest
 from hub import Fault, Hub, serving
 from keepmtp.checkpoints.hub import read_range
-from keepmtp.checkpoints.hub_client import PATIENCE
 from keepmtp.recipes.errors import NoCheckpointError
 
 FILE = "model.safetensors"
@@ -107,28 +105,3 @@ def test_the_address_that_the_hub_leads_to_is_kept_and_asked_for_anew_when_it_ex
     assert got(hub) == CONTENT[START : START + LENGTH]
     asked = [request.split()[1].split("/")[1] for request in hub.requests if "bytes=" in request]
     assert asked[4:] == ["elsewhere", "org", "elsewhere"]
-
-
-def test_a_slow_line_has_a_deadline(hub, monkeypatch):
-    monkeypatch.setattr(PATIENCE, "seconds", 0.3)
-    hub.faults.append(Fault("GET .*resolve", spoils="headers", times=99))
-    with pytest.raises(
-        NoCheckpointError, match=r"the Hub must answer; got no whole answer within 0\.3 s"
-    ):
-        got(hub)
-
-
-def test_a_mirror_of_holes_sends_what_is_asked_for(hub, tmp_path):
-    """The helper of other tests: a file of 1 TB that takes no room."""
-    folder: Path = tmp_path / "holes"
-    folder.mkdir()
-    with open(folder / FILE, "wb") as file:
-        file.truncate(10**12)
-        file.seek(START)
-        file.write(CONTENT[:10])
-    hub.link("org/holes", folder)
-    into = bytearray(20)
-    read_range(
-        "org/holes", FILE, commit=hub.repos["org/holes"].head, start=START, into=memoryview(into)
-    )
-    assert into == CONTENT[:10] + bytes(10)
