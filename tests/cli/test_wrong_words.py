@@ -20,27 +20,17 @@ TINY = ROOT / "models" / "tiny-glm4-moe"
 
 WRONG = [
     # places without a checkpoint, under each verb that takes one
-    *(
-        (f"{verb} gguf", "Name the safetensors release that the GGUF file was made of.")
-        for verb in ("check", "fix")
-    ),
-    ("explain adapter", "Merge it into its base model"),
-    ("plan ./adapter", "Merge it into its base model"),
-    ("serve adapter --dry-run", "Merge it into its base model"),
-    ("check empty", "got an empty folder. Download the checkpoint into it, or name its Hub id."),
-    ("check tok", "got a tokenizer alone. Save the model into this folder too"),
-    ("check parent", "Name parent/tiny."),
-    ("check tiny/config.json", "Name its folder, tiny."),
-    (
-        "check tiny-glm4-moe",
-        "run `keepmtp quantize tiny-glm4-moe`, and name the folder that it writes.",
-    ),
-    ("serve glm-4.7 --dry-run", "run `keepmtp quantize glm-4.7`"),
+    ("check gguf", "got model-Q4_K_M.gguf. Name that of a whole model"),
+    ("explain adapter", "an adapter is merged into its base model first."),
+    ("serve adapter --dry-run", "an adapter is merged into its base model first."),
+    ("check empty", "got an empty folder. Name that of a whole model"),
+    ("check parent", "got tiny. Name that of a whole model"),
+    ("check tiny/config.json", "Name the folder of a checkpoint in safetensors files."),
+    ("serve glm-4.7 --dry-run", "got no such folder. Check its name."),
     ("check nothere", "got no such folder. Check its name."),
-    ("check https://example.com/org/name", "Name a folder, ORG/NAME or the address of its page."),
+    ("check https://example.com/org/name", "got no such folder. Check its name."),
     ("graft tiny --from nothere --out new", "got no such folder. Check its name."),
-    ("bench gguf", "Name the safetensors release"),
-    ("eval gguf", "Name the safetensors release"),
+    ("bench gguf", "Name that of a whole model"),
     ("gate gguf", "Name that folder."),
     # names
     ("check tiny --gpu h10", "Did you mean h100?"),
@@ -138,13 +128,13 @@ WRONG = [
     ("quantize tiny-glm4-moe --source qwen", "Choose another MODEL"),
     ("plan tiny-glm4-moe --calibration mix-512x2048", "Remove it."),
     # paths
-    ("plan notes.txt", "Name a checkpoint's folder, or ORG/NAME."),
+    ("plan notes.txt", "Name the folder of a checkpoint in safetensors files."),
     ("plan https://huggingface.co/zai-org", "Name the address of a repository's page."),
     ("plan glm-4.7 --source nothere", "Check its name."),
     ("plan tiny-glm4-moe --mtp-source nothere", "Check its name."),
     (
         "quantize ./alone --scheme w4a16-fp8",
-        "Download its weights; those in .bin or GGUF files are not read.",
+        "Download all of its files; weights in .bin or GGUF files are not read.",
     ),
     ("gate 'my model'", "Run `keepmtp check '"),
     ("publish empty --repo a/b", "got no config.json. Name its folder."),
@@ -152,10 +142,10 @@ WRONG = [
     ("publish tiny --repo https://huggingface.co/a/b", "Name it a/b."),
     ("explain tiny --log tiny", "or pipe it"),
     ("explain", "Name a folder, or --log."),
-    ("graft tiny --from qwen --out new", "Name the release that the checkpoint was made from."),
+    ("graft tiny --from qwen --out new", "Name the release that it was made from."),
     ("graft tiny --from tiny --out new", "say --replace"),
     ("closeness tiny --source tiny", "Give a .txt file"),
-    ("serve-check tiny --source qwen", "Name another --source."),
+    ("serve-check tiny --source qwen", "Name the release that it was made from."),
     ("check tiny --draft nothere --gpu sm90", "--draft: nothere: a checkpoint is a folder"),
     ("check tiny --gpu sm90,sm100", "Repeat it: --gpu sm90 --gpu sm100."),
     ("bench tiny -k 9..1", "a range that goes up, by 64 at most; got 9..1."),
@@ -191,7 +181,6 @@ def places(tmp_path_factory) -> Path:
     files = {
         "gguf": "model-Q4_K_M.gguf",
         "adapter": "adapter_config.json",
-        "tok": "tokenizer.json",
         "empty": "",
     }
     for name, file in files.items():

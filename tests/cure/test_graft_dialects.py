@@ -89,7 +89,7 @@ def test_modelopt_releases_that_dropped_theirs(model, form, tmp_path):
     made = graft(tmp_path, model, checkpoint)
     assert errors(made) == [] and made.proposal.edits, "an entry was needed, and written"
     with pytest.raises(
-        RecipeError, match="graft writes a packed MTP block in compressed-tensors only"
+        RecipeError, match="a packed MTP block is written in compressed-tensors only"
     ):
         plan_graft(made.quantized, made.plan.source, mtp="FP8_DYNAMIC")
 
