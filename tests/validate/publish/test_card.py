@@ -531,17 +531,15 @@ def test_each_task_of_several_has_its_line_and_its_own_leaderboard(made):
     why = f"gsm8k_platinum: {off_leaderboard(asked.tasks[1])}"
     text = page(cards.told(made, report))
     assert ticked(why) in " ".join(text.split())
-    (found,) = [table for table in tables(text) if table[0][:2] == ["task", "asked"]]
+    (found,) = [table for table in tables(text) if table[0][:2] == ["task", "source"]]
     assert [row[0].partition(",")[0] for row in found[1:]] == [
         "gsm8k",
         "mmlu_pro",
         "gsm8k_platinum",
         "mean",
     ]
-    assert (
-        found[2][2:6] == ["78.96 %", "77.29 % ± 0.38 %", "-", "97.89 %"]
-        and found[4][5] == "98.56 %"
-    )
+    assert found[2][1:3] == ["78.96 %", "77.29 % ± 0.38"]
+    assert found[2][3].startswith("97.89 % (") and found[4][3].startswith("98.56 % (")
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -607,7 +605,7 @@ def test_every_number_of_the_result_tables_is_in_the_report(made):
     numbers = [
         number for cell in told for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", cell)
     ]
-    assert len(numbers) > 100
+    assert len(numbers) > 90
     strange = [number for number in numbers if number not in numbers_of(report)]
     assert not strange
     assert "88.34" not in numbers_of(report), "not just any number is in the report"
