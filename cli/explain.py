@@ -159,19 +159,15 @@ def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
 
 def _groups(found: "Explanation") -> Iterator[RenderableType]:
     """A table for each model that has groups."""
-    columns = ("modules", "built as", "filled from")
-    if has_kernels := any(group.kernel for group in found.groups):
-        columns = (*columns, "kernel")
     for part, title in _TITLES.items():
         rows = []
         for group in found.groups:
             if group.part == part:
                 files = group.first_file if group.files == 1 else f"{group.files} files"
                 filled = f"{group.tensors:,} {group.stored} in {files}"
-                row = [f"{group.modules} ({group.count:,})", group.built, filled]
-                rows.append([*row, group.kernel] if has_kernels else row)
+                rows.append([f"{group.modules} ({group.count:,})", group.built, filled])
         if rows:
-            yield table(title, columns, rows)
+            yield table(title, ("modules", "built as", "filled from"), rows)
 
 
 def _verdict(found: "Explanation") -> Iterator[str]:

@@ -266,7 +266,7 @@ def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
     is_of_block = finding in of_rule and all(runtime.is_mtp_name(each.where) for each in of_rule)
     if finding.rule in _OF_BLOCKS or (finding.rule in _OF_TENSORS and is_of_block):
         where = shlex.quote(name or outcome.proposal.source.where)
-        return f"keepmtp graft {where} --from {runtime.base_model or 'RELEASE'} --out NEW"
+        return f"keepmtp graft {where} --from RELEASE --out NEW"
     return ""
 
 

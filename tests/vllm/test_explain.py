@@ -72,18 +72,6 @@ def test_a_stop_of_the_dry_load_is_a_note(accounts):
     )
 
 
-def test_kernels_are_named_by_module_group(accounts):
+def test_what_the_draft_shares_is_a_note(accounts):
     checked = with_loads(examine(accounts["good"].path), [accounts["good"]], "0.32.0")
-    found = explain(checked, None)
-    kernels = {(group.part, group.modules): group.kernel for group in found.groups}
-    assert kernels["mtp", "routed experts"] == kernels["backbone", "routed experts"] != ""
-    assert (
-        "NvFp4LinearKernel" in kernels["backbone", "attention"]
-        and "NvFp4" in kernels["mtp", "shared experts"]
-    )
-    assert kernels["mtp", "glue"] == ""
-    notes = " ".join(found.notes)
-    assert (
-        "On sm100 the draft's attention runs on FLASH" in notes
-        and "gives the draft the target's" in notes
-    )
+    assert "gives the draft the target's" in " ".join(explain(checked, None).notes)

@@ -8,15 +8,16 @@ with.
 Easy to get wrong: a rounding error is expected, and each scheme has its own size of it. A transform
 that moves scale between neighbours (AWQ, SmoothQuant) changes columns on purpose; a weight is
 compared after the best factor a column then, and only what is left counts. And a release may hold
-all experts in one tensor [experts, projections x N, K], and its quantization a tensor an expert and
-projection, or the reverse: a slice of such a tensor is described as if it were a tensor of its own,
-with the name of the whole in messages.
+all experts in one tensor [experts, projections x N, K], and
+its quantization a tensor an expert and projection, or the reverse: a slice of such a tensor is
+described as if it were a tensor of its own, with the name of the whole in messages.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,9 +30,9 @@ from ...checkpoints.stored import NOT_COMPUTED, Form, StoredWeight
 from ...checkpoints.values import read_tensor, row_ranges
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objection
 from .reading import BytesRead, is_remote
-from .runtime_view import RuntimeView
+from .runtime_view import Member, RuntimeView
 
 # The relative error (of the Frobenius norm) that a scheme never reaches: two to three times what it
 # has on a normal distribution, since GPTQ moves weights further than rounding does.
@@ -48,9 +49,7 @@ BOUND: Mapping[Form, float] = {
     "mxfp4": 0.35,
     "int_packed": 0.35,
 }
-# A cosine above which two matrices were once the same.
-_ALIKE = 0.5
-# Elements of a weight in which words are looked for: a vocabulary is not turned into F32 as a
+# Elements of a weight in which a transform is looked for: a vocabulary is not turned into F32
 # whole.
 _DESCRIBED = 64 * 2**20
 # Where a release is not compared whole: enough experts to tell what was done to each kind of
@@ -58,6 +57,9 @@ _DESCRIBED = 64 * 2**20
 _SAMPLED_EXPERTS = (None, 0, 1)
 # Pairs that are in memory at the same time, of folders and of a repository.
 _AT_A_TIME, _AT_A_TIME_REMOTE = 2, 4
+
+
+_objection = partial(Objection, origin="values")
 
 
 class Pair(NamedTuple):
@@ -81,19 +83,19 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pa
     Not whole: of the MTP block, and of the backbone's first, middle and last layer, with two
     experts each.
     """
-    own, theirs = dict(_matrices(runtime)), dict(_matrices(release))
+    own, theirs = _matrices(runtime), _matrices(release)
     last = runtime.view.num_layers - 1
     found = []
-    for module, (weight, place) in own.items():
-        other, _ = theirs.get(module, (None, None))
+    for module, (place, weight) in own.items():
+        expert = place.expert
+        if place.row.stacked:
+            expert = int(module.rpartition(".")[0].rpartition(".")[2])
         is_near = place.part == "mtp" or place.layer in (0, last // 2, last)
-        is_sampled = (
-            is_near
-            and place.role not in ("embedding", "head")
-            and _expert(module, place) in _SAMPLED_EXPERTS
-        )
-        if other and (whole or is_sampled) and can_be_read(weight) and can_be_read(other):
-            found.append(Pair(weight, other, place))
+        is_small = place.role not in ("embedding", "head") and expert in _SAMPLED_EXPERTS
+        if module in theirs and (whole or (is_near and is_small)):
+            other = theirs[module].weight
+            if can_be_read(weight) and can_be_read(other):
+                found.append(Pair(weight, other, place))
     return found
 
 
@@ -116,10 +118,10 @@ def compared(
         found: from `pairs`.
         progress: called with the bytes that were read.
     """
-    sources = runtime.source, release.source
-    with ThreadPoolExecutor(
-        _AT_A_TIME_REMOTE if any(map(is_remote, sources)) else _AT_A_TIME
-    ) as pool:
+    sources, num_threads = (runtime.source, release.source), _AT_A_TIME
+    if any(map(is_remote, sources)):
+        num_threads = _AT_A_TIME_REMOTE
+    with ThreadPoolExecutor(num_threads) as pool:
         results = pool.map(lambda pair: [*_compared(pair, *sources)], found)
         for pair, objected in zip(found, results, strict=True):
             yield from objected
@@ -127,57 +129,49 @@ def compared(
 
 
 def _compared(pair: Pair, own: Source, release: Source) -> Iterator[Objection]:
-    weight, theirs = pair.weight, pair.theirs
+    weight, theirs, place = pair
     bound = max(BOUND[weight.form], BOUND[theirs.form])
+    severity, name, kind = "error", weight.weight.name, f"{place.part} {place.row.path}"
     if weight.shape != theirs.shape:
-        yield _of_another_shape(pair)
+        # A vocabulary may be padded; another shape of a layer's weight is another model.
+        severity = "warning" if place.role in ("embedding", "head") else "error"
+        says = (
+            f"is {list(weight.shape)}, where the release has {list(theirs.shape)}: it is "
+            "another model's"
+        )
+        cure = "Name the release that it was made from"
+        yield _objection("release", name, says, cure, f"{kind} shape", severity)
         return
-    parts, their_parts = _parts(own, weight), _parts(release, theirs)
-    is_alike = weight.form == theirs.form and parts.keys() == their_parts.keys()
-    if is_alike and all(_is_same(part, their_parts[leaf]) for leaf, part in parts.items()):
+    parts = {leaf: read_tensor(own, entry) for leaf, entry in weight.parts.items()}
+    others = {leaf: read_tensor(release, entry) for leaf, entry in theirs.parts.items()}
+    is_alike = weight.form == theirs.form and parts.keys() == others.keys()
+    if is_alike and all(_is_same(part, others[leaf]) for leaf, part in parts.items()):
         return
     ours = dequantize(weight.form, parts, shape=weight.shape, block=weight.block)
-    original = dequantize(theirs.form, their_parts, shape=theirs.shape, block=theirs.block)
+    original = dequantize(theirs.form, others, shape=theirs.shape, block=theirs.block)
     error = relative_error(ours, original)
-    if not error <= bound:  # also where it is no number
-        words = difference(ours, original, bound)
-        yield objection(
-            "release",
-            weight.weight.name,
-            severity="warning" if "AWQ" in words else "error",
-            says=(
-                f"differs from the release by {error:.1%}, where {weight.form} rounds by less than "
-                f"{bound:.0%}: {words}"
-            ),
-            cure="Quantize this module again from the release",
-            cause=f"{pair.place.part} {pair.place.row.path} {words}",
-            origin="values",
+    if error <= bound:
+        return
+    words = "it is another version, or another weight"
+    if not torch.isfinite(ours).all():
+        words = "it has values that are infinite or NaN"
+    elif ours.numel() <= _DESCRIBED and has_column_factors(ours.float(), original.float(), bound):
+        severity, words = (
+            "warning",
+            "each input channel has a factor of its own, as after AWQ or SmoothQuant",
         )
-
-
-def _of_another_shape(pair: Pair) -> Objection:
-    """A vocabulary may be padded; another shape of a layer's weight is another model."""
-    return objection(
-        "release",
-        pair.weight.weight.name,
-        severity="warning" if pair.place.role in ("embedding", "head") else "error",
-        says=f"is {list(pair.weight.shape)}, where the release has {list(pair.theirs.shape)}: it "
-        "is another model's",
-        cure="Name the release that it was made from",
-        cause=f"{pair.place.part} {pair.place.row.path} shape",
-        origin="values",
+    says = (
+        f"differs from the release by {error:.1%}, where {weight.form} rounds by less than "
+        f"{bound:.0%}: {words}"
     )
-
-
-def _parts(source: Source, weight: StoredWeight) -> dict[str, Tensor]:
-    return {leaf: read_tensor(source, entry) for leaf, entry in weight.parts.items()}
+    cure = "Quantize this module again from the release"
+    yield _objection("release", name, says, cure, f"{kind} {words}", severity)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Whether the bytes are the same; a NaN is equal to itself."""
-    return one.dtype == other.dtype and torch.equal(
-        *(each.reshape(-1).view(torch.uint8) for each in (one, other))
-    )
+    raw, others = (each.reshape(-1).view(torch.uint8) for each in (one, other))
+    return one.dtype == other.dtype and torch.equal(raw, others)
 
 
 def relative_error(ours: Tensor, original: Tensor) -> float:
@@ -192,50 +186,36 @@ def relative_error(ours: Tensor, original: Tensor) -> float:
     return math.sqrt(off / norm) if norm else float(bool(off))
 
 
-def difference(ours: Tensor, original: Tensor, bound: float) -> str:
-    """In words, how a matrix [N, K] differs from its original by more than rounding."""
-    if not torch.isfinite(ours).all():
-        return "it has values that are infinite or NaN"
-    if ours.numel() > _DESCRIBED:
-        return "it is another version"
-    ours, original = ours.float(), original.float()
+def has_column_factors(ours: Tensor, original: Tensor, bound: float) -> bool:
+    """Whether factors of input channels, and none of rows, leave only rounding of a difference
+    [N, K].
+    """
     product, square = ours * original, original.square()
     rows = product.sum(1, keepdim=True) / square.sum(1, keepdim=True).clamp_min(1e-30)
+    columns = product.sum(0) / square.sum(0).clamp_min(1e-30)
     if relative_error(ours, original * rows) <= bound:
-        return (
-            f"its rows are about {rows.min().item():.2g} to {rows.max().item():.2g} times the "
-            "release's"
-        )
-    if relative_error(ours, original * (product.sum(0) / square.sum(0).clamp_min(1e-30))) <= bound:
-        return "each input channel has a factor of its own, as after AWQ or SmoothQuant"
-    cosine = product.sum() / (ours.norm() * original.norm()).clamp_min(1e-30)
-    return (
-        "it is another version"
-        if cosine >= _ALIKE
-        else "it has nothing in common with the release's"
-    )
+        return False
+    return relative_error(ours, original * columns) <= bound
 
 
-def _expert(module: HFName, place: Place) -> int | None:
-    """The index of an expert, also of one in a stack."""
-    if not place.row.stacked:
-        return place.expert
-    return int(module.rpartition(".")[0].rpartition(".")[2])
-
-
-def _matrices(runtime: RuntimeView) -> Iterator[tuple[HFName, tuple[StoredWeight, Place]]]:
+def _matrices(runtime: RuntimeView) -> dict[HFName, Member]:
     """Every weight [N, K] of the language model, by the name that it has where experts are not
     stacked.
     """
-    for member in (member for module in runtime.modules for member in module.members):
-        weight, place = member.weight, member.place
-        if place.row.stacked and weight.form == "plain" and len(weight.shape) == 3:
-            yield from _unstacked(weight.weight, place)
-        elif len(weight.shape) == 2:
-            yield weight.module, (weight, place)
+    found: dict[HFName, Member] = {}
+    for module in runtime.modules:
+        for member in module.members:
+            weight, num_dims = member.weight, len(member.weight.shape)
+            if member.place.row.stacked and weight.form == "plain" and num_dims == 3:
+                found |= {
+                    each.weight.module: each for each in _unstacked(weight.weight, member.place)
+                }
+            elif num_dims == 2:
+                found[weight.module] = member
+    return found
 
 
-def _unstacked(entry: Entry, place: Place) -> Iterator[tuple[HFName, tuple[StoredWeight, Place]]]:
+def _unstacked(entry: Entry, place: Place) -> Iterator[Member]:
     """The experts and projections of a tensor [experts, projections x N, K], as weights of their
     own.
     """
@@ -244,20 +224,12 @@ def _unstacked(entry: Entry, place: Place) -> Iterator[tuple[HFName, tuple[Store
     shape = (num_rows // len(place.row.stacked), num_columns)
     if math.prod(shape) * count != math.prod(entry.shape):
         return
-    stem, start, num_bytes = (
-        place.module.removesuffix(place.row.path),
-        entry.start,
-        entry.num_bytes // max(1, count),
-    )
+    stem, start = place.module.removesuffix(place.row.path), entry.start
+    num_bytes = entry.num_bytes // max(1, count)
     for expert in range(num_experts):
         for path in place.row.unstacked:
             module = HFName(stem + path.replace("{e}", str(expert)))
-            part = replace(entry, shape=shape, start=start, num_bytes=num_bytes)
-            yield (
-                module,
-                (
-                    StoredWeight(module=module, form="plain", parts={"weight": part}, shape=shape),
-                    place,
-                ),
-            )
+            parts = {"weight": replace(entry, shape=shape, start=start, num_bytes=num_bytes)}
+            weight = StoredWeight(module=module, form="plain", parts=parts, shape=shape)
+            yield Member(place, weight)
             start += num_bytes

@@ -2,8 +2,9 @@
 headers alone.
 
 In: a folder or Hub id, ours or not: compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound
-or Quark; and the servers that are to load it: vLLM, and SGLang if named (sglang/). Out: a
-`CheckData`. Only JSON files and safetensors headers are downloaded, and neither server is needed.
+or Quark; and the
+servers that are to load it: vLLM, and SGLang if named (sglang/). Out: a `CheckData`. Only JSON
+files and safetensors headers are downloaded, and neither server is needed.
 
 Easy to get wrong: a checkpoint that loads can still draft at 0 %. A finding is an error where vLLM
 0.32 raises, and where it stays silent but holds something else than the files. What only older
@@ -22,18 +23,15 @@ from ...recipes.errors import (
     RecipeError,
     shortened,
 )
-from ...recipes.families import find_view
+from ...recipes.families import is_drafted, promises_mtp
 from ..facts.dry_load import LoadAccount
-from ..facts.findings import CheckpointFacts, Objection, Runtime, errors_first, grouped, objection
+from ..facts.findings import CheckpointFacts, Objection, Runtime, errors_first, grouped
 from ..facts.results import CheckData
 from . import rules_config, rules_forms, rules_kv, rules_mtp
-from .dialects.choose import quantization_of
-from .dialects.methods import unloadable
+from .dialects.choose import quantization_of, unloadable
 from .dialects.patterns import time_limit
-from .runtime_view import RuntimeView
+from .runtime_view import RuntimeView, StoredView
 from .sglang.rules import judge as judge_for_sglang
-from .stored_view import StoredView
-from .without_family import objections_without_family
 
 Rule = Callable[[RuntimeView], Iterator[Objection]]
 RULES: tuple[Rule, ...] = (
@@ -41,6 +39,15 @@ RULES: tuple[Rule, ...] = (
     *rules_forms.RULES,
     *rules_kv.RULES,
     *rules_config.RULES,
+)
+WITHOUT_FAMILY: tuple[Callable[[StoredView], Iterator[Objection]], ...] = (
+    rules_forms.stored_form_is_what_is_built,
+    rules_forms.schemes_are_known,
+    rules_mtp.scales_have_weights,
+    rules_mtp.counted_layers_are_there,
+    rules_mtp.files_are_indexed,
+    rules_config.index_size_is_sane,
+    rules_config.own_code_is_known,
 )
 VLLM_ALONE: tuple[Runtime, ...] = ("vllm",)
 RULES_OF: Mapping[Runtime, tuple[Rule, ...]] = {
@@ -127,47 +134,81 @@ def examine_source(
     """`examine` for a checkpoint whose headers are already read."""
     # Where a finding means that vLLM would fail on the config, or hang, no source goes with it, and
     # nothing is loaded.
-    stored = StoredView(source=opened)
-    if "vllm" in runtimes and (
-        refused := unloadable(opened.config, quantization_of(opened.config))
-    ):
+    stored, where = StoredView(opened), opened.where
+    refused = unloadable(opened.config, quantization_of(opened.config))
+    if refused is not None and "vllm" in runtimes:
         facts = _facts(stored)
         says = (
             f"{refused.says}. {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
         )
-        found = [objection("method", refused.where, says=says, cure=refused.cure)]
-        return Checked(_data(opened.where, facts, found))
-    try:
-        runtime = RuntimeView(
-            source=opened, view=find_view(opened.config, opened.where, opened.entries)
+        return Checked(
+            _data(where, facts, [Objection("method", refused.where, says, refused.cure)])
         )
+    try:
+        runtime = RuntimeView.of(opened)
         if min(runtime.view.num_layers, runtime.promised) < 0:
             raise ValueError("a number below 0")
     except RecipeError as error:
         runtime = error
+    except CheckpointError as error:
+        return Checked(_refused(where, "config", error), opened)
     except (KeyError, TypeError, ValueError) as error:
-        refusal = error
-        if not isinstance(refusal, CheckpointError):
-            rule, cure = "must count its layers", "Take the original's config.json"
-            refusal = CheckpointError(
-                f"{opened.where}/config.json", rule, got=repr(error), cure=cure
-            )
-        return Checked(_refused(opened.where, "config", refusal), opened)
+        rule, cure = "must count its layers", "Take the original's config.json"
+        refusal = CheckpointError(f"{where}/config.json", rule, got=repr(error), cure=cure)
+        return Checked(_refused(where, "config", refusal), opened)
     try:
         with time_limit():
             if isinstance(runtime, RecipeError):
                 found = objections_without_family(stored, runtime)
-                return Checked(_data(opened.where, _facts(stored), found), opened)
-            rules = [rule for server in runtimes for rule in RULES_OF[server]]
-            found = [objection for rule in rules for objection in rule(runtime)]
+                return Checked(_data(where, _facts(stored), found), opened)
+            found: list[Objection] = []
+            for server in runtimes:
+                for rule in RULES_OF[server]:
+                    found += rule(runtime)
     except CheckpointError as error:
-        return Checked(_refused(opened.where, "config", error))
+        return Checked(_refused(where, "config", error))
     if source is not None:
-        original = RuntimeView(
-            source=source, view=find_view(source.config, source.where, source.entries)
+        found += rules_mtp.mtp_is_that_of_the_source(runtime, RuntimeView.of(source))
+    return Checked(_data(where, _facts(runtime), found), opened, runtime)
+
+
+def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[Objection]:
+    """What the rules that need no family object to, and first why there is none, and what was
+    judged.
+
+    Most such models have no MTP block and never had one. That is no fault of the checkpoint, so it
+    is a warning; a block that nobody drafts with, or that keepmtp cannot judge, is an error as
+    ever.
+
+    Raises:
+        CheckpointError: the quantization config has a key of another type than vLLM reads.
+    """
+    found = [objection for rule in WITHOUT_FAMILY for objection in rule(view)]
+    config, severity = view.source.config, "error"
+    says, cure = f"{refusal.rule}; got {refusal.got}", refusal.way_out
+    if not (is_drafted(config) or promises_mtp(config) or view.mtp_names):
+        severity = "warning"
+        says = (
+            f"{config.get('model_type', '')!r} is no family of keepmtp, config.json counts no MTP "
+            "layer, and no tensor "
+            "is named as one: there is no MTP block, and nothing to draft with"
         )
-        found += rules_mtp.mtp_is_that_of_the_source(runtime, original)
-    return Checked(_data(opened.where, _facts(runtime), found), opened, runtime)
+        cure = (
+            "Serve it without method=mtp. A drafter with a checkpoint of its own, such as "
+            "EAGLE-3, is another method"
+        )
+    packed = sum(weight.form != "plain" for weight in view.weights.values())
+    judged = 0
+    for module in view.modules:
+        is_packed = module.members[0].weight.form != "plain"
+        judged += is_packed and module.resolution.built.form != "unknown"
+    says += (
+        f". Judged: {judged:,} of {packed:,} packed weights against {view.dialect.name}, the "
+        "layers, scales without "
+        "weights, the index. Not judged: vLLM's names of modules, plain weights, and whether vLLM "
+        "has this model"
+    )
+    return [Objection("family", str(refusal.where), says, cure, severity=severity), *found]
 
 
 def _data(path: str, facts: CheckpointFacts, found: list[Objection]) -> CheckData:
@@ -178,23 +219,25 @@ def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
     """A checkpoint that cannot be read has one finding: the refusal."""
     says = f"{refusal.rule}; got {shortened(str(refusal.got))}"
     where = shortened(str(refusal.where))
-    return _data(path, CheckpointFacts(), [objection(rule, where, says=says, cure=refusal.way_out)])
+    return _data(path, CheckpointFacts(), [Objection(rule, where, says, refusal.way_out)])
 
 
 def _facts(view: StoredView) -> CheckpointFacts:
     """What the checkpoint is; without a family, its MTP tensors are those whose names say so."""
-    entries, names = view.source.entries, view.source.entries.keys() & view.mtp_names
-    matrices = [
-        each for each in view.weights.values() if len(each.shape) >= 2 and names & set(each.names())
-    ]
-    forms = {weight.weight.dtype if weight.form == "plain" else weight.form for weight in matrices}
-    is_known = isinstance(view, RuntimeView)
+    entries = view.source.entries
+    names, forms = entries.keys() & view.mtp_names, set[str]()
+    for weight in view.weights.values():
+        if len(weight.shape) >= 2 and not names.isdisjoint(weight.names()):
+            forms.add(weight.weight.dtype if weight.form == "plain" else weight.form)
+    family, num_layers = "", 0
+    if isinstance(view, RuntimeView):
+        family, num_layers = view.view.family.model_type, len(view.found)
     return CheckpointFacts(
-        family=view.view.family.model_type if is_known else "",
+        family=family,
         dialect=shortened(view.dialect.name),
         num_tensors=len(entries),
         num_bytes=sum(entry.num_bytes for entry in entries.values()),
         num_mtp_tensors=len(names),
-        num_mtp_layers=len(view.found) if is_known else 0,
+        num_mtp_layers=num_layers,
         mtp_forms=tuple(sorted(forms)),
     )

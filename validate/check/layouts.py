@@ -44,6 +44,16 @@ _HELD: Mapping[Form, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
 }
 
 
+def manner(weight: StoredWeight) -> str:
+    """How a weight is stored, in words."""
+    if weight.form == "plain":
+        return f"plain {weight.weight.dtype}"
+    if weight.form != "unknown":
+        return f"{weight.form} ({', '.join(weight.parts)})"
+    leaves = (f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items())
+    return ", ".join(leaves)
+
+
 def leaves_built(built: VLLMModule, weight: StoredWeight) -> Mapping[str, Entry]:
     """The weight's tensors by the names of vLLM's parameters."""
     return {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
@@ -53,14 +63,10 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
     """A dtype or shape that vLLM's parameter does not have."""
     parts = leaves_built(built, weight)
     is_transposed = built.form in ("gptq", "awq")
-    matrices = ("qweight", "scales") if is_transposed else ("weight_packed", "weight")
-    for leaf in matrices:
-        if leaf in built.leaves and len(parts[leaf].shape) != 2:
-            return (
-                leaf,
-                f"{leaf} has shape {list(parts[leaf].shape)}, no matrix: vLLM raises",
-                _AGAIN,
-            )
+    for leaf in {"qweight", "scales", "weight_packed", "weight"} & built.leaves:
+        if len(parts[leaf].shape) != 2:
+            says = f"{leaf} has shape {list(parts[leaf].shape)}, no matrix: vLLM raises"
+            return leaf, says, _AGAIN
     wanted = _transposed(built, parts) if is_transposed else _in_rows(built, parts)
     if isinstance(wanted, str):
         return _scale_leaf(built), wanted, "Leave this module in BF16"
@@ -75,12 +81,13 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
             )
             return leaf, says, f"Store it as {dtypes[0]} (a view of the same bytes)"
         if shapes and entry.shape not in shapes:
-            says = (
-                f"{leaf} has shape {list(entry.shape)} where {list(shapes[0])} is built: a "
-                "linear module raises, "
+            says = f"{leaf} has shape {list(entry.shape)} where {list(shapes[0])} is built: "
+            says += "a linear module raises, routed experts load in silence"
+            return (
+                leaf,
+                says,
+                "Make bits and group_size say what the files hold, or quantize this weight again",
             )
-            cure = "Make bits and group_size say what the files hold" if is_transposed else _AGAIN
-            return leaf, f"{says}routed experts load in silence", cure
     return None
 
 
@@ -99,7 +106,8 @@ def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
     if built.group_size and k % built.group_size:
         return (
             f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
-            "raises, or its kernel reads past the scales"
+            "raises, or its kernel "
+            "reads past the scales"
         )
     groups = k // built.group_size if built.group_size else 1
     shapes: tuple[Shape, ...] = ((n, groups),) if built.group_size else ((n, 1), (n,))

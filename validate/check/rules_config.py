@@ -8,17 +8,17 @@ rules_forms.py finds that; the rules here say which entry to look at.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
+from ...checkpoints.source import INDEX, small_object
 from ...recipes.family import HFName
-from ..facts.findings import Objection, objection
-from .dialects.choose import quantization_of, read_dialect
+from ..facts.findings import Objection
+from .dialects.choose import method_of, quantization_of, read_dialect
 from .dialects.compressed_tensors import CompressedTensors
-from .dialects.methods import method_of
 from .dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
-from .runtime_view import RuntimeView
-from .stored_view import StoredView
+from .runtime_view import RuntimeView, StoredView
 from .vllm_module import ConfigEntry, UnknownDialect
 
 _SIZE_TOLERANCE = 0.01
@@ -30,67 +30,56 @@ def entries_match_a_module(runtime: RuntimeView) -> Iterator[Objection]:
     """Targets and ignore entries reach a runtime module: R2; F11, F17, F27, F34; G6, H1.
 
     The usual mistake is an entry with a name on disk. It is reported only if vLLM still builds
-    quantized what the entry means to leave alone: a second, right entry cures it. An entry that
-    matches nothing at all is reported only if the draft is built otherwise than it is stored,
-    because tools write `mtp.*` for every family.
+    quantized what the entry
+    means to leave alone: a second, right entry cures it. An entry that matches nothing at all is
+    reported only if the draft is built otherwise than it is stored, because tools write `mtp.*` for
+    every family.
     """
     if isinstance(runtime.dialect, UnknownDialect):
         return
     asked, disk = runtime.known_names
-    is_draft_wrong = any(
-        module.name in runtime.quantized
-        and module.part == "mtp"
-        and module.members[0].weight.form == "plain"
-        for module in runtime.modules
-    )
+    quantized, is_draft_wrong = set[str](), False
+    for module in runtime.modules:
+        if module.resolution.built.form != "plain":
+            quantized.add(module.name)
+            is_draft_wrong |= module.part == "mtp" and module.members[0].weight.form == "plain"
     for entry, of_draft in zip(runtime.dialect.entries, runtime.draft_dialect.entries, strict=True):
         known = disk if entry.by_disk else asked
         if any(_matched(runtime, each, known) for each in {entry, of_draft}):
             continue
-        as_written = ConfigEntry(where=entry.where, written=entry.written, read=(entry.written,))
-        names = sorted(
-            name for name in _matched(runtime, as_written, disk) if HFName(name) in runtime.placed
-        )
-        if (
-            HFName(entry.written) in runtime.placed
-        ):  # also an expert's, of which `disk` has the first alone
-            names = [entry.written]
-        meant = {name: runtime.placed[HFName(name)].runtime for name in names}
-        missed = [name for name, module in meant.items() if module in runtime.quantized]
-        words = entry.written.replace("\\", "")
-        speaks_of_mtp = any(
-            word in words for word in ("mtp", "nextn", runtime.view.mtp_stem(0).rstrip("."))
-        )
-        cure = "Write vLLM's name, or remove the entry"
+        names = [entry.written]  # also an expert's, of which `disk` has the first alone
+        if HFName(entry.written) not in runtime.placed:
+            as_written = ConfigEntry(entry.where, entry.written, (entry.written,))
+            names = sorted(_matched(runtime, as_written, disk))
+        meant: dict[str, str] = {}
+        for name in names:
+            if place := runtime.placed.get(HFName(name)):
+                meant[name] = place.runtime
+        missed = [name for name, module in meant.items() if module in quantized]
+        words, mtp = entry.written.replace("\\", ""), runtime.view.mtp_stem(0).rstrip(".")
         if entry.where in ("targets", "quantized_layers"):
             # A name on disk may be written for other readers, next to vLLM's: then all that it
             # means is quantized.
             is_second = meant and len(missed) == len(meant)
-            if (
-                entry.written.isidentifier()
-                or is_second
-                or _matched(runtime, entry, runtime.sglang_names)
-            ):
+            is_class = entry.written.isidentifier()
+            if is_class or is_second or _matched(runtime, entry, runtime.sglang_names):
                 continue
-            there = f": {names[0]} is {meant[names[0]]} there" if meant else ""
-            says, cause = f"matches no module of vLLM's{there}", f"target {bool(meant)}"
+            says, cause = "matches no module of vLLM's", f"target {bool(meant)}"
+            for name in [*meant][:1]:
+                says += f": {name} is {meant[name]} there"
         elif missed:
             says = (
                 f"is a name on disk: vLLM calls {missed[0]} {meant[missed[0]]} and builds it "
                 "quantized all the same"
             )
             cause = "ignore by name on disk"
-        elif not meant and is_draft_wrong and speaks_of_mtp:
-            says, cause = (
-                "speaks of the MTP block but matches nothing, neither in vLLM nor on disk",
-                "ignore nothing",
-            )
+        elif not meant and is_draft_wrong and any(word in words for word in ("mtp", "nextn", mtp)):
+            says = "speaks of the MTP block but matches nothing, neither in vLLM nor on disk"
+            cause = "ignore nothing"
         else:
             continue
-        says = f"({entry.where}) {says}"
-        yield objection(
-            "entry-unmatched", entry.written, severity="warning", says=says, cure=cure, cause=cause
-        )
+        says, cure = f"({entry.where}) {says}", "Write vLLM's name, or remove the entry"
+        yield Objection("entry-unmatched", entry.written, says, cure, cause, severity="warning")
 
 
 def _matched(runtime: RuntimeView, entry: ConfigEntry, names: frozenset[str]) -> list[str]:
@@ -111,59 +100,39 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
     given, other = quantization_of(config), runtime.hf_quant_config
     if given is None or other is None:
         return
-    where = f"{HF_QUANT_CONFIG}: quantization"
-    first, second = (
-        read_dialect(config, None, dtypes=runtime.dtypes),
-        read_dialect(_without_quantization(config), other),
-    )
+    where, warn = f"{HF_QUANT_CONFIG}: quantization", partial(Objection, severity="warning")
+    first = read_dialect(config, None, dtypes=runtime.dtypes)
+    second = read_dialect(_without_quantization(config), other)
     if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
-        if first.name != second.name and not _says_the_same(given, other):
-            yield objection(
-                "two-configs",
-                where,
-                severity="warning",
-                says=(
-                    f"is {second.name}, config.json's quantization_config is {first.name}: vLLM "
-                    "reads config.json, other engines may read this one"
-                ),
-                cure="Leave it if its maker wrote both; remove it if it is from another checkpoint",
+        # DeepSeek-V4 with NVFP4 experts repeats modelopt's keys in a config of another method.
+        inner = other.get("quantization")
+        inner = inner if isinstance(inner, Mapping) else {}
+        pairs = (("quant_algo", "quant_algo"), ("ignore", "exclude_modules"))
+        is_repeated = all(given.get(key) == inner.get(there) for key, there in pairs)
+        if first.name != second.name and not (inner.get("quant_algo") and is_repeated):
+            says = (
+                f"is {second.name}, config.json's quantization_config is {first.name}: vLLM reads "
+                "config.json, other "
+                "engines may read this one"
             )
+            cure = "Leave it if its maker wrote both; remove it if it is from another checkpoint"
+            yield warn("two-configs", where, says, cure)
         return
     read = HF_QUANT_CONFIG if reads_other_file(given) else "config.json"
     if first.algorithm != second.algorithm:
-        yield objection(
-            "two-configs",
-            f"{where}.quant_algo",
-            says=(
-                f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads {read}, "
-                "other engines may read the other"
-            ),
-            cure="Make both say what is on disk",
+        says = (
+            f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads {read}, "
+            "other engines may read the other"
         )
+        cure = "Make both say what is on disk"
+        yield Objection("two-configs", f"{where}.quant_algo", says, cure)
     for entry in sorted({*first.exclude} ^ {*second.exclude}):
         file = "config.json" if entry in first.exclude else HF_QUANT_CONFIG
-        yield objection(
-            "two-configs",
-            entry,
-            severity="warning",
-            says=(
-                f"is excluded in {file} alone: vLLM reads {read} and judges modules by it, other "
-                "engines may read the other"
-            ),
-            cure="Make both lists equal",
+        says = (
+            f"is excluded in {file} alone: vLLM reads {read} and judges modules by it, other "
+            "engines may read the other"
         )
-
-
-def _says_the_same(given: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether a config of another method repeats modelopt's keys, as DeepSeek-V4 with NVFP4 experts
-    does.
-    """
-    inner = other.get("quantization")
-    if not isinstance(inner, Mapping) or not inner.get("quant_algo"):
-        return False
-    return given.get("quant_algo") == inner["quant_algo"] and given.get("ignore") == inner.get(
-        "exclude_modules"
-    )
+        yield warn("two-configs", entry, says, "Make both lists equal")
 
 
 def _without_quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -197,7 +166,7 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
         )
         faults["compress_ratios"] = says, f"Take compress_ratios {original}"
     for key, (says, cure) in faults.items():
-        yield objection("config", f"config.json: {key}", says=says, cure=cure)
+        yield Objection("config", f"config.json: {key}", says, cure)
 
 
 def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
@@ -234,9 +203,11 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
         if is_named and dialect.algorithm not in _NESTED:
             faults[f"{nested}.quant_algo"] = (
                 f"is {dialect.algorithm}: of an algorithm below `quantization` vLLM says "
-                f"ValueError 'Unknown ModelOpt quant algo: {dialect.algorithm}'",
+                "ValueError 'Unknown ModelOpt "
+                f"quant algo: {dialect.algorithm}'",
                 "Write quantization_config into config.json, with quant_method, quant_algo, "
-                "ignore and the rest at its top level",
+                "ignore and the rest at its "
+                "top level",
             )
         for key in (
             ("group_size", "kv_cache_quant_algo", "exclude_modules")
@@ -253,7 +224,7 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
                     "Export again with modelopt, or add it",
                 )
     for place, (says, cure) in faults.items():
-        yield objection("algorithm", place, says=says, cure=cure)
+        yield Objection("algorithm", place, says, cure)
 
 
 def _is_by_modelopt(raw: Mapping[str, Any]) -> bool:
@@ -266,33 +237,32 @@ def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
     quantization = quantization_of(runtime.source.config)
     for key, value in runtime.view.family.config_extras.items():
         if quantization is not None and key not in quantization:
-            yield objection(
+            yield Objection(
                 "extras",
                 f"config.json: quantization_config.{key}",
+                "is missing: older vLLM raises KeyError, 0.32 picks another scale format for its "
+                "FP8 kernels",
+                f"Set it to {value!r}",
                 severity="warning",
-                says="is missing: older vLLM raises KeyError, 0.32 picks another scale format for "
-                "its FP8 kernels",
-                cure=f"Set it to {value!r}",
             )
 
 
 def index_size_is_sane(view: StoredView) -> Iterator[Objection]:
     """The index' total_size is that of the tensors: R6; an index merged by hand tells by it."""
-    metadata = (view.index or {}).get("metadata")
+    metadata = (small_object(view.source, INDEX) or {}).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     if isinstance(total, bool) or not isinstance(total, int | float) or not total:
         return
     have = sum(entry.num_bytes for entry in view.source.entries.values())
     if not abs(total - have) <= _SIZE_TOLERANCE * have:  # also where it is no number
-        yield objection(
+        yield Objection(
             "index-size",
             "model.safetensors.index.json: metadata.total_size",
+            f"is {total}, the tensors have {have} bytes: loaders that plan memory by it go wrong, "
+            "and a file may "
+            "have been replaced after the index was written",
+            "Write the index again from the files",
             severity="warning",
-            says=(
-                f"is {total}, the tensors have {have} bytes: loaders that plan memory by it go "
-                "wrong, and a file may have been replaced after the index was written"
-            ),
-            cure="Write the index again from the files",
         )
 
 
@@ -313,15 +283,15 @@ def own_code_is_known(view: StoredView) -> Iterator[Objection]:
             if isinstance(name, str) and "--" in name
         ]
     if code:
-        yield objection(
+        yield Objection(
             "own-code",
             code[0],
+            "is code of the checkpoint: vLLM runs what auto_map names with --trust-remote-code, "
+            "and only then",
+            "Serve it without --trust-remote-code if vLLM has a class for the model; else read it "
+            "first",
             severity="warning",
-            says="is code of the checkpoint: vLLM runs what auto_map names with "
-            "--trust-remote-code, and only then",
-            cure="Serve it without --trust-remote-code if vLLM has a class for the model; else "
-            "read it first",
-            count=len(set(code)),
+            times=len(set(code)),
         )
 
 

@@ -6,8 +6,9 @@ names its sources by their numbers in docs/failures.md.
 Easy to get wrong: whether vLLM raises. A packed weight has a parameter name of its own, so vLLM
 raises on a plain weight in its place. An FP8 weight has the name `weight`, as a plain one has. So
 vLLM casts a plain weight in silence, and never writes its scale. And headers cannot tell whether
-somebody has put the rows of a plain `qkv_proj` in order. vLLM's target reads such a matrix as [q;
-k; v]; its draft cuts it by rank, which is right for one rank only.
+somebody has put the rows of a plain `qkv_proj` in order. vLLM's target reads such a matrix as
+[q; k; v]; its draft cuts it by rank, which is right for one rank only. A cure names vLLM's module,
+not the one on disk.
 """
 
 import re
@@ -17,45 +18,65 @@ from typing import Literal
 
 from ...checkpoints.stored import FP8, StoredWeight
 from ...recipes.family import HFName, VLLMName
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objection
+from .dialects.autoround import AutoRound
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.fp8 import Fp8
+from .dialects.gptq import ACT_ORDER, Awq, Gptq
 from .dialects.modelopt import ModelOpt
-from .layouts import Problem, layout_problem, leaves_built
-from .runtime_view import Member, Module, RuntimeView
-from .stored_view import StoredView
+from .dialects.quark import Quark
+from .layouts import layout_problem, leaves_built, manner
+from .runtime_view import Member, Module, RuntimeView, StoredView
 from .vllm_module import UnknownDialect
-from .words import (
-    cover_cure,
-    decided,
-    ignore_cure,
-    packed_in_plain,
-    plain_in_packed,
-    resolution_cure,
-    unknown_name,
-)
 
 _FP8_TABLE = "float8_e4m3fn"
+_AGAIN = "Quantize this weight again"
+_FOR_QUARK = (
+    "Quantize it again in a scheme that vLLM has for Quark: FP8, INT8, MXFP4, MXFP8 or NVFP4"
+)
+_COMPLETE = "Complete quantization_config as its tool writes it"
+# Words of what vLLM raises as it resolves a module, and what to do; the first that fits.
+_CURES = (
+    (ACT_ORDER, "Quantize it again with desc_act=False, or with static groups"),
+    ("ValueError: Cannot find any of", _COMPLETE),
+    ("ValueError: The export key", _COMPLETE),
+    ("layer_type_quant_config", _COMPLETE),
+    ("uark", _FOR_QUARK),
+    ("FusedMoe", _FOR_QUARK),
+    ("Multi-entry", _FOR_QUARK),
+    (
+        "INC",
+        "Quantize it again: vLLM reads AutoRound's integers, MXFP4, MXFP8, and FP8 in blocks "
+        "without experts",
+    ),
+    ("nsupported", "Quantize it again: vLLM has no kernel for these bits"),
+    (
+        "input_activations",
+        'Set the group\'s input_activations to {"num_bits": 8, "type": "float", "strategy": '
+        '"group", "group_size": '
+        '128, "dynamic": true, "symmetric": true}',
+    ),
+    ("", "Name all parts of a fused module, or the fused module itself, in the same list"),
+)
 
 
 def fused_modules_are_uniform(runtime: RuntimeView) -> Iterator[Objection]:
     """Weights that vLLM fuses must be stored alike, scales included: R3; F8, F20, F28; M1, M15."""
     for module in filter(_is_mixed, runtime.modules):
-        usual, _ = Counter(_manner(member.weight) for member in module.members).most_common(1)[0]
+        usual, _ = Counter(manner(member.weight) for member in module.members).most_common(1)[0]
         for member in module.members:
-            if (manner := _manner(member.weight)) != usual:
-                yield objection(
-                    "fused-uniform",
-                    member.weight.weight.name,
-                    says=(
-                        f"stored as {manner}, but vLLM holds it in {module.name} together with "
-                        f"weights stored as {usual}: it raises, or leaves this part of the "
-                        "parameter unwritten in silence"
-                    ),
-                    cure="Store all parts of a fused module, and all experts of a layer, in one "
-                    "form with all scales",
-                    cause=f"{module.part} {member.place.row.path} {manner} {usual}",
+            if (own := manner(member.weight)) != usual:
+                says = (
+                    f"stored as {own}, but vLLM holds it in {module.name} together with weights "
+                    f"stored as {usual}: it "
+                    "raises, or leaves this part of the parameter unwritten in silence"
                 )
+                cure = (
+                    "Store all parts of a fused module, and all experts of a layer, in one "
+                    "form with all scales"
+                )
+                cause = f"{module.part} {member.place.row.path} {own} {usual}"
+                yield Objection("fused-uniform", member.name, says, cure, cause)
 
 
 def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
@@ -63,41 +84,24 @@ def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     shards do: R15; M2.
     """
     for module in runtime.modules:
-        block = (
-            module.resolution.built.block if module.resolution.built.form == "fp8_block" else None
-        )
+        built = module.resolution.built
         shapes: dict[str, tuple[int, ...]] = {}
         for member in module.members if len(module.members) > 1 else ():
             path, weight = member.place.row.path, member.weight.weight
             expected = shapes.setdefault(path, weight.shape)
-            is_last = path in runtime.view.last_shards and module.kind != "experts"
+            is_inner = path not in runtime.view.last_shards or module.kind == "experts"
+            are_blocks = built.block and built.form == member.weight.form == "fp8_block"
             if weight.shape != expected:
-                yield objection(
-                    "shapes",
-                    weight.name,
-                    says=(
-                        f"has shape {list(weight.shape)} where the others of its projection have "
-                        f"{list(expected)}: a narrower expert loads in silence, the rest raises"
-                    ),
-                    cure="Quantize this weight again",
-                    cause=f"{module.part} {path}",
+                says = f"has shape {list(weight.shape)} where the others of its projection have "
+                says += f"{list(expected)}: a narrower expert loads in silence, the rest raises"
+                yield Objection("shapes", weight.name, says, _AGAIN, f"{module.part} {path}")
+            elif built.block and are_blocks and weight.shape[0] % built.block[0] and is_inner:
+                says = f"has {weight.shape[0]} rows, no multiple of the block of {built.block[0]}, "
+                says += (
+                    "and is fused with others: vLLM raises ValueError (validate_fp8_block_shape)"
                 )
-            elif (
-                block
-                and weight.shape[0] % block[0]
-                and not is_last
-                and member.weight.form == "fp8_block"
-            ):
-                yield objection(
-                    "shapes",
-                    weight.name,
-                    says=(
-                        f"has {weight.shape[0]} rows, no multiple of the block of {block[0]}, and "
-                        "is fused with others: vLLM raises ValueError (validate_fp8_block_shape)"
-                    ),
-                    cure="Use FP8_DYNAMIC or BF16 for this module",
-                    cause=f"block {module.part} {path}",
-                )
+                cure = "Use FP8_DYNAMIC or BF16 for this module"
+                yield Objection("shapes", weight.name, says, cure, f"block {module.part} {path}")
 
 
 def stored_form_is_what_is_built(view: StoredView) -> Iterator[Objection]:
@@ -111,60 +115,61 @@ def stored_form_is_what_is_built(view: StoredView) -> Iterator[Objection]:
     """
     for module in view.modules:
         answer = module.resolution
-        if answer.error:
-            error = answer.error.replace(module.name, "*")
-            yield objection(
-                "config-group",
-                answer.entry or module.name,
-                says=f"vLLM fails as it builds {module.name} "
-                f"({module.members[0].weight.weight.name}): {answer.error}",
-                cure=resolution_cure(answer.error),
-                cause=error if "activations" in error else f"{answer.entry} {error}",
-            )
+        if error := answer.error:
+            first = module.members[0].name
+            says = f"vLLM fails as it builds {module.name} ({first}): {error}"
+            cure = next(cure for words, cure in _CURES if words in error)
+            cause = error.replace(module.name, "*")
+            if "activations" not in cause:
+                cause = f"{answer.entry} {cause}"
+            yield Objection("config-group", answer.entry or module.name, says, cure, cause)
         elif answer.built.form != "unknown" and not (module.loads_quantized and _is_mixed(module)):
             for member in module.members:
                 if not _is_made_over(view, module, member):
-                    yield from _compare(view, module, member.weight, member.place.row.why_kept)
+                    yield from _compare(view, module, member)
 
 
-def _compare(
-    view: StoredView, module: Module, weight: StoredWeight, why_kept: str
-) -> Iterator[Objection]:
-    built, rule, where = module.resolution.built, "form", weight.weight.name
-    stored, by = f"stored as {_manner(weight)}, but vLLM builds", decided(view, module)
+def _compare(view: StoredView, module: Module, member: Member) -> Iterator[Objection]:
+    weight, built, entry = member.weight, module.resolution.built, module.resolution.entry
+    rule, where, by = "form", weight.weight.name, _decided(view, module)
+    stored, kind = f"stored as {manner(weight)}, but vLLM builds", f"{module.part} {weight.form}"
     if built.form == weight.form == "plain":
         return
     if not module.loads_quantized:
         rule, cause = "glue", f"{module.part} {module.members[0].place.row.path} {weight.form}"
-        effect = packed_in_plain(view, module, weight)
-        says = f"{stored} it plain whatever the config says ({why_kept}): {effect}"
+        says = f"{stored} it plain whatever the config says ({member.place.row.why_kept}): "
+        says += _packed_in_plain(view, module, weight)
         cure = "Store it in BF16: copy it from the original release, or dequantize it"
     elif built.form == "plain":
-        says = f"{stored} {module.name} plain ({by}): {packed_in_plain(view, module, weight)}"
-        cure, cause = (
-            cover_cure(view, module),
-            f"built plain {module.part} {weight.form} {module.resolution.entry}",
-        )
+        says = f"{stored} {module.name} plain ({by}): {_packed_in_plain(view, module, weight)}"
+        cure, cause = _cover_cure(view, module), f"built plain {kind} {entry}"
     elif weight.form == "plain":
-        says = f"{stored} {module.name} as {built.form} ({by}): {plain_in_packed(view, module)}"
-        cure, cause = (
-            ignore_cure(view, module),
-            f"built packed {module.part} {built.form} {module.resolution.entry}",
-        )
+        says = f"{stored} {module.name} as {built.form} ({by}): {_plain_in_packed(view, module)}"
+        cure, cause = _ignore_cure(view, module), f"built packed {module.part} {built.form} {entry}"
     elif problem := _leaves_problem(view, module, weight) or layout_problem(built, weight):
         leaf, said, cure = problem
-        entry = leaves_built(built, weight).get(leaf)
-        where = HFName(f"{weight.module}.{leaf}") if entry is None else entry.name
+        part = leaves_built(built, weight).get(leaf)
+        where = HFName(f"{weight.module}.{leaf}") if part is None else part.name
         says = f"vLLM builds {module.name} as {built.form} ({by}); {said}"
         cause = f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}"
     else:
-        yield from _scale_dtype(view, module, weight)
-        return
-    yield objection(rule, where, says=says, cure=cure, cause=cause)
+        # FP8 block scales in BF16 (Fp2) or, outside DeepSeek-V4's own format, in E8M0.
+        scale = weight.parts.get("weight_scale")
+        is_block = built.form == "fp8_block" and isinstance(view.dialect, CompressedTensors)
+        if not is_block or scale is None or scale.dtype == "F32":
+            return
+        rule, where, cause = "scale-dtype", scale.name, f"{module.part} {scale.dtype}"
+        says = f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first "
+        says += "forward on Hopper and Blackwell; other kernels take them"
+        cure = "Store the scales as F32"
+    severity = "warning" if rule == "scale-dtype" else "error"
+    yield Objection(rule, where, says, cure, cause, severity)
 
 
-def _leaves_problem(view: StoredView, module: Module, weight: StoredWeight) -> Problem | None:
-    """A tensor too few or too many."""
+def _leaves_problem(
+    view: StoredView, module: Module, weight: StoredWeight
+) -> tuple[str, str, str] | None:
+    """A tensor too few or too many: its leaf, what happens, the cure."""
     built = module.resolution.built
     leaves, optional = leaves_built(built, weight).keys(), set(built.optional)
     if view.loader and view.loader.unknown_name == "KeyError" and module.part == "mtp":
@@ -173,53 +178,122 @@ def _leaves_problem(view: StoredView, module: Module, weight: StoredWeight) -> P
         optional.add("input_global_scale")  # experts of NVFP4A16 have a slot for it too (M13)
     if extra := sorted(leaves - built.leaves - optional):
         wanted = ", ".join(sorted(built.leaves))
-        says = (
-            f"its parameters are {wanted}, so {extra[0]} has no place: "
-            f"{unknown_name(view, module, extra[0])}"
-        )
+        says = f"its parameters are {wanted}, so {extra[0]} has no place: "
         cure = (
             f"Rename or convert the tensors to {wanted}, or change the quantization config to "
             "the stored form"
         )
         if extra == ["g_idx"]:
             cure = "Remove the g_idx of the MTP block: without desc_act it is the natural order"
-        return extra[0], says, cure
+        return extra[0], says + _unknown_name(view, module, extra[0]), cure
     if missing := sorted(built.leaves - leaves):
         effect = (
             "stays uninitialised in silence: vLLM's completeness check is off for quantized models"
         )
-        if (
-            built.form == "nvfp4_modelopt"
-            and missing[0] == "weight_scale"
-            and module.kind == "linear"
-        ):
+        if (built.form, missing[0], module.kind) == ("nvfp4_modelopt", "weight_scale", "linear"):
             effect = "makes vLLM raise 'never loaded (still NaN)'"
-        return (
-            missing[0],
-            f"{missing[0]} is not in the checkpoint and {effect}",
-            "Quantize this weight again",
-        )
+        return missing[0], f"{missing[0]} is not in the checkpoint and {effect}", _AGAIN
     return None
 
 
-def _scale_dtype(view: StoredView, module: Module, weight: StoredWeight) -> Iterator[Objection]:
-    """FP8 block scales in BF16 (Fp2) or, outside DeepSeek-V4's own format, in E8M0."""
-    scale = weight.parts.get("weight_scale")
-    is_block = module.resolution.built.form == "fp8_block" and isinstance(
-        view.dialect, CompressedTensors
+def _decided(view: StoredView, module: Module) -> str:
+    """Which entry of the config decided it."""
+    if entry := module.resolution.entry:
+        return f"by the entry {entry!r}"
+    if module.resolution.built.form != "plain":
+        return f"by {view.dialect.name}, which quantizes what is not excluded"
+    if view.dialect.name == "none":
+        return "config.json has no quantization_config"
+    return "no target matches it"
+
+
+def _plain_in_packed(view: StoredView, module: Module) -> str:
+    """What vLLM does with a plain weight where it builds another form."""
+    built = module.resolution.built
+    if "weight" not in built.leaves:
+        return _unknown_name(view, module, "weight")
+    if built.form in ("nvfp4_modelopt", "mxfp4"):
+        return "vLLM raises on the shape (AssertionError, or 'size of tensor a must match')"
+    return (
+        f"it loads in silence, cast to 8 bits with scales that nothing writes: {_garbage(module)}"
     )
-    if is_block and scale is not None and scale.dtype != "F32":
-        yield objection(
-            "scale-dtype",
-            scale.name,
-            severity="warning",
-            says=(
-                f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first "
-                "forward on Hopper and Blackwell; other kernels take them"
-            ),
-            cure="Store the scales as F32",
-            cause=f"{module.part} {scale.dtype}",
+
+
+def _packed_in_plain(view: StoredView, module: Module, weight: StoredWeight) -> str:
+    """What vLLM does with a weight of another form where it builds a plain one."""
+    scales = [leaf for leaf in weight.parts if leaf != "weight"]
+    for leaf in ("weight_packed", "qweight", *scales):
+        if leaf in scales:
+            return _unknown_name(view, module, leaf)
+    how = "cast without a scale"
+    if weight.weight.dtype not in FP8:
+        how = "converted from bytes as if they were numbers"
+    return f"its values are {how}, in silence: {_garbage(module)}"
+
+
+def _unknown_name(view: StoredView, module: Module, leaf: str) -> str:
+    """What the loader does with a name that no parameter has."""
+    loader = view.loader
+    if loader is None:
+        return f"vLLM raises on {leaf}, or skips it and leaves its own parameters unwritten"
+    is_dropped = loader.drops_scales and module.part == "mtp" and module.kind != "experts"
+    if not loader.unknown_name:
+        effect = "skips it without a word and leaves its own parameters unwritten"
+    elif loader.unknown_name == "ValueError":
+        return f"vLLM raises ValueError 'There is no module or parameter named ...{leaf}'"
+    elif is_dropped and leaf == "weight_scale":
+        effect = "drops it without a word and takes the raw 8-bit values"
+    else:
+        return f"vLLM raises KeyError '...{leaf}'"
+    return f"vLLM's loader {effect}: {_garbage(module)}"
+
+
+def _garbage(module: Module) -> str:
+    if module.part == "mtp":
+        return "the draft guesses, acceptance is near 0 %"
+    return "the model's output is garbage"
+
+
+def _ignore_cure(view: StoredView, module: Module) -> str:
+    """How the dialect leaves a module alone."""
+    name, stem = module.name, view.stem_of(module) if module.part == "mtp" else ""
+    pattern, key = re.escape(stem or name), "ignore"
+    match view.dialect:
+        case ModelOpt():
+            return f"Exclude it under vLLM's name: {f'{stem}*' if stem else name}"
+        case Fp8():
+            return f"Add {name} to ignored_layers: whole names only, no patterns"
+        case Gptq(is_blind_to_experts=True, group_size=size) if module.kind == "experts":
+            return f"Quantize again in groups of 128: in groups of {size} no entry excepts experts"
+        case Gptq():
+            return f"Add '-:^{pattern}' to dynamic: vLLM's name, not the one on disk"
+        case Awq(entries=()):
+            return f"Write modules_to_not_convert with all that is plain, {name} among it"
+        case Awq():
+            return f"Add {name} to modules_to_not_convert"
+        case AutoRound():
+            return f'Add "{name}": {{"bits": 16}} to extra_config'
+        case Quark():
+            key = "exclude"
+    return f"Add 're:^{pattern}' to {key}: vLLM's name, not the one on disk"
+
+
+def _cover_cure(view: StoredView, module: Module) -> str:
+    """How the dialect reaches a module that it builds plain."""
+    if isinstance(view.dialect, Awq) and not view.dialect.entries:
+        return (
+            "Write modules_to_not_convert: without it vLLM lists every module with a parameter in "
+            "floating point, and "
+            "an entry is a part of names"
         )
+    if view.dialect.name == "none":
+        return "Write quantization_config into config.json, or ship the weights in BF16"
+    if entry := module.resolution.entry:
+        cure = f"Narrow the entry {entry!r} so that it leaves {module.name} alone"
+    else:
+        names = " and ".join(module.shards) if module.kind == "experts" else module.name
+        cure = f"Let a target match {names}"
+    return f"{cure}, or store the weight in BF16"
 
 
 def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
@@ -230,37 +304,27 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
     heads: dict[str, HFName] = {}
     for name, (disk, *_) in view.disk_modules.items():
         place = view.place(HFName(f"{disk}.weight"))
-        if (
-            place is not None
-            and place.part == "mtp"
-            and place.role == "head"
-            and place.layer is not None
-        ):
+        if place and place.part == "mtp" and place.role == "head" and place.layer is not None:
             heads[name] = disk
     if view.layout.draft_head and not heads:
         heads[view.layout.draft_head] = HFName(view.layout.head.removesuffix(".weight"))
     for name, disk in heads.items():
         weight = runtime.weights.get(disk)
         form = runtime.resolve(VLLMName(name), (), "head", "mtp").built.form
-        if form not in ("nvfp4_modelopt", "gptq", "awq") or (
-            weight is not None and weight.form != "plain"
-        ):
+        is_packed = weight is not None and weight.form != "plain"
+        if is_packed or form not in ("nvfp4_modelopt", "gptq", "awq"):
             continue
         effect = "KeyError, or a parameter that nothing fills"
         if form == "nvfp4_modelopt":
             effect = (
-                "RuntimeError 'NVFP4 weight_scale for layer ... was never loaded (still NaN)', "
-                "or a shape mismatch"
+                "RuntimeError 'NVFP4 weight_scale for layer ... was never loaded (still "
+                "NaN)', or a shape mismatch"
             )
-        yield objection(
-            "draft-head",
-            name,
-            says=f"vLLM builds the draft's head as {form}, for which the checkpoint has no "
-            f"scales: {effect}",
-            cure=f"Exclude {name}"
-            + ("" if disk == name else f"; an entry for {disk} does not reach it"),
-            cause="draft head",
-        )
+        says = f"vLLM builds the draft's head as {form}, for which the checkpoint has no scales: "
+        cure = f"Exclude {name}"
+        if disk != name:
+            cure += f"; an entry for {disk} does not reach it"
+        yield Objection("draft-head", name, says + effect, cure, "draft head")
 
 
 def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objection]:
@@ -271,28 +335,24 @@ def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objectio
         for member in module.members:
             if not member.place.row.interleaved or _is_put_in_order(module, member):
                 continue
+            severity, weight = "warning", member.weight
             says = (
                 "holds q, k and v in one tensor: vLLM 0.32's target reads it as [q; k; v], and "
-                "its draft cuts it by rank (vllm #42803). The release's rows are in another order"
+                "its draft cuts it by "
+                "rank (vllm #42803). The release's rows are in another order"
             )
-            is_fp8 = "weight" in member.weight.parts and member.weight.weight.dtype == "F8_E4M3"
-            if is_fp8:
+            if "weight" in weight.parts and weight.weight.dtype == "F8_E4M3":
+                severity = "error"
                 says = (
                     "holds q, k and v in FP8, which vLLM 0.32 loads only with a weight_scale_inv "
                     "that its parameter "
-                    "has too: without one it waits for it, and never loads the weight"
+                    "has too: without one it never loads the weight"
                 )
-            yield objection(
-                "rows",
-                member.weight.weight.name,
-                severity="error" if is_fp8 else "warning",
-                says=says,
-                cure=(
-                    "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` "
-                    "writes them from the release"
-                ),
-                cause=f"{module.part} {is_fp8}",
+            cure = (
+                "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` "
+                "writes them"
             )
+            yield Objection("rows", member.name, says, cure, module.part, severity)
 
 
 def schemes_are_known(view: StoredView) -> Iterator[Objection]:
@@ -302,44 +362,34 @@ def schemes_are_known(view: StoredView) -> Iterator[Objection]:
     Under a method that is not known at all, a plain MTP block must be on the list of what is left
     alone.
     """
-    dialect = view.dialect
-    unknown = [
-        module
-        for module in view.modules
-        if module.resolution.built.form == "unknown" and not module.resolution.error
-    ]
-    if dialect.name.startswith("modelopt") or not (unknown or isinstance(dialect, UnknownDialect)):
+    dialect, unknown = view.dialect, list[Module]()
+    for module in view.modules:
+        if module.resolution.built.form == "unknown" and not module.resolution.error:
+            unknown.append(module)
+    is_unknown = isinstance(dialect, UnknownDialect)
+    if dialect.name.startswith("modelopt") or not (unknown or is_unknown):
         return
-    yield objection(
-        "dialect",
+    says = f"is {dialect.name} with a scheme that keepmtp does not reproduce: {len(unknown)} "
+    says += "modules' weights are not judged against it"
+    cure, where = (
+        "Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself",
         "config.json: quantization_config",
-        severity="warning",
-        says=(
-            f"is {dialect.name} with a scheme that keepmtp does not reproduce: {len(unknown)} "
-            "modules' weights are not judged against it"
-        ),
-        cure="Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself",
     )
-    plain = [
-        module
-        for module in unknown
-        if module.part == "mtp"
-        and module.members[0].weight.form == "plain"
-        and module.role not in ("norm", "head")
-    ]
-    names = frozenset(module.name for module in plain)
-    is_named = any(dialect.covered(entry, names) for entry in dialect.entries)
-    if plain and isinstance(dialect, UnknownDialect) and not is_named:
-        yield objection(
-            "dialect",
-            plain[0].members[0].weight.weight.name,
-            says=(
-                f"is plain, and no list of {dialect.name} (modules_to_not_convert, exclude, "
-                f"ignore) names {plain[0].name}: vLLM builds the draft quantized, and raises "
-                "KeyError or a shape mismatch"
-            ),
-            cure=f"Add {plain[0].name} and its like to that list",
+    yield Objection("dialect", where, says, cure, severity="warning")
+    plain: dict[str, str] = {}
+    for module in unknown:
+        weight = module.members[0].weight
+        if module.part == "mtp" and weight.form == "plain" and module.role not in ("norm", "head"):
+            plain[module.name] = weight.weight.name
+    names = frozenset(plain)
+    if plain and is_unknown and not any(dialect.covered(each, names) for each in dialect.entries):
+        name, where = next(iter(plain.items()))
+        says = f"is plain, and no list of {dialect.name} (modules_to_not_convert, exclude, ignore) "
+        says += (
+            f"names {name}: vLLM builds the draft quantized, and raises KeyError or a shape "
+            "mismatch"
         )
+        yield Objection("dialect", where, says, f"Add {name} and its like to that list")
 
 
 def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
@@ -387,7 +437,7 @@ def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
         elif built == "plain" and scale in runtime.source.entries:
             says = f"is the scale of a table in FP8, but {name} is BF16: vLLM raises ValueError"
         if says:
-            yield objection("table", where, says=says, cure=cure, count=len(parts))
+            yield Objection("table", where, says, cure, times=len(parts))
 
 
 def _table_built(
@@ -425,32 +475,21 @@ def _is_mixed(module: Module) -> bool:
     """FP8 by tensor, channel and block are one form, because a small weight's scale does not show
     which it is.
     """
-    weights = [member.weight for member in module.members]
-    forms = {"fp8" if weight.form.startswith("fp8") else weight.form for weight in weights}
-    return len(forms) > 1 or any(
-        weight.parts.keys() != weights[0].parts.keys() for weight in weights
-    )
-
-
-def _manner(weight: StoredWeight) -> str:
-    """How a weight is stored."""
-    if weight.form == "plain":
-        return f"plain {weight.weight.dtype}"
-    if weight.form == "unknown":
-        return ", ".join(
-            f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items()
-        )
-    return f"{weight.form} ({', '.join(weight.parts)})"
+    kinds = set[tuple[str, ...]]()
+    for _, weight in module.members:
+        form = "fp8" if weight.form.startswith("fp8") else weight.form
+        kinds.add((form, *sorted(weight.parts)))
+    return len(kinds) > 1
 
 
 def _is_put_in_order(module: Module, member: Member) -> bool:
     """Whether vLLM computes the order of the rows: FP8 with `weight_scale_inv`, built as that
     form.
     """
-    has_leaves = (
-        {"weight", "weight_scale_inv"} == set(member.weight.parts) == module.resolution.built.leaves
-    )
-    return bool(member.place.row.interleaved) and has_leaves and member.weight.weight.dtype in FP8
+    leaves = {"weight", "weight_scale_inv"}
+    if not member.place.row.interleaved or module.resolution.built.leaves != leaves:
+        return False
+    return member.weight.parts.keys() == leaves and member.weight.weight.dtype in FP8
 
 
 def _is_made_over(view: StoredView, module: Module, member: Member) -> bool:
@@ -458,14 +497,11 @@ def _is_made_over(view: StoredView, module: Module, member: Member) -> bool:
 
     vLLM turns the FP8 indexer.wk of DeepSeek-V3.2 and GLM-5 into BF16 as it loads it.
     """
-    row, parts = member.place.row, member.weight.parts
-    is_wk = (
-        row.path.endswith("indexer.wk")
-        and "weight_scale_inv" in parts
-        and member.weight.weight.dtype in FP8
-    )
-    if not module.loads_quantized and (row.table_scale or is_wk):
-        return True
+    row, weight = member.place.row, member.weight
+    if not module.loads_quantized:
+        is_wk = row.path.endswith("indexer.wk") and "weight_scale_inv" in weight.parts
+        if row.table_scale or (is_wk and weight.weight.dtype in FP8):
+            return True
     return _is_put_in_order(module, member) or _is_replaced(view, module, member)
 
 
@@ -477,21 +513,14 @@ def _is_replaced(view: StoredView, module: Module, member: Member) -> bool:
     v1/spec_decode/llm_base_proposer.py.
     """
     row, parts, loader = member.place.row, member.weight.parts, view.loader
-    if (
-        loader is None
-        or module.part != "mtp"
-        or row.role not in ("embedding", "head")
-        or row.is_drafts_own
-    ):
+    if loader is None or module.part != "mtp" or row.is_drafts_own:
+        return False
+    built = module.resolution.built.form
+    if row.role not in ("embedding", "head") or not built.startswith(("plain", "fp8")):
         return False
     size = tuple(view.text_config.get(key) for key in ("vocab_size", "hidden_size"))
-    if parts["weight"].shape != size if "weight" in parts else loader.unknown_name:
-        return False
-    if not module.resolution.built.form.startswith(("plain", "fp8")):
-        return False
+    if "weight" not in parts:
+        return not loader.unknown_name
     others = parts.keys() - {"weight"}
-    return (
-        not others
-        or not loader.unknown_name
-        or (loader.drops_scales and others == {"weight_scale"})
-    )
+    is_dropped = loader.drops_scales and others == {"weight_scale"}
+    return parts["weight"].shape == size and (not others or not loader.unknown_name or is_dropped)

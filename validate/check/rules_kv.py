@@ -22,7 +22,7 @@ from ...quantize.plan.kv_cache import no_place, scale_names
 from ...recipes.conventions import CACHE_LEAVES, cache_scale_in
 from ...recipes.errors import shortened
 from ...recipes.family import HFName, Loader, Part
-from ..facts.findings import Objection, Severity, objection
+from ..facts.findings import Objection, Severity
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ModelOpt
 from .runtime_view import RuntimeView
@@ -53,21 +53,17 @@ def kv_entry_is_known(runtime: RuntimeView) -> Iterator[Objection]:
     """The entry is one that vLLM reads: FP8 under compressed-tensors, FP8 or NVFP4 under
     modelopt.
     """
-    given = runtime.given
-    scheme, algorithm = given.raw.get("kv_cache_scheme"), given.get("kv_cache_quant_algo")
+    scheme, algorithm = _kv_entry(runtime)
     severity: Severity = "error"
-    where = "config.json: quantization_config.kv_cache_scheme"
+    where, cure, says = f"{runtime.given.file}: kv_cache_quant_algo", "Write FP8, NVFP4 or null", ""
     if isinstance(runtime.dialect, CompressedTensors) and scheme is not None:
+        where = "config.json: quantization_config.kv_cache_scheme"
         cure = (
-            "Set num_bits 8, type float, strategy tensor, symmetric true; or remove it, and the "
-            "cache is BF16"
+            "Set num_bits 8, type float, strategy tensor, symmetric true; or remove it, and "
+            "the cache is BF16"
         )
-        says = ""
-        if not _is_taken(scheme):
-            says = (
-                f"is {shortened(repr(scheme))}: vLLM raises NotImplementedError, ValueError or "
-                "AttributeError"
-            )
+        got = scheme if isinstance(scheme, Mapping) else {}
+        is_taken = _is_fp8(scheme) and got.get("strategy") in ("tensor", "attn_head")
         if runtime.view.family.model_type == "qwen4_exp":
             says = "vLLM raises NotImplementedError: Qwen4Exp QSA does not support KV quantization"
         elif runtime.view.text_config.get("kv_lora_rank"):
@@ -76,33 +72,36 @@ def kv_entry_is_known(runtime: RuntimeView) -> Iterator[Objection]:
                 "Serve with --kv-cache-dtype fp8 if you want it, or remove it",
             )
             says = (
-                "has no effect: latent attention never asks for it, and vLLM keeps that cache in "
-                "BF16"
+                "has no effect: latent attention never asks for it, and vLLM keeps that cache "
+                "in BF16"
+            )
+        elif not is_taken or not got.get("symmetric"):
+            says = (
+                f"is {shortened(repr(scheme))}: vLLM raises NotImplementedError, ValueError or "
+                "AttributeError"
             )
     elif isinstance(runtime.dialect, ModelOpt) and algorithm:
-        where, cure, says = f"{given.file}: kv_cache_quant_algo", "Write FP8, NVFP4 or null", ""
-        got = shortened(str(algorithm))
+        says = f"is {shortened(str(algorithm))}"
         if isinstance(algorithm, str) and algorithm.upper() not in ("FP8", "NVFP4"):
-            severity, says = (
-                "warning",
-                f"is {got}, which vLLM does not know: it warns and keeps the KV cache in BF16",
-            )
-        elif not isinstance(algorithm, str) and given.nested is not None:
-            says = f"is {got}: vLLM raises ValueError: kv_cache_quant_algo must be a string"
-    else:
-        return
+            severity = "warning"
+            says += ", which vLLM does not know: it warns and keeps the KV cache in BF16"
+        elif not isinstance(algorithm, str) and runtime.given.nested is not None:
+            says += ": vLLM raises ValueError: kv_cache_quant_algo must be a string"
+        else:
+            return
     if says:
-        yield objection("kv-cache", where, severity=severity, says=says, cure=cure)
+        yield Objection("kv-cache", where, says, cure, severity=severity)
 
 
-def _is_taken(scheme: Any) -> bool:
-    """Whether `validate_kv_cache_scheme` is content."""
-    if not isinstance(scheme, Mapping) or (scheme.get("type"), scheme.get("num_bits")) != (
-        "float",
-        8,
-    ):
-        return False
-    return scheme.get("strategy") in ("tensor", "attn_head") and bool(scheme.get("symmetric"))
+def _kv_entry(runtime: RuntimeView) -> tuple[Any, Any]:
+    """What compressed-tensors and what modelopt write of the KV cache."""
+    given = runtime.given
+    return given.raw.get("kv_cache_scheme"), given.get("kv_cache_quant_algo")
+
+
+def _is_fp8(scheme: Any) -> bool:
+    wanted = {"type": "float", "num_bits": 8}
+    return isinstance(scheme, Mapping) and all(scheme.get(key) == wanted[key] for key in wanted)
 
 
 def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
@@ -116,78 +115,69 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
             cure = "Remove the KV-cache scales of the MTP layer"
             says = (
                 "is a scale of the KV cache inside the MTP layer, which this draft's loader does "
-                "not know: vLLM "
+                "not know: vLLM raises "
+                "KeyError, ValueError or AttributeError"
             )
-            says += "raises KeyError, ValueError or AttributeError"
         elif not is_mtp and not loader.backbone_takes_kv_scales:
             cure = "Remove the scales of the KV cache"
             says = (
-                "is a scale of the KV cache, for which this family's class has no parameter: "
-                "vLLM raises KeyError "
+                "is a scale of the KV cache, for which this family's class has no parameter: vLLM "
+                "raises KeyError or "
+                "ValueError, with and without a draft"
             )
-            says += "or ValueError, with and without a draft"
         elif isinstance(runtime.dialect, ModelOpt) and math.prod(entry.shape) != 1:
             cure = "Store one number for each of k and v"
             says = (
-                f"has shape {list(entry.shape)}: vLLM raises ValueError: KV-cache scale expects "
-                "a scalar weight"
+                f"has shape {list(entry.shape)}: vLLM raises ValueError: KV-cache scale "
+                "expects a scalar weight"
             )
         else:
             continue
-        yield objection("kv-scales", entry.name, says=says, cure=cure, cause=cure)
+        yield Objection("kv-scales", entry.name, says, cure, cure)
 
 
 def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
-    """Where some attention layers have scales of an FP8 cache, all have two; and nothing else has
-    any.
+    """Where some attention layers have scales of an FP8 cache, all have two; and nothing else
+    has any.
     """
-    scheme, algorithm = (
-        runtime.given.raw.get("kv_cache_scheme"),
-        runtime.given.get("kv_cache_quant_algo"),
-    )
-    is_fp8 = isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == (
-        "float",
-        8,
-    )
-    if not (is_fp8 or str(algorithm).upper() == "FP8") or no_place(runtime.view):
+    scheme, algorithm = _kv_entry(runtime)
+    is_fp8 = _is_fp8(scheme) or str(algorithm).upper() == "FP8"
+    if not is_fp8 or no_place(runtime.view):
         return
-    is_modelopt = isinstance(runtime.dialect, ModelOpt)
-    stored: dict[HFName, dict[str, HFName]] = defaultdict(dict)
+    attentions: dict[HFName, Part] = {}
+    for name, place in runtime.placed.items():
+        if place.role == "attention" and name.endswith(".k_proj"):
+            attentions[HFName(name.removesuffix(".k_proj"))] = place.part
+    stored: dict[HFName, set[str]] = defaultdict(set)
     for entry in runtime.others:
-        if (leaf := entry.name.rpartition(".")[2]) in CACHE_LEAVES:
-            stored[attention_of_scale(entry.name)][leaf] = entry.name
-    parts: dict[HFName, Part] = {
-        HFName(name.removesuffix(".k_proj")): place.part
-        for name, place in runtime.placed.items()
-        if place.role == "attention" and name.endswith(".k_proj")
-    }
-    for name in (
-        name for module, leaves in stored.items() if module not in parts for name in leaves.values()
-    ):
-        if not runtime.is_mtp_name(name) or draft_takes(runtime.loader, name):
+        module, leaf = attention_of_scale(entry.name), entry.name.rpartition(".")[2]
+        if leaf not in CACHE_LEAVES:
+            continue
+        stored[module].add(leaf)
+        is_drafts = runtime.is_mtp_name(entry.name)
+        if module not in attentions and (not is_drafts or draft_takes(runtime.loader, entry.name)):
             says = (
-                "is a scale of the KV cache, and no attention layer with a cache is there: vLLM "
-                "raises or skips it"
+                "is a scale of the KV cache, and no attention layer with a cache is there: "
+                "vLLM raises or skips it"
             )
             cure = "Remove it, or bring the layer back"
-            yield objection("kv-scales", name, says=says, cure=cure, cause=cure)
-    with_some = {part for module, part in parts.items() if module in stored}
-    for module, part in parts.items() if with_some else ():
-        leaves = stored.get(module, {})
-        instead = "the other scale of this layer" if leaves and is_modelopt else "1"
+            yield Objection("kv-scales", entry.name, says, cure, cure)
+    is_modelopt, cure = (
+        isinstance(runtime.dialect, ModelOpt),
+        "Calibrate the cache again: each layer has two scales",
+    )
+    convention = "modelopt" if is_modelopt else "compressed-tensors"
+    with_some = {part for module, part in attentions.items() if module in stored}
+    for module, part in attentions.items() if with_some else ():
+        says = "is not there, and other layers have theirs: vLLM takes 1 for it, in silence"
+        if is_modelopt and stored[module]:
+            says = says.replace(" 1 ", " the other scale of this layer ")
+        # What a graft leaves: the draft's cache is FP8 all the same, with scales of 1.
+        severity = "error" if part in with_some else "warning"
         for name in scale_names(runtime.view, part, module):
-            if name.rpartition(".")[2] not in leaves:
-                cure = "Calibrate the cache again: each layer has two scales"
-                yield objection(
-                    "kv-scales",
-                    cache_scale_in("modelopt" if is_modelopt else "compressed-tensors", name),
-                    # What a graft leaves: the draft's cache is FP8 all the same, with scales of 1.
-                    severity="error" if part in with_some else "warning",
-                    says=f"is not there, and other layers have theirs: vLLM takes {instead} for "
-                    "it, in silence",
-                    cure=cure,
-                    cause=cure,
-                )
+            if name.rpartition(".")[2] not in stored[module]:
+                where = cache_scale_in(convention, name)
+                yield Objection("kv-scales", where, says, cure, cure, severity)
 
 
 RULES = (kv_entry_is_known, kv_scales_have_a_place, kv_scales_are_whole)

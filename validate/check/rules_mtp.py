@@ -11,9 +11,8 @@ part must each have all that some decoder layer has.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import (
     FLOATS,
     OTHER_LEAVES,
@@ -23,19 +22,19 @@ from ...checkpoints.stored import (
     StoredWeight,
 )
 from ...recipes.family import HFName, Part
-from ...recipes.family_view import Place
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objection
 from .dialects.choose import Unquantized
 from .dialects.fp8 import Fp8
 from .rules_kv import is_kv_scale
-from .runtime_view import RuntimeView
-from .stored_view import StoredView
+from .runtime_view import RuntimeView, StoredView
 
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
-_Halves = Mapping[str, frozenset[str]]
+_MOST_LAYERS = 1000
+_AGAIN = "Quantize the checkpoint again"
+_BLOCK_BACK = "Put the release's block in"
 
 
 def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
@@ -43,6 +42,7 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
     M9.
     """
     view, promised, key = runtime.view, runtime.promised, runtime.view.mtp_count_key
+    where, way_back = f"config.json: {key}", _way_to_a_block(runtime)
     effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
     if runtime.loader.refuses_missing_mtp:
         effect = "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
@@ -50,9 +50,9 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
     if any(_is_nested(runtime, name) for name in runtime.source.entries):
         elsewhere.add(0)
     for index in sorted(set(range(promised)) - runtime.found - elsewhere):
-        where, cure = f"{view.mtp_stem(index)}*", _way_to_a_block(runtime)
+        place, cure = f"{view.mtp_stem(index)}*", way_back
         if (at := runtime.block_at) is not None:
-            where, depth = f"{view.disk_stem('backbone', at)}*", view.family.num_layers_key
+            place, depth = f"{view.disk_stem('backbone', at)}*", view.family.num_layers_key
             cure = (
                 f"Set {depth} to {at}: layer {at} has the modules of an MTP layer, and is "
                 "counted as a decoder layer"
@@ -64,189 +64,157 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
         says = (
             f"{key}={promised} promises MTP layer {index}, but no file has a tensor of it: {effect}"
         )
-        yield objection("mtp-missing", where, says=says, cure=cure)
+        yield Objection("mtp-missing", place, says, cure)
     extra = sorted(index for index in runtime.found if index >= promised)
-    first = f"{view.mtp_stem(extra[0])}*" if extra else ""
-    if extra and promised == 0:
-        is_missing = not any(
-            each in {**view.text_config, **view.config} for each in view.family.mtp_count_keys
+    if extra:
+        first, cure = (
+            f"{view.mtp_stem(extra[0])}*",
+            f"Correct {key}, or num_hidden_layers, to what the files hold",
         )
-        error = runtime.loader.missing_count if is_missing else "ZeroDivisionError"
-        yield objection(
-            "mtp-not-promised",
-            f"config.json: {key}",
-            says=f"is {'missing' if is_missing else 0}, but {first} exists: with method=mtp vLLM "
-            f"raises {error}",
-            cure=f"Set {key} to {len(extra)}",
-        )
-    elif extra:
-        effect = "the draft's loader meets a name it does not know and raises"
-        if view.layout.mtp is None:
-            effect = (
-                f"with num_hidden_layers={view.num_layers} the target model itself fails to load it"
+        if promised == 0:
+            count, error = "missing", runtime.loader.missing_count
+            if {*view.text_config, *view.config}.intersection(view.family.mtp_count_keys):
+                count, error = "0", "ZeroDivisionError"
+            says = f"is {count}, but {first} exists: with method=mtp vLLM raises {error}"
+            yield Objection("mtp-not-promised", where, says, f"Set {key} to {len(extra)}")
+        elif view.layout.mtp is None:
+            says = (
+                f"exists beyond {key}={promised}: with num_hidden_layers={view.num_layers} the "
+                "target model itself fails to load it"
             )
-        yield objection(
-            "mtp-not-promised",
-            first,
-            says=f"exists beyond {key}={promised}: {effect}",
-            cure=f"Correct {key}, or num_hidden_layers, to what the files hold",
-        )
+            yield Objection("mtp-not-promised", first, says, cure)
+        else:
+            says = (
+                f"exists beyond {key}={promised}: the draft's loader meets a name it does not "
+                "know and raises"
+            )
+            yield Objection("mtp-not-promised", first, says, cure)
     elif promised == 0:
-        yield objection(
-            "mtp-missing",
-            f"config.json: {key}",
-            says="no MTP block is promised and none is there: method=mtp has nothing to draft with",
-            cure=_way_to_a_block(runtime),
-        )
+        says = "no MTP block is promised and none is there: method=mtp has nothing to draft with"
+        yield Objection("mtp-missing", where, says, way_back)
 
 
 def _way_to_a_block(runtime: RuntimeView) -> str:
-    """What brings a block back; the release where README.md names one. A release cannot give what
-    it has not.
-    """
-    if isinstance(runtime.dialect, Unquantized) and not any(
-        place.part == "mtp" for place in runtime.placed.values()
-    ):
+    """What brings a block back. A release cannot give what it has not."""
+    has_some = any(place.part == "mtp" for place in runtime.placed.values())
+    if isinstance(runtime.dialect, Unquantized) and not has_some:
         return (
             "If this is the original release, it has none, and `keepmtp quantize` needs "
             "--mtp-source with the place of "
             "a block that is published apart; else put the release's in"
         )
-    named = f": README.md names {runtime.base_model} as base_model" if runtime.base_model else ""
-    return f"Put the release's block in{named}"
+    return _BLOCK_BACK
 
 
 def files_are_indexed(view: StoredView) -> Iterator[Objection]:
     """Files that the index does not list are not read: R6; F4, F9."""
     for entry in view.source.unindexed.values():
-        is_mtp = view.is_mtp_name(entry.name)
-        yield objection(
-            "unindexed",
-            entry.name,
-            severity="error" if is_mtp else "warning",
-            says=(
-                f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM "
-                "does not read it"
-            )
-            + (", so the draft is missing" if is_mtp else ""),
-            cure=f"Add the tensors of {entry.file} to the index"
-            + ("" if is_mtp else ", or remove the file"),
-            cause=f"{is_mtp} {entry.file}",
+        says = (
+            f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM "
+            "does not read it"
         )
+        cure, severity = f"Add the tensors of {entry.file} to the index", "warning"
+        is_mtp = view.is_mtp_name(entry.name)
+        if is_mtp:
+            severity, says = "error", f"{says}, so the draft is missing"
+        else:
+            cure += ", or remove the file"
+        yield Objection("unindexed", entry.name, says, cure, f"{is_mtp} {entry.file}", severity)
 
 
 def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Each MTP layer has the modules that join embedding and hidden state, and their norms: R1; F2;
     M1.
     """
-    for name in runtime.view.required_mtp_modules(
-        sorted(runtime.found.intersection(range(runtime.promised)))
-    ):
+    layers = sorted(runtime.found.intersection(range(runtime.promised)))
+    for name in runtime.view.required_mtp_modules(layers):
         if name not in runtime.placed:
-            yield objection(
-                "mtp-incomplete",
-                name,
-                says=(
-                    "the MTP block cannot work without it, and it is in no indexed file: vLLM "
-                    "leaves it uninitialised in silence, the draft guesses"
-                ),
-                cure=_way_to_a_block(runtime),
-                cause=name,
+            says = (
+                "the MTP block cannot work without it, and it is in no indexed file: vLLM leaves "
+                "it uninitialised in "
+                "silence, the draft guesses"
             )
+            yield Objection("mtp-incomplete", name, says, _way_to_a_block(runtime), name)
 
 
 def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Every layer has what other layers of its kind have: projections, norms, router: R1; E2, E7,
     E8; M1, M2, M8.
-    """
-    view, parts = runtime.view, _layer_parts(runtime)
-    depth = 1 + max((index for part, index in parts if part == "backbone"), default=-1)
-    for index in range(view.num_layers):
-        if ("backbone", index) not in parts:
-            shorter = (
-                f"; if the release has {depth} layers, set num_hidden_layers to {depth}"
-                if index >= depth
-                else ""
-            )
-            yield objection(
-                "layer-missing",
-                f"{view.disk_stem('backbone', index)}*",
-                says=f"num_hidden_layers={view.num_layers} promises this layer, but no file has a "
-                "tensor of it",
-                cure=f"Download or quantize the checkpoint again{shorter}",
-            )
-    for half in ("mixer", "ffn"):
-        models = {
-            halves[half]
-            for (part, _), halves in parts.items()
-            if part == "backbone" and halves[half]
-        }
-        for (part, index), halves in parts.items():
-            is_mtp = part == "mtp"
-            gap = _gap(halves[half], models, is_backbone=not is_mtp)
-            for path in sorted(gap - set(view.family.mtp_lacks if is_mtp else ())):
-                leaf = (
-                    ""
-                    if path.endswith((".bias", "e_score_correction_bias", "tid2eid"))
-                    else ".weight*"
-                )
-                yield objection(
-                    "mtp-incomplete" if is_mtp else "layer-incomplete",
-                    view.disk_stem(part, index) + path.replace("{e}", "0") + leaf,
-                    says=(
-                        "is missing, though the decoder layers of this checkpoint have it: "
-                        "quantized, vLLM leaves the parameter uninitialised in silence"
-                    ),
-                    cure=_way_to_a_block(runtime) if is_mtp else "Quantize the checkpoint again",
-                    cause=f"{part} {index} {half}",
-                )
-
-
-def _layer_parts(runtime: RuntimeView) -> Mapping[tuple[Part, int], _Halves]:
-    """The parts of each layer, of its mixer and of its feed-forward part, in any stored form."""
-    sets: dict[tuple[Part, int], dict[str, set[str]]] = defaultdict(
-        lambda: {"mixer": set(), "ffn": set()}
-    )
-    family = runtime.view.family
-    only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
-    for place in runtime.placed.values():
-        path = place.row.path
-        # Within one family some layers have a compressor or an indexer, and others have none.
-        if (
-            place.layer is None
-            or not place.row.in_every_layer
-            or ".compressor." in path
-            or ".indexer." in path
-        ):
-            continue
-        if place.part == "backbone" or path not in only_mtp:
-            half = "ffn" if place.role in _FFN_ROLES and not family.one_mixer else "mixer"
-            sets[place.part, place.layer][half].update(_elements(place))
-    return {
-        key: {half: frozenset(paths) for half, paths in halves.items()}
-        for key, halves in sets.items()
-    }
-
-
-def _elements(place: Place) -> Sequence[str]:
-    if place.row.stacked:
-        return place.row.unstacked
-    if place.leaf in ("", *WEIGHT_LEAVES):
-        return [place.row.path]
-    return [f"{place.row.path}.{place.leaf}"] if place.leaf in OTHER_LEAVES else []
-
-
-def _gap(
-    paths: frozenset[str], models: set[frozenset[str]], *, is_backbone: bool
-) -> frozenset[str]:
-    """What a layer lacks, compared with the decoder layer most like it; nothing if some decoder
-    layer has no more.
 
     Decoder layers of one family differ. So a decoder layer lacks something only if another one has
-    all that it has, and more.
+    all that it has, and more; an MTP layer is compared with the decoder layer most like it.
     """
-    gaps = [model - paths for model in models if not is_backbone or paths < model]
-    return min(gaps, key=len, default=frozenset())
+    view, halves = runtime.view, _halves(runtime)
+    backbone = {index for _, part, index in halves if part == "backbone"}
+    depth = 1 + max(backbone, default=-1)
+    for index in sorted({*range(view.num_layers)} - backbone):
+        cure = "Download or quantize the checkpoint again"
+        if index >= depth:
+            cure += f"; if the release has {depth} layers, set num_hidden_layers to {depth}"
+        says = (
+            f"num_hidden_layers={view.num_layers} promises this layer, but no file has a "
+            "tensor of it"
+        )
+        yield Objection("layer-missing", f"{view.disk_stem('backbone', index)}*", says, cure)
+    models: dict[str, set[frozenset[str]]] = defaultdict(set)
+    for (half, part, _), paths in halves.items():
+        if part == "backbone" and paths:
+            models[half].add(frozenset(paths))
+    for (half, part, index), paths in sorted(halves.items(), key=lambda item: item[0][0] == "ffn"):
+        rule, cure, lacks = "layer-incomplete", _AGAIN, ()
+        gaps = [model - paths for model in models[half] if part == "mtp" or paths < model]
+        if part == "mtp":
+            rule, cure, lacks = "mtp-incomplete", _way_to_a_block(runtime), view.family.mtp_lacks
+        for path in sorted(min(gaps, key=len, default=frozenset()).difference(lacks)):
+            leaf = ".weight*"
+            if path.endswith((".bias", "e_score_correction_bias", "tid2eid")):
+                leaf = ""
+            where = view.disk_stem(part, index) + path.replace("{e}", "0") + leaf
+            says = (
+                "is missing, though the decoder layers of this checkpoint have it: quantized, "
+                "vLLM leaves the "
+                "parameter uninitialised in silence"
+            )
+            yield Objection(rule, where, says, cure, f"{part} {index} {half}")
+
+
+def counted_layers_are_there(view: StoredView) -> Iterator[Objection]:
+    """The layers that config.json counts have tensors; without a family."""
+    count = view.text_config.get("num_hidden_layers")
+    stem, held = view.decoder_layers
+    if not held or type(count) is not int:
+        return
+    for number in range(min(count, _MOST_LAYERS)):
+        if number not in held:
+            says = f"num_hidden_layers={count} promises this layer, but no file has a tensor of it"
+            cure = "Download or quantize the checkpoint again"
+            yield Objection("layer-missing", f"{stem}.{number}.*", says, cure, "layer")
+
+
+def _halves(runtime: RuntimeView) -> Mapping[tuple[str, Part, int], set[str]]:
+    """The parts of each layer's mixer, and of its feed-forward part, in any stored form."""
+    family = runtime.view.family
+    found: dict[tuple[str, Part, int], set[str]] = {}
+    only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
+    for place in runtime.placed.values():
+        row = place.row
+        # Within one family some layers have a compressor or an indexer, and others have none.
+        is_rare = not row.in_every_layer or ".compressor." in row.path or ".indexer." in row.path
+        if place.layer is None or is_rare or (place.part == "mtp" and row.path in only_mtp):
+            continue
+        for half in ("mixer", "ffn"):
+            found.setdefault((half, place.part, place.layer), set())
+        half = "mixer"
+        if place.role in _FFN_ROLES and not family.one_mixer:
+            half = "ffn"
+        paths = found[half, place.part, place.layer]
+        if row.stacked:
+            paths.update(row.unstacked)
+        elif place.leaf in ("", *WEIGHT_LEAVES):
+            paths.add(row.path)
+        elif place.leaf in OTHER_LEAVES:
+            paths.add(f"{row.path}.{place.leaf}")
+    return found
 
 
 def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
@@ -254,40 +222,28 @@ def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     M1.
     """
     config = runtime.view.text_config
-    expected = next(
-        (config[key] for key in _NUM_EXPERTS_KEYS if isinstance(config.get(key), int)), 0
-    )
-    for module in runtime.modules if expected else ():
+    counts = (config[key] for key in _NUM_EXPERTS_KEYS if isinstance(config.get(key), int))
+    expected = next(counts, 0)
+    for module in runtime.modules:
         have: dict[str, set[int]] = defaultdict(set)
-        stacked: dict[str, range] = {}
-        for member in module.members if module.kind == "experts" else ():
-            row = member.place.row
-            if row.stacked:
-                stacked[row.path] = range(*member.weight.shape[:1])
-            elif member.place.expert is not None:
-                have[row.path].add(member.place.expert)
-        for path, experts in (have | stacked).items():
-            # A stacked tensor without elements may say that it has a milliard experts: they are not
-            # listed.
-            extra = (
-                experts[expected:]
-                if isinstance(experts, range)
-                else sorted(experts - set(range(expected)))
-            )
-            missing = [expert for expert in range(expected) if expert not in experts]
+        for place, weight in module.members if expected and module.kind == "experts" else ():
+            if place.row.stacked:
+                # A stacked tensor without elements may say that it has a milliard experts: of those
+                # beyond, the first is enough.
+                have[place.row.path].update(range(min([*weight.shape[:1], expected + 1])))
+            elif place.expert is not None:
+                have[place.row.path].add(place.expert)
+        for path, experts in have.items():
             lost = f"is missing from {expected} experts: vLLM leaves it uninitialised in silence"
             more = f"exists, but config.json counts {expected} experts: vLLM raises"
-            for wrong, says in ((missing, lost), (extra, more)):
+            first = {*range(expected)}
+            for wrong, says in ((first - experts, lost), (experts - first, more)):
                 if wrong:
                     stem = runtime.view.disk_stem(module.part, module.layer or 0)
-                    yield objection(
-                        "experts",
-                        stem + path.replace("{e}", str(wrong[0])),
-                        says=says,
-                        cure="Quantize the checkpoint again: shards of some experts were lost",
-                        cause=f"{module.part} {module.layer} {wrong is extra}",
-                        count=len(wrong),
-                    )
+                    where = stem + path.replace("{e}", str(min(wrong)))
+                    cause = f"{module.part} {module.layer} {says is more}"
+                    cure = f"{_AGAIN}: shards of some experts were lost"
+                    yield Objection("experts", where, says, cure, cause, times=len(wrong))
 
 
 def scales_have_weights(view: StoredView) -> Iterator[Objection]:
@@ -295,16 +251,12 @@ def scales_have_weights(view: StoredView) -> Iterator[Objection]:
     for entry in view.others:
         leaf = view.leaf_of(entry.name)
         if "." in entry.name and _is_of_a_weight(leaf):
-            yield objection(
-                "unknown-tensor",
-                entry.name,
-                says=(
-                    "is a scale without a weight beside it: vLLM raises, or drops it and leaves "
-                    "the weight uninitialised"
-                ),
-                cure="Quantize the checkpoint again, or take the weight from where it is from",
-                cause=f"orphan {leaf}",
+            says = (
+                "is a scale without a weight beside it: vLLM raises, or drops it and leaves "
+                "the weight uninitialised"
             )
+            cure = f"{_AGAIN}, or take the weight from where it is from"
+            yield Objection("unknown-tensor", entry.name, says, cure, f"orphan {leaf}")
 
 
 def _is_of_a_weight(leaf: str) -> bool:
@@ -314,45 +266,26 @@ def _is_of_a_weight(leaf: str) -> bool:
 def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
     known = runtime.loader.mtp_leaves
-    names = {module: weight.weight.name for module, weight in runtime.weights.items()}
-    names |= {entry.name: entry.name for entry in runtime.others}
-    for key, name in names.items():
-        place, weight = runtime.placed.get(key), runtime.weights.get(key)
-        others = [leaf for leaf in weight.parts if known and leaf not in known] if weight else []
-        if _is_nested(runtime, name):
-            yield objection(
-                "mtp-prefix",
-                name,
-                says="carries the vision-language model's prefix, which the draft's loader does "
-                "not strip: vLLM raises "
-                "'There is no module or parameter named language_model', or skips the block",
-                cure="Rename it to start with "
-                f"{runtime.view.mtp_stem(0).partition('layers.')[0] or 'mtp.'}",
-                cause="nested",
-            )
-        elif not _has_place(runtime, place, name, is_weight=weight is not None):
+    for key, weight in runtime.weights.items():
+        place, name = runtime.placed.get(key), weight.weight.name
+        others = [leaf for leaf in weight.parts if known and leaf not in known]
+        if _is_nested(runtime, name) or place is None or place.leaf != "weight":
             yield _unknown(runtime, name)
-        elif place is not None and place.part == "mtp" and others:
-            yield objection(
-                "unknown-tensor",
-                f"{key}.{others[0]}",
-                says=(
-                    "is not among the names that this draft's loader renames "
-                    f"({', '.join(known)}): vLLM raises KeyError"
-                ),
-                cure="Leave the MTP block plain",
-                cause="mtp leaf",
+        elif place.part == "mtp" and others:
+            says = (
+                "is not among the names that this draft's loader renames "
+                f"({', '.join(known)}): vLLM raises KeyError"
             )
-
-
-def _has_place(runtime: RuntimeView, place: Place | None, name: HFName, *, is_weight: bool) -> bool:
-    """Whether a tensor is known, or another rule judges it."""
-    if is_weight:
-        return place is not None and place.leaf == "weight"
-    leaf = runtime.leaf_of(name)
-    if is_kv_scale(leaf) or _is_of_a_weight(leaf) or _RECOMPUTED.search(name):
-        return True
-    return place is not None and (place.role == "vision" or leaf in OTHER_LEAVES)
+            cure = "Leave the MTP block plain"
+            yield Objection("unknown-tensor", f"{key}.{others[0]}", says, cure, "mtp leaf")
+    for entry in runtime.others:
+        leaf, place = runtime.leaf_of(entry.name), runtime.placed.get(entry.name)
+        # What another rule judges, and what vLLM computes itself.
+        is_known = is_kv_scale(leaf) or _is_of_a_weight(leaf) or _RECOMPUTED.search(entry.name)
+        if place is not None:
+            is_known = is_known or place.role == "vision" or leaf in OTHER_LEAVES
+        if _is_nested(runtime, entry.name) or not is_known:
+            yield _unknown(runtime, entry.name)
 
 
 def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
@@ -361,21 +294,26 @@ def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
 
 
 def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
-    is_mtp, at = runtime.is_mtp_name(name), runtime.block_at
+    if _is_nested(runtime, name):
+        says = (
+            "carries the vision-language model's prefix, which the draft's loader does not strip: "
+            "vLLM raises 'There "
+            "is no module or parameter named language_model', or skips the block"
+        )
+        stem = runtime.view.mtp_stem(0).partition("layers.")[0]
+        return Objection(
+            "mtp-prefix", name, says, f"Rename it to start with {stem or 'mtp.'}", "nested"
+        )
+    severity, cause, at = "warning", re.sub(r"[0-9]+", "*", name), runtime.block_at
     effect = "vLLM raises on it unless the model's loader skips unknown names"
-    cause = f"{is_mtp} {re.sub(r'[0-9]+', '*', name)}"
-    if is_mtp:
+    if runtime.is_mtp_name(name):
+        severity = "error"
         effect = "the draft's loader raises KeyError or ValueError on names it does not know"
     elif at is not None and name.startswith(runtime.view.disk_stem("backbone", at)):
         cause = "counted as a decoder layer"
-    return objection(
-        "unknown-tensor",
-        name,
-        severity="error" if is_mtp else "warning",
-        says=f"has no place in this family: {effect}",
-        cure="Rename it to the original release's name, or remove it",
-        cause=cause,
-    )
+    cure = "Rename it to the original release's name, or remove it"
+    says = f"has no place in this family: {effect}"
+    return Objection("unknown-tensor", name, says, cure, cause, severity)
 
 
 def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
@@ -391,14 +329,9 @@ def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
         for alias in runtime.view.family.aliases:
             name = HFName(runtime.view.mtp_stem(index) + alias.path)
             if name not in runtime.source.entries:
-                yield objection(
-                    "alias",
-                    name,
-                    severity="warning",
-                    says=f"is missing: {alias.reason}; vLLM 0.32 takes the target's instead",
-                    cure=f"Add a copy of {alias.source}, or require vLLM 0.32",
-                    cause=f"alias {index}",
-                )
+                says = f"is missing: {alias.reason}; vLLM 0.32 takes the target's instead"
+                cure = f"Add a copy of {alias.source}, or require vLLM 0.32"
+                yield Objection("alias", name, says, cure, f"alias {index}", severity="warning")
 
 
 def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Iterator[Objection]:
@@ -407,40 +340,31 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Iter
     A kept tensor may change its form (FP8 dequantized to BF16, a scale renamed), but never its
     logical shape, and a float32 tensor never its dtype. The writer's own test compares the bytes.
     """
-    own = {entry.name: _plain(entry) for entry in runtime.others} | dict(runtime.weights)
-    others = {entry.name: _plain(entry) for entry in source.others} | dict(source.weights)
+    own, others = _every_weight(runtime), _every_weight(source)
     for name, theirs in others.items():
         place = source.placed.get(name)
-        if (
-            place is None
-            or place.part != "mtp"
-            or place.row.stacked
-            or _is_separated(runtime, place)
-        ):
+        if place is None or place.part != "mtp" or place.row.stacked:
+            continue
+        # The checkpoint may have q, k and v apart where the source has them in one matrix.
+        stem, interleaved = place.module.removesuffix(place.row.path), place.row.interleaved
+        if interleaved and all(HFName(stem + path) in runtime.weights for path in interleaved.into):
             continue
         if name in own:
             yield from _changed(own[name], theirs)
         else:
-            yield objection(
-                "source",
-                theirs.weight.name,
-                says="is in the source's MTP block and not here: the draft runs without it",
-                cure="Quantize again, or graft the source's MTP block",
-                cause="lost",
-            )
+            says = "is in the source's MTP block and not here: the draft runs without it"
+            cure = "Quantize again, or graft the source's MTP block"
+            yield Objection("source", theirs.weight.name, says, cure, "lost")
 
 
-def _plain(entry: Entry) -> StoredWeight:
-    """A tensor that is no weight, described as one."""
-    return StoredWeight(module=entry.name, form="plain", parts={"": entry}, shape=entry.shape)
-
-
-def _is_separated(runtime: RuntimeView, place: Place) -> bool:
-    """Whether the checkpoint has q, k and v apart where the source has them in one matrix."""
-    stem, interleaved = place.module.removesuffix(place.row.path), place.row.interleaved
-    return interleaved is not None and all(
-        HFName(stem + path) in runtime.weights for path in interleaved.into
-    )
+def _every_weight(runtime: RuntimeView) -> dict[HFName, StoredWeight]:
+    """The weights by module, and each other tensor described as one."""
+    found = {}
+    for entry in runtime.others:
+        found[entry.name] = StoredWeight(
+            module=entry.name, form="plain", parts={"": entry}, shape=entry.shape
+        )
+    return found | dict(runtime.weights)
 
 
 def _changed(ours: StoredWeight, theirs: StoredWeight) -> Iterator[Objection]:
@@ -449,26 +373,19 @@ def _changed(ours: StoredWeight, theirs: StoredWeight) -> Iterator[Objection]:
     The shape of packed integers takes bits and group from the config.
     """
     name, dtypes = ours.weight.name, (ours.weight.dtype, theirs.weight.dtype)
-    are_known = all(
-        each.form != "unknown" and (each.form != "int_packed" or each.scheme)
-        for each in (ours, theirs)
-    )
+    are_known = True
+    for each in (ours, theirs):
+        are_known &= each.form != "unknown" and (each.form != "int_packed" or bool(each.scheme))
     if are_known and ours.shape != theirs.shape:
         says = f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}"
-        yield objection("source", name, says=says, cure="Quantize again", cause="shape")
+        yield Objection("source", name, says, "Quantize again", "shape")
     elif ours.form == theirs.form == "plain" and dtypes[0] != dtypes[1]:
-        is_wider = {*dtypes} <= {*FLOATS} and FLOATS.index(dtypes[0]) > FLOATS.index(dtypes[1])
         effect = "digits are lost that the draft was trained with"
-        if is_wider:
+        if {*dtypes} <= {*FLOATS} and FLOATS.index(dtypes[0]) > FLOATS.index(dtypes[1]):
             effect = "twice the size for the same numbers"
-        yield objection(
-            "source",
-            name,
-            severity="warning",
-            says=f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}",
-            cure="Keep the source's dtype",
-            cause=" ".join(dtypes),
-        )
+        says = f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}"
+        cure, cause = "Keep the source's dtype", " ".join(dtypes)
+        yield Objection("source", name, says, cure, cause, severity="warning")
 
 
 RULES = (

@@ -33,12 +33,13 @@ from ...checkpoints.stored import KV_SCALE_LEAVES, NOT_COMPUTED, Form, StoredWei
 from ...checkpoints.values import read_tensor
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objection
 from .reading import Summary, is_scale
 from .rules_kv import attention_of_scale, is_kv_scale
 from .runtime_view import RuntimeView
 
-_objection = partial(objection, origin="values")
+_objection = partial(Objection, origin="values")
+_warning = partial(Objection, origin="values", severity="warning")
 _DIVISORS = ("weight_global_scale", "input_global_scale")
 _INPUT_SCALES = ("input_scale", "input_global_scale")
 _GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
@@ -65,9 +66,8 @@ _MANY = 16
 # Of the spectrum: the smallest matrix that tells chance from training, the share of the edge, steps
 # of the iteration.
 _SMALLEST_SIDE, _EDGE, _STEPS = 512, 1.05, 12
-
-_REQUANTIZE = "Quantize this module again from the release"
 _MEASURE = "Measure its acceptance before it is served"
+_REQUANTIZE = "Quantize this module again from the release"
 
 
 class Tensor(NamedTuple):
@@ -103,7 +103,11 @@ class Tensor(NamedTuple):
         """Equal for tensors of one kind: all scales of one name in the backbone, or in the MTP
         block.
         """
-        return f"{self.place.part} {self.place.role if self.leaf == 'weight' else ''} {self.leaf}"
+        role = self.place.role if self.leaf == "weight" else ""
+        return f"{self.place.part} {role} {self.leaf}"
+
+
+_Tensors = Mapping[HFName, Tensor]
 
 
 def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator[Objection]:
@@ -113,122 +117,100 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator
         runtime: the checkpoint.
         read: the summaries of some of its tensors. Vision and other opaque parts are not judged.
     """
-    tensors = {
-        name: Tensor(runtime.source.entries[name], place, summary)
-        for name, summary in read.items()
-        if (place := runtime.view.place(name) or _of_cache(runtime, name)) is not None
-        and place.role != "vision"
-    }
+    tensors: dict[HFName, Tensor] = {}
+    for name, summary in read.items():
+        place = runtime.view.place(name)
+        if place is None and is_kv_scale(name.rpartition(".")[2]):
+            # A scale of the KV cache may be named after the attention itself.
+            attention = attention_of_scale(name)
+            for path in ("k_proj", "kv_b_proj"):
+                place = place or runtime.view.place(HFName(f"{attention}.{path}.weight"))
+        if place is not None and place.role != "vision":
+            tensors[name] = Tensor(runtime.source.entries[name], place, summary)
+    graft = (
+        f"Run `keepmtp graft {shlex.quote(runtime.source.where)} --from RELEASE --replace "
+        "--out NEW`"
+    )
     for tensor in tensors.values():
+        cure = graft if tensor.is_mtp else _REQUANTIZE
+        if tensor.leaf in _INPUT_SCALES:
+            cure = (
+                "Calibrate again with samples that reach this module, and keep its experts' "
+                "input scales finite"
+            )
         if tensor.summary.num_not_finite:
-            yield _not_finite(runtime, tensor)
+            yield _not_finite(tensor, cure)
         elif is_scale(tensor.name):
-            yield from _scale(runtime, tensor)
+            yield from _scale(runtime, tensor, cure)
         elif tensor.place.role == "norm":
-            yield from _norm(runtime, tensor)
+            yield from _norm(runtime, tensor, graft)
         else:
-            yield from _empty(runtime, tensor, tensors)
+            yield from _empty(tensor, tensors, graft)
     yield from magnitudes_are_those_of_weights(runtime, tensors)
     yield from fused_scales_agree(tensors)
     yield from input_scales_are_measured(tensors)
     yield from norms_have_learned(runtime, tensors)
 
 
-def _of_cache(runtime: RuntimeView, name: HFName) -> Place | None:
-    """The place of attention's projection, for a scale of its KV cache that is named after the
-    attention itself.
-    """
-    if not is_kv_scale(name.rpartition(".")[2]):
-        return None
-    keys = (HFName(f"{attention_of_scale(name)}.{path}.weight") for path in ("k_proj", "kv_b_proj"))
-    return next(filter(None, map(runtime.view.place, keys)), None)
-
-
-def _not_finite(runtime: RuntimeView, tensor: Tensor) -> Objection:
+def _not_finite(tensor: Tensor, cure: str) -> Objection:
     """vllm#45212, vllm#45320, compressed-tensors#595."""
     index, position = tensor.summary.first_not_finite, []
     for size in reversed(tensor.entry.shape):
         index, at = divmod(index, size)
         position.insert(0, at)
-    return _objection(
-        "finite",
-        tensor.name,
-        says=(
-            f"element {position} is infinite or NaN, as are {tensor.summary.num_not_finite:,} of "
-            f"{tensor.size:,}: what vLLM computes from it is NaN, and one expert's NaN spoils "
-            "every token that the expert sees"
-        ),
-        cure=_new_values(runtime, tensor),
-        cause=tensor.cause,
+    says = (
+        f"element {position} is infinite or NaN, as are {tensor.summary.num_not_finite:,} of "
+        f"{tensor.size:,}: what "
+        "vLLM computes from it is NaN, and one expert's NaN spoils every token that the expert sees"
     )
+    return _objection("finite", tensor.name, says, cure, tensor.cause)
 
 
-def _scale(runtime: RuntimeView, tensor: Tensor) -> Iterator[Objection]:
+def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Iterator[Objection]:
     """No scale is negative, no divisor is zero, no matrix has scales of zero only, or scales that
     are all equal.
+
+    A weight of integers around 0 may have negative scales where activations are not rounded:
+    AutoRound chooses the sign of a symmetric scale so that the largest weight gets the largest
+    code.
     """
-    summary, says = tensor.summary, ""
-    if summary.is_zero and tensor.leaf in (*_DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
+    summary, leaf, says = tensor.summary, tensor.leaf, ""
+    weight, may_be_negative = runtime.weights.get(tensor.module), leaf == "scales"
+    if weight is not None and weight.form == "int_packed" and leaf == "weight_scale":
+        may_be_negative = "weight_zero_point" not in weight.parts
+    if summary.is_zero and leaf in (*_DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
         says = "is 0, and vLLM divides by it: everything behind it is infinite or NaN"
     elif summary.is_zero:
         says = "is 0: vLLM computes with a matrix of zeros"
-    elif summary.has_negative and not _may_be_negative(runtime, tensor):
+    elif summary.has_negative and not may_be_negative:
         says = (
             "has an element below 0: a kernel reads it as positive, or turns the sign of its "
             "weights"
         )
     if says:
-        cause = f"{tensor.cause} {says}"
-        yield _objection(
-            "scale-sign", tensor.name, says=says, cure=_new_values(runtime, tensor), cause=cause
-        )
+        yield _objection("scale-sign", tensor.name, says, cure, f"{tensor.cause} {says}")
     elif summary.is_constant and tensor.size >= _MANY:
-        yield _objection(
-            "scale-constant",
-            tensor.name,
-            severity="warning",
-            says=(
-                f"all {tensor.size:,} scales are {summary.largest:g}: no real matrix has that, so "
-                "they were never computed, or the weights under them are not the release's"
-            ),
-            cure=_REQUANTIZE,
-            cause=tensor.cause,
+        says = (
+            f"all {tensor.size:,} scales are {summary.largest:g}: no real matrix has that, so "
+            "they were never "
+            "computed, or the weights under them are not the release's"
         )
+        yield _warning("scale-constant", tensor.name, says, _REQUANTIZE, tensor.cause)
 
 
-def _may_be_negative(runtime: RuntimeView, tensor: Tensor) -> bool:
-    """Scales of weights that are integers around 0, where activations are not rounded.
-
-    AutoRound chooses the sign of a symmetric scale so that the largest weight gets the largest
-    code.
-    """
-    weight = runtime.weights.get(tensor.module)
-    around_zero = (
-        weight is not None
-        and weight.form == "int_packed"
-        and "weight_zero_point" not in weight.parts
-    )
-    return tensor.leaf == "scales" or (around_zero and tensor.leaf == "weight_scale")
-
-
-def _norm(runtime: RuntimeView, tensor: Tensor) -> Iterator[Objection]:
+def _norm(runtime: RuntimeView, tensor: Tensor, graft: str) -> Iterator[Objection]:
     """Norms of the MTP block are neither near zero nor huge."""
     largest = tensor.summary.largest
     is_small = largest < _NORM_TOO_SMALL and not runtime.view.family.norms_add_one
     if tensor.is_mtp and (is_small or largest > _NORM_TOO_LARGE):
-        yield _objection(
-            "norm",
-            tensor.name,
-            says=f"its largest value is {largest:.3g}: the draft's hidden state becomes "
-            f"{'nothing' if is_small else 'huge'}, and nearly nothing is accepted",
-            cure=_graft(runtime),
-            cause=f"{tensor.cause} {is_small}",
+        says = (
+            f"its largest value is {largest:.3g}: the draft's hidden state becomes nothing or "
+            "huge, and nearly nothing is accepted"
         )
+        yield _objection("norm", tensor.name, says, graft, f"{tensor.cause} {is_small}")
 
 
-def _empty(
-    runtime: RuntimeView, tensor: Tensor, tensors: Mapping[HFName, Tensor]
-) -> Iterator[Objection]:
+def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Iterator[Objection]:
     """A matrix of the language model that is all zeros or one repeated value.
 
     A release may hold a matrix of zeros. Packed, its block scales are all alike; scales that differ
@@ -239,123 +221,102 @@ def _empty(
         return
     if len(tensor.entry.shape) < 2 or tensor.size < _MANY:
         return
-    own_scales = [
-        tensors[name]
-        for leaf in _FIRST_SCALES
-        if (name := HFName(f"{tensor.module}.{leaf}")) in tensors
-    ]
-    is_lost = any(each.size > 1 and not each.summary.is_constant for each in own_scales)
+    is_lost = False
+    for leaf in _FIRST_SCALES:
+        scale = tensors.get(HFName(f"{tensor.module}.{leaf}"))
+        is_lost |= scale is not None and scale.size > 1 and not scale.summary.is_constant
     what = "zeros" if summary.is_zero else "one repeated value"
-    happens = (
-        "its scales are those of other values, which were lost"
-        if is_lost
-        else "it was never trained"
-    )
-    cure = _REQUANTIZE if is_lost else "Take this tensor from the release"
+    happens, cure = "it was never trained", "Take this tensor from the release"
+    if is_lost:
+        happens, cure = "its scales are those of other values, which were lost", _REQUANTIZE
     if tensor.is_mtp:
         happens += ", or never written, so the draft guesses and nearly nothing is accepted"
-        cure = _graft(runtime)
-    yield _objection(
-        "empty-weight",
-        tensor.name,
-        severity="error" if tensor.is_mtp or is_lost else "warning",
-        says=f"holds {what} only: {happens}",
-        cure=cure,
-        cause=f"{tensor.cause} {what} {is_lost}",
-    )
+        cure = graft
+    says, cause = f"holds {what} only: {happens}", f"{tensor.cause} {what} {is_lost}"
+    severity = "error" if tensor.is_mtp or is_lost else "warning"
+    yield _objection("empty-weight", tensor.name, says, cure, cause, severity)
 
 
-def magnitudes_are_those_of_weights(
-    runtime: RuntimeView, tensors: Mapping[HFName, Tensor]
-) -> Iterator[Objection]:
+def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> Iterator[Objection]:
     """The scales of a weight give values that weights have: a reciprocal in the wrong convention
     does not.
     """
     for weight in runtime.weights.values():
-        parts = {
-            leaf: tensors[entry.name]
-            for leaf, entry in weight.parts.items()
-            if entry.name in tensors
-        }
-        scale = next((parts[leaf] for leaf in _FIRST_SCALES if leaf in parts), None)
+        parts = {leaf: tensors.get(entry.name) for leaf, entry in weight.parts.items()}
+        scale = next(filter(None, map(parts.get, _FIRST_SCALES)), None)
         if scale is None:
             continue
         largest = scale.summary.largest * _LARGEST_CODE.get(weight.form, math.nan)
         for leaf in _GLOBAL_SCALES:
-            common = parts[leaf].summary.largest if leaf in parts else 1.0
-            largest *= (1 / common if leaf in _DIVISORS else common) if common else math.nan
+            if common := parts.get(leaf):
+                factor = common.summary.largest or math.nan
+                largest = largest / factor if leaf in _DIVISORS else largest * factor
         if math.isfinite(largest) and largest and not _TOO_SMALL <= largest <= _TOO_LARGE:
-            yield _objection(
-                "scale-magnitude",
-                scale.name,
-                says=(
-                    f"its weights reach {largest:.3g}, where a model's are near 1: a scale is its "
-                    "reciprocal, or belongs to another weight"
-                ),
-                cure="Write the scale in this dialect's convention: compressed-tensors divides by "
-                "weight_global_scale, modelopt multiplies by weight_scale_2",
-                cause=f"{scale.place.part} {scale.place.row.path} {largest > 1}",
+            says = (
+                f"its weights reach {largest:.3g}, where a model's are near 1: a scale is its "
+                "reciprocal, or belongs to another weight"
             )
+            cure = (
+                "Write the scale in this dialect's convention: compressed-tensors divides by "
+                "weight_global_scale, "
+                "modelopt multiplies by weight_scale_2"
+            )
+            cause = f"{scale.place.part} {scale.place.row.path} {largest > 1}"
+            yield _objection("scale-magnitude", scale.name, says, cure, cause)
 
 
-def fused_scales_agree(tensors: Mapping[HFName, Tensor]) -> Iterator[Objection]:
+def fused_scales_agree(tensors: _Tensors) -> Iterator[Objection]:
     """Weights that vLLM fuses have one global scale: vllm#54150."""
     groups: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for tensor in tensors.values():
         if tensor.place.shares and tensor.leaf in (*_GLOBAL_SCALES, "input_global_scale"):
             groups[tensor.place.shares, tensor.leaf].append(tensor)
     for (_, leaf), members in groups.items():
-        values = [member.summary.largest for member in members]
-        if min(values) != max(values) and all(0 < value < math.inf for value in values):
-            yield _disagreement(leaf, members)
+        values = {member.name: member.summary.largest for member in members}
+        if len({*values.values()}) < 2 or not all(0 < each < math.inf for each in values.values()):
+            continue
+        used = members[0].name
+        if members[0].place.expert is None:
+            used = max(values, key=lambda name: values[name])
+        worst = max(members, key=lambda member: abs(math.log(values[member.name] / values[used])))
+        others = ", ".join(member.module.rpartition(".")[2] for member in members)
+        severity, happens = (
+            "warning",
+            "inputs are then rounded on another grid than the calibrated one",
+        )
+        if leaf in _GLOBAL_SCALES:
+            factor = values[worst.name] / values[used]
+            factor = factor if leaf in _DIVISORS else 1 / factor
+            severity, happens = (
+                "error",
+                f"these weights are then {factor:.3g} times what they should be",
+            )
+        says = (
+            f"is {values[worst.name]:.6g}, but {others} are one fused module with one {leaf}, and "
+            "vLLM takes "
+            f"{values[used]:.6g} of {used}: {happens}"
+        )
+        cause = f"{worst.place.part} {worst.place.row.path} {leaf}"
+        cure = f"Quantize {others} together, with one {leaf}"
+        yield _objection("fused-scales", worst.name, says, cure, cause, severity)
 
 
-def _disagreement(leaf: str, members: list[Tensor]) -> Objection:
-    used = members[0]
-    if used.place.expert is None:
-        used = max(members, key=lambda member: member.summary.largest)
-    worst = max(
-        members, key=lambda member: abs(math.log(member.summary.largest / used.summary.largest))
-    )
-    others = ", ".join(member.module.rpartition(".")[2] for member in members)
-    happens = "inputs are then rounded on another grid than the calibrated one"
-    if leaf in _GLOBAL_SCALES:
-        factor = worst.summary.largest / used.summary.largest
-        factor = factor if leaf in _DIVISORS else 1 / factor
-        happens = f"these weights are then {factor:.3g} times what they should be"
-    return _objection(
-        "fused-scales",
-        worst.name,
-        severity="error" if leaf in _GLOBAL_SCALES else "warning",
-        says=(
-            f"is {worst.summary.largest:.6g}, but {others} are one fused module with one {leaf}, "
-            f"and vLLM takes {used.summary.largest:.6g} of {used.name}: {happens}"
-        ),
-        cure=f"Quantize {others} together, with one {leaf}",
-        cause=f"{worst.place.part} {worst.place.row.path} {leaf}",
-    )
-
-
-def input_scales_are_measured(tensors: Mapping[HFName, Tensor]) -> Iterator[Objection]:
+def input_scales_are_measured(tensors: _Tensors) -> Iterator[Objection]:
     """Input scales are not all one constant: no batch gave them."""
     for leaf in _INPUT_SCALES:
-        found = [tensor for tensor in tensors.values() if tensor.leaf == leaf and tensor.size == 1]
-        if len(found) >= _MANY and len({tensor.summary.largest for tensor in found}) == 1:
-            yield _objection(
-                "input-scale-constant",
-                found[0].name,
-                severity="warning",
-                says=(
-                    f"all {len(found):,} scales named {leaf} are {found[0].summary.largest:g}: no "
-                    "batch gave them, and inputs that are larger are cut off"
-                ),
-                cure="Calibrate, or use a scheme with dynamic input scales",
+        found = [each for each in tensors.values() if each.leaf == leaf and each.size == 1]
+        values = {each.summary.largest for each in found}
+        if len(found) >= _MANY and len(values) == 1:
+            says = (
+                f"all {len(found):,} scales named {leaf} are {values.pop():g}: no batch gave "
+                "them, and inputs that "
+                "are larger are cut off"
             )
+            cure = "Calibrate, or use a scheme with dynamic input scales"
+            yield _warning("input-scale-constant", found[0].name, says, cure)
 
 
-def norms_have_learned(
-    runtime: RuntimeView, tensors: Mapping[HFName, Tensor]
-) -> Iterator[Objection]:
+def norms_have_learned(runtime: RuntimeView, tensors: _Tensors) -> Iterator[Objection]:
     """The norms of an MTP layer are not all as they were made: ones, or zeros where the model adds
     one.
     """
@@ -365,22 +326,19 @@ def norms_have_learned(
         if tensor.is_mtp and tensor.place.role == "norm":
             layers[tensor.place.layer].append(tensor)
     for norms in layers.values():
-        summaries = [norm.summary for norm in norms]
-        is_new = all(
-            each.is_constant and each.largest == initial and not each.has_negative
-            for each in summaries
-        )
-        if len(norms) > 1 and is_new:
-            yield _objection(
-                "mtp-untrained",
-                norms[0].name,
-                severity="warning",
-                says=(
-                    f"all {len(norms)} norms of this MTP layer hold {initial:g} only, as before "
-                    "training: the draft then guesses, and nearly nothing is accepted"
-                ),
-                cure=_MEASURE,
+        is_new = len(norms) > 1
+        for norm in norms:
+            summary = norm.summary
+            is_new &= (
+                summary.is_constant and summary.largest == initial and not summary.has_negative
             )
+        if is_new:
+            says = (
+                f"all {len(norms)} norms of this MTP layer hold {initial:g} only, as before "
+                "training: the draft then "
+                "guesses, and nearly nothing is accepted"
+            )
+            yield _warning("mtp-untrained", norms[0].name, says, _MEASURE)
 
 
 def glue(runtime: RuntimeView) -> list[StoredWeight]:
@@ -408,17 +366,13 @@ def matrices_are_not_chance(runtime: RuntimeView) -> Iterator[Objection]:
         parts = {leaf: read_tensor(runtime.source, entry) for leaf, entry in weight.parts.items()}
         share = edge_share(dequantize(weight.form, parts, shape=weight.shape, block=weight.block))
         if math.isfinite(share) and 0 < share < _EDGE:
-            yield _objection(
-                "mtp-noise",
-                weight.weight.name,
-                severity="warning",
-                says=(
-                    f"looks like random numbers: its largest singular value is {share:.2f} of what "
-                    "chance gives, and training leaves larger ones. The draft then guesses, and "
-                    "nearly nothing is accepted"
-                ),
-                cure=_MEASURE,
+            says = (
+                f"looks like random numbers: its largest singular value is {share:.2f} of what "
+                "chance gives, and "
+                "training leaves larger ones. The draft then guesses, and nearly nothing is "
+                "accepted"
             )
+            yield _warning("mtp-noise", weight.weight.name, says, _MEASURE)
 
 
 def edge_share(matrix: torch.Tensor) -> float:
@@ -437,23 +391,3 @@ def edge_share(matrix: torch.Tensor) -> float:
         square = vector.norm()
     size = values.square().mean().sqrt()
     return (square.sqrt() / (size * (math.sqrt(num_rows) + math.sqrt(num_columns)))).item()
-
-
-def _new_values(runtime: RuntimeView, tensor: Tensor) -> str:
-    """Where the right values of a tensor come from."""
-    if tensor.leaf in _INPUT_SCALES:
-        return (
-            "Calibrate again with samples that reach this module, and keep its experts' input "
-            "scales finite"
-        )
-    return _graft(runtime) if tensor.is_mtp else _REQUANTIZE
-
-
-def _graft(runtime: RuntimeView) -> str:
-    """The command that takes the MTP block of the release; graft reads headers, which have nothing
-    wrong.
-    """
-    return (
-        f"Run `keepmtp graft {shlex.quote(runtime.source.where)} --from RELEASE --replace --out "
-        "NEW`"
-    )

@@ -1,31 +1,270 @@
-"""The view that vLLM has of a checkpoint: which runtime module each tensor goes to, and how vLLM
-builds it.
+"""A checkpoint as its files show it, and the view that vLLM has of it: which runtime module each
+tensor goes to.
 
-In: a `Source`. Out: a `RuntimeView`, computed once; every rule reads it. Each runtime module is
+In: a `Source`. Out: a `StoredView`, before any family is asked; or a `RuntimeView`, which has the
+family's names, and is what nearly every rule reads. Each part is computed once: each module is
 resolved once, and the work for each tensor is a dictionary look-up.
 
-Easy to get wrong: routed experts are one runtime module, and vLLM asks the quantization config
-about expert 0 only. A draft's head has a name of its own. Expert tensors may be stacked in three
-dimensions, without `.weight` in their name.
+Easy to get wrong: names on disk are not those of vLLM, and only a family knows them, and what is
+fused. Without one a module is asked about by its name on disk and by the usual fused one; where the
+two answers differ, nothing is said of it. Routed experts are one runtime module, and vLLM asks the
+quantization config about expert 0 only. A draft's head has a name of its own. Expert tensors may be
+stacked in three dimensions, without `.weight` in their name.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
-from ...checkpoints.stored import StoredWeight
-from ...recipes.family import HFName, Loader, Part, Row, VLLMName
-from ...recipes.family_view import FamilyView, Place
+from ...checkpoints.companions import HF_QUANT_CONFIG
+from ...checkpoints.safetensors_file import Entry
+from ...checkpoints.source import Source, small_object
+from ...checkpoints.stored import StoredWeight, stored_weights, transposed_weights
+from ...recipes.errors import CheckpointError
+from ...recipes.families import find_view
+from ...recipes.family import HFName, Loader, Part, Role, VLLMName
+from ...recipes.family_view import FamilyView, Place, unknown_place
 from ...recipes.runtimes.sglang import container, sglang_names
-from .dialects.choose import read_dialect
+from .dialects.choose import quantization_of, read_dialect
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
 from .dialects.patterns import time_limit
-from .stored_view import KINDS, Member, Module, StoredView
 from .vllm_module import PLAIN, Dialect, Kind, Resolution
 
-__all__ = ["Member", "Module", "RuntimeView"]
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_LAYER = re.compile(r"(?P<stem>.*?)\.(?P<number>\d+)\.(?P<rest>.+)")
+_EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<last>[^.]+)$")
+_MTP = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_layers|mtp_block)\.")
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+KINDS: Mapping[Role, Kind] = {"experts": "experts", "head": "head"}
+"""What a server asks its quantization config for, by the group of a module; of all others for a
+linear module.
+"""
+
+
+class Member(NamedTuple):
+    """A weight on disk and its place in the family."""
+
+    place: Place
+    weight: StoredWeight
+
+    @property
+    def name(self) -> HFName:
+        """Of the tensor that holds the weight itself."""
+        return self.weight.weight.name
+
+
+class Module(NamedTuple):
+    """One module at run time, with the weights on disk that make it up.
+
+    Attributes:
+        name: the prefix vLLM constructs it with.
+        shards: names of its parts, which vLLM also looks up in the quantization config.
+        loads_quantized: False where vLLM builds it without the quantization config.
+    """
+
+    name: VLLMName
+    kind: Kind
+    part: Part
+    shards: tuple[VLLMName, ...]
+    members: tuple[Member, ...]
+    loads_quantized: bool
+    resolution: Resolution
+
+    @property
+    def role(self) -> Role:
+        return "experts" if self.kind == "experts" else self.members[0].place.role
+
+    @property
+    def layer(self) -> int | None:
+        return self.members[0].place.layer
+
+
+class GivenConfig(NamedTuple):
+    """The quantization config that vLLM reads.
+
+    Attributes:
+        file: which has it.
+        raw: all of it.
+        nested: what stands below `quantization`, where modelopt writes it so.
+    """
+
+    file: str
+    raw: Mapping[str, Any]
+    nested: Mapping[str, Any] | None
+
+    def get(self, key: str) -> Any:
+        """A value, below `quantization` where there is such a thing."""
+        return (self.raw if self.nested is None else self.nested).get(key)
+
+
+@dataclass(frozen=True)
+class StoredView:
+    """A checkpoint's headers and configs, under the names on disk."""
+
+    source: Source
+
+    @property
+    def loader(self) -> Loader | None:
+        """What vLLM's draft class does with faults; None where no family says it."""
+        return None
+
+    def is_mtp_name(self, name: str) -> bool:
+        """Whether a name belongs to an MTP layer or to the MTP block around it; without a family
+        nobody knows.
+        """
+        return False
+
+    def leaf_of(self, name: HFName) -> str:
+        """The last part of a tensor's name, after its module."""
+        return name.rpartition(".")[2]
+
+    def stem_of(self, module: Module) -> str:
+        """The runtime prefix of the module's layer, "" outside layers."""
+        return ""
+
+    @cached_property
+    def text_config(self) -> Mapping[str, Any]:
+        """The part of config.json for the language model."""
+        inner = self.source.config.get("text_config") or self.source.config.get("llm_config")
+        return inner if isinstance(inner, Mapping) else self.source.config
+
+    @property
+    def weights(self) -> Mapping[HFName, StoredWeight]:
+        """Every weight that a loader following the index would see, by module on disk."""
+        return self._grouped[0]
+
+    @property
+    def others(self) -> list[Entry]:
+        """Every tensor that is no weight and no scale of one."""
+        return self._grouped[1]
+
+    @cached_property
+    def _grouped(self) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
+        weights, others = stored_weights(self.source.entries.values())
+        transposed, others = transposed_weights(others)
+        return weights | transposed, others
+
+    @cached_property
+    def hf_quant_config(self) -> Mapping[str, Any] | None:
+        """hf_quant_config.json, if there is one. vLLM does not open it where config.json has a
+        quantization config.
+
+        Raises:
+            CheckpointError: it is no JSON object, and vLLM reads it.
+        """
+        try:
+            return small_object(self.source, HF_QUANT_CONFIG)
+        except CheckpointError:
+            if quantization_of(self.source.config) is None:
+                raise
+            return None
+
+    @cached_property
+    def given(self) -> GivenConfig:
+        """The quantization config, empty if there is none."""
+        raw, file = quantization_of(self.source.config), "config.json"
+        if raw is None:
+            raw, file = self.hf_quant_config or {}, HF_QUANT_CONFIG
+        nested = raw.get("quantization")
+        return GivenConfig(file, raw, nested if isinstance(nested, Mapping) else None)
+
+    @property
+    def dtypes(self) -> Mapping[HFName, str]:
+        """Of all files in the folder: vLLM reads their headers too."""
+        entries = {**self.source.entries, **self.source.unindexed}
+        return {name: entry.dtype for name, entry in entries.items()}
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """The quantization config, as the target's class reads it."""
+        return read_dialect(self.source.config, self.hf_quant_config, dtypes=self.dtypes)
+
+    @cached_property
+    def modules(self) -> tuple[Module, ...]:
+        """The matrices that can be judged: those that are packed, and plain ones in a place where
+        others are packed.
+        """
+        packed = {_kind(weight) for weight in self.weights.values() if weight.form != "plain"}
+        found: list[Module] = []
+        with time_limit():
+            for weight in self.weights.values():
+                if _kind(weight) in packed:
+                    found += self._alone(weight)
+        return tuple(found)
+
+    @cached_property
+    def layers(self) -> Mapping[str, Mapping[int, frozenset[str]]]:
+        """For each stem that numbers follow: number -> what stands below it, experts as one."""
+        found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for name in self.source.entries:
+            if match := _LAYER.match(name):
+                paths = found[match["stem"]][int(match["number"])]
+                paths.add(_NUMBER.sub("{}", match["rest"]))
+        return {
+            stem: {number: frozenset(paths) for number, paths in held.items()}
+            for stem, held in found.items()
+        }
+
+    @property
+    def decoder_layers(self) -> tuple[str, Mapping[int, frozenset[str]]]:
+        """The stem that the most numbers follow, and what stands below each."""
+        return max(self.layers.items(), key=lambda item: len(item[1]), default=("", {}))
+
+    @cached_property
+    def mtp_names(self) -> frozenset[HFName]:
+        """Tensors whose names speak of an MTP block, or of a layer beyond those that config.json
+        counts.
+        """
+        count = self.text_config.get("num_hidden_layers")
+        stem, held = self.decoder_layers
+        later = tuple(f"{stem}.{at}." for at in held if isinstance(count, int) and at >= count)
+        names = (*self.source.entries, *self.source.unindexed)
+        return frozenset(name for name in names if _MTP.search(name) or name.startswith(later))
+
+    def _alone(self, weight: StoredWeight) -> Iterator[Module]:
+        """A weight as a module of its own; nothing where only a family knows what vLLM makes of it.
+
+        Loaders rename the leaf `scale` and put the rows of sliced blocks in order; an embedding is
+        looked up. Targets that are names are vLLM's: what they do not reach by the names on disk is
+        not known.
+        """
+        stem, _, last = weight.module.rpartition(".")
+        is_renamed = "scale" in weight.parts or weight.form == "fp8_sliced"
+        if len(weight.weight.shape) < 2 or "embed" in last or is_renamed:
+            return
+        name, shards, kind = VLLMName(weight.module), tuple[VLLMName, ...](), "linear"
+        if last == "lm_head":
+            kind = "head"
+        if expert := _EXPERTS.match(weight.module):
+            name, kind = VLLMName(expert["experts"]), "experts"
+            shards = (VLLMName(f"{name}.0.{expert['last']}"),)
+        answer = self.dialect.resolve(name, shards=shards, kind=kind)
+        for fused, parts in _FUSED.items():
+            if kind == "linear" and last in parts:
+                names = tuple(VLLMName(f"{stem}.{part}") for part in parts)
+                whole = VLLMName(f"{stem}.{fused}")
+                together = self.dialect.resolve(whole, shards=names, kind=kind)
+                if (together.built, bool(together.error)) != (answer.built, bool(answer.error)):
+                    return
+        if answer == Resolution(PLAIN):
+            for entry in self.dialect.entries:
+                if entry.where == "targets" and not entry.written.isidentifier():
+                    return
+        members = (Member(unknown_place(weight.module), weight),)
+        yield Module(name, kind, "backbone", shards, members, True, answer)
+
+
+def _kind(weight: StoredWeight) -> str:
+    """A module's name without numbers."""
+    return _NUMBER.sub("{}", weight.module)
 
 
 @dataclass(frozen=True)
@@ -33,6 +272,16 @@ class RuntimeView(StoredView):
     """A checkpoint, its family's names, and its quantization config."""
 
     view: FamilyView
+
+    @classmethod
+    def of(cls, source: Source) -> "RuntimeView":
+        """The view of an opened checkpoint.
+
+        Raises:
+            RecipeError: no family has its model_type.
+            CheckpointError: config.json lacks what the family reads.
+        """
+        return cls(source, find_view(source.config, source.where, source.entries))
 
     @property
     def loader(self) -> Loader:
@@ -43,8 +292,11 @@ class RuntimeView(StoredView):
         """Whether a name belongs to an MTP layer or to the MTP block around it; the family need not
         know it.
         """
-        stems = tuple(self.view.mtp_stem(index) for index in range(max(1, self.promised)))
-        return name.startswith((*stems, "mtp.")) or self.view.is_mtp(HFName(name))
+        return name.startswith(self._mtp_stems) or self.view.is_mtp(HFName(name))
+
+    @cached_property
+    def _mtp_stems(self) -> tuple[str, ...]:
+        return (*map(self.view.mtp_stem, range(max(1, self.promised))), "mtp.")
 
     def leaf_of(self, name: HFName) -> str:
         """The last part of a tensor's name, after its module; "" for a parameter without one."""
@@ -69,11 +321,11 @@ class RuntimeView(StoredView):
         """
         names = {module: HFName(f"{module}.weight") for module in self.weights}
         names |= {entry.name: entry.name for entry in self.others}
-        return {
-            key: place
-            for key, name in names.items()
-            if (place := self.view.place(name)) is not None
-        }
+        found = {}
+        for key, name in names.items():
+            if (place := self.view.place(name)) is not None:
+                found[key] = place
+        return found
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
@@ -91,41 +343,25 @@ class RuntimeView(StoredView):
         for name, weight in weights.items():
             place = self.placed.get(name)
             if place is not None and place.role != "vision":
-                members[place.runtime, place.part].append(Member(place=place, weight=weight))
+                members[place.runtime, place.part].append(Member(place, weight))
         with time_limit():
-            return tuple(
-                self._module(name, part, tuple(group)) for (name, part), group in members.items()
-            )
-
-    @cached_property
-    def quantized(self) -> frozenset[VLLMName]:
-        """Modules that vLLM does not build plain."""
-        return frozenset(
-            module.name for module in self.modules if module.resolution.built.form != "plain"
-        )
+            return tuple(self._module(*key, tuple(group)) for key, group in members.items())
 
     def resolve(
         self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind, part: Part
     ) -> Resolution:
         """What vLLM builds for a module by the quantization config."""
-        if (
-            module == "mtp.fc"
-            and isinstance(self.dialect, ModelOpt)
-            and "NVFP4" in self.dialect.algorithm
-        ):
-            return Resolution(
-                built=PLAIN, entry="vLLM builds mtp.fc without quantization under modelopt NVFP4"
-            )
+        if module == "mtp.fc" and isinstance(self.dialect, ModelOpt):
+            why = "vLLM builds mtp.fc without quantization under modelopt NVFP4"
+            if "NVFP4" in self.dialect.algorithm:
+                return Resolution(PLAIN, why)
         dialect = self.draft_dialect if part == "mtp" else self.dialect
         # vLLM's Qwen3_5MultiTokenPredictor looks at `dynamic` itself, for its layers alone.
-        looks_itself = self.view.family.model_type in (
-            "qwen3_5",
-            "qwen3_5_moe",
-        ) and module.startswith("mtp.layers.")
-        if looks_itself and isinstance(dialect, Gptq) and dialect.excepts_draft:
-            return Resolution(
-                built=PLAIN, entry="vLLM builds this draft's layers plain where dynamic excepts mtp"
-            )
+        looks_itself = self.view.family.model_type in ("qwen3_5", "qwen3_5_moe")
+        excepts_draft = isinstance(dialect, Gptq) and dialect.excepts_draft
+        if looks_itself and excepts_draft and module.startswith("mtp.layers."):
+            why = "vLLM builds this draft's layers plain where dynamic excepts mtp"
+            return Resolution(PLAIN, why)
         return dialect.resolve(module, shards=shards, kind=kind)
 
     @cached_property
@@ -143,12 +379,12 @@ class RuntimeView(StoredView):
     @cached_property
     def mtp_names(self) -> frozenset[HFName]:
         """The tensors of the MTP block."""
-        keys = [key for key, place in self.placed.items() if place.part == "mtp"]
-        return frozenset(
-            name
-            for key in keys
-            for name in (self.weights[key].names() if key in self.weights else (key,))
-        )
+        found = set[HFName]()
+        for key, place in self.placed.items():
+            if place.part == "mtp":
+                weight = self.weights.get(key)
+                found.update(weight.names() if weight else (key,))
+        return frozenset(found)
 
     @cached_property
     def block_at(self) -> int | None:
@@ -159,15 +395,12 @@ class RuntimeView(StoredView):
             return None
         glue = {row.path for row in self.view.family.mtp_block if row.role in ("glue", "norm")}
         held = self.layers.get(self.view.layout.layers.disk.partition(".{i}")[0], {})
-        having = {
-            at
-            for at, paths in held.items()
-            if not glue.isdisjoint(path.rpartition(".")[0] for path in paths)
-        }
-        is_last = (
-            having and len(having) == self.promised and held.keys() == {*range(max(having) + 1)}
-        )
-        return min(having) if is_last else None
+        having = set[int]()
+        for at, paths in held.items():
+            if not glue.isdisjoint(path.rpartition(".")[0] for path in paths):
+                having.add(at)
+        is_last = having and held.keys() == {*range(max(having) + 1)}
+        return min(having) if is_last and len(having) == self.promised else None
 
     @cached_property
     def known_names(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -180,11 +413,11 @@ class RuntimeView(StoredView):
             disk.update(module.replace("{e}", "0") for module in modules)
         for module in self.modules:
             runtime |= {module.name, *module.shards}
-            for member in module.members:
-                if member.place.expert in (None, 0):
-                    disk.add(member.weight.module)
-                aliases = (alias.replace("{e}", "0") for alias in member.place.row.aliases)
-                runtime.update(self.stem_of(module) + alias for alias in aliases)
+            stem = self.stem_of(module)
+            for place, weight in module.members:
+                if place.expert in (None, 0):
+                    disk.add(weight.module)
+                runtime.update(stem + alias.replace("{e}", "0") for alias in place.row.aliases)
         for name, place in self.placed.items():
             if place.role == "vision":
                 runtime.add(place.runtime)
@@ -194,8 +427,10 @@ class RuntimeView(StoredView):
     @cached_property
     def sglang_names(self) -> frozenset[str]:
         """Names under which SGLang may ask about the same modules."""
-        places = (place for place in self.placed.values() if place.expert in (None, 0))
-        names = {name for place in places for name in sglang_names(self.view, place)}
+        names = set[str]()
+        for place in self.placed.values():
+            if place.expert in (None, 0):
+                names.update(sglang_names(self.view, place))
         return frozenset(names | set(map(container, names)))
 
     def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
@@ -203,39 +438,29 @@ class RuntimeView(StoredView):
         kind, last = KINDS.get(place.role, "linear"), name.rpartition(".")[2]
         shards = tuple(VLLMName(name.replace(last, each)) for each in self._fused.get(last, ()))
         if kind == "experts":
-            shards = tuple(VLLMName(f"{name}.0.{last}") for last in self._projections)
-        asks = place.row.loads_quantized
-        return Module(
-            name=name,
-            kind=kind,
-            part=part,
-            shards=shards,
-            members=members,
-            loads_quantized=asks,
-            resolution=self.resolve(name, shards, kind, part) if asks else Resolution(built=PLAIN),
-        )
+            shards = tuple(VLLMName(f"{name}.0.{each}") for each in self._projections)
+        asks, answer = place.row.loads_quantized, Resolution(PLAIN)
+        if asks:
+            answer = self.resolve(name, shards, kind, part)
+        return Module(name, kind, part, shards, members, asks, answer)
 
     @cached_property
     def _projections(self) -> tuple[str, ...]:
         """Last components of one routed expert's projections, in the order vLLM asks about them."""
-        rows = [
-            row for row in self.view.family.block if row.role == "experts" and "{e}" in row.path
-        ]
-        return tuple(row.path.rpartition(".")[2] for row in rows)
+        rows = [row for row in self.view.family.block if row.role == "experts"]
+        return tuple(row.path.rpartition(".")[2] for row in rows if "{e}" in row.path)
 
     @cached_property
-    def _fused(self) -> Mapping[str, tuple[str, ...]]:
+    def _fused(self) -> Mapping[str, list[str]]:
         """Last component of a fused module -> those of its parts: vLLM's packed_modules_mapping."""
-        parts: dict[str, list[Row]] = defaultdict(list)
+        parts: dict[str, list[str]] = defaultdict(list)
         for row in (*self.view.family.block, *self.view.family.mtp_block):
             # A projection of a module inside (`self_attn.indexer.index_qk_proj`) is fused, but no
             # part by name.
-            holder = f"{row.runtime.rpartition('.')[0]}."
-            is_inside = row.path.startswith(holder) and "." in row.path.removeprefix(holder)
+            holder, _, last = row.path.rpartition(".")
+            is_inside = holder.startswith(f"{row.runtime.rpartition('.')[0]}.")
             if row.runtime and not is_inside and row.role not in ("experts", "head", "embedding"):
-                parts[row.runtime].append(row)
+                parts[row.runtime].append(last)
         return {
-            runtime.rpartition(".")[2]: tuple(row.path.rpartition(".")[2] for row in rows)
-            for runtime, rows in parts.items()
-            if len(rows) > 1
+            runtime.rpartition(".")[2]: lasts for runtime, lasts in parts.items() if len(lasts) > 1
         }

@@ -16,7 +16,6 @@ from ...checkpoints.identity import ReadingBar
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError
-from ...recipes.families import find_view
 from ..facts.findings import Finding, errors_first, grouped
 from .against import compared, pairs
 from .check import Checked
@@ -135,10 +134,7 @@ def with_values(
         return checked
     release = None
     if source is not None:
-        opened = open_source(source)
-        release = RuntimeView(
-            source=opened, view=find_view(opened.config, opened.where, opened.entries)
-        )
+        release = RuntimeView.of(open_source(source))
         own, other = checked.runtime.view.family, release.view.family
         if own is not other:
             rule = f"the release of a {own.model_type} checkpoint is of the same family"

@@ -10,9 +10,8 @@ the two.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from ...checkpoints.stored import Form
 from ...recipes.family import VLLMName
@@ -20,8 +19,7 @@ from ...recipes.family import VLLMName
 Kind = Literal["linear", "experts", "head"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VLLMModule:
+class VLLMModule(NamedTuple):
     """The parameters that vLLM registers for a module.
 
     Attributes:
@@ -43,11 +41,10 @@ class VLLMModule:
     block: tuple[int, int] | None = None
     bits: int = 0
     scale_ndim: int = 0
-    renames: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    renames: Mapping[str, str] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolution:
+class Resolution(NamedTuple):
     """vLLM's answer for one module.
 
     Attributes:
@@ -62,8 +59,7 @@ class Resolution:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigEntry:
+class ConfigEntry(NamedTuple):
     """One name or pattern of a quantization config, as written and as vLLM reads it after renaming.
 
     `by_disk`: vLLM compares it with names on disk. Only DeepSeek-V4's list of MXFP4 experts is of
@@ -111,8 +107,7 @@ PLAIN = VLLMModule(form="plain")
 UNKNOWN = VLLMModule(form="unknown")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnknownDialect:
+class UnknownDialect(NamedTuple):
     """A dialect whose matching keepmtp does not know (torchao, humming, ...)."""
 
     name: str

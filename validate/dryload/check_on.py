@@ -13,8 +13,6 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 
 from ...recipes.errors import RecipeError
 from ...recipes.families import has_dspark
@@ -59,34 +57,42 @@ def check_on(
     """
     with ExitStack() as stack:
         loaders = [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
-        separate = _Draft.read(draft, stack) if draft else None
+        separate, own = examine(draft) if draft else None, None
+        if separate is not None:
+            if separate.refusal is not None:
+                raise separate.refusal.at("--draft")
+            own = stack.enter_context(headers_of(separate.readable()))
         for path in paths:
             progress(f"{path}: static check")
             checked = examine(path, runtimes=runtimes)
-            source = checked.source
-            if source is None or (separate is None and has_dspark(source.config, source.entries)):
+            source, runtime = checked.source, checked.runtime
+            if source is None or (own is None and has_dspark(source.config, source.entries)):
                 yield checked
                 continue
-            if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:
-                yield checked._replace(refusal=_no_target(path))
+            if runtime is not None and not runtime.view.family.num_layers_key:
+                cure = f"Check the target: `keepmtp check TARGET --draft {shlex.quote(path)}`"
+                rule = "a draft is loaded beside its target"
+                yield checked._replace(refusal=RecipeError(path, rule, got="no target", cure=cure))
                 continue
+            # A model that never had an MTP block is loaded without a draft.
+            verdicts = {(each.rule, each.severity) for each in checked.data.findings}
+            is_alone = own is None and ("family", "warning") in verdicts
+            accounts: list[LoadAccount] = []
             with headers_of(source) as folder:
-                own = separate.folder if separate else None
-                drafts = (
-                    0 if separate is None and _has_nothing_to_draft_with(checked) else num_drafts
-                )
-                jobs = [Job(folder=folder, tp=tp, num_drafts=drafts, draft=own) for tp in tps]
-                accounts: list[LoadAccount] = []
+                k = 0 if is_alone else num_drafts
+                jobs = [Job(folder=folder, tp=tp, num_drafts=k, draft=own) for tp in tps]
                 for loader in loaders:
                     progress(f"{path}: dry load on {loader.gpu}")
                     accounts += loader.load_all(jobs)
             accounts = [account.model_copy(update={"path": path}) for account in accounts]
-            yield with_loads(
-                separate.joined(checked) if separate else checked,
-                accounts,
-                vllm.version,
-                draft=separate.checked.runtime if separate else None,
-            )
+            if separate is None:
+                yield with_loads(checked, accounts, vllm.version)
+                continue
+            # A target with a separate draft needs no family's table.
+            kept = [each for each in checked.data.findings if each.rule != "family"]
+            findings = (*kept, *separate.data.findings)
+            checked = checked._replace(data=checked.data.model_copy(update={"findings": findings}))
+            yield with_loads(checked, accounts, vllm.version, draft=separate.runtime)
 
 
 def with_loads(
@@ -97,19 +103,15 @@ def with_loads(
     draft: RuntimeView | None = None,
 ) -> Checked:
     """A static check with dry loads; `draft` is the runtime of a draft's own checkpoint."""
-    counted: list[LoadAccount] = []
+    static, counted = checked.data.findings, list[LoadAccount]()
     found: list[tuple[DryLoad, list[Objection]]] = []
     for account in accounts:
-        own = objections(
-            account, checked.runtime, version=version, static=checked.data.findings, draft=draft
-        )
-        counted.append(account.counted(sum(each.finding.severity == "error" for each in own)))
+        own = objections(account, checked.runtime, version=version, static=static, draft=draft)
+        counted.append(account.counted(sum(each.severity == "error" for each in own)))
         found.append((account.load, own))
-    update = {
-        "findings": errors_first([*checked.data.findings, *_once(found)]),
-        "dry": tuple(account.load for account in counted),
-    }
-    return checked._replace(data=checked.data.model_copy(update=update), accounts=tuple(counted))
+    findings, dry = errors_first([*static, *_once(found)]), tuple(each.load for each in counted)
+    data = checked.data.model_copy(update={"findings": findings, "dry": dry})
+    return checked._replace(data=data, accounts=tuple(counted))
 
 
 def _once(found: Sequence[tuple[DryLoad, list[Objection]]]) -> list[Finding]:
@@ -123,43 +125,7 @@ def _once(found: Sequence[tuple[DryLoad, list[Objection]]]) -> list[Finding]:
     merged = []
     for each in seen.values():
         loads, findings = zip(*each, strict=True)
-        most = max(findings, key=lambda finding: finding.count).count
+        count = max(finding.count for finding in findings)
         says = f"on {places(loads)}: {findings[0].says}"
-        merged.append(findings[0].model_copy(update={"says": says, "count": most}))
+        merged.append(findings[0].model_copy(update={"says": says, "count": count}))
     return merged
-
-
-def _has_nothing_to_draft_with(checked: Checked) -> bool:
-    """Whether it is a model without an MTP block, which is loaded without a draft."""
-    return any(
-        (each.rule, each.severity) == ("family", "warning") for each in checked.data.findings
-    )
-
-
-def _no_target(path: str) -> RecipeError:
-    cure = f"Check the target: `keepmtp check TARGET --draft {shlex.quote(path)}`"
-    return RecipeError(path, "a draft is loaded beside its target", got="no target", cure=cure)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    """A draft with a checkpoint of its own."""
-
-    folder: Path
-    checked: Checked
-
-    @classmethod
-    def read(cls, where: str, stack: ExitStack) -> "_Draft":
-        checked = examine(where)
-        if checked.source is None:
-            assert checked.refusal is not None
-            raise checked.refusal.at("--draft")
-        return cls(folder=stack.enter_context(headers_of(checked.source)), checked=checked)
-
-    def joined(self, target: Checked) -> Checked:
-        """The target with the static findings of both; a target with a separate draft needs no
-        family's table.
-        """
-        kept = [finding for finding in target.data.findings if finding.rule != "family"]
-        findings = (*kept, *self.checked.data.findings)
-        return target._replace(data=target.data.model_copy(update={"findings": findings}))

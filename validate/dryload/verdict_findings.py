@@ -10,19 +10,30 @@ is one finding.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
 from ..check.rules_kv import is_kv_scale
 from ..check.runtime_view import RuntimeView
-from ..facts.dry_load import ROLES, Fault, KernelUse, LoadAccount, LoadFailure, Misfit, Role
-from ..facts.findings import Finding, Objection, Severity, objection
+from ..facts.dry_load import (
+    ROLES,
+    Fault,
+    KernelUse,
+    LoadAccount,
+    LoadedModel,
+    LoadFailure,
+    Misfit,
+    ModelAccount,
+    Role,
+)
+from ..facts.findings import Finding, Objection
 from .failures import known_defect, known_failure, text_of
 from .trace import Trace, on_disk
 
+_objection = partial(Objection, origin="dry")
 RULE = "dry-load"
 DEFECT = "vllm-defect"
 # Buffers that vLLM computes itself, and GPTQ's order of inputs, which it refuses where it is not
@@ -74,65 +85,74 @@ def objections(
         static: findings of the static check; their cures are better than general ones.
     """
     views = {"target": runtime, "draft": draft or runtime}
+    sides = [_Side(role, views[role], *account.of(role)) for role in ROLES]
     errors = [finding for finding in static if finding.severity == "error"]
-    case = _Case(account=account, views=views, version=version, errors=errors)
+    case = _Case(account, sides, version, errors)
     failure = account.load.failure
+    found = [*case.nameless_heads()]
     if failure is None:
-        return [*case.nameless_heads(), *case.silence(), *case.unused()]
-    if case.nameless and "head" in (failure.tensor or failure.words):
-        return [*case.nameless_heads()]
-    return [*case.nameless_heads(), case.failed(failure)]
+        return [*found, *case.silence(), *case.unused()]
+    if not (found and "head" in (failure.tensor or failure.words)):
+        found.append(case.failed(failure))
+    return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class _Side:
+    """The target or the draft: what was loaded, how its parameters were written, and its names."""
+
+    role: Role
+    view: RuntimeView | None
+    model: LoadedModel
+    written: ModelAccount
+
+    @cached_property
+    def trace(self) -> Trace | None:
+        return Trace(self.written.asked, self.view) if self.view else None
+
+    @cached_property
+    def is_nameless(self) -> bool:
+        """Whether vLLM asks about its quantized head with an empty name."""
+        for asked in self.written.asked:
+            is_quantized = bool(asked.method) and not asked.method.startswith("Unquantized")
+            if asked.layer == "ParallelLMHead" and not asked.prefix and is_quantized:
+                return True
+        return False
+
+    def entry_of(self, prefix: str) -> str:
+        """The first tensor on disk of a module; "" where it is not known."""
+        return self.trace.module_entry(prefix) if self.trace else ""
+
+
+@dataclass(frozen=True)
 class _Case:
     """One dry load, and what is known about its checkpoint."""
 
     account: LoadAccount
-    views: Mapping[str, RuntimeView | None]
+    sides: Sequence[_Side]
     version: str
     errors: Sequence[Finding]
-
-    @cached_property
-    def traces(self) -> Mapping[str, Trace]:
-        return {
-            role: Trace(self.account.of(role)[1].asked, view)
-            for role in ROLES
-            if (view := self.views[role])
-        }
-
-    @cached_property
-    def nameless(self) -> Sequence[Role]:
-        """Whose quantized head vLLM asks about with an empty name."""
-        nameless: list[Role] = []
-        for role in ROLES:
-            for asked in self.account.of(role)[1].asked:
-                is_quantized = bool(asked.method) and not asked.method.startswith("Unquantized")
-                if asked.layer == "ParallelLMHead" and not asked.prefix and is_quantized:
-                    nameless.append(role)
-        return nameless
 
     def nameless_heads(self) -> Iterator[Objection]:
         """A defect of vLLM: no entry of a quantization config can except a head that has no
         name.
         """
-        for role in self.nameless:
-            says = (
-                f"a defect of vLLM {self.version}, not of the checkpoint: "
-                f"{self.account.of(role)[0].cls} has a head "
-            )
-            says += f"without a name, so no entry can except it from quantization; {_SILENCE[role]}"
-            yield _objection(DEFECT, "lm_head.weight", says, _COMPRESSED)
+        for side in self.sides:
+            if side.is_nameless:
+                says = (
+                    f"a defect of vLLM {self.version}, not of the checkpoint: {side.model.cls} "
+                    "has a head without a "
+                    f"name, so no entry can except it from quantization; {_SILENCE[side.role]}"
+                )
+                yield _objection(DEFECT, "lm_head.weight", says, _COMPRESSED)
 
     def failed(self, failure: LoadFailure) -> Objection:
         """What vLLM raised."""
-        said = _said(failure)
-        draft = self.views["draft"]
+        said, draft = _said(failure), self.sides[1].view
         family = draft.view.family.model_type if draft else ""
         if defect := known_defect(failure, family=family, version=self.version):
-            return _objection(
-                DEFECT, failure.tensor or self._config, f"{defect.says}; {said}", defect.cure
-            )
+            where = failure.tensor or self._config
+            return _objection(DEFECT, where, f"{defect.says}; {said}", defect.cure)
         where, cure = "", _FILES
         if found := known_failure(text_of(failure), kinds=("dry_load", "failures")):
             count = draft.view.mtp_count_key if draft else self._config
@@ -143,47 +163,41 @@ class _Case:
 
     def silence(self) -> Iterator[Objection]:
         """What vLLM accepted without a message."""
-        for role in ROLES:
-            model, written = self.account.of(role)
-            is_nameless = role in self.nameless
+        for side in self.sides:
+            written = side.written
             for fault in (*written.unwritten, *written.default, *written.partial):
-                if not (is_nameless and "head" in fault.param):
-                    yield self._fault(role, fault)
+                if not (side.is_nameless and "head" in fault.param):
+                    yield self._fault(side, fault)
             for misfit in (*written.casts, *written.broadcasts):
-                if not (is_nameless and "head" in misfit.param):
-                    yield self._misfit(role, misfit)
-            for use in model.kernels:
+                if not (side.is_nameless and "head" in misfit.param):
+                    yield self._misfit(side.role, misfit)
+            for use in side.model.kernels:
                 if use.outcome.startswith("refused: "):
-                    yield self._no_kernel(role, use)
-        draft = self.account.load.draft
-        if self.account.load.gpu == "sm89" and any(
-            use.kernel.startswith("FLASHINFER kv=fp8") for use in draft.kernels
-        ):
-            cure = "Serve with --kv-cache-dtype bfloat16, which overrules the entry"
-            yield _objection("kv-cache", self._config, _ADA, cure, severity="warning")
+                    yield _no_kernel(side, use)
+        load = self.account.load
+        if load.gpu == "sm89":
+            kernels = [use.kernel for use in load.draft.kernels]
+            if any(kernel.startswith("FLASHINFER kv=fp8") for kernel in kernels):
+                cure = "Serve with --kv-cache-dtype bfloat16, which overrules the entry"
+                yield _objection("kv-cache", self._config, _ADA, cure, severity="warning")
 
     def unused(self) -> Iterator[Objection]:
         """Tensors that neither target nor draft read, or not to their end."""
+        target, draft = (side.view for side in self.sides)
         for name in self.account.unconsumed:
-            target, draft = self.views.values()
             holder = target if target and name in target.source.entries else draft
             place = holder.view.place(HFName(name)) if holder else None
-            role = "draft" if place is not None and place.part == "mtp" else "target"
-            is_unread = holder is not None and name.startswith(holder.view.layout.unread)
-            if (
-                is_unread
-                or _RECOMPUTED.search(name)
-                or (place is not None and self._is_left_alone(place))
-            ):
+            is_known = _RECOMPUTED.search(name) or self._is_left_alone(place)
+            if is_known or (holder and name.startswith(holder.view.layout.unread)):
                 continue
+            role = "draft" if place is not None and place.part == "mtp" else "target"
             if is_kv_scale(name.rpartition(".")[2]):
                 says = (
                     f"{role}: vLLM's class has no parameter for this scale of the KV cache and "
                     "uses 1.0, in silence"
                 )
-                yield _objection(
-                    "kv-scales", name, says, "Nothing, unless the cache is FP8", role, "warning"
-                )
+                cure = "Nothing, unless the cache is FP8"
+                yield _objection("kv-scales", name, says, cure, role, "warning")
             else:
                 says = (
                     f"neither target nor draft reads it, in silence; {_SILENCE[role]} if it matters"
@@ -193,100 +207,81 @@ class _Case:
             says = f"only {used:,} of its {size:,} elements are read, in silence"
             yield self._wrong(name, says, _RELEASE, "truncated")
 
-    def _is_left_alone(self, place: Place) -> bool:
+    def _is_left_alone(self, place: Place | None) -> bool:
         """A copy of what the draft takes from the target, or an MTP layer that vLLM does not
         build.
         """
-        draft = self.views["draft"]
-        if draft is None or place.part != "mtp":
+        draft = self.sides[1].view
+        if draft is None or place is None or place.part != "mtp":
             return False
+        if place.role in ("embedding", "head") and self.account.load.draft.shared:
+            return True
         most = draft.view.family.loader.most_layers(self.account.load.k)
         first = 0 if draft.view.layout.mtp else draft.view.num_layers
-        is_beyond = bool(most) and place.layer is not None and place.layer - first >= most
-        return is_beyond or (
-            place.role in ("embedding", "head") and bool(self.account.load.draft.shared)
-        )
+        return bool(most) and place.layer is not None and place.layer - first >= most
 
-    def _fault(self, role: Role, fault: Fault) -> Objection:
+    def _fault(self, side: _Side, fault: Fault) -> Objection:
         where, leaf = next(iter(fault.sources), fault.param), fault.param.rpartition(".")[2]
         cure = "Bring the missing tensors back from the release"
-        if trace := self.traces.get(role):
-            where = trace.entry(fault)
+        if side.trace:
+            where = side.trace.entry(fault)
             if _SCALE.search(leaf):
-                entry = f"re:^{re.escape(trace.module(fault.param))}"
+                entry = f"re:^{re.escape(side.trace.module(fault.param))}"
                 cure = f"Store its scales, or if its weights are plain, add '{entry}' to ignore"
         what, cause = "is filled by nothing on disk", "empty"
         if fault.num_written:
-            what = (
-                f"is filled in part only ({fault.num_written:,} of {fault.num_expected:,} elements)"
-            )
-            cause = "partial"
-        says = f"vLLM's {fault.param} {what}, in silence; {_SILENCE[role]}"
-        return self._wrong(where, says, cure, f"{role} {cause} {leaf}")
+            elements = f"{fault.num_written:,} of {fault.num_expected:,} elements"
+            what, cause = f"is filled in part only ({elements})", "partial"
+        says = f"vLLM's {fault.param} {what}, in silence; {_SILENCE[side.role]}"
+        return self._wrong(where, says, cure, f"{side.role} {cause} {leaf}")
 
     def _misfit(self, role: Role, misfit: Misfit) -> Objection:
         change = f"the file has {misfit.given} and vLLM takes it as {misfit.wanted}"
         says = f"{change}, its {misfit.param}, in silence; {_SILENCE[role]}"
         where = misfit.tensor.partition(", ")[0] or misfit.param
-        return self._wrong(
-            where, says, _FILES, f"{role} {change} {misfit.param.rpartition('.')[2]}"
-        )
-
-    def _no_kernel(self, role: Role, use: KernelUse) -> Objection:
-        where = self._entry_of(role, use.where) or use.where
-        kind, cure = use.method or use.layer, "Choose a scheme that this GPU has a kernel for"
-        if "compute capability" in use.outcome:
-            kind, cure = use.layer, "Serve it on another GPU: its attention needs one"
-        elif found := known_failure(use.method, kinds=("failures",)):
-            cure = found[0].cure
-        says = (
-            f"no kernel for {kind} in the {role} ({use.count}): "
-            f"{use.outcome.removeprefix('refused: ')}"
-        )
-        return _objection("no-kernel", where, says, cure)
+        cause = f"{role} {change} {misfit.param.rpartition('.')[2]}"
+        return self._wrong(where, says, _FILES, cause)
 
     def _named_in(self, failure: LoadFailure) -> str:
-        """The entry of a parameter or module that vLLM's message names, else of the module that it
-        built last.
+        """The entry of a parameter or module that vLLM's message names, else of the module that
+        it built last.
         """
-        for role in ROLES:
-            view = self.views[role]
-            if view is not None and failure.role in (role, ""):
-                for name in re.findall(r"\w+(?:\.\w+)+", failure.words):
-                    if found := on_disk(view, name, is_draft=role == "draft"):
-                        return found
-                asked = self.account.of(role)[1].asked
-                if asked and failure.stage == "construct":
-                    return self._entry_of(role, asked[-1].prefix)
+        for side in self.sides:
+            if side.view is None or failure.role not in (side.role, ""):
+                continue
+            for name in re.findall(r"\w+(?:\.\w+)+", failure.words):
+                if found := on_disk(side.view, name, is_draft=side.role == "draft"):
+                    return found
+            if side.written.asked and failure.stage == "construct":
+                return side.entry_of(side.written.asked[-1].prefix)
         return ""
-
-    def _entry_of(self, role: str, prefix: str) -> str:
-        return self.traces[role].module_entry(prefix) if role in self.traces else ""
 
     @property
     def _config(self) -> str:
         return f"{self.account.path}/config.json"
 
     def _wrong(self, where: str, says: str, cure: str, cause: str = "") -> Objection:
-        """With the static check's cure for the same tensor or module, or for its only error, where
-        it has one.
+        """With the static check's cure for the same tensor or module, or for its only error,
+        where it has one.
         """
         stem = where.rpartition(".")[0] or where
-        same = (
-            each
-            for each in self.errors
-            if each.where.startswith(stem) or where.startswith(each.where)
-        )
-        known = next(same, self.errors[0] if len(self.errors) == 1 else None)
-        return _objection(RULE, where, says, known.cure if known else cure, cause)
+        known = self.errors if len(self.errors) == 1 else []
+        for each in self.errors:
+            if each.where.startswith(stem) or where.startswith(each.where):
+                known = [each]
+                break
+        return _objection(RULE, where, says, known[0].cure if known else cure, cause)
 
 
-def _objection(
-    rule: str, where: str, says: str, cure: str, cause: str = "", severity: Severity = "error"
-) -> Objection:
-    return objection(
-        origin="dry", rule=rule, severity=severity, where=where, says=says, cure=cure, cause=cause
-    )
+def _no_kernel(side: _Side, use: KernelUse) -> Objection:
+    kind, cure = use.method or use.layer, "Choose a scheme that this GPU has a kernel for"
+    if "compute capability" in use.outcome:
+        kind, cure = use.layer, "Serve it on another GPU: its attention needs one"
+    elif found := known_failure(use.method, kinds=("failures",)):
+        cure = found[0].cure
+    why = use.outcome.removeprefix("refused: ")
+    says = f"no kernel for {kind} in the {side.role} ({use.count}): {why}"
+    return _objection("no-kernel", side.entry_of(use.where) or use.where, says, cure)
 
 
 def _said(failure: LoadFailure) -> str:

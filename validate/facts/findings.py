@@ -8,8 +8,9 @@ each has a name of its own in it; two layers without an alias are two, although 
 equal.
 """
 
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import shortened
@@ -84,51 +85,55 @@ class CheckpointFacts(Fact):
 
 
 class Objection(NamedTuple):
-    """One tensor or entry that is wrong, and the cause; "": those with the same words have one
-    cause.
+    """One tensor or entry that is wrong; those of one cause become one `Finding`.
 
     Attributes:
-        finding: about the first of them.
-        cause: what they have in common.
-        times: how many they are, where a rule has counted and not gone through them.
+        rule, where, says, cure, severity, origin, runtime: of the finding, if this is the first of
+            its cause.
+        cause: what tells it from others of its rule; "": those with the same words have one cause.
+        times: how many it stands for, where a rule has counted and not gone through them.
     """
 
-    finding: Finding
-    cause: str
+    rule: str
+    where: str
+    says: str
+    cure: str
+    cause: str = ""
+    severity: Severity = "error"
     times: int = 1
-
-
-def objection(
-    rule: str, where: str, *, says: str, cure: str, cause: str = "", count: int = 1, **kind: Any
-) -> Objection:
-    """What a rule yields. Names come from files, so they are made printable here, once for all who
-    show them.
-
-    Args:
-        rule, where, says, cure: of the finding.
-        cause, count: of the objection, which has `times` for `count`.
-        kind: severity, origin and runtime, where they are not as for most rules.
-    """
-    where, says, cure = (shortened(each, _MOST) for each in (where, says, cure))
-    return Objection(Finding(rule=rule, where=where, says=says, cure=cure, **kind), cause, count)
-
-
-def grouped(objections: Iterable[Objection]) -> list[Finding]:
-    """The first finding of each cause, with the number of tensors or entries that have it."""
-    return [*by_cause(objections).values()]
+    origin: Origin = "static"
+    runtime: Runtime = "vllm"
 
 
 def by_cause(objections: Iterable[Objection]) -> dict[tuple[str, str, str], Finding]:
-    """`grouped`, with what tells one cause from another."""
-    first: dict[tuple[str, str, str], Finding] = {}
-    counts: dict[tuple[str, str, str], int] = {}
-    for finding, cause, times in objections:
-        key = (finding.rule, finding.severity, cause or f"{finding.says} {finding.cure}")
-        first.setdefault(key, finding)
-        counts[key] = counts.get(key, 0) + times
-    return {
-        key: finding.model_copy(update={"count": counts[key]}) for key, finding in first.items()
-    }
+    """The first finding of each cause, with the number of tensors or entries that have it.
+
+    Names come from files, so they are made printable here, once for all who show them.
+    """
+    first: dict[tuple[str, str, str], Objection] = {}
+    counts = Counter[tuple[str, str, str]]()
+    for each in objections:
+        key = (each.rule, each.severity, each.cause or f"{each.says} {each.cure}")
+        first.setdefault(key, each)
+        counts[key] += each.times
+    found = {}
+    for key, each in first.items():
+        found[key] = Finding(
+            origin=each.origin,
+            severity=each.severity,
+            where=shortened(each.where, _MOST),
+            says=shortened(each.says, _MOST),
+            cure=shortened(each.cure, _MOST),
+            rule=each.rule,
+            count=counts[key],
+            runtime=each.runtime,
+        )
+    return found
+
+
+def grouped(objections: Iterable[Objection]) -> list[Finding]:
+    """`by_cause`, without what tells one cause from another."""
+    return [*by_cause(objections).values()]
 
 
 def errors_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

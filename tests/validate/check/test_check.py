@@ -9,9 +9,8 @@ import foreign_form
 import pytest
 import releases
 from broken import BROKEN, GOOD, Case
-from checkpoint_files import as_source, hf_quant_config, ignoring, lose, quantization, write
+from checkpoint_files import as_source, hf_quant_config, ignoring, quantization, write
 from good import ours, planned, released
-from keepmtp import api
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
@@ -330,26 +329,3 @@ def test_full_size_is_checked_in_seconds(tmp_path):
     # 5 s on one shared core of 2024; the bound leaves room for a busy machine.
     assert time.monotonic() - start < 30
     planned.cache_clear()
-
-
-CARDS = {
-    "---\nlicense: mit\nbase_model: zai-org/GLM-4.7\n---\n# A card": "--from zai-org/GLM-4.7 ",
-    "---\nbase_model: [zai-org/GLM-4.7]\n---\n": "--from zai-org/GLM-4.7 ",
-    "---\nbase_model: [a/b, c/d]\n---\n": "--from RELEASE ",
-    "---\nbase_model: '$(rm -rf /)'\n---\n": "--from RELEASE ",
-    "---\nbase_model: {a: [\n---\n": "--from RELEASE ",
-    "---\nbase_model: 7\n---\n": "--from RELEASE ",
-    "no front matter, base_model: a/b": "--from RELEASE ",
-}
-
-
-@pytest.mark.parametrize("card", CARDS)
-def test_a_dropped_block_is_grafted_from_the_release_that_the_card_names(card, tmp_path):
-    checkpoint = ours("glm-4.7", "NVFP4")
-    lose(r"model\.layers\.3\..*")(checkpoint)
-    folder = write(tmp_path / "checkpoint", checkpoint)
-    (folder / "README.md").write_text(card)
-    (cure,) = {
-        finding.cure for finding in api.check(folder).findings if finding.rule == "mtp-missing"
-    }
-    assert CARDS[card] in cure and ("README.md names" in cure) == ("RELEASE" not in cure)

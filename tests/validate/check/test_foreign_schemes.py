@@ -21,7 +21,7 @@ from keepmtp.validate.check.check import check
 from keepmtp.validate.check.dialects.autoround import read_autoround
 from keepmtp.validate.check.dialects.given import QuarkLayer
 from keepmtp.validate.check.dialects.gptq import read_awq, read_gptq
-from keepmtp.validate.check.dialects.quark_schemes import scheme_of
+from keepmtp.validate.check.dialects.quark import scheme_of
 from keepmtp.validate.check.vllm_module import PLAIN, UNKNOWN, VLLMModule
 
 VLLM_PYTHON = Path(

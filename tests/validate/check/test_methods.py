@@ -10,7 +10,7 @@ import pytest
 from checkpoint_files import quantization, write
 from good import released
 from keepmtp.validate.check.check import check, examine
-from keepmtp.validate.check.dialects import methods
+from keepmtp.validate.check.dialects import choose
 from without_mtp import llama
 
 VLLM_PYTHON = Path(
@@ -110,7 +110,7 @@ def test_it_counts_before_the_family(tmp_path):
 
 
 def test_the_lists_are_vllms():
-    assert methods.DEPRECATED < methods.METHODS and set(methods.ALIASES.values()) <= methods.METHODS
+    assert choose.DEPRECATED < choose.METHODS and set(choose.ALIASES.values()) <= choose.METHODS
     for source in VLLM_PYTHON.parent.parent.glob(LIST):  # where vLLM is installed
         body = {
             target.id: node.value
@@ -119,8 +119,8 @@ def test_the_lists_are_vllms():
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        assert set(_texts(body["QuantizationMethods"])) == methods.METHODS
-        assert set(_texts(body["DEPRECATED_QUANTIZATION_METHODS"])) == methods.DEPRECATED
+        assert set(_texts(body["QuantizationMethods"])) == choose.METHODS
+        assert set(_texts(body["DEPRECATED_QUANTIZATION_METHODS"])) == choose.DEPRECATED
 
 
 def _texts(node: ast.AST) -> list[str]:

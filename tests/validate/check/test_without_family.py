@@ -9,8 +9,7 @@ from broken import GOOD
 from checkpoint_files import adding, write
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
-from keepmtp.validate.check.check import check
-from keepmtp.validate.check.without_family import RULES
+from keepmtp.validate.check.check import WITHOUT_FAMILY, check
 from modelopt_form import modelopt
 from typer.testing import CliRunner
 from without_mtp import SAID, TWINS, broken, llama, said
@@ -98,7 +97,7 @@ def test_people_read_that_it_passed_in_part(tmp_path):
 
 
 def test_every_rule_says_what_it_holds():
-    assert all(rule.__doc__ for rule in RULES)
+    assert all(rule.__doc__ for rule in WITHOUT_FAMILY)
 
 
 def test_an_entry_that_no_server_can_read_is_a_finding(tmp_path):

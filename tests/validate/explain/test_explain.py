@@ -17,9 +17,8 @@ from keepmtp.cli import main
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import Checked, check_source
 from keepmtp.validate.check.runtime_view import RuntimeView
-from keepmtp.validate.dryload.explain import Explanation, explain
+from keepmtp.validate.dryload.explain import BuiltGroup, Explanation, explain, groups_of
 from keepmtp.validate.dryload.failures import known
-from keepmtp.validate.dryload.groups import BuiltGroup, groups_of
 from keepmtp.validate.dryload.log import MOST_BYTES, parse_log, read_log
 from modelopt_form import mixed, modelopt
 

@@ -11,7 +11,6 @@ the real functions by tests/validate/check/test_dialects.py and test_foreign_sch
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ....recipes.family import VLLMName
@@ -46,8 +45,7 @@ class _Choice(NamedTuple):
     entry: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutoRound:
+class AutoRound(NamedTuple):
     """`quant_method: auto-round`.
 
     Attributes:

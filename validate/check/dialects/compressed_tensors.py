@@ -15,8 +15,7 @@ tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
@@ -41,41 +40,25 @@ _CLASSES = {
     **dict.fromkeys(("o_proj", "down_proj", "out_proj", "wo_b"), "RowParallelLinear"),
 }
 _Arguments = dict[str, Any]
+# What each target means after renaming, in their order: what the server builds, or the exception it
+# raises.
+_Builds = Mapping[str, VLLMModule | str]
 
 
-class Targets:
-    """Targets after renaming, in their order, and what the server builds for each, or the exception
-    it raises.
-    """
-
-    def __init__(self, builds: Mapping[str, VLLMModule | str]) -> None:
-        self.builds = builds
-        self.entries = Entries(builds)
-
-    def answer(self, target: str) -> Resolution:
-        """What a module becomes that this target matches."""
-        built = self.builds[target]
-        return (
-            raises(built, target)
-            if isinstance(built, str)
-            else Resolution(built=built, entry=target)
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompressedTensors:
+class CompressedTensors(NamedTuple):
     """`quant_method: compressed-tensors`.
 
     Attributes:
-        ignore: entries after renaming.
-        targets: what is built for linear modules.
-        expert_targets: the same for routed experts.
+        ignore, targets: entries after renaming.
+        builds: of each target, for linear modules.
+        expert_builds: the same for routed experts.
         is_mxfp4: SGLang builds routed experts as MXFP4, whatever the entries say.
     """
 
     ignore: Entries
-    targets: Targets
-    expert_targets: Targets
+    targets: Entries
+    builds: _Builds
+    expert_builds: _Builds
     entries: tuple[ConfigEntry, ...]
     runtime: Runtime = "vllm"
     is_mxfp4: bool = False
@@ -84,66 +67,61 @@ class CompressedTensors:
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_scheme_dict` for linear modules and heads, `get_moe_method` for experts."""
         if kind == "experts":
-            return Resolution(built=MXFP4) if self.is_mxfp4 else self._experts(shards)
+            return self._experts(shards)
         if kind == "linear" or self.runtime == "vllm":
-            return self._scheme(
-                module, shards, _class_of(self.runtime, module, shards, kind), self.targets
-            )
-        if found := self._ignored(module, ()):
-            return found
+            class_name = _class_of(self.runtime, module, shards, kind)
+            return self._scheme(module, shards, class_name, self.builds)
         # A head is plain in SGLang unless a target names it.
-        named = (target for target in self.targets.builds if _ends_in(Entries([target]), module))
-        return next(map(self.targets.answer, named), plain())
+        for target in self.builds:
+            if _ends_in(Entries([target]), module):
+                return self._ignored(module, ()) or _answer(self.builds, target)
+        return self._ignored(module, ()) or plain()
 
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """Whole name, or `re:` from the start."""
-        return [
-            name for name in names if any(equal_or_regex(name, pattern) for pattern in entry.read)
-        ]
+        return [name for name in names if any(equal_or_regex(name, word) for word in entry.read)]
 
     def _experts(self, projections: Sequence[str]) -> Resolution:
-        answers = [
-            self._scheme(name, (), _EXPERTS[self.runtime], self.expert_targets)
-            for name in projections
-        ]
+        if self.is_mxfp4:
+            return Resolution(MXFP4)
+        last = plain()
+        answers = []
+        for name in projections:
+            last = self._scheme(name, (), _EXPERTS[self.runtime], self.expert_builds)
+            if last.error:
+                return last
+            answers.append(last)
         for answer in answers:
-            if answer.error:
-                return answer
-        for answer in answers:
-            if answer.built != answers[-1].built:
+            if answer.built != last.built:
                 return raises(_PROJECTIONS_DIFFER, answer.entry)
-        return answers[-1]
+        return last
 
     def _scheme(
-        self, name: str, shards: Sequence[str], class_name: str, targets: Targets
+        self, name: str, shards: Sequence[str], class_name: str, builds: _Builds
     ) -> Resolution:
         if found := self._ignored(name, shards):
             return found
-        target = targets.entries.first(name)
+        target = self.targets.first(name)
         if target is None:
-            each = [targets.entries.first(shard) for shard in shards]
+            each = [self.targets.first(shard) for shard in shards]
             of_parts = each[0] if each and all(each) else None
-            of_class = targets.entries.first_for_class(class_name)
-            if class_name in _EXPERTS.values() and "Linear" in targets.builds:
+            of_class = self.targets.first_for_class(class_name)
+            if class_name in _EXPERTS.values() and "Linear" in builds:
                 of_class = of_class or "Linear"
             target = (of_parts or of_class) if self.runtime == "vllm" else (of_class or of_parts)
         if target is not None:
-            return targets.answer(target)
+            return _answer(builds, target)
         if self.runtime == "vllm":
             return plain()
-        return raises(
-            f"ValueError: Unable to find matching target for {name} in the compressed-tensors "
-            "config.",
-            "",
-        )
+        config = "the compressed-tensors config."
+        return raises(f"ValueError: Unable to find matching target for {name} in {config}", "")
 
     def _ignored(self, name: str, shards: Sequence[str]) -> Resolution | None:
         """`should_ignore_layer`."""
         error = SCHEMES_DIFFER.format(name)
         if self.runtime == "vllm":
-            return left_out((name,), self.ignore.first, "") or left_out(
-                shards, self.ignore.first, error
-            )
+            hit = self.ignore.first
+            return left_out((name,), hit, "") or left_out(shards, hit, error)
         asked = shards if shards and name not in self.ignore.written else (name,)
         return left_out(asked, lambda each: _ends_in(self.ignore, each), error)
 
@@ -168,26 +146,27 @@ def read_compressed_tensors(
         if is_vllm and len(targets) == 1 and targets[0].endswith("Attention"):
             continue  # KV-cache quantization; vLLM skips it
         if not is_vllm and weights is None:
-            error = f"ValidationError: SGLang reads config_groups.{key}.weights, which is not there"
-            return OneAnswer(name="compressed-tensors", answer=raises(error))
+            where = f"config_groups.{key}.weights"
+            error = f"ValidationError: SGLang reads {where}, which is not there"
+            return OneAnswer("compressed-tensors", raises(error))
         is_of_all = not {"Linear", "FusedMoE"}.isdisjoint(targets)
         is_mxfp4 |= not is_vllm and is_of_all and _registered(weights, None) == MXFP4
-        for target in map(renamed, targets):
-            linear[target] = built(group, given.format, is_experts=False)
-            experts[target] = built(group, given.format, is_experts=True)
-        entries += entries_of("targets", targets, renamed)
-    entries += (ignored := entries_of("ignore", given.ignore or (), renamed))
-    found = CompressedTensors(
-        ignore=Entries(entry.read[0] for entry in ignored),
-        targets=Targets(linear),
-        expert_targets=Targets(experts),
-        entries=tuple(entries),
-        runtime=runtime,
-        is_mxfp4=is_mxfp4,
-    )
-    for each in (found.targets.entries, found.ignore):
-        each.refuse_wrong()
-    return found
+        for entry in entries_of("targets", targets, renamed):
+            entries.append(entry)
+            linear[entry.read[0]] = built(group, given.format, is_experts=False)
+            experts[entry.read[0]] = built(group, given.format, is_experts=True)
+    ignored = entries_of("ignore", given.ignore or (), renamed)
+    ignore, targets = Entries(entry.read[0] for entry in ignored), Entries(linear)
+    targets.refuse_wrong()
+    ignore.refuse_wrong()
+    every = (*entries, *ignored)
+    return CompressedTensors(ignore, targets, linear, experts, every, runtime, is_mxfp4)
+
+
+def _answer(builds: _Builds, target: str) -> Resolution:
+    """What a module becomes that this target matches."""
+    built = builds[target]
+    return raises(built, target) if isinstance(built, str) else Resolution(built, target)
 
 
 def _registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMModule:

@@ -15,10 +15,9 @@ tests/validate/check/test_dialects.py and test_sglang.py.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
@@ -37,8 +36,7 @@ _DSV4_MXFP4 = registers(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8:
+class Fp8(NamedTuple):
     """`quant_method: fp8`, also in DeepSeek-V4's class, where routed experts have a form of their
     own.
 
@@ -114,17 +112,17 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
     )
     if not _is_v4(config):
         return found
-    found = replace(found, num_layers=config.get("num_hidden_layers") or 0, name="deepseek_v4_fp8")
+    found = found._replace(num_layers=config.get("num_hidden_layers") or 0, name="deepseek_v4_fp8")
     if config.get("expert_dtype", "fp4") != "fp4":
         return found
     if (given.moe_quant_algo or "").upper() != "NVFP4":
-        return replace(found, experts=_DSV4_MXFP4)
+        return found._replace(experts=_DSV4_MXFP4)
     keeps = given.ignore or ()
     by_disk = (
         ConfigEntry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps
     )
     experts = modelopt_built("NVFP4", 16, 128)
-    return replace(found, experts=experts, keeps_mxfp4=keeps, entries=(*entries, *by_disk))
+    return found._replace(experts=experts, keeps_mxfp4=keeps, entries=(*entries, *by_disk))
 
 
 def read_sglang_fp8(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Fp8 | OneAnswer:
@@ -164,5 +162,5 @@ def _built(given: Fp8Given, config: Mapping[str, Any]) -> VLLMModule:
     if block := given.weight_block_size:
         built = inverse_blocks(*block)
     if _is_v4(config):
-        built = replace(built, renames=MappingProxyType({"scale": "weight_scale_inv"}))
+        built = built._replace(renames=MappingProxyType({"scale": "weight_scale_inv"}))
     return built

@@ -157,6 +157,13 @@ class QuarkTensor(_Given):
     scale_type: str | None = None
     block_size: tuple[_Size, ...] | None = None
 
+    @property
+    def kind(self) -> tuple[str | None, str | None, bool]:
+        """What its numbers are, what has a scale, and whether that is computed as the model
+        runs.
+        """
+        return self.dtype, self.qscheme, bool(self.is_dynamic)
+
 
 _QuarkTensors = QuarkTensor | tuple[QuarkTensor, ...] | None
 

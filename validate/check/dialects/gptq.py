@@ -18,8 +18,7 @@ the real functions by tests/validate/check/test_dialects.py and test_foreign_sch
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
@@ -41,8 +40,7 @@ from .patterns import matches_start
 ACT_ORDER = "ValueError: GPTQ group activation ordering (desc_act=True) is no longer supported"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gptq:
+class Gptq(NamedTuple):
     """`quant_method: gptq`.
 
     Attributes:
@@ -104,8 +102,7 @@ class Gptq:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Awq:
+class Awq(NamedTuple):
     """`quant_method: awq`.
 
     Attributes:

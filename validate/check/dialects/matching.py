@@ -15,9 +15,8 @@ tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....checkpoints.stored import Form
 from ....recipes.renamer import Renamer
@@ -47,8 +46,7 @@ def registers(form: Form, *leaves: str, **others: Any) -> VLLMModule:
     return VLLMModule(form=form, leaves=frozenset(leaves), **others)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneAnswer:
+class OneAnswer(NamedTuple):
     """The same answer for every module: no quantization config, one that the server raises on, or
     that it drops.
     """

@@ -4,28 +4,37 @@ In: quantization_config. Out: a `Quark` as one of the servers reads it.
 
 Easy to get wrong: an entry of `exclude` is a whole name or `re:` from the start, so a glob excludes
 nothing. Routed experts are plain as soon as one entry is a name below theirs. What nothing excludes
-has the scheme of its layer, and quark_schemes.py says which that is. SGLang's draft classes look at
-the list before it is read (sglang/choose.py).
+has the scheme of its layer. A list of one config is as good as the config; a list of two is NVFP4,
+or for experts also integers inside FP8. Of NVFP4 the inputs' scale is called `input_scale_2`.
+SGLang's draft classes look at the list before it is read (sglang/view.py).
 
-Source: vLLM 0.32.0 quantization/quark/{quark,quark_moe,utils}.py,
+Source: vLLM 0.32.0 quantization/quark/quark.py (_get_scheme_cls_from_config), quark_moe.py
+(get_moe_method_target), quark/{utils,schemes}, utils/ocp_mx_utils.py,
 quantization/utils/config_utils.py; SGLang 0.5.23 layers/quantization/quark/{quark,utils}.py.
 Compared with the real functions by tests/validate/check/test_dialects.py, test_foreign_schemes.py
 and test_sglang.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatch, fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
+from ....checkpoints.stored import Form
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ...facts.findings import Runtime
-from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution
-from .given import QuarkExport, QuarkGiven, QuarkLayer, read_given
-from .matching import SCHEMES_DIFFER, entries_of, left_out, plain, raises, read_by_sglang
+from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
+from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, read_given
+from .matching import (
+    SCHEMES_DIFFER,
+    entries_of,
+    left_out,
+    plain,
+    raises,
+    read_by_sglang,
+    registers,
+)
 from .patterns import Entries, equal_or_regex
-from .quark_schemes import scheme_of
 
 _NO_EXPORT = (
     "ValueError: The export key should be included in the configurations of Quark quantized model"
@@ -33,6 +42,10 @@ _NO_EXPORT = (
 _NO_LAYER_TYPES = (
     "AttributeError: 'NoneType' object has no attribute 'get' (layer_type_quant_config is missing)"
 )
+_NO_SCHEME = "it has no scheme of Quark's with these weights and inputs"
+_TWO = ("weight", "weight_scale")
+_MX_DTYPES = ("fp4", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3")
+_MX_FORMS: Mapping[str | None, Form] = {"fp4": "mxfp4", "fp8_e4m3": "mxfp8"}
 # Modules that SGLang knows to be fused although no class says so.
 _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -40,8 +53,7 @@ _FUSED = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quark:
+class Quark(NamedTuple):
     """`quant_method: quark`.
 
     Attributes:
@@ -70,9 +82,13 @@ class Quark:
             return raises(self.error)
         if kind == "head":
             return plain()
-        if kind == "experts" and (below := self._below(module)):
-            return plain(below)
-        parts = self._parts(module, shards, kind)
+        is_experts, last = kind == "experts", module.rpartition(".")[2]
+        parts: Sequence[str] = () if is_experts else shards
+        if self.runtime == "sglang" and last in _FUSED:
+            parts = [module.replace(last, part) for part in _FUSED[last]]
+        for entry in self.exclude.written if is_experts else ():
+            if entry == module or entry.startswith(f"{module}."):
+                return plain(entry)
         for names in ((module,), parts):
             if found := left_out(names, self.exclude.first, SCHEMES_DIFFER.format(module)):
                 return found
@@ -82,53 +98,37 @@ class Quark:
         entry, layer = choices[0]
         if any(other != layer for _, other in choices):
             return raises(SCHEMES_DIFFER.format(module), entry)
-        return self._scheme(entry, layer, is_experts=kind == "experts")
-
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
-        """Whole name, `re:` from the start, or a name below that of routed experts."""
-        return [
-            name
-            for name in names
-            for word in entry.read
-            if equal_or_regex(name, word)
-            or (name.endswith(".experts") and word.startswith(f"{name}."))
-        ]
-
-    def _parts(self, module: str, shards: Sequence[str], kind: Kind) -> Sequence[str]:
-        last = module.rpartition(".")[2]
-        if kind == "experts":
-            return ()
-        if self.runtime == "sglang" and last in _FUSED:
-            return [module.replace(last, part) for part in _FUSED[last]]
-        return shards
-
-    def _below(self, experts: str) -> str:
-        return next(
-            (e for e in self.exclude.written if e == experts or e.startswith(f"{experts}.")), ""
-        )
-
-    def _layer(self, name: str) -> tuple[str, QuarkLayer]:
-        for pattern, layer in self.layers.items():
-            is_of_experts = name.endswith(".experts") and pattern.startswith(f"{name}.")
-            is_part = name in pattern and "*" not in pattern
-            if fnmatch(name, pattern) or (is_part if self.runtime == "vllm" else is_of_experts):
-                return pattern, layer
-        return "", self.usual
-
-    def _scheme(self, entry: str, layer: QuarkLayer, *, is_experts: bool) -> Resolution:
-        if (
-            self.runtime == "sglang"
-        ):  # its schemes are those of linear modules; what it raises is not known
+        if self.runtime == "sglang":
+            # Its schemes are those of linear modules; what it raises is not known.
             built = scheme_of(layer, "reorder", is_experts=False)
-            return Resolution(built=UNKNOWN if isinstance(built, str) else built)
+            return Resolution(UNKNOWN if isinstance(built, str) else built)
         built = scheme_of(layer, self.pack_method, is_experts=is_experts)
         if isinstance(built, str):
             return raises(built, entry)
         if (
             is_experts and built.form == "mxfp4"
         ):  # they load a scale of their inputs, if there is one
-            built = replace(built, optional=built.optional | {"input_scale"})
-        return Resolution(built=built, entry=entry)
+            built = built._replace(optional=built.optional | {"input_scale"})
+        return Resolution(built, entry)
+
+    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
+        """Whole name, `re:` from the start, or a name below that of routed experts."""
+        found = []
+        for name in names:
+            for word in entry.read:
+                is_below = name.endswith(".experts") and word.startswith(f"{name}.")
+                if is_below or equal_or_regex(name, word):
+                    found.append(name)
+        return found
+
+    def _layer(self, name: str) -> tuple[str, QuarkLayer]:
+        for pattern, layer in self.layers.items():
+            is_part = name in pattern and "*" not in pattern
+            if self.runtime == "sglang":
+                is_part = name.endswith(".experts") and pattern.startswith(f"{name}.")
+            if is_part or fnmatch(name, pattern):
+                return pattern, layer
+        return "", self.usual
 
 
 def read_quark(raw: Mapping[str, Any], rename: Renamer, runtime: Runtime = "vllm") -> Quark:
@@ -139,29 +139,117 @@ def read_quark(raw: Mapping[str, Any], rename: Renamer, runtime: Runtime = "vllm
     """
     given = read_given(QuarkGiven, raw)
     export, listed = given.export or QuarkExport(), given.exclude or ()
-    layers = (given.layer_quant_config or {}).items()
-    found = Quark(
-        exclude=Entries(rename.name(entry) for entry in listed),
-        layers={rename.name(name): _without_cache(name, layer, export) for name, layer in layers},
-        usual=given.global_quant_config or QuarkLayer(),
-        entries=entries_of("exclude", listed, rename.name),
-        pack_method=export.pack_method or "",
-        error=_NO_EXPORT * (given.export is None),
-        error_unless_excluded=_NO_LAYER_TYPES * (given.layer_type_quant_config is None),
-    )
+    group, layers = export.kv_cache_group or (), dict[str, QuarkLayer]()
+    for name, layer in (given.layer_quant_config or {}).items():
+        # Outputs of the layers of the cache are not those of the layer: vLLM takes them out.
+        is_cache = any(fnmatchcase(name, pattern) for pattern in group)
+        if is_cache or (group and name == "*q_proj"):
+            layer = layer.model_copy(update={"output_tensors": None})
+        layers[rename.name(name)] = layer
+    usual = given.global_quant_config or QuarkLayer()
     if runtime == "sglang":
-        exclude = Entries(read_by_sglang(listed, rename))
-        found = Quark(exclude=exclude, layers=found.layers, usual=found.usual, runtime="sglang")
+        found = Quark(Entries(read_by_sglang(listed, rename)), layers, usual, runtime="sglang")
+    else:
+        found = Quark(
+            Entries(rename.name(entry) for entry in listed),
+            layers,
+            usual,
+            entries_of("exclude", listed, rename.name),
+            pack_method=export.pack_method or "",
+            error=_NO_EXPORT * (given.export is None),
+            error_unless_excluded=_NO_LAYER_TYPES * (given.layer_type_quant_config is None),
+        )
     found.exclude.refuse_wrong()
     return found
 
 
-def _without_cache(name: str, layer: QuarkLayer, export: QuarkExport) -> QuarkLayer:
-    """Outputs of the layers of the cache are not those of the layer: vLLM takes them out of its
-    config.
+def scheme_of(layer: QuarkLayer, pack_method: str, *, is_experts: bool) -> VLLMModule | str:
+    """What a layer that is not excluded builds, unknown where the check does not know its
+    tensors, or why vLLM raises.
     """
-    group = export.kv_cache_group or ()
-    is_cache = any(fnmatchcase(name, pattern) for pattern in group) or (
-        bool(group) and name == "*q_proj"
-    )
-    return layer.model_copy(update={"output_tensors": None}) if is_cache else layer
+    weights, inputs = _listed(layer.weight), _listed(layer.input_tensors)
+    if layer.output_tensors or layer.bias or not weights:
+        return _NO_SCHEME
+    if len(weights) > 1 or len(inputs) > 1:
+        return _of_lists(weights, inputs, is_experts=is_experts) or _NO_SCHEME
+    if inputs:
+        return _with_inputs(weights[0], inputs[0], is_experts=is_experts) or _NO_SCHEME
+    if weights[0].dtype in ("int4", "uint4") and pack_method in ("order", "reorder"):
+        return UNKNOWN
+    return _mx(weights[0]) or _NO_SCHEME
+
+
+def _with_inputs(
+    weight: QuarkTensor, inputs: QuarkTensor, *, is_experts: bool
+) -> VLLMModule | None:
+    of_inputs = () if inputs.is_dynamic else ("input_scale",)
+    given, is_dynamic = weight.kind, bool(inputs.is_dynamic)
+    is_static_fp8 = inputs.kind == ("fp8_e4m3", "per_tensor", False)
+    if (
+        given[0] == "fp8_e4m3"
+        and not given[2]
+        and (is_static_fp8 or (is_dynamic and inputs.dtype == "fp8_e4m3"))
+    ):
+        if given[1] in ("per_tensor", "per_channel"):
+            form: Form = "fp8_tensor" if given[1] == "per_tensor" else "fp8_channel"
+            return registers(form, *_TWO, *of_inputs)
+        are_symmetric = weight.symmetric and inputs.symmetric
+        are_blocks = weight.block_size == (128, 128) and inputs.group_size == 128
+        if (
+            given[1] == "per_block"
+            and inputs.qscheme == "per_group"
+            and are_symmetric
+            and are_blocks
+        ):
+            return registers("fp8_block", *_TWO, block=(128, 128))
+    is_static = inputs.kind == ("int8", "per_tensor", False) and not given[2]
+    is_int8 = is_static or inputs.kind == ("int8", "per_channel", True)
+    if given[0] == "int8" and is_int8 and weight.symmetric:
+        zeros = frozenset({"weight_zero_point", "input_zero_point"})
+        rows = registers("int8", *_TWO, *of_inputs, optional=zeros)
+        return {"per_channel": rows, "per_tensor": UNKNOWN}.get(given[1] or "")
+    if is_dynamic and inputs.dtype in _MX_DTYPES:
+        return _mx(weight)
+    # Static inputs are FP8 of one scale, and outside experts only of FP4.
+    if is_static_fp8 and inputs.symmetric and (is_experts or given == ("fp4", "per_group", False)):
+        return _mx(weight, "input_scale")
+    return None
+
+
+def _of_lists(
+    weights: list[QuarkTensor], inputs: list[QuarkTensor], *, is_experts: bool
+) -> VLLMModule | None:
+    second = ("fp8_e4m3", "per_tensor", False)
+    kinds = [tensor.kind for tensor in (*weights, *inputs)]
+    of_nvfp4 = [("fp4", "per_group", False), second, ("fp4", "per_group", True), second]
+    if len(weights) != 2:
+        return None
+    if kinds == of_nvfp4 and weights[0].group_size == inputs[0].group_size == 16:
+        leaves = (*_TWO, "weight_scale_2", "input_scale_2")
+        return registers("nvfp4_modelopt", *leaves, group_size=16)
+    is_int4 = is_experts and kinds[1] == ("int4", "per_channel", False)
+    return UNKNOWN if is_int4 else None
+
+
+def _mx(weight: QuarkTensor, *of_inputs: str) -> VLLMModule | None:
+    """What weights in groups of 32 with scales of eight bits register; None for others."""
+    is_grouped = weight.group_size == 32 and weight.scale_format == "e8m0"
+    if weight.qscheme == "per_group" and is_grouped:
+        if weight.dtype in _MX_FORMS:
+            return registers(_MX_FORMS[weight.dtype], *_TWO, *of_inputs, group_size=32)
+        return UNKNOWN if weight.dtype in _MX_DTYPES else None
+    is_block = weight.kind == ("fp8_e4m3", "per_block", False) and weight.symmetric
+    if (
+        is_block
+        and weight.scale_type == "float8_e8m0fnu"
+        and (weight.block_size or ())[1:] == (32,)
+    ):
+        return UNKNOWN
+    return None
+
+
+def _listed(given: QuarkTensor | tuple[QuarkTensor, ...] | None) -> list[QuarkTensor]:
+    """A list of one is as good as the one."""
+    if isinstance(given, tuple):
+        return [*given]
+    return [given] if given else []

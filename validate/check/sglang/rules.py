@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ....checkpoints.stored import StoredWeight
-from ...facts.findings import Objection, objection
+from ...facts.findings import Objection
 from .. import rules_mtp
 from ..dialects.compressed_tensors import CompressedTensors
 from ..dialects.matching import OneAnswer
-from ..layouts import layout_problem, leaves_built
+from ..layouts import layout_problem, leaves_built, manner
 from ..runtime_view import Member, Module, RuntimeView
 from ..vllm_module import UnknownDialect, VLLMModule
 from .view import SglangView
 
 SGLANG = "SGLang 0.5.23"
 _CONFIG = "config.json: quantization_config"
-_error = partial(objection, runtime="sglang", severity="error")
-_warning = partial(objection, runtime="sglang", severity="warning")
+_error = partial(Objection, runtime="sglang")
+_warning = partial(Objection, severity="warning", runtime="sglang")
 _ELSEWHERE = "Serve it with vLLM, or without a draft"
 _CONVERT = (
     "Convert it: `keepmtp convert PATH --to compressed-tensors --out NEW`; or serve it with vLLM"
@@ -35,28 +35,14 @@ _CONVERT = (
 # The list of what stays plain, where it is not called `ignore`.
 _LISTS = {"quark": "exclude", "fp8": "modules_to_not_convert"}
 # What SGLang does where rules_mtp finds that the block is not whole.
+_LOST = (
+    f"is in no indexed file, though config.json or the other layers promise it: {SGLANG} says "
+    "nothing, and drafts from what was in memory"
+)
 _BLOCK = {
-    "mtp-missing": (
-        f"no file has a tensor of the MTP layer that config.json promises: {SGLANG} loads none, "
-        "says nothing, and drafts from what was in memory"
-    ),
-    "mtp-not-promised": (
-        "config.json does not promise the MTP layers that the files hold: SGLang's loader raises "
-        "ValueError 'num_nextn_predict_layers is not in the config', or reads them as decoder "
-        "layers"
-    ),
-    "mtp-incomplete": (
-        f"is in no indexed file, and the MTP block cannot work without it: {SGLANG} leaves the "
-        "parameter as it was in memory"
-    ),
-    "layer-missing": (
-        "no file has a tensor of a decoder layer that config.json promises: SGLang leaves it as "
-        "it was in memory"
-    ),
-    "layer-incomplete": (
-        "is missing, though the decoder layers of this checkpoint have it: SGLang leaves the "
-        "parameter as it was in memory"
-    ),
+    **dict.fromkeys(("mtp-missing", "mtp-incomplete", "layer-missing", "layer-incomplete"), _LOST),
+    "mtp-not-promised": "config.json does not promise the MTP layers that the files hold: SGLang's "
+    "loader raises ValueError, or reads them as decoder layers",
 }
 
 
@@ -73,12 +59,9 @@ def draft_class_exists(view: SglangView) -> Iterator[Objection]:
     """
     if why := view.model.no_draft:
         architecture = (view.runtime.view.config.get("architectures") or ["none"])[0]
-        says = (
-            f"{SGLANG} has no draft for {architecture}: {why} (sglang/srt/configs/model_config.py)"
-        )
-        yield _error(
-            rule="sglang-draft", where="config.json: architectures", says=says, cure=_ELSEWHERE
-        )
+        says = f"{SGLANG} has no draft for {architecture}: {why}"
+        says += " (sglang/srt/configs/model_config.py)"
+        yield _error("sglang-draft", "config.json: architectures", says, _ELSEWHERE)
 
 
 def config_is_read(view: SglangView) -> Iterator[Objection]:
@@ -87,14 +70,14 @@ def config_is_read(view: SglangView) -> Iterator[Objection]:
     if isinstance(dialect, OneAnswer) and dialect.answer.error:
         says = f"{SGLANG} reads it as {dialect.name} and raises {dialect.answer.error}"
         cure = _ELSEWHERE if view.model.own_config else _CONVERT
-        yield _error(rule="sglang-config", where=_CONFIG, says=says, cure=cure)
+        yield _error("sglang-config", _CONFIG, says, cure)
     elif isinstance(dialect, UnknownDialect):
         says = (
-            f"is {dialect.name}, whose names keepmtp does not compare as SGLang does: no module "
-            "is judged"
+            f"is {dialect.name}, whose names keepmtp does not compare as SGLang does: no "
+            "module is judged"
         )
         cure = "Start SGLang with it, and look at the draft's acceptance"
-        yield _warning(rule="sglang-config", where=_CONFIG, says=says, cure=cure)
+        yield _warning("sglang-config", _CONFIG, says, cure)
 
 
 def one_layer_is_promised(view: SglangView) -> Iterator[Objection]:
@@ -102,36 +85,30 @@ def one_layer_is_promised(view: SglangView) -> Iterator[Objection]:
     promised, model = view.runtime.promised, view.model
     if model.draft is None or promised <= 1 or "{i}" in model.draft:
         return
-    found = partial(_warning, cure="Serve it with vLLM to draft with all layers")
-    says = "no module for the others, and drafts with the first again and again"
-    if model.asserts_one_layer:
-        found = partial(_error, cure="Set it to 1 in a copy")
-        says = "AssertionError 'Only 1 nextn layer is supported'"
     where = f"config.json: {view.runtime.view.mtp_count_key}"
-    yield found(
-        rule="sglang-layers",
-        where=where,
-        says=f"is {promised}: {SGLANG} has {says} (sglang/srt/{model.file})",
-    )
+    says = f"is {promised}: {SGLANG} has "
+    if model.asserts_one_layer:
+        says += f"AssertionError 'Only 1 nextn layer is supported' (sglang/srt/{model.file})"
+        yield _error("sglang-layers", where, says, "Set it to 1 in a copy")
+    else:
+        says += "no module for the others, and drafts with the first again and again"
+        yield _warning("sglang-layers", where, says, "Serve it with vLLM to draft with all layers")
 
 
 def block_is_whole(view: SglangView) -> Iterator[Objection]:
     """The files hold the promised block: what the files lack, SGLang does not notice (#36507)."""
     if view.model.draft is None:
         return
-    for rule in (
+    rules = (
         rules_mtp.promised_layers_exist,
         rules_mtp.mtp_glue_is_complete,
         rules_mtp.layers_are_complete,
-    ):
-        for finding, cause, times in rule(view.runtime):
-            if finding.rule in _BLOCK and finding.severity == "error":
-                changed = {
-                    "says": _BLOCK[finding.rule],
-                    "rule": f"sglang-{finding.rule}",
-                    "runtime": "sglang",
-                }
-                yield Objection(finding.model_copy(update=changed), cause, times)
+    )
+    for rule in rules:
+        for each in rule(view.runtime):
+            if each.rule in _BLOCK and each.severity == "error":
+                says, name = _BLOCK[each.rule], f"sglang-{each.rule}"
+                yield each._replace(says=says, rule=name, runtime="sglang")
 
 
 def stored_form_is_what_is_built(view: SglangView) -> Iterator[Objection]:
@@ -139,17 +116,21 @@ def stored_form_is_what_is_built(view: SglangView) -> Iterator[Objection]:
     #39064, #40597).
     """
     for module in () if view.model.no_draft else view.modules:
-        dialect, resolution = view.dialects[module.part], module.resolution
+        dialect, answer = view.dialects[module.part], module.resolution
         if isinstance(dialect, OneAnswer) and dialect.answer.error:
             continue
-        if resolution.error:
-            yield _unresolved(module)
-        elif resolution.built.form != "unknown":
+        if answer.error:
+            weight = module.members[0].weight
+            kind = f"{module.part} {module.role} {weight.form}"
+            says = (
+                f"{SGLANG} fails as it builds it ({answer.error}); on disk "
+                f"{weight.weight.name} is {manner(weight)}"
+            )
+            cause = f"{kind} {answer.error.partition(' for ')[0]}"
+            yield _error("sglang-unresolved", module.name, says, _unresolved_cure(module), cause)
+        elif answer.built.form != "unknown":
             for member in module.members:
-                effect = (
-                    "" if _is_made_over(view, member) else _effect(resolution.built, member.weight)
-                )
-                if effect:
+                if effect := _effect(view, answer.built, member):
                     yield _misbuilt(view, module, member.weight, effect)
 
 
@@ -162,29 +143,27 @@ def absorbed_weight_is_read(view: SglangView) -> Iterator[Objection]:
     for module in view.modules:
         form, dialect = module.resolution.built.form, view.dialects[module.part]
         alike = [each for each in module.members if form in ("fp8_block", each.weight.form)]
-        stored = [each.weight.weight.name for each in alike]
-        if not stored or not module.name.endswith(".kv_b_proj"):
+        if not alike or not module.name.endswith(".kv_b_proj"):
             continue
-        says = f"SGLang splits {module.name} after loading and "
-        has_size = not isinstance(dialect, CompressedTensors) or "Linear" in dialect.targets.builds
-        found = partial(_error, where=stored[0], count=len(stored), cause=f"{module.part} {form}")
+        rule, says = "", f"SGLang splits {module.name} after loading and "
+        has_size = not isinstance(dialect, CompressedTensors) or "Linear" in dialect.builds
         if form == "fp8_block" and not has_size:
+            rule = "sglang-block-size"
             says += (
                 "takes the size of its blocks from the target Linear, which is not in "
-                "config_groups: it takes the scales for those of rows and raises on their shape "
-                "(deepseek_weight_loader.py: _resolve_layer_weight_block_size)"
+                "config_groups: it raises on the "
+                "scales' shape (deepseek_weight_loader.py: _resolve_layer_weight_block_size)"
             )
-            cure = "Keep kv_b_proj in BF16 or FP8_DYNAMIC, or make Linear the target of the blocks"
-            yield found(rule="sglang-block-size", says=says, cure=cure)
         elif form in ("nvfp4", "nvfp4_modelopt", "int_packed"):
+            rule = "sglang-absorbed"
             says += (
-                f"reads its `weight` as one number an input; in {form} there is none, or two a "
-                "byte: it raises, or "
-                "splits bytes that are no numbers (deepseek_weight_loader.py: post_load_weights)"
+                f"reads its `weight` as one number an input, which {form} has not: it raises, or "
+                "splits bytes that are "
+                "no numbers (deepseek_weight_loader.py: post_load_weights)"
             )
-            yield found(
-                rule="sglang-absorbed", says=says, cure="Keep kv_b_proj in BF16 or FP8_DYNAMIC"
-            )
+        if rule:
+            cure, cause = "Keep kv_b_proj in BF16 or FP8_DYNAMIC", f"{module.part} {form}"
+            yield _error(rule, alike[0].name, says, cure, cause, times=len(alike))
 
 
 def cache_scheme_is_read(view: SglangView) -> Iterator[Objection]:
@@ -197,14 +176,10 @@ def cache_scheme_is_read(view: SglangView) -> Iterator[Objection]:
         return
     wanted = {"type": "float", "num_bits": 8, "strategy": "tensor"}
     is_taken = all(scheme.get(key) == value for key, value in wanted.items())
-    if is_taken and scheme.get("symmetric", True) and not scheme.get("dynamic"):
-        return
-    yield _warning(
-        rule="sglang-kv-cache",
-        where=f"{_CONFIG}.kv_cache_scheme",
-        says=f"{SGLANG} ignores it: only static symmetric per-tensor FP8 scales are supported",
-        cure="Start SGLang with --kv-cache-dtype, or write static scales",
-    )
+    if not is_taken or not scheme.get("symmetric", True) or scheme.get("dynamic"):
+        says = f"{SGLANG} ignores it: only static symmetric per-tensor FP8 scales are supported"
+        cure = "Start SGLang with --kv-cache-dtype, or write static scales"
+        yield _warning("sglang-kv-cache", f"{_CONFIG}.kv_cache_scheme", says, cure)
 
 
 RULES: tuple[Callable[[SglangView], Iterator[Objection]], ...] = (
@@ -218,46 +193,20 @@ RULES: tuple[Callable[[SglangView], Iterator[Objection]], ...] = (
 )
 
 
-def _unresolved(module: Module) -> Objection:
-    error, weight = module.resolution.error, module.members[0].weight
-    return _error(
-        rule="sglang-unresolved",
-        where=module.name,
-        says=f"{SGLANG} fails as it builds it ({error}); on disk {weight.weight.name} is "
-        f"{_manner(weight)}",
-        cure=_unresolved_cure(module),
-        cause=f"{module.part} {module.role} {weight.form} {error.partition(' for ')[0]}",
-    )
+def _effect(view: SglangView, built: VLLMModule, member: Member) -> str:
+    """What comes of a weight that is stored otherwise than it is built; "" where it is not.
 
-
-def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: str) -> Objection:
-    built, entry = module.resolution.built, module.resolution.entry
-    name = module.name if module.loads_quantized else "it"
-    return _error(
-        rule="sglang-form",
-        where=weight.weight.name,
-        says=f"stored as {_manner(weight)}, but {SGLANG} builds {name} as {built.form} "
-        f"({_decided(view, module)}): {effect}",
-        cure=_form_cure(view, module, weight),
-        cause=f"{module.part} {module.role} {weight.form} {built.form} {entry}",
-    )
-
-
-def _is_made_over(view: SglangView, member: Member) -> bool:
-    """Weights that a loader of SGLang's makes over: sliced rows of q, k and v, and DeepSeek-V4's
-    FP8 wo_a.
+    Sliced rows of q, k and v, and DeepSeek-V4's FP8 wo_a, a loader of SGLang's makes over.
     """
+    weight, row = member.weight, member.place.row
     is_v4 = view.runtime.view.family.model_type == "deepseek_v4"
-    is_wo_a = is_v4 and member.place.row.path == "attn.wo_a" and member.weight.form == "fp8_block"
-    return is_wo_a or member.weight.form == "fp8_sliced" or member.place.row.interleaved is not None
-
-
-def _effect(built: VLLMModule, weight: StoredWeight) -> str:
-    """What comes of a weight that is stored otherwise than it is built; "" where it is not."""
+    is_wo_a = is_v4 and row.path == "attn.wo_a" and weight.form == "fp8_block"
+    if is_wo_a or weight.form == "fp8_sliced" or row.interleaved is not None:
+        return ""
     if built.form == "plain" or weight.form == "plain":
         if built.form == weight.form:
             return ""
-        return _lost_scales(weight) if built.form == "plain" else _unwritten(built)
+        return "it passes over what it has no parameter for, and takes other numbers for the weight"
     have = leaves_built(built, weight).keys()
     if extra := sorted(have - built.leaves - built.optional):
         return f"it has no parameter for {extra[0]} and passes over it"
@@ -267,75 +216,48 @@ def _effect(built: VLLMModule, weight: StoredWeight) -> str:
     return problem[1] if problem else ""
 
 
-def _lost_scales(weight: StoredWeight) -> str:
-    if weight.weight.name.endswith(".weight"):
-        return "the bytes are taken for numbers, and the scales are passed over without a word"
-    return (
-        "its loader has no parameter for the packed tensors, passes over them, and never writes "
-        "the weight"
+def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: str) -> Objection:
+    built, entry = module.resolution.built, module.resolution.entry
+    name, dialect = module.name if module.loads_quantized else "it", view.dialects[module.part].name
+    why_plain = view.why_plain(module.part)
+    by, cure = (
+        f"by {entry or dialect}",
+        "Store it in BF16: no entry changes it. Or serve it with vLLM",
     )
-
-
-def _unwritten(built: VLLMModule) -> str:
-    if "weight" not in built.leaves:
-        return (
-            "its loader has no parameter for `weight`, passes over it, and never writes "
-            f"{min(built.leaves)}"
-        )
-    if built.form in ("nvfp4_modelopt", "mxfp4"):
-        return "the shapes differ and it raises"
-    return "the weight is cast to 8 bits, with scales that nothing writes"
-
-
-def _manner(weight: StoredWeight) -> str:
-    """How a weight is stored."""
-    if weight.form == "plain":
-        return f"plain {weight.weight.dtype}"
-    return f"{weight.form} ({', '.join(weight.parts)})"
-
-
-def _decided(view: SglangView, module: Module) -> str:
-    """What made SGLang build it so, with its file."""
     if not module.loads_quantized:
-        return f"sglang/srt/{view.model.file}"
-    if why := view.why_plain(module.part):
-        return why
-    if entry := module.resolution.entry:
-        return f"by the entry {entry!r}"
-    name = view.dialects[module.part].name
-    return "by no quantization config" if name == "none" else f"by {name}"
+        by = f"sglang/srt/{view.model.file}"
+    elif why_plain:
+        by = why_plain
+    elif weight.form == "plain":
+        expression = module.name
+        if dialect in ("compressed-tensors", "quark"):
+            expression = _expression(module)
+        cure = f"Add '{expression}' to {_LISTS.get(dialect, 'ignore')}: it is SGLang's name for it"
+    elif built.form == "plain":
+        cure = (
+            f"Let an entry reach {module.name}: it is SGLang's name for it, or store the "
+            "weight in BF16"
+        )
+    else:
+        cure = "Convert it, or quantize the release again in a scheme that SGLang has a kernel for"
+    says = (
+        f"stored as {manner(weight)}, but {SGLANG} builds {name} as {built.form} ({by}): {effect}"
+    )
+    cause = f"{module.part} {module.role} {weight.form} {built.form} {entry}"
+    return _error("sglang-form", weight.weight.name, says, cure, cause)
 
 
 def _unresolved_cure(module: Module) -> str:
     """What to write where SGLang raises as it builds a module."""
     error = module.resolution.error
     if "matching target" in error:
-        which = "ignore" if module.members[0].weight.form == "plain" else "the targets of its group"
+        which = "the targets of its group"
+        if module.members[0].weight.form == "plain":
+            which = "ignore"
         return f"Add '{_expression(module)}' to {which}: it is SGLang's name for it"
     if any(words in error for words in ("shards", "MoE projections", "Mixed quant_algo")):
         return "Name all parts of a fused module in the same list, under SGLang's names"
-    if "pack-quantized" in error:
-        return (
-            "Quantize routed experts alone (format pack-quantized), or to NVFP4 or FP8: see "
-            "`keepmtp ls schemes`"
-        )
     return "Quantize it in a scheme that SGLang has a kernel for: `keepmtp ls schemes`"
-
-
-def _form_cure(view: SglangView, module: Module, weight: StoredWeight) -> str:
-    """What to do where a weight is stored otherwise than SGLang builds it."""
-    if not module.loads_quantized or view.why_plain(module.part):
-        return "Store it in BF16: no entry changes it. Or serve it with vLLM"
-    if weight.form != "plain":
-        if module.resolution.built.form == "plain":
-            return (
-                f"Let an entry reach {module.name}: it is SGLang's name for it, or store the "
-                "weight in BF16"
-            )
-        return "Convert it, or quantize the release again in a scheme that SGLang has a kernel for"
-    dialect = view.dialects[module.part].name
-    entry = _expression(module) if dialect in ("compressed-tensors", "quark") else module.name
-    return f"Add '{entry}' to {_LISTS.get(dialect, 'ignore')}: it is SGLang's name for it"
 
 
 def _expression(module: Module) -> str:

@@ -5,28 +5,42 @@ In: a `RuntimeView`, which knows the files and the family. Out: an `SglangView` 
 each prefix that SGLang constructs; the rules read it.
 
 Easy to get wrong: SGLang builds one MTP layer. The tensors of further ones belong to no module of
-it.
+it. Target and draft each read config.json anew, each with its own class's mapping. And a draft
+class may build everything plain whatever the config says: under modelopt's NVFP4 nearly all do, so
+a quantized block is not read.
+
+Source: SGLang 0.5.23 sglang/srt/model_loader/checkpoint_quantization.py, configs/model_config.py
+(_verify_quantization), models/qwen3_5_mtp.py (_mtp_quant_config), models/deepseek_nextn.py,
+models/glm4_moe.py and models/glm5_next_nextn.py (_resolve_nextn_quant_config),
+models/longcat_flash_nextn.py.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from ....recipes.errors import CheckpointError
 from ....recipes.family import Part, VLLMName
-from ....recipes.family_view import Place
+from ....recipes.family_view import FamilyView, Place
 from ....recipes.runtimes.sglang import (
     SglangModel,
+    entry_renames,
     packed_modules,
     sglang_model,
     sglang_module,
     sglang_stem,
 )
-from ..dialects.matching import OneAnswer, plain
+from ..dialects.choose import UNQUANTIZED, method_of, quantization_of
+from ..dialects.compressed_tensors import read_compressed_tensors
+from ..dialects.fp8 import read_sglang_fp8
+from ..dialects.matching import OneAnswer, plain, raises
+from ..dialects.modelopt import ModelOpt, read_sglang_modelopt
 from ..dialects.patterns import time_limit
+from ..dialects.quark import Quark, read_quark
 from ..runtime_view import KINDS, Member, Module, RuntimeView
-from ..vllm_module import Dialect, Kind, Resolution
-from .choose import read_sglang
+from ..vllm_module import Dialect, UnknownDialect
 
 # The classes of indexers and compressors are among SGLang's kernels, which nothing constructs for
 # the tests.
@@ -47,12 +61,23 @@ class SglangView:
 
     @cached_property
     def dialects(self) -> Mapping[Part, Dialect]:
-        """The quantization config, as the target's class and as the draft's class read it."""
-        view, other = self.runtime.view, self.runtime.hf_quant_config
-        return {
-            "backbone": read_sglang(view, other, "backbone"),
-            "mtp": read_sglang(view, other, "mtp"),
-        }
+        """The quantization config, as the target's class and as the draft's class read it.
+
+        Raises:
+            CheckpointError: a key has another type than is read, or an entry is no regular
+                expression.
+        """
+        view = self.runtime.view
+        raw = quantization_of(view.config) or self.runtime.hf_quant_config
+        if raw is None:
+            return {"backbone": UNQUANTIZED, "mtp": UNQUANTIZED}
+        try:
+            target, draft = (_read(raw, self.model, view, part) for part in ("backbone", "mtp"))
+        except CheckpointError as error:
+            raise error.at("config.json: quantization_config") from error
+        if why := _why_plain(draft, self.model, view):
+            draft = OneAnswer(draft.name, plain(f"sglang/srt/{self.model.file} builds {why}"))
+        return {"backbone": target, "mtp": draft}
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
@@ -60,65 +85,87 @@ class SglangView:
         gives it none.
         """
         members: dict[tuple[str, Part, bool], list[Member]] = defaultdict(list)
-        for member in (member for module in self.runtime.modules for member in module.members):
-            if self._is_built(member.place):
-                name = sglang_module(self.runtime.view, member.place)
-                members[name or member.weight.module, member.place.part, name is not None].append(
-                    member
-                )
+        for module in self.runtime.modules:
+            for member in module.members:
+                if self._is_built(member.place):
+                    name = sglang_module(self.runtime.view, member.place)
+                    key = name or member.weight.module, member.place.part, name is not None
+                    members[key].append(member)
         with time_limit():
             return tuple(self._module(*key, tuple(group)) for key, group in members.items())
 
     def why_plain(self, part: Part) -> str:
         """Why the draft's class builds everything plain; "" where it does not."""
         dialect = self.dialects[part]
-        return (
-            dialect.answer.entry
-            if isinstance(dialect, OneAnswer) and not dialect.answer.error
-            else ""
-        )
+        if isinstance(dialect, OneAnswer) and not dialect.answer.error:
+            return dialect.answer.entry
+        return ""
 
     def _module(self, name: str, part: Part, asks: bool, members: tuple[Member, ...]) -> Module:
-        kind = KINDS.get(members[0].place.role, "linear")
-        shards = tuple(VLLMName(f"{name}.0.{last}") for last in _PROJECTIONS)
+        kind, last = KINDS.get(members[0].place.role, "linear"), name.rpartition(".")[2]
+        shards = [f"{name}.0.{each}" for each in _PROJECTIONS]
         if kind != "experts":
-            last = name.rpartition(".")[2]
             parts = packed_modules(self.runtime.view, part).get(last, ())
-            shards = tuple(VLLMName(name.replace(last, each)) for each in parts)
-        resolution = plain()
-        if asks:
-            resolution = self._answer(VLLMName(name), part, shards, kind)
-        return Module(
-            name=VLLMName(name),
-            kind=kind,
-            part=part,
-            shards=shards,
-            members=members,
-            loads_quantized=asks,
-            resolution=resolution,
-        )
-
-    def _answer(
-        self, name: VLLMName, part: Part, shards: tuple[VLLMName, ...], kind: Kind
-    ) -> Resolution:
-        """What SGLang builds; Qwen3-Next's class leaves qkv_proj out of modelopt's NVFP4 by
-        itself.
-        """
-        dialect = self.dialects[part]
-        if dialect.name == "modelopt_fp4" and name.endswith(self.model.plain_in_fp4):
-            return plain("sglang/srt/models/qwen3_next.py builds it plain under modelopt_fp4")
-        return dialect.resolve(name, shards=shards, kind=kind)
+            shards = [name.replace(last, each) for each in parts]
+        named, dialect = tuple(map(VLLMName, shards)), self.dialects[part]
+        if not asks:
+            resolution = plain()
+        elif dialect.name == "modelopt_fp4" and name.endswith(self.model.plain_in_fp4):
+            resolution = plain("sglang/srt/models/qwen3_next.py builds it plain under modelopt_fp4")
+        else:
+            resolution = dialect.resolve(VLLMName(name), shards=named, kind=kind)
+        return Module(VLLMName(name), kind, part, named, members, asks, resolution)
 
     def _is_built(self, place: Place) -> bool:
-        """Whether SGLang has a module for it; it builds neither a draft that it has no class for,
-        nor a second one.
-        """
-        if place.role in _NOT_JUDGED or (
-            place.role == "linear_attention" and self.model.other_linear_attention
-        ):
+        """SGLang builds neither a draft that it has no class for, nor a second layer of one."""
+        is_other = place.role == "linear_attention" and self.model.other_linear_attention
+        if place.role in _NOT_JUDGED or is_other:
             return False
         if place.part == "backbone":
             return bool(self.model.layers)
         if self.model.draft is None or place.role == "head":
             return False  # the head of the block is the target's
         return place.layer is None or sglang_stem(self.runtime.view, "mtp", place.layer) is not None
+
+
+def _read(raw: Mapping[str, Any], model: SglangModel, view: FamilyView, part: Part) -> Dialect:
+    is_modelopt = "quant_algo" in raw or "quantization" in raw
+    method = method_of(raw) or ("modelopt" if is_modelopt else "")
+    if model.own_config and "modelopt_quant_config" not in raw:
+        error = "KeyError: 'modelopt_quant_config', the only form that its class reads"
+        return OneAnswer(method, raises(error))
+    rename = entry_renames(view, part, method)
+    if method == "compressed-tensors":
+        return read_compressed_tensors(raw, rename, "sglang")
+    if method == "fp8":
+        return read_sglang_fp8(raw, view.config)
+    if method == "quark":
+        return read_quark(raw, rename, "sglang")
+    if method.startswith("modelopt"):
+        return read_sglang_modelopt(raw, rename)
+    return UnknownDialect(method or "quantization_config without quant_method")
+
+
+def _why_plain(draft: Dialect, model: SglangModel, view: FamilyView) -> str:
+    """What the draft's class builds plain after a look at the config; "" where it leaves that to
+    the config.
+    """
+    if model.plain_draft:
+        return "the draft without a quantization config"
+    if isinstance(draft, ModelOpt) and draft.name in model.plain_under:
+        names_draft = any(name.startswith("mtp.") for name in draft.quantized_layers)
+        if draft.name != "modelopt_mixed" or not names_draft:
+            return f"the draft plain under {draft.name}"
+    if isinstance(draft, Quark):
+        decoder = "model.decoder"
+        if view.num_layers != 61:
+            decoder = f"model.layers.{view.num_layers}"
+        is_out = model.excluded_by == "block" and draft.exclude.first(decoder) is not None
+        for entry in draft.exclude.written if model.excluded_by == "experts" else ():
+            is_out |= entry.startswith("mtp.") and "mlp.experts" in entry
+        if is_out:
+            return "the draft plain: exclude names it"
+    disabled = view.config.get("disable_quant_module") or ()
+    if view.config.get("model_type") == "longcat_flash" and "mtp" in disabled:
+        return "the draft plain: disable_quant_module has mtp"
+    return ""
