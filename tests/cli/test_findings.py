@@ -13,7 +13,7 @@ from keepmtp.cli.findings import pasted, show, with_path
 from keepmtp.cli.tables import table
 from keepmtp.validate.dryload.check_on import _once
 from keepmtp.validate.facts.dry_load import DryLoad, KernelUse, LoadedModel
-from keepmtp.validate.facts.findings import CheckpointFacts, Finding, Objection
+from keepmtp.validate.facts.findings import CheckpointFacts, Finding, objection
 from keepmtp.validate.facts.results import CheckData
 from releases import source_layout, write_checkpoint
 from rich.console import Console
@@ -182,14 +182,14 @@ def test_what_can_be_pasted():
 def test_one_cause_on_several_gpus_is_one_finding():
     def on(gpu: str, tp: int, *names: str):
         own = [
-            Objection(
+            objection(
                 rule="dry-load", severity="error", where=n, says="is cast", cure="Do", cause="c"
             )
             for n in names
         ]
         return LOAD.model_copy(update={"gpu": gpu, "tp": tp}), own
 
-    other = Objection(rule="no-kernel", severity="error", where="z", says="no kernel", cure="Do")
+    other = objection(rule="no-kernel", severity="error", where="z", says="no kernel", cure="Do")
     sm120 = (LOAD.model_copy(update={"gpu": "sm120"}), [other])
     first, last = _once(
         [on("sm90", 1, "a", "b"), on("sm100", 1, "a", "b", "c"), on("sm90", 4, "a"), sm120]

@@ -111,7 +111,7 @@ def test_what_vllm_drops_on_purpose_is_no_finding(accounts):
     assert objections(account, runtime, version=find_vllm().version) == []
     other = account.model_copy(update={"unconsumed": ("model.time_serie.norm.weight",)})
     [found] = objections(other, runtime, version=find_vllm().version)
-    assert found.where == "model.time_serie.norm.weight"
+    assert found.finding.where == "model.time_serie.norm.weight"
 
 
 def test_a_tokenizer_of_sounds_is_not_read(accounts):

@@ -30,7 +30,7 @@ from ...checkpoints.stored import NOT_COMPUTED, Form, StoredWeight
 from ...checkpoints.values import read_tensor, row_ranges
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..facts.findings import Objection
+from ..facts.findings import Objection, objection
 from .reading import BytesRead, is_remote
 from .runtime_view import Member, RuntimeView
 
@@ -59,7 +59,7 @@ _SAMPLED_EXPERTS = (None, 0, 1)
 _AT_A_TIME, _AT_A_TIME_REMOTE = 2, 4
 
 
-_objection = partial(Objection, origin="values")
+_objection = partial(objection, origin="values")
 
 
 class Pair(NamedTuple):

@@ -25,7 +25,7 @@ from ...recipes.errors import (
 )
 from ...recipes.families import is_drafted, promises_mtp
 from ..facts.dry_load import LoadAccount
-from ..facts.findings import CheckpointFacts, Objection, Runtime, errors_first, grouped
+from ..facts.findings import CheckpointFacts, Objection, Runtime, errors_first, grouped, objection
 from ..facts.results import CheckData
 from . import rules_config, rules_forms, rules_kv, rules_mtp
 from .dialects.choose import quantization_of, unloadable
@@ -142,7 +142,7 @@ def examine_source(
             f"{refused.says}. {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
         )
         return Checked(
-            _data(where, facts, [Objection("method", refused.where, says, refused.cure)])
+            _data(where, facts, [objection("method", refused.where, says, refused.cure)])
         )
     try:
         runtime = RuntimeView.of(opened)
@@ -208,7 +208,7 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
         "weights, the index. Not judged: vLLM's names of modules, plain weights, and whether vLLM "
         "has this model"
     )
-    return [Objection("family", str(refusal.where), says, cure, severity=severity), *found]
+    return [objection("family", str(refusal.where), says, cure, severity=severity), *found]
 
 
 def _data(path: str, facts: CheckpointFacts, found: list[Objection]) -> CheckData:
@@ -219,7 +219,7 @@ def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
     """A checkpoint that cannot be read has one finding: the refusal."""
     says = f"{refusal.rule}; got {shortened(str(refusal.got))}"
     where = shortened(str(refusal.where))
-    return _data(path, CheckpointFacts(), [Objection(rule, where, says, refusal.way_out)])
+    return _data(path, CheckpointFacts(), [objection(rule, where, says, refusal.way_out)])
 
 
 def _facts(view: StoredView) -> CheckpointFacts:

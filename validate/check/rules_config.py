@@ -14,7 +14,7 @@ from typing import Any
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.source import INDEX, small_object
 from ...recipes.family import HFName
-from ..facts.findings import Objection
+from ..facts.findings import Objection, objection
 from .dialects.choose import method_of, quantization_of, read_dialect
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
@@ -79,7 +79,7 @@ def entries_match_a_module(runtime: RuntimeView) -> Iterator[Objection]:
         else:
             continue
         says, cure = f"({entry.where}) {says}", "Write vLLM's name, or remove the entry"
-        yield Objection("entry-unmatched", entry.written, says, cure, cause, severity="warning")
+        yield objection("entry-unmatched", entry.written, says, cure, cause, severity="warning")
 
 
 def _matched(runtime: RuntimeView, entry: ConfigEntry, names: frozenset[str]) -> list[str]:
@@ -100,7 +100,7 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
     given, other = quantization_of(config), runtime.hf_quant_config
     if given is None or other is None:
         return
-    where, warn = f"{HF_QUANT_CONFIG}: quantization", partial(Objection, severity="warning")
+    where, warn = f"{HF_QUANT_CONFIG}: quantization", partial(objection, severity="warning")
     first = read_dialect(config, None, dtypes=runtime.dtypes)
     second = read_dialect(_without_quantization(config), other)
     if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
@@ -125,7 +125,7 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
             "other engines may read the other"
         )
         cure = "Make both say what is on disk"
-        yield Objection("two-configs", f"{where}.quant_algo", says, cure)
+        yield objection("two-configs", f"{where}.quant_algo", says, cure)
     for entry in sorted({*first.exclude} ^ {*second.exclude}):
         file = "config.json" if entry in first.exclude else HF_QUANT_CONFIG
         says = (
@@ -166,7 +166,7 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
         )
         faults["compress_ratios"] = says, f"Take compress_ratios {original}"
     for key, (says, cure) in faults.items():
-        yield Objection("config", f"config.json: {key}", says, cure)
+        yield objection("config", f"config.json: {key}", says, cure)
 
 
 def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
@@ -224,7 +224,7 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
                     "Export again with modelopt, or add it",
                 )
     for place, (says, cure) in faults.items():
-        yield Objection("algorithm", place, says, cure)
+        yield objection("algorithm", place, says, cure)
 
 
 def _is_by_modelopt(raw: Mapping[str, Any]) -> bool:
@@ -237,7 +237,7 @@ def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
     quantization = quantization_of(runtime.source.config)
     for key, value in runtime.view.family.config_extras.items():
         if quantization is not None and key not in quantization:
-            yield Objection(
+            yield objection(
                 "extras",
                 f"config.json: quantization_config.{key}",
                 "is missing: older vLLM raises KeyError, 0.32 picks another scale format for its "
@@ -255,7 +255,7 @@ def index_size_is_sane(view: StoredView) -> Iterator[Objection]:
         return
     have = sum(entry.num_bytes for entry in view.source.entries.values())
     if not abs(total - have) <= _SIZE_TOLERANCE * have:  # also where it is no number
-        yield Objection(
+        yield objection(
             "index-size",
             "model.safetensors.index.json: metadata.total_size",
             f"is {total}, the tensors have {have} bytes: loaders that plan memory by it go wrong, "
@@ -283,7 +283,7 @@ def own_code_is_known(view: StoredView) -> Iterator[Objection]:
             if isinstance(name, str) and "--" in name
         ]
     if code:
-        yield Objection(
+        yield objection(
             "own-code",
             code[0],
             "is code of the checkpoint: vLLM runs what auto_map names with --trust-remote-code, "

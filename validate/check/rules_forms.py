@@ -18,7 +18,7 @@ from typing import Literal
 
 from ...checkpoints.stored import FP8, StoredWeight
 from ...recipes.family import HFName, VLLMName
-from ..facts.findings import Objection
+from ..facts.findings import Objection, objection
 from .dialects.autoround import AutoRound
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.fp8 import Fp8
@@ -76,7 +76,7 @@ def fused_modules_are_uniform(runtime: RuntimeView) -> Iterator[Objection]:
                     "form with all scales"
                 )
                 cause = f"{module.part} {member.place.row.path} {own} {usual}"
-                yield Objection("fused-uniform", member.name, says, cure, cause)
+                yield objection("fused-uniform", member.name, says, cure, cause)
 
 
 def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
@@ -94,14 +94,14 @@ def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
             if weight.shape != expected:
                 says = f"has shape {list(weight.shape)} where the others of its projection have "
                 says += f"{list(expected)}: a narrower expert loads in silence, the rest raises"
-                yield Objection("shapes", weight.name, says, _AGAIN, f"{module.part} {path}")
+                yield objection("shapes", weight.name, says, _AGAIN, f"{module.part} {path}")
             elif built.block and are_blocks and weight.shape[0] % built.block[0] and is_inner:
                 says = f"has {weight.shape[0]} rows, no multiple of the block of {built.block[0]}, "
                 says += (
                     "and is fused with others: vLLM raises ValueError (validate_fp8_block_shape)"
                 )
                 cure = "Use FP8_DYNAMIC or BF16 for this module"
-                yield Objection("shapes", weight.name, says, cure, f"block {module.part} {path}")
+                yield objection("shapes", weight.name, says, cure, f"block {module.part} {path}")
 
 
 def stored_form_is_what_is_built(view: StoredView) -> Iterator[Objection]:
@@ -122,7 +122,7 @@ def stored_form_is_what_is_built(view: StoredView) -> Iterator[Objection]:
             cause = error.replace(module.name, "*")
             if "activations" not in cause:
                 cause = f"{answer.entry} {cause}"
-            yield Objection("config-group", answer.entry or module.name, says, cure, cause)
+            yield objection("config-group", answer.entry or module.name, says, cure, cause)
         elif answer.built.form != "unknown" and not (module.loads_quantized and _is_mixed(module)):
             for member in module.members:
                 if not _is_made_over(view, module, member):
@@ -163,7 +163,7 @@ def _compare(view: StoredView, module: Module, member: Member) -> Iterator[Objec
         says += "forward on Hopper and Blackwell; other kernels take them"
         cure = "Store the scales as F32"
     severity = "warning" if rule == "scale-dtype" else "error"
-    yield Objection(rule, where, says, cure, cause, severity)
+    yield objection(rule, where, says, cure, cause, severity)
 
 
 def _leaves_problem(
@@ -324,7 +324,7 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
         cure = f"Exclude {name}"
         if disk != name:
             cure += f"; an entry for {disk} does not reach it"
-        yield Objection("draft-head", name, says + effect, cure, "draft head")
+        yield objection("draft-head", name, says + effect, cure, "draft head")
 
 
 def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objection]:
@@ -352,7 +352,7 @@ def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objectio
                 "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` "
                 "writes them"
             )
-            yield Objection("rows", member.name, says, cure, module.part, severity)
+            yield objection("rows", member.name, says, cure, module.part, severity)
 
 
 def schemes_are_known(view: StoredView) -> Iterator[Objection]:
@@ -375,7 +375,7 @@ def schemes_are_known(view: StoredView) -> Iterator[Objection]:
         "Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself",
         "config.json: quantization_config",
     )
-    yield Objection("dialect", where, says, cure, severity="warning")
+    yield objection("dialect", where, says, cure, severity="warning")
     plain: dict[str, str] = {}
     for module in unknown:
         weight = module.members[0].weight
@@ -389,7 +389,7 @@ def schemes_are_known(view: StoredView) -> Iterator[Objection]:
             f"names {name}: vLLM builds the draft quantized, and raises KeyError or a shape "
             "mismatch"
         )
-        yield Objection("dialect", where, says, f"Add {name} and its like to that list")
+        yield objection("dialect", where, says, f"Add {name} and its like to that list")
 
 
 def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
@@ -437,7 +437,7 @@ def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
         elif built == "plain" and scale in runtime.source.entries:
             says = f"is the scale of a table in FP8, but {name} is BF16: vLLM raises ValueError"
         if says:
-            yield Objection("table", where, says, cure, times=len(parts))
+            yield objection("table", where, says, cure, times=len(parts))
 
 
 def _table_built(

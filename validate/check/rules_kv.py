@@ -22,7 +22,7 @@ from ...quantize.plan.kv_cache import no_place, scale_names
 from ...recipes.conventions import CACHE_LEAVES, cache_scale_in
 from ...recipes.errors import shortened
 from ...recipes.family import HFName, Loader, Part
-from ..facts.findings import Objection, Severity
+from ..facts.findings import Objection, Severity, objection
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ModelOpt
 from .runtime_view import RuntimeView
@@ -90,7 +90,7 @@ def kv_entry_is_known(runtime: RuntimeView) -> Iterator[Objection]:
         else:
             return
     if says:
-        yield Objection("kv-cache", where, says, cure, severity=severity)
+        yield objection("kv-cache", where, says, cure, severity=severity)
 
 
 def _kv_entry(runtime: RuntimeView) -> tuple[Any, Any]:
@@ -133,7 +133,7 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
             )
         else:
             continue
-        yield Objection("kv-scales", entry.name, says, cure, cure)
+        yield objection("kv-scales", entry.name, says, cure, cure)
 
 
 def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
@@ -161,7 +161,7 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
                 "vLLM raises or skips it"
             )
             cure = "Remove it, or bring the layer back"
-            yield Objection("kv-scales", entry.name, says, cure, cure)
+            yield objection("kv-scales", entry.name, says, cure, cure)
     is_modelopt, cure = (
         isinstance(runtime.dialect, ModelOpt),
         "Calibrate the cache again: each layer has two scales",
@@ -177,7 +177,7 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
         for name in scale_names(runtime.view, part, module):
             if name.rpartition(".")[2] not in stored[module]:
                 where = cache_scale_in(convention, name)
-                yield Objection("kv-scales", where, says, cure, cure, severity)
+                yield objection("kv-scales", where, says, cure, cure, severity)
 
 
 RULES = (kv_entry_is_known, kv_scales_have_a_place, kv_scales_are_whole)

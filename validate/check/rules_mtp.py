@@ -22,7 +22,7 @@ from ...checkpoints.stored import (
     StoredWeight,
 )
 from ...recipes.family import HFName, Part
-from ..facts.findings import Objection
+from ..facts.findings import Objection, objection
 from .dialects.choose import Unquantized
 from .dialects.fp8 import Fp8
 from .rules_kv import is_kv_scale
@@ -64,7 +64,7 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
         says = (
             f"{key}={promised} promises MTP layer {index}, but no file has a tensor of it: {effect}"
         )
-        yield Objection("mtp-missing", place, says, cure)
+        yield objection("mtp-missing", place, says, cure)
     extra = sorted(index for index in runtime.found if index >= promised)
     if extra:
         first, cure = (
@@ -76,22 +76,22 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
             if {*view.text_config, *view.config}.intersection(view.family.mtp_count_keys):
                 count, error = "0", "ZeroDivisionError"
             says = f"is {count}, but {first} exists: with method=mtp vLLM raises {error}"
-            yield Objection("mtp-not-promised", where, says, f"Set {key} to {len(extra)}")
+            yield objection("mtp-not-promised", where, says, f"Set {key} to {len(extra)}")
         elif view.layout.mtp is None:
             says = (
                 f"exists beyond {key}={promised}: with num_hidden_layers={view.num_layers} the "
                 "target model itself fails to load it"
             )
-            yield Objection("mtp-not-promised", first, says, cure)
+            yield objection("mtp-not-promised", first, says, cure)
         else:
             says = (
                 f"exists beyond {key}={promised}: the draft's loader meets a name it does not "
                 "know and raises"
             )
-            yield Objection("mtp-not-promised", first, says, cure)
+            yield objection("mtp-not-promised", first, says, cure)
     elif promised == 0:
         says = "no MTP block is promised and none is there: method=mtp has nothing to draft with"
-        yield Objection("mtp-missing", where, says, way_back)
+        yield objection("mtp-missing", where, says, way_back)
 
 
 def _way_to_a_block(runtime: RuntimeView) -> str:
@@ -119,7 +119,7 @@ def files_are_indexed(view: StoredView) -> Iterator[Objection]:
             severity, says = "error", f"{says}, so the draft is missing"
         else:
             cure += ", or remove the file"
-        yield Objection("unindexed", entry.name, says, cure, f"{is_mtp} {entry.file}", severity)
+        yield objection("unindexed", entry.name, says, cure, f"{is_mtp} {entry.file}", severity)
 
 
 def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
@@ -134,7 +134,7 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
                 "it uninitialised in "
                 "silence, the draft guesses"
             )
-            yield Objection("mtp-incomplete", name, says, _way_to_a_block(runtime), name)
+            yield objection("mtp-incomplete", name, says, _way_to_a_block(runtime), name)
 
 
 def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
@@ -155,7 +155,7 @@ def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
             f"num_hidden_layers={view.num_layers} promises this layer, but no file has a "
             "tensor of it"
         )
-        yield Objection("layer-missing", f"{view.disk_stem('backbone', index)}*", says, cure)
+        yield objection("layer-missing", f"{view.disk_stem('backbone', index)}*", says, cure)
     models: dict[str, set[frozenset[str]]] = defaultdict(set)
     for (half, part, _), paths in halves.items():
         if part == "backbone" and paths:
@@ -175,7 +175,7 @@ def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
                 "vLLM leaves the "
                 "parameter uninitialised in silence"
             )
-            yield Objection(rule, where, says, cure, f"{part} {index} {half}")
+            yield objection(rule, where, says, cure, f"{part} {index} {half}")
 
 
 def counted_layers_are_there(view: StoredView) -> Iterator[Objection]:
@@ -188,7 +188,7 @@ def counted_layers_are_there(view: StoredView) -> Iterator[Objection]:
         if number not in held:
             says = f"num_hidden_layers={count} promises this layer, but no file has a tensor of it"
             cure = "Download or quantize the checkpoint again"
-            yield Objection("layer-missing", f"{stem}.{number}.*", says, cure, "layer")
+            yield objection("layer-missing", f"{stem}.{number}.*", says, cure, "layer")
 
 
 def _halves(runtime: RuntimeView) -> Mapping[tuple[str, Part, int], set[str]]:
@@ -243,7 +243,7 @@ def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
                     where = stem + path.replace("{e}", str(min(wrong)))
                     cause = f"{module.part} {module.layer} {says is more}"
                     cure = f"{_AGAIN}: shards of some experts were lost"
-                    yield Objection("experts", where, says, cure, cause, times=len(wrong))
+                    yield objection("experts", where, says, cure, cause, times=len(wrong))
 
 
 def scales_have_weights(view: StoredView) -> Iterator[Objection]:
@@ -256,7 +256,7 @@ def scales_have_weights(view: StoredView) -> Iterator[Objection]:
                 "the weight uninitialised"
             )
             cure = f"{_AGAIN}, or take the weight from where it is from"
-            yield Objection("unknown-tensor", entry.name, says, cure, f"orphan {leaf}")
+            yield objection("unknown-tensor", entry.name, says, cure, f"orphan {leaf}")
 
 
 def _is_of_a_weight(leaf: str) -> bool:
@@ -277,7 +277,7 @@ def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
                 f"({', '.join(known)}): vLLM raises KeyError"
             )
             cure = "Leave the MTP block plain"
-            yield Objection("unknown-tensor", f"{key}.{others[0]}", says, cure, "mtp leaf")
+            yield objection("unknown-tensor", f"{key}.{others[0]}", says, cure, "mtp leaf")
     for entry in runtime.others:
         leaf, place = runtime.leaf_of(entry.name), runtime.placed.get(entry.name)
         # What another rule judges, and what vLLM computes itself.
@@ -301,7 +301,7 @@ def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
             "is no module or parameter named language_model', or skips the block"
         )
         stem = runtime.view.mtp_stem(0).partition("layers.")[0]
-        return Objection(
+        return objection(
             "mtp-prefix", name, says, f"Rename it to start with {stem or 'mtp.'}", "nested"
         )
     severity, cause, at = "warning", re.sub(r"[0-9]+", "*", name), runtime.block_at
@@ -313,7 +313,7 @@ def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
         cause = "counted as a decoder layer"
     cure = "Rename it to the original release's name, or remove it"
     says = f"has no place in this family: {effect}"
-    return Objection("unknown-tensor", name, says, cure, cause, severity)
+    return objection("unknown-tensor", name, says, cure, cause, severity)
 
 
 def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
@@ -331,7 +331,7 @@ def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
             if name not in runtime.source.entries:
                 says = f"is missing: {alias.reason}; vLLM 0.32 takes the target's instead"
                 cure = f"Add a copy of {alias.source}, or require vLLM 0.32"
-                yield Objection("alias", name, says, cure, f"alias {index}", severity="warning")
+                yield objection("alias", name, says, cure, f"alias {index}", severity="warning")
 
 
 def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Iterator[Objection]:
@@ -354,7 +354,7 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Iter
         else:
             says = "is in the source's MTP block and not here: the draft runs without it"
             cure = "Quantize again, or graft the source's MTP block"
-            yield Objection("source", theirs.weight.name, says, cure, "lost")
+            yield objection("source", theirs.weight.name, says, cure, "lost")
 
 
 def _every_weight(runtime: RuntimeView) -> dict[HFName, StoredWeight]:
@@ -378,14 +378,14 @@ def _changed(ours: StoredWeight, theirs: StoredWeight) -> Iterator[Objection]:
         are_known &= each.form != "unknown" and (each.form != "int_packed" or bool(each.scheme))
     if are_known and ours.shape != theirs.shape:
         says = f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}"
-        yield Objection("source", name, says, "Quantize again", "shape")
+        yield objection("source", name, says, "Quantize again", "shape")
     elif ours.form == theirs.form == "plain" and dtypes[0] != dtypes[1]:
         effect = "digits are lost that the draft was trained with"
         if {*dtypes} <= {*FLOATS} and FLOATS.index(dtypes[0]) > FLOATS.index(dtypes[1]):
             effect = "twice the size for the same numbers"
         says = f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}"
         cure, cause = "Keep the source's dtype", " ".join(dtypes)
-        yield Objection("source", name, says, cure, cause, severity="warning")
+        yield objection("source", name, says, cure, cause, severity="warning")
 
 
 RULES = (

@@ -33,13 +33,13 @@ from ...checkpoints.stored import KV_SCALE_LEAVES, NOT_COMPUTED, Form, StoredWei
 from ...checkpoints.values import read_tensor
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..facts.findings import Objection
+from ..facts.findings import Objection, objection
 from .reading import Summary, is_scale
 from .rules_kv import attention_of_scale, is_kv_scale
 from .runtime_view import RuntimeView
 
-_objection = partial(Objection, origin="values")
-_warning = partial(Objection, origin="values", severity="warning")
+_objection = partial(objection, origin="values")
+_warning = partial(objection, origin="values", severity="warning")
 _DIVISORS = ("weight_global_scale", "input_global_scale")
 _INPUT_SCALES = ("input_scale", "input_global_scale")
 _GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")

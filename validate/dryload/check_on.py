@@ -107,7 +107,7 @@ def with_loads(
     found: list[tuple[DryLoad, list[Objection]]] = []
     for account in accounts:
         own = objections(account, checked.runtime, version=version, static=static, draft=draft)
-        counted.append(account.counted(sum(each.severity == "error" for each in own)))
+        counted.append(account.counted(sum(each.finding.severity == "error" for each in own)))
         found.append((account.load, own))
     findings, dry = errors_first([*static, *_once(found)]), tuple(each.load for each in counted)
     data = checked.data.model_copy(update={"findings": findings, "dry": dry})

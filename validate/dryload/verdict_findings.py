@@ -29,11 +29,11 @@ from ..facts.dry_load import (
     ModelAccount,
     Role,
 )
-from ..facts.findings import Finding, Objection
+from ..facts.findings import Finding, Objection, objection
 from .failures import known_defect, known_failure, text_of
 from .trace import Trace, on_disk
 
-_objection = partial(Objection, origin="dry")
+_objection = partial(objection, origin="dry")
 RULE = "dry-load"
 DEFECT = "vllm-defect"
 # Buffers that vLLM computes itself, and GPTQ's order of inputs, which it refuses where it is not

@@ -10,7 +10,7 @@ equal.
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import shortened
@@ -85,50 +85,54 @@ class CheckpointFacts(Fact):
 
 
 class Objection(NamedTuple):
-    """One tensor or entry that is wrong; those of one cause become one `Finding`.
+    """One tensor or entry that is wrong, and the cause; "": those with the same words have one
+    cause.
 
     Attributes:
-        rule, where, says, cure, severity, origin, runtime: of the finding, if this is the first of
-            its cause.
-        cause: what tells it from others of its rule; "": those with the same words have one cause.
-        times: how many it stands for, where a rule has counted and not gone through them.
+        finding: about the first of them.
+        cause: what they have in common.
+        times: how many they are, where a rule has counted and not gone through them.
     """
 
-    rule: str
-    where: str
-    says: str
-    cure: str
-    cause: str = ""
-    severity: Severity = "error"
+    finding: Finding
+    cause: str
     times: int = 1
-    origin: Origin = "static"
-    runtime: Runtime = "vllm"
+
+
+def objection(
+    rule: str,
+    where: str,
+    says: str,
+    cure: str,
+    cause: str = "",
+    severity: Severity = "error",
+    times: int = 1,
+    **kind: Any,
+) -> Objection:
+    """What a rule yields. Names come from files, so they are made printable here, once for all who
+    show them.
+
+    Args:
+        rule, where, says, cure, severity: of the finding.
+        cause, times: of the objection.
+        kind: origin and runtime, where they are not as for most rules.
+    """
+    where, says, cure = (shortened(each, _MOST) for each in (where, says, cure))
+    words = {"rule": rule, "where": where, "says": says, "cure": cure, "severity": severity}
+    return Objection(Finding(**words, **kind), cause, times)
 
 
 def by_cause(objections: Iterable[Objection]) -> dict[tuple[str, str, str], Finding]:
-    """The first finding of each cause, with the number of tensors or entries that have it.
-
-    Names come from files, so they are made printable here, once for all who show them.
-    """
-    first: dict[tuple[str, str, str], Objection] = {}
+    """The first finding of each cause, with the number of tensors or entries that have it."""
+    first: dict[tuple[str, str, str], Finding] = {}
     counts = Counter[tuple[str, str, str]]()
-    for each in objections:
-        key = (each.rule, each.severity, each.cause or f"{each.says} {each.cure}")
-        first.setdefault(key, each)
-        counts[key] += each.times
-    found = {}
-    for key, each in first.items():
-        found[key] = Finding(
-            origin=each.origin,
-            severity=each.severity,
-            where=shortened(each.where, _MOST),
-            says=shortened(each.says, _MOST),
-            cure=shortened(each.cure, _MOST),
-            rule=each.rule,
-            count=counts[key],
-            runtime=each.runtime,
-        )
-    return found
+    for finding, cause, times in objections:
+        key = (finding.rule, finding.severity, cause or f"{finding.says} {finding.cure}")
+        first.setdefault(key, finding)
+        counts[key] += times
+    return {
+        key: finding.model_copy(update={"count": counts[key]}) for key, finding in first.items()
+    }
 
 
 def grouped(objections: Iterable[Objection]) -> list[Finding]:

@@ -135,7 +135,7 @@ def test_every_rule_of_the_dry_load_is_told_as_one():
     named = set(re.findall(r"_objection\((?!\s*rule:)\s*([\w\"-]+),", text))
     values = {getattr(verdict_findings, name, name.strip('"')) for name in named}
     assert values == {"dry-load", "vllm-defect", "no-kernel", "kv-cache", "kv-scales"}
-    assert re.findall(r"partial\(Objection, origin=(\S*)\)", text) == ['"dry"'], (
+    assert re.findall(r"partial\(objection, origin=(\S*)\)", text) == ['"dry"'], (
         "one place makes them all"
     )
     assert {fact.origin for fact in reports.broken().findings if fact.severity == "error"} == {

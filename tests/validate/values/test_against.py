@@ -174,7 +174,7 @@ def test_bytes_that_are_the_releases_are_not_computed_with(written, tmp_path, mo
         if pair.weight.weight.name == name
     ]
     [objected] = compared(opened(folder), release, found)
-    assert objected.where == name
+    assert objected.finding.where == name
     monkeypatch.setattr(against, "dequantize", None)
     assert not [*compared(opened(written), release, found)]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ....checkpoints.stored import StoredWeight
-from ...facts.findings import Objection
+from ...facts.findings import Objection, objection
 from .. import rules_mtp
 from ..dialects.compressed_tensors import CompressedTensors
 from ..dialects.matching import OneAnswer
@@ -26,8 +26,8 @@ from .view import SglangView
 
 SGLANG = "SGLang 0.5.23"
 _CONFIG = "config.json: quantization_config"
-_error = partial(Objection, runtime="sglang")
-_warning = partial(Objection, severity="warning", runtime="sglang")
+_error = partial(objection, runtime="sglang")
+_warning = partial(objection, severity="warning", runtime="sglang")
 _ELSEWHERE = "Serve it with vLLM, or without a draft"
 _CONVERT = (
     "Convert it: `keepmtp convert PATH --to compressed-tensors --out NEW`; or serve it with vLLM"
@@ -106,9 +106,11 @@ def block_is_whole(view: SglangView) -> Iterator[Objection]:
     )
     for rule in rules:
         for each in rule(view.runtime):
-            if each.rule in _BLOCK and each.severity == "error":
-                says, name = _BLOCK[each.rule], f"sglang-{each.rule}"
-                yield each._replace(says=says, rule=name, runtime="sglang")
+            found = each.finding
+            if found.rule in _BLOCK and found.severity == "error":
+                changed = {"says": _BLOCK[found.rule], "rule": f"sglang-{found.rule}"}
+                changed["runtime"] = "sglang"
+                yield each._replace(finding=found.model_copy(update=changed))
 
 
 def stored_form_is_what_is_built(view: SglangView) -> Iterator[Objection]:
