@@ -51,8 +51,7 @@ ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 8
 DEPTH = {"glm-4.5-air": 46, "deepseek-v3.1": 61}
 
 
-# --- the tiny line
-# --------------------------------------------------------------------------------------------------
+# --- the tiny line --------------------------------------------------------------------------------
 
 
 def tiny_line(device: torch.device, folder: Path, *, small: bool) -> list[GpuRow]:
@@ -171,8 +170,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-# --- one wide layer
-# --------------------------------------------------------------------------------------------------
+# --- one wide layer -------------------------------------------------------------------------------
 
 
 def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -> list[GpuRow]:

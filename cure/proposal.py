@@ -116,8 +116,7 @@ class Proposal:
             other._shards[file] = tensors.copy()
         return other
 
-    # --- JSON files
-    # ----------------------------------------------------------------------------------------------
+    # --- JSON files -------------------------------------------------------------------------------
 
     def value(self, file: str, place: JSONPath) -> Any:
         """A copy of a value of a JSON file; None if it is not there."""
@@ -169,8 +168,7 @@ class Proposal:
         file, place = self.quantization_at
         self.set(file, (*place, *keys), value, why)
 
-    # --- tensors and the index
-    # ----------------------------------------------------------------------------------------
+    # --- tensors and the index --------------------------------------------------------------------
 
     def retensor(
         self,
@@ -274,8 +272,7 @@ class Proposal:
         """Bytes of the tensors in `shards_again`."""
         return sum(t.num_bytes for tensors in self.shards_again.values() for t in tensors)
 
-    # --- what becomes of it
-    # -------------------------------------------------------------------------------------------
+    # --- what becomes of it -----------------------------------------------------------------------
 
     def files(self) -> dict[str, bytes | None]:
         """The small files that change, with the index; None for one that is left out."""

@@ -173,8 +173,7 @@ def _variant(
     return {**backbone, "mtp": mtp, "calibration": block, "summary": summary}
 
 
-# --- its text
-# --------------------------------------------------------------------------------------------------
+# --- its text -------------------------------------------------------------------------------------
 
 
 def text_of(raw: Mapping[str, Any], variants: Sequence[str], *, file: str) -> str:

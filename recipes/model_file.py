@@ -243,8 +243,7 @@ def _said(words: Mapping[str, str]) -> str:
     return ", ".join(f"{word} {'/'.join(names)}" for word, names in groups.items())
 
 
-# --- listings
-# --------------------------------------------------------------------------------------------------
+# --- listings -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

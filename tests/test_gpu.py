@@ -170,8 +170,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     return wrapper
 
 
-# --- what is red
-# --------------------------------------------------------------------------------------------------
+# --- what is red ----------------------------------------------------------------------------------
 
 
 def test_a_part_that_ends_in_an_error_is_red_and_the_others_go_on():
@@ -217,8 +216,7 @@ def test_a_tensor_that_differs_is_red_by_name(changed, red, tmp_path):
     )
 
 
-# --- on a pretended GPU
-# -----------------------------------------------------------------------------------------------
+# --- on a pretended GPU ---------------------------------------------------------------------------
 
 
 def test_the_parts_run_on_another_device_than_the_cpu(tmp_path):

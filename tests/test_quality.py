@@ -136,8 +136,7 @@ def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
     assert torch.equal(found.acceptance.counts, judge.release.acceptance.counts)
 
 
-# --- the page
-# --------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -78,8 +78,7 @@ def compressed_tensors_config(
     return config, obstacles
 
 
-# --- SGLang
-# --------------------------------------------------------------------------------------------------
+# --- SGLang ---------------------------------------------------------------------------------------
 
 
 def _for_sglang(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:

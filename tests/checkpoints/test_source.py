@@ -206,8 +206,7 @@ def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
     assert set(source.unindexed) == set(mtp) and set(source.entries) == set(rest)
 
 
-# --- The Hub, spoken on loopback
-# --------------------------------------------------------------------------------------
+# --- The Hub, spoken on loopback ------------------------------------------------------------------
 
 
 @pytest.fixture

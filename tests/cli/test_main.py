@@ -67,8 +67,7 @@ def test_plan_is_for_people_too(source):
     )
 
 
-# --- calibrated recipes
-# -----------------------------------------------------------------------------------------------
+# --- calibrated recipes ---------------------------------------------------------------------------
 
 
 def test_a_dry_run_says_what_batches_contribute(tmp_path):

@@ -114,8 +114,7 @@ def test_an_evaluation_on_a_terminal_and_for_machines(capsys):
     assert out == "" and json.loads(err) == asdict(ASKED)
 
 
-# --- bytes in a log
-# --------------------------------------------------------------------------------------------------
+# --- bytes in a log -------------------------------------------------------------------------------
 
 GIB = 2**30
 

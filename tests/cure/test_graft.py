@@ -58,8 +58,7 @@ def grafted(lost: Path, out: Path, source: Path | str = RELEASE, **choices) -> P
     return carry_out(made, out).folder
 
 
-# --- the same bytes
-# --------------------------------------------------------------------------------------------------
+# --- the same bytes -------------------------------------------------------------------------------
 
 
 def test_the_block_is_the_one_that_was_lost_and_the_rest_is_linked(whole, lost, tmp_path):
@@ -132,8 +131,7 @@ def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
     assert check(out).ok
 
 
-# --- over the Hub
-# --------------------------------------------------------------------------------------------------
+# --- over the Hub ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -215,8 +213,7 @@ def test_a_repository_whose_old_block_shares_a_file_must_be_downloaded(hub, tmp_
         plan_graft(open_source("org/broken"), open_source("org/right"))
 
 
-# --- refused
-# --------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 def test_a_good_block_is_refused_unless_it_is_to_be_replaced(whole, tmp_path):
@@ -355,8 +352,7 @@ def test_a_run_without_a_folder_to_write_is_refused(lost):
     assert done.returncode == 2 and "Add --out NEW, or --dry-run" in done.stderr
 
 
-# --- config.json
-# --------------------------------------------------------------------------------------------------
+# --- config.json ----------------------------------------------------------------------------------
 
 
 def test_keys_that_a_tool_dropped_come_from_the_release(tmp_path):

@@ -46,8 +46,7 @@ def errors(made: Graft) -> list[tuple[str, str]]:
     ]
 
 
-# --- every family
-# --------------------------------------------------------------------------------------------------
+# --- every family ---------------------------------------------------------------------------------
 
 
 @pytest.mark.few(10)
@@ -124,8 +123,7 @@ def test_native_fp8_takes_the_releases_own_bytes(tmp_path):
     assert errors(made) == [] and made.proposal.edits == [], "config.json says it already"
 
 
-# --- dialects that only vLLM can judge
-# --------------------------------------------------------------------------------
+# --- dialects that only vLLM can judge ------------------------------------------------------------
 
 QUANTIZED: dict[str, dict[str, Any]] = {
     "gptq": {
@@ -237,8 +235,7 @@ def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp
         assert wrong == [], raw
 
 
-# --- vLLM loads the result
-# --------------------------------------------------------------------------------------------
+# --- vLLM loads the result ------------------------------------------------------------------------
 
 KNOWN = {
     "GLM-4.7 NVFP4, modelopt": ("glm-4.7", lambda: modelopt("glm-4.7", "NVFP4"), None),

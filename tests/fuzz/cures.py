@@ -110,8 +110,7 @@ def writing(kinds: tuple[Kind, ...]) -> Kind:
     return cured
 
 
-# --- convert's record
-# -------------------------------------------------------------------------------------------------
+# --- convert's record -----------------------------------------------------------------------------
 
 
 def records(rng: random.Random, kind: str) -> Case:
@@ -301,8 +300,7 @@ def _any_edit(rng: random.Random) -> Edit:
     )
 
 
-# --- links and names
-# --------------------------------------------------------------------------------------------------
+# --- links and names ------------------------------------------------------------------------------
 
 
 def links(rng: random.Random, kind: str) -> Case:
@@ -428,8 +426,7 @@ def _odd_tensor(rng: random.Random, where: str) -> Edit:
     return Edit(f"{where}: a tensor called {edits.shown(new)}", do)
 
 
-# --- what a new folder holds
-# ------------------------------------------------------------------------------------------
+# --- what a new folder holds ----------------------------------------------------------------------
 
 
 def read(folder: Path) -> Tensors:

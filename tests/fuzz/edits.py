@@ -100,8 +100,7 @@ def shown(given: Any) -> str:
     return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
 
 
-# --- files and bytes
-# ------------------------------------------------------------------------------------------------
+# --- files and bytes ------------------------------------------------------------------------------
 
 
 def regular(path: Path) -> Path:
@@ -207,8 +206,7 @@ def _decoded(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
 
-# --- JSON trees
-# --------------------------------------------------------------------------------------------------
+# --- JSON trees -----------------------------------------------------------------------------------
 
 
 def text_of(tree: Any) -> str:
@@ -313,8 +311,7 @@ def spoilt(rng: random.Random, folder: Path, file: str, *, under: tuple[Any, ...
     return mangled(rng, file, path.stat().st_size)
 
 
-# --- headers
-# --------------------------------------------------------------------------------------------------
+# --- headers --------------------------------------------------------------------------------------
 
 
 def read_header(path: Path) -> tuple[Any, int]:

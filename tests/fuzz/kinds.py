@@ -71,8 +71,7 @@ def _on_checkpoint(
     return Case(kind=kind, base=base, edits=made, words=checkpoint_words(rng, base))
 
 
-# --- weights
-# --------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def header_bytes(rng: random.Random, kind: str) -> Case:
@@ -262,8 +261,7 @@ def _shard(rng: random.Random, folder: Path) -> str:
     return rng.choice(sorted(path.name for path in folder.glob("*.safetensors")))
 
 
-# --- JSON files of a checkpoint
-# -------------------------------------------------------------------------------------
+# --- JSON files of a checkpoint -------------------------------------------------------------------
 
 
 def index(rng: random.Random, kind: str) -> Case:
@@ -376,8 +374,7 @@ def files(rng: random.Random, kind: str) -> Case:
     return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
 
 
-# --- recipes
-# --------------------------------------------------------------------------------------------------
+# --- recipes --------------------------------------------------------------------------------------
 
 
 def recipe_tree(rng: random.Random, kind: str) -> Case:
@@ -446,8 +443,7 @@ RECIPE_WORDS: tuple[tuple[str, ...], ...] = (
 )
 
 
-# --- the command line
-# -----------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 def command_line(rng: random.Random, kind: str) -> Case:

@@ -93,8 +93,7 @@ def no_server(path: Path) -> Path:
     return path
 
 
-# --- files that a user names
-# ------------------------------------------------------------------------------------------
+# --- files that a user names ----------------------------------------------------------------------
 
 
 def _written(
@@ -216,8 +215,7 @@ def logs(rng: random.Random, kind: str) -> Case:
     return _case(kind=kind, base=rng.choice(corpus.REAL), edits=(edit,), words=words)
 
 
-# --- names
-# --------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def _strange_file(rng: random.Random) -> Edit:
@@ -286,8 +284,7 @@ _OF_RESULTS: tuple[tuple[str, ...], ...] = (
 """Verbs that read what was measured."""
 
 
-# --- what lies in a checkpoint, and beside it
-# -------------------------------------------------------------------------
+# --- what lies in a checkpoint, and beside it -----------------------------------------------------
 
 
 def companions(rng: random.Random, kind: str) -> Case:

@@ -145,8 +145,7 @@ def _write_shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) ->
         file.truncate(8 + len(raw) + end)
 
 
-# --- changes
-# --------------------------------------------------------------------------------------------------
+# --- changes --------------------------------------------------------------------------------------
 
 
 def both(*changes: Change) -> Change:

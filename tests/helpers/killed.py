@@ -151,8 +151,7 @@ def error(folder: Path, rank: int = 0) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-# --- where a process ends itself; each patches the module `calibrate` of its own process
-# --------------------------
+# --- where a process ends itself; each patches the module `calibrate` of its own process ----------
 
 
 def die() -> None:

@@ -74,8 +74,7 @@ def killed_after(source: Path, out: Path, num_shards: int) -> None:
     assert not out.exists()
 
 
-# --- one run owns an output
-# -------------------------------------------------------------------------------------------
+# --- one run owns an output -----------------------------------------------------------------------
 
 
 def test_simultaneous_runs_never_mix(unbroken, tmp_path, source):
@@ -138,8 +137,7 @@ def test_a_run_that_is_late_leaves_a_finished_output_alone(tmp_path, source):
     assert digests(out) == made and not partial_path(out).exists()
 
 
-# --- the source is the same at the end
-# --------------------------------------------------------------------------------
+# --- the source is the same at the end ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep_times", [False, True])
@@ -202,8 +200,7 @@ def test_a_source_that_was_copied_gives_the_same(tmp_path, source, unbroken):
     assert quantized(source, out) == unbroken[ONE]
 
 
-# --- a finished shard is what was written
-# -----------------------------------------------------------------------------
+# --- a finished shard is what was written ---------------------------------------------------------
 
 
 def flip_a_bit(shards: list[Path]) -> None:
@@ -257,8 +254,7 @@ def test_a_file_that_no_run_wrote_is_not_carried_along(tmp_path, source):
     pipeline.quantize(plan, text, out=out, threads=2)
 
 
-# --- what is left, and what a second run says
-# -------------------------------------------------------------------------
+# --- what is left, and what a second run says -----------------------------------------------------
 
 
 def beside(out: Path) -> list[str]:
@@ -301,8 +297,7 @@ def test_nothing_is_left_next_to_an_output(tmp_path, source):
     assert now == kept, "whole shards are not written again"
 
 
-# --- places
-# --------------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
 def test_an_empty_folder_is_no_output_yet(tmp_path, source, unbroken):

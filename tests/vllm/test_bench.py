@@ -137,8 +137,7 @@ def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
     assert drafted == [one.repetition.draft_tokens for one in ours]
 
 
-# --- a server that fails
-# ----------------------------------------------------------------------------------------------
+# --- a server that fails --------------------------------------------------------------------------
 
 
 def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, tmp_path):

@@ -229,8 +229,7 @@ def test_a_lost_tensor_is_told_by_the_draft_and_by_nobody_else(judged):
     )
 
 
-# --- Bad input
-# --------------------------------------------------------------------------------------------------
+# --- Bad input ------------------------------------------------------------------------------------
 
 
 def refused(done: subprocess.CompletedProcess[str], *says: str) -> None:

@@ -86,8 +86,7 @@ def charts(report: FullReport) -> dict[str, Chart]:
     return found
 
 
-# --- what is drawn
-# --------------------------------------------------------------------------------------------------
+# --- what is drawn --------------------------------------------------------------------------------
 
 
 def _acceptance(measured: Drafted, floor: float) -> Chart:
@@ -188,8 +187,7 @@ def _speed(lines: Mapping[str, Sequence[tuple[int, float, float, float]]]) -> Ch
     )
 
 
-# --- what it is drawn on
-# ----------------------------------------------------------------------------------------------
+# --- what it is drawn on --------------------------------------------------------------------------
 
 
 def svg(chart: Chart) -> str:

@@ -70,8 +70,7 @@ def _is_close(claimed: object, wanted: object) -> bool:
     return math.isclose(claimed, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
-# --- the static check and servers
-# -------------------------------------------------------------------------------------
+# --- the static check and servers -----------------------------------------------------------------
 
 
 def _of_check(folder: Path, data: CheckData, _: str) -> Figures:
@@ -150,8 +149,7 @@ def _at_most(name: str, claimed: int, most: int) -> tuple[str, int, int]:
     return name, max(claimed, most), most
 
 
-# --- tasks
-# --------------------------------------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 def _of_evaluation(folder: Path, evaluation: EvaluationFact, _: str) -> Figures:
@@ -219,8 +217,7 @@ def _fields(place: str, fact: BaseModel, again: Mapping[str, object]) -> Figures
         yield f"{place}{name}", getattr(fact, name), wanted
 
 
-# --- speed and closeness
-# ----------------------------------------------------------------------------------------------
+# --- speed and closeness --------------------------------------------------------------------------
 
 
 def _of_bench(folder: Path, bench: BenchFact, sha256: str) -> Figures:

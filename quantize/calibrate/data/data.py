@@ -138,8 +138,7 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     )
 
 
-# --- one dataset
-# --------------------------------------------------------------------------------------------------
+# --- one dataset ----------------------------------------------------------------------------------
 
 
 def portions(total: int, shares: Sequence[float]) -> list[int]:
@@ -275,8 +274,7 @@ def _distinct(
             yield row
 
 
-# --- rows
-# --------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:

@@ -204,8 +204,7 @@ def test_rows_are_the_same_input_whatever_their_batches_are():
         assert torch.equal(found.sums[module].matrix, summed(module, [read]))
 
 
-# --- experts in groups
-# ------------------------------------------------------------------------------------------------
+# --- experts in groups ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -245,8 +244,7 @@ def test_awq_searches_experts_in_groups_that_fit(room, groups, passes):
     assert len(passes) == groups
 
 
-# --- counted from headers
-# ---------------------------------------------------------------------------------------------
+# --- counted from headers -------------------------------------------------------------------------
 
 
 def tensors_of_layer(variant: str) -> list[TensorPlan]:
@@ -289,8 +287,7 @@ def test_awqs_caches_are_as_large_as_counted(monkeypatch):
     assert pairs == 3 * PAIR
 
 
-# --- routed tokens only
-# ---------------------------------------------------------------------------------------------
+# --- routed tokens only ---------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -359,8 +356,7 @@ def test_experts_with_few_tokens_are_named():
     assert not any(entry.has_few_tokens for entry in moe_layer("FP8", "minmax").coverage)
 
 
-# --- several ranks
-# --------------------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 
 
 def on_rank(rank: int, store: str) -> None:

@@ -115,8 +115,7 @@ def refusal(run: Callable[[], CalibrationData], kind: type[Exception] = RecipeEr
     return message
 
 
-# --- what is drawn
-# --------------------------------------------------------------------------------------------------
+# --- what is drawn --------------------------------------------------------------------------------
 
 
 def test_rows_lie_end_to_end_without_padding(rows, source):
@@ -226,8 +225,7 @@ def test_relative_names_are_found_beside_the_package_too(tmp_path, monkeypatch):
     assert calibration_data(recipe.calibration, source).provenance == here.provenance
 
 
-# --- conversations
-# --------------------------------------------------------------------------------------------------
+# --- conversations --------------------------------------------------------------------------------
 
 
 def conversations(count: int = 40) -> list[list[dict[str, str]]]:
@@ -303,8 +301,7 @@ def test_a_conversation_that_the_template_does_not_allow(tmp_path, source):
     assert "row 0: must suit the model's chat format; got roles must alternate" in message
 
 
-# --- what a model writes
-# ----------------------------------------------------------------------------------------------
+# --- what a model writes --------------------------------------------------------------------------
 
 CHATML = (
     "{% for turn in messages %}<{{ turn.role }}> {{ turn.content }} <eos> {% endfor %}"
@@ -543,8 +540,7 @@ def test_a_prompt_column_is_for_texts(tmp_path, source):
     assert "a column must be one of asked, text; got 'ask'. Correct calibration.column." in message
 
 
-# --- what is refused
-# --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

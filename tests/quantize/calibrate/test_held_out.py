@@ -144,8 +144,7 @@ def test_a_target_is_computed_once(shipped, tmp_path):
     assert end_ids(backbone.skeleton.plan) == {END}
 
 
-# --- the count
-# --------------------------------------------------------------------------------------------------
+# --- the count ------------------------------------------------------------------------------------
 
 
 def played(

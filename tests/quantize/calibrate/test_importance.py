@@ -39,8 +39,7 @@ def searched(tmp_path_factory) -> Plan:
     )
 
 
-# --- what channels count
-# ----------------------------------------------------------------------------------------------
+# --- what channels count --------------------------------------------------------------------------
 
 
 def observer_of(module: torch.nn.Module) -> Any:
@@ -109,8 +108,7 @@ def test_experts_count_by_their_own_inputs(routed):
     )
 
 
-# --- from calibration to the packer
-# -----------------------------------------------------------------------------------
+# --- from calibration to the packer ---------------------------------------------------------------
 
 
 def test_the_plan_takes_importance_of_what_is_searched_and_writes_none(searched):
@@ -171,8 +169,7 @@ def test_what_importance_takes_is_counted(searched):
     assert calibration_bytes(searched) - calibration_bytes(plain) == kept > 0
 
 
-# --- recipes
-# --------------------------------------------------------------------------------------------------
+# --- recipes --------------------------------------------------------------------------------------
 
 
 def test_importance_needs_text():
@@ -201,8 +198,7 @@ def test_importance_stands_beside_nothing_that_has_scales_of_its_own():
         validated(plain | auto | {"search": "imatrix"}, "mine")
 
 
-# --- whole passes
-# --------------------------------------------------------------------------------------------------
+# --- whole passes ---------------------------------------------------------------------------------
 
 
 def test_two_ranks_find_what_one_process_finds(tmp_path):

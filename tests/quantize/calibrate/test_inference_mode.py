@@ -213,8 +213,7 @@ def test_guard_on_the_foreign_model(answers, form):
     assert answers[f"{form}, unwrap"] is None and answers["plain, refuse"] is None
 
 
-# --- Ways to write it
-# -------------------------------------------------------------------------------------------------
+# --- Ways to write it -----------------------------------------------------------------------------
 
 
 def note(function):

@@ -116,8 +116,7 @@ def caches(folder: Path, ids: list[Tensor]) -> dict[str, float]:
     return found
 
 
-# --- sweeps
-# --------------------------------------------------------------------------------------------------
+# --- sweeps ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -288,8 +287,7 @@ def test_activations_that_are_not_finite_are_named():
     assert not any(module._forward_pre_hooks for module in skeleton.model.modules())
 
 
-# --- a whole run
-# --------------------------------------------------------------------------------------------------
+# --- a whole run ----------------------------------------------------------------------------------
 
 
 def made(folder: Path, name: str, **changes) -> Path:

@@ -62,8 +62,7 @@ def block_of(tmp_path_factory) -> Callable[[str], MtpBlock]:
     return block
 
 
-# --- Which families
-# --------------------------------------------------------------------------------------------------
+# --- Which families -------------------------------------------------------------------------------
 
 
 def test_each_family_has_a_draft_or_a_reason():
@@ -129,8 +128,7 @@ def test_a_missing_tensor_is_named(tmp_path):
         )
 
 
-# --- Against transformers' own drafting
-# -------------------------------------------------------------------------------
+# --- Against transformers' own drafting -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["deepseek-r1", "glm-4.7"])
@@ -181,8 +179,7 @@ def test_the_block_drafts_as_transformers_does(model, tmp_path, monkeypatch):
     ).abs().max() > 0.1
 
 
-# --- Against the trainers of the shipped models
-# -----------------------------------------------------------------------
+# --- Against the trainers of the shipped models ---------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["tiny-glm4-moe", "tiny-qwen3_5"])
@@ -211,8 +208,7 @@ def test_the_block_drafts_as_it_was_trained(model, monkeypatch):
         )
 
 
-# --- Against transformers' own model around the decoder layer
-# ---------------------------------------------------------
+# --- Against transformers' own model around the decoder layer -------------------------------------
 
 # Not where the backbone's layers have hyper-connections and the MTP layer has none, nor Step-3.5,
 # whose language model transformers does not name.
@@ -367,8 +363,7 @@ def test_the_two_projections_are_told_apart(tmp_path):
     }
 
 
-# --- The steps
-# --------------------------------------------------------------------------------------------------
+# --- The steps ------------------------------------------------------------------------------------
 
 
 def test_the_mask_of_a_later_step():

@@ -278,8 +278,7 @@ def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypat
         assert whole_file.read_bytes() == (cut.folder / "statistics" / name).read_bytes()
 
 
-# --- what cannot be run
-# -----------------------------------------------------------------------------------------------
+# --- what cannot be run ---------------------------------------------------------------------------
 
 
 def without_draft(plan: Plan) -> Plan:
@@ -334,8 +333,7 @@ def test_text_that_says_nothing_costs_a_figure_not_the_run(glm, tmp_path):
         mtp_pass(auto(plan, "bf16"), reading(backbone, nobody(backbone)))
 
 
-# --- inputs
-# --------------------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def test_inputs_are_those_of_a_draft(made):

@@ -114,8 +114,7 @@ def worker(torchrun: int, *, rank: int) -> int:
     raise AssertionError(f"no rank {rank}")
 
 
-# --- statistics
-# --------------------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 def codes(packed: torch.Tensor) -> torch.Tensor:
@@ -314,8 +313,7 @@ def test_a_rank_that_dies_amid_llmcompressors_sums(tmp_path):
     assert finished(start(recipe, folder, size=2)) == [0, 0]
 
 
-# --- places and devices
-# -----------------------------------------------------------------------------------------------
+# --- places and devices ---------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -151,8 +151,7 @@ def test_a_dataset_that_cannot_be_used(tmp_path, file):
     assert asked(file, shots=11).items
 
 
-# --- from the Hub
-# --------------------------------------------------------------------------------------------------
+# --- from the Hub ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

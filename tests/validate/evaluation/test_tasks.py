@@ -293,8 +293,7 @@ def test_the_documentation_lists_every_task_as_it_is_asked():
         assert [field for field in fields_of(task) if field not in fields] == []
 
 
-# --- what is refused before a server is started
-# -----------------------------------------------------------------------
+# --- what is refused before a server is started ---------------------------------------------------
 
 
 def refusal(task: str, folder: Path, rows: Any = None, **protocol: Any) -> str:

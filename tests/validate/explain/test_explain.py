@@ -57,8 +57,7 @@ def silent(tmp_path_factory) -> Path:
     return write(tmp_path_factory.mktemp("silent") / "glm", checkpoint)
 
 
-# --- Groups
-# --------------------------------------------------------------------------------------------------
+# --- Groups ---------------------------------------------------------------------------------------
 
 
 def test_each_group_has_its_form_its_files_and_the_entry_that_decides(tmp_path):
@@ -167,8 +166,7 @@ def test_the_commands_that_cure_can_be_typed():
         assert {word for word in words if word.startswith("-")} <= options, command
 
 
-# --- Logs
-# --------------------------------------------------------------------------------------------------
+# --- Logs -----------------------------------------------------------------------------------------
 
 
 def test_workers_repeat_a_traceback_and_it_is_told_once(tmp_path):
@@ -333,8 +331,7 @@ def test_bytes_of_a_stranger_are_not_printed_as_they_came():
     assert "\x1b" not in told.model_dump_json() and "\x07" not in "".join(told.unknown)
 
 
-# --- The command
-# --------------------------------------------------------------------------------------------------
+# --- The command ----------------------------------------------------------------------------------
 
 
 def test_the_command_for_people_and_machines(silent):

@@ -176,8 +176,7 @@ def test_a_stop_does_not_wait_for_a_shard(case, parcel, number, monkeypatch):
     assert len(case.hub.repos[faults.REPO].commits) == 1
 
 
-# --- The bytes that are sent
-# ------------------------------------------------------------------------------------------
+# --- The bytes that are sent ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -260,8 +259,7 @@ def test_a_file_that_is_stored_otherwise_is_named(case, parcel, name):
     assert "It stays private." in ended.err and case.hub.repos[faults.REPO].private
 
 
-# --- Whose repository it is
-# -------------------------------------------------------------------------------------------
+# --- Whose repository it is -----------------------------------------------------------------------
 
 
 def test_the_token_is_not_sent_where_the_hub_says_a_file_is_verified(case, other, parcel):

@@ -144,8 +144,7 @@ def put(hub: Hub, path: Path) -> int:
     return hub.put[file_sha256(path)]
 
 
-# --- What is refused before anything is sent
-# --------------------------------------------------------------------------
+# --- What is refused before anything is sent ------------------------------------------------------
 
 
 def flip(path: Path) -> None:
@@ -397,8 +396,7 @@ def test_a_token_is_not_sent_over_plain_http(publish_here, hub, hub_at):
     assert ended.code == 2 and "HF_ENDPOINT: a token is sent by https only" in ended.err, ended
 
 
-# --- Repositories that exist
-# ------------------------------------------------------------------------------------------
+# --- Repositories that exist ----------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -439,8 +437,7 @@ def test_a_repository_that_is_public_already_asks(publish_here, hub):
     assert ended.code == 0 and json.loads(ended.out)["private"] is False, ended
 
 
-# --- What does not arrive as it was sent
-# ------------------------------------------------------------------------------
+# --- What does not arrive as it was sent ----------------------------------------------------------
 
 
 def test_weights_of_another_checkpoint_are_not_added_to(publish_here, hub):
@@ -515,8 +512,7 @@ def test_xet_sends_the_same_bytes(hub, folder):
     whole(hub, folder)
 
 
-# --- Faults of the network
-# --------------------------------------------------------------------------------------------
+# --- Faults of the network ------------------------------------------------------------------------
 
 
 def test_faults_that_pass_lose_nothing(hub, folder):
@@ -595,8 +591,7 @@ def until(happens: Callable[[], bool], *, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-# --- Going public, and looking only
-# -----------------------------------------------------------------------------------
+# --- Going public, and looking only ---------------------------------------------------------------
 
 
 @pytest.mark.few(1)

@@ -71,8 +71,7 @@ def probed(html: str, folder: Path, *, extra: str = "") -> Path:
     return path
 
 
-# --- report.json
-# --------------------------------------------------------------------------------------------------
+# --- report.json ----------------------------------------------------------------------------------
 
 
 @pytest.mark.few(3)
@@ -143,8 +142,7 @@ def test_every_rule_of_the_dry_load_is_told_as_one():
     }
 
 
-# --- the verdict
-# --------------------------------------------------------------------------------------------------
+# --- the verdict ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,8 +227,7 @@ def test_places():
     )
 
 
-# --- sizes
-# --------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 def test_sizes_are_those_of_the_files():
@@ -265,8 +262,7 @@ def test_a_group_that_is_gone_is_still_a_row(tmp_path):
     assert odd.num_tensors == 1 and odd.num_bytes_before == 0
 
 
-# --- calibration
-# --------------------------------------------------------------------------------------------------
+# --- calibration ----------------------------------------------------------------------------------
 
 
 def recorded(folder: Path, record: object) -> tuple[object, str]:
@@ -392,8 +388,7 @@ def test_a_block_that_could_not_be_run_has_no_acceptance_and_says_why():
     assert "no acceptance: no class for it." in console.export_text()
 
 
-# --- the page
-# --------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 @pytest.mark.few(3)
@@ -524,8 +519,7 @@ def test_a_red_gate_is_red_on_the_page(pages):
     assert "pill bad" not in render(pages["evaluated"])
 
 
-# --- the card's pictures
-# ----------------------------------------------------------------------------------------------
+# --- the card's pictures --------------------------------------------------------------------------
 
 
 def test_pictures_of_equal_reports_are_equal_bytes_and_name_no_date(pages):
@@ -633,8 +627,7 @@ def test_without_the_extra_it_is_one_sentence(name, pages, monkeypatch, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-# --- from the command line, and in the wheel
-# --------------------------------------------------------------------------
+# --- from the command line, and in the wheel ------------------------------------------------------
 
 
 @pytest.mark.full

@@ -122,8 +122,7 @@ def refused(evidence: Path, says: str) -> None:
         from_results(evidence)
 
 
-# --- the files
-# --------------------------------------------------------------------------------------------------
+# --- the files ------------------------------------------------------------------------------------
 
 
 def test_where_evidence_lies(tmp_path):
@@ -191,8 +190,7 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path):
         write_whole(tmp_path / "file" / "check.json", "{}")
 
 
-# --- the report of them
-# -----------------------------------------------------------------------------------------------
+# --- the report of them ---------------------------------------------------------------------------
 
 
 def test_a_report_is_made_of_the_results_and_nothing_else(evidence):
@@ -363,8 +361,7 @@ def test_a_changed_record_is_no_other_gate(evidence):
         verify(evidence)
 
 
-# --- altered by hand
-# --------------------------------------------------------------------------------------------------
+# --- altered by hand ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -462,8 +459,7 @@ def test_a_station_makes_the_report_of_what_it_has_just_written(evidence):
         refresh(evidence, measured="serve")
 
 
-# --- edited together with its seal
-# ------------------------------------------------------------------------------------
+# --- edited together with its seal ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -658,8 +654,7 @@ def test_answers_lie_in_the_folder(evidence):
     )
 
 
-# --- killed
-# --------------------------------------------------------------------------------------------------
+# --- killed ---------------------------------------------------------------------------------------
 
 
 def test_a_killed_refresh_leaves_a_whole_report(evidence):
