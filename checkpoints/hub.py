@@ -127,7 +127,9 @@ def dataset_commit(name: str, revision: str, where: str) -> str:
             "or where the Hub is reachable run `hf download --repo-type dataset "
             f"{name} --local-dir DIR`, and name the folder"
         )
-        rule = "must be a dataset on the Hub, or a file or folder"
+        rule = error.rule
+        if isinstance(error.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
+            rule = "must be a dataset on the Hub, or a file or folder"
         raise RecipeError(where, rule, got=error.got, cure=cure) from error
 
 

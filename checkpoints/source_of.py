@@ -67,7 +67,7 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
         places.append(checkpoint.folder.parent / named.name)
     if named.revision == "local":
         for place in filter(None, map(find_path, places)):
-            sizes = {path.name: path.stat().st_size for path in place.glob("*.safetensors")}
+            sizes = {path.name: path.stat().st_size for path in place.glob("*")}
             if sizes.items() >= named.files.items():
                 return str(place)
     got = f"{named.name} ({named.revision}), which is no folder with the recorded files here"

@@ -96,7 +96,7 @@ def test_importing_it_loads_nothing():
     )
 
 
-@pytest.mark.parametrize("file", ["options", "quantize", "check", "report", "card"])
+@pytest.mark.parametrize("file", ["options", "quantize", "check", "report"])
 def test_the_command_line_is_built_on_it(file):
     called = re.findall(r"\bapi\.(\w+)\(", (ROOT / "cli" / f"{file}.py").read_text())
     assert called and set(called) <= set(api.__all__)

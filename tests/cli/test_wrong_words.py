@@ -109,7 +109,7 @@ WRONG = [
     # recipes
     (
         "plan seed.yaml",
-        "seed is not a key of a model file; got 1. It is a key of calibration and of",
+        "seed is not a key of a model file; got 1. The keys are model, family, source,",
     ),
     ("plan modle.yaml", "Did you mean model?"),
     ("plan colour.yaml", "The keys are model, family, source,"),

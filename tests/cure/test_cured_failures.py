@@ -220,7 +220,7 @@ def test_a_group_of_two_sides_is_a_finding_and_no_defect(tmp_path):
     case = next(case for case in BROKEN if case.name.startswith("F38 AutoRound"))
     checkpoint = case.build()
     checkpoint.quantization["group_size"] = [128, 128]
-    assert fix.proposed(str(write(tmp_path / "old", checkpoint))).before.findings
+    assert fix.proposed(str(write(tmp_path / "old", checkpoint))).before.data.findings
 
 
 def test_every_case_has_one_cure():

@@ -74,7 +74,7 @@ def test_a_budget_without_a_unit_is_refused(written):
         ),
         (
             {"backbone_auto": {"candidates": ["NVFP4", "NVFP4"]}},
-            "candidates must differ; got NVFP4 twice",
+            "candidates must differ; got 'NVFP4' twice",
         ),
         ({"backbone_auto": {"candidates": ["NVFP5"]}}, "Did you mean NVFP4?"),
         ({"backbone_auto": {"candidates": ["NVFP4"], "tokns": 1}}, "Did you mean tokens?"),

@@ -335,7 +335,7 @@ def _from_config(plan: Plan, *, is_foreign: bool) -> PreTrainedModel:
     """The model of config.json, under another model_type where the family's layers are those of a
     class that transformers has.
     """
-    values = dict(plan.source.config)
+    values = deepcopy(dict(plan.source.config))  # transformers writes into parts of it
     auto: Any = AutoModelForCausalLM
     if is_foreign:
         config = AutoConfig.from_pretrained(str(plan.source.folder), trust_remote_code=True)

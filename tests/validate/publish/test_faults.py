@@ -141,11 +141,7 @@ def test_a_wait_that_is_long_is_told_with_the_time(case, parcel):
     ended = faults.run(case, lambda: publish(parcel))
     said = " ".join(ended.err.split())
     assert ended.code == 2 and "the Hub must answer within 600 s; got 429: wait 86400 s" in said
-    tomorrow = time.strftime("%Y-%m-%d", time.localtime(time.time() + 86400))
-    assert (
-        f"Run the same command again after {tomorrow}" in said
-        and "what has arrived is not sent twice" in said
-    )
+    assert "Run the same command again after that time: what has arrived is not sent twice" in said
 
 
 @pytest.mark.few(5)
