@@ -252,10 +252,10 @@ def _defect(
 ) -> None:
     sys.__excepthook__(kind, error, traceback)
     if not issubclass(kind, KeyboardInterrupt):
-        says = (
-            f"a defect of keepmtp {__version__}, not of your input. Report it with the lines above"
+        sys.stderr.write(
+            f"error: a defect of keepmtp {__version__}, not of your input. Report it with the "
+            f"lines above. Exit status {DEFECT}.\n"
         )
-        sys.stderr.write(f"error: {says}. Exit status {DEFECT}.\n")
         sys.exit(DEFECT)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...checkpoints.source import Source, open_source
+from ...checkpoints.uncollected import uncollected
 from ...recipes.errors import (
     CheckpointError,
     KeepMTPError,
@@ -105,6 +106,7 @@ def check(
     return examine(where, source=source, runtimes=runtimes).data
 
 
+@uncollected()
 def examine(
     where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
 ) -> Checked:
