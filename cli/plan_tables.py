@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from ..checkpoints.hub import dataset_commit
@@ -31,7 +31,6 @@ from ..recipes.model_file import find_path, in_words
 from ..recipes.pinned import moves
 from ..recipes.runtimes.sglang import VERSION
 from ..recipes.schema import AUTO, TextsOfMix, candidates_for
-from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
 from ..validate.measure.serve_line import serve_words
 from . import tables
 from .tables import by_reason, counted, table
@@ -241,10 +240,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return told
 
 
-def will_do(plan: Plan) -> RenderableType:
-    """The calibration of a plan: data, what batches contribute to which modules, and the MTP
-    pass.
-    """
+def will_do(plan: Plan) -> str:
+    """The calibration of a plan: data, what is chosen by measuring, and the MTP pass."""
     planned = will_do_json(plan)
     assert planned is not None
     lines = [_data(plan, planned["tokens"])]
@@ -269,22 +266,7 @@ def will_do(plan: Plan) -> RenderableType:
     )
     if not planned["mtp_pass"]["possible"]:
         says = f"not possible, {planned['mtp_pass']['why']}; acceptance is not measured."
-    text = Text("\n".join([*lines, f"MTP pass: {says}", ""]))
-    columns = ("part", "modules", "stored as", "from batches", ">weights")
-    rows = []
-    for row in planned["groups"]:
-        rows.append(
-            [
-                row["part"],
-                row["modules"],
-                row["stored_as"],
-                row["from_batches"],
-                f"{row['weights']:,}",
-            ]
-        )
-    return (
-        Group(table("calibration: what batches contribute", columns, rows), text) if rows else text
-    )
+    return "\n".join([*lines, f"MTP pass: {says}", ""])
 
 
 def _data(plan: Plan, num_tokens: int) -> str:
@@ -325,45 +307,17 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
     recipe, family = plan.recipe, plan.view.family
     if recipe.calibration is None or not plan.needs_batches:
         return None
-    weights, mtp_groups = Counter[tuple[str, ...]](), set[str]()
-    for tensor in plan.tensors:
-        if tensor.part == "mtp" and tensor.role in QUANTIZABLE_ROLES:
-            mtp_groups.add(tensor.role)
-        if tensor.calibrated or tensor.may_change or tensor.tuned:
-            stored = "FP8 KV cache" if tensor.calibrated == "cache" else tensor.scheme or "plain"
-            gives = _from_batches(tensor, recipe.calibration.algorithm)
-            weights[tensor.part, tensor.role, stored, gives] += 1
-    names = ("part", "modules", "stored_as", "from_batches")
     auto, candidates = recipe.mtp_auto, []
     if auto is not None and recipe.mtp == AUTO:  # without the groups that the MTP block lacks
-        candidates = list(candidates_for(auto.candidates, mtp_groups))
+        groups = {t.role for t in plan.tensors if t.part == "mtp" and t.role in QUANTIZABLE_ROLES}
+        candidates = list(candidates_for(auto.candidates, groups))
     return {
         "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,
-        "groups": [
-            {**dict(zip(names, row, strict=True)), "weights": count}
-            for row, count in sorted(weights.items())
-        ],
         "candidates": candidates,
         "min_acceptance": auto.min_acceptance if auto else None,
         "confidence": recipe.gates.confidence if auto else None,
         "mtp_pass": {"possible": family.draft is not None, "why": family.no_draft},
     }
-
-
-def _from_batches(tensor: TensorPlan, algorithm: str) -> str:
-    if tensor.tuned:
-        return (
-            "weights and input scales, by training" if tensor.calibrated else "weights, by training"
-        )
-    if tensor.calibrated == "weights":
-        return f"weights, by {algorithm}"
-    if tensor.calibrated == "scales":
-        scales = ["input scales"] * bool(SCHEMES[tensor.scheme].extra)
-        return " and ".join([*scales, *["importance of input channels"] * tensor.weighted])
-    if tensor.calibrated == "cache":
-        return "scales of keys and values"
-    assert tensor.may_change and algorithm in RESCALING and REWRITES[algorithm]
-    return f"perhaps rescaled, by {algorithm}"
 
 
 def _in_words(policy: object) -> str:

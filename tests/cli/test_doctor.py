@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from keepmtp.cli import doctor
-from keepmtp.recipes import extras
-from keepmtp.recipes.extras import install_command
+from keepmtp.recipes.extras import install_command, requirements
 from keepmtp.validate.facts import vllm_env
 
 ROOT = Path(__file__).parent.parent.parent
@@ -110,45 +109,36 @@ def test_without_vllm_nothing_is_broken(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_PYTHON", raising=False)
     monkeypatch.setattr(vllm_env, "_ROOT", tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
-    found = doctor.diagnose()
-    assert found.vllm is None and found.broken == () and "VLLM_PYTHON" in found.no_vllm
-    told = found.as_dict()
+    told = doctor.diagnose()
+    assert told["vllm"] is None and told["broken"] == [] and "VLLM_PYTHON" in told["no_vllm"]
     assert told["ok"] and can(told, "plan, static check") and not can(told, "real server")
-    (dry,) = [
-        ability for ability in found.abilities if ability.what == "dry load on a pretended sm90"
-    ]
-    assert dry.command == vllm_env.command_for_vllm() and dry.command.startswith(sys.executable)
+    commands = {ability["what"]: ability["command"] for ability in told["abilities"]}
+    assert commands["dry load on a pretended sm90"] == vllm_env.command_for_vllm()
+    assert vllm_env.command_for_vllm().startswith(sys.executable)
     monkeypatch.setattr(vllm_env, "_ROOT", ROOT)
     assert vllm_env.command_for_vllm() == "make vllm"
 
 
 def test_a_vllm_for_cuda_without_a_gpu_cannot_serve(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PYTHON", pretended(tmp_path, "0.32.0"))
-    found = doctor.diagnose()
-    assert found.vllm is not None
-    abilities = {ability.what: ability for ability in found.abilities}
-    has_gpu, is_cpu = bool(found.gpus), found.vllm.build == "cpu"
-    assert abilities["real server"].can == (has_gpu or is_cpu)
+    told = doctor.diagnose()
+    assert can(told, "real server") == (bool(told["gpus"]) or told["vllm"]["build"] == "cpu")
 
 
 def test_what_is_missing_is_said_with_its_cure():
     """keepmtp alone, without its extras."""
-    bare = {
-        extra: [needed.name for needed in extras.requirements(extra)] for extra in doctor.EXTRAS
+    lacks = {
+        extra: ([needed.name for needed in requirements(extra)], install_command(extra))
+        for extra in doctor.EXTRAS
     }
-    found = doctor._abilities(
-        bare, dict.fromkeys(doctor.diagnose().packages, ""), None, (), "HF_TOKEN"
-    )
-    abilities = {ability.what: ability for ability in found}
-    assert (
-        abilities["packing weights, without data"].why
-        == "needs numpy and safetensors and scipy and torch"
-    )
-    assert abilities["HTML report"].command == install_command("report")
-    assert abilities["packing weights, without data"].command == install_command("quantize")
-    assert abilities["tasks, with method=mtp"].command == install_command("evaluate")
-    assert abilities["publishing to the Hub"].command == install_command("report")
-    assert [ability.what for ability in abilities.values() if ability.can] == ["plan, static check"]
+    lacks |= {name: (["it"], name) for name in ("cuda", "server", "loaders")} | {"token": ([], "")}
+    found = {ability["what"]: ability for ability in doctor.abilities(lacks)}
+    packing = found["packing weights, without data"]
+    assert packing["why"] == "needs numpy and safetensors and scipy and torch"
+    assert packing["command"] == install_command("quantize")
+    assert found["tasks, with method=mtp"]["command"] == install_command("evaluate")
+    assert found["publishing to the Hub"]["command"] == install_command("report"), "the first"
+    assert [what for what, ability in found.items() if ability["can"]] == ["plan, static check"]
 
 
 @pytest.mark.few(1)
