@@ -15,8 +15,8 @@ from keepmtp.recipes.find import find_recipe
 GLM = ROOT / "models" / "tiny-glm4-moe"
 
 
-def run_all(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return keepmtp("all", *words, cwd=ROOT, **environment)
+def run_all(command: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return keepmtp(f"all {command}", *words, cwd=ROOT, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +28,7 @@ def made(tmp_path_factory) -> Path:
 def test_the_commands_in_their_order(tmp_path):
     out = tmp_path / "out"
     done = run_all(
-        "tiny-glm4-moe",
-        "--mtp",
-        "bf16",
-        "--out",
-        str(out),
-        "--gpu",
-        "sm90",
-        "--tp",
-        "2",
-        "-k",
-        "3",
-        "--dry-run",
+        f"tiny-glm4-moe --mtp bf16 --out {out} --gpu sm90 --tp 2 -k 3 --dry-run",
     )
     assert done.returncode == 0 and done.stdout.splitlines() == [
         f"keepmtp quantize tiny-glm4-moe --mtp bf16 --out {out}",
@@ -81,9 +70,7 @@ def test_closeness_runs_where_the_recipe_has_a_limit_or_a_text_is_named(tmp_path
     """
     out, text = tmp_path / "out", tmp_path / "held_out.txt"
     text.write_text("Some text.")
-    done = run_all(
-        "tiny-glm4-moe", "--out", str(out), "--text", str(text), "--no-serve-check", "--dry-run"
-    )
+    done = run_all(f"tiny-glm4-moe --out {out} --text {text} --no-serve-check --dry-run")
     assert done.stdout.splitlines()[-2:] == [
         f"keepmtp closeness {out} --text {text}",
         f"keepmtp card {out}",
@@ -104,9 +91,7 @@ def test_closeness_runs_where_the_recipe_has_a_limit_or_a_text_is_named(tmp_path
 
 
 def test_the_place_of_the_mtp_block_reaches_quantize(tmp_path):
-    done = run_all(
-        "minimax-m3", "--mtp-source", "org/block", "--out", str(tmp_path / "out"), "--dry-run"
-    )
+    done = run_all(f"minimax-m3 --mtp-source org/block --out {tmp_path}/out --dry-run")
     assert (
         f"keepmtp quantize minimax-m3 --mtp-source org/block --out {tmp_path / 'out'}"
         in done.stdout.splitlines()
@@ -133,7 +118,7 @@ def test_words_for_vllm_reach_every_server(tmp_path):
     ]
     assert f"keepmtp check {out} --record --gpu sm90 --gpu sm100 --any-vllm" in commands
     for refused in (["--port", "1"], ["another-model"]):
-        done = run_all("tiny-glm4-moe", "--out", str(out), "--", *refused)
+        done = run_all(f"tiny-glm4-moe --out {out} --", *refused)
         assert (
             done.returncode == 2
             and f"got {'also ' * (refused[0][0] != '-')}{refused[0]}" in done.stderr
@@ -158,14 +143,12 @@ def test_words_for_vllm_reach_it_through_make(target):
 
 
 def test_a_finished_output_is_not_quantized_again(made):
-    done = run_all(
-        "tiny-glm4-moe", "--scheme", "W8A16", "--out", str(made), "--no-serve-check", "--dry-run"
-    )
+    done = run_all(f"tiny-glm4-moe --scheme W8A16 --out {made} --no-serve-check --dry-run")
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["check", "eval", "card"]
 
 
 def test_an_output_of_another_recipe_is_refused(made):
-    done = run_all("tiny-glm4-moe", "--out", str(made))
+    done = run_all(f"tiny-glm4-moe --out {made}")
     words = " ".join(done.stderr.split())
     assert done.returncode == 2
     assert "must be one of tiny-glm4-moe.w4a16-fp8, whose variant is w4a16-fp8; got w8a16" in words
@@ -177,7 +160,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path, record):
     (tmp_path / "keepmtp.json" if record is not None else tmp_path / "notes").write_text(
         record or ""
     )
-    done = run_all("tiny-glm4-moe", "--out", str(tmp_path))
+    done = run_all(f"tiny-glm4-moe --out {tmp_path}")
     assert done.returncode == 2 and "must be one of this recipe" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
@@ -199,7 +182,7 @@ def test_other_gates_do_not_make_another_checkpoint(made, tmp_path):
 def test_what_evaluates_is_asked_before_anything_is_quantized(tmp_path):
     """Neither a missing vLLM nor a dataset without answers is found out after hours."""
     out = tmp_path / "out"
-    done = run_all("tiny-glm4-moe", "--out", str(out), VLLM_PYTHON=str(tmp_path / "none"))
+    done = run_all(f"tiny-glm4-moe --out {out}", VLLM_PYTHON=str(tmp_path / "none"))
     assert done.returncode == 2 and "none" in done.stderr and not out.exists()
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": "1 + 1?", "reply": "#### 2"}) + "\n")

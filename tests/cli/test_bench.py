@@ -58,7 +58,7 @@ def test_no_numbers(words):
     ],
 )
 def test_it_refuses_before_a_server_is_started(words, says, tmp_path):
-    refused("bench", GLM, *words, says=says, cwd=tmp_path)
+    refused(f"bench {GLM}", *words, says=says, cwd=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -66,10 +66,7 @@ def test_a_line_of_another_form_is_named(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "good"}\n{"text": "other"}\n')
     refused(
-        "bench",
-        GLM,
-        "--prompts",
-        str(path),
+        f"bench {GLM} --prompts {path}",
         says="prompts.jsonl:2: must begin with a text of the user",
     )
 
@@ -80,25 +77,14 @@ def test_a_k_that_the_block_cannot_draft_is_named(tmp_path):
     config = json.loads((twin / "config.json").read_text())
     (twin / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
     refused(
-        "bench",
-        str(twin),
-        "--k",
-        "0..4",
+        f"bench {twin} --k 0..4",
         says="--k: with 2 MTP layers vLLM drafts a multiple of them; got 3",
     )
 
 
 def test_a_dry_run_counts_cells_and_servers(tmp_path):
     done = keepmtp(
-        "bench",
-        GLM,
-        "--source",
-        GLM,
-        "--concurrency",
-        "1,8",
-        "--context",
-        "0,512",
-        "--dry-run",
+        f"bench {GLM} --source {GLM} --concurrency 1,8 --context 0,512 --dry-run",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

@@ -77,7 +77,7 @@ def test_a_recipes_name_comes_before_a_folder_of_that_name(tmp_path, monkeypatch
 
 @pytest.mark.full
 def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path):
-    done = keepmtp("quantize", str(fine_tune), "--scheme", "NVFP4A16_fp8", cwd=tmp_path)
+    done = keepmtp(f"quantize '{fine_tune}' --scheme NVFP4A16_fp8", cwd=tmp_path)
     assert done.returncode == 0 and "check passed" in done.stdout, done.stderr
     out = tmp_path / "out" / "My-Tune-v1.2.nvfp4a16-fp8"
     record = json.loads((out / "keepmtp.json").read_text())
@@ -98,7 +98,7 @@ def test_without_a_scheme_the_variants_that_fit_are_one_sentence(fine_tune):
     )
     for verb in ("quantize", "extra"):
         refused(verb, str(fine_tune), says=says)
-    told = keepmtp("plan", str(fine_tune))
+    told = keepmtp(f"plan '{fine_tune}'")
     assert (
         told.returncode == 0 and not told.stderr and says.partition("got none. ")[2] in told.stdout
     )
@@ -110,8 +110,8 @@ def test_a_variant_that_does_not_fit_is_not_offered(tmp_path):
     folder = write_checkpoint(
         tmp_path / "odd", *source_layout("glm-4.7", size="tiny", changes=changes)
     )
-    refused("quantize", str(folder), says="These fit: fp8-dynamic, fp8-static (calibrated).")
-    refused("plan", str(folder), "--scheme", "nvfp4a16-fp8", says="72")
+    refused(f"quantize {folder}", says="These fit: fp8-dynamic, fp8-static (calibrated).")
+    refused(f"plan {folder} --scheme nvfp4a16-fp8", says="72")
 
 
 @pytest.mark.full
@@ -120,11 +120,9 @@ def test_any_scheme_and_policy_can_be_named(fine_tune):
     assert plan.recipe.name == "My-Tune-v1.2.nvfp4-mtp-nvfp4" and plan.needs_calibration == [
         "NVFP4"
     ]
-    shown = keepmtp("plan", str(fine_tune), "--scheme", "NVFP4", "--mtp", "NVFP4").stdout
+    shown = keepmtp(f"plan '{fine_tune}' --scheme NVFP4 --mtp NVFP4").stdout
     assert "--calibration ultrachat-256x2048: minmax on 256 sequences" in shown
-    shown = keepmtp(
-        "plan", str(fine_tune), "--scheme", "NVFP4", "--calibration", "problems-32x128"
-    ).stdout
+    shown = keepmtp(f"plan '{fine_tune}' --scheme NVFP4 --calibration problems-32x128").stdout
     assert "--calibration problems-32x128: minmax on 32 sequences" in shown
 
 
@@ -164,8 +162,8 @@ def test_names_of_outputs(tmp_path, monkeypatch):
 def test_an_unknown_family_says_what_would_have_to_be_written(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny")
     folder = write_checkpoint(tmp_path / "new", config | {"model_type": "glm5_moe"}, tensors)
-    refused("plan", str(folder), "--scheme", "nvfp4a16-fp8", says="recipes/families/glm5_moe.yaml")
-    refused("plan", str(folder), says="a recipe and a fixture")
+    refused(f"plan {folder} --scheme nvfp4a16-fp8", says="recipes/families/glm5_moe.yaml")
+    refused(f"plan {folder}", says="a recipe and a fixture")
     plain = {key: value for key, value in config.items() if key != "num_nextn_predict_layers"}
     folder = write_checkpoint(tmp_path / "llama", plain | {"model_type": "llama"}, tensors)
-    refused("plan", str(folder), says="llm-compressor")
+    refused(f"plan {folder}", says="llm-compressor")

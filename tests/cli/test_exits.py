@@ -57,7 +57,7 @@ def python(code: str, **kept) -> subprocess.CompletedProcess[str]:
 )
 def test_a_place_without_a_checkpoint(place, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    refused("check", "--", place, says=place, cwd=tmp_path)
+    refused("check --", place, says=place, cwd=tmp_path)
 
 
 @pytest.mark.full
@@ -67,7 +67,7 @@ def test_a_home_folder_in_an_option(tmp_path):
     shutil.copytree(MODEL, tmp_path / "home" / "mine")
     for words in (("--source=~/mine",), ("--source", "~/mine")):
         done = keepmtp(
-            "plan", "tiny-glm4-moe", *words, "--json", cwd=tmp_path, HOME=str(tmp_path / "home")
+            "plan tiny-glm4-moe", *words, "--json", cwd=tmp_path, HOME=str(tmp_path / "home")
         )
         assert done.returncode == 0, done.stderr
     words = ("quantize", "tiny-glm4-moe", "--source=~/mine", "--out=~/made/out")
@@ -79,7 +79,7 @@ def test_a_home_folder_in_an_option(tmp_path):
 
 def test_a_file_where_a_folder_is_needed(tmp_path):
     (tmp_path / "file").write_text("")
-    done = keepmtp("quantize", "tiny-glm4-moe", "--out", "file/sub/out", cwd=tmp_path)
+    done = keepmtp("quantize tiny-glm4-moe --out file/sub/out", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
@@ -140,13 +140,13 @@ def test_one_hostile_folder_does_not_end_a_batch(tmp_path):
     (broken / "config.json").write_text("[]")
     shut = tmp_path / "loop"
     shut.symlink_to(shut)
-    done = keepmtp("check", "./nope", str(shut), str(broken), MODEL, cwd=tmp_path)
+    done = keepmtp(f"check ./nope {shut} {broken} {MODEL}", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"check passed {MODEL}" in done.stdout and "must be a JSON object" in done.stdout
     assert [line.split(": ")[1] for line in done.stderr.splitlines()] == ["./nope", str(shut)], (
         done.stderr
     )
-    assert keepmtp("check", str(broken), MODEL).returncode == 1, "findings alone are 1"
+    assert keepmtp(f"check {broken} {MODEL}").returncode == 1, "findings alone are 1"
 
 
 @pytest.mark.few(1)
@@ -269,7 +269,7 @@ def test_ctrl_c_at_a_question():
 
 def test_a_shell_completes_verbs_and_options():
     shown = keepmtp(
-        "--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"
+        "--show-completion bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"
     ).stdout
     assert "_KEEPMTP_COMPLETE=complete_bash" in shown
     words = {"_KEEPMTP_COMPLETE": "complete_bash", "COMP_CWORD": "1"}

@@ -45,7 +45,7 @@ def no_fc(tmp_path_factory):
 
 def test_without_out_the_diff_is_printed_and_nothing_is_written(keepmtp, no_fc):
     before = sorted(os.listdir(no_fc.parent))
-    done = keepmtp("fix", str(no_fc))
+    done = keepmtp(f"fix {no_fc}")
     assert done.returncode == 0, done.stderr
     assert (
         '+      "mtp.fc"' in done.stdout
@@ -56,7 +56,7 @@ def test_without_out_the_diff_is_printed_and_nothing_is_written(keepmtp, no_fc):
 
 
 def test_with_out_a_new_folder_is_written_and_judged(keepmtp, no_fc, tmp_path):
-    done = keepmtp("fix", str(no_fc), "--out", str(tmp_path / "new"), VLLM_PYTHON="/nowhere")
+    done = keepmtp(f"fix {no_fc} --out {tmp_path}/new", VLLM_PYTHON="/nowhere")
     assert done.returncode == 0, done.stderr
     assert (
         "check passed" in done.stdout
@@ -65,19 +65,17 @@ def test_with_out_a_new_folder_is_written_and_judged(keepmtp, no_fc, tmp_path):
     )
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert "mtp.fc" in config["quantization_config"]["ignore"]
-    again = keepmtp("fix", str(no_fc), "--out", str(tmp_path / "new"), VLLM_PYTHON="/nowhere")
+    again = keepmtp(f"fix {no_fc} --out {tmp_path}/new", VLLM_PYTHON="/nowhere")
     assert again.returncode == 0 and "finished before, by the same command" in again.stdout, (
         again.stderr
     )
     (tmp_path / "new" / "config.json").unlink()
-    edited = keepmtp("fix", str(no_fc), "--out", str(tmp_path / "new"), VLLM_PYTHON="/nowhere")
+    edited = keepmtp(f"fix {no_fc} --out {tmp_path}/new", VLLM_PYTHON="/nowhere")
     assert edited.returncode == 2 and "never overwritten" in edited.stderr
 
 
 def test_static_only_does_not_look_for_vllm(keepmtp, no_fc, tmp_path):
-    done = keepmtp(
-        "fix", str(no_fc), "--out", str(tmp_path / "new"), "--static-only", VLLM_PYTHON="/nowhere"
-    )
+    done = keepmtp(f"fix {no_fc} --out {tmp_path}/new --static-only", VLLM_PYTHON="/nowhere")
     assert done.returncode == 0 and "check passed" in done.stdout, done.stderr
     assert "vLLM was not asked" not in done.stdout and "/nowhere" not in done.stdout + done.stderr
 
@@ -89,7 +87,7 @@ def test_all_cures_end_alike():
 
 
 def test_json_has_the_changes_the_diff_and_what_is_left(keepmtp, no_fc, tmp_path):
-    done = keepmtp("fix", str(no_fc), "--json")
+    done = keepmtp(f"fix {no_fc} --json")
     found = json.loads(done.stdout)
     assert (
         found["ok"]
@@ -102,7 +100,7 @@ def test_json_has_the_changes_the_diff_and_what_is_left(keepmtp, no_fc, tmp_path
 
 def test_what_needs_new_values_is_an_exit_status_of_one_and_a_command(keepmtp, tmp_path):
     folder = broken(tmp_path / "F1", "F1 ")
-    done = keepmtp("fix", str(folder), "--out", str(tmp_path / "new"))
+    done = keepmtp(f"fix {folder} --out {tmp_path}/new")
     assert (
         done.returncode == 1
         and f"needs new values: keepmtp graft {folder} --from RELEASE" in done.stdout
@@ -135,7 +133,7 @@ def test_a_good_checkpoint_has_nothing_to_change(keepmtp, tmp_path):
 
 
 def test_what_cannot_be_read_is_refused(keepmtp, tmp_path):
-    assert keepmtp("fix", str(tmp_path / "nowhere")).returncode == 2
+    assert keepmtp(f"fix {tmp_path}/nowhere").returncode == 2
     (tmp_path / "cut").mkdir()
     done = keepmtp("fix", str(broken(tmp_path / "short", "R6 shard cut")))
     assert (

@@ -18,10 +18,10 @@ TINY = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
 @pytest.mark.parametrize("variant", ["nvfp4a16-fp8", "w4a16-fp8"])
 def test_an_unedited_recipe_makes_the_same_bytes(variant, tmp_path):
     shutil.copytree(TINY, tmp_path / "tune")
-    done = keepmtp("init", "./tune", cwd=tmp_path)
+    done = keepmtp("init ./tune", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "recipe.yaml\n", done.stderr
     for model, out in (("./tune", "one"), ("recipe.yaml", "other")):
-        done = keepmtp("quantize", model, "--scheme", variant, "--out", out, cwd=tmp_path)
+        done = keepmtp(f"quantize {model} --scheme {variant} --out {out}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert (
@@ -35,8 +35,8 @@ def test_an_unedited_recipe_makes_the_same_bytes(variant, tmp_path):
 
 
 def test_without_a_scheme_the_recipe_has_a_default(tmp_path):
-    keepmtp("init", str(TINY), "--out", "mine.yaml", cwd=tmp_path)
-    done = keepmtp("plan", "mine.yaml", "--json", cwd=tmp_path)
+    keepmtp(f"init {TINY} --out mine.yaml", cwd=tmp_path)
+    done = keepmtp("plan mine.yaml --json", cwd=tmp_path)
     assert '"variant": "nvfp4a16-fp8"' in done.stdout, done.stderr
 
 
@@ -54,7 +54,7 @@ def test_a_recipe_for_every_family_reads_back(model, tmp_path):
 
 def test_its_comments_are_examples_that_work(tmp_path):
     """The lines that begin with `#` at the end, uncommented, are keys of a model file."""
-    keepmtp("init", str(TINY), cwd=tmp_path)
+    keepmtp(f"init {TINY}", cwd=tmp_path)
     text = (tmp_path / "recipe.yaml").read_text()
     head, _, tail = text.partition("in one of them:\n")
     raw = yaml.safe_load(
@@ -64,12 +64,12 @@ def test_its_comments_are_examples_that_work(tmp_path):
     (tmp_path / "all.yaml").write_text(
         yaml.safe_dump({key: raw[key] for key in raw if key != "keep"})
     )
-    done = keepmtp("plan", "all.yaml", cwd=tmp_path)
+    done = keepmtp("plan all.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_shipped_model_is_copied(tmp_path):
-    keepmtp("init", "glm-4.7", "--out", "mine.yaml", cwd=tmp_path)
+    keepmtp("init glm-4.7 --out mine.yaml", cwd=tmp_path)
     assert (tmp_path / "mine.yaml").read_text() == named_file("glm-4.7")[0].path.read_text()
 
 
@@ -82,14 +82,14 @@ def test_a_fine_tune_that_lost_its_block(tmp_path):
     lost = {name: each for name, each in tensors.items() if not name.startswith("model.layers.3.")}
     write_checkpoint(tmp_path / "tune", config, lost)
     words = ("--mtp-source", "./release")
-    assert "Add --mtp-source" in keepmtp("init", "./tune", cwd=tmp_path).stderr
-    assert keepmtp("init", "./tune", *words, cwd=tmp_path).returncode == 0
+    assert "Add --mtp-source" in keepmtp("init ./tune", cwd=tmp_path).stderr
+    assert keepmtp("init ./tune", *words, cwd=tmp_path).returncode == 0
     plans = [("recipe.yaml",), ("./tune", "--scheme", "nvfp4a16-fp8", *words)]
     mine, other = (
         json.loads(keepmtp("plan", *plan, "--json", cwd=tmp_path).stdout) for plan in plans
     )
     assert mine["groups"] == other["groups"] and mine["mtp_layers"] == 1
-    done = keepmtp("init", "glm-4.7", "--out", "mine.yaml", *words, cwd=tmp_path)
+    done = keepmtp("init glm-4.7 --out mine.yaml", *words, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: --mtp-source: belongs to"), (
         done.stderr
     )
@@ -98,16 +98,12 @@ def test_a_fine_tune_that_lost_its_block(tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "recipe.yaml").write_text("mine")
     refused(
-        "init",
-        str(TINY),
+        f"init {TINY}",
         says="an existing file is never overwritten; got recipe.yaml",
         cwd=tmp_path,
     )
     refused(
-        "init",
-        str(TINY),
-        "--out",
-        "no/folder.yaml",
+        f"init {TINY} --out no/folder.yaml",
         says="the folder of the file must exist",
         cwd=tmp_path,
     )

@@ -71,32 +71,31 @@ def test_a_model_in_full(model):
 
 
 def test_a_model_or_one_of_its_recipes_is_asked_for_by_name():
-    whole, one = keepmtp("ls", "mimo-7b").stdout, keepmtp("ls", "mimo-7b.w4a16").stdout
+    whole, one = keepmtp("ls mimo-7b").stdout, keepmtp("ls mimo-7b.w4a16").stdout
     assert "keepmtp quantize mimo-7b\n" in whole and "keepmtp quantize mimo-7b.w4a16\n" in whole
     assert "keepmtp quantize mimo-7b.w4a16\n" in one and "fp8-dynamic" not in one
-    (only,) = json.loads(keepmtp("ls", "mimo-7b.w4a16", "--json").stdout)["models"]
+    (only,) = json.loads(keepmtp("ls mimo-7b.w4a16 --json").stdout)["models"]
     assert (only["model"], only["variant"], only["default"]) == ("mimo-7b", "w4a16", False)
 
 
 @pytest.mark.full
 def test_listings():
-    listing = json.loads(keepmtp("ls", "--json").stdout)
+    listing = json.loads(keepmtp("ls --json").stdout)
     assert {"models", "schemes", "families"} == set(listing)
     assert [row["recipe"] for row in listing["models"]] == [row.name for row in listed()]
     assert {row["model"] for row in listing["models"]} >= {"dsv4-flash", "tiny-glm4-moe"}
     for name, found in listing.items():
-        assert json.loads(keepmtp("ls", name, "--json").stdout) == {name: found}
+        assert json.loads(keepmtp(f"ls {name} --json").stdout) == {name: found}
         shown = found[0]["family"] if name == "families" else found[0]["what"].split()[0]
-        assert shown in keepmtp("ls", name).stdout
-    assert "glm-4.7.nvfp4a16-fp8 *" in keepmtp("ls", "models").stdout
-    assert "NVFP4A16" in keepmtp("ls", "schemes").stdout
-    assert "glm4_moe" in keepmtp("ls", "families").stdout
+        assert shown in keepmtp(f"ls {name}").stdout
+    assert "glm-4.7.nvfp4a16-fp8 *" in keepmtp("ls models").stdout
+    assert "NVFP4A16" in keepmtp("ls schemes").stdout
+    assert "glm4_moe" in keepmtp("ls families").stdout
 
 
 def test_families_say_what_can_be_calibrated_and_why_not():
     found = {
-        row["family"]: row
-        for row in json.loads(keepmtp("ls", "families", "--json").stdout)["families"]
+        row["family"]: row for row in json.loads(keepmtp("ls families --json").stdout)["families"]
     }
     glm, bailing = found["glm4_moe"], found["bailing_hybrid"]
     assert [glm[column] for column in COLUMNS["families"][1:]] == [
@@ -116,7 +115,7 @@ def test_families_say_what_can_be_calibrated_and_why_not():
     assert "no class for model_type 'bailing_hybrid'" in bailing["why_not_backbone"]
     # transformers builds this backbone, but its MTP block cannot be run.
     assert (found["glm5_next"]["backbone"], found["glm5_next"]["mtp"]) == ("yes", "no")
-    printed = keepmtp("ls", "families", COLUMNS="80").stdout
+    printed = keepmtp("ls families", COLUMNS="80").stdout
     assert max(map(len, printed.splitlines()[:-1])) <= 80 and "calibrate MTP" in printed
 
 
@@ -154,15 +153,12 @@ def test_schemes_say_which_searches_they_have():
 
 def test_what_is_not_there_is_one_sentence():
     refused(
-        "ls",
-        "colours",
+        "ls colours",
         says="must be one of models, schemes, families, or a model's name; got 'colours'. Run "
         "`keepmtp ls`",
     )
-    refused("ls", "glm4.7", says="Did you mean glm-4.7?")
+    refused("ls glm4.7", says="Did you mean glm-4.7?")
     refused(
-        "ls",
-        "glm-4.7",
-        "glm-5",
+        "ls glm-4.7 glm-5",
         says="ls: shows one model or listing; got glm-4.7 glm-5. Run it for each.",
     )

@@ -28,10 +28,10 @@ def source(tmp_path_factory) -> Path:
 
 
 def test_quantize_then_check(source, tmp_path):
-    done = keepmtp("quantize", "glm-4.7", "--source", str(source), "--out", "out", cwd=tmp_path)
+    done = keepmtp(f"quantize glm-4.7 --source {source} --out out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "check passed" in done.stdout and "--speculative-config" in done.stdout
-    checked = keepmtp("check", "out", str(source), "--json", cwd=tmp_path)
+    checked = keepmtp(f"check out {source} --json", cwd=tmp_path)
     reports = [json.loads(line) for line in checked.stdout.splitlines()]
     assert checked.returncode == 0 and [report["ok"] for report in reports] == [True, True]
     assert reports[0]["findings"] == []
@@ -41,9 +41,7 @@ def test_quantize_then_check(source, tmp_path):
 
 
 def test_dry_run_writes_nothing(source, tmp_path):
-    done = keepmtp(
-        "quantize", "glm-4.7", "--source", str(source), "--dry-run", "--json", cwd=tmp_path
-    )
+    done = keepmtp(f"quantize glm-4.7 --source {source} --dry-run --json", cwd=tmp_path)
     plan = json.loads(done.stdout)
     assert done.returncode == 0 and not list(tmp_path.iterdir())
     assert (
@@ -55,7 +53,7 @@ def test_dry_run_writes_nothing(source, tmp_path):
 
 
 def test_plan_is_for_people_too(source):
-    done = keepmtp("plan", "glm-4.7", "--source", str(source))
+    done = keepmtp(f"plan glm-4.7 --source {source}")
     assert done.returncode == 0, done.stderr
     for wanted in ("experts", "eh_proj as a plain nn.Linear", "ignore", "MTP layer"):
         assert wanted in " ".join(done.stdout.split()), wanted
@@ -72,7 +70,7 @@ def test_plan_is_for_people_too(source):
 
 def test_a_dry_run_says_what_batches_contribute(tmp_path):
     model = str(ROOT / "models/tiny-glm4-moe")
-    done = keepmtp("quantize", AUTO, "--source", model, "--dry-run", "--json", cwd=tmp_path)
+    done = keepmtp(f"quantize {AUTO} --source {model} --dry-run --json", cwd=tmp_path)
     assert done.returncode == 0 and not list(tmp_path.iterdir()), done.stderr
     told = json.loads(done.stdout)["calibration"]
     assert {(row["part"], row["modules"]): row["from_batches"] for row in told["groups"]} == {
@@ -85,7 +83,7 @@ def test_a_dry_run_says_what_batches_contribute(tmp_path):
         and "bf16" in told["candidates"]
     )
     assert told["mtp_pass"] == {"possible": True, "why": ""}
-    plain = keepmtp("plan", "tiny-glm4-moe", "--source", model, "--json")
+    plain = keepmtp(f"plan tiny-glm4-moe --source {model} --json")
     assert json.loads(plain.stdout)["calibration"] is None
 
 
@@ -108,7 +106,7 @@ def test_a_dry_run_says_what_batches_contribute(tmp_path):
     ],
 )
 def test_a_plan_explains_calibration(recipe, says):
-    done = keepmtp("plan", recipe, "--source", str(ROOT / "models/tiny-glm4-moe"))
+    done = keepmtp(f"plan {recipe} --source {ROOT}/models/tiny-glm4-moe")
     assert done.returncode == 0, done.stderr
     for wanted in says:
         assert wanted in " ".join(done.stdout.split()), wanted
@@ -126,17 +124,14 @@ def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         text.replace("calibration: null", f"calibration:\n{calibration}")
     )
-    done = keepmtp("plan", "mine.yaml", "--source", str(folder), cwd=tmp_path)
+    done = keepmtp(f"plan mine.yaml --source {folder}", cwd=tmp_path)
     told = " ".join(done.stdout.split())
     assert "MTP pass: not possible, transformers has no class for Ling 2.5's layers" in told, (
         done.stderr
     )
     assert "Would be refused: ring-2.5-1t" in told
     refused(
-        "quantize",
-        "mine.yaml",
-        "--source",
-        str(folder),
+        f"quantize mine.yaml --source {folder}",
         says="must be one that can be run",
         cwd=tmp_path,
     )
@@ -180,7 +175,7 @@ def test_only_the_first_of_several_processes_speaks(tmp_path):
         for place in ({"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "3"})
     )
     assert without_free_memory(spoken) == without_free_memory(alone) != ""
-    wrong = keepmtp("quantize", AUTO, "--source", "absent", RANK="1", WORLD_SIZE="2")
+    wrong = keepmtp(f"quantize {AUTO} --source absent", RANK="1", WORLD_SIZE="2")
     assert wrong.stderr.startswith("rank 1 of 2: error: ") and wrong.stderr.count("\n") == 1
 
 
@@ -201,7 +196,7 @@ def test_a_back_end_has_an_extra_of_its_own(tmp_path):
     recipe = small_recipe(
         tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian"
     )
-    assert keepmtp("extra", str(recipe)).stdout == "modelopt\n"
+    assert keepmtp(f"extra {recipe}").stdout == "modelopt\n"
     words = ("quantize", str(recipe), "--out", str(tmp_path / "out"))
     done = keepmtp_without(("nvidia-modelopt",), *words, cwd=ROOT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -257,7 +252,7 @@ def test_a_calibrated_run_for_machines(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "out"], (
         "nothing of the run is left behind"
     )
-    checked = keepmtp("check", "out", "--html", "page", cwd=tmp_path)
+    checked = keepmtp("check out --html page", cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert (
         json.loads((tmp_path / "page" / "report.json").read_text())["calibration"]
@@ -267,25 +262,25 @@ def test_a_calibrated_run_for_machines(tmp_path):
 
 
 def test_a_shipped_model_is_found_from_anywhere(tmp_path):
-    assert keepmtp("plan", "tiny-glm4-moe", cwd=tmp_path).returncode == 0
+    assert keepmtp("plan tiny-glm4-moe", cwd=tmp_path).returncode == 0
     text = find_recipe("tiny-glm4-moe.w4a16-fp8")[1]
     (tmp_path / "mine.yaml").write_text(text.replace("models/tiny-glm4-moe", "models/tiny-glm5"))
-    refused("plan", "mine.yaml", says="models/tiny-glm5: a checkpoint is a folder", cwd=tmp_path)
+    refused("plan mine.yaml", says="models/tiny-glm5: a checkpoint is a folder", cwd=tmp_path)
 
 
 def test_a_broken_recipe_file(source, tmp_path):
     _, shipped = find_recipe("glm-4.7.w4a16-fp8")
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(shipped.replace("backbone:", "backbones:"))
-    refused("plan", str(recipe), "--source", str(source), says="Did you mean backbone?")
+    refused(f"plan {recipe} --source {source}", says="Did you mean backbone?")
     recipe.write_text(
         shipped + "overrides:\n  - {modules: model.layers.99.mlp.gate_proj, scheme: bf16}\n"
     )
-    refused("plan", str(recipe), "--source", str(source), says="model.layers.99.mlp.gate_proj")
+    refused(f"plan {recipe} --source {source}", says="model.layers.99.mlp.gate_proj")
 
 
 def test_help_teaches():
-    taught = " ".join(keepmtp("quantize", "--help").stdout.split())
+    taught = " ".join(keepmtp("quantize --help").stdout.split())
     assert all(
         word in taught
         for word in ("--keep-calibration", "torchrun", "keepmtp[calibrate]", "held-out")
@@ -294,7 +289,7 @@ def test_help_teaches():
         done = keepmtp(verb, "--help")
         assert done.returncode == 0 and len(done.stdout) > 300
         assert keepmtp(verb, "-h").stdout == done.stdout
-    assert "[-- VLLM_OPTIONS]" in keepmtp("eval", "--help").stdout
+    assert "[-- VLLM_OPTIONS]" in keepmtp("eval --help").stdout
     assert keepmtp("--version").stdout == keepmtp("-V").stdout == f"keepmtp {__version__}\n"
     assert keepmtp("--help").stdout == keepmtp().stderr
 

@@ -73,7 +73,7 @@ def test_a_copy_leaves_the_file_alone(recipe, hub, tmp_path):
     done = run("pin", "mine.yaml", "--out", "pinned.yaml", hub=hub, cwd=tmp_path)
     assert done.returncode == 0 and recipe.read_text() == before
     assert hub[1] in (tmp_path / "pinned.yaml").read_text()
-    refused("pin", "mine.yaml", "--out", "pinned.yaml", says="never overwritten", cwd=tmp_path)
+    refused("pin mine.yaml --out pinned.yaml", says="never overwritten", cwd=tmp_path)
 
 
 def test_a_repository_that_is_not_there(recipe, hub, tmp_path):

@@ -23,7 +23,7 @@ def folder(tmp_path) -> Path:
 
 
 def test_a_check_is_kept_with_the_bytes_it_is_about(folder, tmp_path):
-    done = keepmtp("check", "out/glm.nvfp4", "--record", "--json", cwd=tmp_path)
+    done = keepmtp("check out/glm.nvfp4 --record --json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ok"], "standard output is as without --record"
     evidence = report_folder(folder)
@@ -44,7 +44,7 @@ def test_a_check_is_kept_with_the_bytes_it_is_about(folder, tmp_path):
         CACHE,
     }
     for path in (evidence, folder):
-        again = keepmtp("report", path)
+        again = keepmtp(f"report {path}")
         assert again.returncode == 0 and again.stdout == f"{evidence / 'report.html'}\n", (
             again.stderr
         )
@@ -59,7 +59,7 @@ def test_what_make_check_keeps_is_enough_for_make_card(tmp_path):
     command = subprocess.run(dry, capture_output=True, text=True, cwd=ROOT, check=True).stdout
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    made = keepmtp("card", folder)
+    made = keepmtp(f"card {folder}")
     assert made.returncode == 0 and (tmp_path / "out" / "tiny.card" / "README.md").is_file(), (
         made.stderr
     )
@@ -80,7 +80,7 @@ def test_a_checkpoint_with_errors_has_a_record_too(folder):
     """Exit status 1, and the report says why."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    done = keepmtp("check", folder, "--record")
+    done = keepmtp(f"check {folder} --record")
     assert done.returncode == 1, done.stdout
     full = verify(report_folder(folder))
     assert (
@@ -96,7 +96,7 @@ def test_results_of_other_bytes_are_refused_before_the_work(tmp_path):
     folder = tmp_path / "glm"
     evidence = measured.measured(folder)
     (folder / "generation_config.json").write_text("{}")
-    done = keepmtp("check", folder, "--record")
+    done = keepmtp(f"check {folder} --record")
     assert done.returncode == 2 and done.stdout == "" and not (evidence / JSON_FILE).exists()
     assert (
         "serve.json: must be measured on the same bytes" in done.stderr
@@ -104,7 +104,7 @@ def test_results_of_other_bytes_are_refused_before_the_work(tmp_path):
     )
     for name in ("serve", "gsm8k"):
         file_of(evidence, name).unlink()
-    assert keepmtp("check", folder, "--record").returncode == 0 and verify(
+    assert keepmtp(f"check {folder} --record").returncode == 0 and verify(
         evidence
     ).absent.keys() >= {"serve"}
 
@@ -116,7 +116,7 @@ def test_only_one_folder_is_recorded(words):
 
 
 def test_a_wrong_gpu_is_refused_before_a_byte_is_read(folder):
-    done = keepmtp("check", folder, "--record", "--gpu", "sm70")
+    done = keepmtp(f"check {folder} --record --gpu sm70")
     assert (
         done.returncode == 2
         and "--gpu: must be one of" in done.stderr
@@ -126,7 +126,7 @@ def test_a_wrong_gpu_is_refused_before_a_byte_is_read(folder):
 
 def test_an_evidence_folder_without_results(tmp_path):
     (tmp_path / "glm.report").mkdir()
-    done = keepmtp("report", tmp_path / "glm.report")
+    done = keepmtp(f"report {tmp_path}/glm.report")
     assert (
         done.returncode == 2
         and done.stderr.startswith("error: ")
@@ -140,7 +140,7 @@ def test_the_source_is_a_folder_with_the_recorded_files(folder, tmp_path):
     record = measured.recorded(made_from={"name": "GLM", "files": files}, source=str(source))
     (folder / "keepmtp.json").write_text(json.dumps(record))
     assert recorded_source(open_source(folder), cure="Name it") == str(source)
-    assert keepmtp("check", folder, "--record").returncode == 0
+    assert keepmtp(f"check {folder} --record").returncode == 0
     assert all(row.num_bytes_before for row in read_json(report_folder(folder) / JSON_FILE).sizes)
     os.truncate(source / "config.json", 10)
     with pytest.raises(RecipeError, match=r"no folder with the recorded files here\. Name it\.$"):

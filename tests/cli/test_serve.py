@@ -174,8 +174,8 @@ def test_a_server_that_ends_by_itself(tmp_path, mark, port):
 @pytest.mark.full
 def test_a_second_checkpoint_and_no_vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "no python"))
-    refused("serve", str(GLM), str(GLM), says="takes one at a time")
-    refused("serve", str(GLM), says="VLLM_PYTHON")
+    refused(f"serve {GLM} {GLM}", says="takes one at a time")
+    refused(f"serve {GLM}", says="VLLM_PYTHON")
 
 
 @pytest.mark.parametrize(
@@ -211,11 +211,11 @@ def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
     folder = shutil.copytree(GLM, tmp_path / "glm")
     config = json.loads((folder / "config.json").read_text())
     write_whole(folder / "config.json", json.dumps(config | {"num_nextn_predict_layers": 2}))
-    done = keepmtp("serve", str(folder), "--dry-run")
+    done = keepmtp(f"serve {folder} --dry-run")
     assert done.returncode == 1 and "must pass the check before it is served" in done.stderr, (
         done.stderr
     )
-    first = json.loads(keepmtp("check", str(folder), "--json").stdout)["findings"][0]
+    first = json.loads(keepmtp(f"check {folder} --json").stdout)["findings"][0]
     assert first["where"] in done.stderr and first["cure"] in done.stderr
 
 
@@ -236,13 +236,13 @@ def test_a_scale_that_is_wrong_is_not_served(tmp_path):
             shard.unlink()  # hard links of it stay as they are
             save_file(tensors, shard, metadata={"format": "pt"})
             break
-    done = keepmtp("serve", str(folder), "--dry-run")
+    done = keepmtp(f"serve {folder} --dry-run")
     assert done.returncode == 1 and name and name in done.stderr, done.stderr
 
 
 @pytest.mark.full
 def test_the_commands(tmp_path):
-    done = keepmtp("serve", str(GLM), "-k", "3", "--dry-run", "--", "--max-model-len", "2048")
+    done = keepmtp(f"serve {GLM} -k 3 --dry-run -- --max-model-len 2048")
     assert done.returncode == 0, done.stderr
     line, docker = done.stdout.splitlines()[1:]
     config = """'{"method":"mtp","num_speculative_tokens":3}'"""
@@ -254,7 +254,7 @@ def test_the_commands(tmp_path):
         f"/model --served-model-name tiny-glm4-moe --speculative-config {config} --max-model-len "
         "2048"
     )
-    told = json.loads(keepmtp("serve", str(GLM), "-k", "0", "--dry-run", "--json").stdout)
+    told = json.loads(keepmtp(f"serve {GLM} -k 0 --dry-run --json").stdout)
     assert told["words"] == ["vllm", "serve", str(GLM)] and told["why"] == "as you say"
     assert docker_words("a/b", 0, version="0.32.0+cpu")[-3:] == (
         "--ipc=host",
@@ -290,7 +290,7 @@ def test_bench_recommends_it(measured):
     assert (
         found.why == "as bench recommends for 1 at once on NVIDIA H200 (140 GiB); k=0 for 8 at once"
     )
-    done = keepmtp("serve", str(measured), "--dry-run")
+    done = keepmtp(f"serve {measured} --dry-run")
     assert done.stdout.startswith(f"# k=3: {found.why}\n"), done.stderr
 
 

@@ -43,8 +43,8 @@ def test_the_default_variant_is_meant_where_none_is_named(folder):
         "MODEL glm-4.7: out/glm-4.7.nvfp4a16-fp8 must be there; got only out/glm-4.7.fp8-dynamic, "
         "out/glm-4.7.w4a16-fp8. Name one by SCHEME or OUT."
     )
-    refused("where", "glm-4.7", says=says, cwd=folder)
-    refused("where", "mimo-7b", says="got no out/mimo-7b.*. Run make quantize", cwd=folder)
+    refused("where glm-4.7", says=says, cwd=folder)
+    refused("where mimo-7b", says="got no out/mimo-7b.*. Run make quantize", cwd=folder)
 
 
 @pytest.mark.full
@@ -65,7 +65,7 @@ def test_a_checkpoint_without_a_recipe(folder):
             "SCHEME must be given where MODEL is a checkpoint; got only "
             "out/tune.nvfp4a16-fp8-mtp-w4a16"
         )
-        refused("where", model, says=says, cwd=folder)
+        refused(f"where {model}", says=says, cwd=folder)
 
 
 @pytest.mark.few(1)
@@ -74,7 +74,7 @@ def test_a_checkpoint_without_a_recipe(folder):
 )
 @pytest.mark.parametrize("model", ["tiny-glm4-moe", str(TINY)])
 def test_it_is_the_folder_that_quantize_writes(model, words, tmp_path):
-    done = keepmtp("quantize", model, *words, cwd=tmp_path)
+    done = keepmtp(f"quantize {model}", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (made,) = [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
     assert where(model, *words, cwd=tmp_path) == f"out/{made.name}"

@@ -1,6 +1,7 @@
 """The command, run as people type it."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,12 @@ def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.Comple
 
 
 def keepmtp(
-    *words: str | Path, cwd: Path | None = None, **environment: str
+    command: str = "", *words: str | Path, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [KEEPMTP, *map(str, words)]
+    """A command line as it is typed, after `keepmtp`; further words as they are."""
+    line = [KEEPMTP, *shlex.split(command), *map(str, words)]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment
+        line, capture_output=True, text=True, cwd=cwd, env=os.environ | environment
     )
 
 
@@ -51,8 +53,10 @@ def keepmtp_without(
     )
 
 
-def refused(*words: str, says: str, status: int = 2, cwd: Path | None = None) -> None:
-    done = keepmtp(*words, cwd=cwd)
+def refused(
+    command: str, *words: str, says: str, status: int = 2, cwd: Path | None = None
+) -> None:
+    done = keepmtp(command, *words, cwd=cwd)
     assert done.returncode == status, done.stdout + done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert "; got " in done.stderr and done.stderr.rstrip().endswith((".", "?"))
