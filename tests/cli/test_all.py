@@ -101,17 +101,8 @@ def test_the_place_of_the_mtp_block_reaches_quantize(tmp_path):
 @pytest.mark.full
 def test_words_for_vllm_reach_every_server(tmp_path):
     out = tmp_path / "out"
-    words = [
-        "tiny-glm4-moe",
-        "--out",
-        str(out),
-        "--any-vllm",
-        "--dry-run",
-        "--",
-        "--tensor-parallel-size",
-        "8",
-    ]
-    commands = run_all(*words).stdout.splitlines()
+    words = f"tiny-glm4-moe --out {out} --any-vllm --dry-run -- --tensor-parallel-size 8"
+    commands = run_all(words).stdout.splitlines()
     assert [line for line in commands if line.endswith(" -- --tensor-parallel-size 8")] == [
         f"keepmtp {verb} {out} --any-vllm -- --tensor-parallel-size 8"
         for verb in ("serve-check", "eval")
@@ -128,15 +119,8 @@ def test_words_for_vllm_reach_every_server(tmp_path):
 
 @pytest.mark.parametrize("target", ["all", "validate", "validate EVAL=gsm8k"])
 def test_words_for_vllm_reach_it_through_make(target):
-    words = [
-        "make",
-        "--no-print-directory",
-        "-n",
-        *target.split(),
-        "OUT=x",
-        "K=3",
-        "VLLM_ARGS=--tensor-parallel-size 8",
-    ]
+    words = ["make", "--no-print-directory", "-n", *target.split(), "OUT=x", "K=3"]
+    words.append("VLLM_ARGS=--tensor-parallel-size 8")
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     line = " ".join(done.stdout.replace("\\\n", " ").splitlines()[-1].split())
     assert re.search(r"keepmtp .*-k 3 -- --tensor-parallel-size 8$", line), done.stdout
@@ -169,12 +153,12 @@ def test_other_gates_do_not_make_another_checkpoint(made, tmp_path):
     """They judge the bytes and change none; another scheme does."""
     text = (made / "recipe.yaml").read_text()
     recipe = tmp_path / "recipe.yaml"
-    words = (str(recipe), "--scheme", "W8A16", "--out", str(made), "--dry-run")
+    words = f"{recipe} --scheme W8A16 --out {made} --dry-run"
     recipe.write_text(text + "gates:\n  max_drop: 0.05\n")
-    done = run_all(*words)
+    done = run_all(words)
     assert done.returncode == 0, done.stderr
     recipe.write_text(text.replace("dense_mlp: FP8_BLOCK", "dense_mlp: bf16"))
-    done = run_all(*words)
+    done = run_all(words)
     assert done.returncode == 2 and "whose backbone is" in " ".join(done.stderr.split())
 
 

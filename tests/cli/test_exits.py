@@ -65,13 +65,12 @@ def test_a_home_folder_in_an_option(tmp_path):
     """A shell leaves the `~` of `--source=~/x`, and of one in quotes."""
     (tmp_path / "home").mkdir()
     shutil.copytree(MODEL, tmp_path / "home" / "mine")
-    for words in (("--source=~/mine",), ("--source", "~/mine")):
-        done = keepmtp(
-            "plan tiny-glm4-moe", *words, "--json", cwd=tmp_path, HOME=str(tmp_path / "home")
-        )
+    home = str(tmp_path / "home")
+    for words in ("--source=~/mine", "--source ~/mine"):
+        done = keepmtp(f"plan tiny-glm4-moe {words} --json", cwd=tmp_path, HOME=home)
         assert done.returncode == 0, done.stderr
-    words = ("quantize", "tiny-glm4-moe", "--source=~/mine", "--out=~/made/out")
-    assert keepmtp(*words, cwd=tmp_path, HOME=str(tmp_path / "home")).returncode == 0
+    words = "quantize tiny-glm4-moe --source=~/mine --out=~/made/out"
+    assert keepmtp(words, cwd=tmp_path, HOME=home).returncode == 0
     assert (tmp_path / "home" / "made" / "out").is_dir() and [
         each.name for each in tmp_path.iterdir()
     ] == ["home"]

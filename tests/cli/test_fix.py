@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from inspect import signature
 from typing import NamedTuple
@@ -23,10 +24,10 @@ class Ended(NamedTuple):
 def keepmtp(monkeypatch, capsys) -> Callable[..., Ended]:
     """The command in this process."""
 
-    def run(*words: str, **environment: str) -> Ended:
+    def run(command: str, **environment: str) -> Ended:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("sys.argv", ["keepmtp", *words])
+        monkeypatch.setattr("sys.argv", ["keepmtp", *shlex.split(command)])
         with pytest.raises(SystemExit) as ended:
             main()
         return Ended(int(ended.value.code or 0), *capsys.readouterr())
@@ -113,18 +114,16 @@ def test_after_a_fix_the_next_command_takes_the_new_folder(keepmtp, tmp_path):
     case = next(case for case in BROKEN if case.name.startswith("F1 ")).build()
     case.index = lambda index: index["metadata"].update(total_size=1)
     new = tmp_path / "a new one"
-    done = keepmtp(
-        "fix", str(write(tmp_path / "F1", case)), "--out", str(new), VLLM_PYTHON="/nowhere"
-    )
+    write(tmp_path / "F1", case)
+    done = keepmtp(f"fix {tmp_path}/F1 --out '{new}'", VLLM_PYTHON="/nowhere")
     assert f"needs new values: keepmtp graft '{new}' --from RELEASE --out NEW" in done.stdout, (
         done.stderr
     )
 
 
 def test_a_good_checkpoint_has_nothing_to_change(keepmtp, tmp_path):
-    done = keepmtp(
-        "fix", str(write(tmp_path / "good", GOOD["glm fp8"]())), "--out", str(tmp_path / "new")
-    )
+    write(tmp_path / "good", GOOD["glm fp8"]())
+    done = keepmtp(f"fix {tmp_path}/good --out {tmp_path}/new")
     assert (
         done.returncode == 0
         and "nothing to change" in done.stdout
@@ -134,8 +133,7 @@ def test_a_good_checkpoint_has_nothing_to_change(keepmtp, tmp_path):
 
 def test_what_cannot_be_read_is_refused(keepmtp, tmp_path):
     assert keepmtp(f"fix {tmp_path}/nowhere").returncode == 2
-    (tmp_path / "cut").mkdir()
-    done = keepmtp("fix", str(broken(tmp_path / "short", "R6 shard cut")))
+    done = keepmtp(f"fix {broken(tmp_path / 'short', 'R6 shard cut')}")
     assert (
         done.returncode == 2
         and done.stderr.count("; got ") == 1

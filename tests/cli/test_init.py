@@ -81,15 +81,15 @@ def test_a_fine_tune_that_lost_its_block(tmp_path):
     write_checkpoint(tmp_path / "release", config, tensors)
     lost = {name: each for name, each in tensors.items() if not name.startswith("model.layers.3.")}
     write_checkpoint(tmp_path / "tune", config, lost)
-    words = ("--mtp-source", "./release")
+    words = "--mtp-source ./release"
     assert "Add --mtp-source" in keepmtp("init ./tune", cwd=tmp_path).stderr
-    assert keepmtp("init ./tune", *words, cwd=tmp_path).returncode == 0
-    plans = [("recipe.yaml",), ("./tune", "--scheme", "nvfp4a16-fp8", *words)]
+    assert keepmtp(f"init ./tune {words}", cwd=tmp_path).returncode == 0
+    plans = ["recipe.yaml", f"./tune --scheme nvfp4a16-fp8 {words}"]
     mine, other = (
-        json.loads(keepmtp("plan", *plan, "--json", cwd=tmp_path).stdout) for plan in plans
+        json.loads(keepmtp(f"plan {plan} --json", cwd=tmp_path).stdout) for plan in plans
     )
     assert mine["groups"] == other["groups"] and mine["mtp_layers"] == 1
-    done = keepmtp("init glm-4.7 --out mine.yaml", *words, cwd=tmp_path)
+    done = keepmtp(f"init glm-4.7 --out mine.yaml {words}", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: --mtp-source: belongs to"), (
         done.stderr
     )

@@ -35,9 +35,9 @@ def test_quantize_then_check(source, tmp_path):
     reports = [json.loads(line) for line in checked.stdout.splitlines()]
     assert checked.returncode == 0 and [report["ok"] for report in reports] == [True, True]
     assert reports[0]["findings"] == []
-    again = ("quantize", "glm-4.7", "--source", str(source), "--out", "out")
-    assert "out: finished before" in keepmtp(*again, cwd=tmp_path).stdout
-    refused(*again, "--scheme", "FP8_BLOCK", says="never overwritten", cwd=tmp_path)
+    again = f"quantize glm-4.7 --source {source} --out out"
+    assert "out: finished before" in keepmtp(again, cwd=tmp_path).stdout
+    refused(f"{again} --scheme FP8_BLOCK", says="never overwritten", cwd=tmp_path)
 
 
 def test_dry_run_writes_nothing(source, tmp_path):
@@ -68,15 +68,11 @@ def test_plan_is_for_people_too(source):
 # --- calibrated recipes ---------------------------------------------------------------------------
 
 
-def test_a_dry_run_says_what_batches_contribute(tmp_path):
+def test_a_dry_run_says_how_it_would_be_calibrated(tmp_path):
     model = str(ROOT / "models/tiny-glm4-moe")
     done = keepmtp(f"quantize {AUTO} --source {model} --dry-run --json", cwd=tmp_path)
     assert done.returncode == 0 and not list(tmp_path.iterdir()), done.stderr
     told = json.loads(done.stdout)["calibration"]
-    assert {(row["part"], row["modules"]): row["from_batches"] for row in told["groups"]} == {
-        ("backbone", group): "input scales"
-        for group in ("attention", "dense_mlp", "experts", "shared_experts")
-    }
     assert (
         told["tokens"] == 32 * 128
         and told["min_acceptance"] == 0.97
@@ -100,9 +96,9 @@ def test_a_dry_run_says_what_batches_contribute(tmp_path):
         ),
         (
             "tiny-glm4-moe.w4a16-awq",
-            ["weights, by awq", "perhaps rescaled, by awq", "its acceptance is measured"],
+            ["awq on 32 sequences", "its acceptance is measured"],
         ),
-        ("tiny-glm4-moe.w4a16-gptq", ["weights, by gptq"]),
+        ("tiny-glm4-moe.w4a16-gptq", ["gptq on 32 sequences"]),
     ],
 )
 def test_a_plan_explains_calibration(recipe, says):
@@ -140,23 +136,21 @@ def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
 
 @pytest.mark.full
 def test_what_is_not_installed_is_one_sentence(source, tmp_path):
-    model = ("--source", str(ROOT / "models/tiny-glm4-moe"))
+    words = f"{AUTO} --source {ROOT}/models/tiny-glm4-moe"
     heavy = ("datasets", "llmcompressor", "transformers")
-    done = keepmtp_without(heavy, "quantize", AUTO, *model, cwd=tmp_path)
+    done = keepmtp_without(heavy, f"quantize {words}", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
     absent = "got no datasets and no llmcompressor and no transformers"
     assert f"{absent}. Run {sys.executable} -m pip install 'keepmtp[calibrate]'" in done.stderr
     other = re.search(r"or use --scheme (\S+), which needs no batches", done.stderr)
     assert other, done.stderr
-    done = keepmtp_without(
-        heavy, "quantize", AUTO, *model, "--scheme", other[1], "--out", "out", cwd=tmp_path
-    )
+    free = f"quantize {words} --scheme {other[1]} --out out"
+    done = keepmtp_without(heavy, free, cwd=tmp_path)
     assert done.returncode == 0 and "check passed" in done.stdout, done.stderr
-    done = keepmtp_without(("torch", *heavy), "plan", AUTO, *model, cwd=tmp_path)
+    done = keepmtp_without(("torch", *heavy), f"plan {words}", cwd=tmp_path)
     assert done.returncode == 0 and "Would be refused: calibration for" in done.stdout, done.stderr
-    done = keepmtp_without(
-        ("torch",), "quantize", "glm-4.7", "--source", str(source), "--out", "no", cwd=tmp_path
-    )
+    words = f"quantize glm-4.7 --source {source} --out no"
+    done = keepmtp_without(("torch",), words, cwd=tmp_path)
     assert done.returncode == 2 and "-m pip install 'keepmtp[quantize]'." in done.stderr
 
 
@@ -167,11 +161,11 @@ def without_free_memory(plan: str) -> str:
 
 @pytest.mark.full
 def test_only_the_first_of_several_processes_speaks(tmp_path):
-    words = ("quantize", AUTO, "--source", str(ROOT / "models/tiny-glm4-moe"), "--dry-run")
-    quiet = keepmtp(*words, RANK="1", WORLD_SIZE="2")
+    words = f"quantize {AUTO} --source {ROOT}/models/tiny-glm4-moe --dry-run"
+    quiet = keepmtp(words, RANK="1", WORLD_SIZE="2")
     assert quiet.returncode == 0 and quiet.stdout == quiet.stderr == ""
     spoken, alone = (
-        keepmtp(*words, **place).stdout
+        keepmtp(words, **place).stdout
         for place in ({"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "3"})
     )
     assert without_free_memory(spoken) == without_free_memory(alone) != ""
@@ -182,10 +176,10 @@ def test_only_the_first_of_several_processes_speaks(tmp_path):
 @pytest.mark.full
 def test_which_extra_a_recipe_needs():
     """What the Makefile installs before a run."""
-    calibrated = [(AUTO,), ("tiny-glm4-moe", "--scheme", "nvfp4"), ("tiny-glm4-moe.w4a16-gptq",)]
-    plain = [("tiny-glm4-moe",), (AUTO, "--scheme", "W4A16", "--mtp", "bf16")]
-    assert {keepmtp("extra", *words).stdout for words in calibrated} == {"calibrate\n"}
-    assert {keepmtp("extra", *words).stdout for words in plain} == {"quantize\n"}
+    calibrated = [AUTO, "tiny-glm4-moe --scheme nvfp4", "tiny-glm4-moe.w4a16-gptq"]
+    plain = ["tiny-glm4-moe", f"{AUTO} --scheme W4A16 --mtp bf16"]
+    assert {keepmtp(f"extra {words}").stdout for words in calibrated} == {"calibrate\n"}
+    assert {keepmtp(f"extra {words}").stdout for words in plain} == {"quantize\n"}
 
 
 @pytest.mark.full
@@ -197,11 +191,11 @@ def test_a_back_end_has_an_extra_of_its_own(tmp_path):
         tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian"
     )
     assert keepmtp(f"extra {recipe}").stdout == "modelopt\n"
-    words = ("quantize", str(recipe), "--out", str(tmp_path / "out"))
-    done = keepmtp_without(("nvidia-modelopt",), *words, cwd=ROOT)
+    words = f"quantize {recipe} --out {tmp_path}/out"
+    done = keepmtp_without(("nvidia-modelopt",), words, cwd=ROOT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "needs keepmtp's `modelopt` extra; got no nvidia-modelopt. Run " in done.stderr
-    done = keepmtp(*words, RANK="0", WORLD_SIZE="2")
+    done = keepmtp(words, RANK="0", WORLD_SIZE="2")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "algorithm: local-hessian must run in one process" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == [recipe.name]
@@ -222,16 +216,8 @@ def test_a_calibrated_run_for_machines(tmp_path):
     }.items():
         text = re.sub(rf"{key}: .*", f"{key}: {value}", text)
     (tmp_path / "mine.yaml").write_text(text)
-    words = (
-        "quantize",
-        "mine.yaml",
-        "--source",
-        str(ROOT / "models/tiny-glm4-moe"),
-        "--out",
-        "out",
-        "--json",
-    )
-    done = keepmtp(*words, cwd=tmp_path)
+    words = f"quantize mine.yaml --source {ROOT}/models/tiny-glm4-moe --out out --json"
+    done = keepmtp(words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in done.stderr.splitlines()]
     assert [(step["step"], step["done"], step["total"]) for step in steps] == [

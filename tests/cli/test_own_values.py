@@ -61,16 +61,7 @@ def test_a_broken_source_gives_no_output(name, source, tmp_path):
 
 @pytest.mark.full
 def test_a_run_that_is_resumed_is_read_too_and_a_mended_source_ends_it(source, tmp_path):
-    words = (
-        "quantize",
-        "tiny-glm4-moe",
-        "--source",
-        str(source),
-        "--scheme",
-        "fp8-dynamic",
-        "--out",
-        "out",
-    )
+    words = f"quantize tiny-glm4-moe --source {source} --scheme fp8-dynamic --out out"
     shard = source / opened(source).source.entries["model.norm.weight"].file
     good = shard.read_bytes()
     poke(source, "model.norm.weight", math.nan, at=3)
@@ -82,7 +73,7 @@ def test_a_run_that_is_resumed_is_read_too_and_a_mended_source_ends_it(source, t
             api.quantize(plan, tmp_path / "out", threads=2)
         assert not (tmp_path / "out").exists()
     shard.write_bytes(good)
-    done = keepmtp(*words, cwd=tmp_path)
+    done = keepmtp(words, cwd=tmp_path)
     assert done.returncode == 0 and "reading values  " in done.stderr, done.stderr
     assert (tmp_path / "out" / "config.json").is_file()
 

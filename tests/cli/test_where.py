@@ -31,8 +31,8 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def where(*words: str, cwd: Path) -> str:
-    done = keepmtp("where", *words, cwd=cwd)
+def where(words: str, cwd: Path) -> str:
+    done = keepmtp(f"where {words}", cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -49,18 +49,16 @@ def test_the_default_variant_is_meant_where_none_is_named(folder):
 
 @pytest.mark.full
 def test_the_words_of_the_run_find_its_folder(folder):
-    assert where("glm-4.7", "--scheme", "W4A16_FP8", cwd=folder) == "out/glm-4.7.w4a16-fp8"
+    assert where("glm-4.7 --scheme W4A16_FP8", cwd=folder) == "out/glm-4.7.w4a16-fp8"
     assert where("glm-4.7.fp8-dynamic", cwd=folder) == "out/glm-4.7.fp8-dynamic"
-    assert (
-        where("zai-org/GLM-4.7", "--scheme", "fp8-dynamic", cwd=folder) == "out/glm-4.7.fp8-dynamic"
-    )
+    assert where("zai-org/GLM-4.7 --scheme fp8-dynamic", cwd=folder) == "out/glm-4.7.fp8-dynamic"
 
 
 @pytest.mark.full
 def test_a_checkpoint_without_a_recipe(folder):
     for model in ("org/tune", "./tune", "https://huggingface.co/org/tune"):
-        words = (model, "--scheme", "NVFP4A16-fp8", "--mtp", "W4A16")
-        assert where(*words, cwd=folder) == "out/tune.nvfp4a16-fp8-mtp-w4a16"
+        words = f"{model} --scheme NVFP4A16-fp8 --mtp W4A16"
+        assert where(words, cwd=folder) == "out/tune.nvfp4a16-fp8-mtp-w4a16"
         says = (
             "SCHEME must be given where MODEL is a checkpoint; got only "
             "out/tune.nvfp4a16-fp8-mtp-w4a16"
@@ -69,12 +67,10 @@ def test_a_checkpoint_without_a_recipe(folder):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "words", [("--scheme", "nvfp4a16-fp8"), ("--scheme", "W8A16", "--mtp", "fp8-dynamic")]
-)
+@pytest.mark.parametrize("words", ["--scheme nvfp4a16-fp8", "--scheme W8A16 --mtp fp8-dynamic"])
 @pytest.mark.parametrize("model", ["tiny-glm4-moe", str(TINY)])
 def test_it_is_the_folder_that_quantize_writes(model, words, tmp_path):
-    done = keepmtp(f"quantize {model}", *words, cwd=tmp_path)
+    done = keepmtp(f"quantize {model} {words}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (made,) = [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
-    assert where(model, *words, cwd=tmp_path) == f"out/{made.name}"
+    assert where(f"{model} {words}", cwd=tmp_path) == f"out/{made.name}"

@@ -44,18 +44,19 @@ main()
 
 
 def keepmtp_without(
-    packages: tuple[str, ...], *words: str, cwd: Path
+    packages: tuple[str, ...], command: str, *words: str, cwd: Path
 ) -> subprocess.CompletedProcess[str]:
     """The command where these packages are not installed."""
     hide = HIDE.format(packages=packages)
     return subprocess.run(
-        [sys.executable, "-c", hide, *words], capture_output=True, text=True, cwd=cwd
+        [sys.executable, "-c", hide, *shlex.split(command), *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
     )
 
 
-def refused(
-    command: str, *words: str, says: str, status: int = 2, cwd: Path | None = None
-) -> None:
+def refused(command: str, *words: str, says: str, status: int = 2, cwd: Path | None = None) -> None:
     done = keepmtp(command, *words, cwd=cwd)
     assert done.returncode == status, done.stdout + done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
