@@ -242,6 +242,7 @@ def _end_at_once_from_here_on() -> None:
     """A signal while Python and its libraries leave would be an exception in their code, with a
     traceback.
     """
+    signal.setitimer(signal.ITIMER_REAL, 0)  # of `_stop_again`
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)

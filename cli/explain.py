@@ -23,7 +23,7 @@ from ..recipes.errors import RecipeError, printable
 from . import exits
 from .findings import with_path, wrapped
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm
-from .tables import answer, by_reason, table
+from .tables import answer, by_reason, counted, table
 
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
@@ -119,13 +119,21 @@ def _log(where: str) -> "Log":
 def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
     """The groups of both models, why they are so, and what the log says."""
     if found.path:
-        family = (
-            f"{found.family}, {found.dialect}"
-            if found.family
-            else "what vLLM builds of it cannot be told"
-        )
+        family = f"{found.family}, {found.dialect}"
+        if not found.family:
+            family = "what vLLM builds of it cannot be told"
         yield from wrapped(console, f"{found.path}: {family}")
-    yield from _groups(found)
+    for part, title in _TITLES.items():
+        rows = []
+        for group in found.groups:
+            if group.part == part:
+                files = group.first_file
+                if group.files > 1:
+                    files = f"{group.files} files"
+                filled = f"{group.tensors:,} {group.stored} in {files}"
+                rows.append([f"{group.modules} ({group.count:,})", group.built, filled])
+        if rows:
+            yield table(title, ("modules", "built as", "filled from"), rows)
     named = (
         (group.why, f"{'MTP ' * (group.part == 'mtp')}{group.modules}") for group in found.groups
     )
@@ -147,27 +155,9 @@ def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
     for line in found.unknown:
         yield Text.assemble(("\nunknown: ", "bold red"), printable(line))
     if not found.answers:
-        what = (
-            "No line of the log is a failure that keepmtp knows"
-            if found.log_lines
-            else "The log has no failure"
-        )
-        yield from wrapped(console, f"{what}: this is unknown.")
+        yield from wrapped(console, "The log has no failure that keepmtp knows.")
         if not found.path:
             yield "`keepmtp check PATH --gpu sm100` lets vLLM's own loaders judge a checkpoint."
-
-
-def _groups(found: "Explanation") -> Iterator[RenderableType]:
-    """A table for each model that has groups."""
-    for part, title in _TITLES.items():
-        rows = []
-        for group in found.groups:
-            if group.part == part:
-                files = group.first_file if group.files == 1 else f"{group.files} files"
-                filled = f"{group.tensors:,} {group.stored} in {files}"
-                rows.append([f"{group.modules} ({group.count:,})", group.built, filled])
-        if rows:
-            yield table(title, ("modules", "built as", "filled from"), rows)
 
 
 def _verdict(found: "Explanation") -> Iterator[str]:
@@ -175,7 +165,7 @@ def _verdict(found: "Explanation") -> Iterator[str]:
     if errors:
         first = errors[0]
         cure = with_path(first.cure, found.path).rstrip(".")
-        count = "an error" if len(errors) == 1 else f"{len(errors)} errors"
+        count = counted(len(errors), "error")
         yield f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {cure}."
     elif found.path:
         yield "The check finds no error in it."
@@ -185,15 +175,13 @@ def _known(found: "Explanation", answer: "Recognized") -> Iterator[str]:
     """What a line of the log is, and what of it is so in this checkpoint."""
     known = answer.failure
     yield f"The log says: {answer.line}"
-    if answer.names:
-        yield f"It names {answer.names}" + (f", here {answer.on_disk}." if answer.on_disk else ".")
-    yield f"{'What it often is' if known.is_general else 'What it is'}: {known.says}."
+    if answer.on_disk:
+        yield f"It names {answer.names}, here {answer.on_disk}."
+    elif answer.names:
+        yield f"It names {answer.names}."
+    yield f"What it {'often ' * known.is_general}is: {known.says}."
     for each in answer.confirmed[:_MOST_CONFIRMED]:
         yield f"In this checkpoint: {each}."
-    if (more := len(answer.confirmed) - _MOST_CONFIRMED) > 0:
-        yield (
-            f"In this checkpoint: {more} more findings of this kind; `keepmtp check` has them all."
-        )
     if known.is_general and found.path and not answer.confirmed:
         yield (
             "In this checkpoint: the check finds nothing of this kind, so it may be a defect of "

@@ -30,7 +30,7 @@ from ..recipes.find import calibration_name
 from ..recipes.model_file import find_path, in_words
 from ..recipes.pinned import moves
 from ..recipes.runtimes.sglang import VERSION
-from ..recipes.schema import AUTO, TextsOfMix, candidates_for
+from ..recipes.schema import AUTO, candidates_for
 from ..validate.measure.serve_line import serve_words
 from . import tables
 from .tables import by_reason, counted, table
@@ -100,8 +100,10 @@ def _fate(row: Mapping[str, Any]) -> str:
             return f"quantize to {stored}"
         case "dequantize":
             return f"{stored} from {row['stored_before']}"
+        case "add" if row["modules"] == "attention":
+            return "add a scale"
         case "add":
-            return "add a scale" if row["modules"] == "attention" else "add a copy"
+            return "add a copy"
         case "drop":
             return "drop"
         case _:
@@ -142,10 +144,14 @@ def next_steps(plan: Plan, folder: Path) -> Text:
     schemes = sorted(
         {t.scheme or "plain" for t in plan.tensors if t.part == "mtp" and len(t.shape) >= 2}
     )
-    block = "kept in BF16" if schemes == ["plain"] else f"stored as {', '.join(schemes)}"
+    block = f"stored as {', '.join(schemes)}"
+    if schemes == ["plain"]:
+        block = "kept in BF16"
     if any(tensor.tuned for tensor in plan.tensors):
         block = f"tuned, {block}"
-    size = size_in_words(plan.num_bytes_after) + (", FP8 KV cache" if plan.recipe.kv_cache else "")
+    size = size_in_words(plan.num_bytes_after)
+    if plan.recipe.kv_cache:
+        size += ", FP8 KV cache"
     return Text(f"{printable(str(folder))}: {size}, MTP block {block}. Serve it:\n  {command}")
 
 
@@ -272,33 +278,24 @@ def will_do(plan: Plan) -> str:
 def _data(plan: Plan, num_tokens: int) -> str:
     calibration = plan.recipe.calibration
     assert calibration is not None
-    name = calibration_name(calibration)
-    named = f"--calibration {name}: " if name else ""
-    mix = "; ".join(_texts(texts, is_alone=not calibration.also) for texts in calibration.mix)
-    own = (
-        ", answered by the model itself if memory holds it"
-        if calibration.held_out_by == "model"
-        else ""
-    )
-    how = (
-        f"{calibration.algorithm} ({in_words(calibration.knobs)})"
-        if calibration.knobs
-        else calibration.algorithm
-    )
-    how += " by modelopt" if calibration.backend == "modelopt" else ""
+    how = calibration.algorithm
+    if name := calibration_name(calibration):
+        how = f"--calibration {name}: {how}"
+    if calibration.knobs:
+        how += f" ({in_words(calibration.knobs)})"
+    if calibration.backend == "modelopt":
+        how += " by modelopt"
+    mix = []
+    for texts in calibration.mix:
+        of = filter(None, (texts.dataset_revision, texts.subset, f"split {texts.split}"))
+        named = f"{texts.dataset} ({', '.join(of)}, column {texts.column})"
+        mix.append(f"{texts.share:.0%} {named}" if calibration.also else named)
+    held_out = f"{calibration.held_out:,} more are held out to measure on"
+    if calibration.held_out_by == "model":
+        held_out += ", answered by the model itself if memory holds it"
     return (
-        f"{named}{how} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
-        f"tokens ({num_tokens:,}) of {mix}; {calibration.held_out:,} more are held out to "
-        f"measure on{own}."
-    )
-
-
-def _texts(texts: TextsOfMix, *, is_alone: bool) -> str:
-    share = "" if is_alone else f"{texts.share:.0%} "
-    subset = f", {texts.subset}" if texts.subset else ""
-    return (
-        f"{share}{texts.dataset} ({texts.dataset_revision}{subset}, split {texts.split}, column "
-        f"{texts.column})"
+        f"{how} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
+        f"tokens ({num_tokens:,}) of {'; '.join(mix)}; {held_out}."
     )
 
 
@@ -314,8 +311,8 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
     return {
         "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,
         "candidates": candidates,
-        "min_acceptance": auto.min_acceptance if auto else None,
-        "confidence": recipe.gates.confidence if auto else None,
+        "min_acceptance": auto and auto.min_acceptance,
+        "confidence": auto and recipe.gates.confidence,
         "mtp_pass": {"possible": family.draft is not None, "why": family.no_draft},
     }
 
