@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from keepmtp import api
+from keepmtp.checkpoints import files
 from keepmtp.cli.exits import foreseen, refusal_of
-from keepmtp.quantize.needs import room
 from keepmtp.recipes.errors import KeepMTPError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -111,7 +111,7 @@ def main(folder: Path, number: int) -> None:
         folder.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], check=True)
     # Others fill the disk after the run has looked at it.
-    room.shutil.disk_usage = lambda _: _Usage(10**12, 0, 10**12)
+    files.shutil.disk_usage = lambda _: _Usage(10**12, 0, 10**12)
     fault = Fault(folder, number)
     for _ in range(2 * len(STATIONS)):
         try:

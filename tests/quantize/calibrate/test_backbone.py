@@ -12,7 +12,6 @@ from calibrated import planned
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.model import states
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.run.progress import CalibrationStep
 from keepmtp.quantize.run.ranks import Ranks
@@ -179,12 +178,9 @@ def test_minmax_runs_each_calibration_batch_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_nothing_is_held_from_layer_to_layer(tmp_path, monkeypatch):
+def test_nothing_is_held_from_layer_to_layer(tmp_path):
     """Between layers there is embedding, norm and no more than a batch of states, after the fifth
     as after the first.
-
-    So it is where no memory is free; else the states and the next layer, as it is stored, are kept
-    in it.
 
     Tensors, not the process's size: that grows by oneDNN's cache of kernels, one for each number of
     tokens an expert is sent, up to 1024 of them.
@@ -204,7 +200,6 @@ def test_nothing_is_held_from_layer_to_layer(tmp_path, monkeypatch):
         held.append(sum(storages.values()))
 
     plan, data = deep(tmp_path / "source", "glm-4.7", 5, 3)
-    monkeypatch.setattr(states, "free_host_bytes", lambda: 0)
     look(None)
     calibrate_backbone(
         plan, data, tmp_path / "pass", device=ALONE.device, ranks=ALONE, progress=look

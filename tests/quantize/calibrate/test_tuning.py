@@ -10,7 +10,6 @@ import pytest
 import torch
 from drafts import weights_of
 from keepmtp.checkpoints.dequantize import dequantize
-from keepmtp.cli.plan_tables import will_do_json
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
 from keepmtp.quantize.calibrate.mtp import mtp_policy, tuning
 from keepmtp.quantize.calibrate.mtp.mtp_pass import MtpPass, mtp_pass, refuse_held_out, refuse_mtp
@@ -275,14 +274,3 @@ def test_a_tuned_block_with_an_fp8_cache(weak, tmp_path):
     assert found.tuned is not None and found.tuned.chosen and found.tuned.gain > 1.2
     file = load_file(backbone.folder / "statistics" / "mtp-00000.safetensors")
     assert [name for name in file if name.endswith(("k_scale", "v_scale"))]
-
-
-def test_the_plan_says_what_training_gives(glm):
-    plan, _ = glm
-    said = will_do_json(plan)
-    assert said is not None
-    rows = {row["modules"]: row["from_batches"] for row in said["groups"] if row["part"] == "mtp"}
-    assert (
-        rows["experts"] == "weights and input scales, by training"
-        and rows["glue"] == "weights, by training"
-    )
