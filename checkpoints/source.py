@@ -50,6 +50,7 @@ class Source:
         mtp_source: the checkpoint that the MTP tensors are from, where it is another one. The files
             of these tensors begin with `MTP_FILES`, here and in `states`.
         mtp_files: the files of `mtp_source` that hold them.
+        changed: small files of a checkpoint as it would be; None for one that is left out.
     """
 
     where: str
@@ -64,6 +65,7 @@ class Source:
     states: Mapping[str, FileStamp] = field(default_factory=dict)
     mtp_source: "Source | None" = None
     mtp_files: tuple[str, ...] = ()
+    changed: Mapping[str, bytes | None] = field(default_factory=dict)
 
 
 def open_source(where: str | Path, *, revision: str = "main") -> Source:
@@ -147,6 +149,8 @@ def small_bytes(source: Source, name: str) -> bytes | None:
     Raises:
         CheckpointError: see `json_file.read_bytes_of`.
     """
+    if name in source.changed:
+        return source.changed[name]
     path = small_file(source, name)
     return None if path is None else read_bytes_of(path, f"{source.where}/{name}")
 

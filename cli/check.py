@@ -194,13 +194,12 @@ def _load_json(account: "LoadAccount") -> dict[str, Any]:
     load = account.load
     models = {}
     for role in ("target", "draft"):
-        model, written = account.of(role)
+        model, _ = account.of(role)
         models[role] = {
             "class": model.cls,
             "parameters": model.num_params,
             "written": model.num_written,
             "shared": list(model.shared),
-            "padded": [fault.param for fault in written.padded],
             "kernels": [kernel.model_dump() for kernel in model.kernels],
         }
     return {
@@ -210,7 +209,6 @@ def _load_json(account: "LoadAccount") -> dict[str, Any]:
         "loads": load.failure is None,
         "failure": load.failure.model_dump() if load.failure else None,
         "runner": load.runner,
-        "quant_config": account.quant_config,
         **models,
         "seconds": load.seconds,
         "peak_mib": load.peak_mib,

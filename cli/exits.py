@@ -65,12 +65,10 @@ _OF_SYSTEM: Mapping[int, tuple[str, str]] = {
 
 
 @contextmanager
-def judging(out: Path, *, is_whole: bool = True) -> Iterator[None]:
-    """While a new folder is judged: a stop from outside then says how it is judged again, if it has
-    all files.
-    """
-    how = f"{out} is written, and not yet judged"
-    how += f": `keepmtp check {shlex.quote(str(out))} --gpu sm100` does that" if is_whole else ""
+def judging(out: Path) -> Iterator[None]:
+    """While a new folder is judged: a stop from outside then says how it is judged again."""
+    how = f"{out} is written, and not yet judged: "
+    how += f"`keepmtp check {shlex.quote(str(out))} --gpu sm100` does that"
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:

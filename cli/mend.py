@@ -23,23 +23,14 @@ from ..recipes.errors import RecipeError, size_in_words
 from ..recipes.extras import require_extra
 from . import exits, findings
 from .check import check_json
-from .options import (
-    AnyVLLMOption,
-    DryRunOption,
-    GpusOption,
-    JsonOption,
-    RuntimesOption,
-    chosen_gpus,
-    chosen_runtimes,
-)
+from .options import AnyVLLMOption, DryRunOption, GpusOption, JsonOption, chosen_gpus
 from .progress import bytes_bar, spinner
 from .tables import answer, print_json, say
 
 if TYPE_CHECKING:
     from ..cure.fix import Outcome
     from ..cure.graft import Graft
-    from ..cure.judged import Judged
-    from ..cure.rewritten import Rewritten
+    from ..cure.rewritten import Judged, Rewritten
 
 _COLOURS = {
     "---": "bold",
@@ -65,31 +56,19 @@ class Ending:
     static_only: bool = False
     any_vllm: AnyVLLMOption = False
 
-    def judge(
-        self,
-        out: Path,
-        doing: Callable[[str], None],
-        *,
-        headers: Path | None = None,
-        name: str | None = None,
-    ) -> "Judged":
-        """Check and load a new folder; where it lacks files, by `headers`, those of the whole
-        called `name`.
-        """
-        from ..cure.judged import GPUS, judge
+    def judge(self, out: Path, doing: Callable[[str], None]) -> "Judged":
+        """Check and load a new folder."""
+        from ..cure.rewritten import GPUS, judge
 
         gpus = () if self.static_only else tuple(chosen_gpus(self.gpus or [])) or GPUS
-        with exits.judging(out, is_whole=headers is None):
-            return judge(
-                headers or out, gpus=gpus, any_vllm=self.any_vllm, name=name, progress=doing
-            )
+        with exits.judging(out):
+            return judge(out, gpus=gpus, any_vllm=self.any_vllm, progress=doing)
 
 
 def fix(
     path: str,
     ending: Ending,
     out: Path | None = None,
-    runtimes: RuntimesOption = None,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -101,16 +80,14 @@ def fix(
     under another name or in another shape or dtype for the same bytes. No value of a weight
     changes. Each change is printed with its reason.
 
-    With --runtime sglang, names under which SGLang 0.5.23 builds the draft are added to the lists,
-    so that one checkpoint loads in both. What no entry can cure is said with SGLang's file.
-
     Without --out nothing is written. With it, OUT gets the changed files, and hard links of all
     others: they take no room, and PATH stays as it is. Do not edit a linked file in place: it is
     one file with PATH's. At the end OUT is checked, and loaded by vLLM's own loaders where there is
     a vLLM.
 
     Of a Hub id only headers and small files are read. OUT then has the changed files alone; what
-    needs new shards is named, and can be cured in a download. `hf upload PATH OUT . --create-pr`
+    needs new shards is named, and can be cured in a download; the check alone judges what it would
+    be. `hf upload PATH OUT . --create-pr`
     proposes them to its owner.
 
     What needs new values is named with the command for it, such as `keepmtp graft`.
@@ -120,8 +97,6 @@ def fix(
     Example: `keepmtp fix /data/GLM-4.7-NVFP4`
 
     Example: `keepmtp fix /data/GLM-4.7-NVFP4 --out /data/GLM-4.7-NVFP4-fixed`
-
-    Example: `keepmtp fix /data/GLM-4.7-FP8 --runtime sglang`
 
     Example: `keepmtp fix nvidia/Qwen3.5-397B-A17B-NVFP4 --out NEW`
 
@@ -133,7 +108,7 @@ def fix(
 
     console, written, judged = Console(quiet=as_json), None, None
     with spinner(Console(stderr=True)) as doing:
-        outcome = proposed(path, for_sglang="sglang" in chosen_runtimes(runtimes), progress=doing)
+        outcome = proposed(path, progress=doing)
         for line in outcome.proposal.diffs():
             say(console, line, _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], ""))
         if outcome.proposal.edits:
@@ -143,11 +118,6 @@ def fix(
             written = write(outcome, out)
             if outcome.proposal.source.folder is not None:
                 judged = ending.judge(out, doing)
-            else:  # the files of a repository that did not change are not here
-                with outcome.proposal.headers() as folder:
-                    judged = ending.judge(
-                        out, doing, headers=folder, name=outcome.proposal.source.where
-                    )
     data = shown = judged.checked.data if judged else outcome.after.data
     if judged is None and outcome.proposal.edits:
         shown = data.model_copy(update={"path": f"{path}, as it would be"})
@@ -179,12 +149,12 @@ def _left(
     """What is left and how it is cured, and what was written."""
     for reason in outcome.proposal.not_here:
         yield f"not cured in a repository, because it needs the shards: {reason}"
-    for obstacle in outcome.not_for_sglang[:3]:
-        yield f"not for SGLang: {obstacle}"
     for cure in cures:
         yield f"needs new values: {cure}"
     if judged and judged.no_vllm is not None:
         yield f"not loaded by vLLM: {judged.no_vllm}"
+    if written is not None and judged is None:
+        yield "not loaded by vLLM: OUT has only the files that changed"
     if written is not None:
         yield written.sentence
     elif outcome.proposal.edits:
@@ -201,11 +171,9 @@ def _fix_json(
         "changes": [*dict.fromkeys(change.why for change in outcome.proposal.edits)],
         "diff": outcome.proposal.diffs(),
         "needs_shards": [*outcome.proposal.not_here],
-        "not_for_sglang": list(outcome.not_for_sglang),
         "out": str(written.folder) if written else None,
         "new": list(written.new) if written else [],
-        "linked": len(written.linked) if written else 0,
-        "copied": len(written.copied) if written else 0,
+        "kept": len(written.kept) if written else 0,
         "not_loaded": str(judged.no_vllm) if judged and judged.no_vllm else None,
     }
 
@@ -250,8 +218,8 @@ def graft(
     """
     require_extra("graft", "quantize")
     from ..checkpoints.source import open_source
-    from ..cure.graft import plan_graft
-    from ..cure.judged import Judged
+    from ..cure.graft import carry_out, plan_graft
+    from ..cure.rewritten import Judged
 
     if out is None and not dry_run:
         raise RecipeError(
@@ -263,12 +231,7 @@ def graft(
         say(err, line)
     judged = Judged(checked=made.checked)
     if out is not None and not dry_run:
-        from ..cure.graft_write import carry_out
-
-        fetching, reading, packing = (
-            bytes_bar(err, label) for label in ("fetching", "reading values", "packing")
-        )
-        written = carry_out(made, out, fetching=fetching, reading=reading, packing=packing)
+        written = carry_out(made, out, bar=partial(bytes_bar, err))
         say(err, written.sentence)
         new = list(written.new)
         if made.quantized.folder is not None:
@@ -279,7 +242,6 @@ def graft(
         "mtp": plan.recipe.mtp,
         "tensors": sum(len(tensor.outputs) for tensor in plan.tensors),
         "bytes": {"read": made.num_bytes_read, "written": plan.num_bytes_after},
-        "requests": made.num_requests,
         "shards": [shard.file for shard in plan.shards],
         "left_out": made.proposal.empty_shards,
         "written_again": list(made.proposal.shards_again),
@@ -293,9 +255,8 @@ def graft(
 def _foreseen(made: "Graft") -> Iterator[str]:
     """What will be read and written."""
     plan, size = made.plan, size_in_words
-    asked = f" in {made.num_requests:,} range requests" if plan.source.folder is None else ""
     forms = sorted({tensor.scheme or "plain" for tensor in plan.tensors if len(tensor.shape) >= 2})
-    yield f"read: {size(made.num_bytes_read)} of {plan.source.where}{asked}, the MTP block alone"
+    yield f"read: {size(made.num_bytes_read)} of {plan.source.where}, the MTP block alone"
     yield (
         f"write: {size(plan.num_bytes_after)} in "
         f"{', '.join(shard.file for shard in plan.shards)}: {', '.join(forms)}"
@@ -324,8 +285,8 @@ def convert(
     Packed bytes stay as they are. Their tensors get the other names, the scales of a whole tensor
     the other convention, and config.json the other quantization config, in vLLM's names. Shards
     without a quantized weight, such as those of a plain MTP block, are hard links.
-    keepmtp-convert.json in the new folder has what the way back needs: there and back gives the
-    same tensors and the same config files.
+    There and back gives the same tensors, but for scales whose reciprocal's reciprocal is the
+    neighbouring number.
 
     A form that the other dialect has no word for is refused with the tensor's name before a byte is
     written. At the end the new checkpoint is checked, and loaded by vLLM's own classes where there
@@ -345,22 +306,18 @@ def convert(
 
     planned = cure.plan_conversion(path, to)
     told = {
-        "path": planned.source.where,
+        "path": path,
         "from": planned.first,
         "to": planned.to,
-        "is_way_back": planned.is_way_back,
-        "tensors_changed": len(planned.changes),
-        "tensors_with_other_bytes": planned.num_reexpressed,
-        "shards_written": planned.shards,
+        "tensors_changed": planned.num_changed,
+        "tensors_with_other_bytes": len(planned.proposal.made),
+        "shards_written": tuple(planned.proposal.shards_again),
         "bytes_written": planned.proposal.num_bytes_again,
     }
-    how = "as it was before its last conversion" if planned.is_way_back else f"from {planned.first}"
-    num_all = len({entry.file for entry in planned.source.entries.values()})
     sentence = (
-        f"{planned.source.where} to {planned.to}, {how}: {len(planned.changes):,} tensors get "
-        "another name or form, "
-        f"{planned.num_reexpressed:,} of them other bytes; {len(planned.shards)} of {num_all} "
-        "shards are written "
+        f"{path} from {planned.first} to {to}: {planned.num_changed:,} tensors get another name or "
+        f"form, {len(planned.proposal.made):,} of them other bytes; "
+        f"{len(planned.proposal.shards_again)} shards are written "
         f"({size_in_words(planned.proposal.num_bytes_again)})"
     )
     if dry_run:
@@ -377,7 +334,7 @@ def convert(
     with bytes_bar(err, "converting")(planned.proposal.num_bytes_again) as progress:
         written = cure.convert(planned, out, progress=progress)
     judged = ending.judge(out, partial(say, err))
-    made = {"out": str(out), "new": written.new, "linked": written.linked, "copied": written.copied}
+    made = {"out": str(out), "new": written.new, "kept": written.kept}
     _end(judged, told | made, [sentence, written.sentence], as_json=as_json)
 
 

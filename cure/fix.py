@@ -9,68 +9,52 @@ headers, before a byte is written, and what is written is the round with the few
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..recipes.errors import KeepMTPError, RecipeError
-from ..validate.check.check import Checked, examine, examine_source
+from ..validate.check.check import Checked, examine
 from ..validate.check.dialects.patterns import time_limit
 from ..validate.facts.findings import Finding
 from ..validate.facts.results import CheckData
-from . import fixes_config, fixes_lists, fixes_tensors
-from .fixes_sglang import add_entries_for_sglang
+from . import fixes, fixes_lists
 from .proposal import Faulty, Proposal
 from .rewritten import Rewritten, rewrite
 
 Progress = Callable[[str], None]
 Fix = Callable[[Faulty], None]
 _MAX_ROUNDS = 6
-_FOR_SGLANG = " --runtime sglang"
 LIST_FIXES: tuple[tuple[str, Fix], ...] = (
     ("config-group", fixes_lists.lists_say_what_is_stored),
     ("form", fixes_lists.lists_say_what_is_stored),
     ("entry-unmatched", fixes_lists.lists_say_what_is_stored),
     ("draft-head", fixes_lists.lists_say_what_is_stored),
-    ("two-configs", fixes_config.two_configs_agree),
+    ("two-configs", fixes.two_configs_agree),
 )
 """The rule of a finding, and what cures it, if anything: what a quantization config lists."""
 FIXES: tuple[tuple[str, Fix], ...] = (
-    ("unindexed", fixes_tensors.mtp_files_are_indexed),
-    ("mtp-not-promised", fixes_config.mtp_count_is_what_is_there),
-    ("mtp-missing", fixes_config.mtp_count_is_what_is_there),
-    ("config", fixes_config.layer_types_are_cut),
-    ("mtp-prefix", fixes_tensors.mtp_names_lose_a_prefix),
-    ("kv-scales", fixes_tensors.kv_scales_leave),
-    ("kv-cache", fixes_config.kv_cache_is_one_that_vllm_has),
-    ("algorithm", fixes_config.modelopt_fields_are_there),
-    ("config-group", fixes_config.activations_are_named),
+    ("unindexed", fixes.mtp_files_are_indexed),
+    ("mtp-not-promised", fixes.mtp_count_is_what_is_there),
+    ("mtp-missing", fixes.mtp_count_is_what_is_there),
+    ("config", fixes.layer_types_are_cut),
+    ("mtp-prefix", fixes.mtp_names_lose_a_prefix),
+    ("kv-scales", fixes.kv_scales_leave),
+    ("kv-cache", fixes.kv_cache_is_one_that_vllm_has),
+    ("algorithm", fixes.modelopt_fields_are_there),
+    ("config-group", fixes.activations_are_named),
     *LIST_FIXES,
-    ("form", fixes_tensors.tensors_have_the_form_that_is_built),
-    ("form", fixes_tensors.orders_leave_the_draft),
-    ("scale-dtype", fixes_tensors.block_scales_are_f32),
-    ("extras", fixes_config.extras_are_set),
-    ("alias", fixes_tensors.copies_are_added),
-    ("index-size", fixes_tensors.index_is_written_again),
+    ("form", fixes.tensors_have_the_form_that_is_built),
+    ("form", fixes.orders_leave_the_draft),
+    ("extras", fixes.extras_are_set),
+    ("index-size", fixes.index_is_written_again),
 )
 """In their order: what vLLM reads first comes first."""
 
-_OF_BLOCKS = frozenset({"mtp-missing", "mtp-incomplete"})
+_OF_BLOCKS = ("mtp-missing", "mtp-incomplete")
 # What a graft of the release's MTP block cures where the tensor is one of that block.
-_OF_TENSORS = frozenset(
-    {
-        "glue",
-        "form",
-        "experts",
-        "fused-uniform",
-        "shapes",
-        "unknown-tensor",
-        "draft-head",
-        "empty-weight",
-        "norm",
-    }
-)
+_OF_TENSORS = ("glue", "form", "experts", "fused-uniform", "shapes", "unknown-tensor")
+_OF_TENSORS += ("draft-head", "empty-weight", "norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +65,11 @@ class Outcome:
         before: the check of the checkpoint as it is.
         after: the check of what it would be.
         proposal: the changes.
-        not_for_sglang: why no entry lets SGLang serve it, where that was asked for.
     """
 
     before: Checked
     after: Checked
     proposal: Proposal
-    not_for_sglang: tuple[str, ...] = ()
 
     @property
     def cured(self) -> tuple[Finding, ...]:
@@ -95,31 +77,19 @@ class Outcome:
         left = {each.key for each in self.after.data.findings}
         return tuple(each for each in self.before.data.findings if each.key not in left)
 
-    def command(self, option: str = "") -> str:
-        """What writes it."""
-        return f"keepmtp fix {shlex.quote(self.proposal.source.where)}{option} --out NEW"
 
-
-def proposed(
-    where: str, *, for_sglang: bool = False, progress: Progress = lambda doing: None
-) -> Outcome:
+def proposed(where: str, *, progress: Progress = lambda doing: None) -> Outcome:
     """What fix would do with a checkpoint. Nothing is written.
 
     Args:
         where: a folder or a Hub id; of a repository only headers and small files are read.
-        for_sglang: also add the entries that SGLang needs; vLLM's verdict stays.
         progress: gets a line that says what is done now.
 
     Raises:
         KeepMTPError: there is nothing to judge, or its files cannot be read.
     """
     progress(f"{where}: static check")
-    outcome = _outcome(examine(where), progress)
-    if not for_sglang:
-        return outcome
-    progress(f"{where}: SGLang's names")
-    after, obstacles = _named_for_sglang(outcome.proposal, outcome.after)
-    return replace(outcome, after=after, not_for_sglang=obstacles)
+    return _outcome(examine(where), progress)
 
 
 def write(outcome: Outcome, out: Path) -> Rewritten:
@@ -180,65 +150,29 @@ def _outcome(checked: Checked, progress: Progress = lambda doing: None) -> Outco
     return Outcome(checked, *settled(checked, proposal, FIXES, progress))
 
 
-def _named_for_sglang(proposal: Proposal, checked: Checked) -> tuple[Checked, tuple[str, ...]]:
-    """Make the changes for SGLang: the check of what it would be, and why there are none, if
-    something stands against them.
-
-    Raises:
-        RecipeError: vLLM's verdict would be another.
-    """
-    had = len(proposal.edits)
-    obstacles = add_entries_for_sglang(checked, proposal)
-    if len(proposal.edits) == had:
-        return checked, obstacles
-    after, before = proposal.examined(), checked.data.findings
-    if after.data.findings != before:
-        rule = "entries for SGLang must leave vLLM's verdict as it is"
-        got = "fewer findings"
-        for each in after.data.findings:
-            if each not in before:
-                got = each.says
-        raise RecipeError("--runtime sglang", rule, got=got, cure="Leave out --runtime")
-    return after, obstacles
-
-
 # --- commands
 
 
 def with_commands(checked: Checked) -> Checked:
     """A check whose findings end with the command that cures them, where there is one.
 
-    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM, and for
-    SGLang by those.
+    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM.
     """
-    data, source = checked.data, checked.source
-    of_vllm, of_sglang = [], []
-    for each in data.findings:
-        if each.runtime == "sglang":
-            of_sglang.append(each)
-        elif each.origin == "static":
-            of_vllm.append(each)
-    if source is None or not (of_vllm or of_sglang):
+    data, commands, of_cures = checked.data, dict[Finding, str](), dict[str, str]()
+    static = [each for each in data.findings if each.origin == "static"]
+    own = tuple(each for each in static if each.runtime == "vllm")
+    if checked.source is None or not static:
         return checked
     try:
         with time_limit():
-            if of_vllm:
-                own = data.model_copy(update={"findings": tuple(of_vllm)})
-                outcome = _outcome(checked._replace(data=own))
-            else:
-                outcome = _outcome(examine_source(source))
-            fix, cured = _cured_for_sglang(of_sglang, outcome)
+            alone = data.model_copy(update={"findings": own})
+            outcome = _outcome(checked._replace(data=alone))
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked
-    commands = {}
-    for each in of_sglang:
-        alike = each.model_copy(update={"rule": each.rule.removeprefix("sglang-")})
-        commands[each] = fix if each.key in cured else cure_elsewhere(alike, outcome)
-    if not cured:
-        fix = outcome.command()  # else one fix cures what is wrong for both
-    of_cures = {}
-    for each in of_vllm:
-        commands[each] = fix if _is_cured(each, outcome) else cure_elsewhere(each, outcome)
+    for each in static:
+        commands[each] = cure_elsewhere(each, outcome)
+        if _is_cured(each, outcome):
+            commands[each] = f"keepmtp fix {shlex.quote(outcome.proposal.source.where)} --out NEW"
         of_cures[each.cure] = commands[each]
     findings = []
     for each in data.findings:
@@ -259,12 +193,10 @@ def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
         return ""
     # What is wrong with the backbone as well is wrong in config.json, and a new block would be
     # wrong there too.
-    of_rule = []
-    for each in outcome.after.data.findings:
-        if (each.rule, each.severity) == (finding.rule, "error"):
-            of_rule.append(each)
+    rule, errors = finding.rule.removeprefix("sglang-"), outcome.after.data.findings
+    of_rule = [each for each in errors if (each.rule, each.severity) == (rule, "error")]
     is_of_block = finding in of_rule and all(runtime.is_mtp_name(each.where) for each in of_rule)
-    if finding.rule in _OF_BLOCKS or (finding.rule in _OF_TENSORS and is_of_block):
+    if rule in _OF_BLOCKS or (rule in _OF_TENSORS and is_of_block):
         where = shlex.quote(name or outcome.proposal.source.where)
         return f"keepmtp graft {where} --from RELEASE --out NEW"
     return ""
@@ -279,22 +211,3 @@ def _is_cured(finding: Finding, outcome: Outcome) -> bool:
         if each.severity == "error" and (each.key not in known or each.rule == "layer-missing"):
             return False
     return finding in outcome.cured
-
-
-def _cured_for_sglang(
-    findings: Sequence[Finding], outcome: Outcome
-) -> tuple[str, set[tuple[str, str]]]:
-    """The command that cures findings for SGLang, and the keys of those that it cures."""
-    had, proposal = len(outcome.proposal.edits), outcome.proposal
-    if not findings or outcome.before.runtime is None:
-        return "", set()
-    with suppress(RecipeError):  # the lists of this dialect cannot be extended: fix alone may do
-        more = proposal.copy()
-        _named_for_sglang(more, outcome.after)
-        proposal = more
-    if not proposal.edits:
-        return "", set()
-    left = {each.key for each in proposal.examined(("sglang",)).data.findings}
-    keys = {each.key for each in findings}
-    cured = keys - left if left <= keys else set()
-    return outcome.command(_FOR_SGLANG if len(proposal.edits) > had else ""), cured

@@ -18,11 +18,9 @@ validate/check/dialects read them.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..recipes.family import Part
 from ..recipes.renamer import renamer
 from ..validate.check.dialects.autoround import AutoRound
@@ -33,8 +31,8 @@ from ..validate.check.dialects.gptq import Awq, Gptq
 from ..validate.check.dialects.modelopt import ModelOpt
 from ..validate.check.dialects.quark import Quark
 from ..validate.check.runtime_view import Module, RuntimeView
-from ..validate.check.vllm_module import ConfigEntry, Resolution
-from .proposal import CONFIG, Faulty
+from ..validate.check.vllm_module import ConfigEntry
+from .proposal import Faulty
 
 _ALGORITHMS = {
     "nvfp4_modelopt": "NVFP4",
@@ -43,49 +41,22 @@ _ALGORITHMS = {
     "fp8_block": "FP8_PB_WO",
     "mxfp8": "MXFP8",
 }
-_Built = Sequence[tuple[Module, Resolution]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Spelling:
-    """How a tool writes that a module is left alone.
-
-    Attributes:
-        keys: of the quantization config; the first one that has entries, else the first.
-        of_stem: the entry for all names that start so; "" where there are whole names only.
-        of_name: the entry for one module.
-        value: what an entry of an object has; None where it is a list.
-        has_whole_names: vLLM's mapper may spoil a name, so names on disk are tried too.
-    """
-
-    keys: tuple[str, ...]
-    of_stem: Callable[[str], str]
-    of_name: Callable[[str], str]
-    value: Mapping[str, Any] | None = None
-    has_whole_names: bool = False
-
-
-_SPELLINGS: Mapping[type, _Spelling] = {
-    CompressedTensors: _Spelling(
-        ("ignore",), lambda s: f"re:^{re.escape(s)}", lambda n: f"re:^{re.escape(n)}$"
-    ),
-    ModelOpt: _Spelling(
-        ("ignore", "exclude_modules", "ignored_layers"), "{}*".format, str, has_whole_names=True
-    ),
-    Fp8: _Spelling(
-        ("ignored_layers", "modules_to_not_convert"), lambda s: "", str, has_whole_names=True
-    ),
-    Gptq: _Spelling(
-        ("dynamic",), lambda s: f"-:^{re.escape(s)}", lambda n: f"-:^{re.escape(n)}$", {}
-    ),
-    Awq: _Spelling(("modules_to_not_convert",), str, str),
-    Quark: _Spelling(("exclude",), lambda s: f"re:^{re.escape(s)}.*", str),
-    AutoRound: _Spelling(
-        ("extra_config",),
-        lambda s: f"^{re.escape(s)}.*",
-        lambda n: f"^{re.escape(n)}$",
-        {"bits": 16, "data_type": "float"},
-    ),
+# How a tool writes that modules are left alone: the keys, of which the first one with entries
+# counts; the entry for all names that start so, "" where there are whole names only; and the entry
+# for one module.
+_SPELLINGS: Mapping[type, tuple[tuple[str, ...], str, str]] = {
+    CompressedTensors: (("ignore",), "re:^{}", "re:^{}$"),
+    ModelOpt: (("ignore", "exclude_modules", "ignored_layers"), "{}*", "{}"),
+    Fp8: (("ignored_layers", "modules_to_not_convert"), "", "{}"),
+    Gptq: (("dynamic",), "-:^{}", "-:^{}$"),
+    Awq: (("modules_to_not_convert",), "{}", "{}"),
+    Quark: (("exclude",), "re:^{}.*", "{}"),
+    AutoRound: (("extra_config",), "^{}.*", "^{}$"),
+}
+# What an entry has where it is no item of a list but a key.
+_VALUES: Mapping[type, Mapping[str, Any]] = {
+    Gptq: {},
+    AutoRound: {"bits": 16, "data_type": "float"},
 }
 
 
@@ -94,45 +65,48 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
     G2, H1.
     """
     runtime, proposal = faulty.runtime, faulty.proposal
-    spelling = _SPELLINGS.get(type(runtime.dialect))
-    if spelling is None:
+    dialect = type(runtime.dialect)
+    if dialect not in _SPELLINGS:
         return
-    key = next((key for key in spelling.keys if proposal.quantization(key)), spelling.keys[0])
+    keys, _, of_name = _SPELLINGS[dialect]
+    key, value = next(filter(proposal.quantization, keys), keys[0]), _VALUES.get(dialect)
     if proposal.quantization_at[1][-1] == "quantization":
         key = "exclude_modules"
-    now: Any = proposal.quantization(key) or ([] if spelling.value is None else {})
+    now: Any = proposal.quantization(key) or []
     harmful = _harmful(runtime)
-    if spelling.value is None and (removed := [entry for entry in now if entry in harmful]):
+    if value is None and (removed := [entry for entry in now if entry in harmful]):
         why = f"{_some(removed)} reaches modules that are stored quantized: "
         why += _some(harmful[entry] for entry in removed)
         now = [entry for entry in now if entry not in harmful]
         proposal.set_quantization((key,), now, why)
-    plain = [(module, found) for module, found in _built(faulty) if _is_plain(module)]
-    is_first = isinstance(runtime.dialect, Awq) and not now and bool(faulty.findings)
-    missed = [module for module, found in plain if is_first or not _builds_plain(found)]
-    if isinstance(
-        runtime.dialect, Gptq
-    ):  # older vLLM does not find in the headers that a linear module is plain
-        missed += [
-            m for m, found in plain if m.part == "mtp" and not found.entry and m not in missed
-        ]
+    is_first = dialect is Awq and not now and bool(faulty.findings)
+    missed = []
+    for module in filter(_is_plain, runtime.modules):
+        # Older vLLM does not find in GPTQ's headers that a linear module is plain.
+        is_unnamed = dialect is Gptq and module.part == "mtp" and not module.resolution.entry
+        if is_first or is_unnamed or not _builds_plain(module):
+            missed.append(module)
     names = [each.where for each in faulty.findings if each.rule == "draft-head"]
-    entries = [*_entries_for(runtime, spelling, missed), *map(spelling.of_name, names)]
+    entries = [*_entries_for(runtime, missed), *(_spelled(of_name, name) for name in names)]
     if is_first:  # vLLM's own list has the modules of other parts, too
         entries += [prefix for _, prefix, _ in runtime.view.layout.opaque]
     if added := [entry for entry in entries if entry not in now]:
         names += [module.name for module in missed]
-        why = f"plain on disk, and built quantized by vLLM, which calls them so: {_some(names)}"
-        value = (
-            [*now, *added]
-            if spelling.value is None
-            else {entry: dict(spelling.value) for entry in added} | now
-        )
-        proposal.set_quantization((key,), value, why)
+        why = "plain on disk, and built quantized by vLLM, which calls them so: "
+        why += _some(names or added)
+        new = [*now, *added]
+        if value is not None:
+            new = {entry: dict(value) for entry in added} | dict(now)
+        proposal.set_quantization((key,), new, why)
     if isinstance(runtime.dialect, CompressedTensors):
         _more_targets(faulty)
     elif isinstance(runtime.dialect, ModelOpt) and runtime.dialect.algorithm == "MIXED_PRECISION":
         _more_lines(faulty)
+
+
+def _spelled(template: str, name: str) -> str:
+    """An entry, which is a regular expression where it has an anchor."""
+    return template.format(re.escape(name) if "^" in template else name)
 
 
 def _harmful(runtime: RuntimeView) -> dict[str, str]:
@@ -141,187 +115,128 @@ def _harmful(runtime: RuntimeView) -> dict[str, str]:
     """
     found = {}
     for module in runtime.modules:
-        is_split = any(words in module.resolution.error for words in ("scheme", "not all shards"))
-        if (
-            module.loads_quantized
-            and _is_packed(module)
-            and (is_split or _builds_plain(module.resolution))
-        ):
+        error = module.resolution.error
+        is_hit = "scheme" in error or "not all shards" in error or _builds_plain(module)
+        if module.loads_quantized and _is_packed(module) and is_hit:
             names = frozenset((module.name, *module.shards))
             dialect = runtime.draft_dialect if module.part == "mtp" else runtime.dialect
             for entry in dialect.entries:
-                if entry.where not in ("targets", "quantized_layers") and dialect.covered(
-                    entry, names
-                ):
+                is_exception = entry.where not in ("targets", "quantized_layers")
+                if is_exception and dialect.covered(entry, names):
                     found[entry.written] = module.name
     return found
 
 
-def _built(faulty: Faulty) -> _Built:
-    """What vLLM would build for each module that it asks the config about, by the config as it is
-    now.
-    """
-    runtime = faulty.runtime
-    config, other = (faulty.proposal.value(file, ()) for file in (CONFIG, HF_QUANT_CONFIG))
-    target = draft = read_dialect(config, other, dtypes=runtime.dtypes)
-    if runtime.view.layout.draft_reads_afresh:
-        draft = read_dialect(config, other, "mtp", runtime.dtypes)
-    found = []
-    for module in runtime.modules:
-        if module.loads_quantized:
-            resolution = module.resolution
-            # A module that vLLM builds plain whatever the lists say needs no entry.
-            if not resolution.entry.startswith("vLLM builds"):
-                dialect = draft if module.part == "mtp" else target
-                resolution = dialect.resolve(module.name, shards=module.shards, kind=module.kind)
-            found.append((module, resolution))
-    return found
-
-
-def _entries_for(runtime: RuntimeView, spelling: _Spelling, missed: Sequence[Module]) -> list[str]:
+def _entries_for(runtime: RuntimeView, missed: Sequence[Module]) -> list[str]:
     """Entries that reach these modules, and none that is stored quantized."""
-    packed = [
-        name
-        for module in runtime.modules
-        if _is_packed(module)
-        for name in (module.name, *module.shards)
-    ]
+    _, of_stem, of_name = _SPELLINGS[type(runtime.dialect)]
+    packed, quantized = list[str](), set[int | None]()
+    for module in runtime.modules:
+        if _is_packed(module):
+            packed += [module.name, *module.shards]
+        if module.part == "mtp" and module.loads_quantized and not _is_plain(module):
+            quantized.add(module.layer)
     layers: dict[tuple[Part, int | None], list[Module]] = defaultdict(list)
     for module in missed:
         layers[module.part, module.layer].append(module)
     found: dict[str, None] = {}
     for (part, layer), modules in layers.items():
-        whole = [
-            m for m in runtime.modules if (m.part, m.layer) == (part, layer) and m.loads_quantized
-        ]
-        if part == "mtp" and layer is not None and all(map(_is_plain, whole)):
-            entry = spelling.of_stem(runtime.view.runtime_stem(part, layer))
-            if entry and not _reached(runtime, part, entry, packed):
+        is_plain = part == "mtp" and layer not in quantized
+        if of_stem and is_plain and layer is not None:
+            entry = _spelled(of_stem, runtime.view.runtime_stem(part, layer))
+            if not _reached(runtime, part, entry, packed):
                 found[entry] = None
                 # vLLM looks for the parts of a fused module before it looks at modelopt's patterns.
-                modules = [
-                    m
-                    for m in modules
-                    if m.resolution.error and isinstance(runtime.dialect, ModelOpt)
-                ]
+                if not isinstance(runtime.dialect, ModelOpt):
+                    continue
+                modules = [module for module in modules if module.resolution.error]
         for module in modules:
-            found.update(dict.fromkeys(_names_for(runtime, spelling, module, packed)))
-    return _compacted(found, packed)
+            found |= dict.fromkeys(_names_for(runtime, of_name, module, packed))
+    return [*found]
 
 
 def _names_for(
-    runtime: RuntimeView, spelling: _Spelling, module: Module, packed: Sequence[str]
+    runtime: RuntimeView, of_name: str, module: Module, packed: Sequence[str]
 ) -> list[str]:
     """The entries for one module: vLLM's name, or, where a mapper spoils that, the names on
     disk.
     """
     if isinstance(runtime.dialect, CompressedTensors) and module.kind == "experts":
         return [f"re:^{re.escape(module.name)}[.]"]
-    ways = [[spelling.of_name(module.name)]]
-    if spelling.has_whole_names:
+    ways = [[_spelled(of_name, module.name)]]
+    if isinstance(runtime.dialect, ModelOpt | Fp8):
         ways.append(sorted({_disk_name(member.weight.module, module) for member in module.members}))
-    ways = [
-        names
-        for names in ways
-        if not any(_reached(runtime, module.part, name, packed) for name in names)
-    ]
+    safe = []
     for names in ways:
-        if any(_reached(runtime, module.part, name, [module.name]) for name in names):
-            return names
-    return ways[0] if ways else []
+        if not any(_reached(runtime, module.part, name, packed) for name in names):
+            if any(_reached(runtime, module.part, name, [module.name]) for name in names):
+                return names
+            safe += [names]
+    return safe[0] if safe else []
 
 
 def _disk_name(name: str, module: Module) -> str:
     """The module's name on disk; of routed experts, the one of all."""
-    return (
-        name.partition(".experts.")[0] + ".experts"
-        if module.kind == "experts" and ".experts." in name
-        else name
-    )
+    if module.kind == "experts" and ".experts." in name:
+        return name.partition(".experts.")[0] + ".experts"
+    return name
 
 
 def _reached(runtime: RuntimeView, part: Part, entry: str, names: Iterable[str]) -> Sequence[str]:
     """Those of `names` that an entry of this dialect hits."""
-    is_draft = part == "mtp"
-    dialect = runtime.draft_dialect if is_draft else runtime.dialect
-    rename = renamer(
-        runtime.source.config,
-        "mtp" if is_draft and runtime.view.layout.draft_reads_afresh else "backbone",
-    )
-    read = (entry.removeprefix("-:"),)
+    dialect, reader = runtime.dialect, "backbone"
+    if part == "mtp":
+        dialect = runtime.draft_dialect
+        if runtime.view.layout.draft_reads_afresh:
+            reader = "mtp"
+    rename, read = renamer(runtime.source.config, reader), (entry.removeprefix("-:"),)
     if isinstance(dialect, ModelOpt):
         read = rename.modelopt(entry)
     elif isinstance(dialect, CompressedTensors | Fp8):
         read = (rename.path(entry),)
-    return dialect.covered(ConfigEntry(where="ignore", written=entry, read=read), frozenset(names))
-
-
-def _compacted(entries: Iterable[str], packed: Sequence[str]) -> list[str]:
-    """Regexes that differ in numbers alone are one, unless that one would hit a quantized
-    module.
-    """
-    groups: dict[str, list[str]] = defaultdict(list)
-    for entry in entries:
-        groups[
-            re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", entry) if entry.startswith("re:") else entry
-        ].append(entry)
-    found = []
-    for general, each in groups.items():
-        is_safe = len(each) > 1 and not any(re.match(general[3:], name) for name in packed)
-        found += [general] if is_safe else each
-    return found
+    return dialect.covered(ConfigEntry("ignore", entry, read), frozenset(names))
 
 
 def _more_targets(faulty: Faulty) -> None:
     """Targets of compressed-tensors in the group whose form a module has; those of no module leave
     for others.
     """
-    runtime, proposal = faulty.runtime, faulty.proposal
-    lost = [
-        module
-        for module, found in _built(faulty)
-        if _is_packed(module)
-        and not found.error
-        and found.built.form not in (_form(module), "unknown")
-    ]
+    runtime, proposal, lost = faulty.runtime, faulty.proposal, list[Module]()
+    for module in runtime.modules:
+        is_wrong = module.resolution.built.form not in (_form(module), "unknown")
+        is_wrong &= module.loads_quantized and _is_packed(module)
+        if is_wrong and not module.resolution.error:
+            lost.append(module)
     for key, group in (proposal.quantization("config_groups") or {}).items() if lost else ():
         mine = [module for module in lost if _is_form_of(faulty, group, module)]
-        if added := dict.fromkeys(map(_target_for, mine)):
-            others = [
-                n
-                for m in runtime.modules
-                if _form(m) != _form(mine[0])
-                for n in (m.name, *m.shards)
-            ]
+        if mine:
             now = [each for each in group.get("targets") or () if not _is_dead(runtime, each)]
             why = "stored in this group's form, which no target gives them under vLLM's names: "
             why += _some(module.name for module in mine)
             place = ("config_groups", key, "targets")
-            proposal.set_quantization(place, [*now, *_compacted(added, others)], why)
+            new = [*now, *dict.fromkeys(map(_target_for, mine))]
+            proposal.set_quantization(place, new, why)
 
 
 def _is_dead(runtime: RuntimeView, target: str) -> bool:
     """Whether a target is a pattern that matches no name, neither of vLLM nor on disk."""
-    as_entry = ConfigEntry(where="targets", written=target, read=(target,))
+    as_entry = ConfigEntry("targets", target, (target,))
     names = runtime.known_names[0] | runtime.known_names[1] | runtime.sglang_names
     return target.startswith("re:") and not runtime.dialect.covered(as_entry, names)
 
 
 def _is_form_of(faulty: Faulty, group: Mapping[str, Any], module: Module) -> bool:
     """Whether a config group builds what the module is stored as, whatever its targets are."""
-    config = faulty.runtime.source.config
     alone = {"config_groups": {"group": {**group, "targets": ["Linear"]}}, "ignore": []}
-    dialect = read_dialect(
-        {**config, "quantization_config": {**faulty.proposal.quantization(), **alone}}, None
-    )
+    quantization = {**faulty.proposal.quantization(), **alone}
+    config = {**faulty.runtime.source.config, "quantization_config": quantization}
     # A head is named by a target of its own, which is added.
     kind = "experts" if module.kind == "experts" else "linear"
-    found = dialect.resolve(module.name, shards=module.shards, kind=kind)
-    is_form = not found.error and found.built.form == _form(module)
-    return (
-        is_form
-        and not (module.members[0].weight.parts.keys() ^ found.built.leaves) - found.built.optional
-    )
+    found = read_dialect(config, None).resolve(module.name, shards=module.shards, kind=kind)
+    if found.error or found.built.form != _form(module):
+        return False
+    stored = module.members[0].weight.parts.keys()
+    return not (stored ^ found.built.leaves) - found.built.optional
 
 
 def _target_for(module: Module) -> str:
@@ -334,15 +249,14 @@ def _target_for(module: Module) -> str:
 def _more_lines(faulty: Faulty) -> None:
     """Lines of modelopt's quantized_layers, new or with the algorithm that is stored."""
     now, lines = faulty.proposal.quantization("quantized_layers"), {}
-    for module, found in _built(faulty):
+    for module in faulty.runtime.modules:
         form = _form(module)
-        if form in _ALGORITHMS and _is_packed(module) and _builds_plain(found):
-            size = {"group_size": 16} if form == "nvfp4_modelopt" else {}
-            for member in module.members[:1] if module.kind == "experts" else module.members:
-                lines[_disk_name(member.weight.module, module)] = {
-                    "quant_algo": _ALGORITHMS[form],
-                    **size,
-                }
+        if module.loads_quantized and form in _ALGORITHMS and _builds_plain(module):
+            line: dict[str, Any] = {"quant_algo": _ALGORITHMS[form]}
+            if form == "nvfp4_modelopt":
+                line["group_size"] = 16
+            for member in module.members:
+                lines[_disk_name(member.weight.module, module)] = line
     if lines and now is not None:
         why = f"quantized on disk, and not in quantized_layers: {_some(lines)}"
         faulty.proposal.set_quantization(("quantized_layers",), now | lines, why)
@@ -353,20 +267,20 @@ def _form(module: Module) -> str:
 
 
 def _is_plain(module: Module) -> bool:
-    return module.loads_quantized and all(
-        member.weight.form == "plain" for member in module.members
-    )
+    forms = {member.weight.form for member in module.members}
+    return module.loads_quantized and forms == {"plain"}
 
 
 def _is_packed(module: Module) -> bool:
     return all(member.weight.form not in ("plain", "unknown") for member in module.members)
 
 
-def _builds_plain(resolution: Resolution) -> bool:
-    return not resolution.error and resolution.built.form == "plain"
+def _builds_plain(module: Module) -> bool:
+    """Whether vLLM builds it plain; one that it builds so whatever the lists say needs no entry."""
+    return not module.resolution.error and module.resolution.built.form == "plain"
 
 
 def _some(names: Iterable[str]) -> str:
     """The first names, and how many more there are."""
-    every = [*dict.fromkeys(names)]
-    return ", ".join(every[:2]) + (f" and {len(every) - 2:,} more" if len(every) > 2 else "")
+    first, *others = dict.fromkeys(names)
+    return f"{first} and {len(others):,} more" if others else first

@@ -1,24 +1,40 @@
 """`keepmtp graft`: the MTP block of the release, put into a checkpoint that lost it.
 
 In: the opened checkpoint, the opened release, and one word for the block. Out: a `Graft`: the plan
-of the block, and the checkpoint as it will be. `graft_write.py` writes it.
+of the block, and the checkpoint as it will be; then the new folder: shards with the block, configs
+and index, and hard links.
 
 The packing is that of `keepmtp quantize`: a plan with the block alone
 (`quantize/plan/mtp_alone.py`). Lists of modules are those of `keepmtp fix`: with the block in its
 place, they say what is stored. What the new checkpoint will be is checked from headers before a
-byte is written.
+byte is written. Only the block's tensors are read, from a Hub repository by range requests: into
+files of holes with the repository's names and offsets. They are kept under OUT.partial until the
+end, so a run that was killed asks only for what it had not yet. A range counts as here once its
+line is in the list of ranges, and the line is written after its bytes.
 
 Easy to get wrong: vLLM reads whole files that the index names. So tensors of an old block must
 leave their files: a file with nothing else is left out, and one with tensors of the backbone is
 written again without them. In config.json, lists with one value for each layer: the release's have
-the MTP layers at their end, and a tool that drops the block cuts them.
+the MTP layers at their end, and a tool that drops the block cuts them. And what the value check
+only warns of: a block of chance, or with norms as they were made, may be served by whoever measures
+it; but nobody wants it put into another checkpoint.
 """
 
+import json
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
+from ..checkpoints.files import WORK, within, write_at
+from ..checkpoints.hub import AT_A_TIME, read_range
+from ..checkpoints.identity import refuse_changed, states_of
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
 from ..checkpoints.source_of import refuse_stranger
@@ -26,6 +42,7 @@ from ..checkpoints.stored import FLOATS, stored_weights
 from ..quantize.config.written import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
+from ..quantize.write.writer import write_shards
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_view
 from ..recipes.family import Family, HFName
@@ -36,20 +53,16 @@ from ..validate.check.dialects.compressed_tensors import CompressedTensors
 from ..validate.check.dialects.fp8 import Fp8
 from ..validate.check.reading import joined
 from ..validate.check.runtime_view import RuntimeView
+from ..validate.check.values import Watch, check_values
 from ..validate.check.vllm_module import UnknownDialect
 from ..validate.facts.findings import Finding
 from .fix import LIST_FIXES, settled
 from .fixes_lists import lists_say_what_is_stored
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
+from .rewritten import Rewritten, rewrite
 
-# Releases whose config.json promises an MTP block that nobody can draft with, by model_type.
-UNTRAINED: Mapping[str, str] = {
-    "minimax_m2": "MiniMax-M2 was published with garbage in its MTP weights (MiniMax-M2 #47), "
-    "later ones without any",
-}
-_ABOUT_THE_BLOCK = frozenset(
-    {"mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head"}
-)
+Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+_ABOUT_THE_BLOCK = ("mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head")
 _ABOUT_MTP = re.compile(r"mtp|nextn|n_predict", re.IGNORECASE)
 _FORMS_WITH_SHAPE = (
     "plain",
@@ -61,6 +74,11 @@ _FORMS_WITH_SHAPE = (
     "nvfp4_modelopt",
     "int8",
 )
+
+
+def no_bar(label: str) -> Bar:
+    """Shows nothing."""
+    return lambda total: nullcontext(lambda num_bytes: None)
 
 
 @dataclass(frozen=True)
@@ -94,13 +112,6 @@ class Graft:
         """Bytes of the release that are read; from the Hub, with the gaps between neighbours."""
         return sum(stretch.num_bytes for stretch in joined(self.plan.source, self.entries))
 
-    @property
-    def num_requests(self) -> int:
-        """Range requests for them; 0 for a release on this machine."""
-        if self.plan.source.folder is not None:
-            return 0
-        return sum(stretch.num_requests for stretch in joined(self.plan.source, self.entries))
-
 
 def plan_graft(
     quantized: Source, source: Source, *, mtp: str | None = None, is_replaced: bool = False
@@ -119,10 +130,6 @@ def plan_graft(
         CheckpointError: a tensor with another shape, a block that is there and good, no block in
             the release, an unknown dialect, or a result that would not load.
     """
-    if words := UNTRAINED.get(model_type := str(source.config.get("model_type", ""))):
-        rule = "the release must have published a trained MTP block"
-        cure = "Serve it without method=mtp; speculators trains drafts for such models"
-        raise CheckpointError(source.where, rule, got=f"{model_type}: {words}", cure=cure)
     checked = examine_source(quantized)
     ours, _ = _readable(checked), _readable(examine_source(source))
     refuse_another_model(quantized, source)
@@ -150,7 +157,12 @@ def plan_graft(
         rule = f"a packed MTP block is written in compressed-tensors only, not in {dialect.name}"
         got = f"{word}, so {packed.scheme} for {packed.name}"
         raise RecipeError("--mtp", rule, got=got, cure="Use --mtp bf16")
-    proposal.put_shards(old, _shards_of(plan))
+    made: dict[str, list[Entry]] = defaultdict(list)
+    for shard in plan.shards:
+        for output in shard.outputs:
+            entry = Entry(**output._asdict(), file=shard.file, start=0, num_bytes=output.num_bytes)
+            made[shard.file].append(entry)
+    proposal.put_shards(old, made)
     if proposal.shards_again and quantized.folder is None:
         rule = "a shard with tensors of the old block and of the backbone must be here"
         cure = f"Download it: hf download {quantized.where} --local-dir FOLDER"
@@ -170,6 +182,107 @@ def plan_graft(
             cure = f"{each.cure}, in {checked.data.path}"
             raise CheckpointError(each.where, rule, got=each.says, cure=cure)
     return Graft(plan=plan, proposal=proposal, checked=checked)
+
+
+def carry_out(
+    graft: Graft,
+    out: Path,
+    *,
+    threads: int | None = None,
+    bar: Callable[[str], Bar] = no_bar,
+) -> Rewritten:
+    """Write the new folder; a run that was killed is continued by the same call, with the same
+    bytes.
+
+    Args:
+        graft: from `plan_graft`.
+        out: the new folder; nothing may be there.
+        threads: files that are packed at the same time; default one a core.
+        bar: a bar for bytes, by what is done with them.
+
+    Raises:
+        RecipeError: see `rewritten.rewrite`.
+        CheckpointError: the release's block was never trained, a file ends early, or a folder
+            changed meanwhile.
+    """
+    release, num_bytes = graft.plan.source, graft.plan.num_bytes_after
+    if release.folder is None:
+        num_bytes += graft.num_bytes_read
+
+    def make(folder: Path) -> None:
+        """Write the block's files."""
+        plan, work = graft.plan, folder / WORK / "graft"
+        if release.folder is None:
+            with bar("fetching")(graft.num_bytes_read) as progress:
+                plan = replace(plan, source=_fetched(graft, work / "release", progress))
+        _refuse_untrained_block(graft, plan.source, bar("reading values"))
+        (work / WORK).mkdir(parents=True, exist_ok=True)
+        with bar("packing")(plan.num_bytes_before) as progress:
+            write_shards(plan, work, threads=threads or os.cpu_count() or 1, progress=progress)
+        if release.folder is not None:
+            refuse_changed(release.folder, release.states, cure="Run the same command again")
+        for shard in plan.shards:
+            os.replace(work / shard.file, within(folder, shard.file))
+
+    return rewrite(
+        graft.proposal,
+        out,
+        made_by=f"graft {graft.plan.recipe.mtp}",
+        also_read=release,
+        make_shards=make,
+        num_bytes=num_bytes,
+    )
+
+
+def _fetched(graft: Graft, folder: Path, progress: Callable[[int], None]) -> Source:
+    """The release with the block's tensors in a folder of its own; what an earlier run brought
+    there is not asked for again.
+    """
+    source, lines, lock = graft.plan.source, folder / "ranges.jsonl", Lock()
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted: list[tuple[str, int, int]] = []
+    for stretch in joined(source, graft.entries):
+        first = stretch.entries[0]
+        end = first.start + stretch.num_bytes
+        size = -(-stretch.num_bytes // max(1, stretch.num_requests))
+        for start in range(first.start, end, size or 1):
+            wanted.append((first.file, start, min(size, end - start)))
+    done = set[tuple[str, int, int]]()
+    for line in lines.read_text(encoding="utf-8").split("\n") if lines.is_file() else ():
+        with suppress(ValueError):  # a line that a kill cut in two is none
+            done.add((*json.loads(line),))
+
+    def bring(piece: tuple[str, int, int]) -> None:
+        file, start, num_bytes = piece
+        buffer = bytearray(num_bytes)  # one piece in memory for each connection
+        into, commit = memoryview(buffer), source.revision
+        read_range(source.where, file, commit=commit, start=start, into=into, arrived=progress)
+        descriptor = os.open(within(folder, file), os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            write_at(descriptor, buffer, start)
+        finally:
+            os.close(descriptor)
+        with lock, open(lines, "a", encoding="utf-8") as written:
+            written.write(f"\n{json.dumps(piece)}")
+
+    progress(sum(piece[2] for piece in wanted if piece in done))
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for _ in pool.map(bring, [piece for piece in wanted if piece not in done]):
+            pass
+    return replace(source, folder=folder, states=states_of(folder, {file for file, _, _ in wanted}))
+
+
+def _refuse_untrained_block(graft: Graft, source: Source, reading: Bar) -> None:
+    """Read every tensor of the block once, and refuse values that no trained block has."""
+    entries = {entry.name: entry for entry in graft.entries}
+    source = replace(source, entries=entries, unindexed={})
+    view = find_view(source.config, source.where, source.entries)
+    runtime = RuntimeView(source=source, view=view)
+    for found in check_values(runtime, "all", watch=Watch(reading=reading)).findings:
+        if found.severity == "error" or found.rule in ("mtp-noise", "mtp-untrained"):
+            rule = "the release's MTP block must hold what a trained model holds"
+            cure = "Download the release again; if its values stay so, nothing can draft with them"
+            raise CheckpointError(f"{source.where}: {found.where}", rule, got=found.says, cure=cure)
 
 
 def refuse_another_model(quantized: Source, source: Source) -> None:
@@ -198,24 +311,6 @@ def _shapes_of(opened: Source) -> dict[HFName, tuple[int, ...]]:
     for name, weight in weights.items():
         if weight.form in _FORMS_WITH_SHAPE:
             found[name] = weight.shape
-    return found
-
-
-def _shards_of(plan: Plan) -> dict[str, list[Entry]]:
-    """The headers of the block's files."""
-    found = {}
-    for shard in plan.shards:
-        found[shard.file] = [
-            Entry(
-                name=output.name,
-                file=shard.file,
-                dtype=output.dtype,
-                shape=output.shape,
-                start=0,
-                num_bytes=output.num_bytes,
-            )
-            for output in shard.outputs
-        ]
     return found
 
 

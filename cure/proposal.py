@@ -1,53 +1,45 @@
-"""A checkpoint as it would be after some changes: judged from headers before a byte is written,
-then written.
+"""A checkpoint as it would be after some changes: judged from headers before a byte is written.
 
-In: an opened checkpoint, and changes of its JSON files, its index and its tensors, each with the
-reason. Out: a diff; a folder of headers for the check and the dry load; and what
+In: an opened checkpoint, and changes of its configs, its index and its tensors, each with the
+reason. Out: a diff; the `Source` that it would be, for the check and the dry load; and what
 `rewritten.rewrite` writes.
 
-Easy to get wrong: a change is made to what the changes before it have left. So tensors are named by
-file and name of the moment, and each knows the old bytes that it is made from.
+Easy to get wrong: a change is made to what the changes before it have left. So tensors are known by
+file and name of the moment. Each keeps the place of its old bytes.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from difflib import unified_diff
 from functools import cached_property
-from pathlib import Path
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..checkpoints.companions import HF_QUANT_CONFIG, INDEX
-from ..checkpoints.files import within
-from ..checkpoints.safetensors_file import Entry, lay_out
-from ..checkpoints.scratch import ScratchFolder
+from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source, small_bytes, small_object
-from ..recipes.errors import CheckpointError
+from ..recipes.errors import CheckpointError, printable
 from ..recipes.family import HFName
-from ..validate.check.check import VLLM_ALONE, Checked, examine
+from ..validate.check.check import Checked, examine_source
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.dryload.hollow import SMALL_FILES
-from ..validate.facts.findings import Finding, Runtime
-from .json_diff import in_form_of, json_diff
-from .judged import named
-from .new_shards import NewTensor, as_it_was, write_shard
+from ..validate.facts.findings import Finding
 
 JSONPath = tuple[str, ...]
 """Keys that lead to a value, such as ("quantization_config", "ignore")."""
 CONFIG = "config.json"
-COPIES = "mtp_copies.safetensors"
-"""The shard of tensors that are copies of others."""
 _PLACES: tuple[JSONPath, ...] = (
     ("quantization_config",),
     ("text_config", "quantization_config"),
     ("compression_config",),
 )
+_MOST_LINES = 14  # of one run that only adds or only removes
+_MOST_COMPARED = 20_000  # lines: difflib takes minutes where thousands of them change
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edit:
+class Edit(NamedTuple):
     """A change that was made.
 
     Attributes:
@@ -79,6 +71,7 @@ class Proposal:
         edits: those that were made, in their order.
         not_here: reasons of those that need the shards on this machine, for a repository that was
             not downloaded.
+        made: bytes of tensors that get others, by their new names.
         made_shards: names of new shards that somebody else writes.
     """
 
@@ -86,31 +79,29 @@ class Proposal:
         self.source = source
         self.edits: list[Edit] = []
         self.not_here: dict[str, None] = {}
+        self.made: dict[HFName, bytes] = {}
+        self.made_shards: set[str] = set()
         self._docs: dict[str, Any] = {
             CONFIG: deepcopy(dict(source.config)),
             HF_QUANT_CONFIG: small_object(source, HF_QUANT_CONFIG),
         }
-        self._whole: dict[str, bytes | None] = {}
         self._indexed = {entry.file for entry in source.entries.values()}
         self._touched: set[str] = set()
-        self.made_shards: set[str] = set()
         self._is_index_new = False
 
     @cached_property
-    def _shards(self) -> dict[str, dict[HFName, NewTensor]]:
-        """By file, in the order of their bytes; made once something looks at it."""
-        shards: dict[str, dict[HFName, NewTensor]] = defaultdict(dict)
-        both = (*self.source.entries.values(), *self.source.unindexed.values())
-        for entry in sorted(both, key=lambda entry: entry.start):
-            shards[entry.file][entry.name] = as_it_was(entry)
+    def _shards(self) -> dict[str, dict[HFName, Entry]]:
+        """The tensors of each file; made once something looks at it."""
+        shards: dict[str, dict[HFName, Entry]] = defaultdict(dict)
+        for entry in (*self.source.entries.values(), *self.source.unindexed.values()):
+            shards[entry.file][entry.name] = entry
         return shards
 
     def copy(self) -> "Proposal":
         """Another one with the same changes, so that more can be tried; they share `not_here`."""
         other = copy(self)
-        for name in ("edits", "_whole", "_indexed", "_touched"):
-            setattr(other, name, getattr(self, name).copy())
-        other._docs = deepcopy(self._docs)
+        other.edits, other._docs = self.edits.copy(), deepcopy(self._docs)
+        other._indexed, other._touched = self._indexed.copy(), self._touched.copy()
         other._shards = defaultdict(dict)
         for file, tensors in self._shards.items():
             other._shards[file] = tensors.copy()
@@ -126,28 +117,23 @@ class Proposal:
         return deepcopy(value)
 
     def set(self, file: str, place: JSONPath, value: Any, why: str) -> None:
-        """Give a JSON file another value."""
-        holder = self._docs[file]
+        """Give a JSON file another value; without a place, another content, or none at all."""
+        holder, place = self._docs, (file, *place)
         for key in place[:-1]:
             holder = holder.setdefault(key, {})
         if place[-1] not in holder or holder[place[-1]] != value:
             holder[place[-1]] = value
-            self.edits.append(Edit(file=file, why=why))
-
-    def put(self, file: str, data: bytes | None, why: str) -> None:
-        """Give a small file these bytes; None takes it away."""
-        self._whole[file] = data
-        self._docs.pop(file, None)
-        self.edits.append(Edit(file=file, why=why))
+            self.edits.append(Edit(why, file))
 
     @property
     def config_place(self) -> JSONPath | None:
         """Where config.json has its quantization config, as `choose.quantization_of` looks for
         it.
         """
-        return next(
-            (place for place in _PLACES if isinstance(self.value(CONFIG, place), dict)), None
-        )
+        for place in _PLACES:
+            if isinstance(self.value(CONFIG, place), dict):
+                return place
+        return None
 
     @property
     def quantization_at(self) -> tuple[str, JSONPath]:
@@ -170,66 +156,41 @@ class Proposal:
 
     # --- tensors and the index --------------------------------------------------------------------
 
-    def retensor(
-        self,
-        entry: Entry,
-        new: NewTensor | None,
-        why: str,
-        convert: Callable[[bytes], bytes] | None = None,
-    ) -> None:
-        """Give a tensor another name, dtype or shape, or leave it out; `convert` makes its bytes,
-        which else stay.
+    def retensor(self, entry: Entry, new: Entry | None, why: str) -> bool:
+        """Give a tensor another name, dtype or shape, or leave it out: whether that could be
+        done.
         """
         if self.source.folder is None:
             self.not_here[why] = None
-            return
-        shard = self._shards[entry.file]
-        old = shard.get(entry.name)
-        if old is None:
-            return
-        says = "left out"
+            return False
+        shard, says = self._shards[entry.file], "left out"
+        if shard.get(entry.name) != entry:  # a change before this one was to the same tensor
+            return False
         if new is not None:
-            if new.name != old.name and any(
-                new.name in tensors for tensors in self._shards.values()
-            ):
-                return
-            if new.data == entry:
-                new = replace(new, data=old.data, convert=convert or old.convert)
-            if new == old:
-                return
+            if new.name != entry.name:
+                for tensors in self._shards.values():
+                    if new.name in tensors:
+                        return False
             says = f"{new.name} {new.dtype}{list(new.shape)}"
         del shard[entry.name]
         if new is not None:
             shard[new.name] = new
         self._touched.add(entry.file)
-        self.edits.append(Edit(why=why, says=f"{entry.name} -> {says}"))
-
-    def copy_tensor(self, name: HFName, of: HFName, why: str) -> None:
-        """Write a tensor once more, under a second name."""
-        if self.source.folder is None:
-            self.not_here[why] = None
-            return
-        tensors = {
-            name: tensor for file in self._indexed for name, tensor in self._shards[file].items()
-        }
-        if name not in tensors and of in tensors:
-            self._shards[COPIES][name] = replace(tensors[of], name=name)
-            self._indexed.add(COPIES)
-            self._touched.add(COPIES)
-            self.edits.append(Edit(why=why, says=f"{name}, a copy of {of}, in {COPIES}"))
+        self.edits.append(Edit(why, says=f"{entry.name} -> {says}"))
+        return True
 
     def index(self, file: str, why: str) -> None:
         """Let the index list a file."""
         if file not in self._indexed and self._shards[file]:
             self._indexed.add(file)
-            self.edits.append(Edit(file=INDEX, why=why))
+            self.edits.append(Edit(why, INDEX))
 
     def index_again(self, why: str) -> None:
         """Write the index from the files."""
         if not self._is_index_new:
             self._is_index_new = True
             if self._new_index() is not None:
-                self.edits.append(Edit(file=INDEX, why=why))
+                self.edits.append(Edit(why, INDEX))
 
     def put_shards(self, gone: Iterable[Entry], made: Mapping[str, Sequence[Entry]]) -> None:
         """Take tensors away, and add whole shards that somebody else writes.
@@ -241,15 +202,11 @@ class Proposal:
             del self._shards[entry.file][entry.name]
             self._touched.add(entry.file)
         for file, entries in made.items():
-            if self._shards[file]:
-                rule, cure = (
-                    f"{file} must hold nothing but the MTP block",
-                    "Give it another name, also in the index",
-                )
-                raise CheckpointError(
-                    self.source.where, rule, got=next(iter(self._shards[file])), cure=cure
-                )
-            self._shards[file] = {entry.name: as_it_was(entry) for entry in entries}
+            for other in self._shards[file]:
+                rule = f"{file} must hold nothing but the MTP block"
+                cure = "Give it another name, also in the index"
+                raise CheckpointError(self.source.where, rule, got=other, cure=cure)
+            self._shards[file] = {entry.name: entry for entry in entries}
         self._touched |= made.keys()
         self._indexed |= made.keys()
         self.made_shards |= made.keys()
@@ -260,26 +217,29 @@ class Proposal:
         return tuple(sorted(file for file in self._touched if not self._shards[file]))
 
     @property
-    def shards_again(self) -> dict[str, list[NewTensor]]:
-        """The shards that are written from old tensors, with their tensors in the order that they
-        had.
-        """
-        files = sorted(self._touched & self._indexed - self.made_shards)
-        return {file: [*self._shards[file].values()] for file in files if self._shards[file]}
+    def shards_again(self) -> dict[str, list[Entry]]:
+        """The shards that are written from old tensors, with their tensors."""
+        again = {}
+        for file in sorted(self._touched & self._indexed - self.made_shards):
+            if self._shards[file]:
+                again[file] = [*self._shards[file].values()]
+        return again
 
     @property
     def num_bytes_again(self) -> int:
         """Bytes of the tensors in `shards_again`."""
-        return sum(t.num_bytes for tensors in self.shards_again.values() for t in tensors)
+        return sum(entry.num_bytes for each in self.shards_again.values() for entry in each)
 
     # --- what becomes of it -----------------------------------------------------------------------
 
     def files(self) -> dict[str, bytes | None]:
         """The small files that change, with the index; None for one that is left out."""
-        found = dict(self._whole)
+        found = {}
         for name, value in self._docs.items():
             before = small_bytes(self.source, name)
-            if value is not None and (before is None or value != json.loads(before)):
+            if value is None and before is not None:
+                found[name] = None
+            elif value is not None and (before is None or value != json.loads(before)):
                 found[name] = in_form_of(before, value)
         if index := self._new_index():
             found[INDEX] = index
@@ -291,9 +251,8 @@ class Proposal:
         """
         lines = []
         for name, data in sorted(self.files().items()):
-            if name in (CONFIG, HF_QUANT_CONFIG, INDEX):
-                reasons = [edit.why for edit in self.edits if edit.file == name]
-                lines += json_diff(name, small_bytes(self.source, name), data, reasons)
+            reasons = [edit.why for edit in self.edits if edit.file == name]
+            lines += json_diff(name, small_bytes(self.source, name), data, reasons)
         groups: dict[str, list[str]] = defaultdict(list)
         for edit in self.edits:
             if edit.says:
@@ -304,43 +263,18 @@ class Proposal:
                 lines.append(f"~  ... {len(each) - 4:,} more ...")
         return lines
 
-    @contextmanager
-    def headers(self) -> Iterator[Path]:
-        """A folder that the check and vLLM can read it from: JSON files, and headers with holes for
-        the weights.
-        """
-        with ScratchFolder("keepmtp-proposal-") as folder:
-            small = {name: small_bytes(self.source, name) for name in (CONFIG, INDEX, *SMALL_FILES)}
-            small |= dict.fromkeys(self.source.code, b"")
-            for name, data in (small | self.files()).items():
-                if data is not None:
-                    within(folder, name).write_bytes(data)
-            for file, tensors in self._shards.items():
-                if tensors:
-                    layout = lay_out((t.name, t.dtype, t.shape) for t in tensors.values())
-                    with open(within(folder, file), "wb") as written:
-                        written.write(layout.header)
-                        written.truncate(layout.num_bytes)
-            yield folder
+    def outcome(self) -> Source:
+        """What it would be: the headers of the new folder, under the checkpoint's own name."""
+        entries, unindexed = dict[HFName, Entry](), dict[HFName, Entry]()
+        for file, tensors in self._shards.items():
+            (entries if file in self._indexed else unindexed).update(tensors)
+        config = deepcopy(self._docs[CONFIG])
+        tensors = {"entries": entries, "unindexed": unindexed}
+        return replace(self.source, config=config, changed=self.files(), **tensors)
 
-    def examined(self, runtimes: Sequence[Runtime] = VLLM_ALONE) -> Checked:
-        """What the check finds of it, from headers, under the checkpoint's own name."""
-        with self.headers() as folder:
-            return named(examine(folder, runtimes=runtimes), folder, self.source.where)
-
-    def write_shards(
-        self, folder: Path, written: Callable[[int], None] = lambda count: None
-    ) -> None:
-        """Write the shards that are made from old tensors."""
-        for file, tensors in self.shards_again.items():
-            write_shard(within(folder, file), tensors, self.source, written=written)
-
-    def described(self) -> str:
-        """All that is written in shards but the bytes of old tensors, which are the source's."""
-        files = sorted(self._touched)
-        return json.dumps(
-            [[f, *[[t.name, t.dtype, t.shape] for t in self._shards[f].values()]] for f in files]
-        )
+    def examined(self) -> Checked:
+        """What the check finds of it, from headers."""
+        return examine_source(self.outcome())
 
     def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""
@@ -349,9 +283,9 @@ class Proposal:
             return None
         files, total = {}, 0
         for file in sorted(self._indexed):
-            for name, tensor in self._shards[file].items():
+            for name, entry in self._shards[file].items():
                 files[str(name)] = file
-                total += tensor.num_bytes
+                total += entry.num_bytes
         old = small_object(self.source, INDEX) or {}
         if not old and len({*files.values()}) == 1:
             return None
@@ -365,3 +299,53 @@ class Proposal:
         weight_map = {name: files[name] for name in (*listed, *sorted(files)) if name in files}
         index = {**old, "metadata": metadata, "weight_map": weight_map}
         return (json.dumps(index, indent=2) + "\n").encode()
+
+
+# --- JSON files as people read them ---------------------------------------------------------------
+
+
+def json_diff(
+    name: str, before: bytes | None, after: bytes | None, reasons: Iterable[str] = ()
+) -> list[str]:
+    """The lines of a unified diff; [] if the values are the same. A comma after an item is no part
+    of it: a list with one more item has one changed line, not two.
+
+    Args:
+        name: the file's name.
+        before, after: its bytes; None where there is no such file.
+        reasons: why it changes.
+    """
+    old, new = _lines(before), _lines(after)
+    if old == new:
+        return []
+    lines = [f"--- a/{name}", f"+++ b/{name}", *(f"# {why}" for why in dict.fromkeys(reasons))]
+    if len(old) + len(new) > _MOST_COMPARED:
+        lines.append(f"@@ -{len(old)} +{len(new)} @@")
+        return lines
+    _, _, *body = unified_diff(old, new, n=2, lineterm="")
+    for sign, each in groupby(body, key=lambda line: line[0]):
+        run = [printable(line) for line in each]
+        if sign in "+-" and (more := len(run) - _MOST_LINES) > 0:
+            run[_MOST_LINES // 2 : -_MOST_LINES // 2] = [f"{sign}  ... {more:,} more lines ..."]
+        lines += run
+    return lines
+
+
+def in_form_of(before: bytes | None, value: Mapping[str, Any]) -> bytes:
+    """A JSON file with these values, indented and escaped as it was, so that a diff shows no more
+    than what changed.
+    """
+    text = (before or b"").decode("utf-8", errors="replace")
+    second = text.split("\n", 2)[1] if text.count("\n") else ""
+    indent = len(second) - len(second.lstrip(" ")) or 2
+    written = json.dumps(value, indent=indent, ensure_ascii="\\u" in text)
+    if text.endswith("\n") or not text:
+        written += "\n"
+    return written.encode()
+
+
+def _lines(data: bytes | None) -> list[str]:
+    if data is None:
+        return []
+    text = json.dumps(json.loads(data), indent=2, ensure_ascii=False)
+    return [line.removesuffix(",") for line in text.split("\n")]

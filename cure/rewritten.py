@@ -1,4 +1,5 @@
-"""A new folder from a finished checkpoint: whole or not there, and the old one stays as it is.
+"""A new folder from a finished checkpoint: whole or not there, and the old one stays as it is; and
+how it is judged, by the check and by vLLM's own loaders where there is a vLLM.
 
 In: a `Proposal`. Out: OUT, a checkpoint of its own. What did not change is a hard link, so it takes
 no room and no time; a copy where the file system cannot link. Of a Hub repository that is not here,
@@ -20,9 +21,9 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -42,9 +43,13 @@ from ..checkpoints.files import (
 )
 from ..checkpoints.identity import refuse_changed, states_of
 from ..checkpoints.record import RECIPE, RECORD
-from ..checkpoints.source import Source
+from ..checkpoints.safetensors_file import Entry, lay_out
+from ..checkpoints.source import Source, read
 from ..quantize.write.output import refuse_place
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, VLLMError
+from ..recipes.schemes import DTYPE_BITS
+from ..validate.check.check import Checked, examine
+from ..validate.facts.dry_load import GPU
 from .proposal import Proposal
 
 _STAMP = f"{WORK}/cure.json"
@@ -52,6 +57,9 @@ _STAMP = f"{WORK}/cure.json"
 # too many.
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
 _CHANGED = "Run the same command again: it reads the checkpoint anew"
+_PART = 64 << 20
+GPUS: tuple[GPU, ...] = ("sm100",)
+"""Where nobody names one: the GPU whose kernels take every scheme."""
 
 
 class Rewritten(BaseModel):
@@ -60,8 +68,7 @@ class Rewritten(BaseModel):
     Attributes:
         command: a sum over what the new folder depends on.
         new: names of files that the old folder has not, or has with other bytes.
-        linked: names of files that are one file with the old folder's.
-        copied: names of files that could not be linked.
+        kept: names of files that are the old folder's: links, or copies where there are none.
         folder: the new checkpoint.
         is_from_before: the same command had finished before, and this one wrote nothing.
     """
@@ -70,8 +77,7 @@ class Rewritten(BaseModel):
 
     command: str
     new: tuple[str, ...] = ()
-    linked: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     folder: Path = Field(exclude=True, default=Path())
     is_from_before: bool = Field(exclude=True, default=False)
 
@@ -80,10 +86,7 @@ class Rewritten(BaseModel):
         """What was written, for people."""
         if self.is_from_before:
             return f"{self.folder}: finished before, by the same command from the same files"
-        said = f"{self.folder}: files: {len(self.new)} new, {len(self.linked)} linked"
-        if self.copied:
-            said += f", {len(self.copied)} copied: this disk has no links to them"
-        return said
+        return f"{self.folder}: files: {len(self.new)} new, {len(self.kept)} kept"
 
 
 def rewrite(
@@ -111,14 +114,19 @@ def rewrite(
 
     Raises:
         RecipeError: something is there, the disk is too small, or another run is at work.
-        CheckpointError: a link that leaves the old folder, or the old folder changed.
+        CheckpointError: a link that leaves the old folder, an old file that ends early, or the old
+            folder changed.
     """
-    files = proposal.files()
-    small = {name: data for name, data in files.items() if data is not None}
-    gone = {name for name, data in files.items() if data is None} | {*proposal.empty_shards}
     source, again = proposal.source, proposal.shards_again
-    states = [*_states(source), *(_states(also_read) if also_read else ())]
-    parts = [__version__, made_by, *states, proposal.described(), files]
+    small, gone = dict[str, bytes](), {*proposal.empty_shards}
+    for name, data in proposal.files().items():
+        if data is None:
+            gone.add(name)
+        else:
+            small[name] = data
+    parts = [__version__, made_by, *_states(source), small]
+    if also_read is not None:
+        parts += _states(also_read)
     text = "\0".join(map(repr, parts))
     command = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
     found = _stamp_in(out)
@@ -141,27 +149,97 @@ def rewrite(
         refuse_place(source, out)  # another run may have finished since this one looked
         _begin(partial, command)
         make_shards(partial)
-        proposal.write_shards(partial, written)
+        for name, entries in again.items():
+            _write_shard(within(partial, name), entries, proposal, written)
         for name, data in small.items():
             path = within(partial, name)
             partial_path(path).write_bytes(data)
             complete(path)
-        linked = [name for name in kept if _is_linked(source, name, within(partial, name))]
+        for name in kept:
+            _link(source, name, within(partial, name))
         if source.folder is not None:
             refuse_changed(source.folder, source.states, cure=_CHANGED, is_linked=True)
         for root, _, _ in os.walk(partial):
             sync(Path(root))
-        done = Rewritten(
-            command=command,
-            new=tuple(sorted(new)),
-            linked=tuple(linked),
-            copied=tuple(sorted({*kept} - {*linked})),
-            folder=out,
-        )
+        done = Rewritten(command=command, new=tuple(sorted(new)), kept=tuple(kept), folder=out)
         write_whole(partial / _STAMP, done.model_dump_json())
         complete(out)
     _tidy(out)
     return done
+
+
+def _write_shard(
+    path: Path, entries: Iterable[Entry], proposal: Proposal, written: Callable[[int], None]
+) -> None:
+    """Write a shard from old tensors. Wider dtypes come first, since readers map the file; a shard
+    that was touched is written again, whole, because vLLM reads whole files.
+    """
+    in_order = sorted(entries, key=lambda entry: (-DTYPE_BITS[entry.dtype], entry.start))
+    layout = lay_out((entry.name, entry.dtype, entry.shape) for entry in in_order)
+    with naming_file(path), open(path, "xb") as file:
+        file.write(layout.header)
+        for entry in in_order:
+            for part in _parts(entry, proposal):
+                file.write(part)
+                written(len(part))
+        file.flush()
+        os.fsync(file.fileno())
+        assert file.tell() == layout.num_bytes, f"{path}: bytes of another shape"
+
+
+def _parts(entry: Entry, proposal: Proposal) -> Iterable[bytes | memoryview]:
+    """A tensor's bytes, part by part."""
+    if entry.name in proposal.made:
+        yield proposal.made[entry.name]
+        return
+    buffer = memoryview(bytearray(min(_PART, entry.num_bytes)))
+    for offset in range(0, entry.num_bytes, _PART):
+        part = buffer[: entry.num_bytes - offset]
+        read(proposal.source, entry, part, offset=offset)
+        yield part
+
+
+class Judged(NamedTuple):
+    """What was found of a new checkpoint, and why vLLM was not asked, if it was not."""
+
+    checked: Checked
+    no_vllm: VLLMError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error."""
+        return self.checked.refusal is None and self.checked.data.ok
+
+
+def judge(
+    folder: Path,
+    *,
+    gpus: Sequence[GPU] = GPUS,
+    any_vllm: bool = False,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Judged:
+    """Check a folder, then let vLLM's classes load it, on each of these GPUs at TP 1. Without a
+    vLLM there is still the check.
+
+    Args:
+        folder: a checkpoint.
+        gpus: to pretend; none: the check alone.
+        any_vllm: also a vLLM that keepmtp was not tested with.
+        progress: gets a line that says what is done now.
+    """
+    no_vllm = None
+    if gpus:
+        from ..validate.dryload.check_on import check_on
+        from ..validate.facts.vllm_env import find_vllm
+
+        try:
+            vllm = find_vllm(any_version=any_vllm)
+            (found,) = check_on([str(folder)], vllm=vllm, gpus=gpus, progress=progress)
+            return Judged(found)
+        except VLLMError as error:
+            no_vllm = error
+    progress(f"{folder}: static check")
+    return Judged(examine(folder), no_vllm)
 
 
 def kept_files(source: Source) -> tuple[str, ...]:
@@ -210,7 +288,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _is_linked(source: Source, name: str, path: Path) -> bool:
+def _link(source: Source, name: str, path: Path) -> None:
     """Give the old file a second name, or copy it where it can have none. A link of the Hub's
     cache: its blob.
     """
@@ -223,8 +301,6 @@ def _is_linked(source: Source, name: str, path: Path) -> bool:
             raise
         shutil.copyfile(old, path)
         sync(path)
-        return False
-    return True
 
 
 def _states(source: Source) -> list[Any]:
@@ -237,7 +313,7 @@ def _states(source: Source) -> list[Any]:
 
 def _is_as_written(out: Path, found: Rewritten) -> bool:
     """Whether all files are in OUT, and none was written to after the stamp was."""
-    names = (*found.new, *found.linked, *found.copied)
+    names = (*found.new, *found.kept)
     states, made = states_of(out, names), (out / _STAMP).stat().st_mtime_ns
     return len(states) == len(names) and all(state.mtime_ns <= made for state in states.values())
 

@@ -61,7 +61,7 @@ def test_with_out_a_new_folder_is_written_and_judged(keepmtp, no_fc, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (
         "check passed" in done.stdout
-        and "1 new, 3 linked" in done.stdout
+        and "1 new, 3 kept" in done.stdout
         and "not loaded by vLLM" in done.stdout
     )
     config = json.loads((tmp_path / "new" / "config.json").read_text())

@@ -5,8 +5,6 @@ In: the checkpoints that tests/helpers/broken.py breaks, each by the change of i
 those that `fix` or `graft` cures, a new folder that is green while the old one stays; for all
 others, what they need.
 
-`print_share` prints how many are cured: `python tests/cure/test_cured_failures.py` from the
-checkout.
 """
 
 import math
@@ -14,28 +12,29 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from broken import BROKEN, GOOD, Case
 from checkpoint_files import write
 from curable import CURED, GRAFTED, NOT_CURED, OTHERS, THE_RELEASE, release_of
 from keepmtp import api
-from keepmtp.checkpoints.identity import states_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cure import fix
-from keepmtp.cure.graft import plan_graft
-from keepmtp.cure.graft_write import carry_out
+from keepmtp.cure.graft import carry_out, plan_graft
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.values import check_values
 from keepmtp.validate.facts.findings import Finding
 from live_tensors import tensors_of
+from outputs import digests
 from written_values import fill, opened, poke
 
 # By the base of a case: the word that gives the block its old form, where it is not what graft
 # chooses.
 WORDS = {"glm w4a16": "W4A16", "v3 nvfp4": "bf16", "dsv4 bf16": "bf16"}
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def has(findings: Sequence[Finding], case: Case) -> bool:
@@ -65,34 +64,19 @@ def grafted(releases, tmp_path_factory) -> Callable[[Case], tuple[Path, Path]]:
     return made
 
 
-class Mended(NamedTuple):
-    """What fix made of a broken checkpoint; `changed` are files of the old folder that it
-    touched.
-    """
-
-    outcome: fix.Outcome
-    folder: Path
-    changed: list[str]
-
-
 @pytest.fixture(scope="module")
-def fixed(tmp_path_factory) -> Callable[[Case], Mended]:
-    """Each case once."""
+def fixed(tmp_path_factory) -> Callable[[Case], tuple[fix.Outcome, Path]]:
+    """What fix made of a broken checkpoint, each case once; the old folder stays."""
 
     @cache
-    def made(case: Case) -> Mended:
+    def made(case: Case) -> tuple[fix.Outcome, Path]:
         place = tmp_path_factory.mktemp("fix")
         old = write(place / "old", case.build())
-        names = [path.name for path in old.iterdir()]
-        states = states_of(old, names)
+        before = digests(old)
         found = fix.proposed(str(old))
         fix.write(found, place / "new")
-        now = states_of(old, names)
-        return Mended(
-            found,
-            place / "new",
-            [name for name in names if now[name].mtime_ns != states[name].mtime_ns],
-        )
+        assert digests(old) == before
+        return found, place / "new"
 
     return made
 
@@ -100,14 +84,13 @@ def fixed(tmp_path_factory) -> Callable[[Case], Mended]:
 @pytest.mark.few(24)
 @pytest.mark.parametrize("case", CURED, ids=lambda case: case.name)
 def test_fix_cures(case: Case, fixed):
-    found, folder, changed = fixed(case)
+    found, folder = fixed(case)
     assert has(found.before.data.findings, case), "the check finds it before"
     assert found.after.data.ok and not has(found.after.data.findings, case)
     assert all(change.why for change in found.proposal.edits) and found.proposal.diffs()
     after = examine(folder).data
     assert after.ok and not has(after.findings, case), after.findings
     assert after.facts.num_mtp_tensors == found.after.data.facts.num_mtp_tensors > 0
-    assert changed == [], "the old folder stays"
 
 
 @pytest.mark.few(8)
@@ -206,7 +189,7 @@ def test_what_has_no_cure_here_is_not_said_to_have_one(case: Case, tmp_path):
 def test_vllm_loads_what_was_cured(fixed, grafted):
     """One vLLM for all: everything that was grafted, and of the fixes the first of each number."""
     first = {case.name.partition(" ")[0]: case for case in reversed(CURED)}.values()
-    folders = [fixed(case).folder for case in first] + [grafted(case)[1] for case in GRAFTED]
+    folders = [fixed(case)[1] for case in first] + [grafted(case)[1] for case in GRAFTED]
     loaded = api.check_all(folders, gpus=["sm100"])
     for case, checked in zip([*first, *GRAFTED], loaded, strict=True):
         assert checked.data.ok and checked.data.dry[0].failure is None, (
@@ -230,13 +213,9 @@ def test_every_case_has_one_cure():
 
 
 def numbers_of(cases: list[Case]) -> list[str]:
-    """The numbers of docs/failures.md that the cases have."""
-    found = {
-        match[0] for case in cases if (match := re.match(r"(?:F|E|Fp|G|H|M|R)\d+(?= )", case.name))
-    }
-    return sorted(
-        found, key=lambda number: (re.sub(r"\d", "", number), int(re.sub(r"\D", "", number)))
-    )
+    """The numbers of docs/failures.md that the cases have, in order."""
+    found = {re.match(r"(F|E|Fp|G|H|M|R)(\d+)(?= )", case.name) for case in cases} - {None}
+    return [f"{letter}{number}" for letter, number in sorted({(m[1], int(m[2])) for m in found})]
 
 
 # The rows of the page's table, and their cases.
@@ -250,23 +229,14 @@ ROWS = {
 
 @pytest.mark.parametrize("cure", ROWS)
 def test_the_page_lists_what_has_which_cure(cure):
-    page = (Path(__file__).parent.parent.parent / "docs" / "failures.md").read_text()
+    page = (ROOT / "docs" / "failures.md").read_text()
     row = next(line for line in page.splitlines() if line.startswith(f"| {cure} |"))
     numbers, count = row.split("|")[2:4]
     assert numbers.partition(":")[0].strip() == ", ".join(numbers_of(ROWS[cure]))
     assert count.strip() == f"{len(ROWS[cure])} of {len(BROKEN)}"
 
 
-def print_share() -> None:
-    """How many cases, and which numbers of docs/failures.md, have which cure."""
-    for name, cases in ROWS.items():
-        print(
-            f"{name}: {len(cases)} of {len(BROKEN)} cases; numbers: {', '.join(numbers_of(cases))}"
-        )
-    curable = {number for cases in (CURED, GRAFTED) for number in numbers_of(cases)}
-    threads = sorted(number for number in curable if re.match(r"F\d", number))
-    print(f"of the 47 public threads F1 to F47: {len(threads)} have a cure without quantizing anew")
-
-
-if __name__ == "__main__":
-    print_share()
+def test_the_readme_says_how_many():
+    words = " ".join((ROOT / "README.md").read_text().split())
+    told = f"Of {len(BROKEN)} broken as in public threads `fix` cures {len(CURED)} and `graft` {len(GRAFTED)}"
+    assert told in words

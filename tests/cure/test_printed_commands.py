@@ -2,21 +2,18 @@
 finding.
 
 In: every broken checkpoint that the static check flags. Out: the commands of its findings, run;
-RELEASE alone is filled in. `print_share` counts them: `python tests/cure/test_printed_commands.py`
-from the checkout.
+RELEASE alone is filled in.
 """
 
 import json
-import os
 import shlex
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
 from broken import BROKEN
-from checkpoint_files import Checkpoint, write
+from checkpoint_files import write
 from curable import CURED, GRAFTED, release_of
 from dry_corpus import DRY, DryCase
 from good import llmcompressor, ours
@@ -55,17 +52,16 @@ def paste_all(case: DryCase, place: Path) -> tuple[list[dict], list[Pasted]]:
     """The findings of a case, and its commands, each run where NEW is not there yet."""
     folder = write(place / f"case {sorted(CASES).index(case.name)}" / "it's", case.build())
     findings = found(folder)
-    printed: dict[str, set[tuple[str, str]]] = {}
+    printed = defaultdict(set)
     for finding in findings:
         for command in commands(finding):
-            printed.setdefault(command, set()).add((finding["rule"], finding["where"]))
+            printed[command].add((finding["rule"], finding["where"]))
     done = []
     for number, (command, meant) in enumerate(printed.items()):
         new = folder.parent / f"NEW{number}"
-        words = {
-            "NEW": str(new),
-            "RELEASE": str(release_of(folder, place)) if "RELEASE" in command else "",
-        }
+        words = {"NEW": str(new)}
+        if "RELEASE" in command:
+            words["RELEASE"] = str(release_of(folder, place))
         _, verb, *rest = (words.get(word, word) for word in shlex.split(command))
         ended = run(verb, *rest)
         left = {(each["rule"], each["where"]) for each in found(new)} if new.is_dir() else meant
@@ -104,42 +100,6 @@ def test_what_is_printed_works_as_pasted(name: str, place: Path):
         assert [each for each in errors if "keepmtp " not in each["cure"]] == []
 
 
-FOR_SGLANG = {
-    "targets without the draft's names": lambda: _without_drafts_names(
-        ours("glm-4.7", "FP8_DYNAMIC", "FP8_DYNAMIC")
-    ),
-    "modelopt's list without them": lambda: _without_drafts_names(
-        ours("glm-4.7", "FP8", format="modelopt")
-    ),
-    "a plain draft under Linear": lambda: llmcompressor("glm-4.7", "FP8_DYNAMIC"),
-}
-
-
-def _without_drafts_names(checkpoint: Checkpoint) -> Checkpoint:
-    lists = [checkpoint.quantization["ignore"]]
-    lists += [
-        group["targets"] for group in checkpoint.quantization.get("config_groups", {}).values()
-    ]
-    for names in lists:
-        names[:] = [name for name in names if "decoder" not in name]
-    return checkpoint
-
-
-@pytest.mark.parametrize("name", FOR_SGLANG)
-@pytest.mark.parametrize("also", [(), ("--runtime", "vllm")], ids=["SGLang", "both"])
-def test_what_is_printed_for_sglang_works_as_pasted(name, also, tmp_path):
-    words = ("--runtime", "sglang", *also)
-    folder = write(tmp_path / "it's", FOR_SGLANG[name]())
-    findings = found(folder, *words)
-    (command,) = {each for finding in findings for each in commands(finding)}
-    assert "--runtime sglang" in command
-    _, verb, *rest = (
-        str(tmp_path / "NEW") if word == "NEW" else word for word in shlex.split(command)
-    )
-    assert run(verb, *rest).exit_code == 0
-    assert found(tmp_path / "NEW", *words) == []
-
-
 def test_a_block_that_sglang_misses_is_grafted(tmp_path):
     checkpoint = ours("glm-4.7", "FP8_DYNAMIC")
     checkpoint.take(r"model\.layers\.3\..*")
@@ -157,21 +117,3 @@ def test_lists_wait_for_the_right_number_of_layers(tmp_path):
     findings = found(write(tmp_path / "one too many", checkpoint))
     assert {"layer-missing", "form"} <= {each["rule"] for each in findings}
     assert [each for finding in findings for each in commands(finding)] == []
-
-
-def print_share() -> None:
-    """How many flagged cases there are, and for how many a printed command works as pasted."""
-    os.environ["VLLM_PYTHON"] = "/nowhere"
-    counts: Counter[str] = Counter()
-    with TemporaryDirectory() as folder:
-        for case in CASES.values():
-            findings, done = paste_all(case, Path(folder))
-            counts["flagged"] += bool(findings)
-            works = [each for each in done if not each.stay and each.ended.exit_code in (0, 1)]
-            counts["with a command"] += bool(done)
-            counts["works as pasted"] += bool(done) and len(works) == len(done)
-    print(dict(counts))
-
-
-if __name__ == "__main__":
-    print_share()

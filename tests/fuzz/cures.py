@@ -1,29 +1,24 @@
-"""The kinds of fuzz cases that write a new checkpoint: records, links and names of a stranger for
-fix, graft, convert.
+"""The kinds of fuzz cases that write a new checkpoint: links and names of a stranger for fix, graft,
+convert.
 
 In: a random generator. Out: a `Case`, as in kinds.py, which lists these too; and what `kept_values`
 finds in the new
 folder: no exit status of 0 with other values than the file's.
-
-Easy to get wrong: a scale that is re-expressed may come back as its neighbour. One step of F32 is
-no fault.
 """
 
-import hashlib
 import json
 import random
 import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import edits
 from case import Case, some
 from edits import Edit
 
 OTHER = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}
-RECORD, CONFIG, INDEX = "keepmtp-convert.json", "config.json", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 BASES = {f"one model, first in {dialect}": dialect for dialect in OTHER}
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 Kind = Callable[[random.Random, str], Case]
@@ -67,29 +62,8 @@ LINKS = (
     "recipe.yaml",
     "config.json.partial",
     ".keepmtp",
-    RECORD,
-    CONFIG,
+    "config.json",
     INDEX,
-)
-FILES = (
-    "../victim",
-    "../../beside/secret",
-    "{beside}/secret",
-    "../beside/../beside/secret",
-    "x/../../../beside/secret",
-    "modeling_evil.py",
-    "tokenizer_config.json",
-    "model-00001-of-00004.safetensors",
-    INDEX,
-    RECORD,
-    ".keepmtp/cure.json",
-    "config.json/x",
-    "",
-    ".",
-    "..",
-    "a\x00b",
-    "\x1b[31m",
-    "x" * 300,
 )
 
 
@@ -99,28 +73,11 @@ def writing(kinds: tuple[Kind, ...]) -> Kind:
     def cured(rng: random.Random, kind: str) -> Case:
         case = rng.choice(kinds)(rng, kind)
         ways: list[tuple[str, ...]] = [("convert", "{}", "--to", dialect) for dialect in OTHER]
-        ways += [
-            ("fix", "{}"),
-            ("fix", "{}", "--runtime", "sglang"),
-            ("graft", "{}", "--from", "{}", "--replace"),
-        ]
+        ways += [("fix", "{}"), ("graft", "{}", "--from", "{}", "--replace")]
         words = (*rng.choice(ways), "--out", "{}.out", "--static-only")
         return replace(case, words=words, reads_weights=False, also=kept_values)
 
     return cured
-
-
-# --- convert's record -----------------------------------------------------------------------------
-
-
-def records(rng: random.Random, kind: str) -> Case:
-    """keepmtp-convert.json of a stranger: files, tensors, configs, or anything."""
-    base, dialect = rng.choice(list(BASES.items()))
-    makes = (_file_edit, _tensor_edit, _tensor_edit, _config_edit, _any_edit)
-    made = some(rng, lambda: rng.choice(makes)(rng))
-    ways: list[tuple[str, ...]] = [("convert", "{}/there", "--to", dialect)] * 5
-    ways += [("fix", "{}/there"), ("graft", "{}/there", "--from", "{}/release", "--replace")]
-    return replace(_case(rng, kind, base, made, rng.choice(ways)), also=as_first)
 
 
 def _case(
@@ -131,172 +88,6 @@ def _case(
     )
     return Case(
         kind=kind, base=base, edits=made, words=words + end, reads_weights=False, also=kept_values
-    )
-
-
-def _on_record(says: str, change: Callable[[Any], Any]) -> Edit:
-    return edits.on_tree(f"there/{RECORD}", says, change)
-
-
-def _file_edit(rng: random.Random) -> Edit:
-    """The record names one more file."""
-    name, content = (
-        rng.choice((*FILES, *edits.NAMES)),
-        rng.choice(("theirs", "{}", "", None, '{"a": 1}')),
-    )
-    edit = _on_record(
-        f"configs has {edits.shown(name)}", lambda tree: tree["configs"].update({name: content})
-    )
-    return _with_room(edit, f"there/{RECORD}")
-
-
-def _with_room(edit: Edit, file: str) -> Edit:
-    """The edit, where {beside} is the folder that no call may touch."""
-
-    def do(folder: Path) -> None:
-        edit.do(folder)
-        raw = (folder / file).read_bytes()
-        edits.replace(
-            folder / file, raw.replace(b"{beside}", str(folder.parent / "beside").encode())
-        )
-
-    return Edit(edit.says, do)
-
-
-def _tensor_edit(rng: random.Random) -> Edit:
-    """What the record says of one or two tensors."""
-    one, two, word = rng.random(), rng.random(), edits.value(rng)
-    leaf = rng.choice(
-        (
-            "weight",
-            "weight_packed",
-            "weight_scale",
-            "weight_scale_2",
-            "input_scale",
-            "k_scale",
-            "",
-            "x",
-        )
-    )
-    change = rng.choice(
-        (
-            {"hex": ""},
-            {"hex": f"{rng.randrange(2**32):08x}"},
-            {"hex": "00" * 4},
-            {"hex": "zz"},
-            {"shape": rng.choice(([], [1], [1, 1], [4], [0], [-1], [2**40]))},
-            {"dtype": rng.choice(("I32", "U8", "BF16", "F16", "F33", ""))},
-            {"dtype": rng.choice(("I32", "U32", "F32")), "hex": f"{rng.randrange(2**32):08x}"},
-            {rng.choice(("name", "dtype", "shape", "hex", "more")): word},
-        )
-    )
-
-    def state(tree: Any) -> None:
-        told = tree["tensors"]
-        told[_at(told, one)].update(change)
-
-    def swap(tree: Any) -> None:
-        told = tree["tensors"]
-        here, there = _at(told, one), _at(told, two)
-        told[here], told[there] = told[there], told[here]
-
-    def rename(tree: Any) -> None:
-        told = tree["tensors"]
-        tensor = told[_at(told, one)]
-        tensor["name"] = f"{_at(told, two).rpartition('.')[0]}.{leaf}"
-
-    ways: tuple[tuple[str, Callable[[Any], Any]], ...] = (
-        (f"a tensor is {edits.shown(change)}", state),
-        ("two tensors are swapped", swap),
-        (f"a tensor is another module's {leaf}", rename),
-    )
-    edit = _on_record(*rng.choice(ways))
-    return edit if rng.random() < 0.6 else _moved(rng)
-
-
-def _at(names: Any, place: float) -> str:
-    return list(names)[int(place * len(names))]
-
-
-def _moved(rng: random.Random) -> Edit:
-    """A tensor that the record need not name is said to be another one of its form, or itself in
-    another form.
-    """
-    one, two = rng.random(), rng.random()
-    leaf = rng.choice(("weight", "weight_scale", "weight_packed", "weight_scale_2", "input_scale"))
-    is_itself, shape = rng.random() < 0.3, rng.choice((None, [], [1]))
-
-    def do(folder: Path) -> None:
-        theirs, was = read(folder / "there"), read(folder / "first")
-        here = _at(sorted(name for name in theirs if name.endswith(leaf)), one)
-        dtype, size, _ = theirs[here]
-        like = sorted(
-            name for name, tensor in was.items() if tensor[1] == size and tensor[0] == dtype
-        )
-        name = here if is_itself else _at(like, two)
-        told = {"name": name, "dtype": dtype, "shape": list(size) if shape is None else shape}
-        path = folder / "there" / RECORD
-        tree = json.loads(path.read_bytes())
-        tree["tensors"][here] = told
-        edits.replace(path, json.dumps(tree).encode())
-
-    return Edit(
-        f"there/{RECORD}: {'itself' if is_itself else 'another'} for a {leaf} ({one:.3f}, "
-        f"{two:.3f})",
-        do,
-    )
-
-
-def _config_edit(rng: random.Random) -> Edit:
-    """The config that the record restores is another; half of the time, so is the one that is
-    there, and its sum.
-    """
-    key = rng.choice(
-        (
-            "auto_map",
-            "rms_norm_eps",
-            "num_hidden_layers",
-            "architectures",
-            "quantization_config",
-            "x",
-        )
-    )
-    new, how, is_pair = edits.value(rng), rng.random(), rng.random() < 0.5
-    text = rng.choice(
-        ("", "{", "[]", "null", "[" * 5000, "{}", '{"a": "\\ud800"}', "\ufeff{}", '{"a": NaN}')
-    )
-
-    def do(folder: Path) -> None:
-        path, there = folder / "there" / RECORD, folder / "there" / CONFIG
-        tree = json.loads(path.read_bytes())
-        config = json.loads(tree["configs"][CONFIG])
-        config[key] = new
-        tree["configs"][CONFIG] = edits.text_of(config) if how < 0.6 else text
-        if is_pair:
-            config = json.loads(there.read_bytes())
-            config["x"] = new
-            edits.replace(there, edits.text_of(config).encode())
-            tree["written"][CONFIG] = hashlib.sha256(there.read_bytes()).hexdigest()
-        edits.replace(path, json.dumps(tree).encode())
-
-    says = f"configs: {key} = {edits.shown(new)}" if how < 0.6 else f"configs: {edits.shown(text)}"
-    return Edit(f"there/{RECORD}: {says}{' and the sum with it' if is_pair else ''}", do)
-
-
-def _any_edit(rng: random.Random) -> Edit:
-    file, way = f"there/{RECORD}", rng.random()
-    if way < 0.2:
-        return edits.no_file(rng, file)
-    if way < 0.4:
-        return edits.mangled(rng, file, 4000)
-    key, word, new = (
-        rng.choice(("keepmtp", "first", "configs", "written", "tensors", "x")),
-        rng.random(),
-        None,
-    )
-    new = edits.value(rng)
-    return _on_record(
-        f"{key} = {edits.shown(new)} ({word:.3f})", lambda tree: tree.update({key: new})
     )
 
 
@@ -384,6 +175,10 @@ def _odd_file(rng: random.Random, where: str) -> Edit:
     return Edit(f"{where}: a file called {edits.shown(name)}", do)
 
 
+def _at(names: list[str], place: float) -> str:
+    return names[int(place * len(names))]
+
+
 def _odd_shard(rng: random.Random, where: str) -> Edit:
     """One shard, and its lines in the index, have another name."""
     name, place = rng.choice((_odd_name(rng), "../x", "sub/x", "model", "mtp_copies")), rng.random()
@@ -455,44 +250,3 @@ def kept_values(case: Case, folder: Path, status: int) -> list[str]:
     made, had = read(out), read(folder / case.words[1].removeprefix("{}").strip("/"))
     both = sorted(name for name in made.keys() & had.keys() if made[name][:2] == had[name][:2])
     return [f"other values in {name!a}" for name in both if made[name] != had[name]][:3]
-
-
-def as_first(case: Case, folder: Path, status: int) -> list[str]:
-    """The same, and what a way back has otherwise than the first checkpoint: tensors, files, all
-    but quantization.
-    """
-    out, faults = Path(f"{folder}.out"), kept_values(case, folder, status)
-    if status or not out.is_dir():
-        return faults
-    wanted = {path.name for name in ("first", "there") for path in (folder / name).iterdir()} | {
-        ".keepmtp"
-    }
-    wanted |= {RECORD}  # where the record is gone, it is a first conversion, which writes one
-    graft = {"model-mtp-00001-of-00001.safetensors"} if case.words[0] == "graft" else set()
-    faults += [f"a file {path.name!a}" for path in out.iterdir() if path.name not in wanted | graft]
-    configs = [json.loads((each / CONFIG).read_bytes()) for each in (out, folder / "there")]
-    one, other = ({**config, "quantization_config": None} for config in configs)
-    faults += (
-        []
-        if json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-        else ["another config.json"]
-    )
-    if case.words[0] == "convert":
-        made, was = read(out), read(folder / "first")
-        faults += [
-            f"not {name!a} as it was"
-            for name in sorted(made.keys() | was.keys())
-            if not _is_as(name, was, made)
-        ]
-    return faults[:3]
-
-
-def _is_as(name: str, was: Tensors, made: Tensors) -> bool:
-    if name not in was or name not in made or was[name][:2] != made[name][:2]:
-        return False
-    if was[name] == made[name]:
-        return True
-    values = [struct.unpack(f"<{len(each[name][2]) // 4}i", each[name][2]) for each in (was, made)]
-    return was[name][0] == "F32" and all(
-        abs(one - other) <= 1 for one, other in zip(*values, strict=True)
-    )

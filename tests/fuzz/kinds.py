@@ -530,7 +530,6 @@ KINDS: Mapping[str, Callable[[random.Random, str], Case]] = MappingProxyType(
         "broken for cures": cures.writing(
             (header_tree, index, config, counts, quantization, regexes, files)
         ),
-        "convert's record": cures.records,
         "links for cures": cures.links,
         "names for cures": cures.names,
     }

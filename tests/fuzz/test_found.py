@@ -16,7 +16,6 @@ from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli import recipe, serve
-from keepmtp.cure.fix import proposed
 from keepmtp.cure.rewritten import kept_files
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import families
@@ -123,15 +122,6 @@ def test_a_file_whose_name_is_no_utf_8_is_refused_before_anything_is_written(tmp
             CheckpointError, match=r"every name must be UTF-8; got '\\udc80'\. Rename it"
         ):
             reads()
-
-
-def test_an_entry_that_sglang_cannot_read_is_named(tmp_path):
-    checkpoint = GOOD["qwen vl modelopt"]()
-    checkpoint.quantization["ignore"].append("re:(")
-    with pytest.raises(
-        CheckpointError, match=r"re:\(: must be a glob that SGLang can make a regular expression"
-    ):
-        proposed(str(write(tmp_path / "NAME", checkpoint)), for_sglang=True)
 
 
 def test_a_name_that_is_no_utf_8_is_named(tmp_path):

@@ -18,6 +18,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import canary
+import cures
 import edits
 import judged
 import kinds
@@ -152,6 +153,18 @@ def test_the_canary_sees_each_fault(call, faults, tmp_path):
     with chdir(tmp_path):
         call()
     assert set(canary.left(case, tmp_path, before)) == faults
+
+
+@pytest.mark.parametrize(("value", "faults"), [(1.0, []), (2.0, ["other values in 'a'"])])
+def test_what_a_new_folder_has_otherwise_is_a_fault(value, faults, tmp_path):
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    for name, each in (("in/first", 1.0), ("in.out", value)):
+        (tmp_path / name).mkdir(parents=True)
+        raw = struct.pack("<Q", len(header)) + header + struct.pack("<f", each)
+        (tmp_path / name / "model.safetensors").write_bytes(raw)
+    case = Case(kind="", base="", edits=(), words=("convert", "{}/first"))
+    assert cures.kept_values(case, tmp_path / "in", 0) == faults
+    assert cures.kept_values(case, tmp_path / "in", 2) == []
 
 
 def test_some_hostile_files_break_no_promise(capsys):

@@ -50,6 +50,7 @@ QUANTIZE_ANEW = (
     "G5 ",
     "R4 ",
     "Fp1 global scale with two",
+    "Fp2 block scales in BF16",
     "M2 ",
     "R7 GPTQ with an order",
     "R7 Quark in a scheme",
@@ -64,6 +65,7 @@ NOT_IN_MODELOPT = (
 )
 THE_RELEASE = (
     "E6 ",
+    "E10 ",
     "M8 ",
     "R6 shard cut short",
     "R8 a family",

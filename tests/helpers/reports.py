@@ -94,7 +94,7 @@ def account(
         draft=LoadedModel() if failure else model("Glm4MoeMTP", shared=SHARED, kernels=kernels[1:]),
         seconds=31.1,
     )
-    written = ModelAccount() if failure else ModelAccount(casts=casts)
+    written = ModelAccount() if failure else ModelAccount(misfits=casts)
     return LoadAccount(path=str(MODEL), load=load, draft=written)
 
 

@@ -120,11 +120,11 @@ def test_what_vllm_leaves_unsaid_is_found_by_the_account_alone(silent, dry_loade
     """
     account = dry_loader("sm100").load(silent)
     assert account.load.failure is None
-    assert {fault.param for fault in account.draft.default} >= {
+    assert {fault.param for fault in account.draft.faults} >= {
         "model.layers.3.mtp_block.self_attn.qkv_proj.weight_scale",
         "model.layers.3.mtp_block.mlp.shared_experts.down_proj.weight_scale",
     }
-    cast = next(misfit for misfit in account.draft.casts if "q_proj" in misfit.tensor)
+    cast = next(misfit for misfit in account.draft.misfits if "q_proj" in misfit.tensor)
     assert (cast.given, cast.wanted) == ("bfloat16", "float8_e4m3fn")
 
 

@@ -83,7 +83,7 @@ def test_every_tensor_is_read_and_every_parameter_is_filled(name, accounts):
     account = accounts[name]
     for role in ("target", "draft"):
         _, written = account.of(role)
-        faults = [fault.param for fault in (*written.unwritten, *written.default, *written.partial)]
+        faults = [fault.param for fault in written.faults]
         assert [param for param in faults if not param.startswith(NO_TOWER)] == [], role
     assert [
         tensor for tensor in account.unconsumed if not tensor.startswith("model.time_series.")
@@ -117,4 +117,4 @@ def test_what_vllm_drops_on_purpose_is_no_finding(accounts):
 def test_a_tokenizer_of_sounds_is_not_read(accounts):
     """Its weights are in a folder of their own, which no index names."""
     account = accounts[SOUNDS]
-    assert account.load.ok and not account.of("target")[1].unwritten
+    assert account.load.ok and not account.of("target")[1].faults

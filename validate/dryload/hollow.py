@@ -1,7 +1,7 @@
 """A folder that vLLM can read a checkpoint from, without its data.
 
-In: an opened checkpoint. Out: its own folder; for a Hub repository a temporary folder with its
-headers, and holes where the data would be.
+In: an opened checkpoint, or one as it would be. Out: its own folder; for one that is not here a
+temporary folder with its headers, and holes where the data would be.
 
 Easy to get wrong: vLLM's config classes read more files than config.json.
 """
@@ -9,7 +9,7 @@ Easy to get wrong: vLLM's config classes read more files than config.json.
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...checkpoints.files import within
@@ -29,7 +29,7 @@ SMALL_FILES = (
 @contextlib.contextmanager
 def headers_of(source: Source) -> Iterator[Path]:
     """A folder that vLLM can read `source` from."""
-    if source.folder is not None:
+    if source.folder is not None and not source.changed:
         yield source.folder
         return
     with ScratchFolder("keepmtp-headers-") as folder:
@@ -41,19 +41,12 @@ def headers_of(source: Source) -> Iterator[Path]:
         for entry in source.entries.values():
             files[entry.file].append(entry)
         for file, entries in files.items():
-            write_headers(within(folder, file), entries)
+            ordered = sorted(entries, key=lambda entry: entry.start)
+            layout = lay_out((entry.name, entry.dtype, entry.shape) for entry in ordered)
+            with open(within(folder, file), "wb") as written:
+                written.write(layout.header)
+                written.truncate(layout.num_bytes)
         if set(files) != {SINGLE}:
             weight_map = {entry.name: entry.file for entry in source.entries.values()}
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         yield folder
-
-
-def write_headers(path: Path, entries: Iterable[Entry]) -> None:
-    """A safetensors file of these tensors, in their order, with a hole where their data would
-    be.
-    """
-    ordered = sorted(entries, key=lambda entry: entry.start)
-    layout = lay_out([(entry.name, entry.dtype, entry.shape) for entry in ordered])
-    with open(path, "wb") as file:
-        file.write(layout.header)
-        file.truncate(layout.num_bytes)

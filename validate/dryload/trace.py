@@ -28,9 +28,10 @@ class Trace:
     """
 
     def __init__(self, questions: Sequence[Question], runtime: RuntimeView):
-        self._asked = {
-            asked.path: asked.prefix for asked in questions if asked.path and asked.prefix
-        }
+        self._asked: dict[str, str] = {}
+        for asked in questions:
+            if asked.path and asked.prefix:
+                self._asked[asked.path] = asked.prefix
         self._runtime = runtime
 
     def module(self, param: str) -> str:
@@ -49,69 +50,61 @@ class Trace:
         """The tensor on disk that a fault is about: the missing one, else the one least written,
         else the first.
         """
-        leaf = fault.param.rpartition(".")[2]
-        half = _HALF.match(leaf)
-        members = self._members(self.module(fault.param), half[1] if half else "")
-        there = [module for module in members if module in self._runtime.weights]
-        if fault.sources:
-            there = []
-            members = [
-                each
-                for each in members
-                if not any(f"{name}.".startswith(f"{each}.") for name in fault.sources)
-            ]
-            if not members:
-                return min(fault.sources, key=lambda name: fault.sources[name])
-        if there:
-            return self._first_of(there[0])
-        return self._missing(members[0], _HALF.sub("", leaf)) if members else fault.param
+        leaf, half = fault.param.rpartition(".")[2], ""
+        if match := _HALF.match(leaf):
+            half = match[1]
+        members = self._members(self.module(fault.param), half)
+        if not fault.sources and (there := self._first_of(members)):
+            return there
+        used, leaf = tuple(f"{name}." for name in fault.sources), leaf.removeprefix(f"{half}_")
+        for module in members:
+            if not any(name.startswith(f"{module}.") for name in used):
+                weight = self._runtime.weights.get(module)
+                if module in self._runtime.source.entries:
+                    return module
+                if weight and leaf in weight.parts:
+                    return self._first_of([module])
+                return f"{module}.{leaf}"
+        return min(fault.sources, key=fault.sources.__getitem__, default=fault.param)
 
     def module_entry(self, prefix: str) -> str:
         """The first tensor on disk of a module that vLLM calls `prefix`; "" if the table does not
         know it.
         """
         members = self._members(prefix)
-        there = [module for module in members if module in self._runtime.weights]
-        return self._first_of(there[0]) if there else next(iter(members), "")
+        return self._first_of(members) or next(iter(members), "")
 
     def _members(self, prefix: str, half: str = "") -> list[HFName]:
         """Modules on disk; experts by number, as many as there are, and stacked ones only if there
         are no others.
         """
-        modules = self._runtime.view.disk_modules.get(prefix, ())
-        kept = [
-            module
-            for module in modules
-            if not half or bool(_GATE_UP.search(module)) == (half == "w13")
-        ]
-        single = [module for module in kept if "{e}" in module]
-        stacked = [
-            module
-            for module in kept
-            if "{e}" not in module and module in self._runtime.source.entries
-        ]
-        if not single or stacked:
-            return stacked if single else kept
-        pattern = re.compile(re.escape(single[0]).replace(r"\{e\}", r"(\d+)"))
-        numbers = [
-            int(match[1])
-            for module in self._runtime.weights
-            if (match := pattern.fullmatch(module))
-        ]
-        return [
-            HFName(each.replace("{e}", str(e)))
-            for e in range(max(numbers, default=0) + 1)
-            for each in single
-        ]
+        single, others, stacked = list[HFName](), list[HFName](), list[HFName]()
+        for module in self._runtime.view.disk_modules.get(prefix, ()):
+            if half and bool(_GATE_UP.search(module)) != (half == "w13"):
+                continue
+            if "{e}" in module:
+                single.append(module)
+                continue
+            others.append(module)
+            if module in self._runtime.source.entries:
+                stacked.append(module)
+        if not single:
+            return others
+        if stacked:
+            return stacked
+        pattern, last = re.compile(re.escape(single[0]).replace(r"\{e\}", r"(\d+)")), 0
+        for module in self._runtime.weights:
+            if match := pattern.fullmatch(module):
+                last = max(last, int(match[1]))
+        numbered = range(last + 1)
+        return [HFName(each.replace("{e}", str(e))) for e in numbered for each in single]
 
-    def _first_of(self, module: HFName) -> str:
-        return next(entry.name for entry in self._runtime.weights[module].parts.values())
-
-    def _missing(self, module: HFName, leaf: str) -> str:
-        if module in self._runtime.source.entries:
-            return module
-        weight = self._runtime.weights.get(module)
-        return self._first_of(module) if weight and leaf in weight.parts else f"{module}.{leaf}"
+    def _first_of(self, modules: Sequence[HFName]) -> str:
+        """The first tensor of the first of these modules that is on disk."""
+        for module in modules:
+            if module in self._runtime.weights:
+                return next(iter(self._runtime.weights[module].parts.values())).name
+        return ""
 
     def _prefix(self, path: str) -> str:
         """The prefix for a path in the model: its longest stem with another known prefix is
@@ -151,12 +144,11 @@ def on_disk(runtime: RuntimeView, named: str, *, is_draft: bool) -> str:
     words = named.replace(".mtp_block", "").replace(".routed_experts", "").split(".")
     for end in range(len(words), 1, -1):
         wanted = f".{'.'.join(words[:end])}"
-        found = [
-            each
-            for each in runtime.modules
-            if wanted.endswith(f".{each.name}") or each.name.endswith(wanted)
-        ]
+        found = list[Module]()
+        for module in runtime.modules:
+            if wanted.endswith(f".{module.name}") or module.name.endswith(wanted):
+                found.append(module)
         if found:
-            best: Module = min(found, key=lambda module: (module.part == "mtp") != is_draft)
-            return next(entry.name for entry in best.members[0].weight.parts.values())
+            best = min(found, key=lambda module: (module.part == "mtp") != is_draft)
+            return next(iter(best.members[0].weight.parts.values())).name
     return ""

@@ -51,11 +51,6 @@ _FILES = (
 _RELEASE = (
     "Compare its name and shape with the release's: vLLM knows it under another name, or not at all"
 )
-_ADA = (
-    "the quantization config asks for an FP8 KV cache, for the draft too, read by FlashInfer: on "
-    "this GPU people report CUDA errors (illegal memory access) with MTP (vllm #44879, open; its "
-    "cure #45038 was not merged)"
-)
 _ACTS = {
     "config": "reading the config",
     "world": "starting",
@@ -108,7 +103,9 @@ class _Side:
 
     @cached_property
     def trace(self) -> Trace | None:
-        return Trace(self.written.asked, self.view) if self.view else None
+        if self.view:
+            return Trace(self.written.asked, self.view)
+        return None
 
     @cached_property
     def is_nameless(self) -> bool:
@@ -121,7 +118,9 @@ class _Side:
 
     def entry_of(self, prefix: str) -> str:
         """The first tensor on disk of a module; "" where it is not known."""
-        return self.trace.module_entry(prefix) if self.trace else ""
+        if self.trace:
+            return self.trace.module_entry(prefix)
+        return ""
 
 
 @dataclass(frozen=True)
@@ -139,23 +138,21 @@ class _Case:
         """
         for side in self.sides:
             if side.is_nameless:
-                says = (
-                    f"a defect of vLLM {self.version}, not of the checkpoint: {side.model.cls} "
-                    "has a head without a "
-                    f"name, so no entry can except it from quantization; {_SILENCE[side.role]}"
-                )
+                says = f"a defect of vLLM {self.version}: {side.model.cls} has a head without a "
+                says += f"name, so no entry can except it; {_SILENCE[side.role]}"
                 yield _objection(DEFECT, "lm_head.weight", says, _COMPRESSED)
 
     def failed(self, failure: LoadFailure) -> Objection:
         """What vLLM raised."""
         said, draft = _said(failure), self.sides[1].view
-        family = draft.view.family.model_type if draft else ""
+        family, count = "", self._config
+        if draft:
+            family, count = draft.view.family.model_type, draft.view.mtp_count_key
         if defect := known_defect(failure, family=family, version=self.version):
             where = failure.tensor or self._config
             return _objection(DEFECT, where, f"{defect.says}; {said}", defect.cure)
         where, cure = "", _FILES
         if found := known_failure(text_of(failure), kinds=("dry_load", "failures")):
-            count = draft.view.mtp_count_key if draft else self._config
             where, cure = found[0].where.format(named=found[1], count=count), found[0].cure
         act = _ACTS[failure.stage].format(failure.role or "model")
         where = where or failure.tensor or self._named_in(failure) or self._config
@@ -164,44 +161,37 @@ class _Case:
     def silence(self) -> Iterator[Objection]:
         """What vLLM accepted without a message."""
         for side in self.sides:
-            written = side.written
-            for fault in (*written.unwritten, *written.default, *written.partial):
+            for fault in side.written.faults:
                 if not (side.is_nameless and "head" in fault.param):
                     yield self._fault(side, fault)
-            for misfit in (*written.casts, *written.broadcasts):
+            for misfit in side.written.misfits:
                 if not (side.is_nameless and "head" in misfit.param):
                     yield self._misfit(side.role, misfit)
             for use in side.model.kernels:
                 if use.outcome.startswith("refused: "):
                     yield _no_kernel(side, use)
-        load = self.account.load
-        if load.gpu == "sm89":
-            kernels = [use.kernel for use in load.draft.kernels]
-            if any(kernel.startswith("FLASHINFER kv=fp8") for kernel in kernels):
-                cure = "Serve with --kv-cache-dtype bfloat16, which overrules the entry"
-                yield _objection("kv-cache", self._config, _ADA, cure, severity="warning")
 
     def unused(self) -> Iterator[Objection]:
         """Tensors that neither target nor draft read, or not to their end."""
         target, draft = (side.view for side in self.sides)
         for name in self.account.unconsumed:
-            holder = target if target and name in target.source.entries else draft
-            place = holder.view.place(HFName(name)) if holder else None
-            is_known = _RECOMPUTED.search(name) or self._is_left_alone(place)
-            if is_known or (holder and name.startswith(holder.view.layout.unread)):
+            holder, place, role = draft, None, "target"
+            if target and name in target.source.entries:
+                holder = target
+            if holder:
+                place = holder.view.place(HFName(name))
+                if name.startswith(holder.view.layout.unread):
+                    continue
+            if _RECOMPUTED.search(name) or self._is_left_alone(place):
                 continue
-            role = "draft" if place is not None and place.part == "mtp" else "target"
+            if place is not None and place.part == "mtp":
+                role = "draft"
             if is_kv_scale(name.rpartition(".")[2]):
-                says = (
-                    f"{role}: vLLM's class has no parameter for this scale of the KV cache and "
-                    "uses 1.0, in silence"
-                )
+                says = f"{role}: vLLM has no parameter for this scale of the KV cache and uses 1.0"
                 cure = "Nothing, unless the cache is FP8"
                 yield _objection("kv-scales", name, says, cure, role, "warning")
             else:
-                says = (
-                    f"neither target nor draft reads it, in silence; {_SILENCE[role]} if it matters"
-                )
+                says = f"neither target nor draft reads it; {_SILENCE[role]} if it matters"
                 yield self._wrong(name, says, _RELEASE, f"unused {role}")
         for name, used, size in self.account.truncated:
             says = f"only {used:,} of its {size:,} elements are read, in silence"
@@ -216,8 +206,9 @@ class _Case:
             return False
         if place.role in ("embedding", "head") and self.account.load.draft.shared:
             return True
-        most = draft.view.family.loader.most_layers(self.account.load.k)
-        first = 0 if draft.view.layout.mtp else draft.view.num_layers
+        first, most = 0, draft.view.family.loader.most_layers(self.account.load.k)
+        if not draft.view.layout.mtp:
+            first = draft.view.num_layers
         return bool(most) and place.layer is not None and place.layer - first >= most
 
     def _fault(self, side: _Side, fault: Fault) -> Objection:
@@ -265,12 +256,11 @@ class _Case:
         where it has one.
         """
         stem = where.rpartition(".")[0] or where
-        known = self.errors if len(self.errors) == 1 else []
         for each in self.errors:
-            if each.where.startswith(stem) or where.startswith(each.where):
-                known = [each]
+            if len(self.errors) == 1 or each.where.startswith(stem) or where.startswith(each.where):
+                cure = each.cure
                 break
-        return _objection(RULE, where, says, known[0].cure if known else cure, cause)
+        return _objection(RULE, where, says, cure, cause)
 
 
 def _no_kernel(side: _Side, use: KernelUse) -> Objection:
@@ -289,5 +279,7 @@ def _said(failure: LoadFailure) -> str:
     words = " ".join(failure.words.split())
     words = re.sub(r"^\d+ validation errors? for \w+ (Value error|Assertion failed), ", "", words)
     words = words.partition(" [type=")[0][:_LONGEST]
-    at = f" ({failure.at})" if failure.at else ""
-    return f"{failure.type}: {words}".removesuffix(": ") + at
+    said = f"{failure.type}: {words}".removesuffix(": ")
+    if failure.at:
+        said += f" ({failure.at})"
+    return said

@@ -116,14 +116,12 @@ class Fault(Fact):
     Attributes:
         param: its name in vLLM.
         num_written, num_expected: elements.
-        dtype: the parameter's.
         sources: the tensors on disk that it was written from, each with the elements written.
     """
 
     param: str
     num_written: int
     num_expected: int
-    dtype: str
     sources: dict[str, int]
 
 
@@ -163,20 +161,14 @@ class ModelAccount(Fact):
     """How the parameters of a target or a draft were written.
 
     Attributes:
-        unwritten: parameters that are uninitialised memory.
-        default: parameters that keep the value of their construction.
-        partial: parameters that were filled in part.
-        padded: parameters that were filled as far as the checkpoint goes; the rest is padding on
-            purpose.
+        faults: parameters that are uninitialised memory, keep the value of their construction, or
+            were filled in part.
+        misfits: writes that changed what they wrote.
         asked: what the quantization config was asked, in the order of construction.
     """
 
-    unwritten: tuple[Fault, ...] = ()
-    default: tuple[Fault, ...] = ()
-    partial: tuple[Fault, ...] = ()
-    padded: tuple[Fault, ...] = ()
-    casts: tuple[Misfit, ...] = ()
-    broadcasts: tuple[Misfit, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    misfits: tuple[Misfit, ...] = ()
     asked: tuple[Question, ...] = ()
 
 
@@ -187,7 +179,6 @@ class LoadAccount(Fact):
         path: the checkpoint.
         unconsumed: tensors on disk that neither target nor draft used.
         truncated: (tensor, elements used, elements) of those used in part; known at TP 1 only.
-        quant_config: vLLM's class; "" for none.
     """
 
     path: str
@@ -196,7 +187,6 @@ class LoadAccount(Fact):
     draft: ModelAccount = ModelAccount()
     unconsumed: tuple[str, ...] = ()
     truncated: tuple[tuple[str, int, int], ...] = ()
-    quant_config: str = ""
 
     def of(self, role: Role) -> tuple[LoadedModel, ModelAccount]:
         """What was loaded as target or draft, and how its parameters were written."""

@@ -170,8 +170,8 @@ def test_casts_that_change_the_numbers_are_told(dtype, param, is_told):
 
     shape = {"weight": (6, 4), "packed": (4, 4), "scale": (6, 1)}[param]
     account, _ = loaded(load, {"t": torch.empty(shape, dtype=dtype, device="meta")})
-    assert bool(account.casts) == is_told
-    assert all(note[:2] == (param, "t") for note in account.casts)
+    assert bool(account.misfits) == is_told
+    assert all(note[:2] == (param, "t") for note in account.misfits)
 
 
 def test_a_value_spread_over_many_is_told():
@@ -179,7 +179,7 @@ def test_a_value_spread_over_many_is_told():
         lambda model, tensors: model.scale.data.copy_(tensors["s"]),
         {"s": torch.empty((), device="meta")},
     )
-    assert list(account.broadcasts) == [("scale", "s", "()", "(6, 1)")]
+    assert list(account.misfits) == [("scale", "s", "()", "(6, 1)")]
 
 
 def test_shapes_that_do_not_fit_are_refused_as_on_a_gpu():

@@ -133,7 +133,7 @@ def test_every_rule_of_the_dry_load_is_told_as_one():
     text = Path(verdict_findings.__file__).read_text()
     named = set(re.findall(r"_objection\((?!\s*rule:)\s*([\w\"-]+),", text))
     values = {getattr(verdict_findings, name, name.strip('"')) for name in named}
-    assert values == {"dry-load", "vllm-defect", "no-kernel", "kv-cache", "kv-scales"}
+    assert values == {"dry-load", "vllm-defect", "no-kernel", "kv-scales"}
     assert re.findall(r"partial\(objection, origin=(\S*)\)", text) == ['"dry"'], (
         "one place makes them all"
     )

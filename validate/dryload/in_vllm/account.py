@@ -58,7 +58,7 @@ _ONE = {
 }
 
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Storage offset, shape and strides, in elements."""
+"""Storage offset, shape and strides, in elements; a contiguous one has one dimension."""
 
 
 class Construction(TorchDispatchMode):
@@ -100,8 +100,6 @@ class Written:
 
     name: str
     num_expected: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     has_value: bool
     may_pad: bool
     is_optional: bool
@@ -117,12 +115,8 @@ class Written:
 
     def as_fault(self) -> dict[str, Any]:
         """As `Fault` in validate/facts/dry_load.py."""
-        told = {
-            "param": self.name,
-            "num_written": self.num_written,
-            "num_expected": self.num_expected,
-        }
-        return {**told, "dtype": str(self.dtype).removeprefix("torch."), "sources": self.sources}
+        counts = {"num_written": self.num_written, "num_expected": self.num_expected}
+        return {"param": self.name, **counts, "sources": self.sources}
 
     @property
     def num_written(self) -> int:
@@ -173,17 +167,15 @@ class Account(TorchDispatchMode):
     Attributes:
         tensors: the checkpoint's tensors that the loader got.
         current: the last tensor that it got, for the message when it raises.
-        casts: (parameter, sources, dtype on disk, dtype of the parameter) where packed and wide
-            numbers were mixed.
-        broadcasts: (parameter, sources, shape on disk, shape written) where one value filled many.
+        misfits: (parameter, sources, what is on disk, what the parameter has): dtypes where packed
+            and wide numbers were mixed, shapes where one value filled many.
     """
 
     def __init__(self, model: torch.nn.Module, construction: Construction, demands: Demands):
         super().__init__()
         self.tensors: dict[str, Read] = {}
         self.current = ""
-        self.casts: dict[tuple[str, str, str, str], None] = {}
-        self.broadcasts: dict[tuple[str, str, str, str], None] = {}
+        self.misfits: dict[tuple[str, str, str, str], None] = {}
         self._params: dict[str, Written] = {}
         self._param_at: dict[int, Written] = {}
         self._sources: dict[int, tuple[str, ...]] = {}
@@ -197,8 +189,6 @@ class Account(TorchDispatchMode):
             written = Written(
                 name=name,
                 num_expected=demands.counts.get(name, param.numel()),
-                shape=tuple(param.shape),
-                dtype=param.dtype,
                 has_value=storage._cdata in construction.filled,
                 may_pad=name in demands.may_pad,
                 is_optional=name in demands.optional,
@@ -283,9 +273,9 @@ class Account(TorchDispatchMode):
         else:
             self._use(names)
         if target.dtype != source.dtype and not _keeps_value(source.dtype, target.dtype):
-            self._note(self.casts, written, names, source.dtype, target.dtype)
+            self._note(written, names, source.dtype, target.dtype)
         if target.numel() != source.numel():
-            self._note(self.broadcasts, written, names, tuple(source.shape), tuple(target.shape))
+            self._note(written, names, tuple(source.shape), tuple(target.shape))
         return target
 
     def _follow(self, func: Any, args: Any, out: Any) -> None:
@@ -314,18 +304,14 @@ class Account(TorchDispatchMode):
         for name in names:
             self.tensors[name].is_computed = True
 
-    def _note(
-        self, notes: dict, written: Written, names: tuple[str, ...], given: object, wanted: object
-    ) -> None:
-        notes[
-            written.name,
-            ", ".join(names),
-            str(given).removeprefix("torch."),
-            str(wanted).removeprefix("torch."),
-        ] = None
+    def _note(self, written: Written, names: tuple[str, ...], *forms: object) -> None:
+        given, wanted = (str(form).removeprefix("torch.") for form in forms)
+        self.misfits[written.name, ", ".join(names), given, wanted] = None
 
 
 def _region(view: torch.Tensor) -> Region:
+    if view.is_contiguous():
+        return view.storage_offset(), (view.numel(),), (1,)
     return view.storage_offset(), tuple(view.shape), view.stride()
 
 
@@ -358,8 +344,8 @@ def _covered(regions: dict[Region, int]) -> int:
     if len(regions) == 1 or total == 0:
         return total
     spans, strided = [], 0
-    for (offset, shape, stride), count in regions.items():
-        if _is_contiguous(shape, stride):
+    for (offset, _, stride), count in regions.items():
+        if stride == (1,):
             spans.append((offset, offset + count))
         else:
             strided += count
@@ -368,15 +354,6 @@ def _covered(regions: dict[Region, int]) -> int:
         covered += max(0, stop - max(start, end))
         end = max(end, stop)
     return covered + strided
-
-
-def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    step = 1
-    for size, jump in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and jump != step:
-            return False
-        step *= size
-    return True
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -388,6 +365,4 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _merge(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[str, ...]:
-    if not left or left == right:
-        return right or left
-    return left if not right else tuple(dict.fromkeys(left + right))
+    return right if left == right else tuple(dict.fromkeys(left + right))

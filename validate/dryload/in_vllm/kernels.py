@@ -39,20 +39,18 @@ def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
             is_method = isinstance(method, QuantizeMethodBase)
             if not is_attention and not is_method:
                 continue
-            kernel = _attention(module) if is_attention else _kernel(method, scheme)
-            shapes = tuple(
-                (name, tuple(param.shape), param.dtype) for name, param in module.named_parameters()
-            )
-            same = (type(module), type(method), type(scheme), shapes, kernel)
+            kernel, refused = _kernel(method, scheme), ""
+            if is_attention:
+                kernel, refused = _attention(module)
+            shapes = []
+            for name, param in module.named_parameters():
+                shapes.append((name, tuple(param.shape), param.dtype))
+            same = (type(module), type(method), type(scheme), *shapes, kernel)
             if same not in outcomes:
-                refused = _refused_attention(module) if is_attention else ""
-                outcomes[same] = refused or (_process(module, method) if is_method else "ok")
-            kind = (
-                type(module).__name__,
-                class_of(method if scheme is None else scheme),
-                kernel,
-                outcomes[same],
-            )
+                outcomes[same] = refused or "ok"
+                if is_method and not refused:
+                    outcomes[same] = _process(module, method)
+            kind = (class_of(module), class_of(scheme or method), kernel, outcomes[same])
             where = getattr(module, "prefix", "") or getattr(module, "layer_name", "") or prefix
             known = dict(zip(("layer", "method", "kernel", "outcome"), kind, strict=True))
             kinds.setdefault(kind, {**known, "where": where, "count": 0})["count"] += 1
@@ -61,7 +59,7 @@ def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
 
 def class_of(value: object) -> str:
     """The name of a value's class; "" for None."""
-    return type(value).__name__ if value is not None else ""
+    return type(value).__name__.replace("NoneType", "")
 
 
 def last_frame(error: BaseException) -> tuple[str, bool]:
@@ -70,9 +68,8 @@ def last_frame(error: BaseException) -> tuple[str, bool]:
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages/vllm/" in frame.filename] or frames
-    return f"{own[-1].filename.rpartition('site-packages/')[2]}:{own[-1].lineno}", own[
-        -1
-    ] is frames[-1]
+    last = own[-1]
+    return f"{last.filename.rpartition('site-packages/')[2]}:{last.lineno}", last is frames[-1]
 
 
 def _one(value: torch.Tensor) -> float:
@@ -136,39 +133,33 @@ def _kernel(method: Any, scheme: Any) -> str:
     """The kernel's class or the backend's name, from the attributes where vLLM 0.32.0's methods
     keep them.
     """
-    found: list[str] = []
+    found: dict[str, None] = {}
     for owner in (method, scheme):
-        for name, value in sorted(vars(owner).items()) if owner is not None else ():
+        for name, value in sorted(getattr(owner, "__dict__", {}).items()):
             is_kernel = "kernel" in name or "experts_cls" in name or name.endswith("linear")
-            if (
-                is_kernel
-                and value is not None
-                and not isinstance(value, str | bool | int | float | dict | torch.dtype)
-            ):
-                found.append(value.__name__ if isinstance(value, type) else type(value).__name__)
-            elif "backend" in name and value is not None:
-                found.append(str(getattr(value, "name", value)))
-    return " ".join(dict.fromkeys(found))
+            if value is None:
+                continue
+            if is_kernel and not isinstance(value, str | bool | int | float | dict | torch.dtype):
+                if not isinstance(value, type):
+                    value = type(value)
+                found[value.__name__] = None
+            elif "backend" in name:
+                found[str(getattr(value, "name", value))] = None
+    return " ".join(found)
 
 
-def _attention(module: Any) -> str:
+def _attention(module: Any) -> tuple[str, str]:
     """The backend, and the number format of the KV cache where it is another than the model's:
-    `FLASHINFER kv=fp8`.
-    """
-    kept = "" if module.kv_cache_dtype == "auto" else f" kv={module.kv_cache_dtype}"
-    return module.get_attn_backend().get_name() + kept
-
-
-def _refused_attention(module: Any) -> str:
-    """A backend that is not for this GPU: a model that names its own backend passes by vLLM's
-    choice of one.
+    `FLASHINFER kv=fp8`; and why it is not for this GPU: a model that names its own backend passes
+    by vLLM's choice of one.
     """
     from vllm.platforms import current_platform
 
     backend, capability = module.get_attn_backend(), current_platform.get_device_capability()
+    name = kernel = backend.get_name()
+    if module.kv_cache_dtype != "auto":
+        kernel += f" kv={module.kv_cache_dtype}"
     if backend.supports_compute_capability(capability):
-        return ""
-    return (
-        f"refused: {backend.get_name()} has no kernels for compute capability "
-        f"{capability.as_version_str()}"
-    )
+        return kernel, ""
+    version = capability.as_version_str()
+    return kernel, f"refused: {name} has no kernels for compute capability {version}"

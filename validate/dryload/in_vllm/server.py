@@ -18,6 +18,7 @@ import resource
 import signal
 import sys
 import traceback
+import types
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,13 @@ def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
         return pid
     status = 1
     try:
-        from .stages import Job, StagedLoad
+        from .stages import StagedLoad
 
         signal.alarm(CHILD_SECONDS)
         gc.disable()  # a load makes millions of objects and almost no cycles
         limit_memory(CHILD_MEMORY_BYTES)
         number = job.pop("id")
-        account = StagedLoad(Job(**job), gpu=gpu).account()
+        account = StagedLoad(types.SimpleNamespace(**job), gpu=gpu).account()
         Path(cache, f"{number}.json").write_text(
             json.dumps({"id": number, "account": account}, default=str)
         )

@@ -13,7 +13,7 @@ import json
 import resource
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -24,30 +24,8 @@ import torch
 from . import cuda, experts, kernels, world
 from .account import Account, Construction, Written
 from .demands import demands_of
-from .headers import meta_tensors
 
-# Of parameters that are not filled as they should be.
-STATUSES = ("unwritten", "default", "partial", "padded")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What to load.
-
-    Attributes:
-        folder: with config.json, the index and safetensors files; the files may hold headers and no
-            data.
-        tp: tensor-parallel size.
-        rank: the rank of it that is built.
-        num_drafts: num_speculative_tokens; 0 for the target alone.
-        draft: folder of a separate draft model, None if the draft is in the checkpoint.
-    """
-
-    folder: str
-    tp: int = 1
-    rank: int = 0
-    num_drafts: int = 1
-    draft: str | None = None
+_FAULTY = ("unwritten", "default", "partial")
 
 
 @dataclass(slots=True)
@@ -61,52 +39,30 @@ class Part:
     shared: list[str] = field(default_factory=list)
     kernels: list[dict[str, Any]] = field(default_factory=list)
 
-    def own(self) -> Sequence[Written]:
-        """The parameters that a checkpoint must fill: shared and optional ones are not among
-        them.
-        """
-        params = self.account.params if self.account else ()
-        return [
-            param
-            for param in params
-            if param.name not in self.shared and param.status != "optional"
-        ]
-
-    def loaded(self) -> dict[str, Any]:
-        """As `LoadedModel`."""
-        own = self.own()
-        num_params = len(own)
-        if self.account is None and self.model is not None:
-            num_params = len(list(self.model.parameters()))
-        return {
-            "cls": type(self.model).__name__ if self.model is not None else "",
-            "num_params": num_params,
-            "num_written": sum(param.status in ("full", "padded") for param in own),
-            "shared": self.shared,
-            "kernels": self.kernels,
-        }
-
-    def written(self) -> dict[str, Any]:
-        """As `ModelAccount`."""
-        own = {param.name: param for param in self.own()}
-        told: dict[str, Any] = {"asked": []}
-        for param in own.values():
-            if param.status in STATUSES:
-                told.setdefault(param.status, []).append(param.as_fault())
+    def told(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As `LoadedModel` and as `ModelAccount`."""
+        own, written = dict[str, Written](), dict[str, Any]()
+        cls, num_params = "", 0
+        if self.model is not None:
+            cls, num_params = type(self.model).__name__, len(list(self.model.parameters()))
         if self.account is not None:
-            told["casts"] = [_misfit(note) for note in self.account.casts if note[0] in own]
-            told["broadcasts"] = [
-                _misfit(note) for note in self.account.broadcasts if note[0] in own
-            ]
+            for param in self.account.params:
+                # A checkpoint need not fill what is shared, and what is optional.
+                if param.name not in self.shared and param.status != "optional":
+                    own[param.name] = param
+            faults = [param.as_fault() for param in own.values() if param.status in _FAULTY]
+            misfits = [note for note in self.account.misfits if note[0] in own]
+            words, num_params = ("param", "tensor", "given", "wanted"), len(own)
+            written["faults"] = faults
+            written["misfits"] = [dict(zip(words, note, strict=True)) for note in misfits]
+        written["asked"] = []
         for layer, prefix, method, scheme in self.asked:
-            question = {
-                "prefix": prefix,
-                "method": method,
-                "scheme": scheme,
-                "layer": type(layer).__name__,
-            }
-            told["asked"].append({**question, "path": self.paths.get(id(layer), "")})
-        return told
+            question = {"prefix": prefix, "method": method, "scheme": scheme}
+            place = {"layer": type(layer).__name__, "path": self.paths.get(id(layer), "")}
+            written["asked"].append(question | place)
+        num_written = sum(param.status in ("full", "padded") for param in own.values())
+        counts = {"cls": cls, "num_params": num_params, "num_written": num_written}
+        return {**counts, "shared": self.shared, "kernels": self.kernels}, written
 
 
 class Refused(Exception):
@@ -118,19 +74,18 @@ class Refused(Exception):
 
 
 class StagedLoad:
-    """The dry load of one job, stage by stage."""
+    """The dry load of one job, stage by stage. A job has the fields of `Job` in loader.py."""
 
-    def __init__(self, job: Job, *, gpu: str):
+    def __init__(self, job: Any, *, gpu: str):
         self._job = job
         self._gpu = gpu
         self._parts = {"target": Part(), "draft": Part()}
         self._now = self._parts["target"]
-        self._runner = self._quant_config = ""
+        self._runner = ""
 
     def account(self) -> dict[str, Any]:
         """Run all stages; the first that vLLM refuses ends them."""
-        start = time.perf_counter()
-        failure = None
+        start, failure = time.perf_counter(), None
         try:
             self._run()
         except Refused as refused:
@@ -145,20 +100,14 @@ class StagedLoad:
             "seconds": round(time.perf_counter() - start, 2),
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         }
-        account = {
-            "path": self._job.folder,
-            "quant_config": self._quant_config,
-            "load": load,
-            **self._tensors(),
-        }
+        account = {"path": self._job.folder, "load": load, **self._tensors()}
         for role, part in self._parts.items():
-            load[role], account[role] = part.loaded(), part.written()
+            load[role], account[role] = part.told()
         return account
 
     def _run(self) -> None:
         with self._stage("config", ""):
             self._config = config = _engine_config(self._job)
-        self._quant_config = type(config.quant_config).__name__ if config.quant_config else ""
         self._runner = "v2" if config.use_v2_model_runner else "v1"
         record_questions(lambda *question: self._now.asked.append(question))
         experts.install(lambda: self._current)
@@ -213,7 +162,7 @@ class StagedLoad:
         account = self._now.account = Account(model, construction, demands_of(model))
         # vLLM's own reader chooses the files; only the tensors are replaced.
         default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: (
-            account.hand_over(meta_tensors(files))
+            account.hand_over(world.meta_tensors(files))
         )
         # For "pt", safe_open maps the whole file as memory that could be written: that counts like
         # an allocation (server.py: limit_memory), and a shard may be larger than the limit. For
@@ -258,23 +207,19 @@ class StagedLoad:
                 if tensor.is_used:
                     used[name] = max(used.get(name, 0), tensor.num_read)
         cut = [[name, count, sizes[name]] for name, count in used.items() if count < sizes[name]]
-        return {
-            "unconsumed": sorted(sizes.keys() - used.keys()),
-            "truncated": cut if self._job.tp == 1 else [],
-        }
+        if self._job.tp > 1:
+            cut = []
+        return {"unconsumed": sorted(sizes.keys() - used.keys()), "truncated": cut}
 
 
-def _misfit(note: tuple[str, str, str, str]) -> dict[str, str]:
-    return dict(zip(("param", "tensor", "given", "wanted"), note, strict=True))
-
-
-def _engine_config(job: Job) -> Any:
+def _engine_config(job: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     speculative: dict[str, Any] | None = None
     if job.num_drafts:
-        own = {"model": job.draft} if job.draft else {}
-        speculative = {"method": "mtp", "num_speculative_tokens": job.num_drafts, **own}
+        speculative = {"method": "mtp", "num_speculative_tokens": job.num_drafts}
+        if job.draft:
+            speculative["model"] = job.draft
     with open(f"{job.folder}/config.json") as file:
         declared = json.load(file)
     _know_config(declared)
@@ -309,11 +254,10 @@ def _know_config(declared: dict[str, Any]) -> None:
     class ConfigKeys(PretrainedConfig):
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-            inner = {
-                key: CONFIG_MAPPING[value["model_type"]](**value)
-                for key, value in config_dict.items()
-                if isinstance(value, dict) and value.get("model_type") in CONFIG_MAPPING
-            }
+            inner = {}
+            for key, value in config_dict.items():
+                if isinstance(value, dict) and value.get("model_type") in CONFIG_MAPPING:
+                    inner[key] = CONFIG_MAPPING[value["model_type"]](**value)
             if "llm_config" in inner:  # Nemotron Omni's class has it under both names
                 inner.setdefault("text_config", inner["llm_config"])
             return super().from_dict({**config_dict, **inner}, **kwargs)
@@ -352,15 +296,16 @@ def _share_v1(target: Any, draft: Any, config: Any) -> None:
     from vllm.model_executor.models import supports_multimodal
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Proposer
 
-    language_model = target.get_language_model() if supports_multimodal(target) else target
+    if supports_multimodal(target):
+        target = target.get_language_model()
     proposer: Any = types.SimpleNamespace(
         model=draft,
         vllm_config=config,
         use_local_argmax_reduction=False,
         speculative_config=config.speculative_config,
     )
-    Proposer._maybe_share_embeddings(proposer, language_model)
-    Proposer._maybe_share_lm_head(proposer, language_model)
+    Proposer._maybe_share_embeddings(proposer, target)
+    Proposer._maybe_share_lm_head(proposer, target)
 
 
 def record_questions(note: Any) -> None:
@@ -383,12 +328,8 @@ def record_questions(note: Any) -> None:
             finally:
                 depth[0] -= 1
             if depth[0] == 0:
-                note(
-                    layer,
-                    prefix,
-                    kernels.class_of(answer),
-                    kernels.class_of(getattr(layer, "scheme", None)),
-                )
+                scheme = kernels.class_of(getattr(layer, "scheme", None))
+                note(layer, prefix, kernels.class_of(answer), scheme)
             return answer
 
         return get_quant_method

@@ -1,0 +1,280 @@
+"""Fixes of config.json and hf_quant_config.json apart from their lists of modules, of tensors, and
+of the index. No value of a weight changes: tensors get other names, shapes or dtypes for the same
+bytes.
+
+In: a `Faulty`. Out: changes, each with the reason.
+
+Easy to get wrong: which of two files is right. vLLM reads config.json, and the check compares that
+with the bytes; the other file is written from it, once it is right. A shard has one header, so one
+renamed scale means that its whole shard is written again. And a shape may be changed only if it has
+as many elements: two global scales are not one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ..checkpoints.companions import HF_QUANT_CONFIG
+from ..checkpoints.safetensors_file import Entry
+from ..quantize.config.modelopt import hf_quant_config
+from ..recipes.family import HFName
+from ..validate.check.dialects.choose import quantization_of
+from ..validate.check.dialects.modelopt import ModelOpt, reads_other_file
+from ..validate.check.rules_kv import draft_takes, is_kv_scale
+from ..validate.check.runtime_view import Member
+from ..validate.check.vllm_module import VLLMModule
+from .proposal import CONFIG, Faulty, JSONPath, Proposal
+
+_FIRST_SCALES = ("weight_scale", "weight_scale_inv", "scale")
+_SCALARS = ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale")
+# Dtypes of the same width: what a weight or a scale must be -> what it may be stored as.
+_VIEWS: Mapping[str, tuple[str, ...]] = {
+    "F8_E4M3": ("U8", "I8"),
+    "U8": ("F8_E8M0", "I8"),
+    "F8_E8M0": ("U8",),
+}
+_WEIGHTS = {
+    "nvfp4": "U8",
+    "nvfp4_modelopt": "U8",
+    "mxfp4": "U8",
+    "mxfp8": "F8_E4M3",
+    "fp8_block": "F8_E4M3",
+    "fp8_channel": "F8_E4M3",
+    "fp8_tensor": "F8_E4M3",
+}
+_SCALES = {"nvfp4": "F8_E4M3", "nvfp4_modelopt": "F8_E4M3", "mxfp4": "U8", "mxfp8": "U8"}
+_PREFIXES = ("language_model.", "model.language_model.", "language_model.model.", "model.")
+
+
+def mtp_count_is_what_is_there(faulty: Faulty) -> None:
+    """config.json counts the MTP layers that the files have: F9, M7; and the decoder layers: M9."""
+    runtime, proposal = faulty.runtime, faulty.proposal
+    view = runtime.view
+    key, found = view.mtp_count_key, len(runtime.found) // view.num_mtp_parts
+    is_beyond = max(runtime.found, default=runtime.promised) >= runtime.promised
+    if view.layout.mtp is None and runtime.promised and is_beyond:
+        # The tensors that join embedding and hidden state show which layer is the MTP layer.
+        key, found = view.family.num_layers_key, runtime.block_at
+        why = f"layer {found} has the modules of an MTP layer, so the decoder layers end before it"
+    elif runtime.found == frozenset(range(len(runtime.found))):
+        why = f"the files have {found} MTP layers; with another count vLLM builds another draft"
+    else:
+        return
+    if found:
+        proposal.set(CONFIG, (*_holder(proposal, key), key), found, why)
+
+
+def layer_types_are_cut(faulty: Faulty) -> None:
+    """layer_types has an entry for each decoder layer, and for MTP layers where the family counts
+    them: E5.
+    """
+    view = faulty.runtime.view
+    types = view.text_config.get("layer_types")
+    expected = view.num_layers + (view.num_mtp_layers if view.family.layer_types_count_mtp else 0)
+    if isinstance(types, list) and len(types) > expected:
+        why = f"num_hidden_layers={view.num_layers}: the config of {len(types)} types fails to load"
+        place = (*_holder(faulty.proposal, "layer_types"), "layer_types")
+        faulty.proposal.set(CONFIG, place, types[:expected], why)
+
+
+def extras_are_set(faulty: Faulty) -> None:
+    """Keys of quantization_config that the family's runtime wants: Fp4."""
+    for key, value in faulty.runtime.view.family.config_extras.items():
+        if faulty.proposal.config_place and faulty.proposal.quantization(key) is None:
+            why = "without it older vLLM raises, and 0.32 picks another scale format"
+            faulty.proposal.set_quantization((key,), value, why)
+
+
+def activations_are_named(faulty: Faulty) -> None:
+    """FP8 groups of W8A8 say how activations are quantized: M10, Fp3."""
+    if not any("input_activations" in each.says for each in faulty.findings):
+        return
+    for name, group in (faulty.proposal.quantization("config_groups") or {}).items():
+        weights, place = group.get("weights") or {}, ("config_groups", name, "input_activations")
+        is_fp8 = weights.get("type") == "float" and weights.get("num_bits") == 8
+        if is_fp8 and group.get("input_activations") is None:
+            value = {"num_bits": 8, "type": "float", "dynamic": True, "symmetric": True}
+            value["strategy"] = "token"
+            if weights.get("strategy") == "block":
+                value |= {"strategy": "group", "group_size": 128}
+            why = "vLLM has no kernel for FP8 weights alone here, and needs no values for this"
+            faulty.proposal.set_quantization(place, value, why)
+
+
+def kv_cache_is_one_that_vllm_has(faulty: Faulty) -> None:
+    """A scheme of the KV cache that vLLM refuses or does not know: without it the cache is BF16."""
+    for finding in faulty.findings:
+        if finding.rule == "kv-cache":
+            key = finding.where.partition(": ")[2].rpartition(".")[2]
+            why = f"{finding.says}. Without it the cache is BF16"
+            faulty.proposal.set_quantization((key,), None, why)
+
+
+def modelopt_fields_are_there(faulty: Faulty) -> None:
+    """The fields that vLLM asks of a config with NVFP4, read from the headers: R7."""
+    proposal, inner = faulty.proposal, faulty.proposal.quantization()
+    is_nested = proposal.quantization_at[1][-1] == "quantization" and isinstance(inner, dict)
+    if not isinstance(faulty.runtime.dialect, ModelOpt) or not is_nested:
+        return
+    if any("Unknown ModelOpt quant algo" in each.says for each in faulty.findings):
+        value = {"quant_method": "modelopt", **inner, "ignore": inner.get("exclude_modules") or []}
+        value.pop("exclude_modules", None)
+        why = f"vLLM takes {inner.get('quant_algo')} only at the top level of quantization_config"
+        proposal.set(CONFIG, proposal.config_place or ("quantization_config",), value, why)
+        return
+    known: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": []}
+    for weight in faulty.runtime.weights.values():
+        if weight.form == "nvfp4_modelopt" and (scale := weight.parts["weight_scale"]).shape:
+            known["group_size"] = weight.shape[1] // scale.shape[-1]
+            break
+    for key, value in known.items():
+        if key not in inner:
+            why = "without it vLLM raises 'NVFP4 quantization requires the following fields'"
+            proposal.set_quantization((key,), value, why)
+
+
+def two_configs_agree(faulty: Faulty) -> None:
+    """hf_quant_config.json says what config.json says; where that has another algorithm than the
+    bytes, its own: R5.
+    """
+    proposal = faulty.proposal
+    config, other = proposal.quantization(), proposal.value(HF_QUANT_CONFIG, ("quantization",))
+    if not proposal.config_place or proposal.value(HF_QUANT_CONFIG, ()) is None:
+        return
+    is_wrong = False
+    for each in faulty.findings:
+        is_wrong |= each.severity == "error" and each.rule in ("form", "config-group")
+    if not isinstance(faulty.runtime.dialect, ModelOpt) or not isinstance(other, dict):
+        if not is_wrong:
+            why = "it is in another dialect, and vLLM reads config.json"
+            proposal.set(HF_QUANT_CONFIG, (), None, why)
+    elif is_wrong:
+        why = f"config.json builds modules otherwise than stored: {HF_QUANT_CONFIG} may be right"
+        for key in ("quant_algo", "group_size"):
+            if key in other:
+                proposal.set_quantization((key,), other[key], why)
+    elif config.get("quant_algo") and not reads_other_file(config):
+        if "exclude_modules" not in config:
+            listed = config.get("ignore") or config.get("ignored_layers") or []
+            config = hf_quant_config({**config, "ignore": listed})["quantization"]
+        why = "config.json is what vLLM reads, and fits what is stored"
+        proposal.set(HF_QUANT_CONFIG, ("quantization",), config, why)
+
+
+def _holder(proposal: Proposal, key: str) -> JSONPath:
+    """Where config.json has the keys of the language model."""
+    is_nested = isinstance(proposal.value(CONFIG, ("text_config",)), dict)
+    if is_nested and proposal.value(CONFIG, (key,)) is None:
+        return ("text_config",)
+    return ()
+
+
+def mtp_files_are_indexed(faulty: Faulty) -> None:
+    """Files with MTP tensors that the index does not list: F4, F9, R6."""
+    for name, entry in sorted(faulty.runtime.source.unindexed.items()):
+        if faulty.runtime.is_mtp_name(name):
+            why = f"vLLM reads what the index lists, and {entry.file} has MTP tensors"
+            faulty.proposal.index(entry.file, why)
+
+
+def index_is_written_again(faulty: Faulty) -> None:
+    """The index's total size is that of the tensors: R6."""
+    faulty.proposal.index_again("total_size is that of the tensors")
+
+
+def mtp_names_lose_a_prefix(faulty: Faulty) -> None:
+    """MTP tensors under a vision-language model's prefix: F37."""
+    stem = faulty.runtime.view.mtp_stem(0).partition("layers.")[0] or "mtp."
+    for name, entry in faulty.runtime.source.entries.items():
+        head, found, rest = name.partition("mtp.")
+        if found and head in _PREFIXES and not faulty.runtime.is_mtp_name(name):
+            why = "the draft's loader does not strip the vision-language model's prefix"
+            new = replace(entry, name=HFName(f"{stem}{rest}"))
+            faulty.proposal.retensor(entry, new, why)
+
+
+def kv_scales_leave(faulty: Faulty) -> None:
+    """Scales of the KV cache that the loader of the target or of the draft has no place for:
+    F32.
+    """
+    runtime, loader = faulty.runtime, faulty.runtime.view.family.loader
+    for entry in runtime.others:
+        is_mtp = runtime.is_mtp_name(entry.name)
+        is_taken = draft_takes(loader, entry.name) if is_mtp else loader.backbone_takes_kv_scales
+        if is_kv_scale(entry.name.rpartition(".")[2]) and not is_taken:
+            why = "vLLM's loader raises on this scale of the KV cache; without it the scale is 1"
+            faulty.proposal.retensor(entry, None, why)
+
+
+def orders_leave_the_draft(faulty: Faulty) -> None:
+    """GPTQ's g_idx in the MTP block, whose loader knows none; without desc_act it is the natural
+    order.
+    """
+    runtime = faulty.runtime
+    if (quantization_of(runtime.source.config) or {}).get("desc_act"):
+        return
+    if not any(each.rule == "form" and each.where.endswith(".g_idx") for each in faulty.findings):
+        return
+    for name, entry in runtime.source.entries.items():
+        if name.endswith(".g_idx") and runtime.is_mtp_name(name):
+            why = "this draft's loader has no place for g_idx: without desc_act the natural order"
+            faulty.proposal.retensor(entry, None, why)
+
+
+def tensors_have_the_form_that_is_built(faulty: Faulty) -> None:
+    """Scales under another name, shapes with the same elements, bytes under another dtype: Fp1,
+    Fp2, Fp5, F24, M3.
+    """
+    for module in faulty.runtime.modules:
+        built = module.resolution.built
+        if module.loads_quantized and not module.resolution.error and built.form in _WEIGHTS:
+            for member in module.members:
+                if member.weight.form != "plain":
+                    _in_form(faulty, member, built)
+
+
+def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
+    """One weight's tensors, in the form that vLLM builds."""
+    parts = {built.renames.get(leaf, leaf): entry for leaf, entry in member.weight.parts.items()}
+    extra, missing = parts.keys() - built.leaves - built.optional, built.leaves - parts.keys()
+    if len(extra) == len(missing) == 1 and extra | missing <= {*_FIRST_SCALES}:
+        (had,), (wanted,) = extra, missing
+        why = f"vLLM's parameter is {wanted}; {had} has no place, and means the same"
+        new = replace(parts[had], name=HFName(f"{member.weight.module}.{wanted}"))
+        faulty.proposal.retensor(parts[had], new, why)
+    elif not extra and not missing:
+        weight = parts.get("weight_packed") or parts["weight"]
+        for leaf, entry in parts.items():
+            dtype, shape = _dtype_of(built, leaf, entry), _shape_of(built, leaf, entry, weight)
+            if (dtype, shape) != (entry.dtype, entry.shape):
+                why = f"vLLM builds {leaf} as {dtype} of {len(shape)} dimensions; the bytes stay"
+                faulty.proposal.retensor(entry, replace(entry, dtype=dtype, shape=shape), why)
+
+
+def _dtype_of(built: VLLMModule, leaf: str, entry: Entry) -> str:
+    """The dtype that the same bytes must have; the one they have, where another one needs other
+    bytes.
+    """
+    if built.form == "mxfp4" and built.renames:
+        return entry.dtype  # DeepSeek-V4's loaders take the bytes of E8M0 as they are
+    tables = {"weight": _WEIGHTS, "weight_packed": _WEIGHTS, "weight_scale": _SCALES}
+    wanted = tables.get(leaf, {}).get(built.form, "")
+    return wanted if entry.dtype in _VIEWS.get(wanted, ()) else entry.dtype
+
+
+def _shape_of(built: VLLMModule, leaf: str, entry: Entry, weight: Entry) -> tuple[int, ...]:
+    """The shape of a scale with as many elements as it has."""
+    wanted: dict[int, tuple[int, ...]] = {}
+    is_scale = leaf in _FIRST_SCALES and len(weight.shape) == 2
+    if leaf in _SCALARS or (is_scale and built.form == "fp8_tensor"):
+        wanted = {built.scale_ndim: () if len(entry.shape) > 1 else entry.shape}
+    elif is_scale and built.form == "fp8_channel":
+        wanted = {1: weight.shape[:1], 2: (weight.shape[0], 1)}
+    elif is_scale and built.form == "fp8_block" and built.block:
+        rows, columns = (
+            -(-size // side) for size, side in zip(weight.shape, built.block, strict=True)
+        )
+        wanted = {2: (rows, columns), 4: (rows, 1, columns, 1)}
+    shape = wanted.get(built.scale_ndim, entry.shape)
+    return shape if prod(shape) == prod(entry.shape) else entry.shape
