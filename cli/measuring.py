@@ -190,7 +190,7 @@ class Session:
         write_result(self.out, self.station, fact, checkpoint=checkpoint.identity, vllm=version)
         judgement = None
         if self.is_recorded:
-            judgement = reports.refresh(self.out, measured=self.station).judgement
+            judgement = reports.refresh(self.out).judgement
         return judgement or judge(**alone)
 
 

@@ -212,7 +212,7 @@ def recorder(paths: list[str], err: Console) -> "Callable[[Checked], Path]":
         source = open_source(str(made_from)) if made_from else None
         data = check_data(checked.data, opened=checked.source, source=source)
         write_result(folder, "check", data, checkpoint=identity, vllm=TESTED[0])
-        reports.refresh(folder, measured="check")
+        reports.refresh(folder)
         return folder / reports.JSON_FILE
 
     return keep

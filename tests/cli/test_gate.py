@@ -103,7 +103,7 @@ def test_what_cannot_be_judged_is_refused(tmp_path):
     text = report.read_text()
     report.write_text(text.replace('"verdict": "pass"', '"verdict": "infeasible"', 1))
     done = gate(tmp_path / "glm")
-    assert done.returncode == 2 and "report.json: judgement." in done.stderr and not done.stdout
+    assert done.returncode == 2 and "report.json: judgement: " in done.stderr and not done.stdout
     report.write_text(text)
     with open(next((tmp_path / "glm").glob("*.safetensors")), "r+b") as file:
         file.seek(-1, 2)

@@ -279,7 +279,7 @@ def measured(tmp_path) -> Path:
     bench = bench.model_copy(update={"checkpoint": own})
     benches.write_lines(evidence, bench)
     write_result(evidence, "bench", bench, checkpoint=identity, vllm="0.32.0")
-    refresh(evidence, measured="bench")
+    refresh(evidence)
     return folder
 
 

@@ -12,8 +12,7 @@ In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.
 
 Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The
 identity is taken before the measurement, and the same file holds both. And a seal is no signature:
-it finds an edited number, and nobody who computes it anew. So what can be computed again from other
-facts is (rederived.py).
+it finds an edited number, and nobody who computes it anew.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ from ..facts.benched import BenchFact, words_of
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..facts.served import Drafts
-from .headline import counts_bench
+from .drafted import counts_bench
 from .report import JSON_FILE, read_json
 
 

@@ -35,7 +35,7 @@ from . import report as reports
 from .base_model import NO_BASE_MODEL, NONE, BaseModel, base_model_of, refuse_no_id, unknown
 from .card_metadata import HUB_ID, INHERITED, README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, Metadata, page
-from .headline import counts_bench
+from .drafted import counts_bench
 from .leaderboard import BENCHMARKS, eval_results
 from .portable import portable, shortened
 from .provenance import changed_by_the_run, groups_of, recipe_text

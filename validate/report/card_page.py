@@ -22,8 +22,7 @@ from . import hardware, tables
 from .base_model import BaseModel
 from .best_k import BestK, best_k_of_report
 from .card_limits import limitations
-from .drafted import drafted
-from .headline import counts_bench
+from .drafted import counts_bench, drafted
 from .leaderboard import off_leaderboard
 from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
 from .provenance import ModuleGroup

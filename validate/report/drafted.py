@@ -1,13 +1,14 @@
-"""What was measured of drafting, by the evaluation and by serve-check: what the gate judges, and
-the headline says.
+"""What counts of a measurement: whose draft counters are judged and shown, and whether a speed is
+the checkpoint's.
 
-In: draft counters of servers. Out: a `Drafted` for each station that has some.
+In: draft counters of servers, a speed matrix. Out: a `Drafted` for each station that has some.
 
 Easy to get wrong: two stations measured two things. The one that also asked the source comes first.
 """
 
 from dataclasses import dataclass
 
+from ..facts.benched import BenchFact
 from ..facts.evaluated import EvaluationFact
 from ..facts.served import Drafts, ServeCheck
 
@@ -43,8 +44,7 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
     """
     found = []
     if evaluation:
-        theirs = evaluation.source
-        mine = evaluation.checkpoint
+        mine, theirs = evaluation.checkpoint, evaluation.source
         found.append(
             Drafted(
                 what=f"{mine.num_questions:,} questions of {evaluation.protocol.title}",
@@ -57,11 +57,8 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
             )
         )
     if serve and serve.checkpoint.drafting:
-        sources = (
-            {run.k: run for run in serve.source.drafting if run.draft_tokens}
-            if serve.source
-            else {}
-        )
+        runs = serve.source.drafting if serve.source else ()
+        sources = {run.k: run for run in runs if run.draft_tokens}
         run = max(serve.checkpoint.drafting, key=lambda run: (run.k in sources, run.k))
         found.append(
             Drafted(
@@ -75,3 +72,12 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
             )
         )
     return sorted(found, key=lambda each: each.source is None)
+
+
+def counts_bench(bench: BenchFact, *, device: str = "") -> bool:
+    """Whether a speed matrix is about the checkpoint: its own bytes were served, on a GPU or on
+    `device` itself.
+    """
+    served_on = bench.environment.get("device", "")
+    is_there = bool(served_on) and (served_on == device or not served_on.startswith("CPU"))
+    return bench.checkpoint.as_served == "native" and is_there

@@ -10,9 +10,10 @@ too small.
 Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their
 verdict from here. Most checkpoints have some answers that drafting changes, because near-ties flip,
 as many for the better as for the worse: that gate asks whether the split is one that chance hardly
-gives, in both directions. And the estimate of a ratio of speeds is no proof: a k passes only if its
+gives, in both directions. The estimate of a ratio of speeds is no proof: a k passes only if its
 slowest repetition reaches the limit against the fastest one without drafting; all of them fail only
-if no pair of repetitions reaches it.
+if no pair of repetitions reaches it. And a mean over the tasks that were asked is no mean over
+those that the recipe lists, so one that is missing leaves the mean unjudged.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -23,18 +24,18 @@ from pydantic import TypeAdapter, ValidationError
 from ...checkpoints.record import read_record
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation, Evaluations, Gates, listed
-from ..facts.benched import BenchCell, BenchFact
+from ..facts.benched import BenchFact
+from ..facts.binomial import limits, ratio_limits, student
 from ..facts.closeness import ClosenessFact
-from ..facts.dry_load import DryLoad, places
-from ..facts.evaluated import NOT_EMPTY, EvaluationFact
-from ..facts.findings import Finding
+from ..facts.dry_load import places
+from ..facts.evaluated import NOT_EMPTY, EvaluationFact, TaskFact
+from ..facts.paired import one_sided
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
-from ..facts.served import GAP_TOLERANCE, ServeCheck
-from . import sampled_gates as sampled
-from .headline import counts_bench
-from .numbers import more
-from .settle import Estimate, at_least, unmeasured, worst
+from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
+from .drafted import Drafted, counts_bench, drafted
+from .numbers import nats, percent, points
+from .settle import WORST_FIRST, Estimate, mean_recovery, recovery, settle, unmeasured, worst
 
 CHANCE = 0.001
 """A split is no chance if two equal servers come to it less often than this: one good checkpoint in
@@ -43,7 +44,7 @@ a thousand fails.
 Both reports from the field are far beyond it: of 39 questions, 21 that only one server gets right
 are 1 in a million.
 """
-_MEASURE = "`keepmtp bench CHECKPOINT` measures it"
+BOUND = "one-sided, Clopper-Pearson"
 
 
 def judge(
@@ -71,12 +72,12 @@ def judge(
     reasons = (
         _findings(check, serve),
         _loads(check, serve, evaluation, bench),
-        sampled.acceptance(gates, serve, evaluation),
-        sampled.score(gates, evaluation),
-        *sampled.tasks_together(gates, evaluation, listed_tasks),
+        _acceptance(gates, serve, evaluation),
+        _first_task(gates, evaluation),
+        *_all_tasks(gates, evaluation, listed_tasks),
         *_drafting(evaluation),
         *_speed(gates, bench),
-        *sampled.closeness(gates, closeness),
+        *_closeness(gates, closeness),
     )
     return JudgementFact(
         verdict=worst(reason.verdict for reason in reasons), gates=gates, reasons=reasons
@@ -116,51 +117,45 @@ def decided_in(
     return read["gates"], listed(read["evaluation"])
 
 
+def not_its_own(as_served: str) -> str:
+    """A warning where other bytes than the checkpoint's were served."""
+    if as_served == "native":
+        return ""
+    return (
+        " Served was a BF16 copy of the same weights: packed kernels and quantized activations "
+        "were not tried."
+    )
+
+
 # --- findings and loads ---------------------------------------------------------------------------
 
 
 def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
     """No error in config.json, headers and values, and no output that drafting changes."""
-    errors = [each for each in _errors(check) if each.origin != "dry"]
+    found = check.findings if check else ()
+    errors = [each for each in found if each.severity == "error" and each.origin != "dry"]
     if errors:
-        says = f"{errors[0].where}: {errors[0].says.rstrip('.')}{more(len(errors), 'error')}."
+        says = f"{errors[0].where}: {errors[0].says.rstrip('.')}."
+        if len(errors) > 1:
+            says += f" Errors in all: {len(errors):,}."
         return ReasonFact(gate="findings", verdict="regression", says=says)
-    if serve and (changes := _changed_outputs(serve)):
-        says = f"Drafting changes what is written: {changes}"
-        return ReasonFact(gate="findings", verdict="regression", says=says)
+    for served in serve.served if serve else ():
+        for run in served.runs:
+            for one in run.partings or ():
+                if not one.is_near_tie:
+                    says = (
+                        f"Drafting changes what is written: {served.role} with k={run.k} leaves "
+                        f"the output without it in prompt {one.prompt} at token {one.at}, and no "
+                        f"log-probability gap below {GAP_TOLERANCE:g} explains it."
+                    )
+                    return ReasonFact(gate="findings", verdict="regression", says=says)
     if check is None:
         return unmeasured("findings", "Not checked: `keepmtp check CHECKPOINT --record` does.")
-    warnings = sum(found.severity == "warning" for found in check.findings)
+    warnings = sum(each.severity == "warning" for each in found)
     also = f"; {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
     return ReasonFact(
         gate="findings", verdict="pass", says=f"No error in config.json and the headers{also}."
     )
-
-
-def _changed_outputs(serve: ServeCheck) -> str:
-    """The first output that drafting changes without a near-tie, and how many there are; "" if none
-    is changed.
-    """
-    runs = [(served.role, run) for served in serve.served for run in served.runs]
-    far = [
-        (role, run.k, one)
-        for role, run in runs
-        for one in run.partings or ()
-        if not one.is_near_tie
-    ]
-    if not far:
-        return ""
-    role, k, parting = far[0]
-    gap = "unknown" if parting.gap is None else f"{parting.gap:.3f}"
-    return (
-        f"{role} with k={k} leaves the output without it in prompt {parting.prompt} at token "
-        f"{parting.at}: {parting.token} instead of {parting.plain_token}, log-probability gap "
-        f"{gap}, more than a near-tie's {GAP_TOLERANCE:g}{more(len(far), 'output')}."
-    )
-
-
-def _errors(check: CheckData | None) -> list[Finding]:
-    return [each for each in check.findings if each.severity == "error"] if check else []
 
 
 def _loads(
@@ -172,60 +167,96 @@ def _loads(
     """vLLM takes every tensor, on pretended GPUs or in a server of the checkpoint's own bytes."""
     loads = check.dry if check else ()
     if failed := [load for load in loads if not load.ok]:
-        why = _why_it_fails(failed[0], check).rstrip(".")
-        says = (
-            f"A dry load fails on {places(failed[:1], is_named=True)}: "
-            f"{why}{more(len(failed), 'dry load')}."
-        )
+        why = "errors in keepmtp's own account of it"
+        if failed[0].failure:
+            why = f"{failed[0].failure.type} {failed[0].failure.words}"
+        for error in check.findings if check else ():
+            if error.severity == "error" and error.origin == "dry":
+                why = f"{error.where}: {error.says}"
+                break
+        says = f"A dry load fails on {places(failed, is_named=True)}: {why.rstrip('.')}."
         return ReasonFact(gate="loads", verdict="regression", says=says)
-    runs = (
-        serve.checkpoint.runs if serve else ()
-    )  # a source's server may fail without any fault here
-    dead = [
-        f"The server with k={run.k} did not come up: {run.error}" for run in runs if not run.loaded
-    ]
-    dead += [
-        f"The server with k={run.k} ran with {run.unwritten[0]} unwritten"
-        for run in runs
-        if run.unwritten
-    ]
-    if dead:
-        says = f"{dead[0].rstrip('.')}{more(len(dead), 'server')}."
-        return ReasonFact(gate="loads", verdict="regression", says=says)
+    # A source's server may fail without any fault here.
+    for run in serve.checkpoint.runs if serve else ():
+        why = f"ran with {run.unwritten[0]} unwritten" if run.unwritten else ""
+        if not run.loaded:
+            why = f"did not come up: {run.error.rstrip('.')}"
+        if why:
+            says = f"The server with k={run.k} {why}."
+            return ReasonFact(gate="loads", verdict="regression", says=says)
     served = [each.checkpoint.as_served for each in (serve, evaluation) if each]
     if bench and any(cell.repetitions for cell in bench.checkpoint.cells):
         served.append(bench.checkpoint.as_served)
-    ways = (
-        [f"vLLM's own classes take every tensor on {places(loads, is_named=True)}."]
-        if loads
-        else []
-    )
+    ways = []
+    if loads:
+        ways.append(f"vLLM's own classes take every tensor on {places(loads, is_named=True)}.")
     if "native" in served:
         ways.append("Its own bytes were served.")
-    elif not loads:
-        got = f"only a {served[0]} was served" if served else "nothing has loaded it"
-        cure = "`keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM load it without a GPU."
-        return unmeasured("loads", f"Not tried: {got}. {cure}")
     elif served:
         ways.append(f"Served was only a {served[0]}.")
-    return ReasonFact(gate="loads", verdict="pass", says=" ".join(ways))
+    if loads or "native" in served:
+        return ReasonFact(gate="loads", verdict="pass", says=" ".join(ways))
+    cure = "`keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM load it without a GPU."
+    return unmeasured("loads", " ".join(["Not tried.", *ways, cure]))
 
 
-def _why_it_fails(load: DryLoad, check: CheckData | None) -> str:
-    """vLLM's words where it raised, else the first error of keepmtp's own account."""
-    if load.failure:
-        return (
-            f"{load.failure.type}: {load.failure.words}"
-            if load.failure.type
-            else load.failure.words
-        )
-    for error in _errors(check):
-        if error.origin == "dry":
-            return f"{error.where}: {error.says}"
-    return f"{load.num_errors} errors in keepmtp's own account of it"
+# --- drafts ---------------------------------------------------------------------------------------
 
 
-# --- drafting -------------------------------------------------------------------------------------
+def _acceptance(
+    gates: Gates, serve: ServeCheck | None, evaluation: EvaluationFact | None
+) -> ReasonFact:
+    """The share of the source's acceptance, on the first task's questions or else on serve-check's
+    prompts.
+    """
+    measured = next((each for each in drafted(serve, evaluation) if each.source), None)
+    if measured is None or measured.source is None:
+        says = "Not measured of both source and checkpoint: `keepmtp eval CHECKPOINT` does."
+        return unmeasured("acceptance", says)
+    where = f"On {measured.what} with k={measured.k}"
+    mine, theirs = measured.checkpoint.acceptance, measured.source.acceptance
+    if mine is None:
+        says = f"{where}, the checkpoint drafted nothing, and the source did."
+        return ReasonFact(gate="acceptance", verdict="regression", says=says)
+    if not theirs:
+        says = f"{where}, none of the source's own drafted tokens was accepted."
+        return unmeasured("acceptance", says)
+    estimate = _share_kept(measured, mine, theirs, gates.confidence, where)
+    found = settle(
+        "acceptance",
+        estimate,
+        gates.min_acceptance,
+        is_floor=True,
+        confidence=gates.confidence,
+    )
+    return found.model_copy(update={"says": found.says + not_its_own(measured.as_served)})
+
+
+def _share_kept(
+    measured: Drafted, mine: float, theirs: float, confidence: float, where: str
+) -> Estimate:
+    def trials(counted: Drafts) -> float:
+        # A later token is accepted only if all before it are, so the draft is the trial, not the
+        # token: its accepted share is a value from 0 to 1. Drafts are taken as independent: within
+        # an answer that makes the bounds too near, between two models' answers to one question too
+        # far.
+        return counted.drafts or counted.draft_tokens / measured.k
+
+    def bounds(times: float) -> tuple[float, float]:
+        assert measured.source is not None, "the caller asks for a source"
+        ours, others = times * trials(measured.checkpoint), times * trials(measured.source)
+        return ratio_limits(mine * ours, ours, theirs * others, others, confidence)
+
+    return Estimate(
+        value=mine / theirs,
+        bounds=bounds,
+        samples=measured.num_asked,
+        unit=measured.unit,
+        says=f"{where}: {percent(mine)} of {measured.checkpoint.draft_tokens:,} drafted tokens "
+        f"accepted, {percent(theirs)} of the source's. That is {percent(mine / theirs)} of it",
+        how=f"{BOUND}, a draft as one trial",
+        shown=percent,
+    )
 
 
 def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
@@ -234,36 +265,111 @@ def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
 
     Every task, every filter and empty answers are asked, by the exact sign test.
     """
-    tasks = evaluation.by_task if evaluation else ()
-    both = [
-        (task, found, each) for task in tasks if (found := task.drafting) for each in found.switches
-    ]
+    both = []
+    for task in evaluation.by_task if evaluation else ():
+        if task.drafting:
+            both += [(each, task, task.drafting.num_changed) for each in task.drafting.switches]
     if not both:
         return
-    task, found, rarest = min(both, key=lambda one: one[2].chance)
-    num, where = task.checkpoint.num_questions, f"{task.protocol.title}: " if len(tasks) > 1 else ""
-    texts = (
-        f"{where}{num - found.num_changed:,} of {num:,} greedy answers are the "
-        "same text with MTP on "
-        f"and off{'; near-ties may flip the others' if found.num_changed else ''}."
-    )
+    rarest, task, num_changed = min(both, key=lambda one: one[0].chance)
     what = "with text" if rarest.reads == NOT_EMPTY else f"right by {rarest.reads}"
-    split = (
-        f"Only without drafting {rarest.only_plain:,} are {what}, only with it "
-        f"{rarest.only_drafting:,} "
-        f"(exact sign test: {rarest.chance:.2g})"
+    says = (
+        f"{task.protocol.title}: {num_changed:,} of {task.checkpoint.num_questions:,} greedy "
+        f"answers are another text with MTP on than off. Only without drafting "
+        f"{rarest.only_plain:,} are {what}, only with it {rarest.only_drafting:,} (exact sign "
+        f"test: {rarest.chance:.2g}), "
     )
     if rarest.chance < CHANCE:
-        says = f"Drafting changes what is right beyond chance. {split}. {texts}"
-        yield ReasonFact(gate="drafting", verdict="regression", says=says)
-        return
-    more = "Each is as right or wrong with it as without."
-    if rarest.only_plain + rarest.only_drafting:
-        more = f"{split}: no more than chance gives."
-    yield ReasonFact(gate="drafting", verdict="pass", says=f"{texts} {more}")
+        yield ReasonFact(gate="drafting", verdict="regression", says=f"{says}beyond chance.")
+    else:
+        says += "no more than chance gives where near-ties flip."
+        yield ReasonFact(gate="drafting", verdict="pass", says=says)
 
 
-# --- speed ----------------------------------------------------------------------------------------
+# --- scores ---------------------------------------------------------------------------------------
+
+
+def _first_task(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
+    """The drop of the first task's score, paired by question; the gate has the task's name."""
+    if evaluation is None:
+        return unmeasured("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does.")
+    gate, source = evaluation.protocol.task, evaluation.source
+    if source is None:
+        says = "The source was not evaluated: `keepmtp eval CHECKPOINT --source SOURCE` does both."
+        return unmeasured(gate, says)
+    name = evaluation.judged_filter(gates.filter)
+    before = source.score(name).value
+    if before <= gates.max_drop:
+        says = f"the source itself gets {percent(before)}, so a drop of "
+        says += f"{points(gates.max_drop)} could not be seen."
+        return unmeasured(gate, f"{name}: {says}")
+    return _dropped(gate, gates, evaluation, gates.max_drop)
+
+
+def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact:
+    """One task's score against its source's, which was asked."""
+    name, pair = task.judged_filter(gates.filter), task.pair(gates.filter)
+    assert task.source is not None and pair is not None, "the callers ask for a source"
+    num = task.checkpoint.num_questions // task.protocol.repeats
+
+    def bounds(times: float) -> tuple[float, float]:
+        low, high = one_sided(pair, gates.confidence, times=times)
+        return -high, -low
+
+    estimate = Estimate(
+        value=-pair.difference,
+        bounds=bounds,
+        samples=num,
+        unit="questions",
+        says=f"{task.protocol.title}, {name}: {percent(task.checkpoint.score(name).value)} of "
+        f"{num:,} questions, the source {percent(task.source.score(name).value)} (only the source "
+        f"gets {pair.only_source:,} right, only the checkpoint {pair.only_checkpoint:,}): a drop "
+        f"of {points(-pair.difference)}",
+        how=f"{BOUND}, paired",
+        shown=points,
+    )
+    found = settle(gate, estimate, most, is_floor=False, confidence=gates.confidence)
+    return found.model_copy(update={"says": found.says + not_its_own(task.checkpoint.as_served)})
+
+
+def _all_tasks(
+    gates: Gates, evaluation: EvaluationFact | None, wanted: Collection[str]
+) -> Iterator[ReasonFact]:
+    """Mean recovery and the worst task, each where the recipe has a limit for it."""
+    tasks = {task.protocol.task: task for task in evaluation.by_task} if evaluation else {}
+    lacking = [name for name in wanted if name not in tasks]
+    lacking += [name for name, task in tasks.items() if recovery(task, gates.filter) is None]
+    mean = mean_recovery(tasks.values(), gates.filter) if tasks and not lacking else None
+    cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists."
+    if lacking:
+        cure = f"{', '.join(lacking)}: not asked, or the source gets nothing right. {cure}"
+    if gates.min_mean_recovery is not None and mean is None:
+        yield unmeasured("mean recovery", cure)
+    elif gates.min_mean_recovery is not None and mean is not None:
+        estimate = Estimate(
+            value=mean.value,
+            bounds=lambda times: mean.one_sided(gates.confidence, times=times),
+            samples=sum(task.checkpoint.num_questions for task in tasks.values()),
+            unit="questions over all tasks",
+            says=f"{', '.join(tasks)}: {percent(mean.value)} of the source's scores on average",
+            how="one-sided, paired by question, tasks independent",
+            shown=percent,
+        )
+        yield settle(
+            "mean recovery",
+            estimate,
+            gates.min_mean_recovery,
+            is_floor=True,
+            confidence=gates.confidence,
+        )
+    if (most := gates.max_worst_drop) is not None:
+        judged = [unmeasured("worst task", cure)]
+        if mean is not None:
+            judged = [_dropped("worst task", gates, task, most) for task in tasks.values()]
+        yield min(judged, key=lambda one: WORST_FIRST.index(one.verdict))
+
+
+# --- speed and closeness --------------------------------------------------------------------------
 
 
 def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
@@ -271,67 +377,98 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
     least = gates.min_speedup
     if least is None:
         return
-    if bench is None:
-        yield unmeasured("speed", f"Not measured: {_MEASURE}.")
+    if bench is None or not counts_bench(bench):
+        says = "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench CHECKPOINT` "
+        yield unmeasured("speed", f"{says}there does.")
         return
-    # One request at a time with the shortest context that was measured.
-    alone = [cell for cell in bench.checkpoint.cells if cell.concurrency == 1 and cell.slowest]
-    plain = min((cell for cell in alone if not cell.k), key=lambda cell: cell.context, default=None)
-    drafting = [cell for cell in alone if cell.k and plain and cell.load == plain.load]
-    device = bench.environment.get("device") or "an unnamed device"
-    if not counts_bench(bench):
-        own = bench.checkpoint.as_served
-        served = "the checkpoint" if own == "native" else f"a {own}"
-        says = (
-            f"Measured was {served} on {device}: that promises no speed on a GPU. {_MEASURE} there."
-        )
-        yield unmeasured("speed", says)
+    # One request at a time with the shortest context that was measured; one repetition has no
+    # spread.
+    cells = [
+        cell
+        for cell in bench.checkpoint.cells
+        if cell.concurrency == 1 and len(cell.repetitions) > 1
+    ]
+    plain = min((cell for cell in cells if not cell.k), key=lambda cell: cell.context, default=None)
+    found = []
+    for cell in cells:
+        if plain and cell.k and cell.load == plain.load:
+            low = (cell.slowest or 0.0) / (plain.fastest or 1.0)
+            middle = (cell.tokens_per_second or 0.0) / (plain.tokens_per_second or 1.0)
+            found.append((low, middle, (cell.fastest or 0.0) / (plain.slowest or 1.0), cell.k))
+    if not found:
+        says = "k=0 and a k with drafting must both answer one request at a time, twice or more: "
+        cure = "`keepmtp bench CHECKPOINT --k 0,1 --concurrency 1 --repeat 3`."
+        yield unmeasured("speed", says + cure)
         return
-    if plain is None or not drafting:
-        errors = [
-            f" (k={cell.k}: {cell.error.rstrip('.')})"
-            for cell in bench.checkpoint.cells
-            if cell.error
-        ]
-        lack = "k=0 and a k with drafting must both answer one request at a time"
-        says = (
-            f"Nothing to compare: {lack}{''.join(errors[:1])}. {_MEASURE} with --k 0,1 "
-            "--concurrency 1."
-        )
-        yield unmeasured("speed", says)
-        return
-    if any(len(cell.repetitions) < 2 for cell in (plain, *drafting)):
-        yield unmeasured("speed", f"One repetition has no spread. {_MEASURE} with --repeat 3.")
-        return
-    found = [(cell.k, _times_as_fast(cell, plain)) for cell in drafting]
-    verdicts = {at_least(estimate, least).verdict for _, estimate in found}
-    k, best = max(found, key=lambda one: one[1].bounds(1)[0])
-    low, high = best.bounds(1)
+    low, middle, high, k = max(found)
     says = (
-        f"One request at a time on {device}: k={k} is {best.value:.2f} times as fast as k=0, by "
-        "the repetitions "
-        f"{low:.2f} to {high:.2f} times; at least {least:g} times is asked for."
+        f"One request at a time on {bench.environment['device']}: k={k} is {middle:.2f} times as "
+        f"fast as k=0, by the repetitions {low:.2f} to {high:.2f} times; at least {least:g} times "
+        "is asked for."
     )
-    if "pass" in verdicts:
+    if low >= least:
         yield ReasonFact(gate="speed", verdict="pass", says=says)
-    elif verdicts == {"regression"}:
-        others = ", ".join(f"k={other}: {each.value:.2f}" for other, each in found if other != k)
-        says += f" No other k is faster ({others})." if others else ""
-        yield ReasonFact(gate="speed", verdict="regression", says=says)
+    elif max(high for _, _, high, _ in found) < least:
+        yield ReasonFact(gate="speed", verdict="regression", says=f"{says} No other k is faster.")
     else:
-        also = (
-            "The repetitions are too far apart to tell: measure more of them, on a machine "
-            "that does nothing else."
-        )
-        yield unmeasured("speed", f"{says} {also}")
+        yield unmeasured("speed", f"{says} The repetitions are too far apart to tell.")
 
 
-def _times_as_fast(cell: BenchCell, plain: BenchCell) -> Estimate:
-    """Slowest against fastest, median against median, fastest against slowest; more repetitions
-    would not move it.
+def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]:
+    """The worse of both limits, and what was found for each; none where the recipe has no limit.
+
+    Tokens of one window are not independent: the bound of a mean is Student's over windows, and
+    that of a share is Clopper and Pearson's over as many independent positions as would tell as
+    much (Korn and Graubard). A divergence from a part of the vocabulary is a lower bound.
     """
-    rates = [each.tokens_per_second for each in cell.repetitions]
-    plain_rates = [each.tokens_per_second for each in plain.repetitions]
-    ends = min(rates) / max(plain_rates), max(rates) / min(plain_rates)
-    middle = (cell.tokens_per_second or 0.0) / (plain.tokens_per_second or 1.0)
-    return Estimate(value=middle, bounds=lambda _: ends, samples=len(rates), unit="repetitions")
+    confidence, found = gates.confidence, []
+    if gates.max_divergence is None and gates.max_flips is None:
+        return
+    if fact is None or fact.stderr is None:
+        says = "Not measured in two windows or more: `keepmtp closeness CHECKPOINT` does."
+        yield unmeasured("closeness", says)
+        return
+    if (most := gates.max_divergence) is not None:
+        reach = student(confidence, fact.windows - 1) * fact.stderr
+        estimate = Estimate(
+            value=fact.divergence,
+            bounds=lambda times: (
+                fact.divergence - reach / times**0.5,
+                fact.divergence + reach / times**0.5,
+            ),
+            samples=fact.tokens,
+            unit="tokens",
+            says=f"On {fact.tokens:,} tokens of held-out text {nats(fact.divergence)} a token from "
+            "the source",
+            how="one-sided, over windows",
+            shown=nats,
+        )
+        found.append(settle("closeness", estimate, most, is_floor=False, confidence=confidence))
+        if not fact.is_exact:
+            says = f" It is a lower bound: {percent(fact.outside)} of the source's probability lies"
+            says = f"{found[0].says}{says} on tokens that were compared as one."
+            found[0] = found[0].model_copy(update={"says": says})
+    if (most := gates.max_flips) is not None:
+
+        def bounds(times: float) -> tuple[float, float]:
+            trials = times * fact.effective_tokens
+            return limits(fact.flip_rate * trials, trials, confidence)
+
+        estimate = Estimate(
+            value=fact.flip_rate,
+            bounds=bounds,
+            samples=fact.tokens,
+            unit="tokens",
+            says=f"The first choice is another at {percent(fact.flip_rate)} of the tokens",
+            how=f"{BOUND}, as {fact.effective_tokens:,.0f} independent tokens",
+            shown=percent,
+        )
+        found.append(settle("closeness", estimate, most, is_floor=False, confidence=confidence))
+    says = " ".join(each.says for each in found) + not_its_own(fact.checkpoint.as_served)
+    needed = [each.needed for each in found if each.verdict == "infeasible"]
+    yield ReasonFact(
+        gate="closeness",
+        verdict=worst(each.verdict for each in found),
+        says=says,
+        needed=None if None in needed else max(filter(None, needed), default=None),
+    )

@@ -1,22 +1,25 @@
-"""The one rule of every gate: an estimate and its bounds against a limit, and how many samples
-would tell.
+"""The one rule of every gate on samples: an estimate and its bounds against a limit, in words, and
+how many samples would tell. And recovery, an estimate of several gates and tables.
 
-In: a figure that was measured, with a way to its bounds, and the recipe's limit. Out: a `Settled`.
+In: a figure that was measured, with a way to its bounds, and the recipe's limit. Out: a
+`ReasonFact`; a `Recovery`.
 
 Easy to get wrong: an estimate on the right side of a limit is no pass, and one on the wrong side is
-no regression. A gate judges a bound of the estimate, at the recipe's confidence, one-sided.
+no regression. A gate judges a bound of the estimate, at the recipe's confidence, one-sided. And the
+error of a recovery is that of the paired difference, not that of two scores, because both models
+answered the same questions.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import NormalDist, fmean
 
+from ..facts.evaluated import TaskFact
 from ..facts.schema import JudgementWord, ReasonFact
-from .numbers import down, up
+from .numbers import limit
 
 WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")
-_ON_THE_LIMIT = 1e-9
-"""An estimate nearer to its limit than this is equal to it: no number of samples tells."""
 _MOST_TIMES = 1_000_000
 """So many times as many samples nobody takes: where they would not settle it either, no number is
 named.
@@ -33,60 +36,62 @@ class Estimate:
             taken.
         samples: that it is from.
         unit: what they are, for people.
+        says: what was seen, in words.
+        how: the bounds are found.
+        shown: a figure of this kind in words.
     """
 
     value: float
     bounds: Callable[[float], tuple[float, float]]
     samples: int
     unit: str
+    says: str
+    how: str
+    shown: Callable[[float], str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """What an estimate comes to against its limit.
+def settle(
+    gate: str, estimate: Estimate, wanted: float, *, is_floor: bool, confidence: float
+) -> ReasonFact:
+    """Judge whether a figure is at least the limit `wanted`, or with `is_floor` false at most."""
+    sign = 1 if is_floor else -1
 
-    Attributes:
-        bound: of the estimate, the one that was judged.
-        side: `at least` where that is the lower one, else `at most`.
-        needed: samples of the same shares that would settle it; None where no number would, or it
-            is settled.
-        too_few: with infeasible, how many samples would tell; the sentence's end is left open.
-    """
+    def verdict(times: float) -> JudgementWord:
+        low, high = sorted(sign * (end - wanted) for end in estimate.bounds(times))
+        if low >= 0:
+            return "pass"
+        return "regression" if high < 0 else "infeasible"
 
-    verdict: JudgementWord
-    bound: float
-    side: str
-    needed: int | None = None
-    too_few: str = ""
-
-    @property
-    def rounded(self) -> float:
-        """The bound as `percent` shows it, rounded to the safe side."""
-        return down(self.bound) if self.side == "at least" else up(self.bound)
-
-    def reason(self, gate: str, says: str, also: str = "") -> ReasonFact:
-        """A gate's reason; where it is open, its last sentence says how many samples would settle
-        it, and `also`.
-        """
-        return ReasonFact(
-            gate=gate, verdict=self.verdict, says=says + self.open_end(also), needed=self.needed
-        )
-
-    def open_end(self, also: str = "") -> str:
-        """What the reason says besides its figures; "" where it is settled."""
-        if not self.too_few:
-            return ""
-        return f" {self.too_few}{also if self.needed else ''}."
-
-
-def at_least(estimate: Estimate, limit: float) -> Settled:
-    """Settle whether the figure is at least the limit."""
-    return _settled(estimate, limit, sign=1)
-
-
-def at_most(estimate: Estimate, limit: float) -> Settled:
-    """Settle whether the figure is at most the limit."""
-    return _settled(estimate, limit, sign=-1)
+    found = verdict(1)
+    lower, upper = estimate.bounds(1)
+    # Of a figure that must be at least the limit, the lower bound is judged, unless even the upper
+    # one fails. What is printed is rounded to the safe side.
+    bound = f"at most {estimate.shown(math.ceil(1e4 * upper) / 1e4)}"
+    if is_floor != (found == "regression"):
+        bound = f"at least {estimate.shown(math.floor(1e4 * lower) / 1e4)}"
+    says = (
+        f"{estimate.says}, {bound} at {limit(confidence)} confidence ({estimate.how}); "
+        f"{'at least' if is_floor else 'at most'} {estimate.shown(wanted)} is asked for."
+    )
+    if found != "infeasible":
+        return ReasonFact(gate=gate, verdict=found, says=says)
+    end: JudgementWord = "pass" if sign * (estimate.value - wanted) > 0 else "regression"
+    if verdict(_MOST_TIMES) != end:
+        says += " It is so near the limit that no number of samples tells."
+        return ReasonFact(gate=gate, verdict=found, says=says)
+    low, high = 1.0, float(_MOST_TIMES)
+    for _ in range(20):
+        middle = math.sqrt(low * high)
+        if verdict(middle) == end:
+            high = middle
+        else:
+            low = middle
+    needed = max(estimate.samples + 1, math.ceil(estimate.samples * high))
+    says += (
+        f" Too few to tell: at these figures it would be a {end} with about {needed:,} "
+        f"{estimate.unit}."
+    )
+    return ReasonFact(gate=gate, verdict=found, says=says, needed=needed)
 
 
 def worst(verdicts: Iterable[JudgementWord]) -> JudgementWord:
@@ -99,49 +104,68 @@ def unmeasured(gate: str, says: str) -> ReasonFact:
     return ReasonFact(gate=gate, verdict="infeasible", says=says)
 
 
-def _settled(estimate: Estimate, limit: float, *, sign: int) -> Settled:
-    def verdict(times: float) -> JudgementWord:
-        low, high = sorted(sign * (end - limit) for end in estimate.bounds(times))
-        if low >= 0:
-            return "pass"
-        return "regression" if high < 0 else "infeasible"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """A share of the source's score; 1 loses nothing.
 
-    found, (lower, upper) = verdict(1), estimate.bounds(1)
-    margin = sign * (estimate.value - limit)
-    # Of a figure that must be at least the limit, the lower bound is judged, unless even the upper
-    # one fails.
-    bound, side = (
-        (lower, "at least") if (sign > 0) != (found == "regression") else (upper, "at most")
-    )
-    if found != "infeasible":
-        return Settled(verdict=found, bound=bound, side=side)
-    needed, times = None, None
-    too_few = "It lies on the limit itself, or so near that no number of samples tells"
-    if abs(margin) >= _ON_THE_LIMIT:
-        times = _times_to_settle(
-            lambda times: verdict(times) == ("pass" if margin > 0 else "regression")
-        )
-    if times:
-        needed = max(estimate.samples + 1, math.ceil(estimate.samples * times))
-        would = "pass" if margin > 0 else "fail"
-        too_few = (
-            f"Too few to tell: at these figures it would {would} with about {needed:,} "
-            f"{estimate.unit}"
-        )
-    return Settled(verdict=found, bound=bound, side=side, needed=needed, too_few=too_few)
-
-
-def _times_to_settle(settles: Callable[[float], bool]) -> float | None:
-    """The least number of times as many samples that settle it, to a thousandth; None where it is
-    out of reach.
+    Attributes:
+        value: as it was seen, divided by the source's score as it was seen.
+        middle, stderr: of the adjusted counts (Agresti and Min, as in `paired.py`).
+        confidence: of the two-sided interval.
     """
-    high = 2.0
-    while not settles(high):
-        high *= 2
-        if high > _MOST_TIMES:
+
+    value: float
+    middle: float
+    stderr: float
+    confidence: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The two-sided interval."""
+        low, high = self.one_sided(0.5 + self.confidence / 2)
+        return max(0.0, low), high
+
+    def one_sided(self, confidence: float, *, times: float = 1) -> tuple[float, float]:
+        """(lower, upper) bound, each at this confidence, as if so many times as many questions had
+        been asked.
+        """
+        reach = NormalDist().inv_cdf(confidence) * self.stderr / math.sqrt(times)
+        return self.middle - reach, self.middle + reach
+
+
+def recovery(task: TaskFact, wanted: str) -> Recovery | None:
+    """Of the score that counts; None without a source, or where it gets nothing right.
+
+    Args:
+        task: what it gave.
+        wanted: the recipe's filter.
+    """
+    pair, name = task.pair(wanted), task.judged_filter(wanted)
+    if task.source is None or pair is None or not (before := task.source.score(name).value):
+        return None
+    num = pair.both + pair.only_source + pair.only_checkpoint + pair.neither
+    return Recovery(
+        value=task.checkpoint.score(name).value / before,
+        middle=1 + pair.difference * num / (num + 2) / before,
+        stderr=pair.stderr / before,
+        confidence=pair.confidence,
+    )
+
+
+def mean_recovery(tasks: Iterable[TaskFact], wanted: str) -> Recovery | None:
+    """The mean of the tasks' recoveries, each as heavy as the others; None where one has none.
+
+    Tasks have other questions, so their errors are independent.
+    """
+    known = []
+    for task in tasks:
+        found = recovery(task, wanted)
+        if found is None:
             return None
-    low = high / 2
-    while high / low > 1.0005:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if settles(middle) else (middle, high)
-    return high
+        known.append(found)
+    return Recovery(
+        value=fmean(one.value for one in known),
+        middle=fmean(one.middle for one in known),
+        stderr=math.hypot(*(one.stderr for one in known)) / len(known),
+        confidence=known[0].confidence,
+    )

@@ -23,7 +23,7 @@ from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.schema import FullReport
 from ..facts.served import Drafts, Run, ServeCheck, Served
 from .numbers import figure, percent, signed
-from .recovery import Recovery, mean_recovery, recovery
+from .settle import Recovery, mean_recovery, recovery
 
 MORE_CUT = 0.01
 """A checkpoint whose answers are cut more often than the source's by this share of all is said to
@@ -124,7 +124,7 @@ def tasks(evaluation: EvaluationFact | None, wanted: str) -> Table | None:
 
 def _recovery(found: Recovery | None) -> str:
     return (
-        f"{percent(found.value)} ({100 * found.low:.2f} to {100 * found.high:.2f})"
+        f"{percent(found.value)} ({100 * found.interval[0]:.2f} to {100 * found.interval[1]:.2f})"
         if found
         else "-"
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...recipes.errors import size_in_words
 from . import numbers
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ _FIGURES = (
     numbers.signed,
     numbers.figure,
     numbers.count,
-    numbers.size,
     numbers.limit,
+    size_in_words,
 )
 
 

@@ -207,7 +207,7 @@ def edit(path: Path, old: str, new: str) -> None:
             "tiny.report/report.json",
             '"difference": 0.01',
             '"difference": 0.02',
-            r"evaluation\.paired\.0\.difference",
+            r"report\.json: evaluation: must be",
         ),
         (
             "tiny.report/gsm8k.json",
@@ -219,7 +219,7 @@ def edit(path: Path, old: str, new: str) -> None:
             "tiny.report/gsm8k.checkpoint.jsonl",
             '"strict-match":false',
             '"strict-match":true',
-            "samples_sha256: must be what",
+            "must be the file that was counted",
         ),
         ("tiny/keepmtp.json", '"0.1.0"', '"9.1.0"', "keepmtp.json"),
         (

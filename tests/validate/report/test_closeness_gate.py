@@ -3,13 +3,8 @@
 import closenesses
 import numpy as np
 import pytest
-from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.facts.binomial import student
-from keepmtp.validate.facts.closeness import ClosenessFact
-from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.report import tables
-from keepmtp.validate.report.gates import judge
-from keepmtp.validate.report.sampled_gates import closeness
 from scipy import stats
 
 
@@ -17,11 +12,6 @@ from scipy import stats
 def fact(tmp_path_factory):
     """0.01 nats a token and 2 % flips, over 4,000 tokens in 40 windows."""
     return closenesses.closeness(tmp_path_factory.mktemp("found"))
-
-
-def reason_of(gates: Gates, fact: ClosenessFact) -> ReasonFact:
-    (found,) = closeness(gates, fact)
-    return found
 
 
 def test_students_quantile_is_scipys():
@@ -44,75 +34,6 @@ def test_the_error_is_over_windows(fact, tmp_path):
     assert closenesses.fact_of(
         closenesses.compared(tmp_path, same)
     ).effective_tokens == pytest.approx(39)
-
-
-@pytest.mark.parametrize(
-    ("limits", "verdict", "says"),
-    [
-        ({"max_divergence": 0.02}, "pass", "0.01 nats a token from the source, at most 0.01"),
-        ({"max_divergence": 0.005}, "regression", "at least 0.00"),
-        (
-            {"max_divergence": 0.0101},
-            "infeasible",
-            "Too few to tell: at these figures it would pass with about ",
-        ),
-        (
-            {"max_flips": 0.03},
-            "pass",
-            "The first choice is another at 1.98 % of the tokens, at most 2.",
-        ),
-        ({"max_flips": 0.01}, "regression", "at least 1."),
-        (
-            {"max_flips": 0.0199},
-            "infeasible",
-            "Too few to tell: at these figures it would pass with about ",
-        ),
-        (
-            {"max_flips": 0.03, "max_divergence": 0.005},
-            "regression",
-            "may be lost. The first choice is another",
-        ),
-        (
-            {"max_flips": 0.01, "max_divergence": 0.02},
-            "regression",
-            "compared as one. The first choice is another",
-        ),
-    ],
-)
-def test_a_limit_is_judged_by_a_bound(limits, verdict, says, fact):
-    reason = reason_of(Gates(**limits), fact)
-    assert reason.verdict == verdict and says in reason.says, reason.says
-    assert (reason.needed is not None) == (verdict == "infeasible")
-    if reason.needed:
-        assert reason.needed > fact.tokens
-
-
-def test_the_gate_is_there_only_where_the_recipe_asks(fact):
-    nothing = {"check": None, "serve": None, "evaluation": None}
-    assert "closeness" not in [
-        each.gate for each in judge(gates=Gates(), closeness=fact, **nothing).reasons
-    ]
-    judged = judge(gates=Gates(max_flips=0.01), **nothing)
-    reason = next(each for each in judged.reasons if each.gate == "closeness")
-    assert reason.verdict == "infeasible" and "keepmtp closeness CHECKPOINT" in reason.says
-
-
-def test_one_window_has_no_error(tmp_path):
-    one = closenesses.fact_of(closenesses.compared(tmp_path, closenesses.spread(1)))
-    reason = reason_of(Gates(max_divergence=1.0), one)
-    assert one.stderr is None and reason.verdict == "infeasible" and "one window" in reason.says
-
-
-def test_a_lower_bound_and_a_copy_are_said(tmp_path):
-    found = closenesses.compared(tmp_path, closenesses.spread())
-    reason = reason_of(Gates(max_divergence=0.02), closenesses.fact_of(found, is_copy=True))
-    assert reason.verdict == "pass", "as the other gates judge a copy"
-    assert "It is a lower bound: 1.00 % of the source's probability" in reason.says
-    assert reason.says.endswith("packed kernels and quantized activations were not tried.")
-    whole = closenesses.compared(tmp_path, closenesses.spread(), top=closenesses.VOCABULARY)
-    assert (
-        "lower bound" not in reason_of(Gates(max_divergence=0.02), closenesses.fact_of(whole)).says
-    )
 
 
 def test_the_sentence_of_the_card(fact):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from keepmtp.validate.facts.results import (
     file_of,
     read_result,
     report_folder,
-    seal_of,
     write_result,
 )
 from keepmtp.validate.facts.schema import FullReport
@@ -87,8 +87,8 @@ def again(evidence: Path) -> FullReport:
     return full
 
 
-def altered(path: Path, *place: str | int, value: Any) -> str:
-    """Change one value in a JSON file; returns its place in dots."""
+def altered(path: Path, *place: str | int, value: Any) -> None:
+    """Change one value in a JSON file."""
     told = json.loads(path.read_text())
     inner = told
     for key in place[:-1]:
@@ -96,30 +96,6 @@ def altered(path: Path, *place: str | int, value: Any) -> str:
     assert inner[place[-1]] != value
     inner[place[-1]] = value
     path.write_text(json.dumps(told))
-    return ".".join(map(str, place))
-
-
-def forged(path: Path, *place: str | int, value: Any) -> str:
-    """`altered`, by somebody who also computes the seal anew."""
-    field = altered(path, *place, value=value)
-    told = json.loads(path.read_text())
-    path.write_text(json.dumps(told | {"seal": seal_of(told)}))
-    return field
-
-
-def refused(evidence: Path, says: str) -> None:
-    """Neither `keepmtp gate` nor `keepmtp report` takes the results, nor the one after the
-    other.
-    """
-    before = (evidence / JSON_FILE).read_bytes()
-    for make in (verify, refresh, verify):
-        with pytest.raises(
-            CheckpointError, match=f"{says}|must be the file that" if make is refresh else None
-        ):
-            make(evidence)
-    assert (evidence / JSON_FILE).read_bytes() == before
-    with pytest.raises(CheckpointError, match=says):
-        from_results(evidence)
 
 
 # --- the files ------------------------------------------------------------------------------------
@@ -214,10 +190,7 @@ def test_a_report_is_made_of_the_results_and_nothing_else(evidence):
         "the checkpoint's own recipe's"
     )
     assert full.verdict.ok and full.verdict.label == "Loads and drafts"
-    answers = (
-        "it answers 88.33 % of 60 questions of gsm8k right (source: 86.67 %) by flexible-extract"
-    )
-    assert answers in full.verdict.says
+    assert "it accepts 79.33 % of 120,000 drafted tokens (source: 79.33 %)" in full.verdict.says
     assert (evidence / "report.html").is_file() and not list(evidence.glob("*.partial"))
 
 
@@ -303,10 +276,8 @@ def test_results_of_other_bytes_do_not_meet(evidence):
         refuse_stale(evidence, after, but=("check",))
     refuse_stale(evidence, after, but=STATIONS)
     record_static(evidence, open_source(folder), after)
-    for make in (from_results, refresh, verify):
-        with pytest.raises(
-            CheckpointError, match=says if make is not verify else r"check\.json: must be the file"
-        ):
+    for make in (refresh, verify):
+        with pytest.raises(CheckpointError, match=says):
             make(evidence)
 
 
@@ -365,30 +336,23 @@ def test_a_changed_record_is_no_other_gate(evidence):
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "wanted"),
+    ("place", "value"),
     [
-        (("evaluation", "checkpoint", "scores", 0, "value"), 0.99, "0.88"),
-        (("evaluation", "paired", 1, "low"), 0.0, ""),
-        (("serve", "checkpoint", "runs", 1, "accepted_tokens"), 999, "920"),
-        (("serve", "checkpoint", "runs", 1, "acceptance"), 0.99, "0.92"),
-        (("serve", "checkpoint", "runs", 3, "partings", 0, "is_near_tie"), False, "True"),
-        (("judgement", "reasons", 2, "says"), "All is well.", ""),
-        (("facts", "num_bytes"), 7, ""),
-        (("sizes", 0, "num_bytes"), 1, ""),
-        (("judgement", "verdict"), "regression", ""),
-        (("judgement", "gates", "max_drop"), 0.9, "0.2"),
-        (("verdict", "says"), "It is perfect.", ""),
-        (("identity", "sha256"), "0" * 64, ""),
-        (("made_at",), "2031-01-01 00:00:00 UTC", ""),
-        (("absent", "dry"), "No need.", ""),
+        (("evaluation", "checkpoint", "scores", 0, "value"), 0.99),
+        (("serve", "checkpoint", "runs", 1, "acceptance"), 0.99),
+        (("serve", "checkpoint", "runs", 3, "partings", 0, "is_near_tie"), False),
+        (("facts", "num_bytes"), 7),
+        (("judgement", "gates", "max_drop"), 0.9),
+        (("verdict", "says"), "It is perfect."),
+        (("identity", "sha256"), "0" * 64),
+        (("made_at",), "2031-01-01 00:00:00 UTC"),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_a_number_altered_in_the_report_is_named(place, value, wanted, evidence):
-    field = altered(evidence / JSON_FILE, *place, value=value)
-    says = re.escape(f"report.json: {field}: must be as the result files make it, {wanted}")
-    cure = re.escape(f"Run `keepmtp report {evidence}`")
-    with pytest.raises(CheckpointError, match=f"{says}.*; got .*{cure}"):
+def test_a_number_altered_in_the_report_is_named(place, value, evidence):
+    altered(evidence / JSON_FILE, *place, value=value)
+    says = re.escape(f"report.json: {place[0]}: must be as the result files make it")
+    with pytest.raises(CheckpointError, match=f"{says}; .*Run `keepmtp report"):
         verify(evidence)
 
 
@@ -397,261 +361,46 @@ def test_an_edited_result_is_measured_again(station, evidence):
     """One digit: no command but the station's own takes it back."""
     path = file_of(evidence, station)
     path.write_text(path.read_text().replace('"vllm": "0.32.0"', '"vllm": "0.32.9"', 1))
-    commands = {"check": "check .* --record", "serve": "serve-check .*", "gsm8k": "eval .*"}
-    words = commands.get(station, f"{station} .*")
-    refused(
-        evidence,
-        rf"{station}\.json: must be as its station wrote it, .* edited\. Run `keepmtp {words}` "
-        rf"again",
-    )
-
-
-@pytest.mark.parametrize("station", STATIONS)
-def test_a_result_gone_or_replaced_by_an_older_one_is_not_reported(station, evidence):
-    """A red result that is removed leaves no green report."""
-    path, says = (
-        file_of(evidence, station),
-        rf"{station}\.json: must be the file that report\.json was made from",
-    )
-    kept = path.read_text()
-    path.unlink()
+    before = (evidence / JSON_FILE).read_bytes()
     for make in (verify, refresh):
         with pytest.raises(
-            CheckpointError, match=rf"{says}, \w{{64}}; got no such file\. Run `keepmtp .*` again"
+            CheckpointError, match=rf"{station}\.json: must be as its station wrote it, .* edited"
         ):
             make(evidence)
-    path.write_text(kept)
-    forged(path, "made_at", value="2029-01-02 03:04:05 UTC")
-    for make in (verify, refresh):
-        with pytest.raises(
-            CheckpointError,
-            match=rf"{says}.* Run `keepmtp (check|serve-check|eval|bench|closeness) .*` again",
-        ):
-            make(evidence)
+    assert (evidence / JSON_FILE).read_bytes() == before
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("station", STATIONS)
-def test_a_newer_result_makes_a_new_report(station, evidence):
-    """A station was killed before it made the report; or a result is there for the first time."""
+@pytest.mark.parametrize("station", STATIONS[1:])
+def test_a_result_that_is_gone_or_newer_makes_a_new_report(station, evidence):
+    """A station was killed before it made the report; what is not there is not measured."""
     path = file_of(evidence, station)
-    forged(path, "made_at", value="2031-01-02 03:04:05 UTC")
-    with pytest.raises(
-        CheckpointError, match=r"must be the file that report\.json .* Run `keepmtp report"
-    ):
-        verify(evidence)
-    assert refresh(evidence).made_at == "2031-01-02 03:04:05 UTC" and verify(evidence)
-    if station == "check":
-        return
-    altered(evidence / JSON_FILE, "results", value={})
-    with pytest.raises(CheckpointError, match=r"must be made from every result, \w+\.json too"):
-        verify(evidence)
-
-
-def test_a_station_makes_the_report_of_what_it_has_just_written(evidence):
-    """Its own file may be another; those of the other stations may not."""
-    forged(file_of(evidence, "serve"), "made_at", value="2029-01-02 03:04:05 UTC")
-    assert refresh(evidence, measured="serve").results["serve.json"] == file_sha256(
-        file_of(evidence, "serve")
-    )
-    file_of(evidence, "gsm8k").unlink()
-    with pytest.raises(CheckpointError, match=r"gsm8k\.json: must be the file .* got no such file"):
-        refresh(evidence, measured="serve")
-
-
-# --- edited together with its seal ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "says"),
-    [
-        (("facts", "num_mtp_layers"), 0, r"facts: must be what the evidence gives"),
-        (("sizes", 0, "num_bytes"), 1, r"sizes: must be what the evidence gives"),
-    ],
-)
-def test_what_the_headers_do_not_give_is_refused(place, value, says, evidence):
-    forged(file_of(evidence, "check"), "data", *place, value=value)
-    refused(evidence, rf"check\.json: {says}.* Run `keepmtp check .* --record` again")
-
-
-def test_emptied_findings_are_found_again(evidence):
-    """An error that somebody takes out of check.json: the headers still have it."""
-    folder = checkpoint_folder(evidence)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    shutil.rmtree(evidence)
-    record_static(evidence, open_source(folder), identify(folder))
-    full = refresh(evidence)
-    assert not full.verdict.ok and full.findings
-    forged(file_of(evidence, "check"), "data", "findings", value=[])
-    says = r"check\.json: findings: must be what the evidence gives, .*; got no such finding"
-    refused(evidence, rf"{says}\. Run `keepmtp check .* --record")
-
-
-def test_a_failed_dry_load_has_a_finding(evidence):
-    found = read_result(evidence, "check")
+    found = read_result(evidence, station)
     assert found is not None
-    failed = reports.account("sm100", 1, failure=reports.REFUSED).load.model_copy(
-        update={"num_errors": 1}
+    again = datetime(2031, 1, 2, tzinfo=UTC)
+    write_result(
+        evidence,
+        station,
+        found.data,
+        checkpoint=found.checkpoint,
+        vllm=found.vllm,
+        made_at=again,
     )
-    for load in (failed, failed.model_copy(update={"ok": True})):
-        data = found.data.model_copy(update={"dry": (load,)})
-        write_result(evidence, "check", data, checkpoint=found.checkpoint, vllm=found.vllm)
-        says = (
-            r"dry load on sm100 at TP 1: .*Run `keepmtp check .* --record` again with the same "
-            r"--gpu and --tp"
-        )
-        with pytest.raises(CheckpointError, match=says):
-            refresh(evidence, measured="check")
+    for made_at in ("2031-01-02 00:00:00 UTC", "2030-01-02 0"):
+        with pytest.raises(CheckpointError, match=r"report\.json: .* Run `keepmtp report"):
+            verify(evidence)
+        assert refresh(evidence).made_at.startswith(made_at) and verify(evidence)
+        path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "says"),
-    [
-        (
-            ("accepted_tokens",),
-            999,
-            "accepted_tokens: must be what the evidence gives, 920; got 999",
-        ),
-        (("accepted_per_position",), [1000], "accepted_tokens: must be"),
-        (("drafts",), 900, "accepted at the first position"),
-        (("draft_tokens",), 1001, "draft_tokens, at most k a draft"),
-        (("draft_tokens",), 919, "accepted_tokens, of those drafted"),
-        (("speed_up",), 9.0, "speed_up: must be what the evidence gives, 1.46"),
-        (("outputs",), [], "outputs: must be what the evidence gives, 2; got 0"),
-        (("outputs", 0, "token_ids"), [7], "partings: must be"),
-        (("error",), "ValueError", "loaded: must be"),
-        (("partings",), [reports.NEAR.model_dump()], "partings: must be"),
-    ],
-)
-def test_a_server_that_contradicts_itself_is_refused(place, value, says, evidence):
-    forged(file_of(evidence, "serve"), "data", "checkpoint", "runs", 1, *place, value=value)
-    refused(evidence, rf"serve\.json: checkpoint, k=1: {says}.*Run `keepmtp serve-check")
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "says"),
-    [
-        (("sha256",), "1" * 64, "checkpoint.sha256: must be what the evidence gives"),
-        (
-            ("cells", 1, "repetitions", 0, "drafts"),
-            9,
-            "k=1, 1 at once, repetition 0: accepted at the first position",
-        ),
-        (
-            ("cells", 1, "repetitions", 2, "accepted_tokens"),
-            1,
-            "repetition 2: accepted_tokens: must be",
-        ),
-        (
-            ("cells", 0, "repetitions", 0, "output_tokens"),
-            99999,
-            "k=0, 1 at once, repetition 0: output_tokens, at most",
-        ),
-    ],
-)
-def test_a_speed_matrix_that_contradicts_itself_is_refused(place, value, says, evidence):
-    forged(file_of(evidence, "bench"), "data", "checkpoint", *place, value=value)
-    refused(evidence, rf"bench\.json: .*{says}.*Run `keepmtp bench")
-
-
-def test_a_repetition_that_no_line_has_is_refused(evidence):
-    """The seal is computed anew, as somebody would who makes a checkpoint faster."""
-    place = ("cells", 3, "repetitions", 1, "seconds")
-    forged(file_of(evidence, "bench"), "data", "checkpoint", *place, value=1.0)
-    says = r"checkpoint, k=3, 1 at once, repetition 1: is a line of bench\.checkpoint\.jsonl"
-    refused(evidence, rf"bench\.json: {says}.*Run `keepmtp bench")
-
-
-def test_repetitions_that_were_set_aside_still_count(evidence):
-    path = evidence / "bench.checkpoint.jsonl"
-    path.rename(evidence / "bench.checkpoint.01234567.jsonl")
-    assert from_results(evidence).bench
-    (evidence / "bench.checkpoint.01234567.jsonl").unlink()
-    with pytest.raises(
-        CheckpointError,
-        match=r"is a line of bench\.checkpoint\.jsonl: must be .*Run `keepmtp bench",
-    ):
-        from_results(evidence)
-
-
-def test_answers_altered_in_their_file_are_refused(evidence):
-    path = evidence / "gsm8k.checkpoint.jsonl"
-    path.write_text(path.read_text().replace('"strict-match":false', '"strict-match":true', 1))
-    with pytest.raises(
-        CheckpointError, match=r"samples_sha256: must be what the evidence gives, \w{64}; got"
-    ):
+@pytest.mark.parametrize("name", ["gsm8k.checkpoint.jsonl", "closeness.jsonl"])
+def test_answers_that_were_not_counted_are_refused(name, evidence):
+    path = evidence / name
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(CheckpointError, match=rf"{name}: must be the file that was counted, \w+; "):
         verify(evidence)
     path.unlink()
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint\.samples_sha256: .* gives, no such file; got"
-    ):
-        verify(evidence)
-
-
-LINES: dict[str, tuple[str, str]] = {
-    "checkpoint.scores.0.value": ('"strict-match":false', '"strict-match":true'),
-    "checkpoint.scores.1.value": ('"flexible-extract":true', '"flexible-extract":false'),
-    "checkpoint.num_truncated": ('"finish_reason":"stop"', '"finish_reason":"length"'),
-    "checkpoint.num_tokens": ('"num_tokens":130', '"num_tokens":131'),
-    "checkpoint.accepted_tokens": ('"accepted_tokens":', '"accepted_tokens":1'),
-    "checkpoint.as_served": ('"as_served":"native"', '"as_served":"BF16 copy of the same weights"'),
-    "checkpoint.sha256": ('"checkpoint_sha256":"', '"checkpoint_sha256":"0'),
-    "checkpoint.protocol": ('"max_tokens":1024', '"max_tokens":512'),
-    "checkpoint.dataset_sha256": ('"dataset_sha256":"d', '"dataset_sha256":"e'),
-}
-
-
-@pytest.mark.parametrize("figure", LINES)
-def test_answers_that_do_not_give_the_score_are_refused(figure, evidence):
-    """Altered together with the hash in gsm8k.json, and the report made anew: the figure itself is
-    computed again.
-    """
-    path = evidence / "gsm8k.checkpoint.jsonl"
-    path.write_text(path.read_text().replace(*LINES[figure], 1))
-    forged(
-        file_of(evidence, "gsm8k"), "data", "checkpoint", "samples_sha256", value=file_sha256(path)
-    )
-    refused(evidence, re.escape(f"gsm8k.json: {figure}: must be what the evidence gives, "))
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("checkpoint", "scores", 0, "value"), 0.99),
-        (("source", "scores", 1, "stderr"), 0.0),
-        (("paired", 0, "difference"), 0.5),
-        (("paired", 1, "only_source"), 0),
-        (("paired", 0, "high"), 1.0),
-        (("source", "drafts"), 1),
-        (("checkpoint", "seconds"), 1.0),
-        (("source", "num_questions"), 61),
-    ],
-)
-def test_a_figure_that_the_answers_do_not_give_is_refused(place, value, evidence):
-    """A better number in gsm8k.json and everything after it made to match."""
-    field = forged(file_of(evidence, "gsm8k"), "data", *place, value=value).removeprefix("data.")
-    refused(evidence, re.escape(f"gsm8k.json: {field}: must be what the evidence gives, "))
-
-
-def test_what_drafting_changed_is_counted_again_from_the_answers(tmp_path):
-    """Five of sixty answers switch: a report that hides one is refused, and so are other plain
-    answers.
-    """
-    evidence = measured.measured(tmp_path / "tiny", has_plain=True)
-    again(evidence)
-    assert verify(evidence).evaluation is not None
-    place = ("data", "drafting", "num_changed")
-    field = forged(file_of(evidence, "gsm8k"), *place, value=7).removeprefix("data.")
-    refused(evidence, re.escape(f"gsm8k.json: {field}: must be what the evidence gives, 0"))
-
-
-def test_answers_lie_in_the_folder(evidence):
-    forged(file_of(evidence, "gsm8k"), "data", "checkpoint", "samples", value="../elsewhere.jsonl")
-    refused(
-        evidence,
-        r"samples: must be what the evidence gives, elsewhere\.jsonl; got \.\./elsewhere\.jsonl",
-    )
+    with pytest.raises(CheckpointError, match=rf"{name}: .*; got no such file\. Run `keepmtp"):
+        from_results(evidence)
 
 
 # --- killed ---------------------------------------------------------------------------------------
