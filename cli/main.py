@@ -75,11 +75,6 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
             "Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a "
             "model's own.",
         ),
-        "pin": Verb(
-            "recipe.pin",
-            "Write into a recipe the commits that its model and its datasets have now, so that "
-            "every run reads the same.",
-        ),
         "plan": Verb(
             "plan.plan",
             "Show what would become of every tensor, from headers alone: no weight is read, "

@@ -28,7 +28,6 @@ from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.find import calibration_name
 from ..recipes.model_file import find_path, in_words
-from ..recipes.pinned import moves
 from ..recipes.runtimes.sglang import VERSION
 from ..recipes.schema import AUTO, candidates_for
 from ..validate.measure.serve_line import serve_words
@@ -324,24 +323,19 @@ def _in_words(policy: object) -> str:
 
 
 def commits_line(plan: Plan) -> str:
-    """The commits of model and dataset, and how to keep them; "" where nothing is from the Hub.
+    """The commits of model and dataset; "" where nothing is from the Hub.
 
     Raises:
         RecipeError: the dataset is on the Hub, and this machine cannot read it.
     """
-    recipe, source, other = plan.recipe, plan.source, plan.source.mtp_source
-    read = [(source.where, source.revision, recipe.revision)]
+    source, other, calibration = plan.source, plan.source.mtp_source, plan.recipe.calibration
+    read = [(source.where, source.revision)]
     if other is not None:
-        asked = recipe.mtp_source.revision if recipe.mtp_source else _LOCAL
-        read.append((f"its MTP block from {other.where}", other.revision, asked))
-    calibration = recipe.calibration
+        read.append((f"its MTP block from {other.where}", other.revision))
     for texts in calibration.mix if calibration is not None and plan.needs_batches else ():
         name, asked = texts.dataset, texts.dataset_revision
         if asked != _LOCAL and find_path(name) is None and name.count("/") == 1:
             commit = dataset_commit(name, asked, f"calibration.dataset {name}")
-            read.append((f"dataset {name}", commit, asked))
-    read = [each for each in read if each[1] != _LOCAL]
-    line = ", ".join(f"{what} at commit {commit}" for what, commit, _ in read)
-    if branches := dict.fromkeys(asked for *_, asked in read if asked != _LOCAL and moves(asked)):
-        line += f"; {', '.join(branches)} may move: `keepmtp pin` writes commits into a recipe"
+            read.append((f"dataset {name}", commit))
+    line = ", ".join(f"{what} at commit {commit}" for what, commit in read if commit != _LOCAL)
     return line and f"reads {line}"

@@ -1,14 +1,13 @@
-"""`keepmtp init`, `pin` and `where`: a recipe's file, and the folder that its run has written.
+"""`keepmtp init` and `where`: a recipe's file, and the folder that its run has written.
 
-In: a recipe's name or file, or a checkpoint of a known family. Out: a recipe to edit; a recipe
-whose branches are commits, with what was changed; or the name of a folder.
+In: a recipe's name or file, or a checkpoint of a known family. Out: a recipe to edit, or the name
+of a folder.
 
 Easy to get wrong: unedited, the file of `init` makes the same bytes as `keepmtp quantize` with the
-checkpoint as MODEL. A recipe that ships with keepmtp is never changed in its place. And `where`
-guesses nothing: with two variants in out/, the bare name means the default one, or nothing.
+checkpoint as MODEL. And `where` guesses nothing: with two variants in out/, the bare name means the
+default one, or nothing.
 """
 
-import difflib
 import glob
 import sys
 from pathlib import Path
@@ -33,7 +32,10 @@ def init(
     """
     from ..checkpoints.files import write_whole
 
-    _refuse_existing(out)
+    if out.exists():
+        raise RecipeError(
+            "--out", "an existing file is never overwritten", got=out, cure="Choose another --out"
+        )
     if not out.absolute().parent.is_dir():
         raise RecipeError(
             "--out", "the folder of the file must exist", got=out, cure="Make it, or choose another"
@@ -41,13 +43,6 @@ def init(
     text = _text(model, out, mtp_source)
     write_whole(out, text)
     sys.stdout.write(f"{printable(str(out))}\n")
-
-
-def _refuse_existing(out: Path) -> None:
-    if out.exists():
-        raise RecipeError(
-            "--out", "an existing file is never overwritten", got=out, cure="Choose another --out"
-        )
 
 
 def _text(model: str, out: Path, mtp_source: str | None) -> str:
@@ -78,49 +73,6 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
             source.where, rule, got=f"none of {', '.join(raw['variants'])}", cure=cure
         )
     return text_of(raw | {"default": variants[0]}, variants, file=str(out))
-
-
-def pin(recipe: str, out: Path | None = None) -> None:
-    """Write into a recipe the commits that its model and its datasets have now, so that every run
-    reads the same.
-
-    Comments stay. What changes is printed. A revision that is a commit already is left alone.
-
-    Example: `keepmtp pin glm-4.7 --out glm-4.7.yaml`
-
-    Args:
-        recipe: A recipe file, or a model's name. See `keepmtp ls`.
-        out: Write a copy; default: the file itself. Needed for a model's name.
-    """
-    from ..checkpoints.files import write_whole
-    from ..checkpoints.hub import dataset_commit, files_of
-    from ..recipes.find import is_file_name, named_file
-    from ..recipes.pinned import pinned_text
-
-    file, _ = named_file(recipe)
-    if out is None:
-        if not is_file_name(recipe):
-            rule = "must name the copy of a recipe that ships with keepmtp"
-            raise RecipeError(
-                "--out", rule, got="none", cure=f"Give --out {recipe.rpartition('/')[2]}.yaml"
-            )
-    else:
-        _refuse_existing(out)
-
-    def commit_of(kind: str, name: str, revision: str) -> str:
-        if kind == "model":
-            return files_of(name, revision)[0]
-        return dataset_commit(name, revision, f"{file.path}: dataset {name}")
-
-    text = file.path.read_text()
-    pinned = pinned_text(text, commit_of)
-    target = out or file.path
-    names = str(file.path), str(target)
-    changes = difflib.unified_diff(text.splitlines(), pinned.splitlines(), *names, n=0, lineterm="")
-    for line in list(changes) or [f"{file.path}: no revision moves"]:
-        sys.stdout.write(f"{printable(line)}\n")
-    if out is not None or pinned != text:
-        write_whole(target, pinned)
 
 
 def where(choices: ModelOptions) -> None:

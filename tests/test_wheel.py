@@ -108,7 +108,6 @@ def test_what_needs_no_extra_needs_none(keepmtp):
         json.loads(good(keepmtp("plan", "mine.yaml", "--json")))["recipe"]["model"]
         == "tiny-glm4-moe"
     )
-    good(keepmtp("pin", "mine.yaml"))
     assert keepmtp("where", "tiny-glm4-moe").returncode == 2, "nothing was made yet"
     assert "vllm serve" in good(keepmtp("serve", MODEL, "--dry-run"))
     assert "MTP" in good(keepmtp("explain", MODEL)) and "nothing to change" in good(
@@ -124,7 +123,6 @@ STARTED = {
     "explain": ("explain", MODEL),
     "fix": ("fix", MODEL),
     "init": ("init", MODEL, "--out", "row.yaml"),
-    "pin": ("pin", "tiny-glm4-moe", "--out", "pinned.yaml"),
     "serve": ("serve", MODEL, "--dry-run"),
     "doctor": ("doctor",),
     "quantize": ("quantize", "tiny-glm4-moe", "--out", "row"),

@@ -2,7 +2,6 @@
 record and config.
 """
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -21,8 +20,6 @@ from keepmtp.quantize.write.output import claim
 from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
-from keepmtp.recipes.model_file import flat_text
-from keepmtp.recipes.pinned import pinned_text
 from keepmtp.validate.check.check import check_source
 from real_releases import minimax_halves
 from releases import source_layout, write_checkpoint
@@ -209,13 +206,3 @@ def test_layers_that_continue_the_decoder_layers_keep_their_names(tmp_path):
         "mtp_source/model.safetensors"
     }
     assert check_source(joined).findings == ()
-
-
-def test_its_revision_is_pinned():
-    text = find_recipe("minimax-m3")[1]
-    pinned = pinned_text(text, lambda kind, name, revision: hashlib.sha1(name.encode()).hexdigest())
-    assert hashlib.sha1(b"Inferact/MiniMax-M3-MTP").hexdigest() in pinned
-    assert "revision: main" not in pinned
-    assert flat_text({"mtp_source": {"source": "a/b", "revision": "main"}}).startswith(
-        "mtp_source:\n"
-    )

@@ -525,7 +525,7 @@ KINDS: Mapping[str, Callable[[random.Random, str], Case]] = MappingProxyType(
         "names": verbs.names,
         "companions": verbs.companions,
         "results": verbs.results,
-        "init and pin": verbs.recipes,
+        "init": verbs.recipes,
         "publishing": verbs.publishing,
         "broken for cures": cures.writing(
             (header_tree, index, config, counts, quantization, regexes, files)
