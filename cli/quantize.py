@@ -11,18 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
-from rich.text import Text
+from rich.console import Console, RenderableType
 
-from ..recipes.errors import printable, size_in_words
 from . import findings
 from .options import AtLeastOneOrNone, DryRunOption, JsonOption, ModelOptions
 from .progress import place_in_run, run_progress
-from .tables import counted, figure, print_json, say, show, table
+from .tables import drawn, print_json, say, show
 
 if TYPE_CHECKING:
     from ..pipeline import FinishedRun
-    from ..quantize.calibrate.mtp.facts import CalibrationFact, CandidateFact, SearchFact
+    from ..quantize.calibrate.mtp.facts import CalibrationFact
 
 
 def quantize(
@@ -116,7 +114,7 @@ def _parts(result: "FinishedRun", fact: "CalibrationFact | None") -> Iterator[Re
     if result.was_there:
         yield f"{result.out}: finished before, with the same recipe, source and versions."
     if fact:
-        yield found(fact)
+        yield from found(fact)
     findings.show(Console(), result.report)
     yield plan_tables.next_steps(result.plan, result.out)
 
@@ -138,133 +136,28 @@ def extra(choices: ModelOptions) -> None:
     sys.stdout.write(f"{refusals.extra_of(made)}\n")
 
 
-def found(fact: "CalibrationFact") -> RenderableType:
+def found(fact: "CalibrationFact") -> Iterator[RenderableType]:
     """What a run found: coverage, perplexity and acceptance, and the candidates of `mtp: auto`."""
-    rows = []
-    for row in fact.rows:
-        shares = (
-            " ".join(f"{share:.1%}" for share in row.acceptance.shares) if row.acceptance else "-"
-        )
-        length = figure("{:.2f}", row.acceptance.length if row.acceptance else None)
-        rows.append(
-            (row.title, f"{row.perplexity:#.4g}", figure("{:.4f}", row.divergence), shares, length)
-        )
-    columns = ("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length")
-    parts: list[RenderableType] = [table("held-out text, without a server", columns, rows)]
-    if fact.search:
-        parts += _search(fact.search)
-    if fact.candidates:
-        parts.append(_candidates(fact))
-    return Group(*parts, *_remarks(fact), "")
+    from ..validate.report import tables
 
-
-def _search(search: "SearchFact") -> Iterator[RenderableType]:
-    """The plans that a search under a budget measured."""
-    rows = []
-    for plan in search.plans:
-        losses = f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", figure("{:.1%}", plan.kept)
-        rows.append(
-            (
-                f"{plan.title}{', chosen' * plan.chosen}",
-                f"{plan.bytes:,}",
-                f"{plan.bits:.2f}",
-                *losses,
-            )
-        )
-    title = f"plans for {search.budget}, measured on held-out text before calibration"
-    yield table(title, ("", ">bytes", ">bits", ">predicted", ">divergence", ">kept"), rows)
-    yield Text(
-        f"{search.units:,} units; a better choice could save {search.gap:.1%} of the predicted "
-        "loss at most.\n"
-        "The recipe that was found is recipe.yaml in the output; it can be edited, and runs "
-        "without a search.\n"
-        "bits: of weights and scales, for each weight; kept: part of the release's acceptance.\n"
-    )
-
-
-def _remarks(fact: "CalibrationFact") -> Iterator[Text]:
-    coverage, fewest = fact.coverage, fact.coverage.fewest_tokens
-    least = (
-        f"; the fewest, {fewest.tokens:,}, reached {printable(fewest.module)}"
-        if fewest and fewest.tokens
-        else ""
-    )
-    batches = f", in batches of {fact.batch_size:,}" if fact.batch_size else ""
-    yield Text(
-        f"Coverage: {coverage.modules:,} modules calibrated on {fact.data.tokens:,} "
-        f"tokens{batches}{least}."
-    )
-    yield Text(
-        f"The quantized backbone chooses the released model's next token at {fact.agreement:.1%} "
-        "of held-out slots."
-    )
-    if never := coverage.never_routed:
-        what = (
-            f"{counted(len(never), 'expert module')} that the router sent no token, calibrated "
-            "on all of them"
-        )
-        yield _warning(
-            "never routed:", f"{what} instead: {_first(never)}. More samples may reach them."
-        )
-    if fact.data.held_out_by == "model":
-        yield Text("The released model wrote the answers of the held-out text itself.")
-    if few := coverage.few_tokens:
-        what = (
-            f"{counted(len(few), 'expert module')} calibrated on fewer tokens than input "
-            f"channels: {_first(few)}"
-        )
-        yield _warning(
-            "few tokens:", f"{what}. More samples, or calibration.experts: all, give them more."
-        )
-    if fact.tuned:
+    yield drawn("held-out text, without a server", tables.held_out(fact))
+    if search := fact.search:
+        title = f"plans for {search.budget}, measured on held-out text before calibration"
+        yield drawn(title, tables.plans(search))
         yield (
-            Text(fact.tuned.says) if fact.tuned.chosen else _warning("not tuned:", fact.tuned.says)
+            f"{search.units:,} units; a better choice could save {search.gap:.1%} of the predicted "
+            "loss at most.\n"
+            "The recipe that was found is recipe.yaml in the output; it can be edited, and runs "
+            "without a search.\n"
+            "bits: of weights and scales, for each weight; kept: part of the release's acceptance."
+            "\n"
         )
-    if fact.unmeasured:
-        yield _warning("no acceptance:", fact.unmeasured)
-    if fact.measured:
-        yield Text(
-            "accepted: by position in the draft; length: tokens that a step yields, the target's "
-            "included."
-        )
-
-
-def _warning(what: str, says: str) -> Text:
-    return Text.assemble((what, "yellow"), f" {printable(says)}")
-
-
-def _first(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _candidates(fact: "CalibrationFact") -> RenderableType:
-    rows = []
-    for each in fact.candidates:
-        if each.acceptance is None:
-            rows.append((each.title, "-", "-", "-", "-", _warning("does not fit", each.refused)))
-            continue
-        kept = (
-            f"{each.kept:.1%}",
-            figure("{:.1%}", each.kept_at_least),
-            f"{each.acceptance.length:.2f}",
-        )
-        rows.append((each.title, size_in_words(each.bytes), *kept, _verdict(each, fact)))
-    budget = "" if fact.min_acceptance is None else f"; {fact.min_acceptance:.1%} must be kept"
-    budget += "" if fact.confidence is None else f", at {fact.confidence:.0%} confidence"
-    columns = ("policy", ">size", ">kept", ">at least", ">length", "verdict")
-    return table(f"candidates for the MTP block{budget}", columns, rows)
-
-
-def _verdict(candidate: "CandidateFact", fact: "CalibrationFact") -> Text:
-    verdict = fact.verdict_on(candidate)
-    if verdict == "keeps too little":
-        return Text(verdict, "red")
-    if verdict == "too few slots to tell":
-        needed = f": about {candidate.needed_slots:,} would" if candidate.needed_slots else ""
-        chosen = (
-            Text.assemble(("chosen", "green"), ", stays as released; ")
-            if candidate.chosen
-            else Text()
-        )
-        return chosen.append(verdict, "yellow").append(needed)
-    return Text("chosen", "green") if candidate.chosen else Text(verdict)
+    if fact.candidates:
+        title = "candidates for the MTP block"
+        if fact.min_acceptance is not None:
+            title += f"; {fact.min_acceptance:.1%} must be kept"
+        if fact.confidence is not None:
+            title += f", at {fact.confidence:.0%} confidence"
+        yield drawn(title, tables.candidates(fact))
+    yield from tables.calibration_notes(fact)
+    yield ""

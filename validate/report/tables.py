@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
+from ...recipes.errors import size_in_words
 from ...recipes.protocol import Evaluation
 from ..facts.benched import BenchCell, Benched, BenchFact, RecommendedK, words_of
 from ..facts.binomial import limits
@@ -41,6 +43,98 @@ class Table:
 
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+def held_out(fact: CalibrationFact) -> Table:
+    """A row for each model that was measured on held-out text, without a server."""
+    rows = []
+    for row in fact.rows:
+        shares, length, divergence = "-", None, "-"
+        if row.acceptance:
+            shares = " ".join(percent(share) for share in row.acceptance.shares)
+            length = row.acceptance.length
+        if row.divergence is not None:
+            divergence = f"{row.divergence:.4f}"
+        rows.append((row.title, figure(row.perplexity), divergence, shares, figure(length)))
+    columns = ("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length")
+    return Table(columns=columns, rows=rows)
+
+
+def plans(search: SearchFact) -> Table:
+    """The plans that a search under a budget measured."""
+    rows = []
+    for plan in search.plans:
+        losses = f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", percent(plan.kept)
+        title = f"{plan.title}{', chosen' * plan.chosen}"
+        rows.append((title, f"{plan.bytes:,}", f"{plan.bits:.2f}", *losses))
+    columns = ("", ">bytes", ">bits", ">predicted", ">divergence", ">kept")
+    return Table(columns=columns, rows=rows)
+
+
+def candidates(fact: CalibrationFact) -> Table:
+    """The candidates of `mtp: auto`, in the order tried."""
+    rows = []
+    for each in fact.candidates:
+        verdict = fact.verdict_on(each)
+        if each.acceptance is None:
+            rows.append((each.title, *"----", f"{verdict}: {each.refused}"))
+            continue
+        told = [verdict]
+        if each.needed_slots:
+            told.append(f"about {each.needed_slots:,} would do")
+        if each.chosen:
+            told.insert(0, "chosen")
+        kept = percent(each.kept), percent(each.kept_at_least)
+        length = figure(each.acceptance.length)
+        rows.append((each.title, size_in_words(each.bytes), *kept, length, "; ".join(told)))
+    columns = ("policy", ">size", ">kept", ">at least", ">length", "verdict")
+    return Table(columns=columns, rows=rows)
+
+
+def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
+    """What a reader of these tables should know."""
+    coverage = fact.coverage
+    seen = f"Coverage: {coverage.modules:,} modules calibrated on {fact.data.tokens:,} tokens"
+    if fact.batch_size:
+        seen += f", in batches of {fact.batch_size:,}"
+    if coverage.fewest_tokens and coverage.fewest_tokens.tokens:
+        fewest = coverage.fewest_tokens
+        seen += f"; the fewest, {fewest.tokens:,}, reached {fewest.module}"
+    yield f"{seen}."
+    yield (
+        f"The quantized backbone chooses the released model's next token at "
+        f"{percent(fact.agreement)} of held-out slots."
+    )
+    if fact.data.held_out_by == "model":
+        yield "The released model wrote the answers of the held-out text itself."
+    if never := coverage.never_routed:
+        yield (
+            f"Never routed: the router sent no token to {_first(never)}; calibrated on every token "
+            "instead. More samples may reach them."
+        )
+    if few := coverage.few_tokens:
+        yield (
+            f"Few tokens: fewer than input channels reached {_first(few)}. More samples, or "
+            "calibration.experts: all, give them more."
+        )
+    if fact.tuned:
+        yield fact.tuned.says
+    if fact.unmeasured:
+        yield f"No acceptance: {fact.unmeasured}"
+    if fact.measured:
+        yield (
+            "Accepted: by position in the draft; length: tokens that a step yields, the target's "
+            "included."
+        )
+
+
+def _first(names: tuple[str, ...]) -> str:
+    """`130 expert modules (a, b, c, ...)`."""
+    more = ", ..." * (len(names) > 3)
+    return f"{len(names):,} expert modules ({', '.join(names[:3])}{more})"
 
 
 # --- tasks ----------------------------------------------------------------------------------------

@@ -286,28 +286,17 @@ def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
     page = save(tmp_path / "page", checked.data, vllm="0.32.0", opened=checked.source)
     assert read_json(page.with_name("report.json")).calibration == found
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(calibration_found(found))
+    console.print(*calibration_found(found))
+    told, text = console.export_text(), re.sub(r"<[^>]*>", "", page.read_text())
     for words in (
         "97.80 %",
         "94.20 %",
-        "3.292",
+        "3.29",
         "model.layers.2.mlp.experts.3.up_proj",
         "K must be a multiple of 128",
+        "chosen; keeps enough",
     ):
-        text = re.sub(r"<[^>]*>", "", page.read_text())
-        assert words in text
-    told = console.export_text()
-    for words in (
-        "97.8%",
-        "94.2%",
-        "3.292",
-        "model.layers.2.mlp.experts.3.up_proj",
-        "K must be a multiple of 128",
-    ):
-        assert words in told, words
-    assert [line.split()[0] for line in told.splitlines() if line.rstrip().endswith("chosen")] == [
-        "attention:"
-    ]
+        assert words in told and words in text, words
 
 
 @pytest.mark.parametrize(
@@ -382,10 +371,7 @@ def test_a_block_that_could_not_be_run_has_no_acceptance_and_says_why():
         "unmeasured": "no class for it.",
     }
     html = render(reports.calibrated(**changed))
-    assert "no class for it." in html and html.count(">not measured<") == 2 and "<svg" not in html
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(calibration_found(reports.calibrated(**changed).calibration))
-    assert "no acceptance: no class for it." in console.export_text()
+    assert "No acceptance: no class for it." in html and "<svg" not in html
 
 
 # --- the page -------------------------------------------------------------------------------------
