@@ -26,7 +26,6 @@ from ..quantize.plan.plan import Plan, TensorPlan
 from ..quantize.write.refusals import refusals
 from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
-from ..recipes.find import calibration_name
 from ..recipes.model_file import find_path, in_words
 from ..recipes.runtimes.sglang import VERSION
 from ..recipes.schema import AUTO, candidates_for
@@ -278,8 +277,6 @@ def _data(plan: Plan, num_tokens: int) -> str:
     calibration = plan.recipe.calibration
     assert calibration is not None
     how = calibration.algorithm
-    if name := calibration_name(calibration):
-        how = f"--calibration {name}: {how}"
     if calibration.knobs:
         how += f" ({in_words(calibration.knobs)})"
     if calibration.backend == "modelopt":

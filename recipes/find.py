@@ -187,17 +187,6 @@ def choose(
     return changed, text
 
 
-def calibration_name(calibration: Calibration) -> str:
-    """The name of the block in recipes/calibrations.yaml that a recipe's calibration is; "" for one
-    of its own.
-    """
-    for name, raw in calibrations().items():
-        block = Calibration.model_validate(raw)
-        if block.model_copy(update={"algorithm": calibration.algorithm}) == calibration:
-            return name
-    return ""
-
-
 def shipped_recipes() -> list[Recipe]:
     """Every recipe that ships with keepmtp."""
     return [recipe for model in _shipped_files() for recipe in _recipes_of(model)]

@@ -11,7 +11,6 @@ others there is no limit.
 
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -24,20 +23,19 @@ thousand modules.
 """
 SIMPLER = "Write it without repeats inside of repeats, or list the modules' names"
 _TICK = 0.02
-_NOTHING = ("", "")
 T = TypeVar("T")
 
 
 class MatchClock:
-    """State: what is matched now, and how many ticks each expression has had."""
+    """State: what is matched now, and how many ticks of the timer have found something matched."""
 
     def __init__(self, refusal: Callable[[str, str], KeepMTPError]) -> None:
-        """`refusal` makes the error of the slowest expression, and of what was found: the time, and
-        the last name.
+        """`refusal` makes the error of an expression, and of what was found: the time, and the last
+        name.
         """
         self._refusal = refusal
-        self._now = _NOTHING
-        self._ticks: Counter[str] = Counter()
+        self._now: tuple[str, str] | None = None
+        self._ticks = 0
         self._is_on = False
 
     @contextmanager
@@ -46,8 +44,7 @@ class MatchClock:
         if self._is_on or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._is_on = True
-        self._now, self._ticks = _NOTHING, Counter()
+        self._is_on, self._ticks = True, 0
         before = signal.signal(signal.SIGVTALRM, self._on_tick)
         signal.setitimer(signal.ITIMER_VIRTUAL, _TICK, _TICK)
         try:
@@ -58,27 +55,20 @@ class MatchClock:
             self._is_on = False
 
     def timed(self, work: Callable[[str], T], expression: str, name: str) -> T:
-        """What `work` says of a name; the time counts for this expression. Outside of a limit it
-        has one of its own.
-        """
-        if not self._is_on:
-            with self.limit():
-                return self._counted(work, expression, name)
-        return self._counted(work, expression, name)
-
-    def _counted(self, work: Callable[[str], T], expression: str, name: str) -> T:
+        """What `work` says of a name. Outside of a limit it has one of its own."""
         self._now = (expression, name)
         try:
-            return work(name)
+            if self._is_on:
+                return work(name)
+            with self.limit():
+                return work(name)
         finally:
-            self._now = _NOTHING
+            self._now = None
 
     def _on_tick(self, *_: object) -> None:
-        expression, name = self._now
-        if not expression:
+        if self._now is None:
             return
-        self._ticks[expression] += 1
-        if self._ticks.total() * _TICK > MATCHING_SECONDS:
-            self._now = _NOTHING
-            slowest = self._ticks.most_common(1)[0][0]
-            raise self._refusal(slowest, f"more than {MATCHING_SECONDS:g} s, at last for {name}")
+        self._ticks += 1
+        if self._ticks * _TICK > MATCHING_SECONDS:
+            expression, name = self._now
+            raise self._refusal(expression, f"more than {MATCHING_SECONDS:g} s, at last for {name}")

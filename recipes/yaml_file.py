@@ -24,6 +24,7 @@ _MAX_BYTES = 256 * 1024
 _MAX_DEPTH = 20
 _MAX_NUMBER = 2**53
 _RULE = "a recipe is a YAML mapping"
+_TEXT = "tag:yaml.org,2002:str"
 
 
 def load_shipped(path: Path) -> Any:
@@ -52,7 +53,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
         raise RecipeError(
             path, _RULE, got=got, cure="`keepmtp init MODEL --out NEW.yaml` writes one to edit"
         )
-    _refuse_other_types(found, "", path)
+    _refuse_odd_numbers(found, "", path)
     return found, text
 
 
@@ -76,32 +77,31 @@ def _text_of(path: Path) -> str:
             )
         return raw.decode("utf-8")
     except OSError as error:
-        got = error.strerror or repr(error)
-        raise RecipeError(
-            path, "a recipe must be readable", got=got, cure="Check its permissions"
-        ) from error
+        rule, got, cure = "be readable", error.strerror or repr(error), "Check its permissions"
     except UnicodeDecodeError as error:
-        got = f"{error.reason} at byte {error.start}"
-        raise RecipeError(
-            path, "a recipe must be text in UTF-8", got=got, cure="Save it as UTF-8"
-        ) from error
+        rule, got = "be text in UTF-8", f"{error.reason} at byte {error.start}"
+        cure = "Save it as UTF-8"
+    raise RecipeError(path, f"a recipe must {rule}", got=got, cure=cure)
 
 
 class _OneOfEachKey(SafeLoader):
-    """Takes no key twice, and none that is a list or a mapping."""
+    """Takes no key twice, and none that is no text. What looks like a date stays a text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         keys: set[str] = set()
         for key, _ in node.value:
             where = f"line {key.start_mark.line + 1}"
-            if not isinstance(key, yaml.ScalarNode):
-                got = "a list or a mapping"
-                raise RecipeError(where, "a key must be a text", got=got, cure="Mend it")
+            if key.tag != _TEXT:
+                got = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+                raise RecipeError(where, "a key must be a text", got=got, cure="Put it in quotes")
             if key.value in keys:
                 rule, cure = f"{key.value} must be given once", "Remove one of the two"
                 raise RecipeError(where, rule, got="it twice", cure=cure)
             keys.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+_OneOfEachKey.add_constructor("tag:yaml.org,2002:timestamp", SafeLoader.construct_yaml_str)
 
 
 def _look_through(text: str) -> None:
@@ -121,31 +121,15 @@ def _look_through(text: str) -> None:
             raise RecipeError(where, rule, got="more", cure="Mend it")
 
 
-def _refuse_other_types(value: Any, place: str, path: Path) -> None:
-    """Refuse what YAML knows and no recipe has: dates, infinity, numbers that nothing counts, keys
-    that are no text.
-    """
+def _refuse_odd_numbers(value: Any, place: str, path: Path) -> None:
+    """Refuse infinity, and numbers that nothing counts."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if not isinstance(key, str):
-                got = f"{key!r}, which YAML reads as {type(key).__name__}"
-                raise RecipeError(
-                    path, f"{place}a key must be a text", got=got, cure="Put it in quotes"
-                )
-            _refuse_other_types(inner, f"{place}{key}.", path)
+            _refuse_odd_numbers(inner, f"{place}{key}.", path)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            _refuse_other_types(inner, f"{place}{index}.", path)
+            _refuse_odd_numbers(inner, f"{place}{index}.", path)
     elif isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:
-        got = repr(value) if isinstance(value, float) else f"a number of {value.bit_length()} bits"
-        raise RecipeError(
-            path, f"{place.removesuffix('.')} must be a usual number", got=got, cure="Correct it"
-        )
-    elif value is not None and not isinstance(value, str | int | float):
-        rule = f"{place.removesuffix('.')} must be a text, a number, a list or a mapping"
-        raise RecipeError(
-            path,
-            rule,
-            got=f"{value}, which YAML reads as {type(value).__name__}",
-            cure="Put it in quotes",
-        )
+        rule = f"{place.removesuffix('.')} must be a usual number"
+        got = f"one beyond {_MAX_NUMBER}, or none"
+        raise RecipeError(path, rule, got=got, cure="Correct it")

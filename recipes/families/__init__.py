@@ -7,6 +7,7 @@ Easy to get wrong: vLLM compares some models by model_type and some by their fir
 """
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -50,49 +51,32 @@ def find_family(config: Mapping[str, Any], where: object, names: Iterable[str] =
     model_type = config.get("model_type", "")
     architecture = (config.get("architectures") or [""])[0]
     vllm, file = vllm_drafts(), f"{where}/config.json"
-    if says := vllm["refused"].get(model_type):
-        raise _dspark(config, file, f"of which vLLM 0.32.0 says: {says.removesuffix('.')}")
-    if has_dspark(config, names):
-        stages = "whose mtp.* tensors are stages of DSpark (dspark_target_layer_ids), no MTP block"
-        raise _dspark(config, file, stages)
+    says = vllm["refused"].get(model_type, "")
+    if says or has_dspark(config, names):
+        words = {"method": "dspark", "num_speculative_tokens": config.get("dspark_block_size", 5)}
+        raise RecipeError(
+            file,
+            "vLLM must have an MTP draft for the model",
+            got=f"{model_type!r}, which drafts by DSpark. {says}".strip(". "),
+            cure=f"Serve it with --speculative-config '{json.dumps(words)}'",
+        )
     if family := families().get(architecture) or families().get(model_type):
         return family
     rule = "model_type must be a family of keepmtp (`keepmtp ls families`)"
     if why := vllm["without_table"].get(model_type):
-        rule = f"keepmtp has no table for this model, though vLLM 0.32 has a draft for it: {why}"
-        cure = (
-            "Serve the original release with method=mtp; `keepmtp ls families` shows what can be "
-            "quantized and checked"
-        )
-    elif not promises_mtp(config):
-        cure = (
-            "config.json promises no MTP block, which is what keepmtp is for: llm-compressor "
-            "quantizes such models"
-        )
-    elif is_drafted(config):
+        rule += f"; {why}"
+    if is_drafted(config):
         near = difflib.get_close_matches(str(model_type), families(), n=1)
-        nearest = f" (the nearest family is {families()[near[0]].model_type})" if near else ""
-        table = f"recipes/families/{model_type or '<model_type>'}.yaml"
-        cure = f"Write {table}{nearest}, a recipe and a fixture: CONTRIBUTING.md, 'A new family'"
+        nearest = f", the nearest is {families()[near[0]].model_type}" if near else ""
+        cure = f"Write its table{nearest}: CONTRIBUTING.md, 'A new family'"
     else:
-        rule = "vLLM 0.32 has no MTP draft for this model, whatever its files hold"
+        rule += ", and vLLM 0.32 has no MTP draft for this model"
         cure = (
-            "Serve it without method=mtp; the architectures must be those of the original release"
+            "Serve it without method=mtp; llm-compressor quantizes models without an MTP block. "
+            "The architectures must be those of the original release"
         )
     got = f"{model_type!r} (architectures {config.get('architectures')})"
     raise RecipeError(file, rule, got=got, cure=cure)
-
-
-def _dspark(config: Mapping[str, Any], file: str, says: str) -> RecipeError:
-    """The refusal of a model that drafts by another method than mtp."""
-    size = config.get("dspark_block_size", 5)
-    words = f'{{"method": "dspark", "num_speculative_tokens": {size}}}'
-    return RecipeError(
-        file,
-        "vLLM must have an MTP draft for the model",
-        got=f"{config.get('model_type', '')!r}, {says}",
-        cure=f"Serve it with --speculative-config '{words}'",
-    )
 
 
 def is_drafted(config: Mapping[str, Any]) -> bool:

@@ -40,31 +40,18 @@ REFUSED = {
     "deep lists": ("a:\n" + "- " * 50_000, "line 2: a recipe is at most 20 levels deep; got more"),
     "a key twice": ("a: 1\nb: 2\n'a': 3\n", "line 3: a must be given once; got it twice"),
     "a key twice inside": ("a: {b: 1, c: 2, b: 3}", "line 1: b must be given once; got it twice"),
-    "a number as a key": (
-        "a: {1: 2}",
-        "a.a key must be a text; got 1, which YAML reads as int. Put it in quotes",
-    ),
-    "yes as a key": (
-        "yes: 1",
-        "a key must be a text; got True, which YAML reads as bool. Put it in quotes",
-    ),
+    "a number as a key": ("a: {1: 2}", "line 1: a key must be a text; got 1. Put it in quotes"),
+    "yes as a key": ("yes: 1", "line 1: a key must be a text; got yes. Put it in quotes"),
     "a list as a key": ("? [a]\n: 1\n", "line 1: a key must be a text; got a list or a mapping"),
-    "a date": (
-        "a: [2024-01-01]",
-        "a.0 must be a text, a number, a list or a mapping; got 2024-01-01, which YAML",
-    ),
-    "no date": ("a: 2024-99-99", "a recipe is a YAML mapping; got month must be in 1..12"),
-    "NaN": ("a: {b: .nan}", "a.b must be a usual number; got nan"),
-    "infinity": ("a: -.inf", "a must be a usual number; got -inf"),
-    "a large number": (f"a: {'9' * 4000}", "a must be a usual number; got a number of 13288 bits"),
+    "a date as a key": ("2024-01-01: 1", "line 1: a key must be a text; got 2024-01-01"),
+    "NaN": ("a: {b: .nan}", "a.b must be a usual number; got one beyond"),
+    "infinity": ("a: -.inf", "a must be a usual number; got one beyond"),
+    "a large number": (f"a: {'9' * 4000}", "a must be a usual number; got one beyond"),
     "a number without end": (
         f"a: {'9' * 9000}",
         "a recipe is a YAML mapping; got Exceeds the limit",
     ),
-    "a long hexadecimal number": (
-        f"a: 0x{'f' * 9000}",
-        "a must be a usual number; got a number of 36000 bits",
-    ),
+    "a long hexadecimal number": (f"a: 0x{'f' * 9000}", "a must be a usual number; got one"),
     "too long": ("a: 1\n" * 100_000, "a recipe is at most 262144 bytes long; got more"),
 }
 
