@@ -19,7 +19,6 @@ from .progress import place_in_run, run_progress
 from .tables import drawn, print_json, say, show
 
 if TYPE_CHECKING:
-    from ..pipeline import FinishedRun
     from ..quantize.calibrate.mtp.facts import CalibrationFact
 
 
@@ -97,7 +96,12 @@ def quantize(
     if result.calibration and settings:
         fact = calibration_fact(result.calibration.summary, settings.model_dump())
     if not as_json:
-        show(_parts(result, fact))
+        if result.was_there:
+            show([f"{result.out}: finished before, with the same recipe, source and versions."])
+        if fact:
+            show(found(fact))
+        findings.show(Console(), result.report)
+        show([plan_tables.next_steps(result.plan, result.out)])
         return
     told = {
         "out": str(result.out),
@@ -106,17 +110,6 @@ def quantize(
         "calibration": fact and fact.model_dump(mode="json"),
     }
     print_json(told)
-
-
-def _parts(result: "FinishedRun", fact: "CalibrationFact | None") -> Iterator[RenderableType]:
-    from . import plan_tables
-
-    if result.was_there:
-        yield f"{result.out}: finished before, with the same recipe, source and versions."
-    if fact:
-        yield from found(fact)
-    findings.show(Console(), result.report)
-    yield plan_tables.next_steps(result.plan, result.out)
 
 
 def extra(choices: ModelOptions) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -36,7 +36,6 @@ from .tables import answer, counted, say
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
     from ..validate.check.check import Checked
-    from ..validate.facts.vllm_env import VLLM
     from ..validate.measure.foreground import ServerLife
     from ..validate.report.best_k import BestK
 
@@ -86,6 +85,7 @@ def serve(
         dry_run: Check it, print the commands for a shell and for Docker, and stop.
     """
     from ..validate.measure import foreground
+    from ..validate.measure.bf16_copy import why_no_kernel
     from ..validate.measure.room import refuse_full_gpus, tensor_parallel_size, value_of
     from ..validate.measure.serve_line import serve_words
 
@@ -98,27 +98,36 @@ def serve(
     if not dry_run:
         foreground.refuse_taken(address)
     opened, num_mtp_layers = _checked(path, err)
-    vllm = _vllm(any_vllm=any_vllm, is_needed=bool(gpus) or not dry_run)
+    try:
+        vllm = chosen_vllm(any_vllm=any_vllm)
+    except VLLMError:
+        if gpus or not dry_run:
+            raise
+        vllm = None  # the commands may be run elsewhere
     size = tensor_parallel_size(opened, vllm, extra) if vllm else 1
     best = _best_k(opened, k, num_mtp_layers, vllm.device if vllm else "")
     if gpus:
         from .. import api
 
         with spinner(err) as doing:
-            loads: dict[str, Any] = {
-                "tps": [size],
-                "num_drafts": max(1, best.k),
-                "any_vllm": any_vllm,
-            }
-            for checked in api.check_all([path], gpus=chosen_gpus(gpus), **loads, progress=doing):
-                _refuse_errors(path, checked)
+            (loaded,) = api.check_all(
+                [path],
+                gpus=chosen_gpus(gpus),
+                tps=[size],
+                num_drafts=max(1, best.k),
+                any_vllm=any_vllm,
+                progress=doing,
+            )
+            _refuse_errors(path, loaded)
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)
     if dry_run:
         print_commands(opened, best, extra, as_json=as_json)
         return
     assert vllm is not None
-    _refuse_no_kernel(opened, vllm)
+    if lack := why_no_kernel(opened, vllm):
+        cure = f"Serve it on a GPU; `keepmtp serve-check {shlex.quote(path)}` measures a BF16 copy"
+        raise VLLMError(opened.where, "must have kernels on this machine", got=lack, cure=cure)
     refuse_full_gpus(opened, vllm, extra)
     local = downloaded(opened, err)
     assert local.folder is not None
@@ -199,16 +208,6 @@ def _refuse_errors(path: str, checked: "Checked") -> None:
         raise GateError(path, rule, got=f"{errors[0].where}: {errors[0].says}{more}", cure=cure)
 
 
-def _vllm(*, any_vllm: bool, is_needed: bool) -> "VLLM | None":
-    """The vLLM of this machine; None where there is none and the commands may be run elsewhere."""
-    try:
-        return chosen_vllm(any_vllm=any_vllm)
-    except VLLMError:
-        if is_needed:
-            raise
-        return None
-
-
 def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: str) -> "BestK":
     """The number that the user says, or else the best that is known.
 
@@ -251,17 +250,6 @@ def print_commands(
     answer(
         told, [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)], as_json=as_json
     )
-
-
-def _refuse_no_kernel(opened: "Source", vllm: "VLLM") -> None:
-    from ..validate.measure.bf16_copy import why_no_kernel
-
-    if lack := why_no_kernel(opened, vllm):
-        cure = (
-            f"Serve it on a GPU; `keepmtp serve-check {shlex.quote(opened.where)}` measures a "
-            "BF16 copy of it here"
-        )
-        raise VLLMError(opened.where, "must have kernels on this machine", got=lack, cure=cure)
 
 
 def _failure(life: "ServerLife", log: Path | None) -> VLLMError:
