@@ -39,9 +39,8 @@ from keepmtp.quantize.calibrate.layers.forwards import serving
 from keepmtp.quantize.calibrate.model.binding import Binding
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton
 from keepmtp.quantize.calibrate.model.states import States
-from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance, acceptance
+from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance, Target, acceptance, target
 from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
-from keepmtp.quantize.calibrate.mtp.target import Target, target
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import CheckpointError

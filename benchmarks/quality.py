@@ -197,7 +197,7 @@ def counts(reading: Reading) -> dict[str, Any]:
         "log_likelihood": target.log_likelihoods.tolist(),
         "divergence": target.divergences.tolist(),
         "choices": target.choices.tolist(),
-        "accepted": reading.acceptance.counts.tolist(),
+        "accepted": reading.acceptance.counts[:, 1:].tolist(),
         "num_slots": reading.acceptance.num_slots,
         "bytes": [reading.backbone_bytes, reading.mtp_bytes],
     }

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from keepmtp.quantize.calibrate.mtp.acceptance import student_t, unseen
+from keepmtp.quantize.calibrate.mtp.acceptance import unseen
 from quality_rows import rows_of
+from scipy import stats
 from torch import Tensor
 
 CONFIDENCE = 0.95
@@ -94,7 +95,7 @@ def jackknife(
     without = [statistic(total - row) for row in values_NF]
     mean = sum(without) / count
     variance = (count - 1) / count * sum((each - mean) ** 2 for each in without)
-    reach = student_t((1 + CONFIDENCE) / 2, count - 1) * sqrt(variance)
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * sqrt(variance)
     return [_short(statistic(total), digits), _short(reach, digits)]
 
 

@@ -8,7 +8,7 @@ one. It is computed again from the counts, so a file cannot hold a figure that i
 give.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -21,14 +21,19 @@ NumDrafts = Annotated[int, Field(ge=0, le=1024)]
 
 
 class Fact(BaseModel):
-    """A value that does not change and has no field that keepmtp does not know."""
+    """A value that does not change and has no field that keepmtp does not know.
+
+    Attributes:
+        dropped: fields of older files that nobody reads any more.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    dropped: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _without_computed_figures(cls, values: Any) -> Any:
-        computed = cls.model_computed_fields
-        if not isinstance(values, dict) or not computed:
+        if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if name not in computed}
+        passed_over = cls.dropped.union(cls.model_computed_fields)
+        return {name: value for name, value in values.items() if name not in passed_over}

@@ -335,8 +335,7 @@ class MtpTuned(Frozen):
         learning_rate: AdamW's highest; it rises over the first tenth of the steps and falls to 0 at
             the last.
         seed: of the order of the sequences.
-        loss: of a draft against the target's distribution; `calibrate.draft_loss` says what each
-            is.
+        loss: of a draft against the target's distribution; `tuning.losses` says what each is.
         draft_steps: how many tokens ahead the block is run, each step on what the one before
             computed.
         decay: the weight of each further draft step, as a part of the one before.

@@ -11,6 +11,7 @@ import torch
 import yaml
 from judge import Judge
 from keepmtp.checkpoints.source import open_source
+from keepmtp.checkpoints.values import read_tensor
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.quantize.calibrate.run import calibrate
 from keepmtp.quantize.write.output import claim, publish
@@ -93,43 +94,27 @@ def a_broken_one_shows(judge: Judge, folder: Path, whole: float) -> None:
     other.
     """
     stem = "model.layers.1.mlp.shared_experts"
-    entries = open_source(folder).entries
-    first = float(
-        torch.frombuffer(
-            raw(folder, entries[f"{stem}.down_proj.weight_global_scale"]), dtype=torch.float32
-        )
-    )
+    source = open_source(folder)
+    first = read_tensor(source, source.entries[f"{stem}.down_proj.weight_global_scale"]).item()
     poke(folder, f"{stem}.down_proj.weight_global_scale", first / 2)
     assert judge.read(folder).target.divergence > 1.5 * whole
     poke(folder, f"{stem}.gate_proj.weight_global_scale", first / 2)
-    with pytest.raises(
-        CheckpointError, match=r"layers\.1\.mlp\.shared_experts.*must have one weight_global_scale"
-    ):
+    match = r"layers\.1\.mlp\.shared_experts.*must have one weight_global_scale"
+    with pytest.raises(CheckpointError, match=match):
         judge.read(folder)
-
-
-def raw(folder: Path, entry) -> bytearray:
-    return bytearray(
-        (folder / entry.file).read_bytes()[entry.start : entry.start + entry.num_bytes]
-    )
 
 
 def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
     """As peers leave it: the backbone alone. Its own block is no part of its bytes."""
     judge = judges["tiny-qwen3_5"]
     folder = Path(shutil.copytree(ROOT / "models" / "tiny-qwen3_5", tmp_path / "alone"))
-    kept = {
-        name: file
-        for name, file in json.loads((folder / "model.safetensors.index.json").read_text())[
-            "weight_map"
-        ].items()
-        if not name.startswith("mtp.")
-    }
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: tensors[name] for name in kept}, folder / "model.safetensors")
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": kept})
-    )
+    tensors, kept = load_file(folder / "model.safetensors"), {}
+    for name, value in tensors.items():
+        if not name.startswith("mtp."):
+            kept[name] = value
+    save_file(kept, folder / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(kept, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     found = judge.read(folder)
     assert found.mtp_bytes == 0 and found.backbone_bytes == judge.release.backbone_bytes
     assert found.target.divergence == 0
@@ -139,28 +124,23 @@ def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
 # --- the page -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def figures() -> dict:
-    return json.loads((ROOT / "docs" / "quality.json").read_text())
-
-
-def test_the_page_has_the_rows_of_the_target_and_says_what_the_figures_say(figures):
-    """Another row, or another figure, is another run of `make quality`."""
+def test_the_page_has_the_rows_of_the_target_and_says_what_the_figures_say():
+    """Another row, or another figure, is another run of `make quality`. Every row is a recipe and
+    has its base.
+    """
+    figures = json.loads((ROOT / "docs" / "quality.json").read_text())
     assert [*figures["models"]] == [*ALL]
     for model, found in figures["models"].items():
-        assert [*found["rows"]] == ["release", *(row.key for row in rows_of(model))]
+        rows = rows_of(model)
+        keys = [row.key for row in rows]
+        assert [*found["rows"]] == ["release", *keys] and len({*keys}) == len(keys)
+        for row in rows:
+            recipe = Recipe.model_validate(yaml.safe_load(recipe_text(row, model)))
+            assert recipe.variant == row.key and (recipe.calibration or not row.peer)
+            assert row.base in ("", *keys)
     page = (ROOT / "docs" / "quality.md").read_text()
     assert tables(figures) == page[page.index(BEGIN) : page.index(END) + len(END)]
     assert draw(figures) == (ROOT / "docs" / "quality.svg").read_text()
-
-
-def test_every_row_is_a_recipe_and_has_its_base():
-    for model in ALL:
-        keys = [row.key for row in rows_of(model)]
-        assert len({*keys}) == len(keys) and {row.base for row in rows_of(model)} <= {"", *keys}
-        for row in rows_of(model):
-            recipe = Recipe.model_validate(yaml.safe_load(recipe_text(row, model)))
-            assert recipe.variant == row.key and (recipe.calibration or not row.peer)
 
 
 def test_an_interval_is_that_of_many_texts():

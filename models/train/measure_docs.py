@@ -85,8 +85,7 @@ def measure(folder: Path) -> MeasuredDocs:
                         ids_T, choices_T, drafts_KT, ends={python_docs.EOS_ID}, written=None
                     )
                 )
-    counts_NCKK = torch.stack(counts)
-    found = Acceptance(num_slots=int(counts_NCKK[:, 0, 0, 0].sum()), counts=counts_NCKK[:, 1:])
+    found = Acceptance(torch.stack(counts))
     return MeasuredDocs(
         num_sequences=len(ids_NT),
         sequence_length=python_docs.SEQUENCE_LENGTH,
@@ -109,7 +108,7 @@ def held_out_ids(tokenizer: PreTrainedTokenizerBase) -> Tensor:
 
 def _interval(found: Acceptance) -> list[float]:
     """The 95 % interval of a ratio of sums over sequences, with one token a step."""
-    reached_N, accepted_N = found.counts[:, :, 0, 0].unbind(dim=1)
+    _, reached_N, accepted_N = found.counts[:, :, 0, 0].unbind(dim=1)
     rate = accepted_N.sum() / reached_N.sum()
     spread_N = accepted_N - rate * reached_N
     reach = NORMAL_95 * spread_N.square().sum().sqrt() / reached_N.sum()

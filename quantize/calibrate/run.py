@@ -29,7 +29,7 @@ from .data.batch_size import with_batch_size
 from .data.claim import fingerprint
 from .data.data import CalibrationData, calibration_data
 from .layers.backbone import calibrate_backbone
-from .mtp.mtp_pass import MtpPass, mtp_pass, refuse_held_out, refuse_mtp
+from .mtp.mtp_pass import mtp_pass, refuse_held_out, refuse_mtp
 from .mtp.own_text import with_own_text
 from .search.search_pass import search
 
@@ -43,7 +43,6 @@ class CalibrationRun:
         statistics: for the writer.
         salt: a hash of recipe, data, source and versions, which a resumed writer compares.
         summary: for keepmtp.json: the data's provenance, coverage, acceptance, candidates.
-        mtp: the MTP pass.
         recipe_text: the recipe that a search found, as a file; "" where nothing was searched.
     """
 
@@ -51,7 +50,6 @@ class CalibrationRun:
     statistics: Statistics
     salt: str
     summary: Mapping[str, Any]
-    mtp: MtpPass
     recipe_text: str = ""
 
 
@@ -87,11 +85,11 @@ def calibrate(
         backbone = calibrate_backbone(
             settled, data, folder, device=ranks.device, ranks=ranks, progress=progress
         )
-        mtp = mtp_pass(settled, backbone, progress=progress)
+        chosen, mtp = mtp_pass(settled, backbone, progress=progress)
         ranks.wait()
         salt = fingerprint(settled, data, ranks.size)
         statistics = Statistics.open(folder / "statistics", fingerprint=salt)
-        refuse_statistics(mtp.plan, statistics)
+        refuse_statistics(chosen, statistics)
     summary: dict[str, Any] = {
         "data": dict(data.provenance),
         "processes": ranks.size,
@@ -99,8 +97,10 @@ def calibrate(
         "coverage": _coverage(folder / "statistics"),
         "min_acceptance": None,
         "confidence": None,
-        **mtp.summary(),
+        **mtp.model_dump(mode="json"),
     }
+    if mtp.tuned is None:
+        del summary["tuned"]
     if plan.recipe.mtp_auto:
         summary["min_acceptance"] = plan.recipe.mtp_auto.min_acceptance
         summary["confidence"] = plan.recipe.gates.confidence
@@ -108,13 +108,12 @@ def calibrate(
         summary["search"] = fact.model_dump(mode="json")
     # The record holds the recipe as it was written, and the number that was chosen is in the
     # summary.
-    recipe = mtp.plan.recipe.model_copy(update={"calibration": plan.calibration})
+    recipe = chosen.recipe.model_copy(update={"calibration": plan.calibration})
     return CalibrationRun(
-        plan=replace(mtp.plan, recipe=recipe),
+        plan=replace(chosen, recipe=recipe),
         statistics=statistics,
         salt=salt,
         summary=summary,
-        mtp=mtp,
         recipe_text=found_text(recipe) if fact else "",
     )
 

@@ -40,7 +40,7 @@ faster.
 # F32 values that rounding one matrix, or one input, to a scheme holds at a time.
 _ROUNDING = 3
 # Slots whose logits are there at a time while a block is trained, and F32 values of each
-# (`draft_loss.py`).
+# (`tuning.py`).
 _LOSS_SLOTS, _LOSS_COPIES = 256, 6
 # Draft steps whose keys an MTP block attends to while acceptance is measured
 # (`acceptance.NUM_STEPS`).

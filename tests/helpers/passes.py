@@ -13,9 +13,8 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_before_measuring
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
-from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance
+from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance, target
 from keepmtp.quantize.calibrate.mtp.mtp_policy import PolicyResults
-from keepmtp.quantize.calibrate.mtp.target import target
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.find import find_recipe
@@ -119,8 +118,8 @@ def reading(backbone: Backbone, written: Tensor | None) -> Backbone:
 
 def even(rate: float, *, slots: int, rows: int = 16) -> Acceptance:
     """So many slots in so many sequences, the same share accepted in each."""
-    counts = torch.tensor([slots / rows, rate * slots / rows], dtype=torch.float64)
-    return Acceptance(num_slots=slots, counts=counts.expand(rows, 2)[:, :, None, None].clone())
+    counts = torch.tensor([1.0, 1.0, rate], dtype=torch.float64) * slots / rows
+    return Acceptance(counts.expand(rows, 3)[:, :, None, None].clone())
 
 
 def results_of(plan: Plan, backbone: Backbone) -> PolicyResults:

@@ -234,7 +234,6 @@ def accepted(*rates: float) -> dict[str, Any]:
     return {
         "num_slots": 1320,
         "by_position": {str(k): shares[:k] for k in ks},
-        "mean_accepted_length": {str(k): 1 + sum(shares[:k]) for k in ks},
     }
 
 

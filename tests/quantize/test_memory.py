@@ -14,10 +14,9 @@ import pytest
 import torch
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.mtp.acceptance import NothingCounts
+from keepmtp.quantize.calibrate.mtp.acceptance import NothingCounts, target
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
 from keepmtp.quantize.calibrate.mtp.mtp_policy import PolicyResults
-from keepmtp.quantize.calibrate.mtp.target import target
 from keepmtp.quantize.needs.memory import FRAGMENTS, largest_batch_size, stations
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.find import find_recipe

@@ -1,12 +1,11 @@
-"""quantize/pack/search.py against the sweeps of nvidia-modelopt and llm-compressor, and against
-trying every scale.
-"""
+"""quantize/pack/search.py against the observers of llm-compressor, and against trying every scale."""
 
 from collections.abc import Sequence
 
 import pytest
 import torch
 import yaml
+from drafts import weights_of
 from keepmtp.checkpoints import values as values_module
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
@@ -19,7 +18,6 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import validated
 from keepmtp.recipes.schemes import SCHEMES, SEARCHES
 from releases import source_layout, write_checkpoint
-from safetensors.torch import load_file
 
 SWEPT = sorted(SEARCHES["mse"] - {"NVFP4"})  # its weights are NVFP4A16's
 FORMS = {"nvfp4-pack-quantized": "nvfp4", "pack-quantized": "int_packed", "int-quantized": "int8"}
@@ -43,14 +41,29 @@ def weights(shape: tuple[int, int] = (64, 512)) -> dict[str, torch.Tensor]:
     return {kind: (weight * 0.02).bfloat16() for kind, weight in found.items()}
 
 
+def found_by(
+    name: str, weight: torch.Tensor, search: str, counts: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    importances = () if counts is None else [counts]
+    (found,) = pack(SCHEMES[name], [weight], search=search, importance=importances)
+    return found
+
+
 def values_of(name: str, packed: dict[str, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
     scheme = SCHEMES[name]
     form = FORMS.get(scheme.format) or ("fp8_block" if scheme.block else "fp8_channel")
     return dequantize(form, packed, shape=tuple(shape), block=scheme.block).double()
 
 
-def squared_error(name: str, packed: dict[str, torch.Tensor], weight: torch.Tensor) -> float:
-    return float((values_of(name, packed, weight.shape) - weight.double()).square().sum())
+def error_of(
+    name: str,
+    packed: dict[str, torch.Tensor],
+    weight: torch.Tensor,
+    counts: torch.Tensor | None = None,
+) -> float:
+    """The squared error, each channel weighted by its count."""
+    errors = (values_of(name, packed, weight.shape) - weight.double()).square()
+    return float((errors * (1.0 if counts is None else counts)).sum())
 
 
 def nearest_e2m1(scaled: torch.Tensor) -> torch.Tensor:
@@ -74,47 +87,12 @@ def test_nvfp4_takes_the_best_of_all_126_scales(kind):
     step apart.
     """
     weight = weights()[kind]
-    (found,), (plain,) = (
-        pack(SCHEMES["NVFP4A16"], [weight], search="mse"),
-        pack(SCHEMES["NVFP4A16"], [weight]),
-    )
+    found, plain = (found_by("NVFP4A16", weight, search) for search in ("mse", ""))
     assert torch.equal(found["weight_global_scale"], plain["weight_global_scale"])
     errors = errors_of_all_scales(weight, found["weight_global_scale"], E4M3)
     own = errors.gather(1, found["weight_scale"].view(torch.uint8).view(-1, 1).long() - 1).sum()
     assert own <= errors.amin(1).sum() * 1.002
-    assert own < 0.9 * squared_error("NVFP4A16", plain, weight)
-
-
-def test_nvfp4_takes_the_scales_of_modelopts_calibrator():
-    """Its own class, with rounding by compressed-tensors; where two scales are as good, either may
-    be taken.
-    """
-    calib = pytest.importorskip("modelopt.torch.quantization.calib.mse")
-    weight = weights()["normal"]
-    (found,) = pack(SCHEMES["NVFP4A16"], [weight], search="mse")
-    groups, amax = weight.float().view(-1, 16), weight.float().abs().amax()
-
-    def rounded(values: torch.Tensor, group_amax: torch.Tensor) -> torch.Tensor:
-        unit = group_amax.view(-1, 1) / 6
-        return values.sign() * nearest_e2m1(values.abs() / unit) * unit
-
-    common = (
-        6 * 448 / found["weight_global_scale"]
-    )  # the amax that the rounded global scale stands for
-    assert abs(common / amax - 1) < 2**-7
-    theirs = calib.NVFP4MSECalibrator(
-        amax=groups.abs().amax(1), global_amax=common, axis=0, quant_func=rounded
-    )
-    theirs.collect(groups)
-    scales = (theirs.compute_amax().view(-1) / common * 448).to(torch.float8_e4m3fn)
-    same = scales.view(torch.uint8) == found["weight_scale"].view(torch.uint8).flatten()
-    assert same.float().mean() > 0.99
-    errors = errors_of_all_scales(weight, found["weight_global_scale"], E4M3)
-    own, other = (
-        errors.gather(1, codes.view(torch.uint8).view(-1, 1).long() - 1).sum()
-        for codes in (found["weight_scale"], scales)
-    )
-    assert own <= other * 1.0001
+    assert own < 0.9 * error_of("NVFP4A16", plain, weight)
 
 
 def test_four_over_six_takes_the_better_of_two():
@@ -122,15 +100,9 @@ def test_four_over_six_takes_the_better_of_two():
     is a scale too.
     """
     weight = weights()["normal"]
-    (found,), (plain,) = (
-        pack(SCHEMES["NVFP4"], [weight], search="four-over-six"),
-        pack(SCHEMES["NVFP4"], [weight]),
-    )
-    assert torch.allclose(
-        found["weight_global_scale"] / plain["weight_global_scale"],
-        torch.tensor(256 / 448),
-        rtol=2**-7,
-    )
+    found, plain = (found_by("NVFP4", weight, search) for search in ("four-over-six", ""))
+    ratio = found["weight_global_scale"] / plain["weight_global_scale"]
+    assert torch.allclose(ratio, torch.tensor(256 / 448), rtol=2**-7)
     amax = weight.float().abs().view(-1, 16).amax(1)
     common = found["weight_global_scale"]
     # The quotient is BF16, as for the plain scale.
@@ -146,29 +118,7 @@ def test_four_over_six_takes_the_better_of_two():
     scale = found["weight_scale"].float().flatten()
     assert torch.equal(scale, torch.where(error_of[1] < error_of[0], four, six))
     assert 0.2 < (scale == four).float().mean() < 0.8
-    assert squared_error("NVFP4", found, weight) < squared_error("NVFP4", plain, weight)
-
-
-@pytest.mark.parametrize("name", SWEPT)
-def test_the_error_is_below_that_of_llm_compressors_observer(name):
-    """`memoryless_mse` as it is, and with the square that it is called after (it minimizes the
-    power 2.4).
-
-    It also moves zero points, by the rounding of the range that it shrinks; the search leaves them.
-    """
-    weight = weights((32, 256))["normal"]
-    (found,), (plain,) = pack(SCHEMES[name], [weight], search="mse"), pack(SCHEMES[name], [weight])
-    own = squared_error(name, found, weight)
-    assert own < squared_error(name, plain, weight)
-    for knobs in ({}, {"norm": 2.0}):
-        assert own < squared_error(name, by_observer(name, weight, knobs), weight) * allowed(
-            name
-        ), knobs
-
-
-def allowed(name: str) -> float:
-    """A scale that is as good may be another."""
-    return 1.002 if SCHEMES[name].has_zero_point else 1.0001
+    assert error_of("NVFP4", found, weight) < error_of("NVFP4", plain, weight)
 
 
 def importance(width: int) -> torch.Tensor:
@@ -176,44 +126,48 @@ def importance(width: int) -> torch.Tensor:
     return torch.rand(width, generator=torch.Generator().manual_seed(2)).mul(5).exp()
 
 
-def weighted_error(name: str, packed: dict[str, torch.Tensor], weight: torch.Tensor) -> float:
-    errors = (values_of(name, packed, weight.shape) - weight.double()).square()
-    return float((errors * importance(weight.shape[1])).sum())
+@pytest.mark.parametrize("name", SWEPT)
+def test_the_error_is_below_that_of_llm_compressors_observers(name):
+    """`memoryless_mse` and `imatrix_mse` as they are, and with the square that they are called after
+    (they minimize the powers 2.4 and 3). And importance leaves less weighted error than none.
 
-
-@pytest.mark.parametrize(
-    "name", [name for name in SWEPT if name != "FP8_BLOCK"]
-)  # which their observer refuses
-def test_the_weighted_error_is_below_that_of_llm_compressors_imatrix(name):
-    """`imatrix_mse` as it is (the power 3) and with squares; and below what `mse` leaves."""
-    weight = weights((32, 256))["normal"]
-    counts = importance(256)
-    (found,) = pack(SCHEMES[name], [weight], search="imatrix", importance=[counts])
-    own = weighted_error(name, found, weight)
-    assert own < weighted_error(name, pack(SCHEMES[name], [weight], search="mse")[0], weight)
-    for knobs in ({}, {"norm": 2.0}):
-        theirs = by_observer(name, weight, knobs, counts)
-        assert own < weighted_error(name, theirs, weight) * allowed(name), knobs
+    They also move zero points, by the rounding of the range that they shrink; the search leaves
+    them.
+    """
+    weight, counts = weights((32, 256))["normal"], importance(256)
+    plain, mse = (found_by(name, weight, search) for search in ("", "mse"))
+    weighted = found_by(name, weight, "imatrix", counts)
+    assert error_of(name, mse, weight) < error_of(name, plain, weight)
+    assert error_of(name, weighted, weight, counts) < error_of(name, mse, weight, counts)
+    # A scale that is as good may be another.
+    allowed = 1.002 if SCHEMES[name].has_zero_point else 1.0001
+    for own, of_channels in ((mse, None), (weighted, counts)):
+        if of_channels is not None and name == "FP8_BLOCK":  # which their observer refuses
+            continue
+        for knobs in ({}, {"norm": 2.0}):
+            theirs = error_of(
+                name, by_observer(name, weight, knobs, of_channels), weight, of_channels
+            )
+            assert error_of(name, own, weight, of_channels) < theirs * allowed, knobs
 
 
 def test_importance_counts_within_a_group_of_rows_too():
     """FP8 in blocks of 128 x 128, of which the right ones are smaller."""
-    weight = torch.cat([*weights((200, 200)).values()])
-    (found,) = pack(SCHEMES["FP8_BLOCK"], [weight], search="imatrix", importance=[importance(200)])
-    (other,) = pack(SCHEMES["FP8_BLOCK"], [weight], search="mse")
-    assert weighted_error("FP8_BLOCK", found, weight) < weighted_error("FP8_BLOCK", other, weight)
+    weight, counts = torch.cat([*weights((200, 200)).values()]), importance(200)
+    found = found_by("FP8_BLOCK", weight, "imatrix", counts)
+    other = found_by("FP8_BLOCK", weight, "mse")
+    assert error_of("FP8_BLOCK", found, weight, counts) < error_of(
+        "FP8_BLOCK", other, weight, counts
+    )
 
 
 @pytest.mark.parametrize("name", SWEPT)
-@pytest.mark.parametrize(
-    "counts", [torch.zeros(256), torch.full((256,), 7e-20), torch.full((256,), 3e38)]
-)
-def test_importance_that_is_the_same_for_all_finds_what_mse_finds(name, counts):
-    (found,) = pack(
-        SCHEMES[name], [weights((32, 256))["normal"]], search="imatrix", importance=[counts]
-    )
-    (other,) = pack(SCHEMES[name], [weights((32, 256))["normal"]], search="mse")
-    assert all(torch.equal(found[suffix], value) for suffix, value in other.items())
+@pytest.mark.parametrize("count", [0.0, 7e-20, 3e38])
+def test_importance_that_is_the_same_for_all_finds_what_mse_finds(name, count):
+    weight = weights((32, 256))["normal"]
+    found = found_by(name, weight, "imatrix", torch.full((256,), count))
+    for suffix, value in found_by(name, weight, "mse").items():
+        assert torch.equal(found[suffix], value)
 
 
 def by_observer(
@@ -261,39 +215,24 @@ def test_chunks_and_batches_change_no_byte(name, monkeypatch):
 @pytest.mark.parametrize("name", SWEPT)
 def test_values_that_make_trouble_do_not_get_worse(name):
     """Zeros, subnormals, a single value in a row, huge ones, F32 and F16 weights."""
-    rng = torch.Generator().manual_seed(1)
-    normal, shape = torch.randn(16, 256, generator=rng), (16, 256)
-    alone = torch.zeros(shape)
+    normal = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
+    alone, zeros = torch.zeros_like(normal), torch.zeros_like(normal)
     alone[:, 3] = normal[:, 3]
-    for weight in (
-        torch.zeros(shape),
-        -torch.zeros(shape),
-        alone,
-        normal * 1e-39,
-        normal * 1e-30,
-        normal * 1e37,
-    ):
-        given = weight.bfloat16()
-        (found,), (plain,) = (
-            pack(SCHEMES[name], [given], search="mse"),
-            pack(SCHEMES[name], [given]),
-        )
-        assert values_of(name, found, shape).isfinite().all()
-        assert squared_error(name, found, given) <= squared_error(name, plain, given) * 1.01
-    for dtype in (torch.float16, torch.float32):
-        (found,), (plain,) = (
-            pack(SCHEMES[name], [normal.to(dtype)], search=search) for search in ("mse", "")
-        )
-        assert squared_error(name, found, normal.to(dtype)) < squared_error(
-            name, plain, normal.to(dtype)
-        )
+    hard = [zeros, -zeros, alone, normal * 1e-39, normal * 1e-30, normal * 1e37]
+    given = [(each.bfloat16(), 1.01) for each in hard]
+    given += [(normal.to(dtype), 1.0) for dtype in (torch.float16, torch.float32)]
+    for weight, allowed in given:
+        found, plain = (found_by(name, weight, search) for search in ("mse", ""))
+        assert values_of(name, found, weight.shape).isfinite().all()
+        assert error_of(name, found, weight) <= error_of(name, plain, weight) * allowed
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES.keys() - SEARCHES["mse"]))
 def test_other_schemes_of_the_recipe_are_rounded_as_without_it(name):
     weight = weights()["normal"]
-    (found,), (plain,) = pack(SCHEMES[name], [weight], search="mse"), pack(SCHEMES[name], [weight])
-    assert all(torch.equal(found[suffix], value) for suffix, value in plain.items())
+    found = found_by(name, weight, "mse")
+    for suffix, value in found_by(name, weight, "").items():
+        assert torch.equal(found[suffix], value)
 
 
 def recipe_with(model: str, scheme: str, **changes):
@@ -315,27 +254,17 @@ def test_a_recipe_with_search_packs_the_backbone_and_the_block_by_it(tmp_path):
         write(plan, partial, recipe_text=yaml.safe_dump(recipe.model_dump(mode="json")), threads=1)
         publish(partial, tmp_path / "out")
     assert find_recipe(str(tmp_path / "out" / "recipe.yaml"))[0].search == "mse"
-    made = {
-        n: v
-        for file in (tmp_path / "out").glob("*.safetensors")
-        for n, v in load_file(file).items()
-    }
-    source = {
-        n: v
-        for file in (tmp_path / "source").glob("*.safetensors")
-        for n, v in load_file(file).items()
-    }
-    of_block = [
-        t.module
-        for t in plan.tensors
-        if t.part == "mtp" and t.fate == "quantize" and t.module.endswith("o_proj")
-    ]
+    made, source = weights_of(tmp_path / "out"), weights_of(tmp_path / "source")
+    of_block = []
+    for tensor in plan.tensors:
+        if tensor.part == "mtp" and tensor.fate == "quantize" and tensor.module.endswith("o_proj"):
+            of_block.append(tensor.module)
+    scheme = QuantizationScheme(targets=["Linear"], **SCHEMES["NVFP4A16"].config_group())
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
     for module in ("model.layers.1.self_attn.o_proj", *of_block):
-        (expected,) = pack(SCHEMES["NVFP4A16"], [source[f"{module}.weight"]], search="mse")
+        expected = found_by("NVFP4A16", source[f"{module}.weight"], "mse")
         written = {suffix: made[f"{module}.{suffix}"] for suffix in expected}
         assert all(torch.equal(written[suffix], value) for suffix, value in expected.items())
-        scheme = QuantizationScheme(targets=["Linear"], **SCHEMES["NVFP4A16"].config_group())
-        compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
         theirs = compressor.decompress(dict(written), scheme)["weight"]
         assert torch.equal(theirs.double(), values_of("NVFP4A16", written, theirs.shape))
     assert of_block
@@ -350,14 +279,10 @@ def test_a_recipe_with_search_packs_the_backbone_and_the_block_by_it(tmp_path):
             "four-over-six",
             "search: four-over-six must come with NVFP4, NVFP4A16; got FP8_DYNAMIC",
         ),
+        ("w4a16-gptq", "mse", r"rounded to nearest; got calibration\.algorithm gptq"),
     ],
 )
 def test_a_search_without_a_meaning_is_refused(scheme, search, words):
+    """Nor beside an algorithm with scales of its own."""
     with pytest.raises(RecipeError, match=words):
         recipe_with("glm-4.7", scheme, search=search)
-
-
-def test_a_search_beside_an_algorithm_with_scales_of_its_own_is_refused():
-    recipe = find_recipe("glm-4.7", scheme="w4a16-gptq")[0]
-    with pytest.raises(RecipeError, match=r"rounded to nearest; got calibration\.algorithm gptq"):
-        validated(recipe.model_dump() | {"search": "mse"}, "mine")

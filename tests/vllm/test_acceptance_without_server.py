@@ -100,7 +100,7 @@ def test_it_is_what_vllm_counts(case, served, tmp_path):
     assert plan.source.folder is not None
     held_out, written = laid_out(plan.source.folder, ASKED, answers)
     backbone = finished(plan, tmp_path / "pass", held_out=held_out, written=written, samples=32)
-    found = mtp_pass(plan, backbone).combinations[row].acceptance
+    found = mtp_pass(plan, backbone)[1].rows[row].acceptance
     assert found is not None and counted["drafts"] > 200
     rates = [accepted / counted["drafts"] for accepted in counted["accepted_per_position"]]
     assert found.by_position[str(k)] == pytest.approx(rates, abs=TOLERANCE), rates

@@ -82,14 +82,11 @@ def candidates(fact: CalibrationFact) -> Table:
         if each.acceptance is None:
             rows.append((each.title, *"----", f"{verdict}: {each.refused}"))
             continue
-        told = [verdict]
-        if each.needed_slots:
-            told.append(f"about {each.needed_slots:,} would do")
         if each.chosen:
-            told.insert(0, "chosen")
+            verdict = f"chosen; {verdict}"
         kept = percent(each.kept), percent(each.kept_at_least)
         length = figure(each.acceptance.length)
-        rows.append((each.title, size_in_words(each.bytes), *kept, length, "; ".join(told)))
+        rows.append((each.title, size_in_words(each.bytes), *kept, length, verdict))
     columns = ("policy", ">size", ">kept", ">at least", ">length", "verdict")
     return Table(columns=columns, rows=rows)
 

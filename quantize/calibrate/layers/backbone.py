@@ -19,7 +19,7 @@ computed only where one may be.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle
@@ -183,8 +183,6 @@ class Backbone:
         found: Calibrated,
         work: LayerWork,
         tensors: Mapping[HFName, Tensor],
-        *,
-        losses: Sequence[float] = (),
     ) -> None:
         """Write the statistics of a decoder layer or MTP block, with the number of tokens that each
         module saw.
@@ -194,7 +192,6 @@ class Backbone:
             found: what calibration found.
             work: on the layer or block.
             tensors: by their names on disk.
-            losses: of each step, where the weights were trained.
         """
         coverage: dict[HFName, int] = {}
         few_tokens: list[HFName] = []
@@ -209,8 +206,6 @@ class Backbone:
             "coverage": json.dumps(coverage),
             "few_tokens": json.dumps(few_tokens),
         }
-        if losses:
-            metadata["losses"] = json.dumps(losses)
         write_statistics(path, tensors, metadata)
 
 

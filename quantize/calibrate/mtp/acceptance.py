@@ -1,10 +1,10 @@
-"""What a server would accept of an MTP block's drafts, without a server, and how sure a comparison
-of two blocks is.
+"""What a backbone predicts on held-out text, what a server would accept of an MTP block's drafts
+there, without a server, and how sure a comparison of two blocks is.
 
-In: a backbone's own choices on held-out text (`target.py`), and MTP blocks. Out: an `Acceptance`:
-the share of drafts that a server at temperature 0 accepts, by position, and how many tokens a step
-yields; and `Kept`: the share of another's acceptance that is kept, with limits that hold at a
-confidence.
+In: a finished backbone pass with the hidden states of held-out text after its last layer, and MTP
+blocks. Out: a `Target`: a backbone's own choices, its likelihoods, and how far it is from the
+released one; an `Acceptance`: drafts that a server at temperature 0 accepts, by position; and what
+is kept of another's, with a limit that holds at a confidence.
 
 Such a server drafts after text that the target wrote. So a slot counts only where the held-out text
 is what the target would have written: token i+1 is the target's choice at slot i and does not end
@@ -25,7 +25,9 @@ Easy to get wrong: a draft is compared with the choice of the same target, right
 with the text. And no server drafts a prompt: counted as if the model had written it, it lowers
 every figure (`held_out_written` of the data). And where all sequences say the same, the jackknife
 sees no error at all. So many slots without a loss allow a loss all the same: 1 - (1 -
-confidence)^(1 / slots) at most, as Clopper and Pearson's limit says.
+confidence)^(1 / slots) at most, as Clopper and Pearson's limit says. A divergence is of all that a
+model might say next, over every slot: perplexity looks at the text's own token alone, which may
+become likelier by chance while the model gets worse.
 
 Source: vLLM 0.32.0 v1/spec_decode/metrics.py (accepted tokens by position over drafts),
 v1/core/sched/scheduler.py (counted before a text is cut at its end); compared with real counters in
@@ -33,7 +35,7 @@ tests/vllm/test_acceptance_without_server.py.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -46,58 +48,194 @@ from torch import Tensor
 from ....checkpoints.json_file import read_object
 from ....recipes.errors import RecipeError
 from ...plan.plan import Plan
+from ...run.ranks import gathered
+from ..layers.backbone import Backbone
 from ..layers.forwards import serving
+from ..model.skeleton import Batch, Skeleton
+from ..model.states import Stream
 from .facts import DIGITS, AcceptanceFact
 from .mtp_block import MtpBlock, draft_steps
-from .target import Target, block_input, sequences
 
 NUM_STEPS = 3
 """Positions of a draft that are measured, where the model has a block for each."""
 FEWEST_SEQUENCES = 4
 """Sequences below which nothing is known."""
+_SLOTS_AT_ONCE = 256
+"""Slots whose predictions are compared at a time: in F32, those of a whole sequence are
+gigabytes.
+"""
 
 
 class NothingCounts(RecipeError):
     """The held-out text has no slot that counts for acceptance."""
 
 
+# --- the backbone ---------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Target:
+    """One backbone on the held-out text of its pass.
+
+    Attributes:
+        backbone: the finished pass.
+        stream: whose hidden states are its own: `source` for the backbone as released, `served` for
+            the quantized one.
+        choices: [R, S] int64 on the CPU, its greedy choice after each token.
+        log_likelihoods: [R] float64, of each sequence's tokens but the first, natural, summed.
+        reference: what it is compared with; None for the released model.
+        divergences: [R] float64, the Kullback-Leibler divergence of its predictions from the
+            reference's, natural, summed over each sequence's slots; zero without a reference.
+    """
+
+    backbone: Backbone
+    stream: Stream
+    choices: Tensor
+    log_likelihoods: Tensor
+    reference: "Target | None"
+    divergences: Tensor
+
+    @property
+    def perplexity(self) -> float:
+        """Per token that is predicted and known: all but the first of each sequence."""
+        likelihood = math.fsum(self.log_likelihoods.tolist())
+        return math.exp(min(-likelihood / self.choices[:, 1:].numel(), 700.0))
+
+    @property
+    def divergence(self) -> float:
+        """Nats a slot, the last slot of each sequence included."""
+        return math.fsum(self.divergences.tolist()) / self.choices.numel()
+
+    @property
+    def agreement(self) -> float:
+        """Share of slots where it chooses what the reference chooses."""
+        other = self.reference or self
+        return (self.choices == other.choices).sum().item() / self.choices.numel()
+
+
+def target(backbone: Backbone, stream: Stream, *, reference: Target | None = None) -> Target:
+    """The choices and the perplexity of one backbone on held-out text, and how far it is from
+    another one.
+
+    A sum is of the same numbers in the same order whatever the number of processes.
+
+    Args:
+        backbone: a finished pass.
+        stream: `source` for the backbone as released, `served` for the quantized one.
+        reference: what it is compared with, over the same text.
+    """
+    own: dict[int, tuple[Tensor, float, float]] = {}
+    sides: list[tuple[Backbone, Stream]] = [(backbone, stream)]
+    if reference is not None:
+        sides.append((reference.backbone, reference.stream))
+    with torch.no_grad(), ExitStack() as heads:
+        for skeleton in {side.skeleton for side, _ in sides}:
+            heads.enter_context(skeleton.head())
+        for sequence, *others in zip(*(sequences(*side) for side in sides), strict=True):
+            logits_SV, apart = computed(backbone.skeleton, sequence).logits[0], 0.0
+            ids_S = sequence.ids[0].to(logits_SV.device)
+            loss = F.cross_entropy(logits_SV[:-1].float(), ids_S[1:], reduction="sum").item()
+            for other in others:
+                apart = divergence(computed(sides[1][0].skeleton, other).logits[0], logits_SV)
+            own[sequence.first] = logits_SV.argmax(dim=-1).cpu(), -loss, apart
+    rows: dict[int, tuple[Tensor, float, float]] = {}
+    for of_rank in gathered(own):
+        rows |= of_rank
+    choices, *sums = zip(*(rows[row] for row in sorted(rows)), strict=True)
+    likelihoods, divergences = torch.tensor(sums, dtype=torch.float64)
+    return Target(
+        backbone=backbone,
+        stream=stream,
+        choices=torch.stack(choices),
+        log_likelihoods=likelihoods,
+        reference=reference,
+        divergences=divergences,
+    )
+
+
+def divergence(reference_SV: Tensor, logits_SV: Tensor) -> float:
+    """Kullback-Leibler divergence of predictions from the reference's, natural, summed over the
+    slots.
+
+    Args:
+        reference_SV: logits in any dtype.
+        logits_SV: logits on the same device.
+    """
+    total = 0.0
+    for first in range(0, len(logits_SV), _SLOTS_AT_ONCE):
+        part = slice(first, first + _SLOTS_AT_ONCE)
+        wanted = F.log_softmax(reference_SV[part].float(), dim=-1)
+        found = F.log_softmax(logits_SV[part].float(), dim=-1)
+        total += F.kl_div(found, wanted, reduction="sum", log_target=True).item()
+    return max(0.0, total)
+
+
+def sequences(backbone: Backbone, stream: Stream) -> Iterator[Batch]:
+    """This rank's sequences one by one: logits of a batch may not fit."""
+    for batch in backbone.batches(stream).batches():
+        assert batch.state is not None
+        for row in range(len(batch.ids)):
+            state = tuple(None if part is None else part[row : row + 1] for part in batch.state)
+            yield Batch(ids=batch.ids[row : row + 1], state=state, first=batch.first + row)
+
+
+def computed(skeleton: Skeleton, batch: Batch, module: Any = None) -> Any:
+    """What the model computes from the states after the last layer, or its decoder as `module`."""
+    own = module or skeleton.model
+    # A batch is there for as long as its arguments are not followed by the next ones.
+    (output,) = [own(**each, use_cache=False) for each in skeleton.feed(len(skeleton), [batch])]
+    return output
+
+
+def head_input(skeleton: Skeleton, batch: Batch) -> Tensor:
+    """[B, S, H]: what the target's head multiplies, after the final norm."""
+    return computed(skeleton, batch, skeleton.model.get_decoder()).last_hidden_state
+
+
+def block_input(skeleton: Skeleton, block: MtpBlock, batch: Batch) -> Tensor:
+    """The hidden states an MTP block reads for the tokens of a batch: after the final norm, or
+    before it.
+    """
+    if block.draft.reads_normed:
+        hidden = head_input(skeleton, batch)
+    else:
+        assert batch.state is not None and batch.state[0] is not None
+        hidden = batch.state[0].to(skeleton.device)
+    # A foreign model may have computed it in inference mode, whose tensors nothing may be hooked
+    # to.
+    return hidden.clone() if hidden.is_inference() else hidden
+
+
+# --- drafts ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Acceptance:
     """What a server accepts of the drafts on held-out text.
 
     Attributes:
-        num_slots: slots of the text that count.
-        counts: [held_out, 2, K, K] float64. By sequence, by tokens drafted a step (entry k - 1 is
-            for k), by position: slots whose earlier drafts were accepted, weighted by how often a
-            server drafts there; and of these, the slots whose draft is the target's choice.
+        counts: [held_out, 3, K, K] float64, of each sequence; see `server_counts`.
     """
 
-    num_slots: int
     counts: Tensor
 
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "Acceptance":
-        """From what `as_json` gave."""
-        return cls(
-            num_slots=values["num_slots"],
-            counts=torch.tensor(values["counts"], dtype=torch.float64),
-        )
+    @property
+    def num_slots(self) -> int:
+        """Slots of the text that count."""
+        return int(self.counts[:, 0, 0, 0].sum())
 
-    def as_json(self) -> dict[str, Any]:
-        """The same value, for a file."""
-        return {"num_slots": self.num_slots, "counts": self.counts.tolist()}
+    @property
+    def ks(self) -> range:
+        """Numbers of tokens that are drafted a step."""
+        return range(1, self.counts.shape[-1] + 1)
 
     def by_position(self, k: int) -> tuple[float, ...]:
         """Share of drafts whose token at each position is accepted, as a server counts it."""
         return tuple(_rates(self.counts.sum(dim=0), k).tolist())
 
-    def mean_accepted_length(self, k: int) -> float:
-        """Tokens a step of the target: the accepted ones and its own."""
-        return 1 + sum(self.by_position(k))
-
-    def kept_of(self, other: "Acceptance", confidence: float) -> "Kept":
+    def kept_of(self, other: "Acceptance", confidence: float) -> tuple[float, float]:
         """The least that is kept of another's share of accepted tokens, whatever a server drafts a
-        step.
+        step: the estimate, and a limit that it is above with this confidence.
 
         A released block of which no draft is accepted has nothing to lose: all is kept.
 
@@ -108,67 +246,25 @@ class Acceptance:
         # A sequence that counts for neither says nothing.
         says_something = (self.counts + other.counts).flatten(start_dim=1).any(dim=1)
         own, theirs = self.counts[says_something], other.counts[says_something]
+        all_own, all_theirs, num_rows = own.sum(dim=0), theirs.sum(dim=0), len(own)
         limits = []
-        for k in self._ks:
-            kept, reach = float(_share(own.sum(dim=0), theirs.sum(dim=0), k)), math.inf
-            if (num_rows := len(own)) >= FEWEST_SEQUENCES:
-                without = _share(own.sum(dim=0) - own, theirs.sum(dim=0) - theirs, k)
+        for k in self.ks:
+            kept, reach = float(_share(all_own, all_theirs, k)), math.inf
+            if num_rows >= FEWEST_SEQUENCES:
+                without = _share(all_own - own, all_theirs - theirs, k)
                 error = math.sqrt(num_rows - 1) * float(without.std(correction=0))
-                reach = student_t(confidence, num_rows - 1) * error
+                reach = float(stats.t.ppf(confidence, num_rows - 1)) * error
                 reach = max(reach, unseen(self.num_slots, confidence))
             limits.append((kept, max(0.0, kept - reach)))
-        value, low = map(min, zip(*limits, strict=True))
-        return Kept(value=value, low=low, num_slots=self.num_slots, confidence=confidence)
+        values, lows = zip(*limits, strict=True)
+        return min(values), min(lows)
 
     def fact(self) -> AcceptanceFact:
         """The figures for the record, by the number of tokens drafted a step."""
-        by_position, lengths = {}, {}
-        for k in self._ks:
+        by_position = {}
+        for k in self.ks:
             by_position[str(k)] = tuple(round(rate, DIGITS) for rate in self.by_position(k))
-            lengths[str(k)] = round(self.mean_accepted_length(k), DIGITS)
-        return AcceptanceFact(
-            num_slots=self.num_slots, by_position=by_position, mean_accepted_length=lengths
-        )
-
-    @property
-    def _ks(self) -> range:
-        return range(1, self.counts.shape[-1] + 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """A share that is kept, and its one-sided limit at a confidence.
-
-    Attributes:
-        value: the estimate.
-        low: with `confidence` it is above this.
-        num_slots: slots that it was measured on.
-    """
-
-    value: float
-    low: float
-    num_slots: int
-    confidence: float
-
-    def needed_slots(self, least: float) -> int | None:
-        """About how many slots would show that `least` is kept.
-
-        None where these do, where the estimate is below it, and where so little is known that
-        nobody can say.
-        """
-        margin, spread = self.value - least, self.value - self.low
-        if self.low >= least or margin <= 0 or not self.low:
-            return None
-        needed = fewest_slots(1 - min(margin, 0.5), self.confidence)
-        # The limit without a loss shrinks with the slots, the jackknife's with their root.
-        if spread > unseen(self.num_slots, self.confidence) * (1 + 1e-9):
-            needed = max(needed, math.ceil(self.num_slots * (spread / margin) ** 2))
-        return needed
-
-
-def student_t(confidence: float, degrees: int) -> float:
-    """The one-sided quantile of Student's t."""
-    return float(stats.t.ppf(confidence, degrees))
+        return AcceptanceFact(num_slots=self.num_slots, by_position=by_position)
 
 
 def unseen(num_slots: int, confidence: float) -> float:
@@ -183,21 +279,18 @@ def fewest_slots(least: float, confidence: float) -> int:
 
 def _share(own: Tensor, theirs: Tensor, k: int) -> Tensor:
     """[...]: the share of another's accepted tokens that is kept where k are drafted, of counts
-    [..., 2, K, K].
+    [..., 3, K, K].
     """
-    kept, before = (_rates(counts, k).mean(dim=-1) for counts in (own, theirs))
+    kept, before = _rates(own, k).mean(dim=-1), _rates(theirs, k).mean(dim=-1)
     return torch.where(before > 0, kept / before, 1.0)
 
 
 def _rates(counts: Tensor, k: int) -> Tensor:
-    """[..., k]: what is accepted at each position, as a share of all drafts, from counts [..., 2,
+    """[..., k]: what is accepted at each position, as a share of all drafts, from counts [..., 3,
     K, K].
     """
-    reached, accepted = counts[..., k - 1, :k].unbind(dim=-2)
+    _, reached, accepted = counts[..., k - 1, :k].unbind(dim=-2)
     return torch.where(reached > 0, accepted / reached, 0.0).cumprod(dim=-1)
-
-
-# --- measuring ------------------------------------------------------------------------------------
 
 
 def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
@@ -214,18 +307,15 @@ def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
     backbone, skeleton = target.backbone, target.backbone.skeleton
     model, written = skeleton.model, backbone.data.held_out_written
     num_steps = NUM_STEPS if len(blocks) == 1 else min(NUM_STEPS, len(blocks))
-    embedding, ends = model.get_input_embeddings(), end_ids(skeleton.plan)
+    ends, tokens = end_ids(skeleton.plan), model.get_input_embeddings()
     counts = torch.zeros(len(target.choices), 3, num_steps, num_steps, dtype=torch.float64)
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
         for block in blocks:
             stack.enter_context(serving(block))
         for sequence in sequences(backbone, target.stream):
-            row = sequence.first
-            ids, hidden = (
-                sequence.ids.to(skeleton.device),
-                block_input(skeleton, blocks[0], sequence),
-            )
-            outputs = draft_steps(blocks, embedding, ids=ids, hidden=hidden, num_steps=num_steps)
+            row, ids = sequence.first, sequence.ids.to(skeleton.device)
+            hidden = block_input(skeleton, blocks[0], sequence)
+            outputs = draft_steps(blocks, tokens, ids=ids, hidden=hidden, num_steps=num_steps)
             drafts = []
             for step, output in enumerate(outputs):
                 head: Any = blocks[min(step, len(blocks) - 1)].head or model.get_output_embeddings()
@@ -238,16 +328,15 @@ def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
                 ends=ends,
                 written=None if written is None else written[row],
             )
-    counts = backbone.ranks.sum(counts)
-    num_slots = int(counts[:, 0, 0, 0].sum())
-    if not num_slots:
+    found = Acceptance(backbone.ranks.sum(counts))
+    if not found.num_slots:
         raise NothingCounts(
             skeleton.plan.recipe.name,
             "the held-out text must resemble what the model writes",
             got="not one token that is the model's own choice",
             cure="Raise calibration.held_out, or name a dataset in the model's chat format",
         )
-    return Acceptance(num_slots=num_slots, counts=counts[:, 1:])
+    return found
 
 
 def server_counts(
@@ -260,6 +349,9 @@ def server_counts(
 ) -> Tensor:
     """What a server would have counted over one text.
 
+    A server that drafts k tokens begins at one of the first k + 1 slots of a stretch, each as
+    likely as another.
+
     Args:
         ids_S: the text, int64.
         choices_S: the target's choice after each token.
@@ -271,69 +363,47 @@ def server_counts(
         entry), slots reached and slots accepted, weighted by how often a server that drafts so many
         drafts there.
     """
-    num_steps, length = drafts_KS.shape
+    (num_steps, length), choices, drafts = drafts_KS.shape, choices_S.tolist(), drafts_KS.tolist()
     is_own_S = F.pad(ids_S[1:] == choices_S[:-1], (0, 1))  # at slot i: token i + 1
     # A server drafts nothing after an end, but a draft may run across one, and vLLM counts what it
     # does there.
     counts_S = ~torch.isin(ids_S, torch.tensor(sorted(ends), dtype=ids_S.dtype))
     if written is not None:
         counts_S &= written
-    is_slot_S = is_own_S & F.pad(counts_S[1:], (0, 1))
-    both, open_S = [], is_slot_S
-    for step, drafts_S in enumerate(drafts_KS, start=1):
-        # The step reads tokens up to i + step; its draft is for the target's choice after that
-        # token.
-        is_right_S = F.pad(drafts_S[: length - step] == choices_S[step:], (0, step))
-        both.append(torch.stack([open_S, open_S & is_right_S]))
-        open_S = both[-1][1] & F.pad(is_own_S[step:], (0, step))
-    both_2KS = torch.stack(both, dim=1).double()
+    is_own, is_slot = is_own_S.tolist(), (is_own_S & F.pad(counts_S[1:], (0, 1))).tolist()
     counts = torch.zeros(3, num_steps, num_steps, dtype=torch.float64)
-    counts[0] = is_slot_S.sum()
+    counts[0] = sum(is_slot)
     for k in range(1, num_steps + 1):
-        num_accepted = both_2KS[1, :k].sum(dim=0).int().tolist()
-        counts[1:, k - 1] = (both_2KS * _visits(is_slot_S.tolist(), num_accepted, k)).sum(dim=-1)
+        reached, accepted, visits, place = [0] * k, [0] * k, [0] * length, 0
+        for slot in range(length):
+            place = place + 1 if is_slot[slot] else 0
+            visits[slot] += 0 < place <= k + 1
+            following = slot + 1
+            for step in range(k):
+                reached[step] += visits[slot]
+                # The step reads tokens up to `following`; its draft is for the target's choice
+                # after that token.
+                if following == length or drafts[step][slot] != choices[following]:
+                    break
+                accepted[step] += visits[slot]
+                following += 1
+                if not is_own[following - 1]:
+                    break
+            # The text is left, or ends, where a slot between does not count.
+            if following < length and all(is_slot[slot : following + 1]):
+                visits[following] += visits[slot]
+        counts[1:, k - 1, :k] = torch.tensor([reached, accepted], dtype=torch.float64) / (k + 1)
     return counts
-
-
-def _visits(is_slot: Sequence[bool], num_accepted: Sequence[int], k: int) -> Tensor:
-    """[S] float64: how often a server that drafts `k` tokens drafts at each slot.
-
-    It begins at one of a stretch's first k + 1 slots, each as likely as another.
-
-    Args:
-        is_slot: whether a server drafts there.
-        num_accepted: drafts that are accepted there.
-    """
-    visits, place = [0.0] * len(is_slot), 0
-    for slot, (counts, accepted) in enumerate(zip(is_slot, num_accepted, strict=True)):
-        if not counts:
-            place = 0
-            continue
-        place += 1
-        if place <= k + 1:
-            visits[slot] += 1.0
-        following = slot + accepted + 1
-        # The text is left, or ends, where a slot between does not count.
-        if following < len(is_slot) and all(is_slot[slot : following + 1]):
-            visits[following] += visits[slot]
-    return torch.tensor(visits, dtype=torch.float64) / (k + 1)
 
 
 def end_ids(plan: Plan) -> frozenset[int]:
     """Tokens after which a server stops."""
     assert plan.source.folder is not None
-    path = plan.source.folder / "generation_config.json"
-    holders = [
-        plan.source.config,
-        plan.view.text_config,
-        read_object(path, path) if path.is_file() else {},
-    ]
-    found: set[int] = set()
+    path, found = plan.source.folder / "generation_config.json", list[Any]()
+    holders = [plan.source.config, plan.view.text_config]
+    if path.is_file():
+        holders.append(read_object(path, path))
     for holder in holders:
         value = holder.get("eos_token_id")
-        found |= {
-            each
-            for each in (value if isinstance(value, list) else [value])
-            if isinstance(each, int)
-        }
-    return frozenset(found)
+        found += value if isinstance(value, list) else [value]
+    return frozenset(each for each in found if isinstance(each, int))

@@ -10,7 +10,7 @@ refused before it is drawn.
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, computed_field, model_validator
 
 from ....checkpoints.fact import Count, Fact, Figure, Share
 from ....recipes.schema import TextsOfMix
@@ -74,25 +74,23 @@ class AcceptanceFact(Fact):
     Attributes:
         num_slots: slots of the text that count.
         by_position: share accepted at each position of the draft.
-        mean_accepted_length: tokens a step of the target, its own included.
     """
 
     num_slots: Count
     by_position: Annotated[Mapping[str, tuple[Share, ...]], Field(min_length=1, max_length=16)]
-    mean_accepted_length: Mapping[str, Figure]
 
     @model_validator(mode="after")
     def _has_a_share_a_position(self) -> "AcceptanceFact":
-        ks = [str(k) for k in range(1, len(self.by_position) + 1)]
-        if sorted(self.by_position) != sorted(ks) or sorted(self.mean_accepted_length) != sorted(
-            ks
-        ):
-            raise ValueError(
-                "by_position and mean_accepted_length must be for 1 to k tokens a step"
-            )
-        if any(len(shares) != int(k) for k, shares in self.by_position.items()):
-            raise ValueError("by_position must have a share for each position")
+        for k in range(1, self.k + 1):
+            if len(self.by_position.get(str(k), ())) != k:
+                raise ValueError("by_position must have a share for each position, for 1 to k")
         return self
+
+    @computed_field
+    @property
+    def mean_accepted_length(self) -> dict[str, float]:
+        """Tokens a step of the target, its own included."""
+        return {k: round(1 + sum(shares), DIGITS) for k, shares in self.by_position.items()}
 
     @property
     def k(self) -> int:
@@ -107,12 +105,10 @@ class AcceptanceFact(Fact):
     @property
     def length(self) -> float:
         """Tokens a step of the target, where the most are drafted."""
-        return self.mean_accepted_length[str(self.k)]
+        return 1 + sum(self.shares)
 
 
 Side = Literal["source", "quantized", "tuned"]
-
-
 _BLOCKS = {
     "source": "MTP block as released",
     "quantized": "quantized MTP block",
@@ -158,18 +154,16 @@ class CandidateFact(Fact):
         kept: part of the released model's acceptance, see `acceptance.Acceptance.kept_of`.
         kept_at_least: that share's lower limit, at the confidence of the recipe's gates; None where
             nobody asked.
-        needed_slots: about how many slots of held-out text would show that it keeps enough; None
-            where these do, or where the estimate is below.
         refused: why there is no plan; "" if there is.
         chosen: it is what is written.
         acceptance: with the quantized backbone; None where it was refused.
     """
 
+    dropped = frozenset({"needed_slots"})
     policy: str | Mapping[str, str]
     bytes: Count
     kept: Figure
     kept_at_least: Figure | None = None
-    needed_slots: Count | None = None
     refused: str = ""
     chosen: bool = False
     acceptance: AcceptanceFact | None
@@ -189,16 +183,14 @@ class TunedFact(Fact):
     Attributes:
         policy, steps, batch_size, learning_rate, seed, loss, draft_steps: the recipe's; see
             `schema.MtpTuned`.
-        first_loss, last_loss: averages over the first and the last tenth of the steps.
         before, after: with the same schemes, as rounded from the release and as trained.
         gain: part of the untrained block's acceptance that the trained one has, the least of all
             numbers of tokens a step; above 1 it is better.
         gain_at_least: its lower limit, at `confidence`.
-        of_released, of_released_at_least: the same against the block as released, with the same
-            backbone.
         chosen: the trained block is what is written.
     """
 
+    dropped = frozenset({"first_loss", "last_loss", "of_released", "of_released_at_least"})
     policy: str | Mapping[str, str]
     steps: Count
     batch_size: Count
@@ -206,37 +198,26 @@ class TunedFact(Fact):
     seed: Count
     loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
     draft_steps: Count
-    first_loss: Figure
-    last_loss: Figure
     before: AcceptanceFact
     after: AcceptanceFact
     gain: Figure
     gain_at_least: Figure
-    of_released: Figure
-    of_released_at_least: Figure
     confidence: Share
     chosen: bool
 
     @property
     def says(self) -> str:
         """What training did, in sentences for people."""
-        trained = (
-            f"The MTP block was trained for {self.steps:,} steps of {self.batch_size:,} "
-            "sequences of the calibration "
-            f"text (loss {self.loss}, seed {self.seed}, {self.draft_steps} tokens ahead)."
+        end = "."
+        if not self.chosen:
+            end = ": it is not shown to be better, and the untrained block is what is written."
+        return (
+            f"The MTP block was trained for {self.steps:,} steps of {self.batch_size:,} sequences "
+            f"of the calibration text (loss {self.loss}, seed {self.seed}, {self.draft_steps} "
+            f"tokens ahead). On held-out text its drafts are accepted {self.gain:.3f} times as "
+            "often as those of the same block untrained, at least "
+            f"{self.gain_at_least:.3f} times at {self.confidence:.0%} confidence{end}"
         )
-        drafts = (
-            f"On held-out text its drafts are accepted {self.gain:.3f} times as often as those of "
-            f"the same block untrained, at least {self.gain_at_least:.3f} times at "
-            f"{self.confidence:.0%} confidence, and {self.of_released:.3f} times as often as "
-            f"those of the block as released, at least {self.of_released_at_least:.3f} times"
-        )
-        end = (
-            "."
-            if self.chosen
-            else ": it is not shown to be better, and the untrained block is what is written."
-        )
-        return f"{trained} {drafts}{end}"
 
 
 class TriedPlanFact(Fact):
@@ -272,20 +253,41 @@ class SearchFact(Fact):
         asked: a sum over all that this recipe left to the search.
         units: whose words were searched.
         tokens: of calibration text, on which sensitivities were measured.
-        gap: the part of the predicted loss that a better choice could save at most.
         plans: that were measured, the one that the knapsack found first.
     """
 
+    dropped = frozenset({"gap"})
     budget: str
     candidates: tuple[str, ...]
     asked: str
     units: Count
     tokens: Count
-    gap: Share
     plans: Annotated[tuple[TriedPlanFact, ...], Field(min_length=1, max_length=20)]
 
 
-class CalibrationFact(Fact):
+class MtpFact(Fact):
+    """What held-out text says of a quantized model and of its MTP block.
+
+    Attributes:
+        mtp: the policy for the MTP block, chosen where the recipe says auto.
+        rows: released model first, then the quantized backbone with the block as released, and with
+            the block as it is written where a server computes that otherwise.
+        agreement: share of held-out slots where the quantized backbone chooses what the released
+            one does.
+        candidates: of `mtp: auto`, in the order tried.
+        tuned: of `mtp: tuned`; None where the recipe does not say so.
+        unmeasured: why there is no acceptance; "" if there is.
+    """
+
+    mtp: str | Mapping[str, str]
+    rows: Annotated[tuple[MeasuredFact, ...], Field(max_length=3)]
+    agreement: Share
+    candidates: Annotated[tuple[CandidateFact, ...], Field(max_length=100)] = ()
+    tuned: TunedFact | None = None
+    unmeasured: str = ""
+
+
+class CalibrationFact(MtpFact):
     """What batches contributed to a checkpoint, and what they say of it without a server.
 
     Attributes:
@@ -295,15 +297,8 @@ class CalibrationFact(Fact):
         batch_size: sequences that were computed at a time, chosen where the recipe says auto; None
             in older records.
         coverage: of the backbone's modules.
-        mtp: the policy for the MTP block, chosen where the recipe says auto.
         min_acceptance: what `mtp: auto` had to keep; None where the recipe does not say auto.
         confidence: of `kept_at_least`; None where the recipe does not say auto.
-        rows: released model first.
-        agreement: share of held-out slots where the quantized backbone chooses what the released
-            one does.
-        candidates: of `mtp: auto`, in the order tried.
-        tuned: of `mtp: tuned`; None where the recipe does not say so.
-        unmeasured: why there is no acceptance; "" if there is.
         search: how the schemes were found; None where the recipe names them.
     """
 
@@ -313,14 +308,8 @@ class CalibrationFact(Fact):
     processes: Count
     batch_size: Count | None = None
     coverage: CoverageFact
-    mtp: str | Mapping[str, str]
     min_acceptance: Share | None
     confidence: Share | None = None
-    rows: Annotated[tuple[MeasuredFact, ...], Field(max_length=3)]
-    agreement: Share
-    candidates: Annotated[tuple[CandidateFact, ...], Field(max_length=100)]
-    tuned: TunedFact | None = None
-    unmeasured: str
     search: SearchFact | None = None
 
     def verdict_on(self, candidate: CandidateFact) -> Verdict:

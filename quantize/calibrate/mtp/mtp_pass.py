@@ -1,9 +1,9 @@
 """The MTP pass: the block calibrated on the backbone's last hidden states, measured, and perhaps
 chosen.
 
-In: a plan and its finished backbone pass. Out: an `MtpPass`: the plan with the MTP policy decided,
-the statistics of its block next to those of the backbone, and what every policy that was tried
-would have cost and kept.
+In: a plan and its finished backbone pass. Out: the plan with the MTP policy decided, what every
+policy that was tried would have cost and kept, and the statistics of the block next to those of the
+backbone.
 
 Easy to get wrong: acceptance is lost in two places, by rounding the backbone and by rounding the
 block. Both are measured apart, and a policy is judged by both together, against the released model.
@@ -12,11 +12,10 @@ fewer bits rarely reaches, but with what would be written otherwise, the same sc
 training, on held-out text that neither has seen.
 """
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,64 +25,34 @@ from ....recipes.schema import TUNED, MtpAuto, candidates_for
 from ...plan.plan import Plan, make_plan
 from ...run.progress import ProgressCallback, progress_since
 from ...run.ranks import Ranks
-from ...run.statistics import read_metadata
 from ..data.data import CalibrationData
 from ..layers.backbone import Backbone, fitting
-from .acceptance import FEWEST_SEQUENCES, Acceptance, NothingCounts, fewest_slots
-from .facts import DIGITS, CandidateFact, MeasuredFact, Side, TunedFact
+from .acceptance import (
+    FEWEST_SEQUENCES,
+    Acceptance,
+    NothingCounts,
+    Target,
+    fewest_slots,
+    target,
+)
+from .facts import DIGITS, CandidateFact, MeasuredFact, MtpFact, Side, TunedFact
 from .mtp_block import bind_block, build_block
-from .mtp_policy import PolicyResults, block_schemes, is_served_changed, num_blocks
-from .target import Target, target
+from .mtp_policy import PolicyResults, block_tensors, is_served_changed, num_blocks
 
 _REPORTS = 50  # of a training: a log has a line for each
-_SHOWN = 10  # parts of the steps: the losses of the first and of the last are averaged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MtpPass:
-    """What is decided and known about the MTP block.
-
-    Attributes:
-        plan: with one policy for the block.
-        combinations: released model, quantized backbone with the block as released, and with the
-            quantized block if the policy quantizes it.
-        agreement: share of held-out slots where the quantized backbone chooses what the released
-            one does.
-        candidates: of `mtp: auto`, in the recipe's order.
-        tuned: of `mtp: tuned`.
-        unmeasured: why there is no acceptance; "" if there is.
-    """
-
-    plan: Plan
-    combinations: tuple[MeasuredFact, ...]
-    agreement: float
-    candidates: tuple[CandidateFact, ...] = ()
-    tuned: TunedFact | None = None
-    unmeasured: str = ""
-
-    def summary(self) -> dict[str, Any]:
-        """Its part of the record's `calibration` block: JSON values only."""
-        found = {
-            "mtp": self.plan.recipe.mtp_policy,
-            "rows": [each.model_dump(mode="json") for each in self.combinations],
-            "agreement": round(self.agreement, DIGITS),
-            "candidates": [each.model_dump(mode="json") for each in self.candidates],
-            "unmeasured": self.unmeasured,
-        }
-        if self.tuned:
-            found["tuned"] = self.tuned.model_dump(mode="json")
-        return found
 
 
 def mtp_pass(
     plan: Plan, backbone: Backbone, *, progress: ProgressCallback | None = None
-) -> MtpPass:
+) -> tuple[Plan, MtpFact]:
     """Calibrate, measure, and choose for `mtp: auto`; train and choose for `mtp: tuned`.
 
     Args:
         plan: what `backbone` was calibrated for; its recipe may still say auto.
         backbone: the finished pass.
         progress: called after each policy.
+
+    Returns: the plan with one policy for the block, and what is known of it.
 
     Raises:
         RecipeError: see `refuse_mtp`; or under `mtp: auto` and `mtp: tuned` the held-out text says
@@ -95,58 +64,43 @@ def mtp_pass(
     with fitting(plan, "the head and a sequence", backbone.skeleton.device):
         source = target(backbone, "source")
         served = target(backbone, "served", reference=source)
-    rows = [_row(source, "source", None), _row(served, "source", None)]
-    if refusal := cannot_run(plan):
-        _publish(backbone, [])
-        says = str(refusal)
-        return MtpPass(
-            plan=plan, combinations=tuple(rows), agreement=served.agreement, unmeasured=says
-        )
     results = PolicyResults(plan=plan, source=source, served=served)
-    tried, tuned, final, own, unmeasured = (), None, plan, None, ""
+    refusal, final, found = cannot_run(plan), plan, dict[str, Any]()
+    found["unmeasured"] = str(refusal or "")
+    released = unquantized = own = None
     try:
-        if plan.recipe.mtp == TUNED:
-            tuned, final = tune(results, progress)
-        elif plan.recipe.mtp_auto:
-            tried, final = choose(results, plan.recipe.mtp_auto, progress)
-        own, unquantized = results.measured(final), results.unquantized()
-        rows = [_row(source, "source", results.released()), _row(served, "source", unquantized)]
+        if refusal is None:
+            if plan.recipe.mtp == TUNED:
+                found["tuned"], final = tune(results, progress)
+            elif plan.recipe.mtp_auto:
+                found["candidates"], final = choose(results, plan.recipe.mtp_auto, progress)
+            own, unquantized = results.measured(final), results.measured()
+            released = results.released()
     except NothingCounts as error:
         if plan.recipe.measures_mtp:
             raise
         # Not worth hours of work: by then the block is calibrated, and only a figure is missing.
-        unmeasured = str(error)
-    if is_served_changed(final):
-        rows.append(_row(served, "tuned" if tuned and tuned.chosen else "quantized", own))
-    files = []
-    if _depends_on_batches(final):
-        files = [file for file in results.statistics(final) if file.is_file()]
-    _publish(backbone, files)
-    if tuned is not None:  # the recipe stays what it is, and `tuned` says what became of it
+        found["unmeasured"] = str(error)
+    rows = [_row(source, "source", released), _row(served, "source", unquantized)]
+    is_tuned = "tuned" in found and found["tuned"].chosen
+    if refusal is None and is_served_changed(final):
+        rows.append(_row(served, "tuned" if is_tuned else "quantized", own))
+    needs_files = refusal is None and _depends_on_batches(final)
+    _publish(backbone, results.statistics(final) if needs_files else ())
+    if "tuned" in found:  # the recipe stays what it is, and `tuned` says what became of it
         final = replace(final, recipe=plan.recipe)
-    return MtpPass(
-        plan=final,
-        combinations=tuple(rows),
-        agreement=served.agreement,
-        candidates=tried,
-        tuned=tuned,
-        unmeasured=unmeasured,
-    )
+    agreement = round(served.agreement, DIGITS)
+    return final, MtpFact(mtp=final.recipe.mtp_policy, rows=(*rows,), agreement=agreement, **found)
 
 
 def _row(backbone: Target, mtp: Side, found: Acceptance | None) -> MeasuredFact:
     """A backbone with a block; without the block's acceptance where it was not measured."""
-    fact = MeasuredFact(
-        backbone="source",
-        mtp=mtp,
-        perplexity=round(backbone.perplexity, 6),
-        acceptance=found and found.fact(),
-    )
+    row: dict[str, Any] = {"mtp": mtp, "perplexity": round(backbone.perplexity, 6)}
+    row["acceptance"] = found and found.fact()
     if backbone.reference is None:
-        return fact
-    divergence, flips = round(backbone.divergence, 6), round(1 - backbone.agreement, DIGITS)
-    changed = {"backbone": "quantized", "divergence": divergence, "flips": flips}
-    return fact.model_copy(update=changed)
+        return MeasuredFact(backbone="source", **row)
+    row["divergence"] = round(backbone.divergence, 6)
+    return MeasuredFact(backbone="quantized", flips=round(1 - backbone.agreement, DIGITS), **row)
 
 
 def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
@@ -180,9 +134,8 @@ def choose(
     """
     recipe, least, data = results.plan.recipe, auto.min_acceptance, results.backbone.data
     groups = set[str]()  # of modules that a recipe decides about
-    for tensor in results.plan.tensors:
-        is_decided = not tensor.place.row.why_kept and tensor.place.leaf in ("weight", "")
-        if tensor.part == "mtp" and is_decided:
+    for tensor in block_tensors(results.plan):
+        if not tensor.place.row.why_kept and tensor.place.leaf in ("weight", ""):
             groups.add(tensor.role)
     policies = candidates_for(auto.candidates, groups)
     tokens = data.ids.numel() + data.held_out_ids.numel()
@@ -198,21 +151,21 @@ def choose(
                 CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None)
             )
             continue
-        found = results.measured(plan)
-        kept = found.kept_of(results.released(), recipe.gates.confidence)
-        outputs = [out for each in plan.tensors if each.part == "mtp" for out in each.outputs]
+        found, size = results.measured(plan), 0
+        kept, low = found.kept_of(results.released(), recipe.gates.confidence)
+        for tensor in block_tensors(plan):
+            size += sum(output.num_bytes for output in tensor.outputs)
         fact = CandidateFact(
             policy=policy,
-            bytes=sum(output.num_bytes for output in outputs),
-            kept=round(kept.value, DIGITS),
-            kept_at_least=round(kept.low, DIGITS),
-            needed_slots=kept.needed_slots(least),
+            bytes=size,
+            kept=round(kept, DIGITS),
+            kept_at_least=round(low, DIGITS),
             acceptance=found.fact(),
         )
         facts.append(fact)
-        if kept.low >= least:
+        if low >= least:
             shown.append((fact, plan))
-        if kept.value >= least and not block_schemes(plan):
+        elif kept >= least and not any(t.fate == "quantize" for t in block_tensors(plan)):
             likely.append((fact, plan))
         report(len(facts))
     if not shown and not likely:
@@ -247,29 +200,21 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
     """
     plan, backbone, settings = results.plan, results.backbone, results.plan.recipe.mtp_tuned
     assert settings is not None
-    untuned = with_policy(plan, plan.recipe.mtp_policy)
-    before, confidence = results.measured(untuned), plan.recipe.gates.confidence
+    untuned, confidence = with_policy(plan, plan.recipe.mtp_policy), plan.recipe.gates.confidence
     tokens = settings.batch_size * backbone.data.ids.shape[1]
     report = reporter(progress, backbone.ranks, "tuning", total=settings.steps, tokens=tokens)
-    after = results.measured(plan, report)
-    gain = after.kept_of(before, confidence)
-    of_released = after.kept_of(results.unquantized(), confidence)
-    losses = json.loads(read_metadata(results.statistics(plan)[0])["losses"])
-    count = max(1, len(losses) // _SHOWN)
+    before, after = results.measured(untuned), results.measured(plan, report)
+    gain, low = after.kept_of(before, confidence)
     own = {"steps", "batch_size", "learning_rate", "seed", "loss", "draft_steps"}
     fact = TunedFact(
         policy=settings.mtp,
         **settings.model_dump(include=own),
-        first_loss=round(sum(losses[:count]) / count, DIGITS),
-        last_loss=round(sum(losses[-count:]) / count, DIGITS),
         before=before.fact(),
         after=after.fact(),
-        gain=round(gain.value, DIGITS),
-        gain_at_least=round(gain.low, DIGITS),
-        of_released=round(of_released.value, DIGITS),
-        of_released_at_least=round(of_released.low, DIGITS),
+        gain=round(gain, DIGITS),
+        gain_at_least=round(low, DIGITS),
         confidence=confidence,
-        chosen=gain.low > 1,
+        chosen=low > 1,
     )
     return fact, plan if fact.chosen else untuned
 
@@ -295,24 +240,13 @@ def reporter(
 
     Those that were done before the first call count as an earlier run's.
     """
-    started, before = time.monotonic(), list[int]()
+    started, seen = time.monotonic(), list[int]()
 
     def report(done: int) -> None:
-        before.append(done - 1)
+        seen.append(done)
         if progress and ranks.is_first and (done == total or not done % -(-total // _REPORTS)):
-            here = done - before[0]
-            device = ranks.device
-            progress(
-                progress_since(
-                    started,
-                    step,
-                    done=done,
-                    total=total,
-                    num_here=here,
-                    tokens=tokens,
-                    device=device,
-                )
-            )
+            counts = {"done": done, "total": total, "num_here": done + 1 - seen[0]}
+            progress(progress_since(started, step, **counts, tokens=tokens, device=ranks.device))
 
     return report
 
@@ -369,28 +303,26 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
     Raises:
         RecipeError: it says how much is needed.
     """
-    recipe, written, sequences = plan.recipe, data.held_out_written, len(data.held_out_ids)
-    slots = data.held_out_ids.numel() if written is None else int(written.sum())
+    recipe, needed, fewest = plan.recipe, 1, 1
     auto = recipe.mtp_auto or recipe.backbone_auto
-    least = auto.min_acceptance if auto else None
-    needed, fewest = 1, 1
-    if least is not None:
-        needed = fewest_slots(least, recipe.gates.confidence)
-    if least is not None or recipe.mtp == TUNED:
+    if auto and auto.min_acceptance is not None:
+        needed = fewest_slots(auto.min_acceptance, recipe.gates.confidence)
         fewest = FEWEST_SEQUENCES
+    if recipe.mtp == TUNED:
+        fewest = FEWEST_SEQUENCES
+    sequences, slots = data.held_out_ids.shape
+    slots *= sequences
+    if data.held_out_written is not None:
+        slots = int(data.held_out_written.sum())
     if sequences < fewest or slots < needed:
         raise RecipeError(
             recipe.name,
             f"mtp: {recipe.mtp} needs {fewest} held-out sequences, and {needed:,} tokens of them "
-            "that "
-            "a model writes",
+            "that a model writes",
             got=f"{sequences} sequences, {slots:,} tokens",
             cure="Raise calibration.held_out, or name a dataset with assistant turns",
         )
 
 
 def _depends_on_batches(plan: Plan) -> bool:
-    for tensor in plan.tensors:
-        if tensor.part == "mtp" and (tensor.calibrated or tensor.tuned):
-            return True
-    return False
+    return any(tensor.calibrated or tensor.tuned for tensor in block_tensors(plan))

@@ -1,6 +1,6 @@
 """The MTP block under one policy: filled, calibrated or trained, its acceptance measured.
 
-In: a finished backbone pass as two targets (`target.py`), and a plan for each policy. Out:
+In: a finished backbone pass as two targets (`acceptance.py`), and a plan for each policy. Out:
 `PolicyResults`: the acceptance of the released model, of the quantized backbone with the block as
 released, and of both quantized, and the files with what is written of the block.
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ....checkpoints.files import write_whole
-from ....recipes.family import HFName
 from ...plan.plan import Plan
+from ...plan.tensor_plan import TensorPlan
 from ..layers.backbone import Backbone, fitting
 from ..layers.forwards import serving
 from ..layers.layer import Calibrated, calibrate
@@ -31,10 +31,9 @@ from ..layers.served import InMemory, serve_weights
 from ..layers.work import LayerWork
 from ..model.skeleton import Skeleton
 from ..model.states import Stream
-from .acceptance import Acceptance, acceptance
+from .acceptance import Acceptance, Target, acceptance, block_input
 from .mtp_block import MtpBlock, bind_block, build_block
-from .target import Target, block_input
-from .tuning import Training, train
+from .tuning import Training
 
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are
 # (v1/spec_decode/llm_base_proposer.py leaves spec_step_idx at 0). For this family alone a proposer
@@ -65,23 +64,21 @@ class PolicyResults:
 
     def released(self) -> Acceptance:
         """Of the released model."""
-        return self._kept("released", self.source, self._filled)
+        return self._kept("released", self.source, self.plan)
 
-    def unquantized(self) -> Acceptance:
-        """Of the quantized backbone with the block as released."""
-        return self._kept("unquantized", self.served, self._filled)
-
-    def measured(self, plan: Plan, progress: Callable[[int], None] | None = None) -> Acceptance:
+    def measured(
+        self, plan: Plan | None = None, progress: Callable[[int], None] | None = None
+    ) -> Acceptance:
         """Of the quantized backbone with the block as `plan` has it; a killed run goes on with a
         training.
 
         Args:
-            plan: of one policy.
-            progress: see `tuning.train`.
+            plan: of one policy; None for the block as released.
+            progress: see `Training.run`.
         """
-        if not is_served_changed(plan):
-            return self.unquantized()
-        found = self._kept(_key(plan), self.served, lambda: self._made(plan, progress))
+        if plan is None or not is_served_changed(plan):
+            return self._kept("unquantized", self.served, self.plan)
+        found = self._kept(_key(plan), self.served, plan, progress)
         if self.backbone.ranks.is_first:
             for file in self.statistics(plan):
                 file.with_suffix(".training").unlink(missing_ok=True)
@@ -92,7 +89,13 @@ class PolicyResults:
         folder, key = self.backbone.folder / "mtp", _key(plan)
         return [folder / f"{key}-{index:05d}.safetensors" for index in range(num_blocks(plan))]
 
-    def _kept(self, key: str, target: Target, blocks: Callable[[], list[MtpBlock]]) -> Acceptance:
+    def _kept(
+        self,
+        key: str,
+        target: Target,
+        plan: Plan,
+        progress: Callable[[int], None] | None = None,
+    ) -> Acceptance:
         """A result from the pass's folder, or one that is measured now and written there for the
         next run.
         """
@@ -101,60 +104,40 @@ class PolicyResults:
         # wait for its sums.
         kept = ranks.of_first(lambda: json.loads(path.read_text()) if path.is_file() else None)
         if kept is not None:
-            return Acceptance.read(kept)
+            return Acceptance(torch.tensor(kept, dtype=torch.float64))
         with fitting(self.plan, "the MTP block and a batch", ranks.device):
-            found = acceptance(target, blocks_that_draft(self.plan, blocks()))
+            blocks = filled_blocks(plan, self.backbone.skeleton)
+            if key == _key(plan):  # the block is not as released
+                self._make(blocks, plan, progress)
+            found = acceptance(target, blocks_that_draft(plan, blocks))
         if ranks.is_first:
             path.parent.mkdir(exist_ok=True)
-            write_whole(path, json.dumps(found.as_json()))
+            write_whole(path, json.dumps(found.counts.tolist()))
         return found
 
-    def _filled(self) -> list[MtpBlock]:
-        return filled_blocks(self.plan, self.backbone.skeleton)
-
-    def _made(self, plan: Plan, progress: Callable[[int], None] | None) -> list[MtpBlock]:
-        """The blocks rounded or trained as `plan` says, once all that is written of them is on
-        disk.
-        """
-        blocks, backbone = filled_blocks(plan, self.backbone.skeleton), self.backbone
-        needs_batches = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
+    def _make(
+        self, blocks: Sequence[MtpBlock], plan: Plan, progress: Callable[[int], None] | None
+    ) -> None:
+        """Round or train the blocks as `plan` says; all that is written of them is then on disk."""
+        own, backbone = block_tensors(plan), self.backbone
+        is_tuned = any(tensor.tuned for tensor in own)
+        stream: Stream = "mtp" if any(tensor.calibrated for tensor in own) else "served"
         for index, (block, file) in enumerate(zip(blocks, self.statistics(plan), strict=True)):
-            binding = bind_block(block, plan)
-            work, masters = LayerWork.of(plan, binding), dict[str, Tensor]()
-            for name, pieces in binding.items():
-                if pieces[0].tensor.tuned:
-                    masters[name] = block.get_parameter(name).detach().float().clone()
-            if masters:  # training chooses the weights
+            work, training = LayerWork.of(plan, bind_block(block, plan)), None
+            if is_tuned:  # training chooses the weights, from the released ones on
+                training = Training(plan, backbone, block, work.binding)
                 work = replace(work, algorithm="minmax")
             found = Calibrated(tensors={}, coverage=())
             if work.schemes or work.caches:
-                found = calibrate(
-                    block,
-                    BlockInputs(
-                        backbone=backbone,
-                        blocks=blocks[: index + 1],
-                        stream="mtp" if needs_batches else "served",
-                    ),
-                    work,
-                )
-            elif not masters:
-                continue
-            tensors, losses = work.on_disk(found.tensors), []
+                inputs = BlockInputs(backbone=backbone, blocks=blocks[: index + 1], stream=stream)
+                found = calibrate(block, inputs, work)
+            tensors = work.on_disk(found.tensors)
             serve_weights(block, plan, work, InMemory(tensors))
-            if masters:
-                training = Training(
-                    plan=plan,
-                    backbone=backbone,
-                    block=block,
-                    binding=binding,
-                    scales=tensors,
-                    masters=masters,
-                )
-                losses = train(training, file.with_suffix(".training"), progress)
-                tensors = tensors | training.serve()
+            if training is not None:
+                kept = file.with_suffix(".training")
+                tensors |= training.run(InMemory(tensors), kept, progress)
             if backbone.ranks.is_first:
-                backbone.record(file, found, work, tensors, losses=losses)
-        return blocks
+                backbone.record(file, found, work, tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,26 +159,24 @@ class BlockInputs:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        skeleton, (*before, _) = self.backbone.skeleton, self.blocks
+        skeleton = self.backbone.skeleton
         embedding = skeleton.model.get_input_embeddings()
         for batch in self.backbone.batches(self.stream).batches():
             ids = batch.ids.to(skeleton.device)
             # The last slots have no next token.
             length = ids.shape[1] - len(self.blocks)
-            arguments = {
-                "inputs_embeds": embedding(ids[:, 1 : 1 + length]),
-                "hidden": block_input(skeleton, self.blocks[0], batch)[:, :length],
-                "position_ids": torch.arange(length, device=skeleton.device),
-            }
-            for step, block in enumerate(before, start=1):
-                with serving(block):
-                    hidden = block(**arguments)[1]
+            hidden = block_input(skeleton, self.blocks[0], batch)[:, :length]
+            for step, block in enumerate(self.blocks):
                 arguments = {
                     "inputs_embeds": embedding(ids[:, 1 + step : 1 + step + length]),
                     "hidden": hidden,
-                    "position_ids": arguments["position_ids"] + 1,
+                    "position_ids": torch.arange(step, step + length, device=skeleton.device),
                 }
-            yield arguments
+                if step + 1 == len(self.blocks):
+                    yield arguments
+                    break
+                with serving(block):
+                    hidden = block(**arguments)[1]
 
 
 def filled_blocks(plan: Plan, skeleton: Skeleton) -> list[MtpBlock]:
@@ -215,22 +196,17 @@ def blocks_that_draft(plan: Plan, blocks: list[MtpBlock]) -> list[MtpBlock]:
     return blocks if plan.view.family.model_type in _A_LAYER_A_STEP else blocks[:1]
 
 
-def block_schemes(plan: Plan) -> dict[HFName, str]:
-    """Tensor of the block -> scheme that it is rounded to."""
-    own = [each for each in plan.tensors if each.part == "mtp" and each.fate == "quantize"]
-    return {tensor.name: tensor.scheme for tensor in own}
+def block_tensors(plan: Plan) -> list[TensorPlan]:
+    """What the plan says of all MTP blocks."""
+    return [tensor for tensor in plan.tensors if tensor.part == "mtp"]
 
 
 def is_served_changed(plan: Plan) -> bool:
     """Whether a server computes the block otherwise than the release: trained, rounded, FP8
     cache.
     """
-    for tensor in plan.tensors:
-        if tensor.part == "mtp" and (tensor.fate == "quantize" or tensor.cache is not None):
-            return True
-        if tensor.tuned:
-            return True
-    return False
+    own = block_tensors(plan)
+    return any(each.fate == "quantize" or each.cache is not None or each.tuned for each in own)
 
 
 def num_blocks(plan: Plan) -> int:
@@ -242,7 +218,12 @@ def _key(plan: Plan) -> str:
     """What a policy makes of the block, whatever a recipe calls it; and how it is trained, if it
     is.
     """
-    caches = [each.name for each in plan.tensors if each.part == "mtp" and each.cache is not None]
+    schemes, caches = {}, []
+    for tensor in block_tensors(plan):
+        if tensor.fate == "quantize":
+            schemes[tensor.name] = tensor.scheme
+        if tensor.cache is not None:
+            caches.append(tensor.name)
     tuned = plan.recipe.mtp_tuned and plan.recipe.mtp_tuned.model_dump(mode="json")
-    made = json.dumps([sorted(block_schemes(plan).items()), caches, tuned])
+    made = json.dumps([sorted(schemes.items()), caches, tuned])
     return hashlib.sha256(made.encode()).hexdigest()[:16]

@@ -12,7 +12,6 @@ Easy to get wrong: a resumed run must measure on the same text. What was written
 calibration's folder, also that the dataset's text was used because memory did not hold the model.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -93,19 +92,35 @@ def _write(skeleton: Skeleton, data: CalibrationData, ids: Tensor, written: Tens
     """Put the model's answers into `ids` [held_out, S], and which tokens these are into
     `written`.
     """
-    ends = end_ids(skeleton.plan)
+    ends, length = sorted(end_ids(skeleton.plan)), ids.shape[1]
+    pad = min(ends, default=0)
+    sides: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
     with skeleton.whole() as model, torch.no_grad(), eval_context(model), disable_hf_kernels(model):
+        generate: Any = model.generate
         for start in range(0, len(ids), _AT_A_TIME):
-            rows = range(start, min(start + _AT_A_TIME, len(ids)))
-            prompts = [prompt_of(data, row) for row in rows]
-            answers = _answers(model, prompts, ids.shape[1], sorted(ends)).cpu()
-            for row, prompt, answer in zip(rows, prompts, answers, strict=True):
-                answer = answer[: min(MOST_NEW_TOKENS, ids.shape[1] - len(prompt))]
-                is_end = torch.isin(answer, torch.tensor(sorted(ends), dtype=answer.dtype))
+            prompts = []
+            for row in range(start, min(start + _AT_A_TIME, len(ids))):
+                prompts.append(prompt_of(data, row))
+            mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **sides)
+            config = GenerationConfig(
+                max_new_tokens=min(MOST_NEW_TOKENS, length - min(map(len, prompts))),
+                do_sample=False,
+                use_cache=True,
+                eos_token_id=ends or None,
+                pad_token_id=pad if ends else None,
+            )
+            answers = generate(
+                pad_sequence(prompts, padding_value=pad, **sides).to(skeleton.device),
+                attention_mask=mask.to(skeleton.device),
+                generation_config=config,
+            )[:, mask.shape[1] :].cpu()
+            for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start):
+                first = len(prompt)
+                is_end = torch.isin(answer, torch.tensor(ends, dtype=answer.dtype))
                 if is_end.any():
                     answer = answer[: int(is_end.int().argmax()) + 1]
-                span = slice(len(prompt), len(prompt) + len(answer))
-                ids[row, span], written[row, span] = answer, True
+                last = min(first + len(answer), first + MOST_NEW_TOKENS, length)
+                ids[row, first:last], written[row, first:last] = answer[: last - first], True
 
 
 def prompt_of(data: CalibrationData, row: int) -> Tensor:
@@ -115,21 +130,3 @@ def prompt_of(data: CalibrationData, row: int) -> Tensor:
     if data.held_out_written is not None and data.held_out_written[row].any():
         first = int(data.held_out_written[row].int().argmax())
     return data.held_out_ids[row, : min(max(first, 1), length - 1)]
-
-
-def _answers(model: Any, prompts: Sequence[Tensor], length: int, ends: Sequence[int]) -> Tensor:
-    """What the model writes at temperature 0 after each prompt, up to `length` tokens in all."""
-    lengths, pad = [len(prompt) for prompt in prompts], min(ends, default=0)
-    sides: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
-    device = model.get_input_embeddings().weight.device
-    ids = pad_sequence([*prompts], padding_value=pad, **sides).to(device)
-    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **sides).to(device)
-    config = GenerationConfig(
-        max_new_tokens=min(MOST_NEW_TOKENS, length - min(lengths)),
-        do_sample=False,
-        use_cache=True,
-        eos_token_id=[*ends] or None,
-        pad_token_id=pad if ends else None,
-    )
-    found = model.generate(ids, attention_mask=mask, generation_config=config)
-    return found[:, max(lengths) :]

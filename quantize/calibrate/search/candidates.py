@@ -23,6 +23,7 @@ Perspectives on the Natural Gradient Method" (2020), on sampled and on observed 
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 
 from ....recipes.family import HFName
 from ....recipes.schemes import SCHEMES
-from ...plan.choices import Choices
+from ...plan.choices import Choices, ChoiceUnit, auto_of
 from ...plan.plan import Plan
 from ...run.ranks import gathered
 from ..layers.activations import Rounding, rounding_of
@@ -176,16 +177,19 @@ def watching(
         binding: of the layer or block, for any plan.
         path: its path in the model, with a dot; "" for the model itself.
     """
-    searched = {tensor.name for unit in choices.units for tensor in unit.options[0].tensors}
-    seen = {}
+    searched, seen, hooks = _unit_of(choices), dict[str, Seen](), []
     for name, pieces in binding.items():
         if pieces[0].tensor.name in searched:
-            seen[name.rpartition(".")[0]] = Seen()
-    hooks = []
-    for name, own in seen.items():
-        hooks.append(model.get_submodule(f"{path}{name}").register_forward_hook(own.look))
+            module = name.rpartition(".")[0]
+            own = seen[module] = Seen()
+            hooks.append(model.get_submodule(f"{path}{module}").register_forward_hook(own.look))
     with hooked(hooks):
         yield seen
+
+
+def _unit_of(choices: Choices) -> dict[HFName, ChoiceUnit]:
+    """Tensor on disk -> the unit whose word is searched."""
+    return {tensor.name: unit for unit in choices.units for tensor in unit.options[0].tensors}
 
 
 def largest_inputs(seen: Mapping[str, Seen], binding: Binding) -> dict[str, float]:
@@ -222,12 +226,11 @@ def unit_errors(
         seen: by module under that path.
         largest: likewise.
     """
-    unit_of = {tensor.name: unit for unit in choices.units for tensor in unit.options[0].tensors}
-    errors: UnitErrors = {}
+    unit_of = _unit_of(choices)
+    errors: UnitErrors = defaultdict(float)
     # The gradients at the inputs of a weight, by chunks: the same for all words.
     at_inputs: dict[tuple[str, int], list[Tensor]] = {}
-    assert choices.recipe.backbone_auto is not None
-    for word in choices.recipe.backbone_auto.candidates:
+    for word in auto_of(choices.recipe).candidates:
         plan = choices.plan(choices.uniform(word))
         own = rebound(binding, plan)
         for served in served_rows(model, plan, own, path, input_scales(own, largest)):
@@ -253,7 +256,7 @@ def unit_errors(
                 moved_T = ((grads_TN @ change_NK).float() * rounded_TK).sum(dim=-1)
                 moved_T += (at_inputs_TK.float() * (rounded_TK - inputs.to(dtype))).sum(dim=-1)
                 error += float(moved_T.double().square().sum())
-            errors[unit.name, word] = errors.get((unit.name, word), 0.0) + error
+            errors[unit.name, word] += error
     return errors
 
 

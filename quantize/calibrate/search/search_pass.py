@@ -13,9 +13,8 @@ on the held-out text, as a server would compute it, a layer at a time. Of those 
 
 Easy to get wrong: the search must find the same again after a kill, or the pass after it would
 refuse its own folder. So what was found is on disk before that pass begins. And these figures
-choose between
-plans: those in the record are measured again, on the calibrated backbone, whose input scales are of
-all calibration text, and whose weights an algorithm such as GPTQ rewrites.
+choose between plans: those in the record are measured again, on the calibrated backbone, whose
+input scales are of all calibration text, and whose weights an algorithm such as GPTQ rewrites.
 
 Other searches: modelopt's AutoQuantize scores modules by squared gradients and solves a linear
 program, AutoRound's AutoScheme and PrismaQuant choose bits by loss; none of them looks at drafts.
@@ -26,14 +25,17 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
 from ....checkpoints.files import write_whole
 from ....recipes.errors import GateError
 from ....recipes.schema import AUTO
-from ...plan.choices import Assignment, Choices, choices_of, refuse_budget, rows_looked_at
+from ...plan.choices import Assignment, Choices, auto_of, choices_of, refuse_budget
 from ...plan.found_recipe import found_plan
 from ...plan.plan import Plan
 from ...run.progress import ProgressCallback
@@ -43,16 +45,15 @@ from ..data.claim import search_fingerprint
 from ..data.data import CalibrationData
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
-from ..model.skeleton import Skeleton
 from ..model.states import States, Stream
-from ..mtp.acceptance import Acceptance, NothingCounts, acceptance
+from ..mtp.acceptance import Acceptance, NothingCounts, Target, acceptance, target
 from ..mtp.facts import DIGITS, SearchFact, TriedPlanFact
 from ..mtp.mtp_block import bind_block
-from ..mtp.mtp_pass import cannot_run, reporter
-from ..mtp.target import Target, target
 from .candidates import LargestInputs, as_candidate
-from .knapsack import best_packing
 from .sensitivity import SearchRun, Sensitivities
+
+_GAP = 1e-6
+"""Part of the loss: when the knapsack's solver may stop. Sensitivities are known to two digits."""
 
 
 def search(
@@ -88,9 +89,9 @@ def search(
     kept, plans = folder / f"found-{key}.json", folder / f"plans-{key}"
     found = ranks.of_first(lambda: json.loads(kept.read_text()) if kept.is_file() else None)
     if found is None:
-        found = _found(search_run(choices, data, folder, ranks, progress), plans)
+        assignment, fact = _found(SearchRun(choices, data, folder, ranks, progress), plans)
+        found = {"assignment": assignment, "fact": fact.model_dump(mode="json")}
         if ranks.is_first:
-            kept.parent.mkdir(parents=True, exist_ok=True)
             write_whole(kept, json.dumps(found, indent=1))
             shutil.rmtree(plans, ignore_errors=True)
         ranks.wait()
@@ -98,122 +99,130 @@ def search(
     return made, SearchFact.model_validate(found["fact"])
 
 
-def search_run(
-    choices: Choices,
-    data: CalibrationData,
-    folder: Path,
-    ranks: Ranks,
-    progress: ProgressCallback | None = None,
-) -> SearchRun:
-    """A search that reports its progress."""
-    skeleton = Skeleton(choices.base, device=ranks.device)
-    tokens = data.ids[: rows_looked_at(choices.recipe)].numel()
-    return SearchRun(
-        choices=choices,
-        data=data,
-        place=folder,
-        skeleton=skeleton,
-        ranks=ranks,
-        has_block=cannot_run(choices.base) is None,
-        report=reporter(progress, ranks, "search", total=3 * len(skeleton) + 1, tokens=tokens),
-    )
-
-
-def _found(run: SearchRun, folder: Path) -> dict[str, Any]:
-    """The assignment and the fact, as JSON values."""
-    choices, auto, data, confidence = run.choices, run.auto, run.data, run.recipe.gates.confidence
+def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
+    choices, recipe = run.choices, run.choices.recipe
     sensitivities = run.sensitivities()
-    tried, gap = plans_to_try(run, sensitivities)
-    # All of the held-out text where acceptance must be shown; else not more of it than there is
-    # text for the sensitivities, for every plan takes a pass.
-    if not auto.min_acceptance:
-        rows = rows_looked_at(run.recipe)
-        written = None if data.held_out_written is None else data.held_out_written[:rows]
-        data = replace(data, held_out_ids=data.held_out_ids[:rows], held_out_written=written)
+    tried = plans_to_try(choices, sensitivities)
     plans = [choices.plan(each) for each in tried.values()]
-    (_, released), *measured = measure_plans(run, plans, data, folder, sensitivities.largest)
+    (_, released), *measured = measure_plans(run, plans, folder, sensitivities.largest)
     facts = []
     for (title, assignment), (own, drafts) in zip(tried.items(), measured, strict=True):
         kept: dict[str, Any] = {}
         if drafts is not None and released is not None:
-            found = drafts.kept_of(released, confidence)
-            kept = {"kept": round(found.value, DIGITS), "kept_at_least": round(found.low, DIGITS)}
+            value, low = drafts.kept_of(released, recipe.gates.confidence)
+            kept = {"kept": round(value, DIGITS), "kept_at_least": round(low, DIGITS)}
         facts.append(
             TriedPlanFact(
                 title=title,
                 bytes=choices.num_bytes(assignment),
                 bits=round(choices.bits(assignment), 4),
                 predicted=round(sensitivities.predicted(assignment), 7),
-                divergence=round(max(0.0, own.divergence), 7),
+                divergence=round(own.divergence, 7),
                 **kept,
             )
         )
     best = _best(run, facts)
     fact = SearchFact(
-        budget=run.recipe.budget or "",
-        candidates=auto.candidates,
-        asked=asked(run.recipe),
+        budget=recipe.budget or "",
+        candidates=run.auto.candidates,
+        asked=asked(recipe),
         units=len(choices.units),
-        tokens=sensitivities.num_tokens,
-        gap=round(gap, DIGITS),
+        tokens=run.ids.numel(),
         plans=tuple(each.model_copy(update={"chosen": each is best}) for each in facts),
     )
-    return {"assignment": tried[best.title], "fact": fact.model_dump(mode="json")}
+    return tried[best.title], fact
 
 
-def plans_to_try(
-    run: SearchRun, sensitivities: Sensitivities
-) -> tuple[dict[str, Assignment], float]:
-    """Title -> plan, each plan once, and only those that fit; and how far the first may be from the
-    best.
-    """
-    choices, found = run.choices, dict[str, Assignment]()
-
-    def add(title: str, assignment: Assignment) -> None:
-        if assignment not in found.values():
-            found[title] = assignment
-
-    assignment, gap = packed(choices, sensitivities, {})
-    add("found", assignment)
-    uniform = [(f"{word} for all", choices.uniform(word)) for word in run.auto.candidates]
-    uniform = [each for each in uniform if choices.fits(each[1])]
+def plans_to_try(choices: Choices, sensitivities: Sensitivities) -> dict[str, Assignment]:
+    """Title -> plan, each plan once, and only those that fit."""
+    wanted: list[tuple[str, Assignment]] = [("found", packed(choices, sensitivities, {}))]
+    uniform = []
+    for word in auto_of(choices.recipe).candidates:
+        assignment = choices.uniform(word)
+        if choices.fits(assignment):
+            uniform.append((f"{word} for all", assignment))
     if uniform:
-        add(*min(uniform, key=lambda each: sensitivities.predicted(each[1])))
-    blocks = {"largest block": choices.largest, "smallest block": choices.smallest}
-    for title, extreme in blocks.items():
+        wanted.append(min(uniform, key=lambda each: sensitivities.predicted(each[1])))
+    extremes = {"largest block": choices.largest, "smallest block": choices.smallest}
+    for title, extreme in extremes.items():
         fixed = {unit.name: extreme[unit.name] for unit in choices.units if unit.part == "mtp"}
         if fixed and choices.fits({**choices.smallest, **fixed}):
-            add(title, packed(choices, sensitivities, fixed)[0])
-    return found, gap
+            wanted.append((title, packed(choices, sensitivities, fixed)))
+    found: dict[str, Assignment] = {}
+    for title, assignment in wanted:
+        if assignment not in found.values():
+            found[title] = assignment
+    return found
 
 
 def packed(
     choices: Choices, sensitivities: Sensitivities, fixed: Mapping[str, str]
-) -> tuple[dict[str, str], float]:
-    """The best words by sensitivities, with these for some units; and the part of the loss that
-    others could save.
-    """
+) -> dict[str, str]:
+    """The best words by sensitivities, with these for some units."""
     words, units = [], []
     for unit in choices.units:
-        options = [o for o in unit.options if fixed.get(unit.name, o.word) == o.word]
-        words.append([option.word for option in options])
-        losses = [sensitivities.losses.get((unit.name, option.word), 0.0) for option in options]
-        units.append([*zip(map(choices.cost, options), losses, strict=True)])
-    chosen, gap = best_packing(units, choices.room)
+        own = [o for o in unit.options if fixed.get(unit.name, o.word) == o.word]
+        words.append([option.word for option in own])
+        losses = [sensitivities.losses.get((unit.name, word), 0.0) for word in words[-1]]
+        units.append([*zip(map(choices.cost, own), losses, strict=True)])
     found = {}
-    for unit, own, number in zip(choices.units, words, chosen, strict=True):
+    for unit, own, number in zip(
+        choices.units, words, best_packing(units, choices.room), strict=True
+    ):
         found[unit.name] = own[number]
-    return found, gap
+    return found
+
+
+def best_packing(units: Sequence[Sequence[tuple[int, float]]], room: int) -> list[int]:
+    """The choice with the smallest loss that fits, or one that is nearly as good: a multiple-choice
+    knapsack, solved by SciPy's HiGHS.
+
+    Its numbers are floating point, and its limits hold up to a tolerance. Costs are whole numbers,
+    so what it chose is added up again, and solved again with less room where it is too much.
+
+    Args:
+        units: the options of each, with cost and loss; the cheapest of all units together must fit.
+        room: what all may cost.
+
+    Returns: the number of each unit's option.
+    """
+    costs, losses, unit_of = [], [], []
+    for number, options in enumerate(units):
+        cheapest = min(cost for cost, _ in options)
+        room -= cheapest
+        for cost, loss in options:
+            costs.append(cost - cheapest)
+            losses.append(loss)
+            unit_of.append(number)
+    largest = max(*map(abs, losses), 1e-300)
+    is_of_unit = csr_array((np.ones(len(losses)), (unit_of, np.arange(len(losses)))))
+    limit = room / max(1, room)
+    while True:
+        found = milp(
+            np.array(losses) / largest,
+            integrality=1,
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint(is_of_unit, 1, 1),
+                LinearConstraint(np.array(costs)[None] / max(1, room), ub=limit),
+            ],
+            options={"mip_rel_gap": _GAP},
+        )
+        assert found.x is not None, found.message
+        ones = np.flatnonzero(found.x > 0.5)
+        if sum(costs[one] for one in ones) <= room:
+            return [int(one) - unit_of.index(number) for number, one in enumerate(ones)]
+        limit -= 1e-6
 
 
 def measure_plans(
     run: SearchRun,
     plans: Sequence[Plan],
-    data: CalibrationData,
     folder: Path,
     largest: Mapping[int, LargestInputs],
 ) -> list[tuple[Target, Acceptance | None]]:
-    """The released model, and each plan: its predictions, and its drafts where a block can be run.
+    """The released model, and each plan: its predictions on held-out text, and its drafts where a
+    block can be run.
 
     A layer is loaded once and becomes one plan after the other. The states of each plan are a
     stream of its own, in a folder that looks like that of a finished backbone pass.
@@ -221,21 +230,20 @@ def measure_plans(
     Args:
         run: the search.
         plans: of its choices.
-        data: its held-out text is measured on.
         folder: for the states of each plan, and of the released model.
         largest: of the inputs of each layer's linear layers; -1 - i for block i.
 
     Raises:
         NothingCounts: no slot of the text counts, and acceptance decides.
     """
-    skeleton, ranks, base = run.skeleton, run.ranks, run.choices.base
+    skeleton, ranks = run.skeleton, run.ranks
     sides: list[tuple[Plan | None, Stream, Backbone]] = []
     for number, plan in enumerate((None, *plans)):
         place = folder / f"{number:02d}"
         states = States(place / "states", ranks)
         states.tidy()
-        backbone = Backbone(folder=place, skeleton=skeleton, data=data, ranks=ranks, states=states)
-        sides.append((plan, "served" if plan else "source", backbone))
+        own = Backbone(folder=place, skeleton=skeleton, data=run.data, ranks=ranks, states=states)
+        sides.append((plan, "served" if plan else "source", own))
     for index in range(min(side.states.num_done() for *_, side in sides), len(skeleton)):
         binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
         with skeleton.layer(index, index + 1):
@@ -246,43 +254,44 @@ def measure_plans(
                 with candidate, backbone.states.writing(index + 1) as outputs:
                     backbone.run(stream, index, outputs, serving(skeleton.model))
         run.report(2 * len(skeleton) + 2 + index)
-    targets: list[Target] = []
-    for _, stream, backbone in sides:
-        targets.append(target(backbone, stream, reference=targets[0] if targets else None))
-    drafts, blocks = list[Acceptance | None](), run.blocks()
-    try:
-        for (plan, *_), own in zip(sides, targets, strict=True):
-            if not blocks:
-                break
-            with ExitStack() as stack:
-                for number, block in enumerate(blocks):
-                    binding, seen = bind_block(block, base), largest.get(-1 - number, {})
-                    stack.enter_context(as_candidate(block, plan, binding, "", seen))
-                drafts.append(acceptance(own, blocks))
-    except NothingCounts:
-        if run.recipe.mtp == AUTO or run.auto.min_acceptance:
-            raise
-    return [*zip(targets, drafts or [None] * len(targets), strict=True)]
+    measured, blocks, reference = list[tuple[Target, Acceptance | None]](), run.blocks(), None
+    for plan, stream, backbone in sides:
+        own, drafts = target(backbone, stream, reference=reference), None
+        reference = reference or own
+        with ExitStack() as stack:
+            for number, block in enumerate(blocks):
+                binding, seen = bind_block(block, run.choices.base), largest.get(-1 - number, {})
+                stack.enter_context(as_candidate(block, plan, binding, "", seen))
+            try:
+                if blocks:
+                    drafts = acceptance(own, blocks)
+            except NothingCounts:
+                if run.choices.recipe.mtp == AUTO or run.auto.min_acceptance:
+                    raise
+        measured.append((own, drafts))
+    return measured
 
 
 def _best(run: SearchRun, facts: Sequence[TriedPlanFact]) -> TriedPlanFact:
     """The plan to be taken, of those that keep enough: the one that loses the fewest nats."""
-    auto, least, confidence = run.auto, run.auto.min_acceptance or 0.0, run.recipe.gates.confidence
+    recipe, least = run.choices.recipe, run.auto.min_acceptance or 0.0
     enough = [each for each in facts if (each.kept_at_least or 0.0) >= least]
     if not enough:
         best = max(facts, key=lambda each: each.kept_at_least or 0.0)
         raise GateError(
-            run.recipe.name,
-            f"a plan under the budget must keep {least:.1%} of acceptance, at {confidence:.0%} "
-            "confidence",
+            recipe.name,
+            f"a plan under the budget must keep {least:.1%} of acceptance, at "
+            f"{recipe.gates.confidence:.0%} confidence",
             got=f"at least {best.kept_at_least or 0.0:.1%} at best, by {best.title}",
             cure="Raise budget, draft_weight or calibration.held_out, or lower "
             "backbone_auto.min_acceptance",
         )
 
     def score(fact: TriedPlanFact) -> tuple[float, float]:
-        lost = 0.0 if fact.kept is None else -math.log(min(1.0, max(fact.kept, 1e-9)))
+        lost = 0.0
+        if fact.kept is not None:
+            lost = -math.log(min(1.0, max(fact.kept, 1e-9)))
         # Text that cannot tell two plans apart leaves it to the sensitivities.
-        return fact.divergence + auto.draft_weight * lost, fact.predicted
+        return fact.divergence + run.auto.draft_weight * lost, fact.predicted
 
     return min(enough, key=score)

@@ -23,20 +23,20 @@ The text's gradients say what would improve the model, not what would change it.
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....checkpoints.files import write_whole
 from ....recipes.errors import CheckpointError
-from ....recipes.schema import BackboneAuto, Recipe
-from ...plan.choices import SWEEP_TOKENS, Assignment, Choices, rows_looked_at
+from ...plan.choices import SWEEP_TOKENS, Assignment, Choices, auto_of, rows_looked_at
+from ...run.progress import ProgressCallback
 from ...run.ranks import Ranks
 from ..data.data import CalibrationData
 from ..layers.forwards import released
@@ -45,6 +45,7 @@ from ..model.hooks import hooked
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import LayerState, States
 from ..mtp.mtp_block import MtpBlock, bind_block, draft_steps
+from ..mtp.mtp_pass import cannot_run, reporter
 from ..mtp.mtp_policy import blocks_that_draft, filled_blocks
 from .candidates import Seen, largest_inputs, unit_errors, watching
 
@@ -57,76 +58,62 @@ class Sensitivities:
         losses: (unit, word) -> nats a token; a word that rounds nothing is not there.
         largest: layer (or -1 - block) -> linear layer by its path there -> largest magnitude of its
             input.
-        num_tokens: that they were measured on.
     """
 
     losses: dict[tuple[str, str], float]
     largest: dict[int, dict[str, float]]
-    num_tokens: int
 
     def predicted(self, assignment: Assignment) -> float:
         """Nats a token of all units with these words."""
         return math.fsum(self.losses.get(pair, 0.0) for pair in assignment.items())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRun:
-    """One search over a model, and its two sweeps.
+    """One search over a model, and its two sweeps. State: files in its folder.
 
-    Attributes:
+    Args:
         choices: of the search.
-        data: of the run.
-        place: a folder for what is kept between layers.
-        skeleton: of the base plan of `choices`, whose layers have the released weights.
+        data: of the run; the sweeps read the first part of its text.
+        folder: for what is kept between layers.
         ranks: who shares the text.
-        has_block: whether there is an MTP block that can be run.
-        report: called with the number of steps done, a layer of a sweep each.
+        progress: called after each layer of each sweep.
     """
 
-    choices: Choices
-    data: CalibrationData
-    place: Path
-    skeleton: Skeleton
-    ranks: Ranks
-    has_block: bool
-    report: Callable[[int], None]
-
-    @property
-    def recipe(self) -> Recipe:
-        """That asked for the search."""
-        return self.choices.recipe
-
-    @property
-    def auto(self) -> BackboneAuto:
-        """What it asked for."""
-        assert self.recipe.backbone_auto is not None
-        return self.recipe.backbone_auto
-
-    @property
-    def ids(self) -> Tensor:
-        """[R, S] int64, the text of the sweeps."""
-        return self.data.ids[: rows_looked_at(self.recipe)]
+    def __init__(
+        self,
+        choices: Choices,
+        data: CalibrationData,
+        folder: Path,
+        ranks: Ranks,
+        progress: ProgressCallback | None = None,
+    ):
+        self.choices, self.auto, self.data = choices, auto_of(choices.recipe), data
+        self.folder, self.ranks = folder, ranks
+        # Of the base plan, whose layers have the released weights.
+        self.skeleton = Skeleton(choices.base, device=ranks.device)
+        self.ids = data.ids[: rows_looked_at(choices.recipe)]
+        total, tokens = 3 * len(self.skeleton) + 1, self.ids.numel()
+        self.report = reporter(progress, ranks, "search", total=total, tokens=tokens)
+        self._states = States(folder / "states", ranks)
+        self._gradients = States(folder / "gradients", ranks)
 
     def blocks(self) -> list[MtpBlock]:
         """The MTP blocks that draft, with the released weights; none where they cannot be run."""
-        if not self.has_block:
+        base = self.choices.base
+        if cannot_run(base) is not None:
             return []
-        return blocks_that_draft(self.choices.base, filled_blocks(self.choices.base, self.skeleton))
+        return blocks_that_draft(base, filled_blocks(base, self.skeleton))
 
     def sensitivities(self) -> Sensitivities:
         """Both sweeps, as far as an earlier run has not done them."""
-        last, states, gradients = (
-            len(self.skeleton),
-            self._states("states"),
-            self._states("gradients"),
-        )
-        if self.ranks.is_first:
-            self.place.mkdir(parents=True, exist_ok=True)
-        self.ranks.wait()
-        judged = self.ranks.of_first(lambda: [i for i in range(last) if self._figures(i).is_file()])
+        last, ranks = len(self.skeleton), self.ranks
+        if ranks.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        ranks.wait()
+        judged = ranks.of_first(lambda: [i for i in range(last) if self._figures(i).is_file()])
         todo = min(judged, default=last)
-        if todo == last and not self.ranks.of_first(gradients.num_done):
-            for index in range(self.ranks.of_first(states.num_done), last):
+        if todo == last and not ranks.of_first(self._gradients.num_done):
+            for index in range(ranks.of_first(self._states.num_done), last):
                 self._forward(index)
                 self.report(index + 1)
             self._top()
@@ -134,25 +121,32 @@ class SearchRun:
         for index in reversed(range(todo)):
             self._backward(index)
             self.report(2 * last + 1 - index)
-        return self._read()
+        # Half of the sums is nats.
+        losses, largest = {}, {}
+        for path in (self.folder / "errors").glob("*.json"):
+            kept = json.loads(path.read_text())
+            largest[int(path.stem)] = kept["largest"]
+            for unit, word, value in kept["errors"]:
+                losses[unit, word] = value / (2 * self.ids.numel())
+        return Sensitivities(losses, largest)
 
     # --- the sweeps -------------------------------------------------------------------------------
 
     def _forward(self, index: int) -> None:
-        returned: list[LayerState] = []
+        skeleton = self.skeleton
         with (
-            self.skeleton.layer(index, index + 1) as layer,
-            self._states("states").writing(index + 1, keeps=True) as outputs,
+            skeleton.layer(index, index + 1) as layer,
+            self._states.writing(index + 1, keeps=True) as outputs,
             torch.no_grad(),
-            released(self.skeleton.model),
-            hooked([layer.register_forward_hook(_keeping(returned))]),
+            released(skeleton.model),
+            _returned_by(layer) as returned,
         ):
             for first, arguments, _ in self._batches(index):
-                self.skeleton.model(**arguments, use_cache=False)
+                skeleton.model(**arguments, use_cache=False)
                 state = returned.pop()
                 if not all(value.isfinite().all() for value in state if value is not None):
                     raise CheckpointError(
-                        f"{self.choices.base.source.where}: {self.skeleton.layer_path}.{index}",
+                        f"{self.choices.base.source.where}: {skeleton.layer_path}.{index}",
                         "a released model must compute finite values",
                         got="NaN or infinity",
                         cure="Check the download against the release, or choose the schemes "
@@ -162,19 +156,18 @@ class SearchRun:
 
     def _top(self) -> None:
         """The gradient at the states after the last layer, and the sums of the block's units."""
-        skeleton, base, last = self.skeleton, self.choices.base, len(self.skeleton)
-        blocks = self.blocks()
-        bindings = [bind_block(block, base) for block in blocks]
+        model, blocks = self.skeleton.model, self.blocks()
+        bindings = [bind_block(block, self.choices.base) for block in blocks]
         with ExitStack() as stack:
-            stack.enter_context(skeleton.head())
-            skeleton.model.requires_grad_(False)
+            stack.enter_context(self.skeleton.head())
+            model.requires_grad_(False)
             seen = []
             for block, binding in zip(blocks, bindings, strict=True):
                 stack.enter_context(released(block))
                 seen.append(stack.enter_context(watching(block, self.choices, binding, "")))
-            outputs = stack.enter_context(self._states("gradients").writing(last, keeps=True))
-            stack.enter_context(released(skeleton.model))
-            for first, arguments, leaves in self._batches(last):
+            outputs = stack.enter_context(self._gradients.writing(len(self.skeleton), keeps=True))
+            stack.enter_context(released(model))
+            for first, arguments, leaves in self._batches(len(self.skeleton)):
                 self._draw(first, arguments, leaves, blocks)
                 outputs.put("calibration", first, _gradients(leaves))
             for number, block in enumerate(blocks):
@@ -186,11 +179,8 @@ class SearchRun:
         """Sends the gradient of drawn tokens' log likelihood back from one sequence's predictions
         and drafts.
         """
-        model, ids = self.skeleton.model, arguments["input_ids"]
-        assert self.recipe.calibration is not None
-        generator = torch.Generator(self.skeleton.device).manual_seed(
-            self.recipe.calibration.seed + row
-        )
+        model, ids, base = self.skeleton.model, arguments["input_ids"], self.choices.base
+        generator = torch.Generator(self.skeleton.device).manual_seed(base.calibration.seed + row)
 
         def drawn(logits_SV: Tensor) -> Tensor:
             """The summed log likelihood of tokens drawn from these predictions."""
@@ -199,64 +189,57 @@ class SearchRun:
             return -F.cross_entropy(wide, drawn_S, reduction="sum")
 
         likelihood = drawn(model(**arguments, use_cache=False).logits[0])
-        if blocks and (weight := self.auto.draft_weight):
+        if blocks and self.auto.draft_weight:
             hidden = leaves[0]
             if blocks[0].draft.reads_normed:
                 hidden = model.get_decoder()(**arguments, use_cache=False).last_hidden_state
             assert hidden is not None
-            embedding, target_head = model.get_input_embeddings(), model.get_output_embeddings()
-            outputs = draft_steps(blocks, embedding, ids=ids, hidden=hidden, num_steps=len(blocks))
+            tokens = model.get_input_embeddings()
+            outputs = draft_steps(blocks, tokens, ids=ids, hidden=hidden, num_steps=len(blocks))
             for step, (block, output) in enumerate(zip(blocks, outputs, strict=True), start=1):
-                head: Any = block.head or target_head
+                head: Any = block.head or model.get_output_embeddings()
                 # The last slots have no next token.
                 drafts = drawn(head(output[0, : ids.shape[1] - step]))
-                likelihood = likelihood + math.sqrt(weight) * drafts
+                likelihood = likelihood + math.sqrt(self.auto.draft_weight) * drafts
         if not likelihood.requires_grad:
             rule = "a model must be differentiable for backbone: auto"
             cure = "Choose the schemes yourself: its own code computes without gradients"
-            raise CheckpointError(
-                self.choices.base.source.where, rule, got="no gradient", cure=cure
-            )
+            raise CheckpointError(base.source.where, rule, got="no gradient", cure=cure)
         likelihood.backward()
 
     def _backward(self, index: int) -> None:
-        skeleton, model = self.skeleton, self.skeleton.model
+        skeleton, model, device = self.skeleton, self.skeleton.model, self.skeleton.device
         binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
-        after, returned = self._states("gradients"), list[LayerState]()
+        begin = []
+        if not index:  # gradients begin at the embedding, whose weights have none
+            embedding = model.get_input_embeddings()
+            begin.append(embedding.register_forward_hook(lambda _m, _a, out: out.requires_grad_()))
         with skeleton.layer(index, index - 1) as layer:
             model.requires_grad_(False)
-            hooks = [layer.register_forward_hook(_keeping(returned))]
-            if not index:  # gradients begin at the embedding, whose weights have none
-                embedding = model.get_input_embeddings()
-                begin = embedding.register_forward_hook(
-                    lambda _m, _args, output: output.requires_grad_()
-                )
-                hooks.append(begin)
             with (
                 watching(model, self.choices, binding, path) as seen,
-                self._states("gradients").writing(index, keeps=True) as below,
+                self._gradients.writing(index, keeps=True) as below,
                 released(model),
-                hooked(hooks),
+                hooked(begin),
+                _returned_by(layer) as returned,
             ):
                 for first, arguments, leaves in self._batches(index):
                     model(**arguments, use_cache=False)
-                    num_rows = len(arguments["input_ids"])
-                    above = after.read(
-                        index + 1, "calibration", first, first + num_rows, skeleton.device
-                    )
+                    last = first + len(arguments["input_ids"])
+                    above = self._gradients.read(index + 1, "calibration", first, last, device)
                     outputs, gradients = [], []
                     for output, gradient in zip(returned.pop(), above, strict=True):
                         if output is not None and gradient is not None and output.requires_grad:
                             outputs.append(output)
                             gradients.append(gradient)
                     torch.autograd.backward(outputs, gradients)
-                    below.put(
-                        "calibration", first, _gradients(leaves) or (torch.zeros(num_rows, 1),)
-                    )
+                    # The first layer reads no states.
+                    own = _gradients(leaves) or (torch.zeros(last - first, 1),)
+                    below.put("calibration", first, own)
             self._judge(index, model, binding, path, seen)
         if self.ranks.is_first:
             for kind in ("states", "gradients"):
-                shutil.rmtree(self.place / kind / f"{index + 1:05d}", ignore_errors=True)
+                shutil.rmtree(self.folder / kind / f"{index + 1:05d}", ignore_errors=True)
         self.ranks.wait()
 
     def _judge(
@@ -283,52 +266,41 @@ class SearchRun:
             write_whole(file, json.dumps({"errors": found, "largest": largest}))
         self.ranks.wait()
 
-    # --- files ------------------------------------------------------------------------------------
-
-    def _states(self, kind: Literal["states", "gradients"]) -> States:
-        return States(self.place / kind, self.ranks)
-
     def _figures(self, index: int) -> Path:
-        return self.place / "errors" / f"{index}.json"
-
-    def _read(self) -> Sensitivities:
-        """The sums as nats a token: half of them."""
-        losses, largest, num_tokens = {}, {}, self.ids.numel()
-        for path in (self.place / "errors").glob("*.json"):
-            kept = json.loads(path.read_text())
-            largest[int(path.stem)] = kept["largest"]
-            for unit, word, value in kept["errors"]:
-                losses[unit, word] = value / (2 * num_tokens)
-        return Sensitivities(losses, largest, num_tokens)
+        return self.folder / "errors" / f"{index}.json"
 
     def _batches(self, index: int) -> Iterator[tuple[int, dict[str, Tensor], LayerState]]:
         """This rank's batches: first row, the model's arguments, and the states that layer `index`
         reads.
         """
-        ids, last = self.ids, len(self.skeleton)
+        ids, skeleton = self.ids, self.skeleton
         # No more in a batch than leaves some for every rank; drafts are drawn sequence by sequence.
         size = max(1, min(SWEEP_TOKENS // ids.shape[1], math.ceil(len(ids) / self.ranks.size)))
-        if index == last:
+        if index == len(skeleton):
             size = 1
-        share, states = self.ranks.share(len(ids), size), self._states("states")
+        share = self.ranks.share(len(ids), size)
         for first in range(share.start, share.stop, size):
             end, state = min(first + size, share.stop), None
             if index:
-                state = states.read(index, "calibration", first, end, self.skeleton.device)
+                state = self._states.read(index, "calibration", first, end, skeleton.device)
                 for value in state:
                     if value is not None and value.is_floating_point():
                         value.requires_grad_()
-            for arguments in self.skeleton.feed(
-                index, [Batch(ids=ids[first:end], state=state, first=first)]
-            ):
+            batch = Batch(ids=ids[first:end], state=state, first=first)
+            for arguments in skeleton.feed(index, [batch]):
                 yield first, arguments, state or ()
 
 
-def _keeping(returned: list[LayerState]) -> Callable[..., None]:
-    """A forward hook that keeps what a layer has returned, to be popped."""
-    return lambda _module, _args, output: returned.append(
-        output if isinstance(output, tuple) else (output,)
-    )
+@contextmanager
+def _returned_by(layer: nn.Module) -> Iterator[list[LayerState]]:
+    """Collects what a layer returns, to be popped."""
+    returned: list[LayerState] = []
+
+    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        returned.append(output if isinstance(output, tuple) else (output,))
+
+    with hooked([layer.register_forward_hook(keep)]):
+        yield returned
 
 
 def _gradients(leaves: LayerState) -> LayerState:

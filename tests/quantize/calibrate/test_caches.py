@@ -117,8 +117,8 @@ def test_a_run_with_nothing_but_an_fp8_cache(tmp_path):
     recipe = find_recipe("tiny-glm4-moe.fp8-kv")[0]
     plain = recipe.model_dump() | {"backbone": dict.fromkeys(recipe.backbone, "bf16")}
     plan = plan_over(GLM, Recipe.model_validate(plain))
-    found = mtp_pass(plan, finished(plan, tmp_path, samples=8))
-    released, served, cached = found.combinations
+    _, found = mtp_pass(plan, finished(plan, tmp_path, samples=8))
+    released, served, cached = found.rows
     assert released.perplexity != served.perplexity and cached.acceptance is not None
     statistics = Statistics.open(tmp_path / "statistics")
     refuse_statistics(plan, statistics)

@@ -78,8 +78,8 @@ def test_the_whole_line(model, scheme, algorithm, tmp_path, monkeypatch):
     measured = spied_weights(monkeypatch)
     run = calibration.calibrate(plan, tmp_path / "calibration", ranks=ALONE)
     assert (
-        "must resemble what the model writes" in run.mtp.unmeasured
-        or run.mtp.combinations[0].acceptance
+        "must resemble what the model writes" in run.summary["unmeasured"]
+        or run.summary["rows"][0]["acceptance"]
     )
     with claim(run.plan, tmp_path / "out", calibration=run.salt) as partial:
         write(

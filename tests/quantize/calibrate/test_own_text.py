@@ -9,9 +9,9 @@ import torch
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.mtp import own_text
 from keepmtp.quantize.calibrate.mtp.facts import DataFact
-from keepmtp.quantize.calibrate.mtp.own_text import with_own_text
+from keepmtp.quantize.calibrate.mtp.own_text import prompt_of, with_own_text
 from keepmtp.quantize.plan.plan import Plan
-from passes import END, ROOT, greedy_answers, plan_over
+from passes import ROOT, greedy_answers, plan_over
 from transformers import AutoTokenizer, PreTrainedModel
 
 CPU = torch.device("cpu")
@@ -29,61 +29,46 @@ def asked(request) -> tuple[str, Plan, CalibrationData]:
     return request.param, plan, replace(data, held_out_ids=odd)
 
 
-def test_the_model_answers_the_prompts_of_the_dataset(asked, tmp_path):
+def test_the_model_answers_the_prompts_of_the_dataset_once(asked, tmp_path, monkeypatch):
     name, plan, data = asked
     found = with_own_text(plan, data, tmp_path, device=CPU)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / name)
     for row, (ids, written) in enumerate(
         zip(found.held_out_ids, found.held_out_written, strict=True)
     ):
-        first = int(written.int().argmax())
-        assert first == int(data.held_out_written[row].int().argmax()), (
-            "the prompt is the dataset's"
-        )
-        assert torch.equal(ids[:first], data.held_out_ids[row, :first])
-        (answer,) = greedy_answers(ROOT / "models" / name, [tokenizer.decode(ids[:first])])
-        own = ids[written].tolist()
-        assert own == answer[: len(own)] and len(own) > 20
-        end = first + len(own)
-        assert torch.equal(ids[end:], data.held_out_ids[row, end:]) and not written[end:].any()
-    fact = DataFact.model_validate(found.provenance)
-    assert fact.held_out_by == "model" and fact.held_out_written_tokens == int(
-        found.held_out_written.sum()
-    )
+        prompt = prompt_of(data, row)
+        first = len(prompt)
+        assert not data.held_out_written[row, :first].any() and data.held_out_written[row, first]
+        (answer,) = greedy_answers(ROOT / "models" / name, [tokenizer.decode(prompt)])
+        own, end = ids[written].tolist(), first + int(written.sum())
+        assert own == answer[: len(own)] and len(own) > 20 and written[first:end].all()
+        assert torch.equal(ids[:first], prompt)
+        assert torch.equal(ids[end:], data.held_out_ids[row, end:])
+    fact, num_written = DataFact.model_validate(found.provenance), int(found.held_out_written.sum())
+    assert (fact.held_out_by, fact.held_out_written_tokens) == ("model", num_written)
     assert fact.ids_sha256 == data.provenance["ids_sha256"]
-    assert not torch.equal(found.held_out_ids, data.held_out_ids)
-
-
-def test_the_text_is_written_once(asked, tmp_path, monkeypatch):
-    _, plan, data = asked
-    first = with_own_text(plan, data, tmp_path, device=CPU)
     monkeypatch.setattr(own_text, "_write", lambda *_: pytest.fail("a second time"))
     again = with_own_text(plan, data, tmp_path, device=CPU)
-    assert (
-        torch.equal(again.held_out_ids, first.held_out_ids) and again.provenance == first.provenance
-    )
+    assert torch.equal(again.held_out_ids, found.held_out_ids)
+    assert again.provenance == found.provenance
 
 
-def test_a_model_that_memory_does_not_hold_leaves_the_datasets_text(asked, tmp_path, monkeypatch):
-    """And a resumed run with more memory measures on the same text."""
+def test_a_model_that_cannot_write_leaves_the_datasets_text(asked, tmp_path, monkeypatch):
+    """For want of memory, or in its class; and a resumed run with more memory measures on the same
+    text.
+    """
     _, plan, data = asked
     with monkeypatch.context() as patch:
         patch.setattr(own_text, "free_host_bytes", lambda: 1_000_000)
-        patch.setattr(own_text, "_write", lambda *_: pytest.fail("it does not fit"))
-        assert with_own_text(plan, data, tmp_path, device=CPU) is data
-    assert with_own_text(plan, data, tmp_path, device=CPU) is data
-
-
-def test_a_class_that_cannot_write_leaves_the_datasets_text(asked, tmp_path, monkeypatch):
-    _, plan, data = asked
-    monkeypatch.setattr(PreTrainedModel, "can_generate", classmethod(lambda _: False))
-    assert with_own_text(plan, data, tmp_path, device=CPU) is data
+        assert with_own_text(plan, data, tmp_path / "small", device=CPU) is data
+        patch.undo()
+        patch.setattr(PreTrainedModel, "can_generate", classmethod(lambda _: False))
+        assert with_own_text(plan, data, tmp_path / "mute", device=CPU) is data
+    for folder in ("small", "mute"):
+        assert with_own_text(plan, data, tmp_path / folder, device=CPU) is data
 
 
 def test_a_text_without_marked_answers_is_continued(asked):
     """Its first quarter is the prompt."""
-    _, _, data = asked
-    unmarked = CalibrationData(ids=data.ids, held_out_ids=data.held_out_ids, provenance={})
-    prompts = [own_text.prompt_of(unmarked, row) for row in range(4)]
-    assert [len(prompt) for prompt in prompts] == [data.held_out_ids.shape[1] // 4] * 4
-    assert END not in prompts[0]
+    data = replace(asked[2], held_out_written=None)
+    assert len(prompt_of(data, 0)) == data.held_out_ids.shape[1] // 4

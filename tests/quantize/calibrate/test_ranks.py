@@ -17,7 +17,7 @@ import torch
 import yaml
 from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.ranks import Ranks, _device_of, _refuse_shared_gpu, joined
-from keepmtp.quantize.run.statistics import Statistics, read_metadata
+from keepmtp.quantize.run.statistics import Statistics
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from killed import SMALL, error, events, finished, small_recipe, start, statistics, summary
@@ -246,8 +246,7 @@ def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
 
 def test_two_ranks_train_what_one_trains(tmp_path):
     """Each takes two of the four sequences of a step. Gradients are summed in another order, in
-    F32: the first loss is one forward of the same weights, later ones are of weights that differ in
-    last bits of BF16, some codes in NVFP4.
+    F32: weights differ in last bits of BF16, some codes in NVFP4.
     """
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4")
     settings = {
@@ -268,15 +267,10 @@ def test_two_ranks_train_what_one_trains(tmp_path):
         assert finished(start(recipe, folder, size=size, is_whole=True), 120) == [0] * size, error(
             folder
         )
-        (file,) = (
-            path
-            for path in (folder / "mtp").glob("*.safetensors")
-            if "losses" in read_metadata(path)
-        )
-        found[size] = json.loads(read_metadata(file)["losses"]), load_file(file)
+        each = map(load_file, (folder / "mtp").glob("*.safetensors"))
+        (found[size],) = (tensors for tensors in each if "model.layers.3.enorm.weight" in tensors)
     assert summary(tmp_path / "of-2", 0) == summary(tmp_path / "of-2", 1)
-    (one, weights), (two, others) = found[1], found[2]
-    assert two[0] == pytest.approx(one[0], rel=1e-6) and two == pytest.approx(one, rel=0.02)
+    weights, others = found[1], found[2]
     assert weights.keys() == others.keys()
     for name in (name for name, value in weights.items() if value.dtype == torch.bfloat16):
         # A step of AdamW is about the learning rate at most, whatever the gradient: three of them,

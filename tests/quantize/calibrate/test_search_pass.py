@@ -1,25 +1,25 @@
-"""The search of `backbone: auto`: what its sensitivities predict, what it finds, and what becomes
-of it on disk.
+"""The search of `backbone: auto`: its knapsack against every choice there is, what its
+sensitivities predict, what it finds, and what becomes of it on disk.
 """
 
+import itertools
 import json
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from keepmtp import pipeline
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.quantize.calibrate.data.claim import search_fingerprint
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.search import search_pass
 from keepmtp.quantize.calibrate.search.search_pass import (
+    best_packing,
     measure_plans,
     packed,
     search,
-    search_run,
 )
 from keepmtp.quantize.calibrate.search.sensitivity import SearchRun, Sensitivities
 from keepmtp.quantize.plan.choices import choices_of
@@ -31,21 +31,15 @@ from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, plan_over
 from scipy.stats import spearmanr
 from typer.testing import CliRunner
+from written_values import poke
 
 GLM = ROOT / "models" / "tiny-glm4-moe"
-WORDS = ["NVFP4", "FP8_DYNAMIC", "bf16"]
 
 
-def searched(
-    budget: str, model: str = "tiny-glm4-moe", *, auto: dict | None = None, **changes
-) -> Recipe:
-    raw = find_recipe(f"{model}.nvfp4")[0].model_dump()
-    own = {
-        "backbone": "auto",
-        "mtp": "auto",
-        "budget": budget,
-        "backbone_auto": {"candidates": WORDS} | (auto or {}),
-    }
+def searched(budget: str, *, auto: dict | None = None, **changes) -> Recipe:
+    words = {"candidates": ["NVFP4", "FP8_DYNAMIC", "bf16"]} | (auto or {})
+    own = {"backbone": "auto", "mtp": "auto", "budget": budget, "backbone_auto": words}
+    raw = find_recipe("tiny-glm4-moe.nvfp4")[0].model_dump()
     return Recipe.model_validate(raw | own | changes)
 
 
@@ -54,17 +48,20 @@ def plan_and_data(recipe: Recipe) -> tuple[Plan, CalibrationData]:
     return plan, calibration_data(recipe.calibration, plan.source)
 
 
+def run_in(folder: Path) -> SearchRun:
+    plan, data = plan_and_data(searched("5.5 bits"))
+    return SearchRun(choices_of(plan.recipe, plan.source), data, folder, ALONE)
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory) -> tuple[SearchRun, Sensitivities]:
     """A search whose sensitivities are known."""
-    plan, data = plan_and_data(searched("5.5 bits"))
-    choices = choices_of(plan.recipe, plan.source)
-    own = search_run(choices, data, tmp_path_factory.mktemp("search"), ALONE)
+    own = run_in(tmp_path_factory.mktemp("search"))
     return own, own.sensitivities()
 
 
 @pytest.mark.full
-def test_sensitivities_predict_what_one_unit_does_to_held_out_text(swept, tmp_path):
+def test_sensitivities_predict_what_one_unit_does_to_held_out_text(swept, tmp_path, monkeypatch):
     """Each unit in 4 bits alone: predicted on calibration text, measured as divergence on held-out
     text.
 
@@ -72,88 +69,69 @@ def test_sensitivities_predict_what_one_unit_does_to_held_out_text(swept, tmp_pa
     block; a drawn token for each slot leaves a factor of about two.
     """
     own, found = swept
-    choices = own.choices
-    backbone = [unit for unit in choices.units if unit.part == "backbone"]
-    plans = [choices.plan({**choices.uniform("bf16"), unit.name: "NVFP4"}) for unit in backbone]
-    _, *measured = measure_plans(
-        replace(own, has_block=False), plans, own.data, tmp_path, found.largest
-    )
-    predicted = [found.losses[unit.name, "NVFP4"] for unit in backbone]
+    choices, losses = own.choices, found.losses
+    backbone = [unit.name for unit in choices.units if unit.part == "backbone"]
+    plans = [choices.plan({**choices.uniform("bf16"), name: "NVFP4"}) for name in backbone]
+    monkeypatch.setattr(SearchRun, "blocks", lambda _: [])
+    _, *measured = measure_plans(own, plans, tmp_path, found.largest)
+    predicted = [losses[name, "NVFP4"] for name in backbone]
     diverged = [each.divergence for each, _ in measured]
     assert spearmanr(predicted, diverged).statistic > 0.8
     assert 0.5 < sum(predicted) / sum(diverged) < 3
-    assert all(
-        found.losses[unit.name, "FP8_DYNAMIC"] < found.losses[unit.name, "NVFP4"]
-        for unit in backbone
-    )
-    assert all((unit.name, "bf16") not in found.losses for unit in choices.units)
+    assert all(losses[name, "FP8_DYNAMIC"] < losses[name, "NVFP4"] for name in backbone)
     # The block's units are known, too, by what they do to drafts.
-    assert all(found.losses[unit.name, "NVFP4"] > 0 for unit in choices.units if unit.part == "mtp")
+    for unit in choices.units:
+        assert (unit.name, "bf16") not in losses and losses[unit.name, "NVFP4"] > 0
 
 
-def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept):
+def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept, monkeypatch):
     own, found = swept
     choices = own.choices
-    assignment, _ = packed(choices, found, {})
+    assignment = packed(choices, found, {})
     assert choices.fits(assignment)
     plan = found_plan(choices, assignment, shard_bytes=10**9)
     text = found_text(plan.recipe)
     assert "auto" not in text and "budget" not in text.replace("found for", "")
-    path = own.place / "recipe.yaml"
+    path = own.folder / "recipe.yaml"
     path.write_text(text)
     again = make_plan(read_recipe(path), plan.source)
-    assert [(t.name, t.fate, t.scheme) for t in again.tensors] == [
-        (t.name, t.fate, t.scheme) for t in plan.tensors
-    ]
+    for one, other in zip(again.tensors, plan.tensors, strict=True):
+        assert (one.name, one.fate, one.scheme) == (other.name, other.fate, other.scheme)
     # One of its overrides is wrong: the unit is named.
     assert plan.recipe.overrides, "nothing deviates from its group: choose another budget"
-    broken = {
-        **assignment,
-        choices.units[0].name: "NVFP4" if assignment[choices.units[0].name] != "NVFP4" else "bf16",
-    }
+    first = choices.units[0].name
+    broken = {**assignment, first: "bf16" if assignment[first] == "NVFP4" else "NVFP4"}
+    monkeypatch.setattr("keepmtp.quantize.plan.found_recipe.found_recipe", lambda *_: plan.recipe)
     with pytest.raises(RecipeError, match=r"must give model\.layers\.0\..* the word"):
-        _checked_against(choices, broken, plan.recipe)
-
-
-def _checked_against(choices, assignment, recipe) -> None:
-    """`found_plan` where the recipe is of another assignment."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("keepmtp.quantize.plan.found_recipe.found_recipe", lambda *_: recipe)
-        found_plan(choices, assignment, shard_bytes=10**9)
+        found_plan(choices, broken, shard_bytes=10**9)
 
 
 def test_overrides_are_few_where_layers_agree():
     """A full-size model: one line for all layers of a kind."""
     choices = choices_of(searched("16 bits"), open_source(GLM))
-    assignment = choices.uniform("bf16") | {
-        unit.name: "NVFP4" for unit in choices.units if unit.role == "attention" and unit.layer == 1
-    }
-    overrides = found_recipe(choices, assignment).overrides
+    changed = [u.name for u in choices.units if u.role == "attention" and u.layer == 1]
+    found = found_recipe(choices, choices.uniform("bf16") | dict.fromkeys(changed, "NVFP4"))
     projections = "|".join(rf"model\.layers\.(?:1)\.self_attn\.{each}_proj" for each in "kqv")
-    assert [each.modules for each in overrides] == [
+    assert [each.modules for each in found.overrides] == [
         rf"re:(?:{projections})",
         r"re:(?:model\.layers\.(?:1)\.self_attn\.o_proj)",
     ]
 
 
-@pytest.mark.parametrize("stop", ["_forward", "_top", "_backward"])
-def test_a_killed_search_goes_on_to_the_same_sums(stop, swept, tmp_path, monkeypatch):
-    own, found = swept
-    sweeps = replace(own, place=tmp_path)
-    calls = []
-    once = getattr(type(sweeps), stop)
+@pytest.mark.parametrize(("stop", "at"), [("_forward", 2), ("_top", 1), ("_backward", 2)])
+def test_a_killed_search_goes_on_to_the_same_sums(stop, at, swept, tmp_path, monkeypatch):
+    own, calls, once = run_in(tmp_path), [], getattr(SearchRun, stop)
 
     def killed(self, *args):
         calls.append(args)
-        if len(calls) == (1 if stop == "_top" else 2):
+        if len(calls) == at:
             raise KeyboardInterrupt
         return once(self, *args)
 
-    monkeypatch.setattr(type(sweeps), stop, killed)
+    monkeypatch.setattr(SearchRun, stop, killed)
     with pytest.raises(KeyboardInterrupt):
-        sweeps.sensitivities()
-    monkeypatch.setattr(type(sweeps), stop, once)
-    assert replace(own, place=tmp_path).sensitivities() == found
+        own.sensitivities()
+    assert run_in(tmp_path).sensitivities() == swept[1]
 
 
 @pytest.mark.full
@@ -161,72 +139,100 @@ def test_the_whole_line(tmp_path, monkeypatch):
     """From a recipe with a budget to a checkpoint that passes its check, and the same again without
     a search.
     """
+
+    def quantize(*words: object) -> str:
+        said = CliRunner().invoke(app, ["quantize", *map(str, words)])
+        assert said.exit_code == 0, said.output
+        return said.output
+
     monkeypatch.chdir(ROOT)
-    asked = tmp_path / "asked.yaml"
+    asked, out, other = (tmp_path / name for name in ("asked.yaml", "out", "other"))
     asked.write_text(json.dumps(searched("3.3MB", variant="small").model_dump(mode="json")))
-    out = tmp_path / "out"
-    said = CliRunner().invoke(
-        app, ["quantize", str(asked), "--out", str(out), "--keep-calibration"]
-    )
-    assert said.exit_code == 0, said.output
-    assert "recipe.yaml in the output" in said.output and "check passed" in said.output
+    said = quantize(asked, "--out", out, "--keep-calibration")
+    assert "recipe.yaml in the output" in said and "check passed" in said
     assert sum(path.stat().st_size for path in out.iterdir()) <= 3_300_000
-    record = json.loads((out / "keepmtp.json").read_text())
-    fact = record["calibration"]["search"]
-    chosen = [plan for plan in fact["plans"] if plan["chosen"]]
-    uniform = [plan for plan in fact["plans"] if plan["title"] == "NVFP4 for all"]
-    assert len(chosen) == 1 and fact["budget"] == "3.3MB"
-    assert chosen[0]["divergence"] < uniform[0]["divergence"]
+    fact = json.loads((out / "keepmtp.json").read_text())["calibration"]["search"]
+    plans = {plan["title"]: plan["divergence"] for plan in fact["plans"]}
+    (chosen,) = (plan["title"] for plan in fact["plans"] if plan["chosen"])
+    assert fact["budget"] == "3.3MB" and plans[chosen] < plans["NVFP4 for all"]
     # The same command finds it finished; its own recipe makes the same shards, and searches
     # nothing.
-    again = CliRunner().invoke(app, ["quantize", str(asked), "--out", str(out)])
-    assert "finished before" in again.output, again.output
+    assert "finished before" in quantize(asked, "--out", out)
     monkeypatch.setattr(search_pass, "search", None)
-    other = tmp_path / "other"
-    said = CliRunner().invoke(app, ["quantize", str(out / "recipe.yaml"), "--out", str(other)])
-    assert said.exit_code == 0, said.output
+    quantize(out / "recipe.yaml", "--out", other)
     for path in out.glob("*.safetensors"):
         assert path.read_bytes() == (other / path.name).read_bytes()
     # Another budget uses the sensitivities again; another text does not.
-    folder = Path(f"{out}.calibration")
-    _another_budget(folder / "search", monkeypatch)
-
-
-def _another_budget(folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr("keepmtp.quantize.calibrate.search.sensitivity.SearchRun._forward", None)
+    monkeypatch.setattr(SearchRun, "_forward", None)
     plan, data = plan_and_data(searched("16 bits", variant="small"))
+    folder = Path(f"{out}.calibration") / "search"
     found, fact = search(plan, data, folder, ranks=ALONE)
     # Everything fits: nothing is rounded, and nothing is left for batches.
     assert fact.plans[0].predicted == 0.0 and "calibration: null" in found_text(found.recipe)
     calibration = plan.recipe.calibration.model_copy(update={"seed": 7})
-    other = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration}))
+    plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration}))
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        search(other, data, folder, ranks=ALONE)
+        search(plan, data, folder, ranks=ALONE)
 
 
 def test_acceptance_that_no_plan_keeps_is_refused(swept, tmp_path):
     own, _ = swept
     plan, data = plan_and_data(searched("5.5 bits", auto={"min_acceptance": 0.9999}))
-    shutil.copytree(own.place, tmp_path / search_fingerprint(plan, data, 1)[:16])
-    with pytest.raises(
-        GateError, match=r"must keep 100\.0% of acceptance.*, by (found|NVFP4 for all)"
-    ):
+    shutil.copytree(own.folder, tmp_path / search_fingerprint(plan, data, 1)[:16])
+    match = r"must keep 100\.0% of acceptance.*, by (found|NVFP4 for all)"
+    with pytest.raises(GateError, match=match):
         search(plan, data, tmp_path, ranks=ALONE)
 
 
 def test_a_layer_that_is_not_finite_is_named(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(GLM, folder)
-    name = "model.layers.2.self_attn.o_proj.weight"
-    source = open_source(folder)
-    entry = source.entries[name]
-    with open(folder / entry.file, "r+b") as file:
-        file.seek(entry.start)
-        file.write(
-            torch.full((4,), float("nan"), dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
-        )
-    recipe = searched("5.5 bits", source=str(folder))
-    plan = pipeline.plan_before_measuring(recipe, open_source(folder))
-    data = calibration_data(recipe.calibration, plan.source)
+    poke(folder, "model.layers.2.self_attn.o_proj.weight", float("nan"))
+    plan, data = plan_and_data(searched("5.5 bits", source=str(folder)))
     with pytest.raises(CheckpointError, match=r"model\.layers\.2: a released model must"):
         search(plan, data, tmp_path / "search", ranks=ALONE)
+
+
+# --- the knapsack ---------------------------------------------------------------------------------
+
+
+def units_of(seed: int, count: int) -> list[list[tuple[int, float]]]:
+    """Options that cost more and lose less, mostly; some are good for nothing."""
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        size, loss = draw.randint(1, 40), draw.random()
+        options = [(size, loss), (2 * size, loss * draw.random()), (4 * size, 0.0)]
+        found.append(draw.sample([*options, (3 * size, loss * 2)], 4))
+    return found
+
+
+def room_of(units, share: float) -> int:
+    low, high = (sum(pick(cost for cost, _ in options) for options in units) for pick in (min, max))
+    return int(low + share * (high - low))
+
+
+def taken(units, room: int) -> float:
+    """The loss of what fits."""
+    chosen = best_packing(units, room)
+    picked = [options[number] for options, number in zip(units, chosen, strict=True)]
+    assert sum(cost for cost, _ in picked) <= room
+    return sum(loss for _, loss in picked)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_choice_is_better(seed):
+    units = units_of(seed, 6)
+    room, best = room_of(units, seed / 11), float("inf")
+    for picked in itertools.product(*units):
+        if sum(cost for cost, _ in picked) <= room:
+            best = min(best, sum(loss for _, loss in picked))
+    assert taken(units, room) == pytest.approx(best, abs=1e-12)
+
+
+def test_a_large_one_fits_to_the_byte_and_more_room_loses_less():
+    units = []
+    for options in units_of(1, 300):
+        units.append([(cost * 10**9 + 7, loss) for cost, loss in options])
+    losses = [taken(units, room_of(units, share)) for share in (0.0, 0.01, 0.3, 0.7, 1.0)]
+    assert losses == sorted(losses, reverse=True) and losses[0] > 0 == losses[-1]
+    assert taken(units, 10**15) == 0.0

@@ -339,7 +339,7 @@ def test_a_record_that_says_nothing_is_no_error(record, why, tmp_path):
             "by_position.3.2",
         ),
         (
-            lambda told: told["rows"][1]["acceptance"]["mean_accepted_length"].pop("2"),
+            lambda told: told["rows"][1]["acceptance"]["by_position"].pop("2"),
             "rows.1.acceptance",
         ),
         (lambda told: told.update(colour="red"), "colour"),
