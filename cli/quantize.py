@@ -138,8 +138,7 @@ def found(fact: "CalibrationFact") -> Iterator[RenderableType]:
         title = f"plans for {search.budget}, measured on held-out text before calibration"
         yield drawn(title, tables.plans(search))
         yield (
-            f"{search.units:,} units; a better choice could save {search.gap:.1%} of the predicted "
-            "loss at most.\n"
+            f"{search.units:,} units were searched.\n"
             "The recipe that was found is recipe.yaml in the output; it can be edited, and runs "
             "without a search.\n"
             "bits: of weights and scales, for each weight; kept: part of the release's acceptance."
