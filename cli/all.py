@@ -178,13 +178,13 @@ def _refuse_measuring(
 ) -> None:
     """What would stop the run after hours of quantizing."""
     from ..quantize.plan.own_code import refuse_untrusted_code
-    from ..validate.measure import gsm8k, lm_eval_task  # they need lm-eval and datasets
+    from ..validate.measure import lm_eval_task, tasks  # they need lm-eval and datasets
 
     refuse_untrusted_code(plan)
     for own in plan.recipe.evaluations:
         protocol = own if k is None else own.model_copy(update={"k": k})
         lm_eval_task.questions(protocol, runs_code=runs_code)
-        gsm8k.refuse_model(plan.source, protocol, extra)
+        tasks.refuse_model(plan.source, protocol, extra)
 
 
 def _refuse_another(out: Path, recipe: "Recipe") -> None:

@@ -41,12 +41,10 @@ def bench(
     source: str | None = None,
     k: Annotated[str | None, typer.Option("-k", "--k")] = None,
     concurrency: str = "1,8,32",
-    contexts: Annotated[str, typer.Option("--context")] = "0",
     prompts: Path | None = None,
     requests: Annotated[int, typer.Option(min=0)] = 0,
     output_tokens: AtLeastOne = 256,
     repeat: AtLeastOne = 3,
-    rounds: AtLeastOne = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     dry_run: DryRunOption = False,
 ) -> None:
@@ -68,29 +66,24 @@ def bench(
         source: What it was made from, folder or Hub id: the same matrix for it too.
         k: Tokens drafted a step: 0..4, or 0,1,3. Default: 0..4, as far as it can draft.
         concurrency: Requests in flight, such as 1,8,32.
-        contexts: Bring prompts to so many tokens, such as 1024,8192; 0: as they are. Too short ones
-            get other prompts before them.
         prompts: Your own: a .jsonl file, each line with `prompt`, `messages` or `turns`
             (SPEED-Bench); default: 400 word problems.
         requests: Requests a repetition; 0: four for each in flight, 16 at least.
         output_tokens: Tokens of an answer, at most.
         repeat: Repetitions of each cell with each server.
-        rounds: How often each server is started: 2 also shows a machine that drifts.
         seed: Of the order in which prompts are taken.
     """
     from ..validate.measure import bench as matrix
-    from ..validate.measure.bench_prompts import read
+    from ..validate.measure.texts import read_prompts
 
     session = begin("bench", "bench", served, context.args, source or "none")
     plan = matrix.BenchPlan(
         ks=_ks(session.opened) if k is None else numbers("--k", k, least=0),
         concurrency=numbers("--concurrency", concurrency, least=1),
-        contexts=numbers("--context", contexts, least=0),
-        prompts=read(prompts),
+        prompts=read_prompts(prompts),
         requests=requests,
         output_tokens=output_tokens,
         repeat=repeat,
-        rounds=rounds,
         seed=seed,
     )
     checkpoints = [*filter(None, (session.opened, session.original))]
@@ -136,28 +129,20 @@ def shown(found: "BenchFact") -> Iterator[RenderableType]:
         "themselves or after "
         f"{found.output_tokens:,} tokens."
     )
-    if found.rounds == 1:
-        yield (
-            "Each server was started once: what changed on the machine between them shows only "
-            "with --rounds 2."
-        )
+    yield "Each server was started once: what changed on the machine between them does not show."
     yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."
 
 
 def counted(plan: "BenchPlan", num_checkpoints: int) -> dict[str, Any]:
     """What a run would do."""
-    repetitions = plan.repeat * plan.rounds
-    requests = (
-        sum(map(plan.num_requests, plan.loads)) * len(plan.ks) * repetitions * num_checkpoints
-    )
+    servers = len(plan.ks) * num_checkpoints
+    requests = sum(map(plan.num_requests, plan.concurrency)) * plan.repeat * servers
     return {
         "checkpoints": num_checkpoints,
-        "servers": len(plan.ks) * plan.rounds * num_checkpoints,
+        "servers": servers,
         "k": list(plan.ks),
-        "loads": [
-            {"concurrency": concurrency, "context": context} for concurrency, context in plan.loads
-        ],
-        "repetitions": repetitions,
+        "concurrency": list(plan.concurrency),
+        "repetitions": plan.repeat,
         "requests": requests,
         "output_tokens": plan.output_tokens,
         "prompts": f"{len(plan.prompts.items):,} of {plan.prompts.name}",

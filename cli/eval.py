@@ -119,7 +119,7 @@ def evaluate(
     """
     require_extra("keepmtp eval", "evaluate")
     session = begin("eval", "gsm8k", served, context.args, source)
-    from ..validate.measure import gsm8k, lm_eval_task, model_code  # lm-eval is known to be there
+    from ..validate.measure import lm_eval_task, model_code, tasks  # lm-eval is known to be there
 
     gates, evaluations = _decided(session, recipe)
     protocols = protocol.of(evaluations)
@@ -132,12 +132,12 @@ def evaluate(
     asked = [lm_eval_task.questions(one, runs_code=run_model_code) for one in protocols]
     for one in protocols:
         for checkpoint in filter(None, (session.opened, session.original)):
-            gsm8k.refuse_model(checkpoint, one, session.extra)
+            tasks.refuse_model(checkpoint, one, session.extra)
     setup = session.setup
     judged = session.checkpoint()
     compared = session.source_of(judged)
     with asking(session.err, as_json=served.as_json) as watch:
-        fact = gsm8k.evaluate(
+        fact = tasks.evaluate(
             judged,
             compared,
             asked,
@@ -146,8 +146,8 @@ def evaluate(
             has_plain=plain,
             watch=watch,
         )
-    tasks = [one.task for one in evaluations]
-    judgement = session.keep(fact, judged, gates=gates, evaluation=fact, listed_tasks=tasks)
+    listed = [one.task for one in evaluations]
+    judgement = session.keep(fact, judged, gates=gates, evaluation=fact, listed_tasks=listed)
     found = {
         "evaluation": fact.model_dump(mode="json"),
         "judgement": judgement.model_dump(mode="json"),

@@ -9,7 +9,7 @@ room.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,6 @@ from ..recipes.extras import require_extra
 from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .options import AnyVLLMOption, JsonOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, downloaded
-from .tables import say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -111,10 +110,7 @@ class Session:
         ):  # which refuses some checkpoints only when it is asked to serve them
             require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
         refuse_no_room((self.opened, self.original), vllm, out=self.out, extra=self.extra)
-        told = partial(say, self.err)
-        return Setup(
-            vllm=vllm, out=self.out, timeout=self.options.timeout, extra=self.extra, say=told
-        )
+        return Setup(vllm=vllm, out=self.out, timeout=self.options.timeout, extra=self.extra)
 
     def downloaded(self, source: "Source") -> "Source":
         """The same with its files on this machine."""

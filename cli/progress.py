@@ -83,19 +83,15 @@ def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
 
 
 @contextmanager
-def spinner(
-    console: Console, *, is_shown: bool = True, in_log: bool = False
-) -> Iterator[Callable[[str], None]]:
-    """What servers or loaders do now, on a terminal; with `in_log`, else in lines now and then."""
-    is_shown, paced = is_shown and console.is_terminal, Paced()
+def spinner(console: Console, *, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """What loaders do now, on a terminal."""
+    is_hidden = not (is_shown and console.is_terminal)
     columns = SpinnerColumn(), _WHAT, TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task("starting vLLM", total=None)
 
         def tell(doing: str) -> None:
             progress.update(task, description=printable(doing))
-            if in_log and not is_shown and paced.is_due(1, 1, doing.partition(":")[0]):
-                say(console, doing)
 
         yield tell
 
@@ -230,13 +226,12 @@ def _parts(console: Console, *, as_json: bool = False) -> "Iterator[Show]":
 
 @contextmanager
 def asking(console: Console, *, as_json: bool) -> "Iterator[Callable[[AskedStep], None]]":
-    """The progress of an evaluation, closeness or a speed matrix: a bar a checkpoint, or lines."""
+    """The progress of what is measured with servers: a bar a checkpoint, or lines."""
 
     def asked(step: "AskedStep") -> None:
         num, eta = f"{step.unit} {step.done:,} of {step.total:,}", _eta(step.eta_seconds)
-        words = step.doing or f"{num}  {step.tokens_per_second:,.0f} tok/s{eta}"
-        if step.unit == "repetition":
-            words = f"{num}{eta}  {step.doing}"
+        rate = f"  {step.tokens_per_second:,.0f} tok/s" * (step.tokens_per_second > 0)
+        words = step.doing or f"{num}{rate}{eta}"
         show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words, step)
 
     with _parts(console, as_json=as_json) as show:

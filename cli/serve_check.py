@@ -19,7 +19,7 @@ from ..recipes.errors import RecipeError
 from .exits import FINDINGS, OF_VERDICT
 from .measuring import OriginalOption, ServeOptions, Session, begin
 from .options import AtLeastOne
-from .progress import spinner
+from .progress import asking
 from .tables import answer, drawn, verdict
 
 if TYPE_CHECKING:
@@ -61,10 +61,12 @@ def serve_check(
     from ..validate.facts.binomial import refuse_without_scipy
     from ..validate.measure import serve_check as measure
     from ..validate.measure.harness import ks_up_to
-    from ..validate.measure.prompts import PROMPTS, read_prompts
+    from ..validate.measure.texts import PROMPTS, read_prompts
 
     refuse_without_scipy()  # its gate has exact limits
-    asked = PROMPTS if prompts is None else read_prompts(prompts)
+    asked = PROMPTS
+    if prompts is not None:
+        asked = tuple(item.text for item in read_prompts(prompts).items)
     session = begin("serve-check", "serve", served, context.args, source)
     _ = session.gates  # a limit that is none is refused before a server is started
     view = find_view(session.opened.config, session.opened.where, session.opened.entries)
@@ -74,12 +76,10 @@ def serve_check(
         raise RecipeError("-k", rule, got=k, cure=f"Use -k {view.num_mtp_layers}")
     setup = session.setup
     checkpoint = session.checkpoint("check")
-    original = session.original and session.downloaded(session.original)
-    with spinner(session.err, in_log=True) as watch:
-        found = measure.serve_check(
-            checkpoint.source, original, setup=setup, check=check, watch=watch
-        )
-    judged = _kept(session, found, checkpoint, original)
+    original = session.source_of(checkpoint)
+    with asking(session.err, as_json=served.as_json) as watch:
+        found = measure.serve_check(checkpoint, original, setup=setup, check=check, watch=watch)
+    judged = _kept(session, found, checkpoint, original and original.source)
     told = {**found.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
     parts, status = _parts(session, found, judged), exit_status(judged, found)
     answer(told, parts, as_json=served.as_json, status=status)

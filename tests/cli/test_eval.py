@@ -16,7 +16,7 @@ from keepmtp.cli.main import app
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.facts.evaluated import EvaluationFact
-from keepmtp.validate.measure import gsm8k
+from keepmtp.validate.measure import tasks
 from keepmtp.validate.report.gates import judge
 from rich.console import Console
 from typer.testing import CliRunner
@@ -34,7 +34,7 @@ def checkpoint(tmp_path, monkeypatch) -> Path:
     def start(*_, **__):
         raise AssertionError("a server would have been started")
 
-    monkeypatch.setattr(gsm8k, "evaluate", start)
+    monkeypatch.setattr(tasks, "evaluate", start)
     return Path(shutil.copytree(GLM, tmp_path / "made"))
 
 
@@ -106,9 +106,9 @@ def test_prefix_caching_that_no_cpu_can_combine_with_drafting(model, build, is_r
     """
     source = open_source(str(GLM.with_name(f"tiny-{model}")))
     vllm = replace(CPU, build=build)
-    gsm8k.refuse_prefix_caching(source, Evaluation(), vllm)
+    tasks.refuse_prefix_caching(source, Evaluation(), vllm)
     try:
-        gsm8k.refuse_prefix_caching(source, Evaluation(prefix_caching=True), vllm)
+        tasks.refuse_prefix_caching(source, Evaluation(prefix_caching=True), vllm)
     except RecipeError as refused:
         assert (
             is_refused
@@ -251,7 +251,7 @@ def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, m
         raise KeepMTPError("", "here", got="far enough", cure="Stop")
 
     monkeypatch.setattr("keepmtp.validate.measure.lm_eval_task.questions", noted)
-    monkeypatch.setattr(gsm8k, "refuse_model", stop)
+    monkeypatch.setattr(tasks, "refuse_model", stop)
     first = Evaluation(dataset="models/held_out.jsonl", shots=0, k=2)
     second = Evaluation(task="gsm8k_platinum", shots=5, k=2, max_tokens=96)
     record(checkpoint, evaluation=[first.model_dump(), second.model_dump()])

@@ -22,11 +22,9 @@ from keepmtp.recipes.families import families
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.results import read_result
-from keepmtp.validate.measure import bench_prompts as prompts
-from keepmtp.validate.measure.answers import read_samples
 from keepmtp.validate.measure.harness import has_template
-from keepmtp.validate.measure.prompts import read_prompts
-from keepmtp.validate.measure.texts import held_out
+from keepmtp.validate.measure.store import AnswersHeader, read_lines
+from keepmtp.validate.measure.texts import held_out, read_prompts
 from keepmtp.validate.report.best_k import BestK
 from keepmtp.validate.report.card_metadata import read_front_matter
 from keepmtp.validate.report.provenance import recipe_text
@@ -37,8 +35,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "check.json": lambda path: read_result(path.parent, "check"),
     "report.json": read_json,
     "recipe.yaml": lambda path: recipe_text(path.parent),
-    "answers.jsonl": read_samples,
-    "bench.jsonl": prompts.read,
+    "answers.jsonl": lambda path: read_lines(path, AnswersHeader),
     "serve.jsonl": read_prompts,
     "serve.txt": read_prompts,
     "held_out.jsonl": lambda path: held_out(path, None),

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from keepmtp.validate.facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition
 from keepmtp.validate.facts.served import Role
-from keepmtp.validate.measure.bench_lines import BenchHeader, Measured
-from keepmtp.validate.measure.line_file import open_lines
+from keepmtp.validate.measure.store import BenchHeader, Measured, Sitting, open_lines
 
 AT = "2030-01-02 03:04:05 UTC"
 _TOKENS = 10_000
@@ -124,9 +123,9 @@ def write_lines(folder: Path, bench: BenchFact) -> None:
             max_num_seqs=model.max_num_seqs,
             max_model_len=model.max_model_len,
         )
-        lines = open_lines(folder / f"bench.{model.role}.jsonl", header)
+        lines = open_lines(folder, f"bench.{model.role}", header)
+        served = {"as_served": model.as_served, "reason": model.reason}
+        lines.add(Sitting(sitting=1, seconds=9.0, **served))
         for one in model.cells:
-            place = {"k": one.k, "concurrency": one.concurrency, "context": one.context}
             for each in one.repetitions:
-                served = {"as_served": model.as_served, "reason": model.reason}
-                lines.add(Measured(**place, **served, repetition=each))
+                lines.add(Measured(k=one.k, concurrency=one.concurrency, repetition=each))

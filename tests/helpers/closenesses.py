@@ -5,38 +5,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from keepmtp.checkpoints.identity import file_sha256
-from keepmtp.validate.facts.closeness import (
-    Asked,
-    ClosenessFact,
-    PredictedFact,
-    SourceSitting,
-    WorstFact,
-)
-from keepmtp.validate.facts.served import Role
-from keepmtp.validate.measure.compared import (
-    FILE,
-    ComparedFile,
-    ComparedHeader,
-    ComparedSitting,
-    ComparedWindow,
-    figures,
-    perplexities,
-)
+from keepmtp.validate.facts.closeness import ClosenessFact, PredictedFact, SourceSitting, WorstFact
+from keepmtp.validate.measure import figures
+from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, ComparedWindow, Sitting
 
+FILE = "closeness.checkpoint.jsonl"
 VOCABULARY = 151_936
-
-
-def asked(*, top: int = 512, vocabulary: int = VOCABULARY, source: str = "5" * 64) -> Asked:
-    return Asked(
-        text_sha256="7" * 64,
-        tokens=32_768,
-        window=512,
-        top=top,
-        vocabulary=vocabulary,
-        source_sha256=source,
-        vllm="0.32.0",
-        device="NVIDIA H200 (140 GiB)",
-    )
 
 
 def window(number: int, nats: Sequence[float], flips: Sequence[int] = ()) -> ComparedWindow:
@@ -64,12 +38,20 @@ def window(number: int, nats: Sequence[float], flips: Sequence[int] = ()) -> Com
 def compared(
     folder: Path, windows: Sequence[ComparedWindow], *, checkpoint: str = "c" * 64, top: int = 512
 ) -> ComparedFile:
-    """closeness.jsonl in `folder`."""
+    """A file of windows in `folder`."""
     header = ComparedHeader(
-        asked=asked(top=top),
+        role="checkpoint",
+        text_sha256="7" * 64,
+        tokens=32_768,
+        window=512,
+        top=top,
+        vocabulary=VOCABULARY,
+        source_sha256="5" * 64,
+        vllm="0.32.0",
+        device="NVIDIA H200 (140 GiB)",
         checkpoint_sha256=checkpoint,
         windows_sha256="3" * 64,
-        num_windows=len(windows),
+        num=len(windows),
         num_texts=7,
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +59,7 @@ def compared(
     found = ComparedFile(folder / FILE, header)
     for each in windows:
         found.add(each)
-    found.add(ComparedSitting(sitting=1, as_served="native", reason="", seconds=12.5, repeated=0.0))
+    found.add(Sitting(sitting=1, as_served="native", reason="", seconds=12.5, repeated=0.0))
     return found
 
 
@@ -93,34 +75,23 @@ def spread(
 
 
 def fact_of(found: ComparedFile, *, is_copy: bool = False) -> ClosenessFact:
-    before, after = perplexities(found)
-    reason = "no kernel" if is_copy else ""
-    as_served = "BF16 copy of the same weights" if is_copy else "native"
-    server = SourceSitting(as_served=as_served, reason=reason, seconds=12.5, repeated=0.0)
-
-    def predicted(role: Role, sha256: str, perplexity: float) -> PredictedFact:
-        return PredictedFact(
-            role=role,
-            path=f"/data/{role}",
-            sha256=sha256,
-            perplexity=perplexity,
-            servers=(server,),
-        )
-
-    question = found.header.asked
+    of_source, of_checkpoint = figures.predicted(found)
+    server = figures.servers(found)[0]
+    if is_copy:
+        copy = {"as_served": "BF16 copy of the same weights", "reason": "no kernel"}
+        server = server.model_copy(update=copy)
+    server = {"servers": (server,)}
     return ClosenessFact(
         text="held_out.jsonl",
-        text_sha256=question.text_sha256,
         against="None of the texts is a row of calibration.jsonl, which it was calibrated on.",
-        window=question.window,
-        top=question.top,
-        vocabulary=question.vocabulary,
-        source=predicted("source", question.source_sha256, before),
-        checkpoint=predicted("checkpoint", found.header.checkpoint_sha256, after),
+        source=PredictedFact(role="source", path="/data/source", **of_source | server),
+        checkpoint=PredictedFact(
+            role="checkpoint", path="/data/checkpoint", **of_checkpoint | server
+        ),
         samples=found.path.name,
         samples_sha256=file_sha256(found.path),
         environment={"vllm": "0.32.0", "device": "NVIDIA H200 (140 GiB)", "words": ""},
-        **figures(found),
+        **figures.closeness(found),
     )
 
 

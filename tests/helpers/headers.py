@@ -3,18 +3,18 @@
 from typing import Any
 
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.measure.answers import Header
+from keepmtp.validate.measure.store import AnswersHeader
 
 
-def header(**changed: Any) -> Header:
+def header(**changed: Any) -> AnswersHeader:
     """Of three questions to the source, unless something else is said."""
-    return Header(
+    return AnswersHeader(
         **{
             "role": "source",
             "protocol": Evaluation(),
             "dataset_sha256": "d",
             "prompts_sha256": "p",
-            "num_questions": 3,
+            "num": 3,
             "checkpoint_sha256": "c",
             "vllm": "0.32.0",
             "device": "CPU",

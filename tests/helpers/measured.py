@@ -15,7 +15,8 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.validate.facts.evaluated import Arm, EvaluationFact
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.served import counters
-from keepmtp.validate.measure.answers import Answer, Samples, Sitting, drafting, finish
+from keepmtp.validate.measure.figures import drafting, finish
+from keepmtp.validate.measure.store import Answer, Samples, Sitting
 from keepmtp.validate.report.check_data import record_static
 from releases import source_layout, write_checkpoint
 
@@ -99,7 +100,7 @@ def asked(
             protocol=fact.protocol,
             dataset_sha256=fact.dataset_sha256,
             prompts_sha256="",
-            num_questions=answers.num,
+            num=answers.num,
             checkpoint_sha256=sha256 if model.role == "plain" else model.sha256,
             vllm=reports.VLLM,
         )

@@ -17,20 +17,17 @@ from uuid import uuid4
 
 import pytest
 from commands import KEEPMTP, ROOT
-from keepmtp.validate.measure.bench_lines import read_lines
+from keepmtp.validate.measure.store import BenchHeader, read_lines
 from keepmtp.validate.report.report import verify
 from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left
 from wheel import stranger
 
-LINES = "bench.checkpoint.jsonl"
-# Two loads: prompts as they are, and brought to 96 tokens; two repetitions.
+# Two loads, two repetitions.
 WORDS = (
     "--concurrency",
-    "2",
-    "--context",
-    "0,96",
+    "1,2",
     "--requests",
     "6",
     "--output-tokens",
@@ -55,8 +52,12 @@ def started(
     )
 
 
-def num_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
+def lines_in(evidence: Path) -> Path:
+    return next(evidence.glob("bench.checkpoint.*.jsonl"), evidence / "none")
+
+
+def num_measured(path: Path) -> int:
+    return path.read_bytes().count(b'"repetition"') if path.is_file() else 0
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def killed(tmp_path_factory) -> Path:
     evidence = folder.with_name("glm.report")
     run = started(folder, "-k", "0..1", *WORDS, mark=mark)
     deadline = time.monotonic() + 500
-    while num_lines(evidence / LINES) < 1 + A_SERVERS:
+    while num_measured(lines_in(evidence)) < A_SERVERS:
         assert run.poll() is None and time.monotonic() < deadline, run.communicate()
         time.sleep(0.1)
     run.kill()
@@ -81,23 +82,22 @@ def killed(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def found(killed) -> dict:
     """The same command once more, after a part of a line was left; what it prints."""
-    kept = (killed / LINES).read_bytes()
-    with open(killed / LINES, "ab") as file:
+    lines = lines_in(killed)
+    kept = lines.read_bytes()
+    with open(lines, "ab") as file:
         file.write(b'{"k": 1, "concurr')
     run = started(killed.with_suffix(""), "-k", "0..1", *WORDS)
     said, complained = run.communicate(timeout=500)
     assert run.returncode == 0, said[-2000:] + complained[-3000:]
-    assert (killed / LINES).read_bytes().startswith(kept), "what was measured stays as it was"
+    assert lines.read_bytes().startswith(kept), "what was measured stays as it was"
     steps = [json.loads(line) for line in complained.splitlines() if line.startswith("{")]
-    assert (
-        steps[0]["done"] == A_SERVERS and steps[-1]["done"] == steps[-1]["total"] == 2 * A_SERVERS
-    )
-    assert not any("k=0" in step["doing"] for step in steps)
+    assert steps[-1]["done"] == steps[-1]["total"] == 2 * A_SERVERS
+    assert not any("k=0" in step["doing"] + step["task"] for step in steps)
     return json.loads(said)["bench"]
 
 
 def test_a_run_that_was_killed_measures_only_what_is_missing(killed, found):
-    measured = read_lines(killed / LINES).lines
+    measured = read_lines(lines_in(killed), BenchHeader).lines
     assert len(measured) == 2 * A_SERVERS and {place[0] for place in measured} == {0, 1}
     assert found["checkpoint"]["as_served"] == "native" and found["checkpoint"]["form"] == "chat"
     assert json.loads((killed / "bench.json").read_text())["data"] == found
@@ -106,34 +106,30 @@ def test_a_run_that_was_killed_measures_only_what_is_missing(killed, found):
 
 
 def test_each_cell_has_the_figures_of_the_same_work(found):
-    cells = {(cell["k"], cell["context"]): cell for cell in found["checkpoint"]["cells"]}
-    assert list(cells) == [(0, 0), (1, 0), (0, 96), (1, 96)] and not any(
-        cell["error"] for cell in cells.values()
-    )
-    for (k, context), cell in cells.items():
+    cells = {(cell["k"], cell["concurrency"]): cell for cell in found["checkpoint"]["cells"]}
+    assert list(cells) == [(0, 1), (1, 1), (0, 2), (1, 2)]
+    for (k, _), cell in cells.items():
+        assert not cell["error"] and cell["slowest"] <= cell["tokens_per_second"] <= cell["fastest"]
         for each in cell["repetitions"]:
             assert each["requests"] == 6 and 6 < each["output_tokens"] <= 6 * 24
             assert each["tokens_per_second"] == each["output_tokens"] / each["seconds"] > 0
             assert 0 < each["first_token"]["median_ms"] <= each["first_token"]["p99_ms"]
             assert (each["drafts"] > 0) == (each["draft_tokens"] > 0) == (k == 1)
-            read = each["input_tokens"] / 6 - context  # the template's words are read too
-            assert 2 <= read <= 16 if context else 16 < read < 64
-        assert cell["slowest"] <= cell["tokens_per_second"] <= cell["fastest"]
-    for context in (0, 96):
+            assert 16 < each["input_tokens"] / 6 < 64
+    for load in (1, 2):
         # Greedy, and the same requests: k=1 writes what k=0 writes, but for a token where two were
         # nearly equal.
-        plain, drafted = (cells[k, context]["repetitions"][0]["output_tokens"] for k in (0, 1))
+        plain, drafted = (cells[k, load]["repetitions"][0]["output_tokens"] for k in (0, 1))
         assert abs(plain - drafted) <= 0.1 * plain
-    assert cells[1, 0]["acceptance"] > 0.8 and cells[1, 0]["mean_accepted_length"] > 1.8
+    assert cells[1, 1]["acceptance"] > 0.8 and cells[1, 1]["mean_accepted_length"] > 1.8
 
 
 def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
     printed = (killed / "logs" / "bench.checkpoint.k1.client.log").read_text()
-    drafted = [int(count) for count in re.findall(r"Draft tokens: +(\d+)", printed)][
-        2:
-    ]  # without the warm-ups
-    measured = [one for one in read_lines(killed / LINES).lines.values() if one.k]
-    ours = sorted(measured, key=lambda one: (one.repetition.number, one.context))
+    counts = [int(count) for count in re.findall(r"Draft tokens: +(\d+)", printed)]
+    drafted = [counts[at] for at in (1, 3, 4, 5)]  # without the warm-ups
+    measured = [one for one in read_lines(lines_in(killed), BenchHeader).lines.values() if one.k]
+    ours = sorted(measured, key=lambda one: (one.repetition.number, one.concurrency))
     assert drafted == [one.repetition.draft_tokens for one in ours]
 
 
@@ -144,9 +140,10 @@ def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, 
     folder, mark = tmp_path / "glm", uuid4().hex
     shutil.copytree(killed.with_suffix(""), folder)
     (tmp_path / "glm.report").mkdir()
-    lines = (killed / LINES).read_text().splitlines(keepends=True)
-    kept = tmp_path / "glm.report" / LINES
-    kept.write_text("".join(lines[: 1 + A_SERVERS]))
+    whole = lines_in(killed).read_text().splitlines(keepends=True)
+    lines = [line for line in whole if '"k":1' not in line]
+    kept = tmp_path / "glm.report" / lines_in(killed).name
+    kept.write_text("".join(lines))
     python = stub_vllm(tmp_path, real=VLLM_PYTHON, answer=600)
     run = started(folder, "-k", "0..1", *WORDS, python=python, mark=mark)
     deadline = time.monotonic() + 120
@@ -159,12 +156,9 @@ def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, 
     complained = run.communicate(timeout=60)[1]
     assert run.returncode == 1 and "Traceback" not in complained
     sentence = complained.splitlines()[-1]
-    assert "vllm serve: must answer with k=1 for the checkpoint; got ended by SIGKILL" in sentence
-    assert (
-        "bench.checkpoint.k1.log" in sentence
-        and "measures the 4 repetitions that are left" in sentence
-    )
-    assert kept.read_text() == "".join(lines[: 1 + A_SERVERS])
+    assert "must answer with k=1, 1 at once, for the checkpoint; got ended by SIGKILL" in sentence
+    assert "bench.checkpoint.k1.log" in sentence and "asks only the 4 that are missing" in sentence
+    assert num_measured(kept) == A_SERVERS
     none_left(mark)
 
 
@@ -198,4 +192,4 @@ def test_a_request_that_fails_leaves_a_sentence_and_no_figure(tmp_path):
         and cell["tokens_per_second"] is None
         and "requests failed" in cell["error"]
     )
-    assert not (tmp_path / "out" / LINES).exists(), "the next run measures it again"
+    assert not num_measured(lines_in(tmp_path / "out")), "the next run measures it again"

@@ -22,9 +22,9 @@ from keepmtp.validate.check.check import examine
 from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.facts.served import ServeCheck, Served
 from keepmtp.validate.facts.vllm_env import find_vllm
-from keepmtp.validate.measure.harness import COPY, Setup
-from keepmtp.validate.measure.prompts import PROMPTS
+from keepmtp.validate.measure.harness import COPY, Model, Setup
 from keepmtp.validate.measure.serve_check import Check, serve
+from keepmtp.validate.measure.texts import PROMPTS
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import read_json, verify
 from readme import ACCEPTED
@@ -50,8 +50,7 @@ def fp8(tmp_path_factory) -> Path:
 def alone(folder: Path, out: Path, prompts: tuple[str, ...] = ASKED) -> Served:
     setup = Setup(vllm=find_vllm(), out=out, timeout=400)
     return serve(
-        open_source(folder),
-        "checkpoint",
+        Model(role="checkpoint", source=open_source(folder), identity=identify(folder)),
         setup=setup,
         check=Check(ks=(1,), prompts=prompts, max_tokens=MAX_TOKENS),
     )
@@ -144,7 +143,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
         assert ["'method': 'mtp'" in log for log in logs] == [False, True]
         assert all("max_num_batched_tokens': 2048" in log for log in logs)
     assert (out / "report.json").is_file() and not processes(str(fp8))
-    assert "source, k=1" in done.stderr and "checkpoint, k=1" in done.stderr
+    assert '"role": "source"' in done.stderr and '"role": "checkpoint"' in done.stderr
 
     folder = broken(fp8, tmp_path / "twin")
     assert any(
@@ -267,7 +266,7 @@ def test_no_process_is_left(number, tmp_path):
     server.
     """
     words = [KEEPMTP, "serve-check", str(QWEN), "--source", "none", "--out", str(tmp_path)]
-    log = tmp_path / "logs" / "checkpoint-k0.log"
+    log = tmp_path / "logs" / "serve.checkpoint.k0.log"
     with subprocess.Popen(
         words,
         stdout=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ from uuid import uuid4
 import httpx
 import pytest
 from commands import KEEPMTP
-from keepmtp.validate.measure.prompts import PROMPTS
+from keepmtp.validate.measure.texts import PROMPTS
 from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
 from survivors import MARK, none_left
 from wheel import stranger

@@ -82,15 +82,15 @@ class BenchCell(Fact):
     Attributes:
         k: tokens drafted a step; 0 served without method=mtp.
         concurrency: requests in flight.
-        context: tokens that each prompt was lengthened or cut to; 0 where prompts were sent as they
-            are.
+        context: tokens that earlier versions brought each prompt to; 0 where prompts were sent as
+            they are.
         repetitions: by number; empty where `error` says why.
         error: why there is no figure; "" if there is one.
     """
 
     k: NumDrafts
     concurrency: Annotated[int, Field(gt=0)]
-    context: Count
+    context: Count = 0
     repetitions: tuple[Repetition, ...] = ()
     error: str = ""
 
@@ -308,8 +308,7 @@ class BenchFact(Fact):
         num_prompts: in the file.
         output_tokens: limit of tokens an answer; an answer that ends earlier by itself is not made
             longer.
-        rounds: how often each server was started; with one, what changes on the machine from one
-            server to the next is not in the spread of a cell.
+        rounds: how often each server was started; once, but in results of earlier versions.
         seed: of the order in which prompts are taken.
         environment: versions, device, and the words for `vllm serve`, by name.
     """
@@ -320,7 +319,7 @@ class BenchFact(Fact):
     prompts_sha256: str
     num_prompts: Annotated[int, Field(gt=0)]
     output_tokens: Annotated[int, Field(gt=0)]
-    rounds: Annotated[int, Field(gt=0)]
+    rounds: Annotated[int, Field(gt=0)] = 1
     seed: Count
     environment: Mapping[str, str]
 

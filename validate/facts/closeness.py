@@ -1,6 +1,7 @@
 """How close a checkpoint is to its source on held-out text, as two real servers predict it.
 
-In: windows of text with the divergence at each position (`compared.py`). Out: a `ClosenessFact`.
+In: windows of text with the divergence at each position (validate/measure).
+Out: a `ClosenessFact`.
 closeness.json and report.json hold it, field by field.
 
 Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these
@@ -9,7 +10,6 @@ windows: `stderr` is a cluster's, and `effective_tokens` is how many independent
 tell the share of flips as well.
 """
 
-import hashlib
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -25,45 +25,14 @@ above.
 NUM_WORST = 10
 
 
-class Asked(Fact):
-    """What a source is asked, of which bytes, and by which vLLM; equal ones have the same
-    predictions.
-
-    Attributes:
-        text_sha256: of the file with the texts.
-        tokens: at most; no window begins after so many.
-        window: tokens of a window, at most.
-        top: likeliest tokens at each position.
-        vocabulary: of the model.
-        source_sha256: as `Identity.sha256`.
-        words: further words for `vllm serve`.
-    """
-
-    closeness: Annotated[int, Field(ge=1, le=1)] = 1
-    text_sha256: str
-    tokens: Annotated[int, Field(gt=0)]
-    window: Annotated[int, Field(gt=1)]
-    top: Annotated[int, Field(gt=0)]
-    vocabulary: Annotated[int, Field(gt=0)]
-    source_sha256: str
-    vllm: str
-    device: str
-    words: tuple[str, ...] = ()
-
-    @property
-    def number(self) -> str:
-        """Eight hexadecimal digits that tell questions apart."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
-
-
 class SourceSitting(Fact):
     """One server of a model whose predictions were read.
 
     Attributes:
-        seconds: of asking.
+        seconds: of asking so far.
         repeated: nats a token between its predictions for its first window, asked with others in
-            flight and again
-            alone: what a kernel's rounding differs by with the batch. None where it ended before.
+            flight and again alone: what a kernel's rounding differs by with the batch. Where text
+            was generated, 1 for other tokens. None where it ended before.
     """
 
     as_served: AsServed

@@ -5,43 +5,46 @@ In: local checkpoints, a `BenchPlan` and a `VLLM`. Out: a `BenchFact`, and the f
 checkpoint's repetitions.
 
 The order: a server for each k; with it every load once, then every load again. So a machine that
-becomes slower shows in the spread of a cell. What changes from one server to the next shows only
-with a second round, which starts every server again, in the other direction.
+becomes slower shows in the spread of a cell.
 
 Easy to get wrong: the same requests in the same order for every k, greedily, so that all do the
 same work. And answers end by themselves: a model that is made to write on after its end repeats
 itself, and a draft guesses that too easily.
+
+vLLM's own benchmark sends the requests, from a process in vLLM's Python. It counts a failed request
+and goes on, and its figures are then those of a smaller load. Here a request that fails leaves no
+figure, only the sentence that says why.
 """
 
-import time
+import json
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from ...checkpoints.files import held
 from ...checkpoints.source import Source
-from ...recipes.errors import RecipeError
-from ..facts.benched import BenchCell, Benched, BenchFact, RequestForm, words_of
-from ..facts.step import Step
-from .bench_client import Client, RequestsFailed, benchmarking
-from .bench_lines import BenchHeader, Lines, MatrixPlace, Measured
-from .bench_prompts import Prompts, taken, texts
+from ..facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition, RequestForm
+from ..facts.child import Child
+from ..facts.results import TIME
+from ..facts.served import counters
+from . import figures
 from .harness import (
-    CHAT_TOKENS,
-    TURN_TOKENS,
-    Host,
+    Ask,
     Model,
     Setup,
-    TextOrTurns,
+    Watch,
+    Work,
+    answer_missing,
     has_template,
-    hosting,
-    most_tokens,
     refuse_drafts,
     room_for,
 )
-from .line_file import open_lines
-from .server import ServerFailed
+from .server import PLUGIN, Server, ServerFailed, last_error
+from .store import BenchFile, BenchHeader, MatrixPlace, Measured
+from .texts import Prompts, texts
 
 WARM_UP_TOKENS = 32
 """Of each answer before a load is measured: kernels are compiled and graphs captured for its number
@@ -49,10 +52,12 @@ of requests.
 """
 _LEAST_REQUESTS, _REQUESTS_A_SLOT = 16, 4
 _SPEED_OF_A_COPY = "the speed of the copy is not the checkpoint's"
-
-Load = tuple[int, int]
-"""Requests in flight, and context."""
-Watch = Callable[[Step], None]
+_ENDPOINTS = {
+    "chat": ("openai-chat", "/v1/chat/completions"),
+    "completions": ("openai", "/v1/completions"),
+}
+_TIMES = {"first_token": "ttft", "per_token": "tpot", "between": "itl"}
+_MAX_WORDS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,54 +67,34 @@ class BenchPlan:
     Attributes:
         ks: tokens drafted a step, ascending.
         concurrency: requests in flight, ascending.
-        contexts: tokens that prompts are brought to; 0 leaves them as they are.
         requests: for each load; 0 takes as many as the load needs.
         output_tokens: limit of an answer.
-        repeat, rounds: repetitions with each server, and how often each server is started.
+        repeat: repetitions.
         seed: of the order in which prompts are taken.
     """
 
     ks: tuple[int, ...]
     concurrency: tuple[int, ...]
-    contexts: tuple[int, ...]
     prompts: Prompts
     requests: int
     output_tokens: int
     repeat: int
-    rounds: int
     seed: int
 
-    @cached_property
-    def loads(self) -> tuple[Load, ...]:
-        """Every load, by context."""
-        return tuple((each, context) for context in self.contexts for each in self.concurrency)
+    def places(self, k: int) -> list[MatrixPlace]:
+        """Every repetition with one k, in the order of the run."""
+        numbers = range(self.repeat)
+        return [MatrixPlace(k, each, number) for number in numbers for each in self.concurrency]
 
-    @cached_property
-    def servers(self) -> tuple[tuple[MatrixPlace, ...], ...]:
-        """Every repetition of the matrix, by server, in the order of the run."""
-        found = []
-        for turn in range(self.rounds):
-            numbers = range(turn * self.repeat, (turn + 1) * self.repeat)
-            for k in self.ks[:: -1 if turn % 2 else 1]:
-                places = [MatrixPlace(k, *load, each) for each in numbers for load in self.loads]
-                found.append(tuple(places))
-        return tuple(found)
-
-    def num_requests(self, load: Load) -> int:
+    def num_requests(self, concurrency: int) -> int:
         """Of one repetition: four for each that is in flight, and sixteen at least, where the user
         names none.
         """
-        return self.requests or max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * load[0])
+        return self.requests or max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * concurrency)
 
-    def max_model_len(self, source: Source, form: RequestForm) -> int:
-        """Tokens of the longest prompt and its answer, at most."""
-        most = max(map(self.num_requests, self.loads))
-        prompts: list[TextOrTurns] = []
-        for text in texts(taken(self.prompts, most, self.seed), form=form, context=0):
-            prompts.append([{"content": text}] if form == "chat" else text)
-        if longest := max(self.contexts):
-            prompts.append("x" * (longest + CHAT_TOKENS + TURN_TOKENS))
-        return room_for(prompts, source, max_tokens=self.output_tokens)
+    def sent(self, concurrency: int, form: RequestForm) -> list[str]:
+        """What a load is asked."""
+        return texts(self.prompts, self.num_requests(concurrency), seed=self.seed, form=form)
 
 
 def form_of(source: Source, words: Sequence[str]) -> RequestForm:
@@ -121,17 +106,10 @@ def refuse_model(source: Source, plan: BenchPlan) -> None:
     """Refuse before anything is read at length or started.
 
     Raises:
-        RecipeError: a k that the MTP block cannot draft, or a context beyond what the model was
-            made for.
+        RecipeError: a k that the MTP block cannot draft.
     """
     for k in plan.ks:
         refuse_drafts(source, k, option="--k")
-    most, context = most_tokens(source), max(plan.contexts)
-    if most is not None and context + plan.output_tokens > most:
-        rule = f"context and answer must fit max_position_embeddings, {most:,}"
-        got = f"{context:,} and {plan.output_tokens:,}"
-        cure = f"Use --context {max(1, most - plan.output_tokens)} or less"
-        raise RecipeError("--context", rule, got=got, cure=cure)
 
 
 def bench(
@@ -157,10 +135,9 @@ def bench(
         VLLMError: no room for a BF16 copy.
         CheckpointError: repetitions that cannot be read, or weights that cannot be copied.
     """
-    setup.out.mkdir(parents=True, exist_ok=True)
-    with held(setup.out, "only one run may measure into a folder"):
-        before = None if source is None else _Matrix(source, plan, setup, watch).benched()
-        after = _Matrix(checkpoint, plan, setup, watch).benched()
+    with setup.alone():
+        before = None if source is None else _benched(source, plan, setup, watch)
+        after = _benched(checkpoint, plan, setup, watch)
     return BenchFact(
         checkpoint=after,
         source=before,
@@ -168,155 +145,180 @@ def bench(
         prompts_sha256=plan.prompts.sha256,
         num_prompts=len(plan.prompts.items),
         output_tokens=plan.output_tokens,
-        rounds=plan.rounds,
         seed=plan.seed,
         environment=setup.environment,
     )
 
 
-def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> Lines:
+def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
     """The file of one checkpoint's repetitions, with what is in it already."""
-    form = form_of(model.source, setup.extra)
+    form, prompts = form_of(model.source, setup.extra), []
+    for text in plan.sent(max(plan.concurrency), form):
+        prompts.append([{"content": text}] if form == "chat" else text)
     header = BenchHeader(
-        role=model.whose,
-        checkpoint_sha256=model.identity.sha256,
         form=form,
         prompts_sha256=plan.prompts.sha256,
         requests=plan.requests,
         output_tokens=plan.output_tokens,
         seed=plan.seed,
         max_num_seqs=max(plan.concurrency),
-        max_model_len=plan.max_model_len(model.source, form),
-        **setup.answered_by,
+        max_model_len=room_for(prompts, model.source, max_tokens=plan.output_tokens),
+        **setup.asked_of(model),
     )
-    return open_lines(setup.out / f"bench.{model.whose}.jsonl", header, setup.say)
+    return setup.open(f"bench.{model.whose}", header)
 
 
-class _Matrix:
-    """One checkpoint's part: what is there, what is missing, and what failed."""
-
-    def __init__(self, model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> None:
-        self.model, self.plan, self.setup, self.watch = model, plan, setup, watch
-        self.lines = open_matrix(model, plan, setup)
-        self.header = self.lines.header
-        self.failed: dict[tuple[int, Load], str] = {}
-        self.places = [place for places in plan.servers for place in places]
-        self.began, self.known = time.monotonic(), self.num_done
-
-    @property
-    def num_done(self) -> int:
-        """Of the repetitions."""
-        return len(self.lines.lines.keys() & set(self.places))
-
-    def benched(self) -> Benched:
-        """The whole matrix; servers are started only for what is missing."""
-        served: dict[str, Any] = {"as_served": "native", "reason": ""}
-        if self.known < len(self.places):
-            role = self.model.whose
-            with hosting(self.model.source, role, self.setup, self.tell) as host:
-                for places in self.plan.servers:
-                    if not self.lines.lines.keys() >= set(places):
-                        self.sit(host, places)
-                served = _served(host)
-        for place in self.places:
-            if line := self.lines.lines.get(place):
-                served = {"as_served": line.as_served, "reason": line.reason}
-        return Benched(
-            role=self.model.whose,
-            path=self.model.source.where,
-            sha256=self.model.identity.sha256,
-            form=self.header.form,
-            max_num_seqs=self.header.max_num_seqs,
-            max_model_len=self.header.max_model_len,
-            cells=tuple(self.cells()),
-            **served,
-        )
-
-    def sit(self, host: Host, places: Sequence[MatrixPlace]) -> None:
-        """One server, for what is missing of its repetitions; of a load that failed once, nothing
-        more is asked.
-        """
-        k, header = places[0].k, self.header
-        missing = [place for place in places if place not in self.lines.lines]
-        name = f"bench.{header.role}.k{k}"
-        vllm, log = self.setup.vllm, self.setup.log(f"{name}.client")
-        most, at_once = header.max_model_len, header.max_num_seqs
-        try:
-            with (
-                host.serving(name, k=k, max_model_len=most, max_num_seqs=at_once) as server,
-                benchmarking(vllm, server, header.form, log) as client,
-            ):
-                sent = {}
-                for load in dict.fromkeys(place.load for place in missing):
-                    items = taken(self.plan.prompts, self.plan.num_requests(load), header.seed)
-                    context = load[1]
-                    sent[load] = texts(items, form=header.form, context=context, server=server)
-                    self.repetition(client, MatrixPlace(k, *load, -1), sent[load][: load[0]], host)
-                for place in missing:
-                    self.repetition(client, place, sent[place.load], host)
-        except ServerFailed as failure:
-            left = len(self.places) - self.num_done
-            cure = (
-                f"nothing is lost: the same command measures the {left} repetitions that are left"
-            )
-            asked = f"with k={k} for the {header.role}"
-            raise ServerFailed(failure.words, failure.log, asked=asked, cure=cure) from failure
-
-    def repetition(
-        self, client: Client, place: MatrixPlace, sent: Sequence[str], host: Host
-    ) -> None:
-        """Measure one; number -1 is a warm-up, whose answers are short and which no file holds."""
-        cell, most = (place.k, place.load), self.plan.output_tokens
-        doing = f"repetition {place.number + 1} of {self.plan.repeat * self.plan.rounds}"
-        if place.number < 0:
-            doing, most = "warming up", min(WARM_UP_TOKENS, most)
-        if cell in self.failed:
-            return
-        self.tell(f"k={place.k}, {words_of(place.load)}: {doing}")
-        how = {"concurrency": place.concurrency, "output_tokens": most}
-        try:
-            found = client.measure(sent, number=max(0, place.number), **how)
-        except RequestsFailed as failure:
-            self.failed[cell] = failure.words
-            return
-        if place.number >= 0:
-            k, concurrency, context, _ = place
-            line = Measured(
-                k=k,
-                concurrency=concurrency,
-                context=context,
-                repetition=found,
-                **_served(host),
-            )
-            self.lines.add(line)
-            self.tell(f"k={place.k}, {words_of(place.load)}: measured")
-
-    def tell(self, doing: str) -> None:
-        """Report the progress, with the time that is left at this run's rate, server starts
-        included.
-        """
-        done, total, eta = self.num_done, len(self.places), None
-        if done > self.known:
-            rate = (time.monotonic() - self.began) / (done - self.known)
-            eta = rate * (total - done)
-        role, unit = self.model.whose, "repetition"
-        step = Step(role=role, doing=doing, done=done, total=total, eta_seconds=eta, unit=unit)
-        self.watch(step)
-
-    def cells(self) -> Iterator[BenchCell]:
-        """By context, then concurrency, then k."""
-        for load in self.plan.loads:
-            for k in self.plan.ks:
-                error, found = self.failed.get((k, load), ""), []
-                for number in range(self.plan.repeat * self.plan.rounds):
-                    if not error:
-                        found.append(self.lines.lines[MatrixPlace(k, *load, number)].repetition)
-                place = {"k": k, "concurrency": load[0], "context": load[1]}
-                yield BenchCell(**place, repetitions=tuple(found), error=error)
-
-
-def _served(host: Host) -> dict[str, Any]:
-    served = host.served
-    if host.reason:
+def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Benched:
+    """One checkpoint's whole matrix; servers are started only for what is missing."""
+    file = open_matrix(model, plan, setup)
+    header, works, errors, left = file.header, [], dict[tuple[int, int], str](), 0
+    for k in reversed(plan.ks):  # so that each knows what those after it are asked
+        missing = [place for place in plan.places(k) if place not in file.lines]
+        if missing:
+            works.insert(0, _work(plan, setup, file, k, missing, errors, left))
+            left += len(missing)
+    answer_missing(model, works, setup, watch)
+    cells = []
+    for concurrency in plan.concurrency:
+        for k in plan.ks:
+            error, found = errors.get((k, concurrency), ""), []
+            for number in range(plan.repeat):
+                if not error:
+                    found.append(file.lines[MatrixPlace(k, concurrency, number)].repetition)
+            place = {"k": k, "concurrency": concurrency}
+            cells.append(BenchCell(**place, repetitions=tuple(found), error=error))
+    served = figures.served(file)
+    if served["reason"]:
         served["reason"] += f"; {_SPEED_OF_A_COPY}"
-    return served
+    return Benched(
+        role=model.whose,
+        path=model.source.where,
+        sha256=model.identity.sha256,
+        form=header.form,
+        max_num_seqs=header.max_num_seqs,
+        max_model_len=header.max_model_len,
+        cells=tuple(cells),
+        **served,
+    )
+
+
+def _work(
+    plan: BenchPlan,
+    setup: Setup,
+    file: BenchFile,
+    k: int,
+    missing: Sequence[MatrixPlace],
+    errors: dict[tuple[int, int], str],
+    left: int,
+) -> Work:
+    """One server's part of the matrix; of a load that failed once, nothing more is asked.
+
+    Args:
+        missing: repetitions with this k.
+        errors: gets a sentence for each (k, requests in flight) that failed.
+        left: repetitions that later servers are asked.
+    """
+    header, name = file.header, f"bench.{file.header.role}.k{k}"
+
+    @contextmanager
+    def asking(server: Server) -> Iterator[Ask]:
+        log, warm = setup.log(f"{name}.client"), set[int]()
+
+        def measured(place: MatrixPlace, sent: Sequence[str], most: int) -> Repetition | None:
+            before, began = server.drafts(), datetime.now(UTC).strftime(TIME)
+            told = {"texts": sent, "is_chat": header.form == "chat", "output_tokens": most}
+            asked = _asked(server, header.form, place.concurrency)
+            found = answered(told | {"asked": asked})
+            drafted = counters(server.drafts().since(before))  # a server that died says so here
+            if found is None:
+                raise ServerFailed(last_error(log, None), log)
+            if failed := len(sent) - found["completed"]:
+                said = next(filter(None, found["errors"]), "no reason given")
+                said = said.strip().splitlines()[-1][:_MAX_WORDS]
+                errors[k, place.concurrency] = f"{failed} of {len(sent)} requests failed: {said}"
+                return None
+            return _repetition(place.number, found, at=began, **drafted)
+
+        def ask(place: MatrixPlace) -> Measured | None:
+            """A warm-up, once a load, whose answers are short and which no file holds; then the
+            repetition.
+            """
+            load, found = place.concurrency, None
+            sent = plan.sent(load, header.form)
+            if load not in warm:
+                warm.add(load)
+                measured(place, sent[:load], min(WARM_UP_TOKENS, plan.output_tokens))
+            if (k, load) not in errors:
+                found = measured(place, sent, plan.output_tokens)
+            return found and Measured(k=k, concurrency=load, repetition=found)
+
+        with _client(setup, server, log) as answered:
+            yield ask
+
+    return Work(
+        name=name,
+        file=file,
+        missing=lambda: missing,
+        asking=asking,
+        title=lambda place: f"with k={k}, {place.concurrency} at once,",
+        k=k,
+        max_model_len=header.max_model_len,
+        max_num_seqs=header.max_num_seqs,
+        others=left,
+        unit="repetition",
+        task=f"k={k}",
+    )
+
+
+@contextmanager
+def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Any], Any]]:
+    """vLLM's benchmark in a process of its own: from what is asked to what it found; None where it
+    has ended.
+    """
+    variables = {**server.environment, "NO_PROXY": "*", "no_proxy": "*"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    words = [setup.vllm.python, PLUGIN / "keepmtp_bench.py"]
+    with (
+        open(log, "wb") as printed,
+        Child(words, environment=variables, stderr=printed, **pipes) as child,
+    ):
+        given, said = child.process.stdin, child.process.stdout
+        assert given and said
+
+        def answered(asked: Any) -> Any:
+            with suppress(BrokenPipeError):  # the next line is empty then
+                given.write(json.dumps(asked) + "\n")
+                given.flush()
+            line = said.readline()
+            return json.loads(line) if line else None
+
+        yield answered
+
+
+def _asked(server: Server, form: RequestForm, concurrency: int) -> dict[str, Any]:
+    """Parameters of vLLM's `benchmark`."""
+    address, (backend, endpoint) = str(server.client.base_url), _ENDPOINTS[form]
+    return {
+        "endpoint_type": backend,
+        "api_url": f"{address}{endpoint}",
+        "base_url": address,
+        "model_id": server.name,
+        "model_name": server.name,
+        "max_concurrency": concurrency,
+        "extra_body": {"temperature": 0},  # greedy; answers end by themselves
+    }
+
+
+def _repetition(number: int, found: Any, **fields: Any) -> Repetition:
+    """What vLLM's benchmark found."""
+    for field, short in _TIMES.items():
+        median, p99 = found[f"median_{short}_ms"], found[f"p99_{short}_ms"]
+        fields[field] = Latency(median_ms=median, p99_ms=p99)
+    return Repetition(
+        number=number,
+        seconds=found["duration"],
+        requests=found["completed"],
+        input_tokens=found["total_input_tokens"],
+        output_tokens=found["total_output_tokens"],
+        **fields,
+    )

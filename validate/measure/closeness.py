@@ -1,47 +1,49 @@
 """Serves the source and then the checkpoint, and compares what they predict on the same text,
 window by window.
 
-In: two local checkpoints, held-out texts and a `VLLM`. Out: a `ClosenessFact`, `closeness.jsonl`,
-and the source's predictions for the next checkpoint that is made from it.
+In: two local checkpoints, held-out texts and a `VLLM`. Out: a `ClosenessFact`, a file with every
+position, and the source's predictions for the next checkpoint that is made from it: a file of
+windows, and a folder with the arrays of each.
 
-Easy to get wrong: what is on the disk is not asked again. A source whose predictions are all there
-is not served, which for a release of 700 GB is most of the time; and a killed run goes on with the
-windows that it lacks. And vLLM adds the token that follows in the text to the likeliest ones, so a
-position has K or K + 1 entries. Drafting does not change them: vLLM 0.32.0 computes them from the
-target alone (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the
-last bit with method=mtp and without. So the servers here run without it, which starts faster and
-leaves more memory.
+Easy to get wrong: a server does not give a vocabulary of 150,000 tokens, so a token may be known of
+one model alone. Only tokens that both name are compared one by one, and all the rest together as
+one more outcome. To put outcomes together never adds divergence (the data-processing inequality),
+so what is computed is a lower bound. Where both name the whole vocabulary it is exact. And vLLM
+adds the token that follows in the text to the likeliest ones, so a position has K or K + 1 entries.
+Drafting does not change them: vLLM 0.32.0 computes them from the target alone
+(v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the last bit with
+method=mtp and without. So the servers here run without it, which starts faster and leaves more
+memory.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
-from ...checkpoints.files import held
+from ...checkpoints.files import complete, partial_path, unwritable
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
-from ...recipes.errors import GateError, RecipeError
-from ..facts.closeness import Asked, ClosenessFact, PredictedFact, SourceSitting, WorstFact
-from ..facts.step import Step
-from .closeness_stored import SourceStore, open_store
-from .compared import (
-    FILE,
+from ...recipes.errors import CheckpointError, GateError, RecipeError
+from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
+from . import figures
+from .harness import Ask, Model, Setup, Watch, Work, answer_missing
+from .server import Server
+from .store import (
     ComparedFile,
     ComparedHeader,
-    ComparedSitting,
     ComparedWindow,
-    figures,
-    perplexities,
-    sum_of,
+    PredictedFile,
+    PredictedHeader,
+    PredictedWindow,
 )
-from .divergence import NO_TOKEN, Predicted, compare
-from .harness import Model, Setup, ask_all, hosting
-from .line_file import open_lines
-from .server import Server
 from .texts import HeldOut, Text
 
 CONTEXT_TOKENS = 24
@@ -49,6 +51,7 @@ CONTEXT_TOKENS = 24
 WINDOW_SECONDS = 1800.0
 """How long one window may take: a server writes some ten thousand entries a second as JSON."""
 _MOST_SUM = 1.001
+_ARRAYS = ("ids", "logprobs", "following")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ def measure(
     *,
     setup: Setup,
     depth: Depth,
-    watch: Callable[[Step], None] = lambda _: None,
+    watch: Watch = lambda _: None,
 ) -> ClosenessFact:
     """Ask what is missing, the source first, and compare.
 
@@ -86,36 +89,44 @@ def measure(
         VLLMError: no room for a BF16 copy.
         CheckpointError: a disk or a file that fails.
     """
-    question = Asked(
-        text_sha256=text.sha256,
-        tokens=depth.tokens,
-        window=depth.window,
-        top=depth.top,
-        vocabulary=vocabulary_of(source.source),
-        source_sha256=source.identity.sha256,
-        **setup.answered_by,
-    )
-    setup.out.mkdir(parents=True, exist_ok=True)
-    with held(setup.out, "only one run may measure into a folder"):
-        store = open_store(setup.out, question, setup.say)
-        run = _Run(store=store, text=text, setup=setup, depth=depth, watch=watch)
-        run.ask_source(source)
-        compared = run.compare(checkpoint)
-    before, after = perplexities(compared)
-    servers = [_without_number(each) for each in compared.sittings.values()]
+    asked = {
+        "text_sha256": text.sha256,
+        "tokens": depth.tokens,
+        "window": depth.window,
+        "top": depth.top,
+        "vocabulary": vocabulary_of(source.source),
+    }
+    with setup.alone():
+        header = PredictedHeader(**asked, **setup.asked_of(source))
+        before: PredictedFile = setup.open("closeness.source", header)
+        run = _Run(model=source, file=before, source=before, text=text, depth=depth)
+        # Its last server was asked the same again once there was nothing more to ask.
+        if not any(each.repeated is not None for each in before.sittings.values()):
+            answer_missing(source, [run.work], setup, watch)
+        windows = windows_of(before)
+        header = ComparedHeader(
+            **asked,
+            **setup.asked_of(checkpoint),
+            num=len(windows),
+            source_sha256=source.identity.sha256,
+            windows_sha256=figures.sum_of(windows),
+            num_texts=len(text.texts),
+        )
+        after: ComparedFile = setup.open("closeness.checkpoint", header)
+        if after.missing:
+            run = _Run(model=checkpoint, file=after, source=before, text=text, depth=depth)
+            answer_missing(checkpoint, [run.work], setup, watch)
+    of_source, of_checkpoint = figures.predicted(after)
+    of_source["servers"] = figures.servers(before)
     return ClosenessFact(
         text=text.path,
-        text_sha256=text.sha256,
         against=text.against,
-        window=depth.window,
-        top=question.top,
-        vocabulary=question.vocabulary,
-        source=_predicted(source, store.sittings, before),
-        checkpoint=_predicted(checkpoint, servers, after),
-        samples=compared.path.name,
-        samples_sha256=file_sha256(compared.path),
+        source=PredictedFact(role="source", path=source.source.where, **of_source),
+        checkpoint=PredictedFact(role="checkpoint", path=checkpoint.source.where, **of_checkpoint),
+        samples=after.path.name,
+        samples_sha256=file_sha256(after.path),
         environment=setup.environment,
-        **figures(compared),
+        **figures.closeness(after),
     )
 
 
@@ -126,6 +137,11 @@ def vocabulary_of(source: Source) -> int:
         where, cure = f"{source.where}: config.json", "Restore the config.json of the release"
         raise RecipeError(where, "must have vocab_size", got=repr(size), cure=cure)
     return size
+
+
+def windows_of(file: PredictedFile) -> list[tuple[int, ...]]:
+    """The token ids of each window that the source was asked."""
+    return [file.lines[number].ids for number in sorted(file.lines)]
 
 
 def cut_windows(
@@ -162,105 +178,113 @@ def cut_windows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What both models are asked; `store` has the windows once the source was served."""
+    """What one model is asked: the source for its predictions, the checkpoint for those that are
+    compared with them.
 
-    store: SourceStore
+    Attributes:
+        file: of this model.
+        source: of the source.
+        windows: token ids of each, once there is a server.
+        again: the first window of this server, its predictions, and how to ask for them.
+    """
+
+    model: Model
+    file: PredictedFile | ComparedFile
+    source: PredictedFile
     text: HeldOut
-    setup: Setup
     depth: Depth
-    watch: Callable[[Step], None]
+    windows: list[tuple[int, ...]] = field(default_factory=list)
+    again: list[Any] = field(default_factory=list)
 
-    def ask_source(self, model: Model) -> None:
-        """The source's predictions for every window; it is served only if one is missing."""
-        store, before = self.store, self.store.sittings
-        if not store.is_finished:
-            self.ask(
-                model,
-                store,
-                keep=lambda _, number, predicted: store.add(number, predicted),
-                note=lambda sitting: store.write(store.windows, (*before, sitting)),
-            )
-
-    def compare(self, model: Model) -> ComparedFile:
-        """Every window compared; the checkpoint is served only if one is missing."""
-        store = self.store
-        header = ComparedHeader(
-            asked=store.asked,
-            checkpoint_sha256=model.identity.sha256,
-            windows_sha256=sum_of(store.windows),
-            num_windows=len(store.windows),
-            num_texts=len(self.text.texts),
+    @property
+    def work(self) -> Work:
+        """The windows that are missing; then the first of them once more, alone."""
+        depth, top = self.depth, min(self.depth.top, vocabulary_of(self.model.source))
+        return Work(
+            name=f"closeness.{self.model.role}",
+            file=self.file,
+            missing=lambda: [at for at in range(len(self.windows)) if at not in self.file.lines],
+            asking=self.asking,
+            title=lambda at: f"window {at + 1} of {len(self.windows)}",
+            k=0,
+            max_model_len=depth.window + 1,
+            concurrency=depth.concurrency,
+            words=("--max-logprobs", str(top)),
+            repeated=self.repeated,
+            unit="window",
         )
-        compared: ComparedFile = open_lines(self.setup.out / FILE, header, self.setup.say)
-        number = len(compared.sittings) + 1
 
-        def keep(server: Server, window: int, predicted: Predicted) -> None:
-            source = store.read(window)
-            compared.add(_window(server, window, store.windows[window], source, predicted))
+    @contextmanager
+    def asking(self, server: Server) -> Iterator[Ask]:
+        """Predictions for a window, kept or compared."""
+        if self.file is self.source:
+            sizes = {"num_tokens": self.depth.tokens, "window_size": self.depth.window}
+            self.windows.extend(cut_windows(partial(tokens_of, server), self.text, **sizes))
+        else:
+            self.windows.extend(windows_of(self.source))
+        header = self.source.header
 
-        def note(sitting: SourceSitting) -> None:
-            compared.add(ComparedSitting(sitting=number, **dict(sitting)))
+        def predict(number: int) -> Predicted:
+            sizes = {"top": header.top, "vocabulary": header.vocabulary}
+            return predictions(server, self.windows[number], **sizes)
 
-        if compared.missing:
-            self.ask(model, compared, keep=keep, note=note)
-        return compared
+        if self.file is self.source and 0 in self.file.lines:  # a run that goes on
+            self.again[:] = [0, kept(self.source, 0), predict]
 
-    def ask(
-        self,
-        model: Model,
-        into: SourceStore | ComparedFile,
-        *,
-        keep: Callable[[Server, int, Predicted], None],
-        note: Callable[[SourceSitting], None],
-    ) -> None:
-        """Ask a server every window that is missing; then the first of them once more, alone."""
-        step = Step(role=model.role, doing="", done=0, total=1, unit="window")
-        question, depth, store = self.store.asked, self.depth, self.store
-        top = min(depth.top, vocabulary_of(model.source))
-        how = {"max_model_len": depth.window + 1, "max_num_seqs": depth.concurrency}
-        words = ("--max-logprobs", str(top))
-        first: dict[int, Predicted] = {}
+        def ask(number: int) -> PredictedWindow | ComparedWindow:
+            predicted, ids = predict(number), self.windows[number]
+            self.again[:] = self.again or [number, predicted, predict]
+            if self.file is self.source:
+                keep(self.source, number, predicted)
+                return PredictedWindow(window=number, ids=ids)
+            return _compared(server, number, ids, kept(self.source, number), predicted)
 
-        def tell(doing: str) -> None:
-            self.watch(replace(step, doing=doing))
+        yield ask
 
-        with (
-            hosting(model.source, model.whose, self.setup, tell) as host,
-            host.serving(f"closeness.{model.role}", k=0, words=words, **how) as server,
-        ):
-            if not store.windows:
-                sizes = {"num_tokens": depth.tokens, "window_size": depth.window}
-                store.write(cut_windows(partial(tokens_of, server), self.text, **sizes))
-            windows, missing = store.windows, into.missing
+    def repeated(self) -> float:
+        """Nats a token between this server's first predictions, with others in flight, and the same
+        alone.
+        """
+        number, predicted, predict = self.again
+        return float(compare(predicted, predict(number)).nats.mean())
 
-            def ask(number: int) -> Predicted:
-                sizes = {"top": question.top, "vocabulary": question.vocabulary}
-                return predictions(server, windows[number], **sizes)
 
-            def keep_one(number: int, predicted: Predicted) -> int:
-                if not first:
-                    first[number] = predicted
-                keep(server, number, predicted)
-                return len(windows[number])
+def _path(file: PredictedFile, number: int) -> Path:
+    return file.path.with_suffix("") / f"{number:05}.safetensors"
 
-            def note_seconds(seconds: float, repeated: float | None = None) -> None:
-                sitting = {**host.served, "seconds": round(seconds, 3), "repeated": repeated}
-                note(SourceSitting(**sitting))
 
-            start = time.monotonic()
-            ask_all(
-                missing,
-                ask,
-                keep=keep_one,
-                note=note_seconds,
-                name=lambda each: f"window {each + 1} of {len(windows)} for the {model.role}",
-                step=replace(step, done=len(windows) - len(missing), total=len(windows)),
-                concurrency=depth.concurrency,
-                watch=self.watch,
-            )
-            ((number, predicted),) = first.items()
-            repeated = float(compare(predicted, ask(number)).nats.mean())
-            note_seconds(time.monotonic() - start, repeated)
+def keep(file: PredictedFile, number: int, predicted: "Predicted") -> None:
+    """Write the source's predictions for a window; they are on the disk when this returns.
+
+    Raises:
+        CheckpointError: the disk does not take them.
+    """
+    path = _path(file, number)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        save_file({name: getattr(predicted, name) for name in _ARRAYS}, partial_path(path))
+        complete(path)
+    except (OSError, SafetensorError) as error:
+        raise unwritable(path, error) from error
+
+
+def kept(file: PredictedFile, number: int) -> "Predicted":
+    """The source's predictions for a window.
+
+    Raises:
+        CheckpointError: the file is damaged, or gone.
+    """
+    path, num = _path(file, number), len(file.lines[number].ids) - 1
+    try:
+        is_whole = file.header.top >= file.header.vocabulary
+        predicted = Predicted(**load_file(path), is_whole=is_whole)
+        if len(predicted.ids) != num:
+            raise ValueError(f"{len(predicted.ids)} positions")
+    except (OSError, SafetensorError, TypeError, ValueError) as error:
+        rule = f"must be what the source predicts at {num} positions"
+        cure = f"Remove {file.path}, and the source is asked again"
+        raise CheckpointError(path, rule, got=repr(error), cure=cure) from error
+    return predicted
 
 
 def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
@@ -273,7 +297,7 @@ def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
     return tuple(server.post("/tokenize", asked)["tokens"])
 
 
-def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> Predicted:
+def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> "Predicted":
     """What a server predicts after each token of a window but the last.
 
     Args:
@@ -310,26 +334,21 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
     return Predicted(ids=names, logprobs=logprobs, following=following, is_whole=is_whole)
 
 
-def _window(
-    server: Server, number: int, ids: Sequence[int], source: Predicted, checkpoint: Predicted
+def _compared(
+    server: Server, number: int, ids: Sequence[int], source: "Predicted", checkpoint: "Predicted"
 ) -> ComparedWindow:
     """One window compared, with the text around its worst position."""
     apart = compare(source, checkpoint)
     at = int(apart.nats.argmax())
-
-    def text_of(*tokens: int) -> str:
-        """What is no whole character is shown as the replacement character."""
-        return server.text_of(tokens).encode(errors="replace").decode()
-
     mine, theirs = apart.choices[at].tolist()
     worst = WorstFact(
         window=number,
         at=at + 1,
         nats=float(apart.nats[at]),
-        context=text_of(*ids[max(0, at + 1 - CONTEXT_TOKENS) : at + 1]),
-        token=text_of(ids[at + 1]),
-        source=text_of(mine),
-        checkpoint=text_of(theirs),
+        context=server.text_of(ids[max(0, at + 1 - CONTEXT_TOKENS) : at + 1]),
+        token=server.text_of([ids[at + 1]]),
+        source=server.text_of([mine]),
+        checkpoint=server.text_of([theirs]),
     )
     return ComparedWindow(
         window=number,
@@ -342,19 +361,81 @@ def _window(
     )
 
 
-def _nll(predicted: Predicted) -> float:
+def _nll(predicted: "Predicted") -> float:
     return max(0.0, -float(predicted.following.astype(np.float64).sum()))
 
 
-def _without_number(line: ComparedSitting) -> SourceSitting:
-    return SourceSitting.model_validate(line.model_dump(exclude={"sitting"}))
+# --- divergence, position by position -------------------------------------------------------------
+
+_LEAST_REST = 1e-6
+"""Probability of the rest, at least: log-probabilities in FP32 over a vocabulary sum to one up to
+about so much.
+"""
+NO_TOKEN = -1
 
 
-def _predicted(model: Model, sittings: Sequence[SourceSitting], perplexity: float) -> PredictedFact:
-    return PredictedFact(
-        role=model.whose,
-        path=model.source.where,
-        sha256=model.identity.sha256,
-        perplexity=perplexity,
-        servers=tuple(sittings),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a model predicts after each token of a window but the last.
+
+    Attributes:
+        ids: [T-1, K+1] int32, the likeliest K tokens and the one that follows; NO_TOKEN where a row
+            is shorter.
+        logprobs: [T-1, K+1] float32, natural; minus infinity for NO_TOKEN.
+        following: [T-1] float32, of the token that follows in the text.
+        is_whole: the rows name the whole vocabulary.
+    """
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    following: NDArray[np.float32]
+    is_whole: bool
+
+    def first(self, at: int) -> set[int]:
+        """The likeliest tokens at a position: more than one where BF16 makes them equal."""
+        logprobs = self.logprobs[at]
+        return set(self.ids[at][logprobs == logprobs.max()].tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """A window's predictions compared.
+
+    Attributes:
+        nats: [T-1] float64, divergence of the checkpoint's prediction from the source's.
+        is_flip: [T-1] bool, the first choice is another; a tie with the source's first choice is
+            none.
+        outside: [T-1] float64, the source's probability of all tokens that were not compared one by
+            one.
+        choices: [T-1, 2] int32, the first choice of the source, and of the checkpoint.
+    """
+
+    nats: NDArray[np.float64]
+    is_flip: NDArray[np.bool_]
+    outside: NDArray[np.float64]
+    choices: NDArray[np.int32]
+
+
+def compare(source: Predicted, checkpoint: Predicted) -> Apart:
+    """Compare two models' predictions on one window of the same tokens."""
+    num = len(source.ids)
+    assert num == len(checkpoint.ids), "one window"
+    nats, outside = np.zeros(num), np.zeros(num)
+    choices = np.zeros((num, 2), np.int32)
+    for at in range(num):
+        shared, mine, theirs = np.intersect1d(
+            source.ids[at], checkpoint.ids[at], return_indices=True
+        )
+        is_token = shared != NO_TOKEN
+        log_p = source.logprobs[at][mine[is_token]].astype(np.float64)
+        log_q = checkpoint.logprobs[at][theirs[is_token]].astype(np.float64)
+        p = np.exp(log_p)
+        nats[at] = (p * (log_p - log_q))[p > 0].sum()
+        if not (source.is_whole and checkpoint.is_whole):
+            outside[at] = max(_LEAST_REST, 1 - p.sum())
+            rest = max(_LEAST_REST, 1 - np.exp(log_q).sum())
+            nats[at] += outside[at] * np.log(outside[at] / rest)
+        one, other = source.first(at), checkpoint.first(at)
+        choices[at] = min(one & other or one), min(one & other or other)
+    is_flip = choices[:, 0] != choices[:, 1]
+    return Apart(nats=nats.clip(min=0), is_flip=is_flip, outside=outside, choices=choices)

@@ -1,35 +1,37 @@
-"""What every measurement with servers shares: which checkpoint is served and how, and requests
-several at once.
+"""The one way in which keepmtp measures with servers: each server is started once, asked what has
+no answer yet, and stopped.
 
-In: a checkpoint on this machine, and what to do with its files. Out: answers as they come. What is
-asked, and what the answers mean, is the business of serve_check.py, gsm8k.py, closeness.py and
-bench.py.
+In: a checkpoint on this machine, and `Work`: which server it needs, what is asked of it, and the
+file for the answers. Out: the file, whole. What the answers mean is the business of serve_check.py,
+tasks.py, closeness.py and bench.py.
 
 Easy to get wrong: a request that fails is no answer. The first failure ends the asking; what is in
-flight is waited for and handed on, so that something is asked again only if its answer never came.
+flight is waited for and kept, so that something is asked again only if its answer never came. And a
+model whose answers are complete is not served again.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from ...checkpoints.files import held
 from ...checkpoints.identity import Identity
 from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import Source, small_bytes
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
-from ..facts.evaluated import Arm
-from ..facts.served import AsServed, Role
+from ..facts.evaluated import ARM_TITLES, Arm
+from ..facts.served import AsServed, Drafts, Role, counters
 from ..facts.step import Step
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from .bf16_copy import why_no_kernel, write_copy
 from .room import named_options
-from .server import Server, ServerFailed, Watch, serving
+from .server import Server, ServerFailed, serving
+from .store import LineFile, Sitting, open_lines
 
 COPY: AsServed = "BF16 copy of the same weights"
 UNTRIED = (
@@ -49,8 +51,9 @@ _TEMPLATE_WORDS = {"--chat-template", "--tokenizer-mode"}
 
 TextOrTurns = str | Sequence[Mapping[str, str]]
 """A text, or messages for the model's chat template."""
-Item = TypeVar("Item")
-Got = TypeVar("Got")
+Watch = Callable[[Step], None]
+Ask = Callable[[Any], Any]
+"""From a place to its line; None where a server has refused it. Called by several threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,28 +79,79 @@ class Setup:
         out: evidence folder.
         timeout: seconds to a healthy server.
         extra: further words for `vllm serve`.
-        say: called with a sentence on what is there already.
     """
 
     vllm: VLLM
     out: Path
     timeout: float = TIMEOUT_SECONDS
     extra: tuple[str, ...] = ()
-    say: Callable[[str], None] = lambda _: None
 
     @property
     def environment(self) -> dict[str, str]:
         """What a result says of it, by name."""
         return {**self.vllm.versions, "words": " ".join(self.extra)}
 
-    @property
-    def answered_by(self) -> dict[str, Any]:
-        """What every file of answers says of it: fields of its header."""
-        return {"vllm": self.vllm.version, "device": self.vllm.device, "words": self.extra}
+    def asked_of(self, model: Model) -> dict[str, Any]:
+        """What the header of every file says of a model and its servers."""
+        return {
+            "role": model.role,
+            "checkpoint_sha256": model.identity.sha256,
+            "vllm": self.vllm.version,
+            "device": self.vllm.device,
+            "words": self.extra,
+        }
+
+    def open(self, name: str, header: Any) -> LineFile[Any, Any]:
+        """The file of answers with this header; see `store.open_lines`."""
+        return open_lines(self.out, name, header)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Lock the evidence folder.
+
+        Raises:
+            RecipeError: another run is at work there.
+        """
+        return held(self.out, "only one run may measure into a folder")
 
     def log(self, name: str) -> Path:
         """Of a server."""
         return (self.out / "logs" / f"{name}.log").absolute()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one server is asked.
+
+    Attributes:
+        name: of the server's log, and of its checkpoint's part.
+        file: where answers go.
+        missing: the places that have no answer yet, once a server is there.
+        asking: makes `Ask` of a healthy server.
+        title: a place in words.
+        k: tokens drafted a step; 0 serves without method=mtp.
+        max_model_len: tokens of prompt and answer together.
+        concurrency: requests in flight.
+        max_num_seqs: requests that are computed at once; 0: as many as are in flight.
+        words: for `vllm serve`, before the user's own.
+        others: places that other servers have answered, and will be asked, of the same file.
+        repeated: see `Sitting`, once everything is asked.
+        unit, task: see `Step`.
+    """
+
+    name: str
+    file: LineFile[Any, Any]
+    missing: Callable[[], Sequence[Any]]
+    asking: Callable[[Server], AbstractContextManager[Ask]]
+    title: Callable[[Any], str]
+    k: int
+    max_model_len: int
+    concurrency: int = 1
+    max_num_seqs: int = 0
+    words: tuple[str, ...] = ()
+    others: int = 0
+    repeated: Callable[[], float | None] = lambda: None
+    unit: str = "question"
+    task: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,138 +161,153 @@ class Host:
     Attributes:
         folder: what is served.
         as_served, reason: whether it is a copy, and why.
-        tell: called with a line of progress.
+        watch: called with each step of progress.
     """
 
+    model: Model
     setup: Setup
     folder: Path
     as_served: AsServed
     reason: str
-    tell: Watch
+    watch: Watch
 
-    @property
-    def served(self) -> dict[str, Any]:
-        """As fields of a fact."""
-        return {"as_served": self.as_served, "reason": self.reason}
-
-    def serving(
-        self,
-        name: str,
-        *,
-        k: int,
-        max_model_len: int,
-        max_num_seqs: int = 4,
-        words: tuple[str, ...] = (),
-    ) -> AbstractContextManager[Server]:
-        """A server.
-
-        Args:
-            name: of its log.
-            k: speculative tokens a step; 0 serves without method=mtp.
-            max_model_len: tokens of prompt and answer together.
-            max_num_seqs: requests that are computed at once.
-            words: for `vllm serve`, before the user's own.
+    def answer(self, *works: Work) -> None:
+        """Start one server for works that are served alike, and ask it what is missing.
 
         Raises:
-            ServerFailed: see `server.serving`.
+            ServerFailed: it did not come up, died, refused a request, or was silent. What it has
+                answered is kept.
         """
-        limits = ("--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs))
-        return serving(
+        first, room, at_once = works[0], 0, 0
+        for work in works:
+            room = max(room, work.max_model_len)
+            at_once = max(at_once, work.max_num_seqs or work.concurrency)
+        limits = ("--max-model-len", str(room), "--max-num-seqs", str(at_once))
+        step = Step(role=self.model.role, doing="", done=0, total=1, unit=first.unit)
+        with serving(
             self.setup.vllm,
             self.folder,
-            k=k,
-            log=self.setup.log(name),
+            k=first.k,
+            log=self.setup.log(first.name),
             timeout=self.setup.timeout,
-            extra=(*limits, *words, *self.setup.extra),
-            watch=lambda doing: self.tell(f"k={k}: {doing}"),
-        )
+            extra=(*limits, *first.words, *self.setup.extra),
+            watch=lambda doing: self.watch(replace(step, doing=f"k={first.k}: {doing}")),
+        ) as server:
+            for work in works:
+                with work.asking(server) as ask:
+                    self._ask(work, server, ask)
+
+    def _ask(self, work: Work, server: Server, ask: Ask) -> None:
+        """Ask what one work lacks, several at once, and write each answer down as it comes."""
+        missing, file = work.missing(), work.file
+        before, number = server.drafts(), len(file.sittings) + 1
+        waiting, flying = iter(missing), dict[Future[Any], Any]()
+        done = num_tokens = 0
+        failed: tuple[Any, ServerFailed] | None = None
+
+        def note(read: Callable[[], Drafts], repeated: float | None = None) -> float:
+            """Write down how the server is doing, and return when."""
+            seconds = round(time.monotonic() - start, 3)
+            with suppress(ServerFailed):  # one that dies fails an answer too, which says more
+                sitting = Sitting(
+                    sitting=number,
+                    as_served=self.as_served,
+                    reason=self.reason,
+                    seconds_to_health=server.seconds_to_health,
+                    seconds=seconds,
+                    repeated=repeated,
+                    **counters(read().since(before)),
+                )
+                file.add(sitting)
+            return time.monotonic()
+
+        start = time.monotonic()
+        noted = note(server.drafts_now)
+        pool = ThreadPoolExecutor(work.concurrency)
+        try:
+            while True:
+                while failed is None and len(flying) < work.concurrency:
+                    try:
+                        place = next(waiting)
+                    except StopIteration:
+                        break
+                    flying[pool.submit(ask, place)] = place
+                if not flying:
+                    break
+                future = wait(flying, return_when=FIRST_COMPLETED).done.pop()
+                place = flying.pop(future)
+                try:
+                    line = future.result()
+                except ServerFailed as failure:
+                    failed = failed or (place, failure)
+                    continue
+                done += 1
+                if line is not None:
+                    file.add(line)
+                    num_tokens += line.num_tokens
+                if time.monotonic() - noted > NOTE_SECONDS:
+                    noted = note(server.drafts_now)
+                seconds, left = time.monotonic() - start, len(missing) - done + work.others
+                step = Step(
+                    role=self.model.role,
+                    doing="",
+                    done=len(file.lines),
+                    total=len(file.lines) + left,
+                    tokens_per_second=num_tokens / seconds,
+                    eta_seconds=left * seconds / done,
+                    unit=work.unit,
+                    task=work.task,
+                )
+                self.watch(step)
+        finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
+            pool.shutdown(wait=False, cancel_futures=True)
+        if failed is None:
+            # The last counts come a moment after the last answer.
+            note(server.drafts, work.repeated())
+            return
+        note(server.drafts_now)
+        place, failure = failed
+        left = len(missing) - done + work.others
+        cure = f"nothing is lost: the same command asks only the {left} that are missing"
+        asked = f"{work.title(place)} for the {ARM_TITLES[self.model.role]}"
+        raise ServerFailed(failure.words, failure.log, asked=asked, cure=cure) from failure
 
 
 @contextmanager
-def hosting(source: Source, role: Role, setup: Setup, tell: Watch) -> Iterator[Host]:
+def hosting(model: Model, setup: Setup, watch: Watch) -> Iterator[Host]:
     """The servers of one checkpoint. A copy is gone with the context.
 
     Raises:
         VLLMError: no room for a copy.
         CheckpointError: a weight cannot be read.
     """
+    source = model.source
     assert source.folder is not None, "download() first"
+    fields = {"model": model, "setup": setup, "watch": watch}
     reason = why_no_kernel(source, setup.vllm)
     if not reason:
-        folder = source.folder.absolute()
-        yield Host(setup=setup, folder=folder, as_served="native", reason="", tell=tell)
+        yield Host(**fields, folder=source.folder.absolute(), as_served="native", reason="")
         return
-    setup.out.mkdir(parents=True, exist_ok=True)
-    with ScratchFolder(f"keepmtp-{role}-bf16-", setup.out) as scratch:
-        tell("writing a BF16 copy")
+    with ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out) as scratch:
+        watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
         folder, why = write_copy(source, scratch / "copy").absolute(), f"{reason}; {UNTRIED}"
-        yield Host(setup=setup, folder=folder, as_served=COPY, reason=why, tell=tell)
+        yield Host(**fields, folder=folder, as_served=COPY, reason=why)
 
 
-def ask_all(
-    items: Sequence[Item],
-    ask: Callable[[Item], Got],
-    *,
-    keep: Callable[[Item, Got], int],
-    note: Callable[[float], None],
-    name: Callable[[Item], str],
-    step: Step,
-    concurrency: int,
-    watch: Callable[[Step], None],
-) -> None:
-    """Ask a server everything, and hand each answer on as it comes.
-
-    Args:
-        items: in the order in which they are asked.
-        ask: an item, of the server; called by several threads.
-        keep: writes an answer down, and returns its number of tokens.
-        note: writes down for how many seconds the server was asked so far: before the first answer,
-            and now and then.
-        name: an item in words.
-        step: of the progress; what was answered before is done already.
-        concurrency: how many are in flight.
-        watch: called after each answer.
+def answer_missing(model: Model, works: Iterable[Work], setup: Setup, watch: Watch) -> None:
+    """Ask one checkpoint what is missing: each of its servers once, and none where nothing is.
 
     Raises:
-        ServerFailed: a request failed, in the server's words, after those in flight have come.
+        ServerFailed: see `Host.answer`.
+        VLLMError, CheckpointError: see `hosting`.
     """
-    start = noted = time.monotonic()
-    pool, waiting = ThreadPoolExecutor(concurrency), iter(items)
-    flying: dict[Future[Got], Item] = {}
-    failed: tuple[Item, ServerFailed] | None = None
-    done = num_tokens = 0
-    note(0.0)
-    try:
-        while True:
-            if failed is None:
-                for item in islice(waiting, concurrency - len(flying)):
-                    flying[pool.submit(ask, item)] = item
-            if not flying:
-                break
-            future = wait(flying, return_when=FIRST_COMPLETED).done.pop()
-            item = flying.pop(future)
-            try:
-                got = future.result()
-            except ServerFailed as failure:
-                failed = failed or (item, failure)
-                continue
-            num_tokens += keep(item, got)
-            done += 1
-            seconds = time.monotonic() - start
-            if start + seconds - noted > NOTE_SECONDS:
-                note(seconds)
-                noted = time.monotonic()
-            rate, eta = num_tokens / seconds, (len(items) - done) * seconds / done
-            told = replace(step, done=step.done + done, tokens_per_second=rate, eta_seconds=eta)
-            watch(told)
-    finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
-        pool.shutdown(wait=False, cancel_futures=True)
-    note(time.monotonic() - start)
-    if failed is not None:
-        item, failure = failed
-        left = len(items) - done
-        cure = f"nothing is lost: the same command asks only the {left} that are missing"
-        raise ServerFailed(failure.words, failure.log, asked=name(item), cure=cure) from failure
+    servers: dict[tuple[int, tuple[str, ...]], list[Work]] = {}
+    for work in works:
+        servers.setdefault((work.k, work.words), []).append(work)
+    if servers:
+        with hosting(model, setup, watch) as host:
+            for together in servers.values():
+                host.answer(*together)
 
 
 def refuse_drafts(source: Source, k: int, *, option: str) -> None:

@@ -4,7 +4,7 @@ scores the answers.
 In: a protocol. Out: `Questions`, which any server may be asked; then, from their answers, lm-eval's
 scores. Prompt, shots, stop words, filters and scores are lm-eval's own, and so are its tasks, with
 rows that are given in place of those it would download; between its two ends the requests are ours
-(`gsm8k.py`).
+(`tasks.py`).
 
 Easy to get wrong: lm-eval's own HTTP models drop `finish_reason`, retry, and can score a failed
 request as an empty answer. Here its tasks get recorded answers. lm-eval's `repeats` are not used:

@@ -1,7 +1,7 @@
 """Runs the real server check: source and checkpoint, each served at k = 0..n, asked the same
-prompts.
+prompts one at a time.
 
-In: two local checkpoints and a `VLLM`. Out: a `ServeCheck`. One server at a time; each log is kept.
+In: two local checkpoints and a `VLLM`. Out: a `ServeCheck`, and a file of outputs for each server.
 
 Easy to get wrong: vLLM loads a dead draft without a word. Its acceptance tells, which is measured
 here; which weight nobody wrote, the dry load finds.
@@ -9,14 +9,19 @@ here; which weight nobody wrote, the dry load finds.
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ...checkpoints.source import Source
 from ...checkpoints.stored import stored_weights
-from ..facts.served import Role, Run, ServeCheck, Served, counters, partings
-from .harness import Host, Setup, hosting, room_for
-from .prompts import PROMPTS
-from .server import ServerFailed, Watch
+from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
+from . import figures
+from .harness import Ask, Model, Setup, Watch, Work, hosting, room_for
+from .server import Server, ServerFailed
+from .store import Continuation, ContinuationHeader, LineFile
+from .texts import PROMPTS
 
 _WARM_UP_TOKENS = 32
 
@@ -31,8 +36,8 @@ class Check:
 
 
 def serve_check(
-    checkpoint: Source,
-    source: Source | None,
+    checkpoint: Model,
+    source: Model | None,
     *,
     setup: Setup,
     check: Check,
@@ -41,23 +46,25 @@ def serve_check(
     """Serve both and compare.
 
     Args:
-        checkpoint: what is judged, local.
-        source: what it was made from, local; None leaves acceptance unjudged.
-        setup: how to serve, and the folder for logs.
+        checkpoint: what is judged.
+        source: what it was made from; None leaves acceptance unjudged.
+        setup: how to serve, and where to write.
         check: what to ask.
-        watch: called with a line of progress.
+        watch: called with each step of progress.
 
     Raises:
+        RecipeError: another run is at work there.
         VLLMError: no room for a BF16 copy.
-        CheckpointError: a copy is needed and a weight cannot be read.
+        CheckpointError: outputs that cannot be read, or weights that cannot be copied.
     """
-    start = time.monotonic()
-    original = None
-    if source is not None:
-        original = serve(source, "source", setup=setup, check=check, watch=watch)
+    start, original = time.monotonic(), None
+    with setup.alone():
+        if source is not None:
+            original = serve(source, setup=setup, check=check, watch=watch)
+        served = serve(checkpoint, setup=setup, check=check, watch=watch)
     return ServeCheck(
         source=original,
-        checkpoint=serve(checkpoint, "checkpoint", setup=setup, check=check, watch=watch),
+        checkpoint=served,
         prompts=check.prompts,
         max_tokens=check.max_tokens,
         environment=setup.vllm.versions,
@@ -65,65 +72,107 @@ def serve_check(
     )
 
 
-def serve(
-    source: Source, role: Role, *, setup: Setup, check: Check, watch: Watch = lambda _: None
-) -> Served:
+def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: None) -> Served:
     """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for
     it.
     """
-    room = room_for(check.prompts, source, max_tokens=check.max_tokens)
-    with hosting(source, role, setup, lambda doing: watch(f"{role}, {doing}")) as host:
-        runs: list[Run] = []
-        for k in check.ks:
-            name = f"{role}-k{k}"
-            try:
-                run = _run(host, name, k, room, check)
-            except ServerFailed as failure:
-                run = Run(k=k, loaded=False, error=failure.words, log=str(setup.log(name)))
-            runs.append(_against_plain(run, runs[0]) if runs else run)
-            if not runs[0].loaded:
-                break  # with method=mtp it would fail the same way, minutes later
-        return Served(
-            role=role,
-            path=source.where,
-            dtype=_forms(source),
-            num_bytes=sum(entry.num_bytes for entry in source.entries.values()),
-            runs=tuple(runs),
-            **host.served,
-        )
+    works = [_work(model, k, setup, check) for k in check.ks]
+    errors: dict[int, str] = {}
+    how: dict[str, Any] = {}
+    if missing := [work for work in works if work.missing()]:
+        with hosting(model, setup, watch) as host:
+            how = {"as_served": host.as_served, "reason": host.reason}
+            for work in missing:
+                try:
+                    host.answer(work)
+                except ServerFailed as failure:
+                    errors[work.k] = failure.words
+                    if not work.k:
+                        break  # with method=mtp it would fail the same way, minutes later
+    runs: list[Run] = []
+    for work in works:
+        log = str(setup.log(work.name))
+        if work.k in errors:
+            runs.append(Run(k=work.k, loaded=False, error=errors[work.k], log=log))
+        elif 0 not in errors:
+            runs.append(_run(work.file, work.k, log, runs[:1]))
+            how = figures.served(work.file)
+    source = model.source
+    return Served(
+        role=model.whose,
+        path=source.where,
+        dtype=_forms(source),
+        num_bytes=sum(entry.num_bytes for entry in source.entries.values()),
+        runs=tuple(runs),
+        **how,
+    )
 
 
-def _against_plain(run: Run, plain: Run) -> Run:
-    if not run.tokens_per_second or not plain.tokens_per_second:
-        return run
-    parted = partings(plain.outputs, run.outputs)
-    speed_up = run.tokens_per_second / plain.tokens_per_second
-    return run.model_copy(update={"partings": parted, "speed_up": speed_up})
+def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
+    header = ContinuationHeader(
+        k=k,
+        prompts=check.prompts,
+        max_tokens=check.max_tokens,
+        num=len(check.prompts),
+        **setup.asked_of(model),
+    )
+    name, warm = f"serve.{model.role}.k{k}", list[Output]()
+    file = setup.open(name, header)
 
-
-def _run(host: Host, name: str, k: int, room: int, check: Check) -> Run:
-    """The first prompt once for warming up, then all of them in turn, timed; counters over the
-    timed ones.
-    """
-    with host.serving(name, k=k, max_model_len=room) as server:
-        host.tell(f"k={k}: warming up")
+    @contextmanager
+    def asking(server: Server) -> Iterator[Ask]:
+        """The first prompt once for warming up, then each of them, timed."""
         most = min(_WARM_UP_TOKENS, check.max_tokens)
-        warm_up = server.complete(check.prompts[0], max_tokens=most).token_ids
-        before, outputs, start = server.drafts(), [], time.monotonic()
-        for number, prompt in enumerate(check.prompts, 1):
-            host.tell(f"k={k}: prompt {number} of {len(check.prompts)}")
-            outputs.append(server.complete(prompt, max_tokens=check.max_tokens))
-        seconds = time.monotonic() - start
-        return Run(
-            k=k,
-            loaded=True,
-            seconds_to_health=server.seconds_to_health,
-            tokens_per_second=sum(len(output.token_ids) for output in outputs) / seconds,
-            **counters(server.drafts().since(before)),
-            outputs=tuple(outputs),
-            is_repeatable=warm_up == outputs[0].token_ids[: len(warm_up)],
-            log=str(server.log),
-        )
+        warm.append(server.complete(check.prompts[0], max_tokens=most))
+
+        def ask(prompt: int) -> Continuation:
+            start = time.monotonic()
+            output = server.complete(check.prompts[prompt], max_tokens=check.max_tokens)
+            return Continuation(prompt=prompt, seconds=time.monotonic() - start, **dict(output))
+
+        yield ask
+
+    def repeated() -> float:
+        tokens = warm[0].token_ids
+        return float(tokens != file.lines[0].token_ids[: len(tokens)])
+
+    return Work(
+        name=name,
+        file=file,
+        missing=lambda: file.missing,
+        asking=asking,
+        title=lambda place: f"prompt {place + 1} of {header.num}",
+        k=k,
+        max_model_len=room_for(check.prompts, model.source, max_tokens=check.max_tokens),
+        max_num_seqs=4,
+        repeated=repeated,
+        unit="prompt",
+        task=f"k={k}",
+    )
+
+
+def _run(
+    file: LineFile[ContinuationHeader, Continuation], k: int, log: str, before: list[Run]
+) -> Run:
+    """What one server's file says, against the run without drafting."""
+    lines, sittings = [file.lines[at] for at in range(file.header.num)], [*file.sittings.values()]
+    outputs = [Output(**line.model_dump(exclude={"prompt", "seconds"})) for line in lines]
+    rate = sum(line.num_tokens for line in lines) / sum(line.seconds for line in lines)
+    against = {}
+    if before and before[0].tokens_per_second:
+        speed_up = rate / before[0].tokens_per_second
+        against = {"partings": partings(before[0].outputs, outputs), "speed_up": speed_up}
+    return Run(
+        k=k,
+        loaded=True,
+        seconds_to_health=sittings[-1].seconds_to_health,
+        tokens_per_second=rate,
+        outputs=tuple(outputs),
+        is_repeatable=not any(sitting.repeated for sitting in sittings),
+        log=log,
+        **counters(total(sittings)),
+        **against,
+    )
 
 
 def _forms(source: Source) -> str:

@@ -88,15 +88,6 @@ class ServerFailed(GateError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """One answer: its text, why it ended (stop, or length where it was cut), and its tokens."""
-
-    text: str
-    finish_reason: Literal["stop", "length"]
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """A healthy server.
 
@@ -140,8 +131,9 @@ class Server:
 
     def answer(
         self, prompt: str | Sequence[Mapping[str, str]], *, timeout: float, **asked: Any
-    ) -> Reply:
-        """Answer to a text, or to messages through the model's chat template.
+    ) -> tuple[str, Literal["stop", "length"], int]:
+        """Answer to a text, or to messages through the model's chat template: the answer, why it
+        ended (length where it was cut), and its tokens.
 
         Args:
             prompt: text or messages. Where the last message is an assistant's, the answer goes on
@@ -160,13 +152,10 @@ class Server:
                 sent |= {"add_generation_prompt": False, "continue_final_message": True}
         return self.post(path, sent, timeout=timeout, read=_reply)
 
-    def tokens_of(self, text: str) -> list[int]:
-        """Token ids of a text, without those that only begin a prompt."""
-        return self.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
-
     def text_of(self, tokens: Sequence[int]) -> str:
-        """The text of token ids."""
-        return self.post("/detokenize", {"tokens": list(tokens)})["prompt"]
+        """The text of token ids; what is no whole character is the replacement character."""
+        text = self.post("/detokenize", {"tokens": list(tokens)})["prompt"]
+        return text.encode(errors="replace").decode()
 
     def post(
         self,
@@ -222,7 +211,7 @@ class Server:
         raise ServerFailed(words or f"HTTP {answer.status_code} at {path}", self.log)
 
 
-def _reply(content: Any) -> Reply:
+def _reply(content: Any) -> tuple[str, str, int]:
     """The one answer in a reply's JSON; ValueError, LookupError or TypeError where there is
     none.
     """
@@ -234,8 +223,7 @@ def _reply(content: Any) -> Reply:
     if not isinstance(num_tokens, int) or num_tokens < 1:
         raise ValueError(f"{num_tokens} tokens")
     # A reasoning parser leaves no content of an answer that was cut while thinking.
-    whole = str(text or "").encode(errors="replace").decode()
-    return Reply(text=whole, finish_reason=reason, num_tokens=num_tokens)
+    return str(text or "").encode(errors="replace").decode(), reason, num_tokens
 
 
 @contextmanager

@@ -1,25 +1,52 @@
-"""Held-out texts from a file, and the refusal of texts that the checkpoint was calibrated on.
+"""What servers are asked: prompts, which they answer, and held-out texts, which they predict.
 
-In: a .jsonl or .txt file, and the record of the checkpoint. Out: `HeldOut`, the texts in the file's
-order.
+In: the user's file, or what ships with keepmtp; for texts also the record of the checkpoint. Out:
+`Prompts`, and the requests of a load; `HeldOut`. A line of a .jsonl file with prompts is one object
+in one of these forms:
 
-Easy to get wrong: on its own calibration text a checkpoint is closer to its source than anywhere
-else. So a file that was calibrated on is refused, and so is a row of it in another file. A dataset
-of the Hub is not read again for that: the result then says that nobody compared.
+    {"prompt": "..."}                             a text
+    {"messages": [{"role": ..., "content": ...}]} SPEED-Bench as its prepare.py writes it
+    {"turns": ["...", ...]}                       user messages; MT-Bench's rows on the Hub
+    {"question": "..."}                           a problem; GSM8K's rows
+
+Easy to get wrong: acceptance and speed depend on the text. Random tokens as prompts overstate the
+speed of drafting, and so does one prompt that is asked again and again. Only what a user would
+write is asked; and of a conversation its first message alone, since an answer must be the model's
+own. And on its own calibration text a checkpoint is closer to its source than anywhere else. So a
+file that was calibrated on is refused, and so is a row of it in another file. A dataset of the Hub
+is not read again for that: the result then says that nobody compared.
 """
 
 import hashlib
 import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...checkpoints.json_file import read_lines, read_text
 from ...checkpoints.record import Record
 from ...recipes.errors import RecipeError
 from ...recipes.model_file import find_path
+from ..facts.benched import RequestForm
 
+SHIPPED = "models/held_out.jsonl"
+"""Word problems that the shipped models were not trained on: short, and easy to draft."""
+_QUESTIONS = (
+    "Ann has 33 stamps. Ann buys 18 more and then gives away 14. How many stamps are left?",
+    "Amy has 7 boxes with 6 rings in each box. How many rings are there in all?",
+    "Bob shares 72 shells among 9 friends. How many shells does each friend get?",
+    "Ned has 8 boxes with 5 toys in each box and 4 more toys. How many toys are there in all?",
+    "Ben has 34 cards. Ben buys 20 more and then gives away 2. How many cards are left?",
+    "Joe has 3 boxes with 9 pens in each box. How many pens are there in all?",
+    "Eva has 5 boxes with 7 apples in each box and 4 more apples. "
+    "How many apples are there in all?",
+    "Ida has 36 eggs. Ida gives away 18 eggs. How many eggs are left?",
+)
+PROMPTS = tuple(f"Question: {question}\nAnswer:" for question in _QUESTIONS)
+"""What serve-check asks, unless the user brings prompts: every language model goes on with them."""
 HELD_OUT: Mapping[str, str] = {
     "tiny-docs": "models/docs_held_out.jsonl",
     "tiny-glm4-moe": "models/held_out.jsonl",
@@ -32,11 +59,89 @@ FORMS = (
     '{"tokens": [...]}'
 )
 _CURE = f"Give a .txt file, which is one text, or a .jsonl file with {FORMS} a line"
+_PROMPTS_CURE = (
+    'Give one prompt a line, or a .jsonl file, each line an object with "prompt", "messages", '
+    '"turns" or "question"'
+)
+# SPEED-Bench's rows on the Hub have these words where a licence keeps the text elsewhere; its
+# prepare.py fetches it.
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 Text = str | tuple[Mapping[str, str], ...] | tuple[int, ...]
 """Plain text; or messages, which go through the model's chat template; or tokens, which are sent as
 they are.
 """
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+class Prompt(NamedTuple):
+    """One prompt: as a message of the user, and as a text."""
+
+    message: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """All prompts of a file; `sha256` of them in its order."""
+
+    name: str
+    sha256: str
+    items: tuple[Prompt, ...]
+
+
+def read_prompts(path: Path | None) -> Prompts:
+    """Prompts of a file, or the shipped ones.
+
+    Raises:
+        CheckpointError: no such file, or no JSON; see `json_file.read_lines`.
+        RecipeError: no prompt in it, or a line of another form; it names the line.
+    """
+    path = path or find_path(SHIPPED)
+    assert path is not None, f"{SHIPPED} ships with keepmtp"
+    if path.suffix == ".jsonl":
+        items = tuple(_prompt(row, where) for where, row in read_lines(path, cure=_PROMPTS_CURE))
+    else:
+        lines = read_text(path, cure=_PROMPTS_CURE).splitlines()
+        items = tuple(Prompt(line, line) for line in lines if line.strip())
+    if not items:
+        raise RecipeError(path, "must hold a prompt", got="an empty file", cure=_PROMPTS_CURE)
+    return Prompts(name=path.name, sha256=_sum(items), items=items)
+
+
+def _prompt(row: Any, where: str) -> Prompt:
+    match row:
+        case {"question": str(said)}:
+            item = Prompt(said, f"Question: {said}\nAnswer:")
+        case (
+            {"prompt": str(said)}
+            | {"messages": [{"role": "user", "content": str(said)}, *_]}
+            | {"turns": [str(said), *_]}
+        ):
+            item = Prompt(said, said)
+        case _:
+            rule = "must begin with a text of the user"
+            raise RecipeError(where, rule, got=json.dumps(row)[:60], cure=_PROMPTS_CURE)
+    if not said.strip() or _PLACEHOLDER in said:
+        cure = "Fetch it with the dataset's prepare.py"
+        got = said[:60] or "an empty one"
+        raise RecipeError(where, "must hold the prompt itself", got=got, cure=cure)
+    return item
+
+
+def texts(prompts: Prompts, number: int, *, seed: int, form: RequestForm) -> list[str]:
+    """So many prompts in an order that the seed gives, as messages or as texts; from the first
+    again where the file has fewer.
+    """
+    order = list(prompts.items)
+    random.Random(seed).shuffle(order)  # noqa: S311 - an order, not a secret
+    taken = islice(cycle(order), number)
+    return [item.message if form == "chat" else item.text for item in taken]
+
+
+# --- held-out texts -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,25 +200,23 @@ def text_file(path: Path | None, model: str) -> tuple[str, Path]:
 
 def _rows(file: Path) -> Iterator[tuple[str, Text]]:
     """(file:line, text)."""
-    if file.suffix not in (".txt", ".jsonl"):
-        raise RecipeError(
-            file, "must be a .jsonl or a .txt file", got=file.suffix or "no suffix", cure=_CURE
-        )
     if file.suffix == ".txt":
         whole = read_text(file, cure="Convert it")
-        yield from [(f"{file}:1", whole)] if whole.strip() else []
+        if whole.strip():
+            yield f"{file}:1", whole
         return
+    if file.suffix != ".jsonl":
+        got = file.suffix or "no suffix"
+        raise RecipeError(file, "must be a .jsonl or a .txt file", got=got, cure=_CURE)
     for where, row in read_lines(file, cure=_CURE):
-        text = _text_of(row) if isinstance(row, dict) else None
+        text = _text_of(row)
         if not text or (isinstance(text, str) and not text.strip()):
-            got = json.dumps(row)[:60]
-            raise RecipeError(
-                where, f"must be an object with {FORMS}", got=got, cure="Mend the line"
-            )
+            rule, got = f"must be an object with {FORMS}", json.dumps(row)[:60]
+            raise RecipeError(where, rule, got=got, cure="Mend the line")
         yield where, text
 
 
-def _text_of(row: Mapping[str, Any]) -> Text | None:
+def _text_of(row: Any) -> Text | None:
     """The text of a row; None where it has none of the forms."""
     match row:
         case {"text": str(text)}:
@@ -122,20 +225,18 @@ def _text_of(row: Mapping[str, Any]) -> Text | None:
             return prompt + completion
         case {"question": str(question), "answer": str(answer)}:
             return f"Question: {question}\nAnswer: {answer}"
-        case {"messages": [*turns]} if all(_is_turn(turn) for turn in turns):
-            return tuple({"role": turn["role"], "content": turn["content"]} for turn in turns)
+        case {"messages": [*turns]}:
+            said = []
+            for turn in turns:
+                match turn:
+                    case {"role": str(role), "content": str(content)}:
+                        said.append({"role": role, "content": content})
+                    case _:
+                        return None
+            return tuple(said)
         case {"tokens": [*ids]} if all(type(each) is int and 0 <= each < 2**31 for each in ids):
             return tuple(ids)
     return None
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and all(
-        isinstance(turn.get(key), str) for key in ("role", "content")
-    )
-
-
-# --- calibration ----------------------------------------------------------------------------------
 
 
 def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Record | None) -> str:
@@ -143,30 +244,26 @@ def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Rec
     data = (record.calibration or {}).get("data") if record else None
     if not isinstance(data, dict):
         return ""
-    said = []
-    for name in [data.get("dataset"), *(each.get("dataset") for each in data.get("also") or ())]:
+    said, rule = [], "must be text that the checkpoint was not calibrated on"
+    cure = "Name another --text"
+    for each in (data, *(data.get("also") or ())):
+        name = each.get("dataset")
         used = find_path(str(name))
         if used is None or used.suffix != ".jsonl":
-            said.append(
-                f"Whether a text is in {name}, which it was calibrated on, was not looked up."
-            )
+            why = "which it was calibrated on, was not looked up."
+            said.append(f"Whether a text is in {name}, {why}")
             continue
-        _refuse_shared(file, rows, used)
+        if file.samefile(used):
+            got = "the very file that it was calibrated on"
+            raise RecipeError(file, rule, got=got, cure=cure)
+        known = {_sum(text): where for where, text in _rows(used)}
+        for where, text in rows:
+            if (at := known.get(_sum(text))) is not None:
+                raise RecipeError(where, rule, got=f"the text of {at}", cure=cure)
         said.append(f"None of the texts is a row of {name}, which it was calibrated on.")
     return " ".join(said)
 
 
-def _refuse_shared(file: Path, rows: Sequence[tuple[str, Text]], used: Path) -> None:
-    cure = "Name another --text"
-    rule = "must be text that the checkpoint was not calibrated on"
-    if file.samefile(used):
-        raise RecipeError(file, rule, got="the very file that it was calibrated on", cure=cure)
-    known = {_sum(text): where for where, text in _rows(used)}
-    for where, text in rows:
-        if (at := known.get(_sum(text))) is not None:
-            raise RecipeError(where, rule, got=f"the text of {at}", cure=cure)
-
-
-def _sum(text: Text) -> bytes:
-    content = text.strip() if isinstance(text, str) else json.dumps(text)
-    return hashlib.sha256(content.encode()).digest()
+def _sum(content: Any) -> str:
+    content = content.strip() if isinstance(content, str) else json.dumps(content)
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -16,8 +16,8 @@ from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
 from ..facts.benched import BenchFact
 from ..facts.schema import FullReport
-from ..measure.bench_prompts import SHIPPED
 from ..measure.serve_line import docker_words, serve_words
+from ..measure.texts import SHIPPED
 from . import hardware, tables
 from .base_model import BaseModel
 from .best_k import BestK, best_k_of_report
@@ -183,12 +183,8 @@ def _commands(told: CardFacts) -> Iterator[Md]:
 
 def _bench_words(bench: BenchFact) -> Iterator[str]:
     """The options that ask the same matrix again; the prompts of others are named by their file."""
-    in_flight, contexts = (
-        sorted(set(values)) for values in zip(*bench.checkpoint.loads, strict=True)
-    )
+    in_flight = sorted({cell.concurrency for cell in bench.checkpoint.cells})
     yield from ("-k", ",".join(map(str, tables.ks_of(bench))))
     yield from ("--concurrency", ",".join(map(str, in_flight)))
-    if any(contexts):
-        yield from ("--context", ",".join(map(str, contexts)))
     if bench.prompts != Path(SHIPPED).name:
         yield from ("--prompts", bench.prompts)

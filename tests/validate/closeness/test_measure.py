@@ -5,7 +5,6 @@ The server is a small model in this process: a real one cannot be made to die at
 are asked in tests/vllm/test_closeness.py.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +15,17 @@ import pytest
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
+from keepmtp.validate.facts.served import Drafts
 from keepmtp.validate.facts.vllm_env import VLLM
 from keepmtp.validate.measure import closeness as measure
 from keepmtp.validate.measure import harness
-from keepmtp.validate.measure.closeness import Depth, cut_windows
-from keepmtp.validate.measure.compared import FILE, read_compared
+from keepmtp.validate.measure.closeness import NO_TOKEN, Depth, Predicted, compare, cut_windows
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.server import ServerFailed
+from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, read_lines
 from keepmtp.validate.measure.texts import HeldOut
-from scipy.special import log_softmax
+from numpy.typing import NDArray
+from scipy.special import log_softmax, rel_entr
 from vllms import H100
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +62,13 @@ class Toy:
         ]
         return {"choices": [{"prompt_logprobs": [None, *rows]}]}
 
+    seconds_to_health = 1.0
+
+    def drafts(self) -> Drafts:
+        return Drafts()
+
+    drafts_now = drafts
+
     def text_of(self, tokens: Sequence[int]) -> str:
         return bytes(each % 128 for each in tokens).decode()
 
@@ -92,13 +100,17 @@ def run(out: Path, **changed: Any):
     texts = changed.pop("text", TEXT)
     before, after = changed.pop("source", "5" * 64), changed.pop("checkpoint", "c" * 64)
     models = model("checkpoint", after), model("source", before)
-    setup = Setup(
-        vllm=H100,
-        out=out,
-        **{name: changed.pop(name) for name in ("say", "extra") if name in changed},
-    )
     depth = Depth(**({"tokens": 150, "window": 16, "top": 20, "concurrency": 3} | changed))
-    return measure.measure(*models, texts, setup=setup, depth=depth)
+    return measure.measure(*models, texts, setup=Setup(vllm=H100, out=out), depth=depth)
+
+
+def file_in(folder: Path) -> Path:
+    (path,) = folder.glob("closeness.checkpoint.*.jsonl")
+    return path
+
+
+def windows_in(folder: Path) -> ComparedFile:
+    return read_lines(file_in(folder), ComparedHeader)
 
 
 def test_every_window_is_asked_once_of_each_and_gives_the_figures(toys, tmp_path):
@@ -110,7 +122,7 @@ def test_every_window_is_asked_once_of_each_and_gives_the_figures(toys, tmp_path
         )
         assert len(toy.asked) == 10 + 1
     before, after = toys["source"].logits, toys["checkpoint"].logits
-    windows = read_compared(tmp_path / FILE)
+    windows = windows_in(tmp_path)
     lasts = [last for ids in toys["source"].asked[:10] for last in ids[:-1]]
     p, q = (log_softmax(logits[lasts], axis=1) for logits in (before, after))
     exact = (np.exp(p) * (p - q)).sum(axis=1)
@@ -151,59 +163,50 @@ def test_a_server_that_dies_ends_the_run_and_the_next_asks_what_is_missing(role,
 
 
 def test_what_a_kill_leaves_is_asked_again(toys, tmp_path):
-    """A part of a line, a part of a file under its partial name, and a window whose file is
-    gone.
-    """
+    """A part of a line; and a source whose last server did not come to its end."""
     whole = run(tmp_path)
-    lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
+    lines = file_in(tmp_path).read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if line.startswith(b'{"window"')]
-    (tmp_path / FILE).write_bytes(lines[0] + b"".join(kept[:6]) + kept[6][:100])
-    (stored,) = tmp_path.glob("closeness.source.*")
-    os.unlink(stored / "00003.safetensors")
-    (stored / "00003.safetensors.partial").write_bytes(b"half")
-    for toy in toys.values():
-        toy.asked.clear()
-    fact = run(tmp_path)
-    assert len(toys["source"].asked) == 1 + 1 and len(toys["checkpoint"].asked) == 4 + 1
-    assert fact.divergence == whole.divergence and fact.worst == whole.worst
+    file_in(tmp_path).write_bytes(lines[0] + b"".join(kept[:6]) + kept[6][:100])
+    (source,) = tmp_path.glob("closeness.source.*.jsonl")
+    for number, left in ((9, 1), (10, 0)):
+        lines = source.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if b'"repeated"' not in line]
+        source.write_bytes(b"".join(kept[: 1 + number]))
+        toys["source"].asked.clear()
+        fact = run(tmp_path)
+        assert len(toys["source"].asked) == left + 1
+        assert fact.divergence == whole.divergence and fact.worst == whole.worst
+    assert len(toys["checkpoint"].asked) == 11 + 4 + 1
 
 
 def test_a_damaged_file_of_the_source_is_named(toys, tmp_path):
     run(tmp_path)
-    (tmp_path / FILE).unlink()
-    (stored,) = tmp_path.glob("closeness.source.*")
-    (stored / "00002.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    file_in(tmp_path).unlink()
+    (stored,) = tmp_path.glob("closeness.source.*/00002.safetensors")
+    stored.write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     with pytest.raises(
         CheckpointError, match=r"00002\.safetensors: must be what the source predicts"
     ):
         run(tmp_path)
 
 
-def test_the_source_is_served_once_for_all_checkpoints(toys, tmp_path):
-    run(tmp_path / "one.report")
-    toys["source"].asked.clear()
-    said: list[str] = []
-    fact = run(tmp_path / "two.report", checkpoint="d" * 64, say=said.append)
-    assert not toys["source"].asked and said == [
-        "The source was asked the same before: taken from one.report."
-    ]
-    assert len(fact.source.servers) == 1
-    run(tmp_path / "three.report", source="6" * 64)
-    assert toys["source"].asked, "another source's predictions are its own"
-
-
-def test_predictions_for_other_text_are_set_aside_and_taken_back(toys, tmp_path):
+def test_what_is_there_is_not_asked_again(toys, tmp_path):
+    """Other text, another source and another checkpoint have predictions of their own."""
     first = run(tmp_path)
-    said: list[str] = []
-    second = run(
-        tmp_path,
-        text=HeldOut(path="u", sha256="8" * 64, texts=("xyz" * 9,), against=""),
-        say=said.append,
-    )
-    assert second.tokens != first.tokens and len(said) == 1
-    for toy in toys.values():
-        toy.asked.clear()
-    assert run(tmp_path) == first and not any(toy.asked for toy in toys.values())
+    other = HeldOut(path="u", sha256="8" * 64, texts=("xyz" * 9,), against="")
+    for changed, asked in (
+        ({}, set()),
+        ({"checkpoint": "d" * 64}, {"checkpoint"}),
+        ({"source": "6" * 64}, {"source", "checkpoint"}),
+        ({"text": other}, {"source", "checkpoint"}),
+        ({}, set()),
+    ):
+        for toy in toys.values():
+            toy.asked.clear()
+        found = run(tmp_path, **changed)
+        assert {role for role, toy in toys.items() if toy.asked} == asked
+    assert found == first
 
 
 def test_a_server_that_gives_logits_is_refused(toys, tmp_path):
@@ -228,3 +231,100 @@ def test_windows_begin_as_the_tokenizer_begins_a_text():
     )
     with pytest.raises(RecipeError, match="must hold text of some tokens; got none of two tokens"):
         cut_windows(lambda text: [], TEXT, num_tokens=150, window_size=16)
+
+
+# --- divergence from the likeliest tokens, against the whole distributions --------------------------
+
+SIZE, POSITIONS = 300, 40
+
+
+def predicted(logprobs: NDArray[np.float64], following: NDArray[np.int64], top: int) -> Predicted:
+    """As a server answers: the likeliest `top`, and the token that follows where it is not among
+    them.
+    """
+    ids = np.full((len(logprobs), min(top + 1, SIZE)), NO_TOKEN, dtype=np.int32)
+    for at, row in enumerate(logprobs):
+        named = list(dict.fromkeys([int(following[at]), *np.argsort(-row)[:top].tolist()]))[
+            : ids.shape[1]
+        ]
+        ids[at, : len(named)] = named
+    found = np.where(
+        ids == NO_TOKEN, -np.inf, np.take_along_axis(logprobs, np.maximum(ids, 0), axis=1)
+    )
+    return Predicted(
+        ids=ids,
+        logprobs=found.astype(np.float32),
+        following=np.take_along_axis(logprobs, following[:, None], axis=1)[:, 0].astype(np.float32),
+        is_whole=top >= SIZE,
+    )
+
+
+@pytest.fixture(scope="module", params=[0.02, 0.3, 2.0])
+def models(request) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Log-probabilities of a source and of a checkpoint a little or far off, and the text."""
+    rng = np.random.default_rng(0)
+    logits = 3 * rng.standard_normal((POSITIONS, SIZE))
+    other = logits + request.param * rng.standard_normal(logits.shape)
+    return (
+        log_softmax(logits, axis=1),
+        log_softmax(other, axis=1),
+        rng.integers(SIZE, size=POSITIONS),
+    )
+
+
+def test_the_whole_vocabulary_gives_the_divergence_itself(models):
+    before, after, text = models
+    apart = compare(predicted(before, text, SIZE), predicted(after, text, SIZE))
+    # Log-probabilities are FP32, so each is off by 2e-7 of itself at most, and they are up to 20.
+    np.testing.assert_allclose(
+        apart.nats, rel_entr(np.exp(before), np.exp(after)).sum(axis=1), atol=4e-6
+    )
+    assert (apart.is_flip == (before.argmax(axis=1) != after.argmax(axis=1))).all()
+    assert (apart.choices == np.stack([before.argmax(axis=1), after.argmax(axis=1)], axis=1)).all()
+    assert not apart.outside.any()
+
+
+def test_a_part_of_the_vocabulary_gives_a_lower_bound_that_rises_with_it(models):
+    before, after, text = models
+    exact = rel_entr(np.exp(before), np.exp(after)).sum(axis=1)
+    last = np.zeros(POSITIONS)
+    for top in (1, 2, 5, 20, 100, 250, 299):
+        apart = compare(predicted(before, text, top), predicted(after, text, top))
+        assert (apart.nats <= exact + 4e-6).all() and (apart.nats >= last - 4e-6).all()
+        last = apart.nats
+    assert last.mean() == pytest.approx(exact.mean(), rel=0.01)
+
+
+def test_what_is_not_compared_is_the_sources_probability_of_the_rest(models):
+    before, after, text = models
+    one, other = predicted(before, text, 5), predicted(after, text, 5)
+    shared = [
+        set(map(int, a)) & set(map(int, b)) - {NO_TOKEN}
+        for a, b in zip(one.ids, other.ids, strict=True)
+    ]
+    wanted = [1 - np.exp(before[at, sorted(names)]).sum() for at, names in enumerate(shared)]
+    np.testing.assert_allclose(compare(one, other).outside, wanted, atol=1e-5)
+
+
+def test_a_model_is_as_close_to_itself_as_can_be(models):
+    """Exactly: nothing is rounded on the way."""
+    before, _, text = models
+    for top in (3, SIZE):
+        apart = compare(predicted(before, text, top), predicted(before, text, top))
+        assert not apart.nats.any() and not apart.is_flip.any()
+
+
+def test_a_tie_is_no_flip():
+    """BF16 makes logits equal, and a server names either of them first."""
+    tie, one, other = (
+        np.log([[0.4, 0.4, 0.2]]),
+        np.log([[0.5, 0.3, 0.2]]),
+        np.log([[0.2, 0.3, 0.5]]),
+    )
+    whole = {
+        "following": np.zeros(1, np.float32),
+        "is_whole": True,
+        "ids": np.array([[0, 1, 2]], np.int32),
+    }
+    models = [Predicted(logprobs=each.astype(np.float32), **whole) for each in (tie, one, other)]
+    assert [bool(compare(models[0], each).is_flip[0]) for each in models] == [False, False, True]

@@ -1,4 +1,4 @@
-"""The file of answers: what goes on, what is set aside, what is refused."""
+"""The files of answers: what goes on, what is apart, what is refused; and what drafting changes."""
 
 import json
 from pathlib import Path
@@ -7,16 +7,18 @@ import pytest
 from headers import header
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.measure.answers import (
+from keepmtp.validate.facts.served import total
+from keepmtp.validate.measure.figures import MOST_SHOWN, correct, drafting, finish
+from keepmtp.validate.measure.store import (
     Answer,
+    AnswersHeader,
     Samples,
     Sitting,
-    correct,
-    drafts_of,
-    finish,
-    read_samples,
+    open_lines,
+    read_lines,
 )
-from keepmtp.validate.measure.line_file import open_lines
+
+FILTER = "flexible-extract"
 
 
 def answer(number: int, text: str = " it is 1\n#### 1") -> Answer:
@@ -24,73 +26,50 @@ def answer(number: int, text: str = " it is 1\n#### 1") -> Answer:
 
 
 def sitting(number: int, drafts: int, accepted: tuple[int, ...]) -> Sitting:
-    return Sitting(
-        sitting=number,
-        as_served="native",
-        reason="",
-        seconds=1.5,
-        drafts=drafts,
-        draft_tokens=2 * drafts,
-        accepted_tokens=sum(accepted),
-        accepted_per_position=accepted,
-    )
+    counts = {"drafts": drafts, "draft_tokens": 2 * drafts, "accepted_tokens": sum(accepted)}
+    served = {"as_served": "native", "reason": "", "seconds": 1.5}
+    return Sitting(sitting=number, accepted_per_position=accepted, **counts, **served)
+
+
+def opened(folder: Path, **changed) -> Samples:
+    return open_lines(folder, "gsm8k.source", header(**changed))
 
 
 @pytest.fixture
-def path(tmp_path) -> Path:
-    return tmp_path / "out" / "gsm8k.source.jsonl"
-
-
-def begun(path: Path, **changed) -> Samples:
-    samples: Samples = open_lines(path, header(**changed))
-    for line in (
-        answer(2),
-        sitting(1, 5, (4, 1)),
-        answer(0, "\u2028 odd \U0001f600 ends\x85"),
-        sitting(1, 9, (8, 2)),
-    ):
+def begun(tmp_path) -> Samples:
+    samples = opened(tmp_path)
+    odd = answer(0, "\u2028 odd \U0001f600 ends\x85")
+    for line in (answer(2), sitting(1, 5, (4, 1)), odd, sitting(1, 9, (8, 2))):
         samples.add(line)
     return samples
 
 
-def test_a_file_goes_on(path):
-    begun(path)
-    samples = open_lines(path, header(), lambda words: pytest.fail(words))
+def test_a_file_goes_on(begun, tmp_path):
+    samples = opened(tmp_path)
     assert samples.missing == (1,) and samples.lines[0].text == "\u2028 odd \U0001f600 ends\x85"
     samples.add(answer(1))
     samples.add(sitting(2, 1, (1,)))
-    assert not samples.missing and list(read_samples(path).lines) == [2, 0, 1]
-    drafts = drafts_of(read_samples(path))
-    assert (drafts.drafts, drafts.draft_tokens, drafts.accepted_tokens) == (10, 20, 11)
-    assert drafts.accepted_per_position == (9, 2)
+    found = read_lines(begun.path, AnswersHeader)
+    assert not samples.missing and list(found.lines) == [2, 0, 1]
+    assert total(list(found.sittings.values())).accepted_per_position == (9, 2)
+    right = {"strict-match": (True, False, True), FILTER: (True, True, True)}
+    finish(samples, right)
+    before = begun.path.read_bytes()
+    found = read_lines(begun.path, AnswersHeader)
+    assert (
+        list(found.lines) == [0, 1, 2] and {name: correct(found, name) for name in right} == right
+    )
+    finish(found, right)
+    assert begun.path.read_bytes() == before, "in order, it changes no more"
 
 
 def test_a_full_disk_is_said(tmp_path):
     full = tmp_path / "gsm8k.source.jsonl"
     full.symlink_to("/dev/full")
     samples = Samples(full, header())
-    with pytest.raises(
-        CheckpointError,
-        match=r"must be writable; got No space left on device\. Make room, and run the same ",
-    ):
+    with pytest.raises(CheckpointError, match=r"got No space left on device\. Make room, and run"):
         samples.add(answer(0))
     assert samples.missing == (0, 1, 2), "an answer counts once it is on the disk"
-
-
-def test_finished_it_is_in_order_and_changes_no_more(path):
-    samples = begun(path)
-    samples.add(answer(1))
-    right = {"strict-match": (True, False, True), "flexible-extract": (True, True, True)}
-    finish(samples, right)
-    before = path.read_bytes()
-    found = read_samples(path)
-    assert (
-        list(found.lines) == [0, 1, 2] and {name: correct(found, name) for name in right} == right
-    )
-    finish(found, right)
-    assert path.read_bytes() == before
-    kinds = [next(iter(json.loads(line))) for line in path.read_text().split("\n")[:-1]]
-    assert kinds == ["samples", "question", "question", "question", "sitting"]
 
 
 @pytest.mark.parametrize(
@@ -101,52 +80,38 @@ def test_finished_it_is_in_order_and_changes_no_more(path):
         {"checkpoint_sha256": "e"},
         {"vllm": "0.33.0"},
         {"dataset_sha256": "e"},
+        {"prompts_sha256": "q"},
         {"device": "GPU"},
         {"words": ("--tensor-parallel-size", "2")},
         {"role": "checkpoint"},
     ],
 )
-def test_answers_to_something_else_are_set_aside_and_taken_back(path, changed):
-    begun(path)
-    said: list[str] = []
-    other = open_lines(path, header(**changed), said.append)
-    aside = path.with_name(f"gsm8k.source.{header().digits}.jsonl")
-    assert not other.lines and not path.exists()
-    assert said == [f"What was asked otherwise, or of other bytes, is kept in {aside.name}."]
+def test_answers_to_something_else_have_a_file_of_their_own(changed, begun, tmp_path):
+    other = opened(tmp_path, **changed)
+    assert not other.lines
     other.add(answer(1))
-    mine = open_lines(path, header(), said.append)
-    again = path.with_name(f"gsm8k.source.{header(**changed).digits}.jsonl")
-    assert again.name in said[1] and again != aside and not aside.exists(), "taken back"
-    assert set(mine.lines) == {0, 2} and set(read_samples(again).lines) == {1}
+    assert set(opened(tmp_path).lines) == {0, 2} and set(opened(tmp_path, **changed).lines) == {1}
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
-def test_a_line_that_a_crash_cut_is_asked_again(path, cut):
-    begun(path)
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole.splitlines(keepends=True)[1][:cut])
+def test_a_line_that_a_crash_cut_is_asked_again(cut, begun, tmp_path):
+    whole = begun.path.read_bytes()
+    begun.path.write_bytes(whole + whole.splitlines(keepends=True)[1][:cut])
     with pytest.raises(CheckpointError, match="a part of a line"):
-        read_samples(path)
-    samples = open_lines(path, header())
-    assert samples.missing == (1,) and path.read_bytes() == whole
-    path.write_bytes(whole[:cut])
-    assert open_lines(path, header()).missing == (0, 1, 2), "not even the first line"
+        read_lines(begun.path, AnswersHeader)
+    assert opened(tmp_path).missing == (1,) and begun.path.read_bytes() == whole
+    begun.path.write_bytes(whole[:cut])
+    assert opened(tmp_path).missing == (0, 1, 2), "not even the first line"
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (
-            answer(0).model_dump_json(),
-            "must be of a place that was asked for, and is there once; got 0",
-        ),
-        (
-            answer(3).model_dump_json(),
-            "must be of a place that was asked for, and is there once; got 3",
-        ),
+        (answer(0).model_dump_json(), "of a place that was asked for, and is there once; got 0"),
+        (answer(3).model_dump_json(), "of a place that was asked for, and is there once; got 3"),
         (
             '{"question": 1}',
-            "must be a line that keepmtp wrote (Answer); got prompt_sha256: Field required",
+            "a line that keepmtp wrote (Answer); got prompt_sha256: Field required",
         ),
         (
             answer(1).model_dump_json().replace('"stop"', '"abort"'),
@@ -156,40 +121,50 @@ def test_a_line_that_a_crash_cut_is_asked_again(path, cut):
         ("text", "must be a line that keepmtp wrote"),
     ],
 )
-def test_a_line_that_is_none_is_named(path, line, says):
-    begun(path)
-    with open(path, "a") as file:
+def test_a_line_that_is_none_is_named(line, says, begun, tmp_path):
+    with open(begun.path, "a") as file:
         file.write(line + "\n")
     with pytest.raises(CheckpointError) as caught:
-        open_lines(path, header())
-    assert f"{path}:6: " in str(caught.value) and says in str(caught.value)
+        opened(tmp_path)
+    assert f"{begun.path}:6: " in str(caught.value) and says in str(caught.value)
     assert "Move the file away, and what it held is measured again." in str(caught.value)
 
 
-def test_a_sibling_has_answered_already(tmp_path):
-    """One release, two checkpoints of it: a finished file of the very same questions to the same
-    bytes is taken.
-    """
-    made = tmp_path / "one.report" / "gsm8k.source.jsonl"
-    path = tmp_path / "two.report" / made.name
-    samples = begun(made)
-    assert not open_lines(path, header()).lines, "an unfinished one is another run's"
-    samples.add(answer(1))
-    others = (
-        {"prompts_sha256": "q"},
-        {"checkpoint_sha256": "d"},
-        {"vllm": "0.33.0"},
-        {"words": ("--seed", "1")},
-    )
-    for changed in others:
-        assert not open_lines(path, header(**changed)).lines, changed
-    (tmp_path / "a.report").mkdir()
-    (tmp_path / "a.report" / made.name).write_text("torn")
-    said: list[str] = []
-    taken = open_lines(path, header(), said.append)
-    assert said == ["The same was asked before: gsm8k.source.jsonl is taken from one.report."]
-    assert path.read_bytes() == made.read_bytes() and not taken.missing
-    open_lines(path, header(), lambda words: pytest.fail(words))  # what is there stays
-    assert not open_lines(tmp_path / "elsewhere" / made.name, header()).lines, (
-        "not an evidence folder"
-    )
+# --- what drafting changes ------------------------------------------------------------------------
+
+
+def changes(folder: Path, off: list[tuple[str, bool]], on: list[tuple[str, bool]]):
+    """Answers with MTP off and on: text, and whether it is right."""
+    files = []
+    for role, side in (("plain", off), ("checkpoint", on)):
+        found: Samples = open_lines(folder, f"gsm8k.{role}", header(role=role, num=len(side)))
+        for number, (text, _) in enumerate(side):
+            found.add(answer(number, text))
+        finish(found, {FILTER: [right for _, right in side]})
+        files.append(found)
+    return drafting(*files, [FILTER])
+
+
+def test_what_drafting_changes_is_counted_named_and_shown(tmp_path):
+    long = "step " * 60
+    off = [("#### 1", True), (f"{long}so 2\n#### 2", True), ("#### 3", True), ("#### 4", False)]
+    on = [("#### 1", True), (f"{long}so 3\n#### 3", False), ("  ", False), ("#### 4!", False)]
+    same = ("#### 5", False)
+    found = changes(tmp_path, [*off, same], [*on, same])
+    right, texts = (json.loads(switch.model_dump_json()) for switch in found.switches)
+    counts = {"both": 1, "only_plain": 2, "only_drafting": 0, "neither": 2, "questions": [1, 2]}
+    assert right == {"reads": FILTER, "chance": pytest.approx(0.5)} | counts
+    assert (texts["reads"], texts["only_plain"], texts["questions"]) == ("not empty", 1, [2])
+    assert found.num_changed == 3 and [one.question for one in found.changed] == [1, 2, 3]
+    first, _, last = found.changed
+    assert first.plain.startswith("...") and first.plain.endswith("so 2\n#### 2")
+    assert len(first.plain) < 100 and first.drafting.endswith("so 3\n#### 3")
+    assert (last.plain, last.drafting) == ("#### 4", "#### 4!")
+
+
+def test_equal_answers_change_nothing_and_few_are_shown(tmp_path):
+    same = [("#### 1", True)] * 9
+    found = changes(tmp_path / "same", same, same)
+    assert not found.num_changed and {switch.chance for switch in found.switches} == {1.0}
+    changed = changes(tmp_path / "other", same, [("#### 2", False)] * 9)
+    assert changed.num_changed == 9 and len(changed.changed) == MOST_SHOWN

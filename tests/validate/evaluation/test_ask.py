@@ -6,23 +6,29 @@ import json
 import threading
 import time
 from collections import defaultdict
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from answering import FAULTS, OOM, TOO_LONG, answering
-from headers import header
+from keepmtp.checkpoints.identity import identify
+from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.protocol import Evaluation
+from keepmtp.validate.facts.served import total
 from keepmtp.validate.facts.step import Step
-from keepmtp.validate.measure import gsm8k
-from keepmtp.validate.measure.answers import Samples, correct, drafts_of, finish, read_samples
-from keepmtp.validate.measure.line_file import open_lines
+from keepmtp.validate.measure import harness
+from keepmtp.validate.measure.figures import finish
+from keepmtp.validate.measure.harness import Host, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.measure.server import ServerFailed
+from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
+from keepmtp.validate.measure.tasks import opened, work_of
 from task_rows import TASK_ROWS
+from vllms import H100
 
+GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
+MODEL = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
 NUM = 30
-ask = partial(gsm8k.ask, served={"as_served": "native", "reason": ""})
 QUESTIONS = [f"Ann has {n} pens and buys {n}. How many?" for n in range(NUM)]
 # Three are wrong, one of them cut at the limit of tokens.
 ANSWERS = {
@@ -40,29 +46,35 @@ WORDS = {
 }
 
 
+def built(tmp_path: Path, **protocol) -> Questions:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": text, "answer": f"#### {2 * n}"} for n, text in enumerate(QUESTIONS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fixed = {"dataset": str(path), "shots": 0, "k": 2, "concurrency": 4}
+    return questions(Evaluation(**(fixed | protocol)))
+
+
 @pytest.fixture
 def asked(tmp_path) -> Questions:
     return built(tmp_path)
 
 
-def built(tmp_path: Path, **protocol) -> Questions:
-    path = tmp_path / "rows.jsonl"
-    rows = [{"question": text, "answer": f"#### {2 * n}"} for n, text in enumerate(QUESTIONS)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return questions(
-        Evaluation(**{"dataset": str(path), "shots": 0, "k": 2, "concurrency": 4, **protocol})
-    )
+@pytest.fixture
+def ask(monkeypatch, tmp_path):
+    """Asks a server what is missing; returns the file of answers."""
+    setup = Setup(vllm=H100, out=tmp_path / "out")
 
+    def answers(
+        server, asked: Questions, *, timeout: float = 60.0, watch=lambda _: None
+    ) -> Samples:
+        monkeypatch.setattr(harness, "serving", lambda *_, **__: nullcontext(server))
+        native = {"folder": GLM, "as_served": "native", "reason": ""}
+        host = Host(model=MODEL, setup=setup, watch=watch, **native)
+        if server is not None:
+            host.answer(work_of(MODEL, asked, setup, timeout=timeout))
+        return opened(MODEL, asked, setup)
 
-def opened(tmp_path: Path, asked: Questions) -> Samples:
-    first = header(
-        role="checkpoint",
-        protocol=asked.protocol,
-        dataset_sha256=asked.dataset_sha256,
-        prompts_sha256=asked.prompts_sha256,
-        num_questions=len(asked.items),
-    )
-    return open_lines(tmp_path / "gsm8k.checkpoint.jsonl", first)
+    return answers
 
 
 def score(asked: Questions, samples: Samples) -> tuple[float, ...]:
@@ -71,48 +83,42 @@ def score(asked: Questions, samples: Samples) -> tuple[float, ...]:
     return tuple(fact.value for fact in facts)
 
 
-def test_every_question_is_asked_once_and_greedily(asked, tmp_path):
-    samples, steps = opened(tmp_path, asked), list[Step]()
+def drafts_of(samples: Samples):
+    return total(list(samples.sittings.values()))
+
+
+def test_every_question_is_asked_once_and_greedily(ask, asked, tmp_path):
+    steps = list[Step]()
     with answering(ANSWERS, tmp_path / "log") as (server, requests):
-        ask(server, asked, samples, watch=steps.append)
-    assert sorted(request["question"] for request in requests) == sorted(QUESTIONS)
-    for request in requests:
-        assert (
-            request["path"] == "/v1/completions"
-            and request["temperature"] == 0.0
-            and request["seed"] == 1234
-        )
-        assert request["max_tokens"] == 1024 and request["stop"] == [
-            "Question:",
-            "</s>",
-            "<|im_end|>",
-        ]
-    assert not samples.missing and [step.done for step in steps] == list(range(1, NUM + 1))
-    assert steps[-1].eta_seconds == 0.0 and steps[0].eta_seconds and steps[-1].tokens_per_second > 0
-    assert score(asked, samples) == (27 / 30, 27 / 30)
-    assert [
-        answer.question for answer in samples.lines.values() if answer.finish_reason == "length"
-    ] == [20]
-    drafts = drafts_of(samples)
-    assert (drafts.drafts, drafts.draft_tokens, drafts.accepted_per_position) == (90, 180, (90, 0))
-    assert read_samples(samples.path).lines == samples.lines, "the file says the same"
-
-
-def test_what_was_counted_before_is_not_counted(asked, tmp_path):
-    with answering(ANSWERS, tmp_path / "log") as (server, _):
+        # What was counted before is not counted.
         server.answer(
             f"Question: {QUESTIONS[0]}\nAnswer:", max_tokens=4, stop=(), seed=0, timeout=9
         )
-        samples = opened(tmp_path, asked)
-        ask(server, asked, samples)
-    assert drafts_of(samples).drafts == 90
+        samples = ask(server, asked, watch=steps.append)
+    assert sorted(request["question"] for request in requests[1:]) == sorted(QUESTIONS)
+    stop = ["Question:", "</s>", "<|im_end|>"]
+    sent = {
+        "path": "/v1/completions",
+        "temperature": 0,
+        "seed": 1234,
+        "max_tokens": 1024,
+        "stop": stop,
+    }
+    assert all(sent.items() <= request.items() for request in requests[1:])
+    assert not samples.missing and [step.done for step in steps] == list(range(1, NUM + 1))
+    assert steps[-1].eta_seconds == 0.0 and steps[0].eta_seconds and steps[-1].tokens_per_second > 0
+    assert score(asked, samples) == (27 / 30, 27 / 30)
+    cut = [number for number, each in samples.lines.items() if each.finish_reason == "length"]
+    assert cut == [20]
+    drafts = drafts_of(samples)
+    assert (drafts.drafts, drafts.draft_tokens, drafts.accepted_per_position) == (90, 180, (90, 0))
+    assert read_lines(samples.path, AnswersHeader).lines == samples.lines, "the file says the same"
 
 
-def test_chat_sends_messages(tmp_path):
+def test_chat_sends_messages(ask, tmp_path):
     asked = built(tmp_path, api="chat", shots=2)
-    samples = opened(tmp_path, asked)
     with answering(ANSWERS, tmp_path / "log") as (server, requests):
-        ask(server, asked, samples)
+        samples = ask(server, asked)
     roles = ["user", "assistant", "user", "assistant", "user"]
     for request in requests:
         assert request["path"] == "/v1/chat/completions" and "prompt" not in request
@@ -121,129 +127,90 @@ def test_chat_sends_messages(tmp_path):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_the_sitting_and_the_next_asks_only_the_rest(fault, asked, tmp_path):
+def test_a_fault_ends_the_sitting_and_the_next_asks_only_the_rest(fault, ask, asked, tmp_path):
     """The twelfth request fails; then a good server. The score is that of a run without a fault."""
 
     def at_the_twelfth(number: int) -> str:
         time.sleep(0.5 * (number > 12))  # the failure is known by then, on a busy machine too
         return fault * (number == 12)
 
-    samples = opened(tmp_path, asked)
     with (
         answering(ANSWERS, tmp_path / "log", at_the_twelfth) as (server, requests),
         pytest.raises(ServerFailed) as caught,
     ):
-        ask(server, asked, samples, timeout=2.0 if fault == "hang" else 60.0)
+        ask(server, asked, timeout=2.0 if fault == "hang" else 60.0)
+    samples = ask(None, asked)
     message, left = str(caught.value), len(samples.missing)
-    assert WORDS[fault] in message, message
-    failed = next(request["question"] for number, request in enumerate(requests, 1) if number == 12)
-    assert (
-        f"must answer question {QUESTIONS.index(failed) + 1} of {NUM} for the checkpoint; got "
-        in message
-    )
-    assert (
-        f"the same command asks only the {left} that are missing." in message
-        and str(tmp_path / "log") in message
-    )
-    assert QUESTIONS.index(failed) in samples.missing, "no answer is not a wrong answer"
+    failed = QUESTIONS.index(requests[11]["question"])
+    assert WORDS[fault] in message and str(tmp_path / "log") in message
+    assert f"must answer question {failed + 1} of {NUM} for the checkpoint; got " in message
+    assert f"the same command asks only the {left} that are missing." in message
+    assert failed in samples.missing, "no answer is not a wrong answer"
     # A server that has closed a connection is given five seconds to say why it died.
     most = NUM - 1 if fault in ("cut", "hang") else 15
     assert 11 <= NUM - left <= most, "what was in flight is kept, what was not is not asked"
-
-    again = opened(tmp_path, asked)
-    assert again.lines == samples.lines
     with answering(ANSWERS, tmp_path / "log") as (server, later):
-        ask(server, asked, again)
-    assert sorted(request["question"] for request in later) == sorted(
-        QUESTIONS[number] for number in samples.missing
-    )
+        again = ask(server, asked)
+    missing = sorted(QUESTIONS[number] for number in samples.missing)
+    assert sorted(request["question"] for request in later) == missing
     assert score(asked, again) == (27 / 30, 27 / 30) and list(again.sittings) == [1, 2]
     assert drafts_of(again).drafts == 3 * (len(requests) + len(later)), "counters of both sittings"
 
 
-def test_a_server_that_dies_is_quoted_from_its_log(asked, tmp_path):
-    samples = opened(tmp_path, asked)
+def test_a_server_that_dies_is_quoted_from_its_log(ask, asked, tmp_path):
     with answering(ANSWERS, tmp_path / "log", lambda number: "cut" * (number >= 7)) as (server, _):
         threading.Timer(0.5, server.process.kill).start()
         with pytest.raises(ServerFailed, match="CUDA out of memory"):
-            ask(server, asked, samples)
-    assert len(samples.lines) == 6
+            ask(server, asked)
+    assert len(ask(None, asked).lines) == 6
 
 
-def test_counters_survive_a_server_that_cannot_be_asked_any_more(asked, tmp_path, monkeypatch):
+def test_counters_survive_a_server_that_cannot_be_asked_any_more(ask, asked, tmp_path, monkeypatch):
     """Read while asking; the last ones that were read stand."""
     monkeypatch.setattr("keepmtp.validate.measure.harness.NOTE_SECONDS", 0.0)
-    samples = opened(tmp_path, asked)
     with answering(ANSWERS, tmp_path / "log") as (server, requests):
         fault = ServerFailed("gone", tmp_path / "log")
         real = type(server).answer
 
+        def gone(*_, **__):
+            raise fault
+
         def answer(self, prompt, **settings):
             if len(requests) >= 16:
-                monkeypatch.setattr(
-                    type(server), "drafts_now", lambda _: (_ for _ in ()).throw(fault)
-                )
+                monkeypatch.setattr(type(server), "drafts_now", gone)
                 raise fault
             return real(self, prompt, **settings)
 
         monkeypatch.setattr(type(server), "answer", answer)
         with pytest.raises(ServerFailed):
-            ask(server, asked, samples)
-    found = opened(tmp_path, asked)
-    assert found.sittings and drafts_of(found).drafts >= 3 * 12 and found.sittings[1].seconds > 0
+            ask(server, asked)
+    found = ask(None, asked)
+    assert drafts_of(found).drafts >= 3 * 12 and found.sittings[1].seconds > 0
 
 
-def test_ctrl_c_does_not_wait_for_answers(asked, tmp_path):
-    samples = opened(tmp_path, asked)
-    with answering(ANSWERS, tmp_path / "log", lambda number: "hang" * (number > 4)) as (server, _):
-
-        def stop(step: Step) -> None:
-            if step.done == 4:
-                raise KeyboardInterrupt
-
-        start = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            ask(server, asked, samples, watch=stop)
-        assert time.monotonic() - start < 15 and len(samples.lines) == 4
-
-
-def test_runs_are_sampled_with_a_seed_each(tmp_path):
-    asked = built(tmp_path, repeats=2, temperature=0.6, top_p=0.95)
-    samples = opened(tmp_path, asked)
+def test_runs_that_are_sampled_are_asked_with_seeds_of_their_own(ask, tmp_path):
+    asked = built(tmp_path, temperature=0.6, top_p=0.95, repeats=2)
     with answering(ANSWERS, tmp_path / "log") as (server, requests):
-        ask(server, asked, samples)
+        samples = ask(server, asked)
     assert len(requests) == 2 * NUM == len(samples.lines) and not samples.missing
     assert {(each["temperature"], each["top_p"]) for each in requests} == {(0.6, 0.95)}
-    seeds = [each["seed"] for each in requests]
-    assert sorted(seeds) == sorted([asked.protocol.seed] * NUM + [asked.protocol.seed + 1] * NUM)
+    seeds = sorted(each["seed"] for each in requests)
+    assert seeds == [asked.protocol.seed] * NUM + [asked.protocol.seed + 1] * NUM
     assert score(asked, samples)[0] == pytest.approx(1 - 3 / NUM)
-    again = read_samples(samples.path)
-    assert (
-        correct(again, "strict-match") == correct(samples, "strict-match")
-        and len(again.lines) == 2 * NUM
-    )
 
 
-def test_an_answer_that_lm_eval_begins_is_continued(tmp_path):
-    """HumanEval's instruct form and RULER's end with the assistant's own words."""
+def test_an_answer_that_lm_eval_begins_is_continued(ask, tmp_path):
+    """HumanEval's instruct form ends with the assistant's own words."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS["humaneval"].rows))
     found = questions(Evaluation(task="humaneval", dataset=str(path)), runs_code=True)
-    samples = opened(tmp_path, found)
-    with answering(defaultdict(lambda: "    return 1\nprint(2)\nclass"), tmp_path / "log") as (
-        server,
-        requests,
-    ):
-        ask(server, found, samples)
-    assert {(each.text, each.finish_reason) for each in samples.lines.values()} == {
-        ("    return 1", "stop")
-    }
+    answers = defaultdict(lambda: "    return 1\nprint(2)\nclass")
+    with answering(answers, tmp_path / "log") as (server, requests):
+        samples = ask(server, found)
+    said = {(each.text, each.finish_reason) for each in samples.lines.values()}
+    assert said == {("    return 1", "stop")}
     for request in requests:
-        assert len(request["stop"]) == 4 < len(found.items[0].stop), (
-            "vLLM takes no more; ours ends it at the others"
-        )
+        # vLLM takes no more; ours ends it at the others.
+        assert len(request["stop"]) == 4 < len(found.items[0].stop)
         assert request["messages"][-1]["role"] == "assistant"
-        assert (request["continue_final_message"], request["add_generation_prompt"]) == (
-            True,
-            False,
-        )
+        assert request["continue_final_message"] and not request["add_generation_prompt"]

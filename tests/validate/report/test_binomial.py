@@ -8,8 +8,8 @@ from math import exp, lgamma, log, log1p
 import pytest
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts import binomial
-from keepmtp.validate.facts.binomial import difference_limits, limits, ratio_limits
-from scipy.stats import binom
+from keepmtp.validate.facts.binomial import difference_limits, limits, ratio_limits, sign_test
+from scipy.stats import binom, binomtest
 
 
 @pytest.mark.parametrize("confidence", [0.6, 0.9, 0.95, 0.999])
@@ -28,6 +28,12 @@ def test_the_limits_are_those_of_the_binomial_distribution(successes, trials, co
     assert binom.cdf(successes, trials, upper) == pytest.approx(
         1 - confidence if successes < trials else 1.0, rel=1e-6
     )
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 0), (1, 0), (3, 3), (9, 2), (30, 12), (500, 400)])
+def test_the_sign_test_is_a_fair_coins(one, other):
+    wanted = binomtest(one, one + other).pvalue if one + other else 1.0
+    assert sign_test(one, other) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_without_scipy_one_sentence_says_so(monkeypatch):

@@ -392,7 +392,7 @@ def test_a_result_that_is_gone_or_newer_makes_a_new_report(station, evidence):
         path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("name", ["gsm8k.checkpoint.jsonl", "closeness.jsonl"])
+@pytest.mark.parametrize("name", ["gsm8k.checkpoint.jsonl", "closeness.checkpoint.jsonl"])
 def test_answers_that_were_not_counted_are_refused(name, evidence):
     path = evidence / name
     path.write_text(path.read_text() + "\n")

@@ -1,14 +1,14 @@
 """What servers did, from numbers alone; and what is read from vLLM's metrics and logs."""
 
-import json
 import signal
+import zlib
 
 import pytest
-from keepmtp.recipes.errors import KeepMTPError, RecipeError
+from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts.served import Drafts, Output, Run, partings, total
 from keepmtp.validate.measure.harness import ks_up_to
-from keepmtp.validate.measure.prompts import PROMPTS, read_prompts
 from keepmtp.validate.measure.server import last_error, read_counters, refuse_words
+from keepmtp.validate.measure.texts import PROMPTS
 
 METRICS = """\
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -118,26 +118,6 @@ def test_ks():
     )
 
 
-def test_prompts(tmp_path):
-    assert len(PROMPTS) == 8
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "one\nline"}) + "\n")
-    assert read_prompts(tmp_path / "a.txt") == ("one", "two") and read_prompts(
-        tmp_path / "a.jsonl"
-    ) == ("one\nline",)
-    (tmp_path / "b.jsonl").write_text('{"prompt": "good"}\n{"text": "bad"}\n')
-    with pytest.raises(
-        RecipeError, match=r'b\.jsonl:2: must begin with a text of the user; got \{"text"'
-    ):
-        read_prompts(tmp_path / "b.jsonl")
-    (tmp_path / "empty").touch()
-    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
-    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800"}')
-    for name in ("empty", "nothing", ".", "deep.jsonl", "half.jsonl"):
-        with pytest.raises(KeepMTPError):
-            read_prompts(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     "word", ["--port", "--host=::", "--uds=/tmp/x", "--served_model_name", "--api-key=x"]
 )
@@ -150,8 +130,7 @@ def test_words_that_would_lock_keepmtp_out_are_refused(word):
 
 def test_the_default_prompts_are_held_out():
     """By the rule of models/train/problems.py: CRC-32 of the question modulo 10 is 0."""
-    import zlib
-
+    assert len(PROMPTS) == 8
     for prompt in PROMPTS:
         question = prompt.removeprefix("Question: ").removesuffix("\nAnswer:")
         assert zlib.crc32(question.encode()) % 10 == 0, question

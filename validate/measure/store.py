@@ -1,0 +1,372 @@
+"""The files of what servers answered, a line each: written as it comes, read back to go on, proof
+of the figures.
+
+In: a header, which is the first line: all that the answers below depend on. Out: a `LineFile` in
+the evidence folder, such as gsm8k.source.1a2b3c4d.jsonl. Further lines are answers, or say how a
+server was doing:
+
+    {"role": "source", "checkpoint_sha256": ..., "vllm": ..., "protocol": ...}
+    {"question": 0, prompt_sha256, text, finish_reason, num_tokens, correct}         from 0
+    {"drafts": 9, draft_tokens, ..., "sitting": 1, as_served, reason, seconds, repeated}
+
+A server is a sitting; its last line counts. `correct`, by filter, is there once all questions are
+answered; the file is then in order and changes no more.
+
+Easy to get wrong: lines under another header say nothing under this one. So the file's name has the
+number of its header, and what is asked otherwise, or of other bytes, has a file of its own. And a
+killed process may leave a part of a line at the end: it is cut off before anything is appended, or
+two lines would become one that nobody can read.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+from pydantic import Field, ValidationError
+
+from ...checkpoints.fact import Count, Fact, Figure, NumDrafts, Share
+from ...checkpoints.files import unwritable, write_whole
+from ...checkpoints.json_file import read_bytes_of
+from ...recipes.errors import CheckpointError, first_fault
+from ...recipes.protocol import Evaluation
+from ..facts.benched import Repetition, RequestForm
+from ..facts.closeness import SourceSitting, WorstFact
+from ..facts.evaluated import Arm
+from ..facts.served import Drafts
+
+_CURE = "Move the file away, and what it held is measured again"
+
+
+class Sitting(Drafts, SourceSitting):
+    """One server, with vLLM's counters over its answers, as far as they were read.
+
+    Attributes:
+        sitting: from 1.
+        seconds_to_health: from the start of its process.
+    """
+
+    sitting: int = Field(gt=0)
+    seconds_to_health: Figure = 0.0
+
+
+class Answer(Fact):
+    """What a server wrote; `num_tokens` of it, and whether it ended by itself (stop) or was cut
+    (length).
+
+    Attributes:
+        question: number of the request; further runs of a sampled task go on counting.
+        correct: by filter; a share from 0 to 1 where an answer can be partly right.
+    """
+
+    question: Count
+    prompt_sha256: str
+    text: str
+    finish_reason: Literal["stop", "length"]
+    num_tokens: Count
+    correct: Mapping[str, bool | Share] = Field(default_factory=dict)
+
+    @property
+    def place(self) -> int:
+        """Among the questions."""
+        return self.question
+
+
+class Continuation(Fact):
+    """What a server wrote after one prompt, greedily, and how long it took; see `Output`."""
+
+    prompt: Count
+    seconds: Figure
+    text: str
+    token_ids: tuple[int, ...]
+    top_logprobs: tuple[Mapping[int, float], ...]
+
+    @property
+    def place(self) -> int:
+        """Among the prompts."""
+        return self.prompt
+
+    @property
+    def num_tokens(self) -> int:
+        """That were generated."""
+        return len(self.token_ids)
+
+
+class PredictedWindow(Fact):
+    """A window of text whose predictions by the source are in a file of their own."""
+
+    window: Count
+    ids: tuple[Count, ...]
+
+    @property
+    def place(self) -> int:
+        """Among the windows."""
+        return self.window
+
+    @property
+    def num_tokens(self) -> int:
+        """That were read."""
+        return len(self.ids)
+
+
+class ComparedWindow(Fact):
+    """One window: `nats` and `outside` by position, `flips` the positions themselves, `worst` the
+    one farthest off.
+    """
+
+    window: Count
+    nats: Annotated[tuple[Figure, ...], Field(min_length=1)]
+    flips: tuple[Count, ...]
+    outside: tuple[Figure, ...]
+    source_nll: Figure
+    checkpoint_nll: Figure
+    worst: WorstFact
+
+    @property
+    def place(self) -> int:
+        """Among the windows."""
+        return self.window
+
+    @property
+    def num_tokens(self) -> int:
+        """That were read."""
+        return len(self.nats) + 1
+
+
+class MatrixPlace(NamedTuple):
+    """One repetition of a speed matrix."""
+
+    k: int
+    concurrency: int
+    number: int
+
+
+class Measured(Fact):
+    """One repetition, with which k and how many requests in flight."""
+
+    num_tokens: ClassVar[int] = 0  # a load's rate says nothing about another's
+
+    k: NumDrafts
+    concurrency: Count
+    repetition: Repetition
+
+    @property
+    def place(self) -> MatrixPlace:
+        """Where it belongs in the matrix."""
+        return MatrixPlace(self.k, self.concurrency, self.repetition.number)
+
+
+class Header(Fact):
+    """What was asked of what, by which vLLM and where; equal headers may share a file.
+
+    Attributes:
+        line: what answers are; each has a `place`, and a number of tokens.
+        checkpoint_sha256: of what was served, as `Identity.sha256`.
+        words: further words for `vllm serve`.
+        num: how many places there are, from 0; 0 where that is not known before.
+    """
+
+    line: ClassVar[type[Fact]]
+
+    role: Arm
+    checkpoint_sha256: str
+    vllm: str
+    device: str
+    words: tuple[str, ...] = ()
+    num: Count = 0
+
+
+class ContinuationHeader(Header):
+    """Of some prompts, with so many tokens drafted in a step."""
+
+    line = Continuation
+
+    k: NumDrafts
+    prompts: tuple[str, ...]
+    max_tokens: Count
+
+
+class AnswersHeader(Header):
+    """Of a task: `dataset_sha256` of questions and references, `prompts_sha256` of all that is
+    sent.
+    """
+
+    line = Answer
+
+    protocol: Evaluation
+    dataset_sha256: str
+    prompts_sha256: str
+
+
+class PredictedHeader(Header):
+    """Of the source's predictions, which are the same for all checkpoints that are made from it.
+
+    Attributes:
+        text_sha256: of the file with the texts.
+        tokens: at most; no window begins after so many.
+        window: tokens of a window, at most.
+        top: likeliest tokens at each position.
+        vocabulary: of the model.
+    """
+
+    line = PredictedWindow
+
+    text_sha256: str
+    tokens: Annotated[int, Field(gt=0)]
+    window: Annotated[int, Field(gt=1)]
+    top: Annotated[int, Field(gt=0)]
+    vocabulary: Annotated[int, Field(gt=0)]
+
+
+class ComparedHeader(PredictedHeader):
+    """Of a checkpoint's predictions compared with the source's; `windows_sha256` is of all token
+    ids.
+    """
+
+    line = ComparedWindow
+
+    source_sha256: str
+    windows_sha256: str
+    num_texts: Count
+
+
+class BenchHeader(Header):
+    """Of a speed matrix. It has no list of k and none of loads: a matrix that grows by a k measures
+    that k alone.
+
+    Attributes:
+        prompts_sha256: of all prompts.
+        requests: of each repetition, as the user said; 0 where it follows from the load.
+    """
+
+    line = Measured
+
+    form: RequestForm
+    prompts_sha256: str
+    requests: Count
+    output_tokens: Count
+    seed: Count
+    max_num_seqs: Count
+    max_model_len: Count
+
+
+Head = TypeVar("Head", bound=Header)
+Line = TypeVar("Line", bound=Fact)
+
+
+class LineFile(Generic[Head, Line]):
+    """One file and what it holds.
+
+    Attributes:
+        lines: answers by place.
+        sittings: servers by number, the last line of each.
+    """
+
+    def __init__(self, path: Path, header: Head) -> None:
+        self.path, self.header = path, header
+        self.lines: dict[Any, Line] = {}
+        self.sittings: dict[int, Sitting] = {}
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Places without a line, ascending, where the header says how many there are."""
+        return tuple(place for place in range(self.header.num) if place not in self.lines)
+
+    def add(self, line: Any) -> None:
+        """Append one line; it is on the disk when this returns.
+
+        Raises:
+            CheckpointError: the disk does not take it. What it took before stays.
+        """
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                if not file.tell():
+                    file.write(_text(self.header))
+                file.write(_text(line))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        self.take(line)
+
+    def take(self, line: Any) -> None:
+        """Hold a line that is in the file."""
+        if isinstance(line, Sitting):
+            self.sittings[line.sitting] = line
+        else:
+            self.lines[line.place] = line
+
+    def put_in_order(self) -> None:
+        """Write the file anew: lines by place, then the servers."""
+        text = _text(self.header)
+        for held in (self.lines, self.sittings):
+            text += "".join(_text(held[place]) for place in sorted(held))
+        if self.path.read_text(encoding="utf-8") != text:
+            write_whole(self.path, text)
+
+
+Samples = LineFile[AnswersHeader, Answer]
+PredictedFile = LineFile[PredictedHeader, PredictedWindow]
+ComparedFile = LineFile[ComparedHeader, ComparedWindow]
+BenchFile = LineFile[BenchHeader, Measured]
+
+
+def open_lines(folder: Path, name: str, header: Head) -> LineFile[Head, Any]:
+    """The file to go on with, whether it is there or not.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    number = hashlib.sha256(header.model_dump_json().encode()).hexdigest()[:8]
+    path = folder / f"{name}.{number}.jsonl"
+    if path.is_file():
+        whole = path.read_bytes()
+        end = whole.rfind(b"\n") + 1
+        if end != len(whole):
+            os.truncate(path, end)
+        if end:
+            return read_lines(path, type(header))
+    return LineFile(path, header)
+
+
+def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any]:
+    """Every line of a file.
+
+    Raises:
+        CheckpointError: no such file, a line of another form, or a place that is there twice.
+    """
+    try:
+        # Not splitlines, which knows other ends.
+        first, *others = read_bytes_of(path, path, cure=_CURE).decode().split("\n")
+    except UnicodeDecodeError as error:
+        rule = "must be a file of lines of text"
+        raise CheckpointError(path, rule, got=str(error), cure=_CURE) from error
+    found = LineFile(path, _parsed(kind, first, f"{path}:1"))
+    if not others or others.pop():
+        got = "a part of a line"
+        raise CheckpointError(path, "must end with a line's end", got=got, cure=_CURE)
+    for number, text in enumerate(others, 2):
+        where = f"{path}:{number}"
+        # A quotation mark within a text is written with a backslash: no text looks like this key.
+        line: Any = _parsed(Sitting if '"sitting":' in text else kind.line, text, where)
+        if not isinstance(line, Sitting):
+            num = found.header.num
+            if line.place in found.lines or (num and line.place >= num):
+                rule = "must be of a place that was asked for, and is there once"
+                raise CheckpointError(where, rule, got=line.place, cure=_CURE)
+        found.take(line)
+    return found
+
+
+def _text(line: Fact) -> str:
+    return line.model_dump_json(exclude=set(type(line).model_computed_fields)) + "\n"
+
+
+def _parsed(kind: type[Line], text: str, where: str) -> Line:
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        rule = f"must be a line that keepmtp wrote ({kind.__name__})"
+        raise CheckpointError(where, rule, got=first_fault(error), cure=_CURE) from error

@@ -1,0 +1,238 @@
+"""Tasks through real servers: source and checkpoint, each with method=mtp, asked the same questions
+the same way.
+
+In: two local checkpoints, the questions of each task and a `VLLM`. Out: an `EvaluationFact`, and
+files of the answers. The third arm is the checkpoint again, with MTP off: what it answers otherwise
+then, drafting has changed.
+
+Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes.
+Answers carry all of that in their file's first line; a run goes on with those that have exactly its
+own.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+from ...checkpoints.identity import file_sha256
+from ...checkpoints.source import Source
+from ...recipes.errors import RecipeError
+from ...recipes.families import find_view
+from ...recipes.protocol import Evaluation
+from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
+from ..facts.paired import paired
+from ..facts.vllm_env import VLLM
+from . import figures
+from .harness import (
+    Model,
+    Setup,
+    Watch,
+    Work,
+    answer_missing,
+    has_template,
+    refuse_drafts,
+    room_for,
+)
+from .lm_eval_task import VERSIONS, Question, Questions, scores
+from .server import Server
+from .store import Answer, AnswersHeader, Samples
+
+MOST_STOPS = 4
+"""vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has
+five.
+"""
+
+
+def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -> None:
+    """Refuse before anything is read at length or started.
+
+    Raises:
+        RecipeError: no MTP block that drafts k tokens, or messages without a template to put them
+            in.
+    """
+    refuse_drafts(source, protocol.k, option="-k")
+    if protocol.api == "chat" and not has_template(source, extra):
+        rule = "needs a chat template for evaluation.api chat"
+        cure = "Use --api completions or -- --chat-template FILE"
+        raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
+
+
+def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> None:
+    """Refuse what vLLM's CPU build cannot serve: it has no kernel that puts a linear layer's state
+    back after a draft.
+
+    Raises:
+        RecipeError: prefix caching on a CPU, for a model with linear attention.
+    """
+    if not protocol.prefix_caching or vllm.build != "cpu":
+        return
+    if find_view(source.config, source.where, source.entries).has_linear_attention:
+        rule = (
+            "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "
+            "linear attention"
+        )
+        got, cure = "evaluation.prefix_caching", "Use --no-prefix-caching"
+        raise RecipeError(source.where, rule, got=got, cure=cure)
+
+
+def evaluate(
+    checkpoint: Model,
+    source: Model | None,
+    tasks: Sequence[Questions],
+    *,
+    setup: Setup,
+    confidence: float,
+    has_plain: bool = True,
+    watch: Watch = lambda _: None,
+) -> EvaluationFact:
+    """Ask source, checkpoint, and checkpoint with MTP off what has no answer yet, and let lm-eval
+    score all answers.
+
+    Each of them is served once for all tasks that are drafted alike, not once for each task.
+
+    Args:
+        checkpoint: what is judged.
+        source: what it was made from; None leaves the difference unknown.
+        tasks: the questions of each task, the recipe's first task first.
+        setup: how to serve, and where to write.
+        confidence: of the interval around the paired difference.
+        has_plain: ask the checkpoint with MTP off as well.
+        watch: called with each step of progress.
+
+    Raises:
+        RecipeError: another run is at work there, or a CPU that cannot cache prefixes.
+        ServerFailed: a server did not come up, died, refused a request, or was silent.
+        VLLMError: no room for a BF16 copy.
+        CheckpointError: answers that cannot be read, or weights that cannot be copied.
+    """
+    models = [checkpoint]
+    if source is not None:
+        models = [source, checkpoint]
+    if has_plain:
+        models.append(replace(checkpoint, role="plain"))
+    for each in tasks:
+        refuse_prefix_caching(checkpoint.source, each.protocol, setup.vllm)
+    with setup.alone():
+        for model in models:
+            answer_missing(model, _works(model, tasks, setup), setup, watch)
+        first, *others = [_task_fact(each, models, setup, confidence) for each in tasks]
+    return EvaluationFact(**dict(first), tasks=tuple(others))
+
+
+def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float = 0.0) -> Work:
+    """One task for one model.
+
+    Args:
+        timeout: seconds for one answer; 0: ten minutes, and a second for each of its tokens.
+    """
+    protocol, file = questions.protocol, opened(model, questions, setup)
+    limit, prompts = timeout or 600.0 + protocol.max_tokens, [each.sent for each in questions.items]
+
+    def asking(server: Server) -> nullcontext:
+        return nullcontext(lambda at: _answer(server, questions.items[at], protocol, limit))
+
+    k, words = protocol.k, ("--enable-prefix-caching",) * protocol.prefix_caching
+    if model.role == "plain":
+        k = 0
+    return Work(
+        name=f"eval.{model.role}.{protocol.task}",
+        file=file,
+        missing=lambda: file.missing,
+        asking=asking,
+        title=lambda at: f"question {at + 1} of {len(prompts)}",
+        k=k,
+        max_model_len=room_for(prompts, model.source, max_tokens=protocol.max_tokens),
+        concurrency=protocol.concurrency,
+        words=words,
+        task=protocol.task,
+    )
+
+
+def opened(model: Model, questions: Questions, setup: Setup) -> Samples:
+    """The file of one model's answers to one task, with what is in it already."""
+    header = AnswersHeader(
+        protocol=questions.protocol,
+        dataset_sha256=questions.dataset_sha256,
+        prompts_sha256=questions.prompts_sha256,
+        num=len(questions.items),
+        **setup.asked_of(model),
+    )
+    return setup.open(f"{questions.protocol.task}.{model.role}", header)
+
+
+def _works(model: Model, tasks: Sequence[Questions], setup: Setup) -> Iterator[Work]:
+    for questions in tasks:
+        if _is_asked(model, questions):
+            work = work_of(model, questions, setup)
+            if work.missing():
+                yield work
+
+
+def _is_asked(model: Model, questions: Questions) -> bool:
+    """What is sampled differs by its draws, whether it is drafted or not."""
+    return model.role != "plain" or not questions.protocol.temperature
+
+
+def _answer(server: Server, item: Question, protocol: Evaluation, timeout: float) -> Answer:
+    """One answer, ended at the stop words that the server was not given; its tokens were
+    generated.
+    """
+    asked = {
+        "max_tokens": item.max_tokens,
+        "temperature": protocol.temperature,
+        "seed": protocol.seed + item.run,
+        "stop": list(item.stop[:MOST_STOPS]),
+    }
+    if protocol.top_p != 1.0:
+        asked["top_p"] = protocol.top_p
+    text, reason, num_tokens = server.answer(item.sent, timeout=timeout, **asked)
+    for word in item.stop[MOST_STOPS:]:
+        text, found, _ = text.partition(word)
+        if found:
+            reason = "stop"
+    return Answer(
+        question=item.number,
+        prompt_sha256=item.sha256,
+        text=text,
+        finish_reason=reason,
+        num_tokens=num_tokens,
+    )
+
+
+def _task_fact(
+    questions: Questions, models: Sequence[Model], setup: Setup, confidence: float
+) -> TaskFact:
+    """What one task gave, once all have answered it; finishes the files."""
+    protocol, files, facts, pairs, drafted = questions.protocol, {}, {}, [], None
+    for model in models:
+        if not _is_asked(model, questions):
+            continue
+        files[model.role] = samples = opened(model, questions, setup)
+        answers = {number: answer.text for number, answer in samples.lines.items()}
+        found, right = scores(questions, answers)
+        figures.finish(samples, right)
+        facts[model.role] = EvaluatedFact(
+            path=model.source.where,
+            scores=found,
+            samples=samples.path.name,
+            samples_sha256=file_sha256(samples.path),
+            **figures.counted(samples),
+        )
+    filters = [score.filter for score in facts["checkpoint"].scores]
+    if "source" in files:
+        for name in filters:
+            before, after = (figures.correct(files[who], name) for who in ("source", "checkpoint"))
+            pair = paired(name, before, after, runs=protocol.repeats, confidence=confidence)
+            pairs.append(pair)
+    if "plain" in files:
+        drafted = figures.drafting(files["plain"], files["checkpoint"], filters)
+    return TaskFact(
+        protocol=protocol,
+        dataset_sha256=questions.dataset_sha256,
+        source=facts.get("source"),
+        checkpoint=facts["checkpoint"],
+        paired=tuple(pairs),
+        plain=facts.get("plain"),
+        drafting=drafted,
+        environment={**VERSIONS, **setup.environment},
+    )
