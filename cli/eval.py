@@ -40,7 +40,7 @@ class ProtocolOptions:
     """What the command line changes of a recipe's protocol; None leaves it.
 
     Attributes:
-        dataset: A .jsonl, .json or .parquet file with the fields of the task's dataset; `hub`: its
+        dataset: A .jsonl or .parquet file with the fields of the task's dataset; `hub`: its
             own.
         shots: Solved examples before each question.
         api: completions: the text as it is. chat: messages, through the model's chat template.

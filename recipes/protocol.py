@@ -32,7 +32,7 @@ Api = Literal["completions", "chat"]
 DatasetName = Annotated[str, Field(min_length=1)]
 
 _Count = Annotated[int, Field(gt=0)]
-_FILES = (".jsonl", ".json", ".parquet")
+_FILES = (".jsonl", ".parquet")
 _GREEDY = {"repeats": 1, "temperature": 0.0, "top_p": 1.0}
 
 
@@ -111,7 +111,7 @@ class Evaluation(Frozen):
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.dataset is not None and Path(self.dataset).suffix not in _FILES:
-            kinds = f"{', '.join(_FILES[:-1])} or {_FILES[-1]}"
+            kinds = " or ".join(_FILES)
             rule = f"dataset: must be a {kinds} file, or left out for the task's own on the Hub"
             cure = "Name a file of rows with the fields that the task's dataset has"
             yield rule, repr(self.dataset), cure

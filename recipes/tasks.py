@@ -28,7 +28,6 @@ TaskName = Literal[
     "math500",
     "aime24",
     "aime25",
-    "ruler",
 ]
 
 
@@ -39,7 +38,8 @@ class TaskRow:
     Attributes:
         file: lm-eval's, below its folder of tasks, without ".yaml".
         chat_file: where another one asks through a chat template.
-        hub: the dataset's repository, and `subset` in it; "" where no repository has the questions.
+        hub: the dataset's repository, and `subset` in it.
+        fields: of a row that lm-eval reads, each with what it must be (measure/dataset.py).
         scores: name of each score: lm-eval's metric and filter.
         headline: the score that cards show and gates judge.
         protocol: fields of `Evaluation`, where a recipe does not say otherwise.
@@ -49,7 +49,6 @@ class TaskRow:
         max_shots: solved examples, at most; None: as many as there are rows to draw from.
         shown_by: the column that is filled only in rows that are shots; "" where each row may be
             one.
-        has_own_lengths: lm-eval's file says how long an answer may be, and no protocol allows more.
         runs_code: answers are programs, and are run.
     """
 
@@ -57,6 +56,7 @@ class TaskRow:
     chat_file: str = ""
     hub: str
     subset: str | None = None
+    fields: Mapping[str, str]
     scores: Mapping[str, Sequence[str]]
     headline: str
     protocol: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,6 @@ class TaskRow:
     group: str = ""
     max_shots: int | None = 0
     shown_by: str = ""
-    has_own_lengths: bool = False
     runs_code: bool = False
 
     def lm_eval_file(self, api: str, group: str = "") -> str:

@@ -78,7 +78,7 @@ def test_no_source(checkpoint):
         (
             ("--dataset", "openai/gsm8k"),
             (
-                "--dataset: must be a .jsonl, .json or .parquet file, or left out for the task's "
+                "--dataset: must be a .jsonl or .parquet file, or left out for the task's "
                 "own "
                 "on the Hub; got 'open"
             ),

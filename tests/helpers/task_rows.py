@@ -26,7 +26,6 @@ MMLU_PRO_SUBJECTS = (
     "physics",
     "psychology",
 )
-RULER_SUB_TASKS = ("niah_single_1", "niah_multiquery", "ruler_vt", "ruler_qa_squad")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,26 +62,6 @@ def _mmlu_pro() -> list[dict[str, Any]]:
             rows.append(
                 {**row, "question": f"How many are {kind} in {word}?", "cot_content": thought}
             )
-    return rows
-
-
-def _ruler() -> list[dict[str, Any]]:
-    rows = []
-    for sub_task in RULER_SUB_TASKS:
-        for number in range(3):
-            outputs = [f"{sub_task[:4]}{number}{each}" for each in range(2)]
-            text = (
-                f"Text {number} of {sub_task}. Its words are {' and '.join(outputs)}. Which are "
-                "they?"
-            )
-            row = {
-                "task": sub_task,
-                "input": text,
-                "outputs": outputs,
-                "gen_prefix": "They are",
-                "max_length": 4096,
-            }
-            rows.append(row | {"index": number, "length": 40})
     return rows
 
 
@@ -193,12 +172,6 @@ TASK_ROWS: Mapping[str, TaskRows] = {
         mark=lambda row: row["problem"],
         right=lambda row, _: f"It is ${row['answer']}$.",
         wrong="",
-    ),
-    "ruler": TaskRows(
-        rows=_ruler(),
-        mark=lambda row: row["input"],
-        right=lambda row, _: ", ".join(row["outputs"]),
-        wrong="nothing",
     ),
 }
 """gsm8k_platinum has gsm8k's form."""

@@ -1,7 +1,8 @@
 """The questions of a task and their reference answers: a file's rows, or those of a dataset on the
 Hub.
 
-In: a protocol. Out: `Rows`, each with the fields that the task's own dataset has (`_FORMS`).
+In: a protocol. Out: `Rows`, each with the fields that the task's own dataset has
+(recipes/tasks.yaml).
 
 Easy to get wrong: a row that lm-eval cannot read the answer of is never answered right, and looks
 like a weak model. So each row is read here first, and one that cannot be used is named.
@@ -9,7 +10,7 @@ like a weak model. So each row is read here first, and one that cannot be used i
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from datasets.exceptions import DatasetsError
 from httpx import HTTPError
 from huggingface_hub.errors import HfHubHTTPError
 
-from ...checkpoints.json_file import parsed, read_lines, read_text
+from ...checkpoints.json_file import read_lines
 from ...recipes.errors import RecipeError
 from ...recipes.model_file import find_path
 from ...recipes.protocol import Evaluation
@@ -34,53 +35,19 @@ _UNREADABLE = (
 
 Row = Mapping[str, Any]
 
-Pattern = str | tuple[str] | None
-"""What a text matches, or each of a list of texts; None leaves the field to lm-eval."""
-
-_ANY, _TEXT, _NUMBER, _TEXT_OR_NUMBER = "", r"\S", r"^-?\d+\Z", r"\S+"
-_SOLUTION, _LETTER, _BOXED = r"#### -?\$?[0-9.,]*[0-9]", r"^[A-J]\Z", r"\\boxed[ {]"
-# lm-eval compares all that follows "#### ": of a file nothing else may.
-_WHOLE_SOLUTION = _SOLUTION + r"\.?\Z"
-_WORDS: Mapping[Pattern, str] = {
-    _ANY: "be a text, or empty",
-    _TEXT: "be a text",
-    _NUMBER: "be a whole number",
-    _TEXT_OR_NUMBER: "be a text or a whole number",
-    (_TEXT,): "be a list of texts",
-    **dict.fromkeys((_SOLUTION, _WHOLE_SOLUTION), 'end with "#### " and a number'),
-    _LETTER: "be a letter from A to J",
-    _BOXED: r"have its answer in \boxed{...}",
+_KINDS: Mapping[str, tuple[str, str]] = {
+    "any": ("", "be a text, or empty"),
+    "text": (r"\S", "be a text"),
+    "texts": (r"\S", "be a list of texts"),
+    "number": (r"^-?\d+\Z", "be a whole number"),
+    "text or number": (r"\S", "be a text or a whole number"),
+    "letter": (r"^[A-J]\Z", "be a letter from A to J"),
+    "boxed": (r"\\boxed[ {]", r"have its answer in \boxed{...}"),
+    "solution": (r"#### -?\$?[0-9.,]*[0-9]", 'end with "#### " and a number'),
+    # lm-eval compares all that follows "#### ": of a file nothing else may.
+    "whole solution": (r"#### -?\$?[0-9.,]*[0-9]\.?\Z", 'end with "#### " and a number'),
 }
-_GSM8K: Mapping[str, Pattern] = {"question": _TEXT, "answer": _SOLUTION}
-_FORMS: Mapping[str, Mapping[str, Pattern]] = {
-    "gsm8k": _GSM8K,
-    "gsm8k_platinum": _GSM8K,
-    "mmlu_pro": {
-        "question": _TEXT,
-        "options": (_TEXT,),
-        "answer": _LETTER,
-        "category": _TEXT,
-        "cot_content": _ANY,
-    },
-    "ifeval": {"key": _NUMBER, "prompt": _TEXT, "instruction_id_list": (_TEXT,), "kwargs": None},
-    "humaneval": {"prompt": _TEXT, "test": _TEXT, "entry_point": _TEXT},
-    "gpqa_diamond": {
-        "Question": _TEXT,
-        "Correct Answer": _TEXT,
-        **{f"Incorrect Answer {number}": _TEXT for number in (1, 2, 3)},
-    },
-    "math500": {"problem": _TEXT, "solution": _BOXED},
-    "aime24": {"Problem": _TEXT, "Answer": _TEXT_OR_NUMBER},
-    "aime25": {"problem": _TEXT, "answer": _TEXT_OR_NUMBER},
-    "ruler": {
-        "task": _TEXT,
-        "input": _TEXT,
-        "outputs": (_TEXT,),
-        "gen_prefix": _TEXT,
-        "max_length": _NUMBER,
-    },
-}
-"""What each field of a row must be."""
+"""What a field may be: a pattern of its text, and words; `raw` is left to lm-eval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +59,6 @@ class Rows:
     asked: Sequence[Row]
     shown: Sequence[Row]
     is_shared: bool
-
-
-def fields_of(task: str) -> tuple[str, ...]:
-    """The fields that a row of a task has."""
-    return tuple(_FORMS[task])
 
 
 def read_rows(protocol: Evaluation, *, asked: str, shown: str) -> Rows:
@@ -148,7 +110,7 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
 
 
 def _a_file(task: str) -> str:
-    *most, last = fields_of(task)
+    *most, last = TASKS[task].fields
     return f"a file with the fields {', '.join(most)} and {last}"
 
 
@@ -163,51 +125,44 @@ def _file_rows(protocol: Evaluation) -> list[Row]:
     return rows
 
 
-def _values(path: Path, cure: str) -> list[tuple[str, object]]:
+def _values(path: Path, cure: str) -> Iterable[tuple[str, object]]:
     """Place and value of each row."""
     if path.suffix == ".jsonl":
-        return list(read_lines(path, cure=cure))
-    if path.suffix == ".json":
-        rows = parsed(read_text(path, cure=cure), path, cure=cure)
-        if not isinstance(rows, list):
-            rule = "must be a JSON list of objects"
-            raise RecipeError(path, rule, got=_short(rows), cure=cure)
-    else:
-        try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
-            rule = "must be a Parquet file"
-            raise RecipeError(path, rule, got=str(error), cure=cure) from error
+        return read_lines(path, cure=cure)
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RecipeError(path, "must be a Parquet file", got=str(error), cure=cure) from error
     return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
 
 
 def _row(row: object, where: str, protocol: Evaluation) -> Row:
     """The row's fields that the task reads, each as it must be."""
-    cure, form = "Mend the row, or name another dataset", dict(_FORMS[protocol.task])
-    if form == _GSM8K and protocol.dataset is not None:
-        form["answer"] = _WHOLE_SOLUTION
+    cure, form = "Mend the row, or name another dataset", TASKS[protocol.task].fields
     if not isinstance(row, Mapping):
         rule = f"must be an object with {' and '.join(form)}"
         raise RecipeError(where, rule, got=_short(row), cure=cure)
-    for field, pattern in form.items():
+    for field, kind in form.items():
         if field not in row:
             got = ", ".join(map(str, row)) or "no field"
             raise RecipeError(where, f"must have the field {field}", got=got, cure=cure)
-        if not _matches(row[field], pattern):
-            rule = f"{field} must {_WORDS[pattern]}"
+        if kind == "solution" and protocol.dataset is not None:
+            kind = "whole solution"
+        if not _matches(row[field], kind):
+            rule = f"{field} must {_KINDS[kind][1]}"
             raise RecipeError(where, rule, got=_short(row[field]), cure=cure)
     return {field: row[field] for field in form}
 
 
-def _matches(value: Any, pattern: Pattern) -> bool:
-    if pattern is None:
+def _matches(value: Any, kind: str) -> bool:
+    if kind == "raw":
         return True
-    if isinstance(pattern, tuple):
+    if kind == "texts":
         is_list = isinstance(value, list) and value != []
-        return is_list and all(_matches(each, *pattern) for each in value)
-    is_number = type(value) is int and pattern in (_NUMBER, _TEXT_OR_NUMBER)
-    is_text = isinstance(value, str) and pattern != _NUMBER
-    return (is_number or is_text) and re.search(pattern, str(value)) is not None
+        return is_list and all(_matches(each, "text") for each in value)
+    is_number = type(value) is int and "number" in kind
+    is_text = isinstance(value, str) and kind != "number"
+    return (is_number or is_text) and re.search(_KINDS[kind][0], str(value)) is not None
 
 
 def _refuse_few(protocol: Evaluation, rows: Rows) -> None:

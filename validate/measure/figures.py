@@ -37,7 +37,7 @@ _BEFORE, _AFTER = 60, 140
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-def finish(samples: Samples, right: Mapping[str, Sequence[float]]) -> None:
+def finish(samples: Samples, right: Mapping[str, Sequence[bool]]) -> None:
     """Put the lines in order, with what each filter says of every answer."""
     for number, answer in samples.lines.items():
         by_filter = {name: values[number] for name, values in right.items()}
@@ -45,10 +45,8 @@ def finish(samples: Samples, right: Mapping[str, Sequence[float]]) -> None:
     samples.put_in_order()
 
 
-def correct(samples: Samples, name: str) -> tuple[float, ...]:
-    """Right or not by one filter, or a share, in the order of the numbers, once the file is
-    finished.
-    """
+def correct(samples: Samples, name: str) -> tuple[bool, ...]:
+    """Right or not by one filter, in the order of the numbers, once the file is finished."""
     return tuple(samples.lines[number].correct[name] for number in range(samples.header.num))
 
 

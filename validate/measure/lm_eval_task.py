@@ -11,8 +11,7 @@ request as an empty answer. Here its tasks get recorded answers. lm-eval's `repe
 most of its filters keep the first answer alone. Here each run is scored by itself, and the score is
 their mean. And files of tasks name Python functions, and to import those may download something:
 IFEval's wants NLTK's data, HumanEval's a program from the Hub that runs code (`model_code.py` is in
-its place), RULER's all that its generators need. `langdetect` guesses otherwise each time unless it
-is given a seed.
+its place). `langdetect` guesses otherwise each time unless it is given a seed.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ import lm_eval.tasks
 import pyarrow
 from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
-from lm_eval.tasks._yaml_loader import _import_fun_from_str, load_yaml
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from ...recipes.errors import RecipeError
 from ...recipes.extras import install_command
@@ -42,7 +41,7 @@ from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 from ..facts.evaluated import ScoreFact, mean_of_questions
 from . import model_code
-from .dataset import Row, Rows, fields_of, read_rows
+from .dataset import Row, Rows, read_rows
 
 VERSIONS = {"lm-eval": version("lm_eval"), "datasets": version("datasets")}
 Tasks = Mapping[str, ConfigurableTask]
@@ -63,7 +62,6 @@ class Question:
         is_chat: which of both.
         sha256: of the prompt.
         stop: words that end an answer.
-        max_tokens: of an answer.
     """
 
     number: int
@@ -72,7 +70,6 @@ class Question:
     is_chat: bool
     sha256: str
     stop: tuple[str, ...]
-    max_tokens: int
 
     @property
     def sent(self) -> str | list[dict[str, str]]:
@@ -144,9 +141,6 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
     for run in range(protocol.repeats):
         for request in one_run:
             prompt, given = request.args
-            most = protocol.max_tokens
-            if row.has_own_lengths:
-                most = min(most, given["max_gen_toks"])
             question = Question(
                 number=len(items),
                 run=run,
@@ -154,11 +148,9 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
                 is_chat=protocol.api == "chat",
                 sha256=_sum(prompt),
                 stop=tuple(given["until"]),
-                max_tokens=most,
             )
             items.append(question)
-    fields = fields_of(protocol.task)
-    dataset = "\n".join(json.dumps([each[field] for field in fields]) for each in rows)
+    dataset = "\n".join(json.dumps([*each.values()]) for each in rows)
     return Questions(
         protocol=protocol, items=tuple(items), dataset_sha256=_sum(dataset), tasks=tasks
     )
@@ -166,7 +158,7 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
 
 def scores(
     asked: Questions, answers: Mapping[int, str]
-) -> tuple[tuple[ScoreFact, ...], dict[str, tuple[float, ...]]]:
+) -> tuple[tuple[ScoreFact, ...], dict[str, tuple[bool, ...]]]:
     """lm-eval's scores of the answers.
 
     Args:
@@ -174,11 +166,10 @@ def scores(
         answers: text by number, for every question of every run.
 
     Returns: each of the task's scores, the mean over questions and runs; and by its name what each
-        answer gets, by number: True or False, or a share from 0 to 1 where an answer can be partly
-        right.
+        answer gets, by number.
     """
     row, num = TASKS[asked.protocol.task], asked.num_asked
-    right: dict[str, list[float]] = {name: [] for name in row.scores}
+    right: dict[str, list[bool]] = {name: [] for name in row.scores}
     requests = [(task, request) for task in asked.tasks.values() for request in task.instances]
     for run in range(asked.protocol.repeats):
         for number, (_, request) in enumerate(requests, run * num):
@@ -189,17 +180,12 @@ def scores(
             for task, request in requests:
                 for name, (metric, each) in row.scores.items():
                     found = task.process_results(request.doc, [request.filtered_resps[each]])
-                    # RULER names its metric by the length of the prompt.
-                    key = metric or str(request.doc["max_length"])
-                    right[name].append(float(found[key]))
-    facts, by_filter = [], {}
+                    right[name].append(bool(found[metric]))
+    facts = []
     for name, values in right.items():
         value, stderr = mean_of_questions(values, num)
         facts.append(ScoreFact(filter=name, value=value, stderr=stderr))
-        by_filter[name] = tuple(values)
-        if set(values) <= {0.0, 1.0}:  # no answer is partly right
-            by_filter[name] = tuple(map(bool, values))
-    return tuple(facts), by_filter
+    return tuple(facts), {name: tuple(values) for name, values in right.items()}
 
 
 def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
@@ -212,9 +198,6 @@ def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
             "(docs/tasks.md)"
         )
         raise RecipeError(where, rule, got="no --run-model-code", cure=cure)
-    if not row.hub and protocol.dataset is None:
-        cure = "Name a file with --dataset (docs/usage.md says how one is made)"
-        raise RecipeError(where, "has no dataset on the Hub", got="no file", cure=cure)
     if "nltk" in row.packages:
         import nltk
 
@@ -240,8 +223,7 @@ def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
         rows = read_rows(protocol, asked=split, shown=config.get("fewshot_split") or split)
         tasks = {protocol.task: _task(protocol, config, rows)}
         return tasks, list(rows.asked[: protocol.limit])
-    shown_split = "validation" if row.max_shots is None else "test"
-    rows = read_rows(protocol, asked="test", shown=shown_split)
+    rows = read_rows(protocol, asked="test", shown="validation")
     turns = zip_longest(*_by_group(row.group, rows.asked).values())
     mixed = [each for turn in turns for each in turn if each is not None]
     tasks, in_order = {}, []
@@ -276,21 +258,14 @@ def _quiet() -> Iterator[None]:
 def _config(protocol: Evaluation, group: str = "") -> dict[str, Any]:
     """The file of a task or of a sub-task, with the functions that it names.
 
-    mmlu_pro's "computer science" is in ..._computer_science.yaml, RULER's ruler_vt in vt.yaml.
+    mmlu_pro's "computer science" is in ..._computer_science.yaml.
     """
-    row, name = TASKS[protocol.task], group.replace(" ", "_").removeprefix("ruler_")
+    row, name = TASKS[protocol.task], group.replace(" ", "_")
     path = Path(lm_eval.tasks.__path__[0], f"{row.lm_eval_file(protocol.api, name)}.yaml")
     if group and not (name.isidentifier() and path.is_file()):
         where = f"evaluation.dataset {protocol.dataset_name}"
         rule = f"{row.group} must be a sub-task of lm-eval's {protocol.task}"
         raise RecipeError(where, rule, got=repr(group), cure=_CURE)
-    if row.has_own_lengths:
-        # RULER's: the functions that score, without the one that makes rows and imports what that
-        # needs.
-        config = load_yaml(path, resolve_func=False)
-        for metric in config["metric_list"]:
-            metric["aggregation"] = _import_fun_from_str(metric["aggregation"])
-        return config | {"process_results": _import_fun_from_str(config["process_results"])}
     if "langdetect" in row.packages:
         from langdetect import DetectorFactory
 

@@ -26,7 +26,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeV
 
 from pydantic import Field, ValidationError
 
-from ...checkpoints.fact import Count, Fact, Figure, NumDrafts, Share
+from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from ...checkpoints.files import unwritable, write_whole
 from ...checkpoints.json_file import read_bytes_of
 from ...recipes.errors import CheckpointError, first_fault
@@ -57,7 +57,7 @@ class Answer(Fact):
 
     Attributes:
         question: number of the request; further runs of a sampled task go on counting.
-        correct: by filter; a share from 0 to 1 where an answer can be partly right.
+        correct: by filter.
     """
 
     question: Count
@@ -65,7 +65,7 @@ class Answer(Fact):
     text: str
     finish_reason: Literal["stop", "length"]
     num_tokens: Count
-    correct: Mapping[str, bool | Share] = Field(default_factory=dict)
+    correct: Mapping[str, bool] = Field(default_factory=dict)
 
     @property
     def place(self) -> int:

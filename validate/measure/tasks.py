@@ -178,7 +178,7 @@ def _answer(server: Server, item: Question, protocol: Evaluation, timeout: float
     generated.
     """
     asked = {
-        "max_tokens": item.max_tokens,
+        "max_tokens": protocol.max_tokens,
         "temperature": protocol.temperature,
         "seed": protocol.seed + item.run,
         "stop": list(item.stop[:MOST_STOPS]),

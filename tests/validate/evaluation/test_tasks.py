@@ -20,7 +20,6 @@ from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.recipes.tasks import TASKS
 from keepmtp.validate.facts.paired import one_sided, paired
-from keepmtp.validate.measure.dataset import fields_of
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
@@ -219,22 +218,6 @@ def test_a_subject_has_its_own_shots(tmp_path):
     assert {item.prompt for item in limited.items} < {item.prompt for item in found.items}
 
 
-def test_ruler_weighs_partly_right_answers(tmp_path):
-    """Each sub-task has its own length; an answer that has one of two words is half right."""
-    found = asked("ruler", tmp_path)
-    assert {item.max_tokens for item in found.items} == {128, 30, 32} and found.items[
-        0
-    ].prompt.endswith(" They are")
-    texts = {item.number: task_rows.answer("ruler", item.prompt) for item in found.items}
-    facts, right = scores(found, texts)
-    by_hand = [
-        sum(word in texts[number] for word in row["outputs"]) / 2
-        for number, row in enumerate(TASK_ROWS["ruler"].rows)
-    ]
-    assert right["string_match"] == pytest.approx(tuple(by_hand)) and 0.5 in by_hand
-    assert facts[0].value == pytest.approx(sum(by_hand) / len(by_hand), abs=1e-12)
-
-
 def test_runs_that_are_sampled_pair_by_question(tmp_path):
     found = asked("aime24", tmp_path, repeats=3)
     assert [(item.run, item.number) for item in found.items[3:6]] == [(0, 3), (1, 4), (1, 5)]
@@ -273,8 +256,8 @@ def test_the_documentation_lists_every_task_as_it_is_asked():
     for task, row in TASKS.items():
         line = next(line for line in asks.splitlines() if line.startswith(f"| {task} | "))
         protocol = Evaluation(task=task)
-        sub_task = {"mmlu_pro": "SUBJECT", "ruler": "SUB-TASK"}.get(task, "")
-        words = [row.lm_eval_file(protocol.api, sub_task), row.hub or "a file", row.headline]
+        sub_task = {"mmlu_pro": "SUBJECT"}.get(task, "")
+        words = [row.lm_eval_file(protocol.api, sub_task), row.hub, row.headline]
         words += [
             {"chat": "chat", "completions": "text"}[protocol.api],
             f"{protocol.max_tokens:,} tokens",
@@ -290,7 +273,7 @@ def test_the_documentation_lists_every_task_as_it_is_asked():
             for line in rows.splitlines()
             if task in re.findall(r"\w+", line.partition(" | ")[0])
         )
-        assert [field for field in fields_of(task) if field not in fields] == []
+        assert [field for field in row.fields if field not in fields] == []
 
 
 # --- what is refused before a server is started ---------------------------------------------------
@@ -340,8 +323,12 @@ def test_code_runs_only_where_the_command_line_says_so(tmp_path):
             "x" * 9,
             "each field must have one type in all rows, and numbers of 64 bits; got",
         ),
-        ("ruler", "outputs", [], ":1: outputs must be a list of texts; got []"),
-        ("ruler", "task", "niah", "task must be a sub-task of lm-eval's ruler; got 'niah'"),
+        (
+            "ifeval",
+            "instruction_id_list",
+            [],
+            "instruction_id_list must be a list of texts; got []",
+        ),
     ],
 )
 def test_a_row_that_lm_eval_cannot_use_is_named(task, field, value, says, tmp_path):
@@ -355,9 +342,6 @@ def test_shots_that_a_task_has_not(tmp_path):
     )
     assert "evaluation.shots: mmlu_pro has 1 examples of biology at most; got 2" in refusal(
         "mmlu_pro", tmp_path, shots=2
-    )
-    assert "evaluation.task ruler: has no dataset on the Hub; got no file" in refusal(
-        "ruler", tmp_path, dataset=None
     )
 
 
