@@ -25,7 +25,7 @@ from survivors import MARK, marked, none_left
 from wheel import stranger
 
 # Two loads, two repetitions.
-WORDS = (
+WORDS = [
     "--concurrency",
     "1,2",
     "--requests",
@@ -35,7 +35,7 @@ WORDS = (
     "--repeat",
     "2",
     "--json",
-)
+]
 A_SERVERS = 4
 TEMPLATE = "Question: {{ messages[-1]['content'] }}\nAnswer:"
 

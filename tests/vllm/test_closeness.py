@@ -77,17 +77,7 @@ def text(made) -> Path:
 
 
 def closeness(made: Path, text: Path) -> subprocess.CompletedProcess[str]:
-    words = (
-        "--text",
-        str(text),
-        "--source",
-        str(QWEN),
-        "--window",
-        str(LENGTH),
-        "--timeout",
-        "400",
-        "--json",
-    )
+    words = f"--text {text} --source {QWEN} --window {LENGTH} --timeout 400 --json".split()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON)}
     return subprocess.run(
         [KEEPMTP, "closeness", str(made), *words], capture_output=True, text=True, env=environment

@@ -105,17 +105,8 @@ def test_the_first_questions_of_the_release(tmp_path):
     """One server: real prompts, answers, scores and draft counters. Without a source nothing is
     judged.
     """
-    words = [
-        KEEPMTP,
-        "eval",
-        str(GLM),
-        "--recipe",
-        "tiny-glm4-moe",
-        "--source",
-        "none",
-        "--no-plain",
-    ]
-    words += ["--limit", "40", "--json", "--out", str(tmp_path)]
+    words = f"{KEEPMTP} eval {GLM} --recipe tiny-glm4-moe --source none --no-plain".split()
+    words += f"--limit 40 --json --out {tmp_path}".split()
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

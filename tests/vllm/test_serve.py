@@ -95,23 +95,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ASKED))
     out = tmp_path / "out"
     keepmtp = str(installed("evaluate") / "keepmtp")
-    words = [
-        keepmtp,
-        "serve-check",
-        str(fp8),
-        "--prompts",
-        str(prompts),
-        "--max-tokens",
-        str(MAX_TOKENS),
-        "--json",
-        "--out",
-        str(out),
-        "--timeout",
-        "400",
-        "--",
-        "--max-num-batched-tokens",
-        "2048",
-    ]
+    words = f"{keepmtp} serve-check {fp8} --prompts {prompts} --max-tokens {MAX_TOKENS} --json --out {out} --timeout 400 -- --max-num-batched-tokens 2048".split()
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-2000:]
@@ -234,7 +218,7 @@ def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
         (bad / path.name).write_bytes(path.read_bytes())
     config = json.loads((bad / "config.json").read_text())
     (bad / "config.json").write_text(json.dumps({**config, "intermediate_size": 512}))
-    words = [KEEPMTP, "serve-check", str(bad), "--source", "none", "--json"]
+    words = f"{KEEPMTP} serve-check {bad} --source none --json".split()
     start = time.monotonic()
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
@@ -265,7 +249,7 @@ def test_no_process_is_left(number, tmp_path):
     """Ended in the middle of a start; after SIGKILL nothing of ours runs that could end the
     server.
     """
-    words = [KEEPMTP, "serve-check", str(QWEN), "--source", "none", "--out", str(tmp_path)]
+    words = f"{KEEPMTP} serve-check {QWEN} --source none --out {tmp_path}".split()
     log = tmp_path / "logs" / "serve.checkpoint.k0.log"
     with subprocess.Popen(
         words,

@@ -103,7 +103,7 @@ class BenchCell(Fact):
     @property
     def tokens_per_second(self) -> float | None:
         """Median over the repetitions; None where there is none."""
-        return median(self._rates) if self.repetitions else None
+        return _median(self._rates)
 
     @computed_field
     @property
@@ -121,21 +121,13 @@ class BenchCell(Fact):
     @property
     def first_token_ms(self) -> float | None:
         """Median over the repetitions of the median time to the first token."""
-        return (
-            median(each.first_token.median_ms for each in self.repetitions)
-            if self.repetitions
-            else None
-        )
+        return _median([each.first_token.median_ms for each in self.repetitions])
 
     @computed_field
     @property
     def per_token_ms(self) -> float | None:
         """Median over the repetitions of the median time for each further token."""
-        return (
-            median(each.per_token.median_ms for each in self.repetitions)
-            if self.repetitions
-            else None
-        )
+        return _median([each.per_token.median_ms for each in self.repetitions])
 
     @property
     def drafts(self) -> Drafts:
@@ -172,9 +164,8 @@ class BenchCell(Fact):
             raise ValueError("a cell has either repetitions or an error")
         for each in self.repetitions:
             if len(each.accepted_per_position) > self.k or (each.drafts and not self.k):
-                raise ValueError(
-                    f"repetition {each.number} drafted more than k={self.k} tokens a step"
-                )
+                says = f"repetition {each.number} drafted more than k={self.k} tokens a step"
+                raise ValueError(says)
         return self
 
 
@@ -224,10 +215,10 @@ class Benched(Fact):
 
     def cell(self, k: int, load: tuple[int, int]) -> BenchCell | None:
         """The cell with a figure, if there is one."""
-        return next(
-            (cell for cell in self.cells if (cell.k, cell.load) == (k, load) and cell.repetitions),
-            None,
-        )
+        for cell in self.cells:
+            if (cell.k, cell.load) == (k, load) and cell.repetitions:
+                return cell
+        return None
 
     def speed_up(self, cell: BenchCell) -> float | None:
         """Tokens a second over those of k=0 under the same load; None where there is nothing to
@@ -265,10 +256,8 @@ class Benched(Fact):
         """From the smallest k upwards: a larger one only if its slowest repetition beats the
         fastest of the best.
         """
-        cells = sorted(
-            (cell for cell in self.cells if cell.load == load and cell.repetitions),
-            key=lambda one: one.k,
-        )
+        cells = [cell for cell in self.cells if cell.load == load and cell.repetitions]
+        cells.sort(key=lambda one: one.k)
         best = None
         if not cells:
             says = "no k has a figure"
@@ -287,14 +276,20 @@ class Benched(Fact):
                         f"than the fastest of k={best.k}, {best.fastest:.1f}"
                     )
                     best = cell
-        k, speed_up = (best.k, self.speed_up(best)) if best else (None, None)
-        return RecommendedK(concurrency=load[0], context=load[1], k=k, speed_up=speed_up, says=says)
+        place = {"concurrency": load[0], "context": load[1], "says": says}
+        if best is None:
+            return RecommendedK(k=None, speed_up=None, **place)
+        return RecommendedK(k=best.k, speed_up=self.speed_up(best), **place)
 
 
 def words_of(load: tuple[int, int]) -> str:
     """`8 at once`, `8 at once, context 4,096`."""
     concurrency, context = load
-    return f"{concurrency} at once" + (f", context {context:,}" if context else "")
+    return f"{concurrency} at once" + f", context {context:,}" * (context > 0)
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
 
 
 class BenchFact(Fact):

