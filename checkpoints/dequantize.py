@@ -194,8 +194,6 @@ def _pair_table(values: Tensor) -> Tensor:
 def _expect_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a tensor that is not of this shape."""
     if tuple(tensor.shape) != shape:
-        rule, cure = (
-            f"this stored form has shape {list(shape)}",
-            "Check the source's quantization config",
-        )
+        rule = f"this stored form has shape {list(shape)}"
+        cure = "Check the source's quantization config"
         raise CheckpointError(what, rule, got=list(tensor.shape), cure=cure)

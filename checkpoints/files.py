@@ -53,10 +53,7 @@ def within(folder: Path, name: str) -> Path:
     """
     path, home = folder / name, Path(os.path.realpath(folder))
     if "\0" in name or home not in Path(os.path.realpath(path)).parents:
-        rule, cure = (
-            "every file of an output must lie in its folder",
-            "Check what names the file, and rename it",
-        )
+        rule, cure = "every file of an output must lie in its folder", "Rename it"
         raise CheckpointError(folder, rule, got=repr(name), cure=cure)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -98,10 +95,7 @@ def write_whole(path: Path, text: str) -> Path:
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
-        got, cure = (
-            ascii(text[error.start : error.end]),
-            "Rename the folder or the file that is called so",
-        )
+        got, cure = ascii(text[error.start : error.end]), "Rename what is called so"
         raise CheckpointError(path, "every name in it must be UTF-8", got=got, cure=cure) from error
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

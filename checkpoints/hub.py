@@ -22,7 +22,6 @@ from httpx import HTTPError, InvalidURL, TransportError
 from huggingface_hub import HfApi, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    GatedRepoError,
     HfHubHTTPError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -49,14 +48,9 @@ _OTHER_FORM = (ValueError, TypeError, KeyError, AttributeError, RecursionError, 
 # What the Hub's client raises: the rule and the cure, for the first of the classes that fits.
 _REFUSALS: tuple[tuple[Any, str, str], ...] = (
     (
-        GatedRepoError,
-        "the Hub repository must not be gated for you",
-        "Ask for access on its page and run `hf auth login`",
-    ),
-    (
         (RepositoryNotFoundError, RevisionNotFoundError),
         "must be a folder or a public Hub repository with this revision",
-        "Check its name and its revision, or run `hf auth login` if it is private",
+        "Check its name and its revision, or run `hf auth login`, and ask for access on its page",
     ),
     (
         (EntryNotFoundError, HfHubHTTPError, HTTPError, OSError),

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from ..recipes.errors import CheckpointError
+from .fact import Count, Fact
 from .files import naming_file, refuse_name, write_whole
 from .safetensors_file import open_regular
 
@@ -44,18 +44,14 @@ _MAX_JSON_BYTES = 1 << 30
 _SETTLED_NS = 3_000_000_000
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FileFact(_Part):
+class FileFact(Fact):
     """One file of the checkpoint."""
 
-    num_bytes: Annotated[int, Field(ge=0, lt=2**63)]
+    num_bytes: Count
     sha256: str
 
 
-class Identity(_Part):
+class Identity(Fact):
     """Exactly these bytes.
 
     Attributes:
@@ -68,7 +64,7 @@ class Identity(_Part):
     files: Mapping[str, FileFact]
 
 
-class FileStamp(_Part):
+class FileStamp(Fact):
     """A file as the file system knows it; two states of one file are equal if nobody wrote to it in
     between.
     """
@@ -79,7 +75,7 @@ class FileStamp(_Part):
     ctime_ns: int
 
 
-class _Seen(_Part):
+class _Seen(Fact):
     """A file as it was found; `sha256` once it was read."""
 
     num_bytes: int
@@ -87,7 +83,7 @@ class _Seen(_Part):
     sha256: str = ""
 
 
-class _Cache(_Part):
+class _Cache(Fact):
     """The cache file; `files` by absolute path, so that source and checkpoint may share one."""
 
     version: int
@@ -168,17 +164,10 @@ def refuse_other_bytes(folder: Path, measured: Identity, found: Identity) -> Non
     """
     if measured.sha256 == found.sha256:
         return
-    wrong = []
-    for name in sorted(measured.files.keys() | found.files.keys()):
-        if name not in found.files:
-            wrong.append(f"{name} is not there")
-        elif name not in measured.files:
-            wrong.append(f"{name} is new")
-        elif found.files[name] != measured.files[name]:
-            wrong.append(f"{name} is another")
+    wrong = sorted({name for name, _ in measured.files.items() ^ found.files.items()})
     rule = "must be the bytes that its report is about"
     cure = f"Restore them, or measure these: {measured_anew(folder)}"
-    raise CheckpointError(folder, rule, got=listed(wrong), cure=cure)
+    raise CheckpointError(folder, rule, got=f"another {listed(wrong)}", cure=cure)
 
 
 def listed(words: Sequence[str]) -> str:
@@ -227,13 +216,12 @@ def refuse_changed(
     Raises:
         CheckpointError: names the files.
     """
-    now, passed_over = states_of(folder, states), {"ctime_ns"} if is_linked else set()
-    changed = []
+    now, changed = states_of(folder, states), []
     for name, state in states.items():
         found = now.get(name)
-        if found is None or found.model_dump(exclude=passed_over) != state.model_dump(
-            exclude=passed_over
-        ):
+        if found is not None and is_linked:
+            found = found.model_copy(update={"ctime_ns": state.ctime_ns})
+        if found != state:
             changed.append(name)
     if changed:
         rule = "the source must not change during a run"
@@ -247,15 +235,17 @@ def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
     if not (folder / "config.json").is_file():
         cure = "Name the folder of a checkpoint"
         raise CheckpointError(folder, "must hold a checkpoint", got="no config.json", cure=cure)
+
+    def refuse(error: OSError) -> None:
+        cure = "Check its permissions"
+        raise CheckpointError(error.filename, "must be readable", got=error.strerror, cure=cure)
+
     found = {}
-    for root, folders, names in os.walk(os.path.abspath(folder), onerror=_raise):
+    for root, folders, names in os.walk(os.path.abspath(folder), onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if (path := Path(root, name)).is_symlink():
-                rule, cure = (
-                    "must be a file or a folder of its own",
-                    "Replace the link by what it leads to",
-                )
+                rule, cure = "must be a file or a folder of its own", "Replace it by the folder"
                 raise CheckpointError(path, rule, got="a link to a folder", cure=cure)
         for name in names:
             if name.startswith(".") or name.endswith(".partial"):
@@ -265,10 +255,11 @@ def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
             with open_regular(path, path, cure="Restore it, or move it away") as file:
                 state = os.fstat(file.fileno())
             _refuse_large(path, state.st_size)
-            seen = _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
             before = known.get(str(path))
-            if before is not None and seen == before.model_copy(update={"sha256": ""}):
-                seen = before
+            sha256 = before.sha256 if before is not None else ""
+            seen = _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns, sha256=sha256)
+            if sha256 and seen != before:
+                seen = seen.model_copy(update={"sha256": ""})
             found[str(path)] = seen
     return found
 
@@ -278,12 +269,6 @@ def _refuse_large(path: Path, num_bytes: int) -> None:
     if path.suffix == ".json" and num_bytes > _MAX_JSON_BYTES:
         rule = f"a JSON file has at most {_MAX_JSON_BYTES} bytes"
         raise CheckpointError(path, rule, got=num_bytes, cure="Restore it")
-
-
-def _raise(error: OSError) -> None:
-    raise CheckpointError(
-        error.filename, "must be readable", got=error.strerror, cure="Check its permissions"
-    )
 
 
 def _read_all(files: Mapping[str, _Seen], watch: ReadingBar | None) -> dict[str, _Seen]:
@@ -314,10 +299,7 @@ def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threadin
             done += count
         state = os.fstat(raw.fileno())
     if (state.st_size, state.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
-        rule, cure = (
-            "must not change while it is read",
-            "Wait until it is written, and run this again",
-        )
+        rule, cure = "must not change while it is read", "Wait until it is written"
         raise CheckpointError(path, rule, got="another size or time", cure=cure)
     return file.model_copy(update={"sha256": digest.hexdigest()})
 

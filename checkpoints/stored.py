@@ -240,8 +240,10 @@ def _fp8(
         return "fp8_channel", "FP8_DYNAMIC", None
     if len(scale.shape) == 2:
         rows, columns = _block_side(n, scale.shape[0]), _block_side(k, scale.shape[1])
+        if rows == columns == 128:
+            return "fp8_block", "FP8_BLOCK", (rows, columns)
         if rows and columns:
-            return "fp8_block", "FP8_BLOCK" if rows == columns == 128 else "", (rows, columns)
+            return "fp8_block", "", (rows, columns)
         if num_slices(n, scale.shape[0], 128) and columns == 128:
             return "fp8_sliced", "", (128, 128)
     return "unknown", "", None

@@ -13,24 +13,9 @@ modifiers/autoround/base.py.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .errors import RecipeError
-
-
-def _order_without_a_tensor(written: object) -> object:
-    """An order of columns that is stored in a tensor of its own is one that vLLM 0.32 refuses to
-    load.
-    """
-    if written in ("group", "dynamic", True):
-        rule = "must be static, weight or null"
-        cure = (
-            "Use weight: compressed-tensors 0.19 and vLLM 0.32 have removed orders that need a "
-            "g_idx tensor"
-        )
-        raise RecipeError("", rule, got=str(written), cure=cure)
-    return written
-
 
 Contradiction = tuple[str, object, str]
 """A rule that values break together, what is there instead, and what to do."""
@@ -64,9 +49,8 @@ class GPTQKnobs(Frozen):
         block_size: columns whose errors are spread at a time.
     """
 
-    actorder: Annotated[
-        Literal["static", "weight"] | None, BeforeValidator(_order_without_a_tensor)
-    ] = "static"
+    # No order that needs a g_idx tensor: compressed-tensors 0.19 and vLLM 0.32 have removed them.
+    actorder: Literal["static", "weight"] | None = "static"
     dampening_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
     block_size: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 128
 

@@ -189,7 +189,7 @@ def test_the_hub_cache_keeps_its_links(folder, serve_hub):
     """
     serve_hub(folder)
     remote = open_source("org/model")
-    assert remote.companions == KNOWN_SORTED and remote.code == CODE
+    assert remote.companions == tuple(sorted(KNOWN)) and remote.code == CODE
     local = download(remote)
     assert local.folder is not None and local.revision == FIRST_COMMIT
     assert (
@@ -205,20 +205,6 @@ def test_the_hub_cache_keeps_its_links(folder, serve_hub):
     blob.symlink_to(folder / "secrets.json")
     with pytest.raises(CheckpointError, match="must be in its folder"):
         open_source(local.folder)
-
-
-KNOWN_SORTED = tuple(sorted(KNOWN))
-
-
-def test_names_alone():
-    found = companions_among(
-        ["a/b/tokenizer.json", ".env.json", "x.safetensors", "Licence.md", "sub/LICENSE", "t.model"]
-    )
-    assert (
-        found.carried == ("Licence.md", "t.model")
-        and found.left == ("a/", "sub/")
-        and not found.code
-    )
 
 
 @pytest.mark.parametrize(

@@ -94,18 +94,6 @@ def test_fp8_block(shape, block, scale_dtype):
     assert torch.equal(found, product.float().bfloat16())
 
 
-def test_fp8_block_against_compressed_tensors():
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
-
-    weight, scale = all_fp8((300, 200)), torch.rand(3, 2, generator=seeded(2)) * 1e-3
-    reader = FP8BlockDequantizer(
-        targets=["Linear"], weight_block_size=(128, 128), dtype=torch.bfloat16
-    )
-    expected = reader._create_dequantized_weight(weight, scale)
-    assert torch.equal(fp8(weight, scale, (128, 128)), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_nan_codes_stay_nan(dtype):
     weight = torch.arange(256, dtype=torch.uint8).view(dtype).reshape(2, 128)

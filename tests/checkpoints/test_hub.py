@@ -45,24 +45,15 @@ def listing(**changes: object) -> bytes:
 
 
 LISTINGS = {
-    "empty": b"",
     "a page": b"<html>Sign in</html>",
-    "cut": listing()[:-3],
-    "null": b"null",
     "a list": b"[]",
-    "a number": b"7",
-    "no name": b"{}",
     "deep": b'{"id": %b%b}' % (b"[" * 100_000, b"]" * 100_000),
     "no UTF-8": b'{"id": "\xff\xff\xff"}',
     "files that are a number": listing(siblings=7),
-    "files that are numbers": listing(siblings=[7]),
     "files without names": listing(siblings=[{}]),
     "a file whose name is a number": listing(siblings=[{"rfilename": 7}]),
-    "a file whose name is a list": listing(siblings=[{"rfilename": []}]),
     "a file above the repository": listing(siblings=[{"rfilename": "../../x.safetensors"}]),
-    "a file anywhere": listing(siblings=[{"rfilename": "/x.safetensors"}]),
     "a commit that is a number": listing(sha=7),
-    "a commit that leads elsewhere": listing(sha="../../../x"),
     "a date that is none": listing(lastModified="yesterday"),
     "no weights": listing(),
 }
@@ -75,14 +66,14 @@ def test_a_mangled_list_of_files(hub, body):
     ).startswith("org/model")
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 418, 429, 500, 502, 503])
+@pytest.mark.parametrize("status", [400, 401, 404, 418, 429, 503])
 def test_a_refusal_of_the_hub(hub, status):
     assert refusal(hub, Fault(r"GET /api/models/org/model", status=status, times=99)).startswith(
         "org/model"
     )
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{", b'{"model_type": 7}', b"\xff\xfe{"])
+@pytest.mark.parametrize("body", [b"<html>", b'{"model_type": 7}'])
 @pytest.mark.parametrize("file", ["config.json", INDEX])
 def test_a_mangled_small_file(hub, folder, file, body):
     """What arrives is judged as a local file."""
@@ -91,66 +82,25 @@ def test_a_mangled_small_file(hub, folder, file, body):
         open_source("org/model")
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(r"[.]safetensors( |$)", status=200, body=b"<html>Sign in</html>", times=99),
-        Fault(r"[.]safetensors( |$)", status=206, body=b"", times=99),
-        Fault(
-            r"safetensors",
-            status=206,
-            body=b"12345678",
-            headers={"Content-Range": "bytes 0-7/9999999999"},
-            times=99,
-        ),
-        Fault(
-            r"[.]safetensors( |$)",
-            status=206,
-            body=b"\xff" * 8,
-            headers={"Content-Range": "bytes 0-7/8"},
-            times=99,
-        ),
-        Fault(
-            r"[.]safetensors( |$)",
-            status=206,
-            body=b"{}" * 8,
-            headers={"Content-Range": "bytes */*"},
-            times=99,
-        ),
-        Fault(
-            r"[.]safetensors( |$)",
-            status=206,
-            body=b"{}",
-            headers={"Content-Range": "bytes 0-1/" + "9" * 99},
-            times=99,
-        ),
-        Fault(r"[.]safetensors( |$)", status=403, times=99),
-        Fault(r"[.]safetensors( |$)", status=404, times=99),
-        Fault(r"[.]safetensors( |$)", status=416, times=99),
-        Fault(r"[.]safetensors( |$)", status=500, times=99),
-        Fault(r"[.]safetensors( |$)", times=99),
-        Fault(
-            r"[.]safetensors( |$)",
-            status=302,
-            headers={"Location": "/loop.safetensors"},
-            body=b"",
-            times=99,
-        ),
-        Fault(
-            r"[.]safetensors( |$)",
-            status=302,
-            headers={"Location": "file:///etc/passwd"},
-            body=b"",
-            times=99,
-        ),
-    ],
-    ids=lambda fault: f"{fault.status} {fault.body!r} {dict(fault.headers)}"[:60],
-)
+SPOILT = [
+    {"status": 200, "body": b"<html>Sign in</html>"},
+    {"status": 206, "body": b""},
+    {"status": 206, "body": b"12345678", "headers": {"Content-Range": "bytes 0-7/9999999999"}},
+    {"status": 206, "body": b"\xff" * 8, "headers": {"Content-Range": "bytes 0-7/8"}},
+    {"status": 206, "body": b"{}", "headers": {"Content-Range": "bytes 0-1/" + "9" * 99}},
+    {"status": 404},
+    {"status": 416},
+    {"status": 500},
+    {},
+    {"status": 302, "headers": {"Location": "/loop.safetensors"}, "body": b""},
+    {"status": 302, "headers": {"Location": "file:///etc/passwd"}, "body": b""},
+]
+
+
+@pytest.mark.parametrize("fault", SPOILT, ids=lambda fault: str(fault)[:60])
 def test_a_header_that_does_not_arrive(hub, fault, monkeypatch):
     monkeypatch.setattr("keepmtp.checkpoints.hub._FIRST_WAIT_SECONDS", 0.01)
-    fault = Fault(
-        **{name: getattr(fault, name) for name in ("to", "status", "times", "headers", "body")}
-    )
+    fault = Fault(r"[.]safetensors( |$)", times=99, **fault)
     assert refusal(hub, fault).startswith("org/model")
 
 

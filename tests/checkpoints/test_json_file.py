@@ -8,7 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from keepmtp.checkpoints.json_file import read_config, read_index, read_object
+from keepmtp.checkpoints.json_file import read_config, read_object
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError
@@ -18,39 +18,24 @@ from releases import source_layout, write_checkpoint
 
 FILES = {
     "empty": (b"", "must be JSON; got an empty file"),
-    "spaces": (b"  \n", "must be JSON; got Expecting value"),
     "cut": (b'{"a": ', "must be JSON; got Expecting value"),
     "two objects": (b"{}{}", "must be JSON; got Extra data"),
-    "a list": (b"[]", "must be a JSON object; got a list"),
-    "a text": (b'"x"', "must be a JSON object; got a text"),
     "a number": (b"7", "must be a JSON object; got a number"),
-    "null": (b"null", "must be a JSON object; got null"),
     "a byte order mark": (b"\xef\xbb\xbf{}", "must be JSON; got Unexpected UTF-8 BOM"),
     "UTF-16": ("{}".encode("utf-16"), "must be text in UTF-8; got invalid start byte at byte 0"),
-    "UTF-32": ("{}".encode("utf-32-be"), "must be JSON; got Expecting value"),
     "no UTF-8": (b'{"\xff": 1}', "must be text in UTF-8; got invalid start byte at byte 2"),
-    "half a character in UTF-8": (b'{"\xed\xa0\x80": 1}', "must be text in UTF-8"),
     "half a surrogate pair": (
         b'{"a": {"b": "\\ud800"}}',
-        "every character must be one that UTF-8 can write; got half of a surrogate pair",
-    ),
-    "half a pair in a key": (
-        b'{"\\uDFFFx": 1}',
         "every character must be one that UTF-8 can write; got half of a surrogate pair",
     ),
     "deep": (
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
         "values must be at most 64 levels deep; got more levels",
     ),
-    "rather deep": (
-        b'{"a":' * 70 + b"1" + b"}" * 70,
-        "values must be at most 64 levels deep; got more levels",
-    ),
     "a number without end": (
         b'{"a": %b}' % (b"1" * 100_000),
         "must be JSON; got Exceeds the limit",
     ),
-    "a NUL": (b"{}\0", "must be JSON; got Extra data"),
 }
 
 
@@ -67,16 +52,6 @@ def test_a_file_of_many_values_would_fill_the_memory(tmp_path):
 def test_a_surrogate_pair_is_one_character(tmp_path):
     (tmp_path / "a.json").write_bytes(b'{"a": "\\ud83d\\ude00 \\\\ud800"}')
     assert read_object(tmp_path / "a.json", "here") == {"a": "\U0001f600 \\ud800"}
-
-
-def test_a_large_index_is_read(tmp_path):
-    weight_map = {
-        f"model.layers.{n}.mlp.experts.weight_packed": "model-00001-of-00002.safetensors"
-        for n in range(300_000)
-    }
-    (tmp_path / "index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert (tmp_path / "index.json").stat().st_size > 20e6
-    assert read_index(tmp_path / "index.json", "here") == weight_map
 
 
 def test_a_file_of_holes_is_not_read(tmp_path):
@@ -113,7 +88,6 @@ VALUES = [
     1.5,
     True,
     math.nan,
-    math.inf,
     "3",
     "\x1b[31m",
     "x" * 10**5,
@@ -123,7 +97,6 @@ VALUES = [
     [3],
     ["x"],
     [[]],
-    [10**9],
     [-1],
     [None],
 ]

@@ -91,11 +91,9 @@ ONE = b'{"a":{%b}}' % TENSOR
 HEADERS = {
     "right": (ONE, 4),
     "spaces after it": (ONE + b"  \n ", 4),
-    "spaces before it": (b"  " + ONE, 4),
     "no tensors": (b"{}", 0),
     "an empty tensor": (b'{"a":{"dtype":"F32","shape":[0,9],"data_offsets":[0,0]}}', 0),
     "a key of nobody's": (b'{"a":{"x":[[{}]],%b}}' % TENSOR, 4),
-    "values without keys": (b'{"a":["F32",[1],[0,4]]}', 4),
     "another order": (
         b'{"b":{"dtype":"U8","shape":[1],"data_offsets":[1,2]},"a":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}',
         2,
@@ -103,57 +101,35 @@ HEADERS = {
     "metadata": (b'{"__metadata__":{"format":"pt"},"a":{%b}}' % TENSOR, 4),
     "metadata that is null": (b'{"__metadata__":null,"a":{%b}}' % TENSOR, 4),
     "metadata with a number": (b'{"__metadata__":{"format":1},"a":{%b}}' % TENSOR, 4),
-    "metadata with a map": (b'{"__metadata__":{"format":{}},"a":{%b}}' % TENSOR, 4),
     "metadata that is a list": (b'{"__metadata__":["pt"],"a":{%b}}' % TENSOR, 4),
-    "metadata that is a list of pairs": (
-        b'{"__metadata__":[["format","pt"]],"a":{%b}}' % TENSOR,
-        4,
-    ),
-    "metadata that is a word": (b'{"__metadata__":"pt","a":{%b}}' % TENSOR, 4),
     "metadata twice": (b'{"__metadata__":{},"__metadata__":{},"a":{%b}}' % TENSOR, 4),
     "UTF-16": (ONE.decode().encode("utf-16"), 4),
-    "UTF-16 without a mark": (ONE.decode().encode("utf-16-le"), 4),
-    "UTF-32": (ONE.decode().encode("utf-32"), 4),
     "a byte order mark": (b"\xef\xbb\xbf" + ONE, 4),
     "no UTF-8": (ONE.replace(b"a", b"\xff"), 4),
     "half a character": (ONE.replace(b"a", rb"\ud800"), 4),
-    "a control character": (ONE.replace(b"a", b"\x1b"), 4),
-    "an escaped control character": (ONE.replace(b"a", rb"\u001b[31m"), 4),
     "something after it": (ONE + b"{}", 4),
-    "NULs after it": (ONE + b"\0\0", 4),
     "cut": (ONE[:-1], 4),
     "a list": (b"[%b]" % ONE, 4),
     "deep": (b'{"a":{"x":%b%b,%b}}' % (b"[" * 100_000, b"]" * 100_000, TENSOR), 4),
-    "not so deep": (b'{"a":{"x":%b%b,%b}}' % (b"[" * 90, b"]" * 90, TENSOR), 4),
     "NaN": (b'{"a":{"x":NaN,%b}}' % TENSOR, 4),
     "a number without end": (b'{"a":{"x":%b,%b}}' % (b"1" * 100_000, TENSOR), 4),
-    "a fraction": (ONE.replace(b"[1]", b"[1.0]"), 4),
     "true": (ONE.replace(b"[1]", b"[true]"), 4),
     "a negative side": (ONE.replace(b"[1]", b"[-1]"), 4),
-    "two negative sides": (ONE.replace(b"[1]", b"[-1,-1]"), 4),
-    "a huge side": (ONE.replace(b"[1]", b"[18446744073709551616]"), 4),
     "sides that overflow": (ONE.replace(b"[1]", b"[4294967296,4294967296,1]"), 4),
-    "sides that overflow to the right number": (ONE.replace(b"[1]", b"[9223372036854775809,1]"), 4),
     "a shape that is too large": (ONE.replace(b"[1]", b"[2]"), 4),
-    "a shape that is a number": (ONE.replace(b"[1]", b"1"), 4),
-    "no shape": (b'{"a":{"dtype":"F32","data_offsets":[0,4]}}', 4),
-    "three offsets": (ONE.replace(b"[0,4]", b"[0,4,4]"), 4),
-    "offsets turned around": (ONE.replace(b"[0,4]", b"[4,0]"), 4),
-    "offsets from nowhere": (ONE.replace(b"[0,4]", b"[-4,0]"), 4),
     "an unknown dtype": (ONE.replace(b"F32", b"F99"), 4),
-    "a dtype in small letters": (ONE.replace(b"F32", b"f32"), 4),
-    "a dtype that is a list": (ONE.replace(b'"F32"', b"[]"), 4),
     "a dtype twice": (b'{"a":{"dtype":"I32",%b}}' % TENSOR, 4),
-    "a gap at the start": (ONE.replace(b"[0,4]", b"[4,8]"), 8),
+    "a name twice": (
+        b'{"\\u0061":{"dtype":"I32","shape":[1],"data_offsets":[0,4]},"a":{%b}}' % TENSOR,
+        4,
+    ),
     "an overlap": (b'{"a":{%b},"b":{"dtype":"U8","shape":[2],"data_offsets":[3,5]}}' % TENSOR, 5),
     "a gap": (b'{"a":{%b},"b":{"dtype":"U8","shape":[2],"data_offsets":[5,7]}}' % TENSOR, 7),
-    "the same bytes": (b'{"a":{%b},"b":{%b}}' % (TENSOR, TENSOR), 4),
     "a name with another range": (
         b'{"a":{%b},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}' % TENSOR,
         8,
     ),
     "a byte too little": (ONE, 3),
-    "a byte too much": (ONE, 5),
 }
 
 
@@ -175,21 +151,6 @@ def test_a_header_is_what_safetensors_says(raw, data, tmp_path):
     found = read_header(path, "x")
     assert {name: (entry.dtype, entry.shape) for name, entry in found.entries.items()} == wanted
     assert all(isinstance(each, str) for pair in found.metadata.items() for each in pair)
-
-
-@pytest.mark.parametrize(
-    "form", [TENSOR, b'"dt\\u0079pe":"F32","sh\\u0061pe":[1],"data\\u005foffsets":[0,4]', b""]
-)
-def test_a_name_twice(form, tmp_path):
-    """safetensors takes the last of the two, other readers the first."""
-    first = b"{%b}" % form if form else b'["F32",[1],[0,4]]'
-    path = written(tmp_path, b'{"\\u0061":%b,"a":{%b}}' % (first, TENSOR), 4)
-    with safe_open(path, "pt") as file:
-        assert list(file.keys()) == ["a"]
-    with pytest.raises(
-        CheckpointError, match=r"^x: every name must be in the header once; got a twice"
-    ):
-        read_header(path, "x")
 
 
 def test_a_dtype_that_only_safetensors_knows(tmp_path):

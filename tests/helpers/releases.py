@@ -32,7 +32,7 @@ from tensors import (
     mla,
     norms,
     num_bytes,
-    qwen_vision_tower,
+    table,
     under,
     vectors,
 )
@@ -254,7 +254,7 @@ def qwen3_next(config: Config) -> Tensors:
     return (
         embeddings(config)
         | _qwen_layers(
-            config, "model.layers.", _delta_net(config, is_split=False), _qwen_mlp(config)
+            config, "model.layers.", table("qwen.fused_delta_net", config), _qwen_mlp(config)
         )
         | _qwen_mtp(config, _qwen_mlp(config))
     )
@@ -280,8 +280,8 @@ def qwen3_5(config: Config) -> Tensors:
         }
     return (
         embeddings(text, f"{stem}embed_tokens", "lm_head", f"{stem}norm")
-        | _qwen_layers(text, f"{stem}layers.", _delta_net(text, is_split=True), stacked)
-        | (qwen_vision_tower(config["vision_config"]) if "vision_config" in config else {})
+        | _qwen_layers(text, f"{stem}layers.", table("qwen.delta_net", text), stacked)
+        | (table("qwen.vision_tower", config["vision_config"]) if "vision_config" in config else {})
         | _qwen_mtp(text, mlp)
     )
 
@@ -320,26 +320,6 @@ def _qwen_mlp(config: Config) -> Tensors:
         | experts("experts", config["num_experts"], hidden, config["moe_intermediate_size"])
         | gated_mlp("shared_expert", hidden, config["shared_expert_intermediate_size"])
         | linear("shared_expert_gate", 1, hidden)
-    ))  # fmt: skip
-
-
-def _delta_net(config: Config, *, is_split: bool) -> Tensors:
-    hidden, num_value_heads = config["hidden_size"], config["linear_num_value_heads"]
-    key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    value = num_value_heads * config["linear_value_head_dim"]
-    state_dtype = (
-        "F32" if is_split else "BF16"
-    )  # Qwen3.5 publishes the decay and the gated norm in float32
-    projections = (
-        linear("in_proj_qkv", 2 * key + value, hidden) | linear("in_proj_z", value, hidden)
-        | linear("in_proj_b", num_value_heads, hidden) | linear("in_proj_a", num_value_heads, hidden)
-        if is_split else
-        linear("in_proj_qkvz", 2 * key + 2 * value, hidden) | linear("in_proj_ba", 2 * num_value_heads, hidden)
-    )  # fmt: skip
-    return under("linear_attn.", (
-        projections | {"conv1d.weight": ("BF16", (2 * key + value, 1, config["linear_conv_kernel_dim"]))}
-        | vectors(["dt_bias"], num_value_heads) | vectors(["A_log"], num_value_heads, state_dtype)
-        | vectors(["norm.weight"], config["linear_value_head_dim"], state_dtype) | linear("out_proj", hidden, value)
     ))  # fmt: skip
 
 

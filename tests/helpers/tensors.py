@@ -6,9 +6,16 @@ tests/helpers/layouts/.
 """
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
+
+import yaml
 
 Config = dict[str, Any]
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -51,6 +58,40 @@ class Published:
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of one tensor on disk."""
     return ITEM_BYTES[dtype] * math.prod(shape)
+
+
+@cache
+def _tables() -> Mapping[str, Mapping[str, str]]:
+    """The tables of the layouts' YAML files by "<file>.<name>"."""
+    files = (Path(__file__).parent / "layouts").glob("*.yaml")
+    read = {path.stem: yaml.safe_load(path.read_text()).get("tables", {}) for path in files}
+    return {f"{stem}.{name}": rows for stem in read for name, rows in read[stem].items()}
+
+
+def _counted(row: tuple[str, str]) -> str:
+    return "".join(re.findall(r"\{(\w+)\}", row[0]))
+
+
+def table(name: str, config: Config, **more: int) -> Tensors:
+    """The tensors of a table: names on disk -> dtype, and the shape in words of the config.
+
+    `{key}` in a name counts from 0 to the key's value; rows with one key next to each other are
+    counted together.
+    """
+    words = dict(config) | more
+    for key, value in config.items():
+        if isinstance(value, dict):
+            words[key] = SimpleNamespace(**value)
+    tensors: Tensors = {}
+    for counted, rows in groupby(_tables()[name].items(), _counted):
+        found: Tensors = {}
+        for path, spec in rows:
+            dtype, *shape = spec.split()
+            found[path] = (dtype, tuple(eval(side, {}, words) for side in shape))
+        for number in range(words.get(counted, 1)):
+            for path, spec in found.items():
+                tensors[path.replace(f"{{{counted}}}", str(number))] = spec
+    return tensors
 
 
 Form = Literal["bf16", "fp8_scale_inv", "fp8_scale", "mxfp4"]
@@ -174,28 +215,3 @@ def mla(config: Config, form: Form) -> Tensors:
             ),
         )
     return under("self_attn.", attention)
-
-
-def qwen_vision_tower(vision: Config) -> Tensors:
-    """The vision encoder that Qwen3.5 and its successors publish as `model.visual`."""
-    hidden, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
-    merged = hidden * vision["spatial_merge_size"] ** 2
-    patches = (hidden, vision["in_channels"], vision["temporal_patch_size"], patch, patch)
-    tensors = (
-        {"patch_embed.proj.weight": ("BF16", patches)}
-        | vectors(["patch_embed.proj.bias"], hidden)
-        | linear("pos_embed", vision["num_position_embeddings"], hidden)
-        | linear("merger.linear_fc1", merged, merged, bias=True)
-        | linear("merger.linear_fc2", vision["out_hidden_size"], merged, bias=True)
-        | vectors(["merger.norm.weight", "merger.norm.bias"], hidden)
-    )
-    block = (
-        linear("attn.qkv", 3 * hidden, hidden, bias=True)
-        | linear("attn.proj", hidden, hidden, bias=True)
-        | linear("mlp.linear_fc1", inner, hidden, bias=True)
-        | linear("mlp.linear_fc2", hidden, inner, bias=True)
-        | vectors((f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")), hidden)
-    )
-    for layer in range(vision["depth"]):
-        tensors |= under(f"blocks.{layer}.", block)
-    return under("model.visual.", tensors)

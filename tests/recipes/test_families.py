@@ -193,10 +193,6 @@ def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
     assert found[False] == full(known.unasked)
 
 
-def test_every_fixture_has_its_draft_written_down():
-    assert PUBLISHED.keys() == {*MODELS}
-
-
 ROLES = {  # matrices by role in the tiny MTP block, which has 4 experts
     "dsv4-flash": {"attention": 5, "experts": 12, "shared_experts": 3, "router": 1, "glue": 2},
     "deepseek-r1": {

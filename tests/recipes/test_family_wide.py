@@ -10,7 +10,7 @@ from checkpoint_files import Checkpoint, as_source
 from good import companions, released
 from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
-from keepmtp.recipes.families import families, find_view
+from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family_wide import COMMON, model_mapping
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import flat_recipes
@@ -31,13 +31,6 @@ def recipe_of(checkpoint: Checkpoint, variant: str, *, model: str = "mine") -> R
 
 def planned(checkpoint: Checkpoint, variant: str) -> Plan:
     return make_plan(recipe_of(checkpoint, variant), as_source(checkpoint, NOWHERE))
-
-
-def test_every_family_has_a_fixture_here():
-    covered = {
-        find_view(config, model).family.model_type for model, config in releases.MODELS.items()
-    }
-    assert covered == {family.model_type for family in families().values()}
 
 
 @pytest.mark.parametrize(("model", "variant"), CASES)

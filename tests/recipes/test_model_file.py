@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.find import find_recipe, read_file, read_recipe, shipped_recipes
+from keepmtp.recipes.find import find_recipe, read_file, shipped_recipes
 from keepmtp.recipes.model_file import BLOCKS, calibrations, flat_recipes, flat_text, model_files
 from keepmtp.recipes.schema import Calibration, Recipe
 
@@ -75,11 +75,6 @@ def test_a_calibration_is_named_or_written_out(tmp_path, mine):
     assert find_recipe(write(tmp_path / "own.yaml", raw), scheme="auto")[0].calibration.samples == 7
 
 
-def test_auto_of_the_file_is_for_the_variants_that_choose(mine):
-    assert find_recipe(mine)[0].mtp_auto is None
-    assert find_recipe(mine, scheme="auto")[0].mtp_auto.min_acceptance == 0.9
-
-
 def test_training_of_the_file_is_for_the_variants_that_train(tmp_path):
     settings = {
         "mtp": "bf16",
@@ -136,18 +131,6 @@ def test_the_block_of_a_variant_replaces_that_of_the_file(tmp_path, key):
     assert recipe != other == Recipe.model_validate(recipe.model_dump() | {key: of_the_variant}), (
         "not merged"
     )
-
-
-def test_ways_to_ask_for_a_variant_of_ones_own_file(mine):
-    assert find_recipe(mine)[0].name == read_recipe(Path(mine)).name == "mine.plain"
-    assert find_recipe(mine, scheme="auto")[0].name == "mine.auto"
-    changed = find_recipe(mine, scheme="W8A16")[0]
-    assert changed.name == "mine.w8a16" and set(changed.backbone.values()) == {"W8A16"}
-    with pytest.raises(
-        RecipeError,
-        match=r"--scheme: must be a variant of mine \(plain, auto\) or a scheme .*'atuo'",
-    ):
-        find_recipe(mine, scheme="atuo")
 
 
 def without(*path: str) -> dict:

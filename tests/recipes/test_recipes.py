@@ -15,7 +15,6 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import (
-    calibration_name,
     data_free_alternative,
     find_recipe,
     read_recipe,
@@ -98,25 +97,11 @@ def with_knobs(algorithm: str, **knobs: object) -> dict:
 
 GROUPS = "must be one of the module groups attention, linear_attention, dense_mlp"
 REFUSED = [
-    (
-        {"calibraton": None},
-        "calibraton is not a key of a recipe; got None. Did you mean calibration?",
-    ),
-    (
-        calibrated(sample=3),
-        "calibration.sample is not a key of a recipe; got 3. Did you mean samples?",
-    ),
-    (
-        {"overrides": [{"modules": "x", "scheme": "bf16", "shceme": "bf16"}]},
-        "overrides.0.shceme is not a key of a recipe; got 'bf16'. Did you mean scheme?",
-    ),
+    ({"calibraton": None}, "calibraton is not a key of a recipe; got None. Did you mean calibr"),
+    (calibrated(sample=3), "calibration.sample is not a key of a recipe; got 3. Did you mean sam"),
     ({"backbone": BACKBONE_OF | {"expert": "bf16"}}, f"backbone.expert: {GROUPS}"),
-    ({"backbone": BACKBONE_OF | {"expert": "bf16"}}, "got 'expert'. Did you mean experts?"),
     ({"mtp": {"atention": "bf16"}}, "got 'atention'. Did you mean attention?"),
-    (
-        {"calibration": None},
-        "calibration must be given for NVFP4; got null. Name a dataset, or use NVFP4A16",
-    ),
+    ({"calibration": None}, "calibration must be given for NVFP4; got null. Name a dataset, or"),
     (
         {"backbone": BACKBONE_OF | {"experts": "NVFP4A16"}},
         "calibration must be null where no scheme needs it; got a dataset",
@@ -126,57 +111,19 @@ REFUSED = [
         "calibration.algorithm awq rewrites weights of NVFP4A16, W4A16, W4A16_ASYM, W4A16_G32, "
         "W8A16 only; got FP8_DYNAMIC",
     ),
-    (
-        calibrated(algorithm="awq", experts="routed"),
-        "experts: routed must come with algorithm minmax, gptq or smoothquant; got awq. Set experts: all",
-    ),
-    (
-        calibrated(backend="modelopt", algorithm="gptq"),
-        "calibration: gptq is llm-compressor's; got backend: modelopt. Use algorithm: minmax, mse",
-    ),
-    (
-        calibrated(algorithm="mse"),
-        "calibration: mse is modelopt's; got backend: llmcompressor. Set backend: modelopt, or",
-    ),
-    *[
-        (calibrated(**{key: -1}), f"calibration.{key}: ")
-        for key in ("samples", "held_out", "sequence_length", "batch_size", "seed")
-    ],
-    *[
-        (calibrated(**{key: ""}), f"calibration.{key}: ")
-        for key in ("column", "prompt_column", "dataset")
-    ],
-    (
-        with_knobs("awq", gptq={}),
-        "gptq must come with algorithm: gptq; got algorithm: awq. Remove gptq, or set algorithm",
-    ),
-    (with_knobs("gptq", awq={}), "awq must come with algorithm: awq; got algorithm: gptq."),
-    (
-        with_knobs("gptq", gptq={"actorder": "group"}),
-        "calibration.gptq.actorder: must be static, weight or null; got group. Use weig",
-    ),
-    (with_knobs("gptq", gptq={"actorder": True}), "must be static, weight or null; got True."),
+    (calibrated(algorithm="awq", experts="routed"), "experts: routed must come with algorithm mi"),
+    (calibrated(backend="modelopt", algorithm="gptq"), "calibration: gptq is llm-compressor's;"),
+    (calibrated(algorithm="mse"), "calibration: mse is modelopt's; got backend: llmcompressor."),
+    (calibrated(column=""), "calibration.column: "),
+    (with_knobs("awq", gptq={}), "gptq must come with algorithm: gptq; got algorithm: awq."),
+    (with_knobs("gptq", gptq={"actorder": "group"}), "calibration.gptq.actorder: "),
     (with_knobs("gptq", gptq={"block_size": 0}), "calibration.gptq.block_size: "),
-    (with_knobs("gptq", gptq={"dampening_frac": -0.1}), "calibration.gptq.dampening_frac: "),
-    (with_knobs("gptq", gptq={"dampening_frac": None}), "calibration.gptq.dampening_frac: "),
     (with_knobs("gptq", gptq={"dampening": 0.1}), "got 0.1. Did you mean dampening_frac?"),
-    (with_knobs("autoround", autoround={"iters": 0}), "calibration.autoround.iters: "),
     (with_knobs("autoround", autoround={"lr": 0}), "calibration.autoround.lr: "),
-    (
-        with_knobs("autoround", autoround={"device_ids": "0,1"}),
-        "calibration.autoround.device_ids is not a key of a recipe",
-    ),
-    (
-        with_knobs("awq", awq={"n_grid": 2}),
-        "n_grid must be at least 3 where duo_scaling is true; got 2.",
-    ),
+    (with_knobs("awq", awq={"n_grid": 2}), "n_grid must be at least 3 where duo_scaling is true;"),
     (
         with_knobs("awq", awq={"n_grid": 1, "duo_scaling": False}),
         "at least 2 where duo_scaling is false; got 1. Raise it.",
-    ),
-    (
-        with_knobs("awq", awq={"n_grid": 3, "duo_scaling": "both"}),
-        "at least 4 where duo_scaling is both; got 3.",
     ),
     (AUTO | {"mtp_auto": None}, "mtp_auto must be given where mtp is auto; got nothing."),
     (AUTO | {"mtp": "bf16"}, "mtp_auto must be left out where mtp is not auto; got mtp: bf16."),
@@ -186,29 +133,16 @@ REFUSED = [
         "mtp_auto must be left out where backbone is auto",
     ),
     ({"mtp": {"experts": "auto"}}, "mtp.experts: must be one of source, bf16, "),
-    (AUTO | {"mtp": "Auto"}, "got 'Auto'. Did you mean auto?"),
     (auto(candidates=["auto"]), "must be one of source, bf16, "),
     (auto(candidates=[]), "mtp_auto.candidates: "),
     (auto(candidates=["bf16", "bf16"]), "candidates must differ; got 'bf16' twice."),
-    (auto(candidates=["NVFP5"]), "Did you mean NVFP4?"),
     (auto(min_acceptance=97), "mtp_auto.min_acceptance: "),
-    (auto(min_acceptance=0), "mtp_auto.min_acceptance: "),
-    (
-        auto(candidate=[]),
-        "mtp_auto.candidate is not a key of a recipe; got []. Did you mean candidates?",
-    ),
+    (auto(candidate=[]), "mtp_auto.candidate is not a key of a recipe; got []. Did you mean can"),
     (TUNED | {"mtp_tuned": None}, "mtp_tuned must be given where mtp is tuned; got nothing."),
     (TUNED | {"mtp": "bf16"}, "mtp_tuned must be left out where mtp is not tuned; got mtp: bf16."),
-    (TUNED | {"calibration": None}, "calibration must be given for mtp: tuned; got null."),
     (tuned(mtp="source"), "a tuned block is written anew; got mtp: source. Use bf16"),
     (tuned(mtp="tuned"), "mtp_tuned.mtp: must be one of source, bf16, "),
-    (tuned(loss="mse"), "mtp_tuned.loss: "),
     (tuned(draft_steps=4), "mtp_tuned.draft_steps: "),
-    (tuned(rate=1), "mtp_tuned.rate is not a key of a recipe"),
-    (
-        TUNED | {"mtp_tuned": {key: SETTINGS[key] for key in SETTINGS if key != "steps"}},
-        "mtp_tuned.steps must be given",
-    ),
 ]
 
 
@@ -309,14 +243,6 @@ def test_schemes_that_depend_on_data(algorithm, experts, expected):
     assert Recipe.model_validate(raw).calibrated_schemes() == expected
 
 
-def test_another_back_end_is_written_down():
-    assert "backend" not in CALIBRATION
-    made = Recipe.model_validate(
-        CALIBRATED.model_dump() | calibrated(backend="modelopt", algorithm="mse")
-    )
-    assert made.model_dump()["calibration"]["backend"] == "modelopt"
-
-
 def knobs_recipe(algorithm: str, **knobs: object) -> Recipe:
     return Recipe.model_validate(CALIBRATED.model_dump() | with_knobs(algorithm, **knobs))
 
@@ -353,15 +279,6 @@ def test_auto_with_its_candidates():
     )
 
 
-def test_tuned_is_for_schemes():
-    recipe = Recipe.model_validate(CALIBRATED.model_dump() | TUNED)
-    assert (
-        recipe.mtp_policy == "NVFP4" and "tuned" not in recipe.decisions() and recipe.measures_mtp
-    )
-    assert recipe.resolved("NVFP4").mtp_tuned is None
-    assert recipe.with_choices(scheme=None, mtp="bf16").mtp_tuned is None
-
-
 def test_auto_on_the_command_line():
     recipe, _ = find_recipe("glm-4.7.nvfp4-fp8", mtp="auto")
     assert (recipe.mtp, recipe.mtp_auto, recipe.name) == (
@@ -372,12 +289,6 @@ def test_auto_on_the_command_line():
     own = find_recipe("tiny-glm4-moe.nvfp4-mtp-auto")[0]
     assert find_recipe(own.name, mtp="auto")[0].mtp_auto == own.mtp_auto
     assert find_recipe(own.name, mtp="bf16")[0].mtp_auto is None
-
-
-def test_auto_keeps_the_dataset_of_a_scheme_without_data():
-    recipe, _ = find_recipe("tiny-glm4-moe.w4a16-gptq", scheme="W4A16", mtp="auto")
-    assert recipe.calibration.algorithm == "minmax", "a scheme by its name is rounded to nearest"
-    assert find_recipe("tiny-glm4-moe.w4a16-gptq", scheme="W4A16")[0].calibration is None
 
 
 def test_candidates_are_narrowed_to_what_a_block_has():
@@ -427,11 +338,6 @@ def test_scheme_on_the_command_line_replaces_every_quantized_group_and_no_other(
     assert (changed.mtp, changed.name) == (kept.mtp, "qwen3.5-397b.w8a16")
 
 
-def test_data_free_scheme_on_the_command_line_drops_calibration():
-    assert find_recipe("glm-4.7.nvfp4-fp8", scheme="W4A16")[0].calibration is None
-    assert find_recipe("glm-4.7.nvfp4-fp8", scheme="NVFP4")[0].calibration == CALIBRATED.calibration
-
-
 def test_mtp_on_the_command_line():
     recipe, _ = find_recipe("glm-4.7", mtp="FP8_DYNAMIC")
     assert (recipe.mtp, recipe.name) == ("FP8_DYNAMIC", "glm-4.7.nvfp4a16-fp8-mtp-fp8-dynamic")
@@ -455,16 +361,6 @@ def test_mtp_on_the_command_line():
 )
 def test_case_and_hyphens_do_not_count_on_the_command_line(scheme, meant):
     assert find_recipe("glm-4.7", scheme=scheme)[0].name == meant
-
-
-def test_a_policy_is_spelled_in_any_case():
-    for written, meant in {
-        "fp8": "FP8",
-        "fp8-dynamic": "FP8_DYNAMIC",
-        "BF16": "bf16",
-        "Auto": "auto",
-    }.items():
-        assert find_recipe("glm-4.7", mtp=written)[0].mtp == meant
 
 
 @pytest.mark.parametrize("model", ["tiny-glm4-moe", "glm-4.7", "mimo-7b", "dsv4-flash"])
@@ -493,18 +389,6 @@ def test_every_scheme_works_on_the_command_line_also_those_that_need_batches(mod
 def test_which_calibration_a_choice_takes(model, choices, block):
     calibration = find_recipe(model, **choices)[0].calibration
     assert calibration == Calibration.model_validate(calibrations()[block])
-    assert calibration_name(calibration) == block
-
-
-def test_a_named_block_may_bring_an_algorithm():
-    recipe, _ = find_recipe(
-        "tiny-glm4-moe.w4a16-fp8", scheme="W4A16", calibration="problems-32x128-awq"
-    )
-    assert recipe.calibration.algorithm == "awq" and recipe.calibrated_schemes() == ["W4A16"]
-
-
-def test_a_block_of_ones_own_has_no_name():
-    assert calibration_name(CALIBRATED.calibration.model_copy(update={"samples": 3})) == ""
 
 
 @pytest.mark.parametrize(
@@ -540,27 +424,13 @@ def test_command_lines_that_are_refused(model, choices, says):
     assert says in message_of(caught)
 
 
-TYPOS = ["nvfp4a16fp8", "fp8-dynamc", "w4a61", "NVFP-4", "mxfp4a61", "w4a16-fp", "FP8_BLOK"]
-
-
 @pytest.mark.parametrize("option", ["scheme", "mtp"])
-@pytest.mark.parametrize("typo", [*TYPOS, "fp8_dynamo", "sorce", "bf61", "aut"])
+@pytest.mark.parametrize("typo", ["fp8-dynamc", "w4a61", "NVFP-4", "FP8_BLOK", "sorce", "aut"])
 def test_every_suggestion_works(option, typo):
     """The word after "Did you mean" is taken in the same place of the same command."""
     suggested = suggestion(model="glm-4.7", **{option: typo})
     if suggested:
         find_recipe("glm-4.7", **{option: suggested})
-
-
-@pytest.mark.parametrize(
-    "typo", ["glm4.7", "dsv4-flsh", "deepseek-r11", "qwen-3.5-27b", "ultrachat-256x2084"]
-)
-def test_every_suggested_model_and_block_works(typo):
-    if typo.startswith("ultrachat"):
-        suggested = suggestion(model="mimo-7b", scheme="NVFP4", calibration=typo)
-        assert find_recipe("mimo-7b", scheme="NVFP4", calibration=suggested)
-    else:
-        assert find_recipe(suggestion(model=typo))
 
 
 def suggestion(**words: str) -> str:
@@ -640,16 +510,6 @@ def test_the_rows_of_the_small_models_are_what_their_generator_writes(tmp_path, 
     assert all(zlib.crc32(row["question"].encode()) % 10 == 0 for row in rows), "the held-out side"
     calibrated = (models / "problems.jsonl").read_text()
     assert not any(row["question"] in calibrated for row in rows)
-
-
-def test_the_small_models_are_evaluated_on_held_out_questions():
-    protocols = {
-        name: find_recipe(name)[0].evaluation for name in SHIPPED if name.startswith("tiny-")
-    }
-    assert {protocol.dataset for protocol in protocols.values()} == {"models/held_out.jsonl"}
-    assert len({protocol.model_dump_json() for protocol in protocols.values()}) == 1, (
-        "scores of variants compare"
-    )
 
 
 def assert_takes_effect(plan: Plan) -> None:

@@ -19,6 +19,7 @@ from tensors import (
     linear,
     mla,
     norms,
+    table,
     under,
     vectors,
 )
@@ -35,7 +36,12 @@ def bailing_hybrid(config: Config) -> Tensors:
     )
     inner, count = config["moe_intermediate_size"], config["num_experts"]
     layer_norms = norms("input_layernorm post_attention_layernorm", hidden)
-    latent, other = _latent(config), _delta(config) if is_v3 else _lightning(config)
+    latent, other = (
+        _latent(config),
+        table("bailing_hybrid.delta", config)
+        if is_v3
+        else table("bailing_hybrid.lightning", config),
+    )
     dense = gated_mlp("mlp", hidden, config["intermediate_size"])
     sparse = under("mlp.", (
         linear("gate", count, hidden) | vectors(["gate.expert_bias"], count, "F32")
@@ -75,28 +81,6 @@ def _latent(config: Config) -> Tensors:
         )
     gate = "gated_attention_proj_granularity_type" in config
     return attention | (linear("g_proj", heads, hidden) if gate else {})
-
-
-def _lightning(config: Config) -> Tensors:
-    hidden, head = config["hidden_size"], config["head_dim"]
-    width = config["num_attention_heads"] * head
-    return (
-        linear("query_key_value", 3 * width, hidden) | linear("g_proj", width, hidden) | linear("dense", hidden, width)
-        | norms("g_norm", width) | norms("query_layernorm key_layernorm", head)
-    )  # fmt: skip
-
-
-def _delta(config: Config) -> Tensors:
-    hidden, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
-    width = heads * head
-    tensors = (
-        linear("b_proj", heads, hidden) | linear("o_proj", hidden, width) | norms("o_norm", head)
-    )
-    for name in "qkvfg":
-        tensors |= linear(f"{name}_proj", width, hidden)
-    for name in "qkv":
-        tensors[f"{name}_conv1d.weight"] = ("BF16", (width, 1, config["short_conv_kernel_size"]))
-    return tensors | vectors(["A_log"], heads, "F32") | vectors(["dt_bias"], width, "F32")
 
 
 LAYOUTS = {"bailing_hybrid": bailing_hybrid}

@@ -6,7 +6,7 @@ model's decoder layer, as vLLM's loader takes them. The config: NVIDIA/TensorRT-
 release.
 """
 
-from tensors import Config, Tensors, embeddings, gated_mlp, gqa, linear, norms, under
+from tensors import Config, Tensors, embeddings, gated_mlp, gqa, linear, norms, table, under
 
 
 def exaone4_5(config: Config) -> Tensors:
@@ -17,8 +17,8 @@ def exaone4_5(config: Config) -> Tensors:
         gqa(text, qk_norm=True) | gated_mlp("mlp", hidden, text["intermediate_size"])
         | norms("post_attention_layernorm post_feedforward_layernorm", hidden)
     )  # fmt: skip
-    tensors = embeddings(text, f"{stem}embed_tokens", "lm_head", f"{stem}norm") | _vision_tower(
-        config["vision_config"]
+    tensors = embeddings(text, f"{stem}embed_tokens", "lm_head", f"{stem}norm") | table(
+        "exaone4_5.vision_tower", config["vision_config"]
     )
     for layer in range(text["num_hidden_layers"]):
         tensors |= under(f"{stem}layers.{layer}.", block)
@@ -28,27 +28,6 @@ def exaone4_5(config: Config) -> Tensors:
     for index in range(config["num_nextn_predict_layers"]):
         mtp |= under(f"layers.{index}.", block)
     return tensors | under("mtp.", mtp)
-
-
-def _vision_tower(vision: Config) -> Tensors:
-    hidden, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
-    merged = hidden * vision["spatial_merge_size"] ** 2
-    heads = vision["num_heads"] + 2 * vision["num_key_value_heads"]
-    patches = (hidden, vision["in_channels"], vision["temporal_patch_size"], patch, patch)
-    tensors = (
-        {"patch_embed.proj.weight": ("BF16", patches)} | norms("merger.ln_q", hidden)
-        | linear("merger.mlp.0", merged, merged, bias=True)
-        | linear("merger.mlp.2", vision["out_hidden_size"], merged, bias=True)
-    )  # fmt: skip
-    block = (
-        linear("attn.qkv", heads * hidden // vision["num_heads"], hidden, bias=True)
-        | linear("attn.proj", hidden, hidden, bias=True) | linear("mlp.gate_proj", inner, hidden, bias=True)
-        | linear("mlp.up_proj", inner, hidden, bias=True) | linear("mlp.down_proj", hidden, inner, bias=True)
-        | norms("norm1 norm2", hidden)
-    )  # fmt: skip
-    for layer in range(vision["depth"]):
-        tensors |= under(f"blocks.{layer}.", block)
-    return under("model.visual.", tensors)
 
 
 LAYOUTS = {"exaone4_5": exaone4_5}

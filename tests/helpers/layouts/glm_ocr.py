@@ -10,12 +10,11 @@ from tensors import (
     Config,
     Tensors,
     embeddings,
-    gated_mlp,
     gqa,
     linear,
     norms,
+    table,
     under,
-    vectors,
 )
 
 
@@ -39,38 +38,7 @@ def glm_ocr(config: Config) -> Tensors:
     for layer in range(text["num_hidden_layers"]):
         tensors |= under(f"{stem}layers.{layer}.", block)
     tensors |= under(f"{stem}layers.{text['num_hidden_layers']}.", mtp)
-    return tensors | under("model.visual.", _vision(config["vision_config"]))
-
-
-def _vision(vision: Config) -> Tensors:
-    hidden, inner, out, patch = (
-        vision[key] for key in ("hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
-    )
-    merge = vision["spatial_merge_size"]
-    block = under("attn.", (
-        linear("qkv", 3 * hidden, hidden, bias=True) | linear("proj", hidden, hidden, bias=True)
-        | norms("q_norm k_norm", hidden // vision["num_heads"])
-    )) | under("mlp.", (
-        linear("gate_proj", inner, hidden, bias=True) | linear("up_proj", inner, hidden, bias=True)
-        | linear("down_proj", hidden, inner, bias=True)
-    )) | norms("norm1 norm2", hidden)  # fmt: skip
-    tensors: Tensors = {
-        "patch_embed.proj.weight": (
-            "BF16",
-            (hidden, 3, vision["temporal_patch_size"], patch, patch),
-        )
-    }
-    tensors |= vectors(["patch_embed.proj.bias"], hidden)
-    for layer in range(vision["depth"]):
-        tensors |= under(f"blocks.{layer}.", block)
-    tensors |= {"downsample.weight": ("BF16", (out, hidden, merge, merge))} | vectors(
-        ["downsample.bias"], out
-    )
-    tensors |= norms("post_layernorm", hidden) | linear("merger.proj", out, out)
-    tensors |= vectors(
-        ["merger.post_projection_norm.weight", "merger.post_projection_norm.bias"], out
-    )
-    return tensors | gated_mlp("merger", out, out * vision["in_channels"])
+    return tensors | under("model.visual.", table("glm_ocr.vision", config["vision_config"]))
 
 
 LAYOUTS = {"glm_ocr": glm_ocr}

@@ -9,7 +9,7 @@ Inkling-Small. The towers (`model.visual.*`, `model.audio.*`) are left out, and 
 configs.
 """
 
-from tensors import Config, Tensors, linear, norms, under, vectors
+from tensors import Config, Tensors, linear, norms, table, under
 
 
 def inkling(config: Config) -> Tensors:
@@ -32,7 +32,11 @@ def inkling(config: Config) -> Tensors:
 
 def _block(text: Config, *, is_local: bool, is_dense: bool) -> Tensors:
     hidden, kernel = text["hidden_size"], text["sconv_kernel_size"]
-    mlp = _dense(text) if is_dense else _experts(text)
+    mlp = (
+        table("inkling_mm_model.dense", text)
+        if is_dense
+        else table("inkling_mm_model.experts", text)
+    )
     convolutions: Tensors = {
         f"{name}_sconv.weight": ("BF16", (hidden, 1, kernel)) for name in ("attn", "mlp")
     }
@@ -54,26 +58,6 @@ def _attention(text: Config, kind: str) -> Tensors:
         | linear("wo_ud", hidden, heads * head) | norms("q_norm k_norm", head)
         | {f"{name}_sconv.weight": ("BF16", (groups * head, 1, kernel)) for name in "kv"}
         | {"rel_logits_proj.proj": ("BF16", (text["d_rel"], extent))}
-    ))  # fmt: skip
-
-
-def _dense(text: Config) -> Tensors:
-    hidden, inner = text["hidden_size"], text["dense_intermediate_size"]
-    return under("mlp.", (
-        linear("w13_dn", 2 * inner, hidden) | linear("w2_md", hidden, inner) | vectors(["global_scale"], 1)
-    ))  # fmt: skip
-
-
-def _experts(text: Config) -> Tensors:
-    hidden, inner = text["hidden_size"], text["intermediate_size"]
-    count, shared = text["n_routed_experts"], text["n_shared_experts"]
-    return under("mlp.", (
-        linear("gate", count + shared, hidden) | vectors(["gate.bias"], count, "F32")
-        | vectors(["gate.global_scale"], 1)
-        | {"experts.w13_weight": ("BF16", (count, 2 * inner, hidden)),
-           "experts.w2_weight": ("BF16", (count, hidden, inner)),
-           "shared_experts.shared_w13_weight": ("BF16", (shared, 2 * inner, hidden)),
-           "shared_experts.shared_w2_weight": ("BF16", (shared, hidden, inner))}
     ))  # fmt: skip
 
 

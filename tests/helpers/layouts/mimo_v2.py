@@ -11,7 +11,7 @@ and the shapes that two ports of the release bind exactly (vision), and the rele
 (audio).
 """
 
-from tensors import Config, Tensors, linear, norms, under, vectors
+from tensors import Config, Tensors, linear, norms, table, under, vectors
 
 from .mimo_v2_flash import mimo_v2_flash
 
@@ -25,7 +25,9 @@ def mimo_v2(config: Config) -> Tensors:
             tensors |= under(f"{stem}self_attn.qkv_proj.", _fused(config, stem))
         elif not any(f"self_attn.{part}_proj." in name for part in "qkv"):
             tensors[name] = ("F32", spec[1]) if name.endswith(".mlp.gate.weight") else spec
-    return tensors | _vision(config["vision_config"]) | _audio(config["audio_config"])
+    return (
+        tensors | _vision(config["vision_config"]) | table("mimo_v2.audio", config["audio_config"])
+    )
 
 
 def _fused(config: Config, stem: str) -> Tensors:
@@ -67,30 +69,6 @@ def _vision(vision: Config) -> Tensors:
             block |= vectors(["attn.sinks"], heads)
         tensors |= under(f"blocks.{index}.", block)
     return under("visual.", tensors)
-
-
-def _audio(audio: Config) -> Tensors:
-    hidden, inner = audio["input_local_dim"], audio["input_local_intermediate_size"]
-    joined, vocab = hidden * audio["group_size"], int(audio["speech_vocab_size"])
-    layer = under("self_attn.", (
-        linear("q_proj", hidden, hidden, bias=True) | linear("k_proj", hidden, hidden, bias=True)
-        | linear("v_proj", hidden, hidden, bias=True) | linear("o_proj", hidden, hidden)
-    ))  # fmt: skip
-    for name in ("gate_proj", "up_proj"):
-        layer |= linear(f"mlp.{name}", inner, hidden)
-    layer |= linear("mlp.down_proj", hidden, inner) | norms(
-        "input_layernorm post_attention_layernorm", hidden
-    )
-    encoder = norms("input_local_transformer.norm", hidden)
-    for index in range(audio["input_local_layers"]):
-        encoder |= under(f"input_local_transformer.layers.{index}.", layer)
-    encoder |= linear("projection.mlp.0", 4 * joined, joined)
-    encoder |= linear("projection.mlp.2", audio["out_hidden_size"], 4 * joined)
-    channels = range(audio["audio_channels"])
-    speech = {
-        f"speech_embeddings.{channel}.weight": ("BF16", (vocab, hidden)) for channel in channels
-    }
-    return under("audio_encoder.", encoder) | speech
 
 
 LAYOUTS = {"mimo_v2": mimo_v2}

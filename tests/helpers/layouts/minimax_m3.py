@@ -12,13 +12,12 @@ from tensors import (
     Config,
     Tensors,
     embeddings,
-    experts,
     gated_mlp,
     gqa,
     linear,
     norms,
+    table,
     under,
-    vectors,
 )  # fmt: skip
 
 
@@ -34,7 +33,12 @@ def minimax_m3(config: Config) -> Tensors:
         | gated_mlp("mlp", hidden, text["dense_intermediate_size"])
         | layer_norms
     )
-    sparse = gqa(text, qk_norm=True) | _indexer(text) | _experts(text) | layer_norms
+    sparse = (
+        gqa(text, qk_norm=True)
+        | table("minimax_m3.indexer", text)
+        | table("minimax_m3.experts", text)
+        | layer_norms
+    )
     tensors = embeddings(text, "model.embed_tokens", "lm_head", "model.norm")
     for layer in range(text["num_hidden_layers"]):
         tensors |= under(
@@ -44,56 +48,8 @@ def minimax_m3(config: Config) -> Tensors:
     mtp |= under("transformer_layer.", sparse)
     for index in range(text["num_mtp_modules"]):
         tensors |= under(f"model.mtp.layers.{index}.", mtp)
-    return under("language_model.", tensors) | _vision_tower(
-        vision, config["projector_hidden_size"], hidden
-    )
-
-
-def _indexer(text: Config) -> Tensors:
-    sparse = text["sparse_attention_config"]
-    hidden, head = text["hidden_size"], sparse["sparse_index_dim"]
-    return under("self_attn.", (
-        linear("index_q_proj", sparse["sparse_num_index_heads"] * head, hidden) | linear("index_k_proj", head, hidden)
-        | norms("index_q_norm index_k_norm", head)
-    ))  # fmt: skip
-
-
-def _experts(text: Config) -> Tensors:
-    hidden, inner, count = text["hidden_size"], text["intermediate_size"], text["num_local_experts"]
-    return under("block_sparse_moe.", (
-        {"gate.weight": ("F32", (count, hidden))} | vectors(["e_score_correction_bias"], count, "F32")
-        | experts("experts", count, hidden, inner, names="w1 w3 w2")
-        | gated_mlp("shared_experts", hidden, text["shared_intermediate_size"])
-    ))  # fmt: skip
-
-
-def _vision_tower(vision: Config, projector: int, out: int) -> Tensors:
-    hidden, patch, compression = (
-        vision["hidden_size"],
-        vision["patch_size"],
-        vision["img_token_compression_config"],
-    )
-    merged = projector * compression["spatial_merge_size"] ** 2
-    patches = (hidden, vision["num_channels"], compression["temporal_patch_size"], patch, patch)
-    block = under("self_attn.", {
-        name: spec for part in ("q_proj", "k_proj", "v_proj", "out_proj")
-        for name, spec in linear(part, hidden, hidden, bias=True).items()
-    })  # fmt: skip
-    block |= linear("mlp.fc1", vision["intermediate_size"], hidden, bias=True)
-    block |= linear("mlp.fc2", hidden, vision["intermediate_size"], bias=True)
-    block |= vectors(
-        (f"layer_norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")), hidden
-    )
-    tower: Tensors = {"embeddings.patch_embedding.weight": ("BF16", patches)}
-    tower |= vectors(["pre_layrnorm.weight", "pre_layrnorm.bias"], hidden)
-    for layer in range(vision["num_hidden_layers"]):
-        tower |= under(f"encoder.layers.{layer}.", block)
-    return (
-        under("vision_tower.vision_model.", tower)
-        | linear("multi_modal_projector.linear_1", projector, hidden, bias=True)
-        | linear("multi_modal_projector.linear_2", out, projector, bias=True)
-        | linear("patch_merge_mlp.linear_1", projector, merged, bias=True)
-        | linear("patch_merge_mlp.linear_2", out, projector, bias=True)
+    return under("language_model.", tensors) | table(
+        "minimax_m3.vision_tower", vision, projector=config["projector_hidden_size"], out=hidden
     )
 
 
