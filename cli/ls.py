@@ -106,8 +106,7 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
         needs_batches |= each.needs_batches
         batches = "batches needed" if each.needs_batches else "no batches needed"
         lines += ["", f"{each.variant}{' (default)' * each.is_default}: {batches}"]
-        for words in filter(None, (each.summary, each.knobs)):
-            lines += _wrapped(words, width, "  ", "  ")
+        lines += _wrapped(each.summary, width, "  ", "  ")
         lines.append(f"  keepmtp quantize {each.model if each.is_default else each.name}")
     if needs_batches:
         lines += [
@@ -130,17 +129,18 @@ def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
 def _models(recipes: Iterable[Listed]) -> list[dict[str, Any]]:
     found = []
     for each in recipes:
-        row = {
-            "recipe": each.name,
-            "model": each.model,
-            "variant": each.variant,
-            "default": each.is_default,
-            "family": each.family,
-            "source": each.source,
-            "batches": "needed" if each.needs_batches else "-",
-            "what": each.summary,
-        }
-        found.append(row | ({"knobs": each.knobs} if each.knobs else {}))
+        found.append(
+            {
+                "recipe": each.name,
+                "model": each.model,
+                "variant": each.variant,
+                "default": each.is_default,
+                "family": each.family,
+                "source": each.source,
+                "batches": "needed" if each.needs_batches else "-",
+                "what": each.summary,
+            }
+        )
     return found
 
 

@@ -257,10 +257,6 @@ class Listed:
     family: str
     source: str
     needs_batches: bool
-    knobs: str = ""
-    """How it searches scales, and what it says to its algorithm: `gptq: actorder null, block_size
-    64`.
-    """
 
     @property
     def name(self) -> str:
@@ -283,21 +279,9 @@ def listed() -> list[Listed]:
                 family=recipe["family"],
                 source=recipe["source"],
                 needs_batches=recipe["calibration"] is not None,
-                knobs=_knobs(recipe),
             )
             rows.append(row)
     return sorted(rows, key=lambda row: (row.model, not row.is_default, row.variant))
-
-
-def _knobs(recipe: Mapping[str, Any]) -> str:
-    """How a recipe searches scales, and the knobs of its algorithm, which have its name as key."""
-    said: list[str] = []
-    if recipe.get("search"):
-        said.append(f"search: {recipe['search']}")
-    calibration = recipe["calibration"] or {}
-    if knobs := calibration.get(calibration.get("algorithm")):
-        said.append(f"{calibration['algorithm']}: {in_words(knobs)}")
-    return "; ".join(said)
 
 
 def in_words(knobs: Mapping[str, Any]) -> str:

@@ -7,14 +7,12 @@ import pty
 import struct
 import subprocess
 import termios
-from pathlib import Path
 
 import pytest
 from commands import KEEPMTP, keepmtp, refused
 from keepmtp.cli.ls import COLUMNS, details, rows, screen
-from keepmtp.recipes import model_file
 from keepmtp.recipes.find import find_recipe
-from keepmtp.recipes.model_file import calibrations, listed
+from keepmtp.recipes.model_file import listed
 
 MODELS = {row.model for row in listed()}
 
@@ -117,29 +115,6 @@ def test_families_say_what_can_be_calibrated_and_why_not():
     assert (found["glm5_next"]["backbone"], found["glm5_next"]["mtp"]) == ("yes", "no")
     printed = keepmtp("ls families", COLUMNS="80").stdout
     assert max(map(len, printed.splitlines()[:-1])) <= 80 and "calibrate MTP" in printed
-
-
-def test_knobs_are_shown_where_a_recipe_has_them(tmp_path, monkeypatch):
-    plain = next(each for each in listed() if each.name == "tiny-glm4-moe.w4a16-gptq")
-    assert not plain.knobs and "knobs" not in rows("models", [plain])[0]
-    shipped = (Path(model_file.__file__).parent / "models" / "tiny-glm4-moe.yaml").read_text()
-    block = dict(calibrations()["problems-32x128-gptq"]) | {
-        "gptq": {"actorder": None, "block_size": 64}
-    }
-    changed = shipped.replace(
-        "calibration: problems-32x128-gptq", f"calibration: {json.dumps(block)}"
-    )
-    changed = changed.replace("  nvfp4: {", "  nvfp4: {search: imatrix, ")
-    (tmp_path / "tiny-glm4-moe.yaml").write_text(changed)
-    monkeypatch.setattr(model_file, "_MODELS", tmp_path)
-    found = next(each for each in listed() if each.name == plain.name)
-    assert found.knobs == "gptq: actorder null, block_size 64"
-    assert (
-        f"  {found.knobs}" in details([found], 80)
-        and rows("models", [found])[0]["knobs"] == found.knobs
-    )
-    searched = next(each for each in listed() if each.name == "tiny-glm4-moe.nvfp4")
-    assert "  search: imatrix" in details([searched], 80)
 
 
 def test_schemes_say_which_searches_they_have():

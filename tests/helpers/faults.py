@@ -104,60 +104,37 @@ class Case:
 
 
 FAULTS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
-    "cut": lambda case: {"times": _ALWAYS},
-    **{
-        str(code): lambda case, code=code: {"status": code, "times": _ALWAYS}
-        for code in (401, 403, 404, 409, 412)
-    },
-    **{
-        str(code): lambda case, code=code: {"status": code, "times": _ALWAYS}
-        for code in (500, 502, 503)
-    },
-    "429, soon": lambda case: {"status": 429, "times": _ALWAYS, "headers": {"Retry-After": "0"}},
-    "429, in a day": lambda case: {
-        "status": 429,
-        "times": _ALWAYS,
-        "headers": {"Retry-After": "86400"},
-    },
-    "503, in a day": lambda case: {
-        "status": 503,
-        "times": _ALWAYS,
-        "headers": {"Retry-After": "86400"},
-    },
-    "silent": lambda case: {"times": _ALWAYS, "before": bool, "hold": case.end},
-    "drips": lambda case: {"times": _ALWAYS, "spoils": "drip"},
-    "headers drip": lambda case: {"times": _ALWAYS, "spoils": "headers"},
-    "truncated": lambda case: {"times": _ALWAYS, "spoils": "truncate"},
-    "no JSON": lambda case: {
-        "times": _ALWAYS,
-        "status": 200,
-        "body": b"<html>Welcome to this network</html>",
-    },
-    "half of the JSON": lambda case: {
-        "times": _ALWAYS,
-        "spoils": "rewrite",
-        "rewrite": lambda body: body[: len(body) // 2],
-    },
-    "no keys": lambda case: {"times": _ALWAYS, "spoils": "rewrite", "rewrite": _no_keys},
-    "wrong types": lambda case: {"times": _ALWAYS, "spoils": "rewrite", "rewrite": _wrong_types},
-    "a list": lambda case: {"times": _ALWAYS, "status": 200, "body": b"[7]"},
-    "null": lambda case: {"times": _ALWAYS, "status": 200, "body": b"null"},
+    name: lambda case, fault=fault: fault
+    for name, fault in {
+        "cut": {},
+        **{str(code): {"status": code} for code in (401, 403, 404, 409, 412, 500, 502, 503)},
+        "429, soon": {"status": 429, "headers": {"Retry-After": "0"}},
+        "429, in a day": {"status": 429, "headers": {"Retry-After": "86400"}},
+        "503, in a day": {"status": 503, "headers": {"Retry-After": "86400"}},
+        "drips": {"spoils": "drip"},
+        "headers drip": {"spoils": "headers"},
+        "truncated": {"spoils": "truncate"},
+        "no JSON": {"status": 200, "body": b"<html>Welcome to this network</html>"},
+        "half of the JSON": {"spoils": "rewrite", "rewrite": lambda body: body[: len(body) // 2]},
+        "no keys": {"spoils": "rewrite", "rewrite": _no_keys},
+        "wrong types": {"spoils": "rewrite", "rewrite": _wrong_types},
+        "a list": {"status": 200, "body": b"[7]"},
+        "null": {"status": 200, "body": b"null"},
+        "sent in a circle": {"status": 307, "headers": {"Location": "?"}},
+        "cut once": {"times": 1},
+        "503 once": {"times": 1, "status": 503, "headers": {"Retry-After": "0"}},
+    }.items()
+} | {
+    "silent": lambda case: {"before": bool, "hold": case.end},
     "sent to another host": lambda case: {
-        "times": _ALWAYS,
         "status": 307,
         "headers": {"Location": f"{case.other}/x"},
     },
-    "sent in a circle": lambda case: {
-        "times": _ALWAYS,
-        "status": 307,
-        "headers": {"Location": "?"},
-    },
-    "somebody commits": lambda case: {"before": case.commit_by_others},
-    "Ctrl-C": lambda case: {"before": case.signal(signal.SIGINT)},
-    "killed": lambda case: {"before": case.signal(signal.SIGKILL)},
-    "cut once": lambda case: {},
-    "503 once": lambda case: {"status": 503, "headers": {"Retry-After": "0"}},
+    "somebody commits": lambda case: {"times": 1, "before": case.commit_by_others},
+    "Ctrl-C": lambda case: {"times": 1, "before": case.signal(signal.SIGINT)},
+    "killed": lambda case: {"times": 1, "before": case.signal(signal.SIGKILL)},
 }
+"""On every such request, but where it says `times`."""
 PASSING = ("cut once", "503 once", "429 once")
 # Of requests whose answer is no JSON.
 _BYTES = ("send", "say it is sent")
@@ -173,7 +150,7 @@ CASES = [
 def spoil(case: Case, step: str, fault: str) -> None:
     """Put a fault on a step."""
     to, skip = STEPS[step]
-    case.hub.faults = [Fault(to, skip=skip, **FAULTS[fault](case))]
+    case.hub.faults = [Fault(to, skip=skip, **{"times": _ALWAYS, **FAULTS[fault](case)})]
 
 
 def run(case: Case, call: Callable[[], object], *, seconds: float = LONGEST_SECONDS) -> Ended:

@@ -78,7 +78,9 @@ def bailing_v3_vl() -> tuple[Config, Tensors]:
         "torch_dtype": "bfloat16",
     }
     hidden = text["hidden_size"]
-    tower = {n: s for n, s in table("qwen.vision_tower", vision).items() if ".merger.linear_" not in n}
+    tower = {
+        n: s for n, s in table("qwen.vision_tower", vision).items() if ".merger.linear_" not in n
+    }
     tower |= linear("model.linear_proj.0", hidden, 512, bias=True) | linear(
         "model.linear_proj.2", hidden, hidden, bias=True
     )

@@ -279,6 +279,13 @@ def test_auto_with_its_candidates():
     )
 
 
+def test_a_choice_drops_what_it_needs_no_more():
+    assert find_recipe("glm-4.7.nvfp4-fp8", scheme="W4A16")[0].calibration is None
+    recipe = Recipe.model_validate(CALIBRATED.model_dump() | TUNED)
+    assert recipe.mtp_policy == "NVFP4" and "tuned" not in recipe.decisions()
+    assert recipe.with_choices(scheme=None, mtp="bf16").mtp_tuned is None
+
+
 def test_auto_on_the_command_line():
     recipe, _ = find_recipe("glm-4.7.nvfp4-fp8", mtp="auto")
     assert (recipe.mtp, recipe.mtp_auto, recipe.name) == (
