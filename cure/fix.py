@@ -28,7 +28,6 @@ _MAX_ROUNDS = 6
 LIST_FIXES: tuple[tuple[str, Fix], ...] = (
     ("config-group", fixes_lists.lists_say_what_is_stored),
     ("form", fixes_lists.lists_say_what_is_stored),
-    ("entry-unmatched", fixes_lists.lists_say_what_is_stored),
     ("draft-head", fixes_lists.lists_say_what_is_stored),
     ("two-configs", fixes.two_configs_agree),
 )
@@ -47,7 +46,6 @@ FIXES: tuple[tuple[str, Fix], ...] = (
     ("form", fixes.tensors_have_the_form_that_is_built),
     ("form", fixes.orders_leave_the_draft),
     ("extras", fixes.extras_are_set),
-    ("index-size", fixes.index_is_written_again),
 )
 """In their order: what vLLM reads first comes first."""
 

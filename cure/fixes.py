@@ -146,10 +146,8 @@ def two_configs_agree(faulty: Faulty) -> None:
     for each in faulty.findings:
         is_wrong |= each.severity == "error" and each.rule in ("form", "config-group")
     if not isinstance(faulty.runtime.dialect, ModelOpt) or not isinstance(other, dict):
-        if not is_wrong:
-            why = "it is in another dialect, and vLLM reads config.json"
-            proposal.set(HF_QUANT_CONFIG, (), None, why)
-    elif is_wrong:
+        return
+    if is_wrong:
         why = f"config.json builds modules otherwise than stored: {HF_QUANT_CONFIG} may be right"
         for key in ("quant_algo", "group_size"):
             if key in other:
@@ -176,11 +174,6 @@ def mtp_files_are_indexed(faulty: Faulty) -> None:
         if faulty.runtime.is_mtp_name(name):
             why = f"vLLM reads what the index lists, and {entry.file} has MTP tensors"
             faulty.proposal.index(entry.file, why)
-
-
-def index_is_written_again(faulty: Faulty) -> None:
-    """The index's total size is that of the tensors: R6."""
-    faulty.proposal.index_again("total_size is that of the tensors")
 
 
 def mtp_names_lose_a_prefix(faulty: Faulty) -> None:

@@ -118,12 +118,11 @@ def _harmful(runtime: RuntimeView) -> dict[str, str]:
         error = module.resolution.error
         is_hit = "scheme" in error or "not all shards" in error or _builds_plain(module)
         if module.loads_quantized and _is_packed(module) and is_hit:
-            names = frozenset((module.name, *module.shards))
             dialect = runtime.draft_dialect if module.part == "mtp" else runtime.dialect
             for entry in dialect.entries:
-                is_exception = entry.where not in ("targets", "quantized_layers")
-                if is_exception and dialect.covered(entry, names):
-                    found[entry.written] = module.name
+                for name in (module.name, *module.shards):
+                    if entry.where != "targets" and dialect.hits(entry, name):
+                        found[entry.written] = module.name
     return found
 
 
@@ -194,13 +193,11 @@ def _reached(runtime: RuntimeView, part: Part, entry: str, names: Iterable[str])
         read = rename.modelopt(entry)
     elif isinstance(dialect, CompressedTensors | Fp8):
         read = (rename.path(entry),)
-    return dialect.covered(ConfigEntry("ignore", entry, read), frozenset(names))
+    return [name for name in names if dialect.hits(ConfigEntry("ignore", entry, read), name)]
 
 
 def _more_targets(faulty: Faulty) -> None:
-    """Targets of compressed-tensors in the group whose form a module has; those of no module leave
-    for others.
-    """
+    """Targets of compressed-tensors in the group whose form a module has."""
     runtime, proposal, lost = faulty.runtime, faulty.proposal, list[Module]()
     for module in runtime.modules:
         is_wrong = module.resolution.built.form not in (_form(module), "unknown")
@@ -210,19 +207,11 @@ def _more_targets(faulty: Faulty) -> None:
     for key, group in (proposal.quantization("config_groups") or {}).items() if lost else ():
         mine = [module for module in lost if _is_form_of(faulty, group, module)]
         if mine:
-            now = [each for each in group.get("targets") or () if not _is_dead(runtime, each)]
             why = "stored in this group's form, which no target gives them under vLLM's names: "
             why += _some(module.name for module in mine)
             place = ("config_groups", key, "targets")
-            new = [*now, *dict.fromkeys(map(_target_for, mine))]
+            new = [*(group.get("targets") or ()), *dict.fromkeys(map(_target_for, mine))]
             proposal.set_quantization(place, new, why)
-
-
-def _is_dead(runtime: RuntimeView, target: str) -> bool:
-    """Whether a target is a pattern that matches no name, neither of vLLM nor on disk."""
-    as_entry = ConfigEntry("targets", target, (target,))
-    names = runtime.known_names[0] | runtime.known_names[1] | runtime.sglang_names
-    return target.startswith("re:") and not runtime.dialect.covered(as_entry, names)
 
 
 def _is_form_of(faulty: Faulty, group: Mapping[str, Any], module: Module) -> bool:

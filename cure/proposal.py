@@ -87,7 +87,6 @@ class Proposal:
         }
         self._indexed = {entry.file for entry in source.entries.values()}
         self._touched: set[str] = set()
-        self._is_index_new = False
 
     @cached_property
     def _shards(self) -> dict[str, dict[HFName, Entry]]:
@@ -185,13 +184,6 @@ class Proposal:
             self._indexed.add(file)
             self.edits.append(Edit(why, INDEX))
 
-    def index_again(self, why: str) -> None:
-        """Write the index from the files."""
-        if not self._is_index_new:
-            self._is_index_new = True
-            if self._new_index() is not None:
-                self.edits.append(Edit(why, INDEX))
-
     def put_shards(self, gone: Iterable[Entry], made: Mapping[str, Sequence[Entry]]) -> None:
         """Take tensors away, and add whole shards that somebody else writes.
 
@@ -279,7 +271,7 @@ class Proposal:
     def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""
         before = {entry.file for entry in self.source.entries.values()}
-        if not (self._is_index_new or self._touched or self._indexed != before):
+        if not (self._touched or self._indexed != before):
             return None
         files, total = {}, 0
         for file in sorted(self._indexed):

@@ -112,7 +112,7 @@ def test_what_needs_new_values_is_an_exit_status_of_one_and_a_command(keepmtp, t
 def test_after_a_fix_the_next_command_takes_the_new_folder(keepmtp, tmp_path):
     """Else what was cured would be lost in the graft."""
     case = next(case for case in BROKEN if case.name.startswith("F1 ")).build()
-    case.index = lambda index: index["metadata"].update(total_size=1)
+    case.quantization["kv_cache_scheme"] = "fp8"
     new = tmp_path / "a new one"
     write(tmp_path / "F1", case)
     done = keepmtp(f"fix {tmp_path}/F1 --out '{new}'", VLLM_PYTHON="/nowhere")

@@ -47,7 +47,6 @@ WITHOUT_FAMILY: tuple[Callable[[StoredView], Iterator[Objection]], ...] = (
     rules_mtp.scales_have_weights,
     rules_mtp.counted_layers_are_there,
     rules_mtp.files_are_indexed,
-    rules_config.index_size_is_sane,
     rules_config.own_code_is_known,
 )
 VLLM_ALONE: tuple[Runtime, ...] = ("vllm",)

@@ -19,45 +19,36 @@ from typing import Literal
 from ...checkpoints.stored import FP8, StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ..facts.findings import Objection, objection
-from .dialects.autoround import AutoRound
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.fp8 import Fp8
 from .dialects.gptq import ACT_ORDER, Awq, Gptq
 from .dialects.modelopt import ModelOpt
-from .dialects.quark import Quark
 from .layouts import layout_problem, leaves_built, manner
 from .runtime_view import Member, Module, RuntimeView, StoredView
 from .vllm_module import UnknownDialect
 
 _FP8_TABLE = "float8_e4m3fn"
 _AGAIN = "Quantize this weight again"
-_FOR_QUARK = (
-    "Quantize it again in a scheme that vLLM has for Quark: FP8, INT8, MXFP4, MXFP8 or NVFP4"
-)
-_COMPLETE = "Complete quantization_config as its tool writes it"
+_EFFECT = "vLLM raises on it, or reads other numbers than were stored, in silence"
 # Words of what vLLM raises as it resolves a module, and what to do; the first that fits.
 _CURES = (
     (ACT_ORDER, "Quantize it again with desc_act=False, or with static groups"),
-    ("ValueError: Cannot find any of", _COMPLETE),
-    ("ValueError: The export key", _COMPLETE),
-    ("layer_type_quant_config", _COMPLETE),
-    ("uark", _FOR_QUARK),
-    ("FusedMoe", _FOR_QUARK),
-    ("Multi-entry", _FOR_QUARK),
-    (
-        "INC",
-        "Quantize it again: vLLM reads AutoRound's integers, MXFP4, MXFP8, and FP8 in blocks "
-        "without experts",
-    ),
-    ("nsupported", "Quantize it again: vLLM has no kernel for these bits"),
-    (
-        "input_activations",
-        'Set the group\'s input_activations to {"num_bits": 8, "type": "float", "strategy": '
-        '"group", "group_size": '
-        '128, "dynamic": true, "symmetric": true}',
-    ),
-    ("", "Name all parts of a fused module, or the fused module itself, in the same list"),
+    ("input_activations", "Say in the group's input_activations how inputs are quantized"),
+    ("hards", "Name all parts of a fused module, or the fused module itself, in the same list"),
+    ("rojections", "Name all projections of the experts in the same list"),
+    ("Fused module", "Name all parts of a fused module in extra_config"),
+    ("", "Complete quantization_config, or quantize again in a scheme that vLLM has"),
 )
+# The list of what stays plain, and an entry of it, by the dialect's name.
+_EXCEPTIONS = {
+    "modelopt": ("ignore", "{stem}*"),
+    "fp8": ("ignored_layers", "{name}"),
+    "gptq": ("dynamic", "-:^{pattern}"),
+    "awq": ("modules_to_not_convert", "{name}"),
+    "auto-round": ("extra_config", "{name}"),
+    "quark": ("exclude", "re:^{pattern}"),
+}
+_IGNORE = ("ignore", "re:^{pattern}")
 
 
 def fused_modules_are_uniform(runtime: RuntimeView) -> Iterator[Objection]:
@@ -138,13 +129,13 @@ def _compare(view: StoredView, module: Module, member: Member) -> Iterator[Objec
     if not module.loads_quantized:
         rule, cause = "glue", f"{module.part} {module.members[0].place.row.path} {weight.form}"
         says = f"{stored} it plain whatever the config says ({member.place.row.why_kept}): "
-        says += _packed_in_plain(view, module, weight)
+        says += _EFFECT
         cure = "Store it in BF16: copy it from the original release, or dequantize it"
     elif built.form == "plain":
-        says = f"{stored} {module.name} plain ({by}): {_packed_in_plain(view, module, weight)}"
+        says = f"{stored} {module.name} plain ({by}): {_EFFECT}"
         cure, cause = _cover_cure(view, module), f"built plain {kind} {entry}"
     elif weight.form == "plain":
-        says = f"{stored} {module.name} as {built.form} ({by}): {_plain_in_packed(view, module)}"
+        says = f"{stored} {module.name} as {built.form} ({by}): {_EFFECT}"
         cure, cause = _ignore_cure(view, module), f"built packed {module.part} {built.form} {entry}"
     elif problem := _leaves_problem(view, module, weight) or layout_problem(built, weight):
         leaf, said, cure = problem
@@ -178,21 +169,17 @@ def _leaves_problem(
         optional.add("input_global_scale")  # experts of NVFP4A16 have a slot for it too (M13)
     if extra := sorted(leaves - built.leaves - optional):
         wanted = ", ".join(sorted(built.leaves))
-        says = f"its parameters are {wanted}, so {extra[0]} has no place: "
+        says = f"its parameters are {wanted}, so {extra[0]} has no place: {_EFFECT}"
         cure = (
             f"Rename or convert the tensors to {wanted}, or change the quantization config to "
             "the stored form"
         )
         if extra == ["g_idx"]:
             cure = "Remove the g_idx of the MTP block: without desc_act it is the natural order"
-        return extra[0], says + _unknown_name(view, module, extra[0]), cure
+        return extra[0], says, cure
     if missing := sorted(built.leaves - leaves):
-        effect = (
-            "stays uninitialised in silence: vLLM's completeness check is off for quantized models"
-        )
-        if (built.form, missing[0], module.kind) == ("nvfp4_modelopt", "weight_scale", "linear"):
-            effect = "makes vLLM raise 'never loaded (still NaN)'"
-        return missing[0], f"{missing[0]} is not in the checkpoint and {effect}", _AGAIN
+        says = f"{missing[0]} is not in the checkpoint: vLLM raises, or leaves it uninitialised "
+        return missing[0], f"{says}in silence", _AGAIN
     return None
 
 
@@ -207,92 +194,27 @@ def _decided(view: StoredView, module: Module) -> str:
     return "no target matches it"
 
 
-def _plain_in_packed(view: StoredView, module: Module) -> str:
-    """What vLLM does with a plain weight where it builds another form."""
-    built = module.resolution.built
-    if "weight" not in built.leaves:
-        return _unknown_name(view, module, "weight")
-    if built.form in ("nvfp4_modelopt", "mxfp4"):
-        return "vLLM raises on the shape (AssertionError, or 'size of tensor a must match')"
-    return (
-        f"it loads in silence, cast to 8 bits with scales that nothing writes: {_garbage(module)}"
-    )
-
-
-def _packed_in_plain(view: StoredView, module: Module, weight: StoredWeight) -> str:
-    """What vLLM does with a weight of another form where it builds a plain one."""
-    scales = [leaf for leaf in weight.parts if leaf != "weight"]
-    for leaf in ("weight_packed", "qweight", *scales):
-        if leaf in scales:
-            return _unknown_name(view, module, leaf)
-    how = "cast without a scale"
-    if weight.weight.dtype not in FP8:
-        how = "converted from bytes as if they were numbers"
-    return f"its values are {how}, in silence: {_garbage(module)}"
-
-
-def _unknown_name(view: StoredView, module: Module, leaf: str) -> str:
-    """What the loader does with a name that no parameter has."""
-    loader = view.loader
-    if loader is None:
-        return f"vLLM raises on {leaf}, or skips it and leaves its own parameters unwritten"
-    is_dropped = loader.drops_scales and module.part == "mtp" and module.kind != "experts"
-    if not loader.unknown_name:
-        effect = "skips it without a word and leaves its own parameters unwritten"
-    elif loader.unknown_name == "ValueError":
-        return f"vLLM raises ValueError 'There is no module or parameter named ...{leaf}'"
-    elif is_dropped and leaf == "weight_scale":
-        effect = "drops it without a word and takes the raw 8-bit values"
-    else:
-        return f"vLLM raises KeyError '...{leaf}'"
-    return f"vLLM's loader {effect}: {_garbage(module)}"
-
-
-def _garbage(module: Module) -> str:
-    if module.part == "mtp":
-        return "the draft guesses, acceptance is near 0 %"
-    return "the model's output is garbage"
-
-
 def _ignore_cure(view: StoredView, module: Module) -> str:
     """How the dialect leaves a module alone."""
-    name, stem = module.name, view.stem_of(module) if module.part == "mtp" else ""
-    pattern, key = re.escape(stem or name), "ignore"
-    match view.dialect:
-        case ModelOpt():
-            return f"Exclude it under vLLM's name: {f'{stem}*' if stem else name}"
-        case Fp8():
-            return f"Add {name} to ignored_layers: whole names only, no patterns"
-        case Gptq(is_blind_to_experts=True, group_size=size) if module.kind == "experts":
-            return f"Quantize again in groups of 128: in groups of {size} no entry excepts experts"
-        case Gptq():
-            return f"Add '-:^{pattern}' to dynamic: vLLM's name, not the one on disk"
-        case Awq(entries=()):
-            return f"Write modules_to_not_convert with all that is plain, {name} among it"
-        case Awq():
-            return f"Add {name} to modules_to_not_convert"
-        case AutoRound():
-            return f'Add "{name}": {{"bits": 16}} to extra_config'
-        case Quark():
-            key = "exclude"
-    return f"Add 're:^{pattern}' to {key}: vLLM's name, not the one on disk"
+    stem, dialect = module.name, view.dialect
+    if module.part == "mtp":
+        stem = view.stem_of(module) or stem
+    if isinstance(dialect, Gptq) and dialect.is_blind_to_experts and module.kind == "experts":
+        return "Quantize again in groups of 128: in other groups no entry excepts experts"
+    key, entry = _EXCEPTIONS.get(dialect.name.removeprefix("deepseek_v4_"), _IGNORE)
+    entry = entry.format(stem=stem, name=module.name, pattern=re.escape(stem))
+    return f"Add '{entry}' to {key}: vLLM's name, not the one on disk"
 
 
 def _cover_cure(view: StoredView, module: Module) -> str:
     """How the dialect reaches a module that it builds plain."""
-    if isinstance(view.dialect, Awq) and not view.dialect.entries:
-        return (
-            "Write modules_to_not_convert: without it vLLM lists every module with a parameter in "
-            "floating point, and "
-            "an entry is a part of names"
-        )
     if view.dialect.name == "none":
         return "Write quantization_config into config.json, or ship the weights in BF16"
-    if entry := module.resolution.entry:
+    cure = f"Let a target match {' and '.join(module.shards) or module.name}"
+    if isinstance(view.dialect, Awq) and not view.dialect.entries:
+        cure = "Write modules_to_not_convert: without it vLLM makes a list of the headers"
+    elif entry := module.resolution.entry:
         cure = f"Narrow the entry {entry!r} so that it leaves {module.name} alone"
-    else:
-        names = " and ".join(module.shards) if module.kind == "experts" else module.name
-        cure = f"Let a target match {names}"
     return f"{cure}, or store the weight in BF16"
 
 
@@ -314,17 +236,10 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
         is_packed = weight is not None and weight.form != "plain"
         if is_packed or form not in ("nvfp4_modelopt", "gptq", "awq"):
             continue
-        effect = "KeyError, or a parameter that nothing fills"
-        if form == "nvfp4_modelopt":
-            effect = (
-                "RuntimeError 'NVFP4 weight_scale for layer ... was never loaded (still "
-                "NaN)', or a shape mismatch"
-            )
         says = f"vLLM builds the draft's head as {form}, for which the checkpoint has no scales: "
-        cure = f"Exclude {name}"
-        if disk != name:
-            cure += f"; an entry for {disk} does not reach it"
-        yield objection("draft-head", name, says + effect, cure, "draft head")
+        says += "it raises, or nothing fills them"
+        cure = f"Exclude {name}: vLLM's name, not the one on disk"
+        yield objection("draft-head", name, says, cure, "draft head")
 
 
 def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objection]:
@@ -337,17 +252,12 @@ def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objectio
                 continue
             severity, weight = "warning", member.weight
             says = (
-                "holds q, k and v in one tensor: vLLM 0.32's target reads it as [q; k; v], and "
-                "its draft cuts it by "
-                "rank (vllm #42803). The release's rows are in another order"
+                "holds q, k and v in one tensor, whose rows vLLM 0.32 reads in another order than "
+                "the release's (vllm #42803)"
             )
             if "weight" in weight.parts and weight.weight.dtype == "F8_E4M3":
                 severity = "error"
-                says = (
-                    "holds q, k and v in FP8, which vLLM 0.32 loads only with a weight_scale_inv "
-                    "that its parameter "
-                    "has too: without one it never loads the weight"
-                )
+                says = "holds q, k and v in FP8, which vLLM 0.32 never loads without scales"
             cure = (
                 "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` "
                 "writes them"
@@ -376,20 +286,14 @@ def schemes_are_known(view: StoredView) -> Iterator[Objection]:
         "config.json: quantization_config",
     )
     yield objection("dialect", where, says, cure, severity="warning")
-    plain: dict[str, str] = {}
-    for module in unknown:
-        weight = module.members[0].weight
-        if module.part == "mtp" and weight.form == "plain" and module.role not in ("norm", "head"):
-            plain[module.name] = weight.weight.name
-    names = frozenset(plain)
-    if plain and is_unknown and not any(dialect.covered(each, names) for each in dialect.entries):
-        name, where = next(iter(plain.items()))
-        says = f"is plain, and no list of {dialect.name} (modules_to_not_convert, exclude, ignore) "
-        says += (
-            f"names {name}: vLLM builds the draft quantized, and raises KeyError or a shape "
-            "mismatch"
-        )
-        yield objection("dialect", where, says, f"Add {name} and its like to that list")
+    for module in unknown if is_unknown else ():
+        name, weight = module.name, module.members[0].weight
+        if module.part != "mtp" or weight.form != "plain" or module.role in ("norm", "head"):
+            continue
+        if not any(dialect.hits(entry, name) for entry in dialect.entries):
+            says = f"is plain, and no list of {dialect.name} names {name}: {_EFFECT}"
+            cure = "Add its like to the list of what stays plain"
+            yield objection("dialect", weight.weight.name, says, cure, "plain draft")
 
 
 def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
@@ -409,34 +313,21 @@ def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
                 tables[HFName(stem + scale), module.name].append(member.weight)
     for (scale, name), parts in tables.items():
         built = _table_built(runtime, name)
-        packed = [part.weight.name for part in parts if part.weight.dtype == "F8_E4M3"]
-        odd = (
-            packed
-            if built == "plain"
-            else [part.weight.name for part in parts if part.form == "plain"]
-        )
-        where, cure, says = scale, "Take the table and its scale from one release", ""
-        if built == "refused":
-            where, cure = name, f"Add {name} to the modules that stay plain"
-            says = f"{runtime.dialect.name} quantizes it, which vLLM refuses: NotImplementedError"
-        elif built != "unknown" and odd:
-            where, key = odd[0], runtime.view.family.fp8_table_key
+        if built == "unknown":
+            continue
+        key, where = runtime.view.family.fp8_table_key, scale
+        odd = (scale in runtime.source.entries) != (built == "fp8")
+        for part in parts:
+            if (part.weight.dtype == "F8_E4M3") != (built == "fp8"):
+                where, odd = part.weight.name, True
+        if built == "refused" or odd:
+            if built == "refused":
+                where = name
+            says = f"vLLM builds {name} {built}, and takes no table that is stored otherwise"
             cure = (
                 f'Set "{key}" of text_config to what is stored: "{_FP8_TABLE}", or nothing and '
-                f"exclude {name}"
+                f"add {name} to the modules that stay plain; with the table's own scale"
             )
-            says = (
-                f"vLLM builds {name} {built}, so it casts its rows without a scale, or raises "
-                "ValueError"
-            )
-        elif built == "fp8" and packed and scale not in runtime.source.entries:
-            says = (
-                "is not in the checkpoint: vLLM raises ValueError 'FP8 PLE checkpoint is missing "
-                "its global scale'"
-            )
-        elif built == "plain" and scale in runtime.source.entries:
-            says = f"is the scale of a table in FP8, but {name} is BF16: vLLM raises ValueError"
-        if says:
             yield objection("table", where, says, cure, times=len(parts))
 
 

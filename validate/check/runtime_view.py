@@ -27,7 +27,6 @@ from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
 from ...recipes.family import HFName, Loader, Part, Role, VLLMName
 from ...recipes.family_view import FamilyView, Place, unknown_place
-from ...recipes.runtimes.sglang import container, sglang_names
 from .dialects.choose import quantization_of, read_dialect
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
@@ -401,37 +400,6 @@ class RuntimeView(StoredView):
                 having.add(at)
         is_last = having and held.keys() == {*range(max(having) + 1)}
         return min(having) if is_last and len(having) == self.promised else None
-
-    @cached_property
-    def known_names(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Names that vLLM may ask about, and names of modules on disk; of the experts only number
-        0.
-        """
-        runtime, disk = set[str](), set[str]()
-        for name, modules in self.view.disk_modules.items():
-            runtime.add(name)
-            disk.update(module.replace("{e}", "0") for module in modules)
-        for module in self.modules:
-            runtime |= {module.name, *module.shards}
-            stem = self.stem_of(module)
-            for place, weight in module.members:
-                if place.expert in (None, 0):
-                    disk.add(weight.module)
-                runtime.update(stem + alias.replace("{e}", "0") for alias in place.row.aliases)
-        for name, place in self.placed.items():
-            if place.role == "vision":
-                runtime.add(place.runtime)
-                disk.add(name)
-        return frozenset(runtime), frozenset(disk)
-
-    @cached_property
-    def sglang_names(self) -> frozenset[str]:
-        """Names under which SGLang may ask about the same modules."""
-        names = set[str]()
-        for place in self.placed.values():
-            if place.expert in (None, 0):
-                names.update(sglang_names(self.view, place))
-        return frozenset(names | set(map(container, names)))
 
     def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
         place = members[0].place

@@ -60,16 +60,13 @@ class Resolution(NamedTuple):
 
 
 class ConfigEntry(NamedTuple):
-    """One name or pattern of a quantization config, as written and as vLLM reads it after renaming.
-
-    `by_disk`: vLLM compares it with names on disk. Only DeepSeek-V4's list of MXFP4 experts is of
-    this kind.
+    """One name or pattern of a quantization config, as written and as vLLM reads it after
+    renaming.
     """
 
     where: str
     written: str
     read: tuple[str, ...]
-    by_disk: bool = False
 
 
 class Dialect(Protocol):
@@ -82,7 +79,7 @@ class Dialect(Protocol):
 
     @property
     def entries(self) -> tuple[ConfigEntry, ...]:
-        """Every name and pattern of the config."""
+        """The names and patterns of the config's lists, as vLLM compares them with its names."""
         ...
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -96,10 +93,8 @@ class Dialect(Protocol):
         """
         ...
 
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
-        """The names that `entry` alone matches. Lists may have an entry an expert: each is asked
-        once for all names.
-        """
+    def hits(self, entry: ConfigEntry, name: str) -> bool:
+        """Whether `entry` alone matches a name."""
         ...
 
 
@@ -117,10 +112,10 @@ class UnknownDialect(NamedTuple):
         """It never knows."""
         return Resolution(built=UNKNOWN)
 
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
+    def hits(self, entry: ConfigEntry, name: str) -> bool:
         """By substring, the loosest rule of these dialects."""
-        words = [
-            re.sub(r"^(?:re:|[-+]:)", "", word).replace("\\", "").strip(".*^$")
-            for word in entry.read
-        ]
-        return [name for name in names if any(word in name for word in words if word)]
+        for word in entry.read:
+            bare = re.sub(r"^(?:re:|[-+]:)", "", word).replace("\\", "").strip(".*^$")
+            if bare and bare in name:
+                return True
+        return False

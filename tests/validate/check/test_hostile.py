@@ -237,13 +237,6 @@ def test_names_of_a_file_are_printed_without_what_a_terminal_obeys(tmp_path, nam
     assert all(char.isprintable() for char in text) and len(text) < 20_000
 
 
-def test_the_size_in_the_index_may_be_anything(tmp_path):
-    for number, size in enumerate((float("inf"), float("nan"), -1, "x", True, None, [], 10**400)):
-        checkpoint = GOOD["glm fp8"]()
-        checkpoint.index = lambda index, size=size: index["metadata"].update(total_size=size)
-        assert check(write(tmp_path / str(number), checkpoint)).ok
-
-
 @pytest.mark.parametrize("auto_map", [{}, {"AutoModel": "somebody/else--modeling_x.Model"}])
 def test_code_of_the_checkpoint_or_of_another_repository_is_a_warning(auto_map, tmp_path):
     checkpoint = GOOD["glm fp8"]()

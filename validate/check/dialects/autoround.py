@@ -82,14 +82,10 @@ class AutoRound(NamedTuple):
             return raises(_NO_EXPERTS, choice.entry)
         return Resolution(built=built, entry=choice.entry)
 
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
-        """Whole names, ends of names, and expressions anywhere in them."""
-        return [
-            name
-            for name in names
-            for word in entry.read
-            if name == word or name.endswith(f".{word}") or _is_in(name, word)
-        ]
+    def hits(self, entry: ConfigEntry, name: str) -> bool:
+        """A whole name, the end of one, or an expression anywhere in it."""
+        word = entry.read[0]
+        return f".{name}".endswith(f".{word}") or _is_in(name, word)
 
     def _choices(self, module: str, shards: Sequence[str], kind: Kind) -> list[_Choice]:
         """What vLLM resolves for a module by an entry that it ends in, else for its parts, else for

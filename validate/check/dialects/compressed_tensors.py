@@ -77,9 +77,9 @@ class CompressedTensors(NamedTuple):
                 return self._ignored(module, ()) or _answer(self.builds, target)
         return self._ignored(module, ()) or plain()
 
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
+    def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whole name, or `re:` from the start."""
-        return [name for name in names if any(equal_or_regex(name, word) for word in entry.read)]
+        return equal_or_regex(name, entry.read[0])
 
     def _experts(self, projections: Sequence[str]) -> Resolution:
         if self.is_mxfp4:

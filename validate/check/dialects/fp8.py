@@ -24,7 +24,7 @@ from ....recipes.renamer import Renamer
 from ...facts.findings import Runtime
 from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import Fp8Given, read_given
-from .matching import OneAnswer, entries_of, experts_among, plain, raises, registers, skipped
+from .matching import OneAnswer, entries_of, plain, raises, registers, skipped
 from .modelopt import inverse_blocks, modelopt_built
 
 _DSV4_MXFP4 = registers(
@@ -80,17 +80,9 @@ class Fp8(NamedTuple):
                     return Resolution(built=_DSV4_MXFP4, entry=pattern)
         return Resolution(built=self.experts)
 
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
+    def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whole name; for experts every entry that contains it."""
-        if entry.by_disk:
-            return [
-                name for name in names if any(fnmatchcase(name, pattern) for pattern in entry.read)
-            ]
-        whole = [word for word in entry.read if word in names and "experts" not in word]
-        return [
-            *whole,
-            *(name for name in experts_among(names) if skipped("vllm", name, (), entry.read)),
-        ]
+        return skipped("vllm", name, (), entry.read) is not None
 
 
 def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer) -> Fp8:
@@ -117,12 +109,7 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
         return found
     if (given.moe_quant_algo or "").upper() != "NVFP4":
         return found._replace(experts=_DSV4_MXFP4)
-    keeps = given.ignore or ()
-    by_disk = (
-        ConfigEntry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps
-    )
-    experts = modelopt_built("NVFP4", 16, 128)
-    return found._replace(experts=experts, keeps_mxfp4=keeps, entries=(*entries, *by_disk))
+    return found._replace(experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
 
 
 def read_sglang_fp8(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Fp8 | OneAnswer:

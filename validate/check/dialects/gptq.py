@@ -93,13 +93,9 @@ class Gptq(NamedTuple):
         """Whether vLLM builds routed experts by MoeWNA16, which does not look at `dynamic`."""
         return self.group_size not in MARLIN_GROUPS
 
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
-        """The names that an expression matches from the start."""
-        return [
-            name
-            for name in names
-            if any(matches_start(name, expression) for expression in entry.read)
-        ]
+    def hits(self, entry: ConfigEntry, name: str) -> bool:
+        """Whether its expression matches the name from the start."""
+        return matches_start(name, entry.read[0])
 
 
 class Awq(NamedTuple):
@@ -135,9 +131,9 @@ class Awq(NamedTuple):
                 return found
         return Resolution(built=awq_built(self.group_size, has_zeros=self.has_zeros))
 
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
-        """The names that an entry is a part of."""
-        return [name for name in names if any(word in name for word in entry.read)]
+    def hits(self, entry: ConfigEntry, name: str) -> bool:
+        """Whether it is a part of the name."""
+        return entry.read[0] in name
 
 
 def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) -> Gptq:

@@ -15,7 +15,7 @@ tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 from ....checkpoints.stored import Form
@@ -59,9 +59,9 @@ class OneAnswer(NamedTuple):
         """Without a look at the module."""
         return self.answer
 
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
+    def hits(self, entry: ConfigEntry, name: str) -> bool:
         """There are no entries."""
-        return ()
+        return False
 
 
 def entries_of(
@@ -156,9 +156,3 @@ class Substrings:
                 if (part := name[start : start + length]) in self._words:
                     return part
         return None
-
-
-@lru_cache(maxsize=4)
-def experts_among(names: frozenset[str]) -> tuple[str, ...]:
-    """The names that a longer entry can skip."""
-    return tuple(name for name in names if "experts" in name)

@@ -14,10 +14,10 @@ Source: vLLM 0.32.0 quantization/modelopt.py; SGLang 0.5.23 configs/model_config
 functions by tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 from ....recipes.family import VLLMName
@@ -28,8 +28,6 @@ from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, Unknown
 from .given import ModelOptGiven, ModelOptInner, read_given
 from .matching import (
     OneAnswer,
-    entries_of,
-    experts_among,
     plain,
     raises,
     read_by_sglang,
@@ -112,23 +110,10 @@ class ModelOpt:
         is_plain = built == UNKNOWN and not (is_vllm and is_experts)
         return Resolution(built=PLAIN if is_plain else built, entry=entry)
 
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
+    def hits(self, entry: ConfigEntry, name: str) -> bool:
         """As `resolve` does in vLLM, with this entry only."""
-        if entry.where == "quantized_layers":
-            asked = _asked_as(names)
-            found = {name: None for word in entry.read for name in asked.get(word, ())}
-            found |= {stem: None for word in entry.read for stem in _stems(word) if stem in names}
-            return [*found]
-        text = _joined(names)
-        has_pattern = any(
-            pattern in text or set("*?[").intersection(pattern) for pattern in entry.read
-        )
-        return [
-            name
-            for name in (names if has_pattern else experts_among(names))
-            if skipped("vllm", name, (), entry.read)
-            or _excluded_by_vllm(entry.read, name) is not None
-        ]
+        found = skipped("vllm", name, (), entry.read)
+        return found is not None or _excluded_by_vllm(entry.read, name) is not None
 
     def _named(self, module: str, shards: Sequence[str]) -> tuple[str, str | None]:
         """The entry of quantized_layers for a module, "" for none, and its algorithm: None where
@@ -156,8 +141,10 @@ class ModelOpt:
         """
         first: dict[str, tuple[str, str]] = {}
         for row in self.quantized_layers.items():
-            for stem in _stems(row[0]):
-                first.setdefault(stem, row)
+            at = row[0].find(".")
+            while at >= 0:
+                first.setdefault(row[0][:at], row)
+                at = row[0].find(".", at + 1)
         return first
 
 
@@ -193,10 +180,7 @@ def read_modelopt(
         exclude=tuple(word for entry in excluded for word in entry.read),
         quantized_layers=_layers(holder, rename),
         group_size=holder.group_size or 16,
-        entries=(
-            *excluded,
-            *entries_of("quantized_layers", holder.quantized_layers or (), rename.name),
-        ),
+        entries=tuple(excluded),
         block=min(_block_sizes(holder), default=128),
     )
 
@@ -317,30 +301,6 @@ def _excluded_by_vllm(entries: Sequence[str], module: str) -> str | None:
         if entry != module and (entry in module or entry in stripped):
             return entry
     return next((entry for entry in entries if fnmatch(module, entry)), None)
-
-
-@lru_cache(maxsize=4)
-def _joined(names: frozenset[str]) -> str:
-    """All names in one text: what is not in it is in none of them."""
-    return "\n".join(names)
-
-
-@lru_cache(maxsize=4)
-def _asked_as(names: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
-    """Names by each of the words that vLLM looks for in quantized_layers."""
-    asked: dict[str, tuple[str, ...]] = {}
-    for name in names:
-        for word in _spellings("vllm", name):
-            asked[word] = (*asked.get(word, ()), name)
-    return asked
-
-
-def _stems(name: str) -> Iterator[str]:
-    """The modules that a module is in, the outermost first."""
-    at = name.find(".")
-    while at >= 0:
-        yield name[:at]
-        at = name.find(".", at + 1)
 
 
 def _spellings(runtime: Runtime, name: str) -> tuple[str, ...]:

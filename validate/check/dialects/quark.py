@@ -111,15 +111,11 @@ class Quark(NamedTuple):
             built = built._replace(optional=built.optional | {"input_scale"})
         return Resolution(built, entry)
 
-    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
+    def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whole name, `re:` from the start, or a name below that of routed experts."""
-        found = []
-        for name in names:
-            for word in entry.read:
-                is_below = name.endswith(".experts") and word.startswith(f"{name}.")
-                if is_below or equal_or_regex(name, word):
-                    found.append(name)
-        return found
+        word = entry.read[0]
+        is_below = name.endswith(".experts") and word.startswith(f"{name}.")
+        return is_below or equal_or_regex(name, word)
 
     def _layer(self, name: str) -> tuple[str, QuarkLayer]:
         for pattern, layer in self.layers.items():
