@@ -317,7 +317,7 @@ def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
             continue
         key, where = runtime.view.family.fp8_table_key, scale
         odd = (scale in runtime.source.entries) != (built == "fp8")
-        for part in parts:
+        for part in reversed(parts):
             if (part.weight.dtype == "F8_E4M3") != (built == "fp8"):
                 where, odd = part.weight.name, True
         if built == "refused" or odd:
