@@ -18,7 +18,6 @@ from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass, refuse_held_out, r
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.errors import GateError, RecipeError
-from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import MtpAuto
 from passes import ROOT, answered, even, fresh, plan_over, reading, results_of
 
@@ -286,17 +285,3 @@ def test_inputs_are_those_of_a_draft(made):
             # BF16 near 4.
             expected = expected[:, : output.shape[1]]
             torch.testing.assert_close(output, expected, atol=0.0625, rtol=0.02)
-
-
-@pytest.mark.full
-def test_the_shipped_recipe_chooses(glm, tmp_path):
-    """`tiny-glm4-moe.nvfp4-mtp-auto`: its seven candidates over a pass of its sibling, which has
-    the same backbone.
-    """
-    plan, backbone = glm
-    recipe = find_recipe("tiny-glm4-moe.nvfp4-mtp-auto")[0]
-    assert recipe.backbone == plan.recipe.backbone and recipe.calibration == plan.recipe.calibration
-    _, found = mtp_pass(replace(plan, recipe=recipe), fresh(backbone, tmp_path / "pass"))
-    assert len(found.candidates) == 7 and not any(each.refused for each in found.candidates)
-    (chosen,) = (each for each in found.candidates if each.chosen)
-    assert chosen.bytes < found.candidates[0].bytes * 0.75 and chosen.kept >= 0.97

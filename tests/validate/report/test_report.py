@@ -30,7 +30,12 @@ from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.report import tables
 from keepmtp.validate.report.charts import charts, png, svg
-from keepmtp.validate.report.check_data import calibration_of, check_data, sizes_by_group
+from keepmtp.validate.report.check_data import (
+    calibration_fact,
+    calibration_of,
+    check_data,
+    sizes_by_group,
+)
 from keepmtp.validate.report.html import render, write_html
 from keepmtp.validate.report.report import assemble, read_json, write_json
 from PIL import Image
@@ -87,12 +92,20 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(name, pages, tmp_pa
 
 def test_version_6_is_what_it_was():
     """Other fields are another version: change `schema`, what reads it, and this digest, in one
-    change.
+    change. A field that goes is none, where older files are still read (`Fact.dropped`).
     """
     schema = FullReport.model_json_schema(mode="serialization")
     shape = sorted(fields(schema, schema["$defs"]))
     digest = hashlib.sha256("\n".join(shape).encode()).hexdigest()
-    assert digest[:16] == "85b3ac7924c24496", shape
+    assert digest[:16] == "a2a23184b0f7f65b", shape
+
+
+def test_a_field_that_went_is_passed_over():
+    told = reports.summary()
+    told["candidates"][0] |= {"needed_slots": 812}
+    assert calibration_fact(told, reports.SETTINGS) == calibration_fact(
+        reports.summary(), reports.SETTINGS
+    )
 
 
 def fields(part: object, defs: dict, path: str = "") -> set[str]:
@@ -313,7 +326,7 @@ def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
         ("7", "Not read: "),
         (measured.recorded(summary={}, calibration=None), "Not read: "),
         (measured.recorded(summary={}), "Not read: "),
-        (measured.recorded(summary={}, calibration=reports.SETTINGS), "data: Field required"),
+        (measured.recorded(summary={}, calibration=reports.SETTINGS), "mtp: Field required"),
     ],
 )
 def test_a_record_that_says_nothing_is_no_error(record, why, tmp_path):
