@@ -53,9 +53,9 @@ def test_a_budget_is_bytes_or_bits(written, num_bytes, bits):
 
 @pytest.mark.parametrize("written", ["96", "0 bits", "96 gigs", "-1GiB", "4.75bit", "1e9B"])
 def test_a_budget_without_a_unit_is_refused(written):
-    match = rf"recipe\.yaml: budget.*got '{re.escape(written)}'.*4\.75 bits"
-    with pytest.raises(RecipeError, match=match):
+    with pytest.raises(RecipeError, match=re.escape(f"got '{written}'")) as caught:
         searched(written)
+    assert "recipe.yaml: budget" in str(caught.value) and "4.75 bits" in str(caught.value)
 
 
 @pytest.mark.parametrize(

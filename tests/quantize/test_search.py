@@ -111,12 +111,12 @@ def test_four_over_six_takes_the_better_of_two():
     )
     assert four.max() <= 448 * 0.9
     groups = weight.double().abs().view(-1, 16)
-    error_of = [
+    errors = [
         (groups - unit * nearest_e2m1(groups / unit)).square().sum(1)
         for unit in ((scale / common).double().unsqueeze(1) for scale in (six, four))
     ]
     scale = found["weight_scale"].float().flatten()
-    assert torch.equal(scale, torch.where(error_of[1] < error_of[0], four, six))
+    assert torch.equal(scale, torch.where(errors[1] < errors[0], four, six))
     assert 0.2 < (scale == four).float().mean() < 0.8
     assert error_of("NVFP4", found, weight) < error_of("NVFP4", plain, weight)
 
