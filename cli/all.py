@@ -138,9 +138,6 @@ def everything(
         if base_model is None:
             refuse_unknown(made.source)
     for name, words in stations.items():
-        if name == "serve-check" and _is_served(out, k or 1):
-            say(err, f"{name}: done before", "dim")
-            continue
         say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
         status = _run(name, words, nproc)
         if status and (name, status) != ("serve-check", TOO_LITTLE):
@@ -206,26 +203,3 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
         wanted = recipe.model_dump(mode="json")[key]
         rule = f"an existing output must be one of {recipe.name}, whose {key} is {wanted}"
         raise RecipeError(out, rule, got=made.get(key), cure=cure)
-
-
-def _is_served(out: Path, k: int) -> bool:
-    """Whether real servers have served exactly these bytes at every k up to this one, without a
-    regression.
-    """
-    from ..checkpoints.identity import identify
-    from ..validate.facts.results import read_result, report_folder
-    from ..validate.measure.harness import ks_up_to
-    from ..validate.report.report import from_results
-    from .serve_check import exit_status
-
-    folder = report_folder(out)
-    checked, found = read_result(folder, "check"), read_result(folder, "serve")
-    if checked is None or found is None:
-        return False
-    wanted = ks_up_to(k, checked.data.facts.num_mtp_layers)
-    if not set(wanted) <= {run.k for run in found.data.checkpoint.runs}:
-        return False
-    if identify(out, cache=folder).sha256 != found.checkpoint.sha256:
-        return False
-    judged = from_results(folder).judgement
-    return judged is not None and exit_status(judged, found.data) in (0, TOO_LITTLE)

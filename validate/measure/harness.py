@@ -350,13 +350,6 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
     return own or bool(named or _TEMPLATES & set(source.companions))
 
 
-def most_tokens(source: Source) -> int | None:
-    """max_position_embeddings, where config.json says it."""
-    config = source.config.get("text_config") or source.config
-    most = config.get("max_position_embeddings")
-    return most if isinstance(most, int) else None
-
-
 def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int) -> int:
     """Tokens of the longest prompt and its answer, at most, as far as the model goes: a token has
     at least one byte.
@@ -370,4 +363,6 @@ def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int)
             size = CHAT_TOKENS + TURN_TOKENS * len(turns) + sum(map(len, turns))
         longest = max(longest, size)
     longest += max_tokens + 16
-    return min(longest, most_tokens(source) or longest)
+    config = source.config.get("text_config") or source.config
+    most = config.get("max_position_embeddings")
+    return min(longest, most) if isinstance(most, int) else longest

@@ -82,12 +82,6 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         rule = f"its weights need {needed:.0f} GiB on each of {ranks} GPUs"
         got = f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}"
         raise VLLMError(source.where, rule, got=got, cure=cure)
-    for gpu in gpus[:ranks]:
-        if gpu.free_gib < share * gpu.memory_gib:
-            rule = f"vLLM takes {share:.0%} of its {gpu.memory_gib:.0f} GiB"
-            left = gpu.free_gib / gpu.memory_gib - 0.02
-            cure = f"End what uses it, or add -- --gpu-memory-utilization {left:.2f}"
-            raise VLLMError(gpu.name, rule, got=f"{gpu.free_gib:.0f} GiB free", cure=cure)
 
 
 def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> int:

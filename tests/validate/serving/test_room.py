@@ -104,19 +104,6 @@ def test_as_few_gpus_as_hold_it(cuda):
     )
 
 
-def test_a_gpu_that_others_use(cuda, tmp_path):
-    """vLLM takes a share of the whole memory, and ends where that is not free."""
-    vllm = with_gpus(cuda, 1, mib=40_960, free=30_720)
-    message = refused(vllm, tmp_path)
-    assert (
-        "vLLM takes 92% of its 40 GiB; got 30 GiB free" in message
-        and "-- --gpu-memory-utilization 0.73" in message
-    )
-    refuse_no_room(
-        (open_source(str(GLM)),), vllm, out=tmp_path, extra=["--gpu-memory-utilization", "0.73"]
-    )
-
-
 def test_memory_that_is_not_known_refuses_nothing(cuda, tmp_path):
     refuse_no_room((open_source(str(GLM)),), with_gpus(cuda, 1, mib=0), out=tmp_path, extra=())
 
