@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from ..recipes.errors import RecipeError, size_in_words
+from ..recipes.errors import RecipeError
 from ..validate.facts.vllm_env import TESTED
 from . import exits, findings
 from .options import (
@@ -33,7 +33,6 @@ from .tables import print_json, say
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
     from ..validate.check.reading import Level
-    from ..validate.check.values import Fetch
     from ..validate.facts.dry_load import LoadAccount
     from ..validate.facts.results import CheckData
 
@@ -162,15 +161,11 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
     from ..recipes.extras import require_extra
 
     require_extra("check --values", "quantize")
-    from ..validate.check.values import Watch, with_values
+    from ..validate.check.values import with_values
 
-    def fetching(fetch: "Fetch") -> None:
-        what = f"{fetch.where}: {fetch.num_tensors:,} tensors, {size_in_words(fetch.num_bytes)}"
-        say(err, f"{what} by {fetch.num_requests:,} range requests")
-
+    reading = bytes_bar(err, "reading values")
     with stopped_by_signals():
-        watch = Watch(reading=bytes_bar(err, "reading values"), fetching=fetching)
-        return with_values(checked, level, source=source, watch=watch)
+        return with_values(checked, level, source=source, reading=reading)
 
 
 def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dict[str, Any]:

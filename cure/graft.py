@@ -53,7 +53,7 @@ from ..validate.check.dialects.compressed_tensors import CompressedTensors
 from ..validate.check.dialects.fp8 import Fp8
 from ..validate.check.reading import joined
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.check.values import Watch, check_values
+from ..validate.check.values import check_values
 from ..validate.check.vllm_module import UnknownDialect
 from ..validate.facts.findings import Finding
 from .fix import LIST_FIXES, settled
@@ -278,8 +278,8 @@ def _refuse_untrained_block(graft: Graft, source: Source, reading: Bar) -> None:
     source = replace(source, entries=entries, unindexed={})
     view = find_view(source.config, source.where, source.entries)
     runtime = RuntimeView(source=source, view=view)
-    for found in check_values(runtime, "all", watch=Watch(reading=reading)).findings:
-        if found.severity == "error" or found.rule in ("mtp-noise", "mtp-untrained"):
+    for found in check_values(runtime, "all", reading=reading).findings:
+        if found.severity == "error" or found.rule == "mtp-untrained":
             rule = "the release's MTP block must hold what a trained model holds"
             cure = "Download the release again; if its values stay so, nothing can draft with them"
             raise CheckpointError(f"{source.where}: {found.where}", rule, got=found.says, cure=cure)

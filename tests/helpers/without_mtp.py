@@ -7,7 +7,7 @@ In: a tool's word. Out: a `Checkpoint`, good as it is; and TWINS, a table of cha
 from typing import Any
 
 import foreign_form
-from checkpoint_files import Change, Checkpoint, adding, lose, retyping, setting
+from checkpoint_files import Change, Checkpoint, lose, setting
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 HIDDEN, WIDE, LAYERS, VOCABULARY, EXPERTS = 256, 512, 6, 320, 4
@@ -145,14 +145,6 @@ def broken(tool: str, change: Change) -> Checkpoint:
 O_PROJ = "model.layers.3.self_attn.o_proj"
 
 
-def _plain(tool_leaves: str) -> Change:
-    def change(checkpoint: Checkpoint) -> None:
-        lose(rf"model\.layers\.3\.self_attn\.o_proj\.({tool_leaves})")(checkpoint)
-        adding(f"{O_PROJ}.weight", "BF16", (256, 256))(checkpoint)
-
-    return change
-
-
 def said(**entries: object) -> Change:
     """Keys of quantization_config."""
     return lambda checkpoint: checkpoint.quantization.update(entries)
@@ -162,26 +154,14 @@ def said(**entries: object) -> Change:
 TWINS: dict[str, tuple[str, Change, str, str]] = {
     "AWQ, scales of one matrix lost": (
         "awq with a list", lose(r"model\.layers\.3\.self_attn\.o_proj\.scales"), "form", f"{O_PROJ}."),
-    "AWQ, zero points of one matrix lost": (
-        "awq with a list", lose(r"model\.layers\.3\.self_attn\.o_proj\.qzeros"), "form", f"{O_PROJ}.qzeros"),
-    "AWQ, one matrix plain": (
-        "awq with a list", _plain("qweight|qzeros|scales"), "form", f"{O_PROJ}.weight"),
     "AWQ, an entry is a part of a packed name": (
         "awq", said(modules_to_not_convert=["lm_head", "o_proj"]), "form", "model.layers.0.self_attn.o_proj.qweight"),
     "AWQ in three bits": ("awq", said(bits=3), "config-group", "quantization_config"),
     "GPTQ, groups of 64 by its word": ("gptq", said(group_size=64), "form", "model.layers.0.self_attn.q_proj.scales"),
-    "GPTQ in the order of activations": ("gptq", said(desc_act=True), "config-group", "quantization_config"),
-    "GPTQ, an expression excepts packed ones": (
-        "gptq", said(dynamic={r"-:.*layers\.3\..*": {}}), "form", "model.layers.3.self_attn.q_proj.qweight"),
     "GPTQ, a matrix lost but for its scales": (
         "gptq", lose(r"model\.layers\.3\.self_attn\.o_proj\.qweight"), "unknown-tensor", f"{O_PROJ}."),
-    "AutoRound, an exception for what is packed": (
-        "auto-round", said(extra_config={O_PROJ: {"bits": 16}}), "form", f"{O_PROJ}.qweight"),
     "Quark, one scale lost": (
         "quark", lose(r"model\.layers\.3\.self_attn\.o_proj\.weight_scale"), "form", O_PROJ),
-    "Quark, a scale a tensor": ("quark", retyping(r".*3\.self_attn\.o_proj\.weight_scale", shape=lambda *_: ()), "form",
-        f"{O_PROJ}.weight_scale"),
-    "FP8, one matrix plain": ("compressed-tensors", _plain("weight|weight_scale"), "form", f"{O_PROJ}.weight"),
     "packed without a config": ("compressed-tensors", setting("quantization_config", None), "form", "model.layers.0."),
     "a layer lost": ("awq", lose(r"model\.layers\.2\..*"), "layer-missing", "model.layers.2."),
     "modelopt, input scales lost": ("modelopt", lose(r".*o_proj\.input_scale"), "form", ".o_proj.input_scale"),

@@ -39,9 +39,9 @@ def refuse_broken_values(
     Raises:
         GateError: a value is one that no model can compute with.
     """
-    from .values import Watch, with_values  # imports torch
+    from .values import with_values  # imports torch
 
-    findings = with_values(checked, "unpacked", watch=Watch(reading)).data.findings
+    findings = with_values(checked, "unpacked", reading=reading).data.findings
     worst = next((finding for finding in findings if finding.severity == "error"), None)
     if worst is not None:
         rule = "the written checkpoint must hold values that a model can compute with"

@@ -3,12 +3,6 @@
 In: a `RuntimeView` and the summaries of its tensors. Out: objections, each with the tensor and the
 element; warnings about an MTP block that was never trained.
 
-The largest singular value of a matrix [N, K] of independent numbers of size s is near s (sqrt(N) +
-sqrt(K)), whatever their distribution: the edge of Marchenko and Pastur. Training leaves directions
-that are larger. Measured: 0.97 to 0.98 of the edge for normal and uniform noise from 256 x 512 to
-5120 x 10240; 1.28 to 2.62 for the MTP matrices of the two shipped models, which were trained for
-minutes.
-
 Easy to get wrong: a zero, and what is normal. A second-level scale is a divisor in
 compressed-tensors and a multiplier in modelopt, so zero means infinity in one and nothing in the
 other. A block scale of zero is right for a block of zeros. A bias of zeros is right, a norm of
@@ -25,12 +19,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
-from ...checkpoints.dequantize import dequantize
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.stored import KV_SCALE_LEAVES, NOT_COMPUTED, Form, StoredWeight
-from ...checkpoints.values import read_tensor
+from ...checkpoints.stored import KV_SCALE_LEAVES, Form
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
 from ..facts.findings import Objection, objection
@@ -63,9 +53,6 @@ _NORM_TOO_SMALL, _NORM_TOO_LARGE = 1e-4, 1e4
 # A matrix with so many block scales, or a model with so many input scales, does not have them all
 # equal by chance.
 _MANY = 16
-# Of the spectrum: the smallest matrix that tells chance from training, the share of the edge, steps
-# of the iteration.
-_SMALLEST_SIDE, _EDGE, _STEPS = 512, 1.05, 12
 _MEASURE = "Measure its acceptance before it is served"
 _REQUANTIZE = "Quantize this module again from the release"
 
@@ -339,55 +326,3 @@ def norms_have_learned(runtime: RuntimeView, tensors: _Tensors) -> Iterator[Obje
                 "guesses, and nearly nothing is accepted"
             )
             yield _warning("mtp-untrained", norms[0].name, says, _MEASURE)
-
-
-def glue(runtime: RuntimeView) -> list[StoredWeight]:
-    """The matrices that join embedding and hidden state in the MTP block; wide enough to tell
-    chance from training.
-    """
-    found = []
-    for module, weight in runtime.weights.items():
-        place = runtime.placed.get(module)
-        is_glue = place is not None and place.part == "mtp" and place.role == "glue"
-        is_wide = len(weight.shape) == 2 and min(weight.shape) >= _SMALLEST_SIDE
-        if is_glue and is_wide and weight.form not in NOT_COMPUTED:
-            found.append(weight)
-    return found
-
-
-def matrices_are_not_chance(runtime: RuntimeView) -> Iterator[Objection]:
-    """No matrix of the MTP block's glue has the spectrum of independent random numbers:
-    MiniMax-M2#47.
-
-    Nothing here is proof. A block with trained directions may still be another model's; only its
-    acceptance says how good it is.
-    """
-    for weight in glue(runtime):
-        parts = {leaf: read_tensor(runtime.source, entry) for leaf, entry in weight.parts.items()}
-        share = edge_share(dequantize(weight.form, parts, shape=weight.shape, block=weight.block))
-        if math.isfinite(share) and 0 < share < _EDGE:
-            says = (
-                f"looks like random numbers: its largest singular value is {share:.2f} of what "
-                "chance gives, and "
-                "training leaves larger ones. The draft then guesses, and nearly nothing is "
-                "accepted"
-            )
-            yield _warning("mtp-noise", weight.weight.name, says, _MEASURE)
-
-
-def edge_share(matrix: torch.Tensor) -> float:
-    """The largest singular value of a matrix [N, K], of the one that independent numbers of its
-    size would have.
-
-    From power iteration, so a little below the true share; NaN for a matrix of zeros, or with
-    values that are not finite.
-    """
-    values = matrix.float()
-    num_rows, num_columns = values.shape
-    vector = torch.randn(num_columns, generator=torch.Generator().manual_seed(0))
-    square = vector.norm()
-    for _ in range(_STEPS):
-        vector = values.T @ (values @ (vector / square))
-        square = vector.norm()
-    size = values.square().mean().sqrt()
-    return (square.sqrt() / (size * (math.sqrt(num_rows) + math.sqrt(num_columns)))).item()

@@ -7,20 +7,17 @@ Easy to get wrong: a value that is odd is not always wrong. A finding is an erro
 0.32 computes something else than the release does.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...checkpoints.identity import ReadingBar
-from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import Source, open_source
+from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError
 from ..facts.findings import Finding, errors_first, grouped
 from .against import compared, pairs
 from .check import Checked
-from .reading import Level, Stretch, chosen, is_remote, joined, summaries
-from .rules_values import glue, matrices_are_not_chance, objections
+from .reading import Level, chosen, joined, summaries
+from .rules_values import objections
 from .runtime_view import RuntimeView
 
 
@@ -39,37 +36,12 @@ class Values(NamedTuple):
     num_compared: int = 0
 
 
-class Fetch(NamedTuple):
-    """What is about to be read of one repository on the Hub."""
-
-    where: str
-    num_tensors: int
-    num_bytes: int
-    num_requests: int
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Who is called while values are read.
-
-    Attributes:
-        reading: with the number of bytes, when reading begins.
-        fetching: with what will be asked of each repository, before the first request.
-    """
-
-    reading: ReadingBar | None = None
-    fetching: Callable[[Fetch], None] = lambda _fetch: None
-
-
-UNWATCHED = Watch()
-
-
 def check_values(
     runtime: RuntimeView,
     level: Level,
     *,
     release: RuntimeView | None = None,
-    watch: Watch = UNWATCHED,
+    reading: ReadingBar | None = None,
 ) -> Values:
     """Read the values of a checkpoint and judge them.
 
@@ -77,7 +49,7 @@ def check_values(
         runtime: the checkpoint, in a folder or on the Hub.
         level: how much is read.
         release: what it was made from; its weights are compared, all of them if `level` is "all".
-        watch: who is called meanwhile.
+        reading: shows the bytes that are read.
 
     Raises:
         CheckpointError: a file ends early; the Hub does not send it; no weight of the release has a
@@ -93,22 +65,10 @@ def check_values(
         raise CheckpointError(
             release.source.where, rule, got="none", cure="Give the release as --source"
         )
-    stretches = joined(runtime.source, entries)
-    own = [entry for pair in found for entry in pair.weight.parts.values()]
-    theirs = [entry for pair in found for entry in pair.theirs.parts.values()]
-    num_bytes = sum(part.num_bytes for part in (*stretches, *own, *theirs))
-    if level != "scalars":  # these matrices are read a second time
-        own += [entry for weight in glue(runtime) for entry in weight.parts.values()]
-    if is_remote(runtime.source):
-        watch.fetching(_fetch(runtime.source, stretches, own))
-    if release is not None and is_remote(release.source):
-        watch.fetching(_fetch(release.source, [], theirs))
-    with (
-        watch.reading(num_bytes) if watch.reading else nullcontext(lambda _bytes: None) as progress
-    ):
+    parts = (*joined(runtime.source, entries), *found)
+    num_bytes = sum(part.num_bytes for part in parts)
+    with reading(num_bytes) if reading else nullcontext(lambda _bytes: None) as progress:
         objected = list(objections(runtime, summaries(runtime, entries, progress)))
-        if level != "scalars":
-            objected += matrices_are_not_chance(runtime)
         if release is not None:
             objected += compared(runtime, release, found, progress)
     findings = errors_first(grouped(objected))
@@ -116,7 +76,11 @@ def check_values(
 
 
 def with_values(
-    checked: Checked, level: Level, *, source: str | None = None, watch: Watch = UNWATCHED
+    checked: Checked,
+    level: Level,
+    *,
+    source: str | None = None,
+    reading: ReadingBar | None = None,
 ) -> Checked:
     """What the static check found, and what the values say; as it is where there is no family to
     judge by.
@@ -125,7 +89,7 @@ def with_values(
         checked: of one checkpoint.
         level: how much is read.
         source: the release, a folder or a Hub id, to compare weights with.
-        watch: who is called meanwhile.
+        reading: shows the bytes that are read.
 
     Raises:
         CheckpointError: see `check_values`; a release of another family.
@@ -141,18 +105,6 @@ def with_values(
             raise CheckpointError(
                 source, rule, got=other.model_type, cure="Give the release as --source"
             )
-    found = check_values(checked.runtime, level, release=release, watch=watch)
+    found = check_values(checked.runtime, level, release=release, reading=reading)
     findings = errors_first((*checked.data.findings, *found.findings))
     return checked._replace(data=checked.data.model_copy(update={"findings": findings}))
-
-
-def _fetch(source: Source, stretches: list[Stretch], whole: list[Entry]) -> Fetch:
-    """What is asked of a repository: neighbours together, and whole tensors with a request each."""
-    num_tensors = sum(len(stretch.entries) for stretch in stretches) + len(whole)
-    num_bytes = sum(part.num_bytes for part in (*stretches, *whole))
-    return Fetch(
-        source.where,
-        num_tensors,
-        num_bytes,
-        sum(each.num_requests for each in stretches) + len(whole),
-    )

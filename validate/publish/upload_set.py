@@ -170,13 +170,13 @@ def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
     """Read every scale, every weight that is not packed and the whole MTP block; whatever
     report.json says of them.
     """
-    from ..check.values import Watch, check_values  # imports torch
+    from ..check.values import check_values  # imports torch
 
     opened = open_source(folder)
     runtime = RuntimeView(
         source=opened, view=find_view(opened.config, opened.where, opened.entries)
     )
-    for worst in check_values(runtime, "unpacked", watch=Watch(reading)).findings:
+    for worst in check_values(runtime, "unpacked", reading=reading).findings:
         if worst.severity == "error":
             rule = "what is published must hold values that a model can compute with"
             raise GateError(folder, rule, got=f"{worst.where} {worst.says}", cure=worst.cure)
