@@ -19,7 +19,6 @@ from gpu_row import GpuRow, forget_peak, peak_bytes, wait_for
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import TORCH_DTYPES
 from keepmtp.pipeline import plan_before_measuring
-from keepmtp.quantize.calibrate.data.batch_size import with_batch_size
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.run import calibrate
@@ -182,7 +181,7 @@ def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -
     ranks = Ranks(rank=0, size=1, device=device)
     own = folder / f"{model}.pass"
     own.mkdir()
-    plan = with_batch_size(wide_plan(model, folder / model, small=small), own, ranks)
+    plan = wide_plan(model, folder / model, small=small)
     calibration = plan.recipe.calibration
     assert calibration is not None
     data = random_tokens(calibration, vocabulary=plan.view.text_config["vocab_size"])
@@ -235,7 +234,7 @@ def wide_plan(model: str, folder: Path, *, small: bool) -> Plan:
     """A plan over one sparse layer of a real model with random weights; the MTP block holds zeros
     and is not run.
     """
-    wide = {"samples": 32, "held_out": 8, "sequence_length": 2048, "batch_size": "auto"}
+    wide = {"samples": 32, "held_out": 8, "sequence_length": 2048, "batch_size": 8}
     size, wanted = ("tiny", {**SMALL}) if small else ("full", wide)
     config, tensors = source_layout(model, size=size, changes=ONE_LAYER)
     write_checkpoint(folder, config, tensors, num_shards=1)

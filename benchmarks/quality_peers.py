@@ -80,7 +80,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="eager"
     )
-    batches = [*data.ids.split(recipe.calibration.num_in_batch)]
+    batches = [*data.ids.split(recipe.calibration.batch_size)]
     {"llm-compressor": llm_compressor, "modelopt": modelopt}[peer](recipe, model, batches, out)
 
 

@@ -141,10 +141,6 @@ class Override(Frozen):
 
 _Count = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 _Text = Annotated[str, Field(min_length=1)]
-_BatchSize = Annotated[
-    Annotated[Literal["auto"], Tag("word")] | Annotated[_Count, Tag("number")],
-    Discriminator(lambda value: "word" if isinstance(value, str) else "number"),
-]
 
 
 class Texts(Frozen):
@@ -199,17 +195,10 @@ class Calibration(Texts):
             itself, if memory holds all of it. On its own text every slot counts for acceptance, as
             on a server.
         sequence_length: tokens in each sequence; rows follow each other without padding.
-        batch_size: sequences in one batch, on each rank; `auto` for as many as fit the memory that
-            is free when the run begins.
+        batch_size: sequences in one batch, on each rank.
         seed: for the order of the rows.
-        experts: whose tokens a routed expert's statistics are of: `all` of them, or `routed`, those
-            that the router sends it. An expert that it sends none is calibrated on all of them.
-        attention: `eager` computes all scores, as llm-compressor does; `sdpa` leaves it to a kernel
-            of PyTorch's that does not keep them, for long sequences. Its last bits differ.
         model_code: `checkpoint` lets the checkpoint's own Python build the model and encode
             conversations.
-        decorated_forward: what to do with a model whose forward is wrapped in no_grad or
-            inference_mode.
     """
 
     backend: Literal["llmcompressor", "modelopt"] = "llmcompressor"
@@ -223,12 +212,9 @@ class Calibration(Texts):
     # The last position has no next token to judge: one token alone gives neither perplexity nor
     # acceptance.
     sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]
-    batch_size: _BatchSize
+    batch_size: _Count
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
-    experts: Literal["all", "routed"] = "all"
-    attention: Literal["eager", "sdpa"] = "eager"
     model_code: Literal["transformers", "checkpoint"] = "transformers"
-    decorated_forward: Literal["refuse", "unwrap"] = "refuse"
     gptq: GPTQKnobs | None = None
     awq: AWQKnobs | None = None
     autoround: AutoRoundKnobs | None = None
@@ -240,12 +226,6 @@ class Calibration(Texts):
             return (self.autoround or AutoRoundKnobs()).model_dump()
         own = {"gptq": self.gptq, "awq": self.awq}.get(self.algorithm)
         return own.model_dump() if own else {}
-
-    @property
-    def num_in_batch(self) -> int:
-        """`batch_size` as a number, which a run has chosen where the recipe says auto."""
-        assert isinstance(self.batch_size, int), "auto: nothing was chosen yet"
-        return self.batch_size
 
     @property
     def mix(self) -> tuple[TextsOfMix, ...]:
@@ -280,12 +260,6 @@ class Calibration(Texts):
         if self.backend != "modelopt" and algorithm in SWEEPS:
             cure = "Set backend: modelopt, or use another algorithm"
             yield f"{algorithm} is modelopt's", f"backend: {self.backend}", cure
-        if algorithm == "awq" and self.experts == "routed":
-            rule = "experts: routed must come with algorithm minmax, gptq or smoothquant"
-            cure = (
-                "Set experts: all, since AWQ compares what all experts compute of the same tokens"
-            )
-            yield rule, "awq", cure
         if (others := sum(part.share for part in self.also)) >= 1:
             rule = "the shares in also must leave some for the first dataset"
             yield rule, f"{others:g}", "Lower one"

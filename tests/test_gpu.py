@@ -109,7 +109,7 @@ def test_wide_layers_are_as_wide_as_the_models(model, width, num_experts, tmp_pa
     assert {tensor.scheme for tensor in experts} == {"NVFP4"} and len(experts) == 3 * num_experts
     assert plan.view.text_config["hidden_size"] == width and plan.view.num_layers == 1
     fitting = largest_batch_size(plan, 70 * 2**30, at_most=plan.recipe.calibration.samples)
-    assert plan.recipe.calibration.batch_size == "auto" and fitting >= 8
+    assert plan.recipe.calibration.batch_size <= fitting
 
 
 def installed_with(names: tuple[str, ...]) -> set[str]:

@@ -9,6 +9,8 @@ Easy to get wrong: a class that exists may still not fit the checkpoint. Only bi
 shows that.
 """
 
+from collections import defaultdict
+
 from ...recipes.errors import CheckpointError, RecipeError
 from ..plan.plan import Plan
 from ..plan.tensor_plan import TensorPlan
@@ -28,32 +30,23 @@ def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
         and calibration.model_code == "checkpoint"
     ):
         return None
+    layers: dict[int, list[TensorPlan]] = defaultdict(list)
+    for tensor in plan.tensors:
+        if tensor.part == "backbone" and tensor.layer is not None and tensor.fate != "drop":
+            layers[tensor.layer].append(tensor)
+    kinds = set[frozenset[tuple[str, tuple[int, ...]]]]()
     try:
         model = on_meta(plan)
         linear_experts(model)
-        names, layers = Names.of(model), decoder_layers(model, plan)
-        for index, tensors in _a_layer_of_each_kind(plan).items():
-            bind(
-                layers[index],
-                tensors,
-                lambda tensor: names.in_layer(tensor.name),
-                plan.source.where,
-            )
+        names, modules = Names.of(model), decoder_layers(model, plan)
+        for index, tensors in sorted(layers.items()):
+            # The first decoder layer with each set of names and shapes.
+            stem = plan.view.disk_stem("backbone", index)
+            kind = frozenset((tensor.name.removeprefix(stem), tensor.shape) for tensor in tensors)
+            if kind not in kinds:
+                kinds.add(kind)
+                path_of = lambda tensor: names.in_layer(tensor.name)  # noqa: E731
+                bind(modules[index], tensors, path_of, plan.source.where)
     except (RecipeError, CheckpointError) as error:
         return error
     return None
-
-
-def _a_layer_of_each_kind(plan: Plan) -> dict[int, list[TensorPlan]]:
-    """The first decoder layer with each set of names and shapes."""
-    layers: dict[int, list[TensorPlan]] = {}
-    for tensor in plan.tensors:
-        if tensor.part == "backbone" and tensor.layer is not None and tensor.fate != "drop":
-            layers.setdefault(tensor.layer, []).append(tensor)
-    kinds: dict[frozenset[tuple[str, tuple[int, ...]]], int] = {}
-    for index in sorted(layers):
-        stem = plan.view.disk_stem("backbone", index)
-        kinds.setdefault(
-            frozenset((t.name.removeprefix(stem), t.shape) for t in layers[index]), index
-        )
-    return {index: layers[index] for index in kinds.values()}

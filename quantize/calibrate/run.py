@@ -12,11 +12,9 @@ take hours.
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ...checkpoints.files import held
 from ..plan.found_recipe import found_text
@@ -25,7 +23,6 @@ from ..plan.plan import Plan
 from ..run.progress import ProgressCallback
 from ..run.ranks import Ranks
 from ..run.statistics import Statistics, read_metadata, refuse_statistics
-from .data.batch_size import with_batch_size
 from .data.claim import fingerprint
 from .data.data import CalibrationData, calibration_data
 from .layers.backbone import calibrate_backbone
@@ -71,17 +68,23 @@ def calibrate(
     """
     refuse_untrusted_code(plan)
     refuse_mtp(plan)
+
+    def find() -> CalibrationData:
+        found = calibration_data(plan.calibration, plan.source)
+        if plan.calibration.held_out_by == "model":
+            found = with_own_text(plan, found, folder, device=ranks.device)
+        return found
+
     # Read once for all: the other ranks need neither the dataset nor its host.
-    data = ranks.of_first(lambda: _data(plan, folder, ranks.device))
+    data = ranks.of_first(find)
     if plan.recipe.measures_mtp:
         refuse_held_out(plan, data)
     folder.mkdir(parents=True, exist_ok=True)
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():
-        settled = with_batch_size(plan, folder, ranks)
-        fact, at = None, folder / "search"
-        if settled.recipe.is_searched:
-            settled, fact = search(settled, data, at, ranks=ranks, progress=progress)
+        settled, fact = plan, None
+        if plan.recipe.is_searched:
+            settled, fact = search(plan, data, folder / "search", ranks=ranks, progress=progress)
         backbone = calibrate_backbone(
             settled, data, folder, device=ranks.device, ranks=ranks, progress=progress
         )
@@ -93,7 +96,7 @@ def calibrate(
     summary: dict[str, Any] = {
         "data": dict(data.provenance),
         "processes": ranks.size,
-        "batch_size": settled.calibration.num_in_batch,
+        "batch_size": plan.calibration.batch_size,
         "coverage": _coverage(folder / "statistics"),
         "min_acceptance": None,
         "confidence": None,
@@ -104,43 +107,26 @@ def calibrate(
     if plan.recipe.mtp_auto:
         summary["min_acceptance"] = plan.recipe.mtp_auto.min_acceptance
         summary["confidence"] = plan.recipe.gates.confidence
+    found = ""
     if fact:
         summary["search"] = fact.model_dump(mode="json")
-    # The record holds the recipe as it was written, and the number that was chosen is in the
-    # summary.
-    recipe = chosen.recipe.model_copy(update={"calibration": plan.calibration})
+        found = found_text(chosen.recipe)
     return CalibrationRun(
-        plan=replace(chosen, recipe=recipe),
-        statistics=statistics,
-        salt=salt,
-        summary=summary,
-        recipe_text=found_text(recipe) if fact else "",
+        plan=chosen, statistics=statistics, salt=salt, summary=summary, recipe_text=found
     )
-
-
-def _data(plan: Plan, folder: Path, device: torch.device) -> CalibrationData:
-    data = calibration_data(plan.calibration, plan.source)
-    if plan.calibration.held_out_by == "model":
-        return with_own_text(plan, data, folder, device=device)
-    return data
 
 
 def _coverage(folder: Path) -> dict[str, Any]:
     """How many tokens the modules on disk saw; of routed experts, how many the router sent them."""
     tokens: dict[str, int] = {}
-    few_tokens: list[str] = []
     for path in sorted(folder.glob("layer-*.safetensors")):
-        said = read_metadata(path)
-        tokens |= json.loads(said["coverage"])
-        few_tokens += json.loads(said["few_tokens"])
-    found: dict[str, Any] = {
-        "modules": len(tokens),
-        "never_routed": [module for module, count in tokens.items() if count == 0],
-        "fewest_tokens": None,
-    }
+        tokens |= json.loads(read_metadata(path)["coverage"])
+    fewest = None
     if tokens:
         module = min(tokens, key=tokens.__getitem__)
-        found["fewest_tokens"] = {"module": module, "tokens": tokens[module]}
-    if few_tokens:
-        found["few_tokens"] = few_tokens
-    return found
+        fewest = {"module": module, "tokens": tokens[module]}
+    return {
+        "modules": len(tokens),
+        "never_routed": [module for module, count in tokens.items() if count == 0],
+        "fewest_tokens": fewest,
+    }

@@ -8,7 +8,7 @@ holds the scores of all heads in F32 and in BF16 together, B x heads x S x S of 
 layer keeps the BF16 ones until it returns. At 2,048 tokens they are more than all other
 activations. And what counts for Hessians and caches is not
 modules but inputs: q, k and v read one tensor, and so do the gate and up projections of all
-experts, unless each is calibrated on the tokens that the router sends it.
+experts.
 
 Source: transformers 5.17 eager_attention_forward and decoder layers, llm-compressor 0.14.0.1
 modeling/moe (LinearExperts2D) and modifiers/gptq, calibrate/layers/gptq.py and awq.py; compared
@@ -33,10 +33,6 @@ CONTEXT_BYTES = 600_000_000
 """What CUDA and its libraries take of a GPU before a tensor is there."""
 FRAGMENTS = 1.05
 """The allocator's blocks are larger than what is asked for, and are not always used again."""
-MAX_TOKENS = 65_536
-"""In a batch that `batch_size: auto` chooses for a GPU: more at a time make no matrix product
-faster.
-"""
 # F32 values that rounding one matrix, or one input, to a scheme holds at a time.
 _ROUNDING = 3
 # Slots whose logits are there at a time while a block is trained, and F32 values of each
@@ -75,7 +71,7 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
 
     Args:
         plan: its recipe has a calibration block.
-        batch_size: sequences in a batch, instead of the recipe's; 1 where that is auto.
+        batch_size: sequences in a batch, instead of the recipe's.
     """
     layers: dict[int, list[TensorPlan]] = defaultdict(list)
     around, head, block = list[TensorPlan](), list[TensorPlan](), list[TensorPlan]()
@@ -91,9 +87,8 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
     head = head or [tensor for tensor in around if tensor.role == "embedding"]
     index = max(layers, key=lambda index: _elements(layers[index]), default=0)
 
-    calibration, size = plan.calibration, batch_size or 1
-    if batch_size is None and isinstance(calibration.batch_size, int):
-        size = calibration.batch_size
+    calibration = plan.calibration
+    size = batch_size or calibration.batch_size
     batch, alone, length = _Batch(plan, size), _Batch(plan, 1), calibration.sequence_length
     vocabulary = max(tensor.shape[0] for tensor in head)
     # Logits of one sequence, the same in F32, and the logarithm of their softmax.
@@ -166,9 +161,7 @@ class _Batch:
         return self.plan.view.number("hidden_size") * (self.plan.view.number("hc_mult") or 1)
 
     def scores(self, keys: int) -> int:
-        """Elements of one copy of the attention scores; PyTorch's own kernel keeps none."""
-        if self.plan.calibration.attention == "sdpa":
-            return 0
+        """Elements of one copy of the attention scores."""
         return self.plan.view.number("num_attention_heads") * self.tokens * keys
 
     def activations(self, tensors: Sequence[TensorPlan], keys: int) -> int:
@@ -231,8 +224,7 @@ class _Batch:
         match calibration.algorithm if rewritten else "minmax":
             case "gptq":  # and an inverse
                 widest = max(tensor.shape[-1] for tensor in rewritten)
-                routed = calibration.experts == "routed"
-                return hessian_bytes(tensors, routed=routed) + 2 * F32 * widest**2, 0
+                return hessian_bytes(tensors) + 2 * F32 * widest**2, 0
             case "awq":  # the outputs of a module in all batches
                 outputs = text * self.plan.view.number("hidden_size") * BF16
                 return outputs, awq_cache_bytes(tensors, text, one_turn=True)
@@ -247,14 +239,13 @@ class _Batch:
                 return 0, 0
 
 
-def hessian_bytes(tensors: Iterable[TensorPlan], *, routed: bool = False) -> int:
+def hessian_bytes(tensors: Iterable[TensorPlan]) -> int:
     """Of the modules that GPTQ rewrites: K x K in F32 for each distinct input.
 
     Args:
         tensors: of one layer, or of the MTP block.
-        routed: each expert reads its own tokens.
     """
-    return _of_inputs(tensors, lambda channels: F32 * channels**2, routed=routed)
+    return _of_inputs(tensors, lambda channels: F32 * channels**2)
 
 
 def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool = False) -> int:
@@ -273,7 +264,6 @@ def _of_inputs(
     tensors: Iterable[TensorPlan],
     num_bytes: Callable[[int], int],
     *,
-    routed: bool = False,
     one_turn: bool = False,
 ) -> int:
     """Bytes for each distinct input of what is rewritten, by its channels."""
@@ -281,10 +271,10 @@ def _of_inputs(
     of_experts: dict[object, int] = {}
     for tensor in _rewritten(tensors):
         size, is_second = num_bytes(tensor.shape[-1]), tensor.module.endswith(_SECOND)
-        if tensor.role == "experts" and (routed or is_second):
-            # The first projections of an expert share an input. A stack holds all experts.
+        if tensor.role == "experts" and is_second:
+            # A stack holds all experts.
             for expert in range(tensor.shape[0] if tensor.stacked else 1):
-                of_experts[tensor.module.rpartition(".")[0], expert, is_second] = size
+                of_experts[tensor.module, expert] = size
         elif tensor.role in (*_DENSE, "experts") and not is_second:
             shared["input of the MLP", tensor.shape[-1]] = size
         else:

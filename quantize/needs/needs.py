@@ -16,7 +16,7 @@ from ...recipes.support import why_not_calibrated
 from ..plan.plan import Plan
 from .cards import GPU, card_of
 from .free_memory import free_host_bytes
-from .memory import CONTEXT_BYTES, FRAGMENTS, MAX_TOKENS, largest_batch_size, stations
+from .memory import CONTEXT_BYTES, FRAGMENTS, largest_batch_size, stations
 from .room import calibration_bytes, output_bytes
 
 SURE = 1.3
@@ -110,15 +110,10 @@ def needs_of(plan: Plan, machine: Machine) -> Needs:
     if calibration.model_code != "checkpoint":
         found.backbone = why_not_calibrated(family, plan.recipe.model)
     found.mtp = found.backbone or family.no_draft
-    if calibration.batch_size == "auto":
-        rows = -(-calibration.samples // max(1, machine.gpus))
-        rows = min(rows, max(1, MAX_TOKENS // calibration.sequence_length))
-        found.batch_size = max(1, largest_batch_size(plan, machine.device_bytes, at_most=rows))
-    else:
-        found.batch_size = calibration.num_in_batch
+    found.batch_size = calibration.batch_size
     # Without a GPU main memory holds everything.
     on_host = {}
-    for station in stations(plan, batch_size=found.batch_size):
+    for station in stations(plan):
         on_host[station.name] = station.host_bytes
         device = int(station.device_bytes * FRAGMENTS)
         if not machine.gpus:

@@ -30,7 +30,7 @@ from .weights import load, load_expert, stored
 class Calibrations(Protocol):
     """What calibration gave, by names in the finished checkpoint."""
 
-    def __contains__(self, name: object) -> bool: ...
+    def __contains__(self, name: object, /) -> bool: ...
 
     def read(self, name: HFName) -> Tensor:
         """One tensor, on any device."""

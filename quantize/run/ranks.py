@@ -82,10 +82,6 @@ class Ranks:
         first, end = (num_units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
         return range(min(first, num_rows), min(end, num_rows))
 
-    def least(self, value: int) -> int:
-        """The smallest of the ranks' values."""
-        return min(gathered(value))
-
     def of_first(self, find: Callable[[], _T]) -> _T:
         """What the first rank finds, given to all; what it refuses, all refuse."""
         if self.size == 1:

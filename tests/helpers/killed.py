@@ -208,42 +208,9 @@ def _amid_removal(_calibrate: Any, layer: int) -> None:
     shutil.rmtree = remove
 
 
-def _amid_calibration(calibrate: Any, layer: int) -> None:
-    """Before activations are looked at; other ranks wait for this one's sums."""
-    from keepmtp.quantize.calibrate.layers import layer as one_layer
-
-    real, seen = one_layer.attach, []
-
-    def run(*args: Any) -> None:
-        seen.append(args)
-        if len(seen) > layer:
-            die()
-        real(*args)
-
-    one_layer.attach = run
-
-
-def _gpu_fails(_calibrate: Any, layer: int) -> None:
-    """What torch raises once a GPU has left its bus."""
-    import torch
-    from keepmtp.quantize.calibrate.layers import layer as one_layer
-
-    real, seen = one_layer.attach, []
-
-    def run(*args: Any) -> None:
-        seen.append(args)
-        if len(seen) > layer:
-            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-        real(*args)
-
-    one_layer.attach = run
-
-
 KILLS: Mapping[str, Callable[[Any, int], None]] = {
     "before statistics": _before_statistics,
     "after statistics": _after_statistics,
     "amid states": _amid_states,
     "amid removal": _amid_removal,
-    "amid calibration": _amid_calibration,
-    "gpu fails": _gpu_fails,
 }

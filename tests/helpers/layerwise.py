@@ -2,15 +2,19 @@
 llm-compressor back-end.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
 from keepmtp.quantize.calibrate.layers.forwards import propagating
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.experts import linear_experts
+from keepmtp.recipes.schemes import SCHEMES
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,6 +24,7 @@ GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
 # What the recipes of these families keep in BF16.
 KEPT = ("mlp.gate", "in_proj_a", "in_proj_b")
 IGNORE = ["lm_head", *(f"re:.*{name.replace('.', '[.]')}$" for name in KEPT)]
+LINEAR = {"targets": "Linear", "ignore": IGNORE}
 
 
 def outliers(samples: int, width: int) -> list[Tensor]:
@@ -110,15 +115,11 @@ class Skeleton:
             self.model, batches, LayerWork(schemes=schemes, **{"fused": fused(schemes)} | work)
         )
 
-    def leave(self, index: int, batches: Batches, *, routed: bool = False) -> list[Tensor]:
+    def leave(self, index: int, batches: Batches) -> list[Tensor]:
         """The layer's outputs for the next one; its place is taken by its stub again."""
         outputs: list[Tensor] = []
-        handle = self.layers[index].register_forward_hook(
-            lambda _module, _args, output: outputs.append(
-                output[0] if isinstance(output, tuple) else output
-            )
-        )
-        with propagating(self.model, routed=routed):
+        handle = self.layers[index].register_forward_hook(keeping(outputs))
+        with propagating(self.model):
             for batch in batches:
                 self.model(**batch)
         handle.remove()
@@ -144,6 +145,28 @@ class Skeleton:
         )
 
 
+def keeping(outputs: list[Tensor]) -> Callable[..., None]:
+    """A hook that keeps the hidden states that a layer returns."""
+
+    def keep(_module: object, _args: object, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    return keep
+
+
+def tensors_of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of one module, by their last component."""
+    parts = {key.rpartition("."): value for key, value in tensors.items()}
+    return {leaf: value for (module, _, leaf), value in parts.items() if module == name}
+
+
+def unpacked(state: dict[str, Tensor], scheme: str) -> Tensor:
+    """A module's weight, decompressed by compressed-tensors."""
+    compressor = BaseCompressor.get_value_from_registry(SCHEMES[scheme].format)
+    given = QuantizationScheme(targets=[], **SCHEMES[scheme].config_group())
+    return compressor.decompress(state, given)["weight"]
+
+
 def fused(names: Iterable[str]) -> list[tuple[str, ...]]:
     """Those that llm-compressor fuses, as a plan does: they share a global scale."""
     groups: dict[str, list[str]] = {}
@@ -167,13 +190,11 @@ def layerwise(
             for name in skeleton.linears(index)
         }
         results.append(skeleton.calibrated(batches, schemes, algorithm=algorithm, **options))
-        hidden = skeleton.leave(index, batches, routed=options.get("routed", False))
+        hidden = skeleton.leave(index, batches)
     return skeleton, results
 
 
-def sequential(
-    folder: Path, ids: list[Tensor], modifiers: list, *, all_experts: bool = True
-) -> nn.Module:
+def sequential(folder: Path, ids: list[Tensor], modifiers: list) -> nn.Module:
     """llm-compressor's own whole-model run."""
     from llmcompressor import oneshot
     from llmcompressor.modeling.moe.linearize import linearize_moe
@@ -184,11 +205,7 @@ def sequential(
     linearize_moe(model)
     processor = SimpleNamespace(save_pretrained=lambda *_args, **_kwargs: None)
     loader = DataLoader([{"input_ids": x} for x in ids], batch_size=None)
-    options = {
-        "processor": processor,
-        "pipeline": "sequential",
-        "moe_calibrate_all_experts": all_experts,
-    }
+    options = {"processor": processor, "pipeline": "sequential"}
     oneshot(model=model, dataset=loader, recipe=modifiers, **options)
     return model
 
@@ -207,18 +224,17 @@ def assert_same(results: list, model: nn.Module, *, all_tensors: bool) -> int:
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
     compared = 0
     for result in results:
-        for entry in result.coverage:
-            expected = reference_tensors(model, entry.module)
-            ours = {name for name in result.tensors if name.rpartition(".")[0] == entry.module}
+        for module in result.coverage:
+            expected = reference_tensors(model, module)
+            ours = {name for name in result.tensors if name.rpartition(".")[0] == module}
             if all_tensors:
-                assert {*expected} - ours <= {f"{entry.module}.bias"}
+                assert {*expected} - ours <= {f"{module}.bias"}
             for name in ours:
                 theirs = expected[name].to(result.tensors[name].dtype)
                 assert torch.equal(result.tensors[name].double(), theirs.double()), name
                 compared += 1
-        modules = {entry.module for entry in result.coverage}
         for name in result.tensors:
-            if name.rpartition(".")[0] not in modules:
+            if name.rpartition(".")[0] not in result.coverage:
                 assert torch.equal(result.tensors[name], parameters[name]), name
                 compared += 1
     return compared

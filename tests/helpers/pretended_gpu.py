@@ -6,9 +6,8 @@ the same bits. An operation that mixes devices raises `MixedDevices`, which name
 shapes, and the line of keepmtp that called it.
 
 It finds: a tensor left on the CPU, a number that an operation in place would have to write back, a
-device tensor that is pinned, a generator of the wrong device, values of a copy to pinned memory
-that are read before an event says that they are there (they are NaN until then), and the bytes that
-tensors hold on the device (`GPU.peak_bytes`).
+device tensor that is pinned, a generator of the wrong device, and the bytes that tensors hold on
+the device (`GPU.peak_bytes`).
 
 It cannot find: what CUDA's own kernels compute, lack or refuse (dtypes, alignment), races between
 streams, time, memory that an operation needs inside, and code that asks whether a device's type is
@@ -37,7 +36,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from torch.utils.weak import WeakIdKeyDictionary
 
 NAME = "gpu"
 CPU = torch.device("cpu")
@@ -84,7 +82,6 @@ class GPU:
     peak_bytes: int = 0
     mixes: list[str] = field(default_factory=list)
     _holders: Counter[int] = field(default_factory=Counter)
-    _coming: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.RLock)
 
     def hold(self, owner: "OnGPU") -> None:
@@ -109,24 +106,6 @@ class GPU:
                 del self._holders[key]
                 self.bytes_now -= num_bytes
 
-    def copy_later(self, target: Tensor, source: "OnGPU") -> None:
-        """Copy to pinned memory when somebody waits; until then there is NaN."""
-        with self._lock:
-            self._coming.append((target, source.held.clone()))
-            target.view(torch.uint8).fill_(255)
-
-    def arrive(self) -> None:
-        """Make the copies that nobody has waited for."""
-        with self._lock:
-            for target, values in self._coming:
-                target.copy_(values)
-            self._coming.clear()
-
-    def wait(self) -> None:
-        """The CPU waits for the GPU."""
-        self.num_waits += 1
-        self.arrive()
-
 
 _gpu: GPU | None = None
 
@@ -150,7 +129,7 @@ def pretended_gpu() -> Iterator[GPU]:
         "memory_reserved": lambda *_: gpu.bytes_now,
         "reset_peak_memory_stats": lambda *_: setattr(gpu, "peak_bytes", gpu.bytes_now),
         "empty_cache": lambda *_: None,
-        "synchronize": lambda *_: gpu.wait(),
+        "synchronize": lambda *_: None,
     }
 
     def free(*_: object) -> tuple[int, int]:
@@ -158,7 +137,7 @@ def pretended_gpu() -> Iterator[GPU]:
 
     with (
         patch.multiple(torch.accelerator, get_memory_info=free, **own),
-        patch.multiple(torch.cuda, mem_get_info=free, Event=_Event, **own),
+        patch.multiple(torch.cuda, mem_get_info=free, **own),
         # The modes below are of one thread.
         patch.object(threading.Thread, "run", _run_with_modes),
         _Factories(),
@@ -173,16 +152,6 @@ _run = threading.Thread.run
 def _run_with_modes(thread: threading.Thread) -> None:
     with _Factories(), _Operations():
         _run(thread)
-
-
-class _Event:
-    """A CUDA event after all that was asked for so far: who waits for it has all copies."""
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        _active().wait()
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -231,7 +200,7 @@ class OnGPU(Tensor):
         _active().hold(self)
 
     def tolist(self) -> Any:
-        _active().wait()
+        _active().num_waits += 1
         return self.held.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -305,26 +274,19 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if func is _aten._to_copy.default:
         return _moved(func, args, kwargs)
     if func is _aten.is_pinned.default:
-        return _is_pinned(args[0])
+        return False
     if func in (_aten._pin_memory.default, _aten.pin_memory.default):
         if here:
             raise _mixed(str(func), tensors)
-        return _pinned(args[0].clone())
-    if kwargs.pop("pin_memory", None):
-        if _is_gpu(kwargs.get("device")):
-            raise _mixed(str(func), tensors, why="pinned memory on the GPU")
-        return _pinned(func(*args, **kwargs))
+        return args[0].clone()
     asked = kwargs.get("device")
     if here and gpu.failure is not None:
         raise gpu.failure
     _check(func, args, kwargs, tensors)
     if func is _aten.copy_.default and here:
-        if _is_later(*args, **kwargs):
-            gpu.copy_later(args[0], args[1])
-            return args[0]
-        gpu.arrive() if isinstance(args[0], OnGPU) else gpu.wait()
+        gpu.num_waits += not isinstance(args[0], OnGPU)
     elif func in _WAITS and here:
-        gpu.wait()
+        gpu.num_waits += 1
     if asked is not None:
         kwargs["device"] = CPU if _is_gpu(asked) else asked
     outputs = func(*map(_held, args), **{name: _held(value) for name, value in kwargs.items()})
@@ -346,38 +308,12 @@ def _wrapped(value: Any, here: Mapping[int, OnGPU], func: Any) -> Any:
     return same
 
 
-_PINNED = WeakIdKeyDictionary()
-
-
-def _pinned(value: Tensor) -> Tensor:
-    _PINNED[value] = True
-    return value
-
-
-def _is_pinned(value: Tensor) -> bool:
-    return value in _PINNED or (value._base is not None and value._base in _PINNED)
-
-
-def _is_later(target: Tensor, source: Tensor, non_blocking: bool = False) -> bool:
-    """Whether a copy goes on while the CPU does something else."""
-    return (
-        non_blocking
-        and isinstance(source, OnGPU)
-        and not isinstance(target, OnGPU)
-        and _is_pinned(target)
-    )
-
-
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`tensor.to(...)`: a copy on another device, or in another dtype."""
     source, asked = args[0], kwargs.pop("device", None)
     target = source.device if asked is None else torch.device(asked)
-    if kwargs.pop("pin_memory", None) and isinstance(source, OnGPU):
-        raise _mixed(str(func), [source])
     kwargs.pop("non_blocking", None)
-    if NAME in (source.device.type, target.type):
-        # One after the other, as on one stream of a GPU.
-        _active().wait() if target.type == "cpu" else _active().arrive()
+    _active().num_waits += source.device.type == NAME and target.type == "cpu"
     copy = func(_held(source), device=CPU if target.type == NAME else target, **kwargs)
     return OnGPU(copy) if target.type == NAME else copy
 

@@ -290,7 +290,6 @@ def summary(word: str = "") -> dict[str, Any]:
         "processes": 2,
         "coverage": {
             "modules": 45,
-            "few_tokens": [word or "model.layers.2.mlp.experts.2.up_proj"],
             "never_routed": [
                 word or f"model.layers.2.mlp.experts.{expert}.up_proj" for expert in (1, 3)
             ],

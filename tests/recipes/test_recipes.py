@@ -111,7 +111,6 @@ REFUSED = [
         "calibration.algorithm awq rewrites weights of NVFP4A16, W4A16, W4A16_ASYM, W4A16_G32, "
         "W8A16 only; got FP8_DYNAMIC",
     ),
-    (calibrated(algorithm="awq", experts="routed"), "experts: routed must come with algorithm mi"),
     (calibrated(backend="modelopt", algorithm="gptq"), "calibration: gptq is llm-compressor's;"),
     (calibrated(algorithm="mse"), "calibration: mse is modelopt's; got backend: llmcompressor."),
     (calibrated(column=""), "calibration.column: "),
@@ -192,10 +191,7 @@ def test_only_what_changes_no_number_has_a_default():
         "chat",
         "also",
         "held_out_by",
-        "experts",
-        "attention",
         "model_code",
-        "decorated_forward",
         "backend",
         "gptq",
         "awq",
@@ -203,10 +199,7 @@ def test_only_what_changes_no_number_has_a_default():
     }
     assert not optional(MtpAuto)
     assert optional(BackboneAuto) == {"draft_weight", "min_acceptance", "tokens"}
-    assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == (
-        "transformers",
-        "refuse",
-    )
+    assert CALIBRATED.calibration.model_code == "transformers"
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,6 @@ def _calibrated(report: FullReport) -> Iterator[str]:
             f"The router sent no token of the calibration data to {len(never):,} expert modules "
             f"({_named(never)}), so data decided nothing there."
         )
-    if few := coverage.few_tokens:
-        reached = f"reached {len(few):,} of the expert modules ({_named(few)})"
-        yield f"Fewer calibration tokens than input channels {reached}."
     if report.calibration.unmeasured:
         yield f"Calibration could not measure acceptance: {report.calibration.unmeasured}"
 

@@ -112,11 +112,6 @@ def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
             f"Never routed: the router sent no token to {_first(never)}; calibrated on every token "
             "instead. More samples may reach them."
         )
-    if few := coverage.few_tokens:
-        yield (
-            f"Few tokens: fewer than input channels reached {_first(few)}. More samples, or "
-            "calibration.experts: all, give them more."
-        )
     if fact.tuned:
         yield fact.tuned.says
     if fact.unmeasured:

@@ -26,12 +26,21 @@ from .... import __version__
 from ....checkpoints.files import write_whole
 from ....recipes.errors import RecipeError
 from ...plan.plan import Plan
-from ...run.processes import refuse_processes
 from ...run.ranks import Ranks
 from .data import CalibrationData
 from .tokenize import one_line
 
-_PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "llmcompressor",
+    "compressed-tensors",
+    "nvidia-modelopt",
+    "auto-round",
+    "causal-conv1d",
+    "flash-linear-attention",
+    "mamba-ssm",
+)
 # What the recipe says besides: the MTP policy may change without a new pass, the others change no
 # number.
 _OF_THE_BLOCK = {"mtp", "mtp_auto", "mtp_tuned"}
@@ -45,8 +54,7 @@ _PASSED_OVER = _OF_THE_BLOCK | {
     "calibration",
 }
 _OF_ANY_SPLIT = frozenset({"minmax", "smoothquant", "mse", "four-over-six"})
-_KERNELS = ("causal-conv1d", "flash-linear-attention", "mamba-ssm")
-_STAMP, _PARTS = "fingerprint", "fingerprint.json"
+_PARTS, _MTP = "fingerprint.json", "MTP block"
 
 
 def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
@@ -81,36 +89,22 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
     """Mark the folder as this run's, or refuse one of another run.
 
     Raises:
-        RecipeError: the folder is another run's, or is not the same for all ranks; or a rank has no
-            sequence.
+        RecipeError: the folder is another run's, or is not the same for all ranks.
     """
-    parts, stamp, before = _parts(plan, data, ranks.size), folder / _STAMP, _parts_of(folder)
-    wanted, anew = _sum(parts), f"or remove {folder} to start anew"
-    has_states = any((folder / "states").glob("*"))
-    if stamp.read_text() != wanted if stamp.is_file() else has_states:
-        same = "recipe, source, dataset and versions"
-        rule = f"an unfinished calibration can only be resumed with the same {same}"
-        got, cure = _difference(before, parts), f"Undo this change to go on, {anew}"
-        raise RecipeError(folder, rule, got=f"another {got}", cure=cure)
-    device = before.get("device", ranks.device.type)
-    if device != ranks.device.type:  # on the CPU it would take days, and round elsewhere
-        rule = f"a calibration that was begun on {device} must go on there"
-        cure = f"Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES, {anew}"
-        raise RecipeError(folder, rule, got=f"{ranks.device.type} on {ranks}", cure=cure)
-    if stamp.is_file() and plan.may_calibrate_mtp and not has_mtp_stream(folder):
-        # It was begun for a block that needs no batches: its layers are gone, and so are these
-        # states.
-        rule = "the MTP block must be calibrated on what the quantized backbone computes"
-        cure = f"Keep to a `--mtp` word that needs no data, {anew}"
-        raise RecipeError(folder, rule, got="a calibration without these states", cure=cure)
-    refuse_processes(plan.calibration, ranks.size, plan.recipe.name)
+    parts, stamp, before = _parts(plan, data, ranks.size), folder / "fingerprint", _parts_of(folder)
+    # On the CPU it would take days, and round elsewhere.
+    now = {**parts, "device": {"type": ranks.device.type}}
+    if plan.may_calibrate_mtp:  # of a pass without them the layers are gone that compute them
+        now[_MTP] = {"has_states": True}
+    if before or any((folder / "states").glob("*")):
+        _refuse_difference(before, now, folder)
     # Before the first writes: a rank that refuses must see what an earlier run wrote, not this one.
     ranks.wait()
-    if ranks.is_first and not stamp.is_file():
+    wanted = _sum(parts)
+    if ranks.is_first and not before:
         folder.mkdir(parents=True, exist_ok=True)
-        own = {"device": ranks.device.type, "mtp_stream": plan.may_calibrate_mtp}
-        write_whole(folder / _PARTS, json.dumps({**parts, **own}, indent=1))
         write_whole(stamp, wanted)
+        write_whole(folder / _PARTS, json.dumps(now, indent=1))
     ranks.wait()
     if not stamp.is_file() or stamp.read_text() != wanted:
         raise RecipeError(
@@ -121,15 +115,32 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
         )
 
 
+def _refuse_difference(
+    before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]], folder: Path
+) -> None:
+    """Names the first thing that is not as it was: "calibration (seed was 42 and is 43)"."""
+    for name, values in now.items():
+        was = before.get(name, {})
+        for key in {**was, **values}:
+            if was.get(key) == values.get(key):
+                continue
+            old, new = (one_line(json.dumps(each.get(key)), 60) for each in (was, values))
+            same = "recipe, source, dataset, versions and device"
+            raise RecipeError(
+                folder,
+                f"an unfinished calibration can only be resumed with the same {same}",
+                got=f"another {name} ({key} was {old} and is {new})",
+                cure=f"Undo this change to go on, or remove {folder} to start anew",
+            )
+
+
 def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, Any]]:
     """What a number depends on, by the words that a refusal uses; JSON values only."""
     settings = plan.calibration.model_dump(mode="json")
-    batch_size = settings.pop("batch_size")
-    # Whether results are largest values alone, which no order of batches changes; importance is a
-    # sum.
-    is_of_any_split = (
-        plan.calibration.algorithm in _OF_ANY_SPLIT and plan.recipe.search != "imatrix"
-    )
+    split = {"batch_size": settings.pop("batch_size"), "processes": size}
+    # Results that are largest values alone, which no order of batches changes; importance is a sum.
+    if plan.calibration.algorithm in _OF_ANY_SPLIT and plan.recipe.search != "imatrix":
+        split = {}
     parts: dict[str, dict[str, Any]] = {
         "recipe": plan.recipe.model_dump(mode="json", exclude=_PASSED_OVER),
         "calibration": settings,
@@ -138,8 +149,8 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, 
         },
         "config.json": dict(plan.source.config),
         "dataset": dict(data.provenance),
-        "versions": {"keepmtp": __version__, **_versions(plan)},
-        "split": {} if is_of_any_split else {"batch_size": batch_size, "processes": size},
+        "versions": {"keepmtp": __version__, **_versions()},
+        "split": split,
     }
     return json.loads(json.dumps(parts, default=str))
 
@@ -148,17 +159,13 @@ def _sum(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _versions(plan: Plan) -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Of the packages that compute; transformers takes kernels for a model's own functions where
     they are installed.
     """
-    names = [*_PACKAGES, *_KERNELS]
-    if plan.calibration.backend == "modelopt":
-        names.append("nvidia-modelopt")
-    if plan.calibration.algorithm == "autoround":
-        names.append("auto-round")
-    found = dict.fromkeys(names, "not installed")
-    for name in names:
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        found[name] = "not installed"
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -167,22 +174,13 @@ def _versions(plan: Plan) -> dict[str, str]:
 def _parts_of(folder: Path) -> dict[str, Any]:
     """What the pass in a folder depends on; nothing where none was begun."""
     path = folder / _PARTS
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def _difference(before: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> str:
-    """The first thing that is not as it was: "calibration (seed was 42 and is 43)"."""
-    for name, now in parts.items():
-        was = before.get(name, now)
-        for key in {**was, **now}:
-            if was.get(key) != now.get(key):
-                old, new = (one_line(json.dumps(each.get(key)), 60) for each in (was, now))
-                return f"{name} ({key} was {old} and is {new})"
-    return "run"
+    if not path.is_file():
+        return {}
+    return json.loads(path.read_text())
 
 
 def has_mtp_stream(folder: Path) -> bool:
     """Whether the pass in a folder hands on the calibration text as a server computes it, for an
     MTP block.
     """
-    return bool(_parts_of(folder).get("mtp_stream"))
+    return _MTP in _parts_of(folder)

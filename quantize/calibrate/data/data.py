@@ -12,17 +12,18 @@ among each other, so that no batch and no process has one kind of text only.
 import hashlib
 import random
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from functools import partial
+from itertools import chain, count, islice
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from datasets import IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 from httpx import HTTPError
-from huggingface_hub.errors import HfHubHTTPError
 from pyarrow import ArrowException
 from torch import Tensor
 
@@ -43,7 +44,6 @@ _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _UNREADABLE = (
     DatasetsError,
     ArrowException,
-    HfHubHTTPError,
     HTTPError,
     OSError,
     ValueError,
@@ -92,24 +92,20 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
         CheckpointError: there is no usable tokenizer next to the weights, or it has ids the model
             has no embedding for.
     """
-    longest = _text_config(source).get("max_position_embeddings")
-    if longest is not None and calibration.sequence_length > longest:
-        rule = f"must be at most the model's max_position_embeddings, {longest}"
-        raise RecipeError(
-            "calibration.sequence_length", rule, got=calibration.sequence_length, cure="Lower it"
-        )
-    encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
     length, mix = calibration.sequence_length, calibration.mix
+    longest = _text_config(source).get("max_position_embeddings")
+    if longest is not None and length > longest:
+        rule = f"must be at most the model's max_position_embeddings, {longest}"
+        raise RecipeError("calibration.sequence_length", rule, got=length, cure="Lower it")
+    encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
     shares = [texts.share for texts in mix]
     num_used, num_held = (portions(n, shares) for n in (calibration.samples, calibration.held_out))
-    drawn = [
-        _draw(texts, calibration, encoding, used, held)
-        for texts, used, held in zip(mix, num_used, num_held, strict=True)
-    ]
-    ids = _laid_among([torch.tensor(each.used.ids).view(-1, length) for each in drawn])
-    held_out_ids = _laid_among([torch.tensor(each.held.ids).view(-1, length) for each in drawn])
-    parts = [part for each in drawn for part in (each.used, each.held)]
-    first, *others = [each.texts for each in drawn]
+    drawn = list(map(partial(_draw, calibration, encoding), mix, num_used, num_held))
+    read, used, held = zip(*drawn, strict=True)
+    ids = _laid_among([part.ids for part in used], length)
+    held_out_ids = _laid_among([part.ids for part in held], length)
+    first, *others = read
+    parts = [*chain.from_iterable(zip(used, held, strict=True))]
     provenance = {
         "dataset": first.dataset,
         "dataset_revision": first.dataset_revision,
@@ -118,8 +114,8 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
         "column": first.column,
         "prompt_column": first.prompt_column or "",
         "seed": calibration.seed,
-        "rows": sum(len(each.used.numbers) for each in drawn),
-        "held_out_rows": sum(len(each.held.numbers) for each in drawn),
+        "rows": sum(len(part.numbers) for part in used),
+        "held_out_rows": sum(len(part.numbers) for part in held),
         "blank_rows": sum(part.num_blank for part in parts),
         "row_numbers_sha256": ids_sha256([n for part in parts for n in part.numbers]),
         "tokens": ids.numel(),
@@ -130,8 +126,8 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     if others:
         provenance["also"] = [texts.model_dump(mode="json") for texts in others]
     written = None
-    if any(each.held.says_who_wrote for each in drawn):
-        written = _laid_among([torch.tensor(each.held.written).view(-1, length) for each in drawn])
+    if any(part.says_who_wrote for part in held):
+        written = _laid_among([part.written for part in held], length)
         provenance["held_out_written_tokens"] = int(written.sum())
     return CalibrationData(
         ids=ids, held_out_ids=held_out_ids, held_out_written=written, provenance=provenance
@@ -153,9 +149,9 @@ def portions(total: int, shares: Sequence[float]) -> list[int]:
     return found
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Part:
-    """Consecutive rows: their token ids one after another, their numbers and sums.
+    """Consecutive rows: their token ids one after another, and their numbers.
 
     Attributes:
         ids: of all rows.
@@ -165,79 +161,77 @@ class _Part:
 
     ids: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    sums: set[str] = field(default_factory=set)
     num_blank: int = 0
     written: list[bool] = field(default_factory=list)
     says_who_wrote: bool = False
 
 
-class _Drawn(NamedTuple):
-    """What one dataset gives: rows to calibrate on, and rows to measure on."""
-
-    texts: TextsOfMix
-    used: _Part
-    held: _Part
-
-
 def _draw(
-    texts: TextsOfMix, calibration: Calibration, encoding: Encoders, num_used: int, num_held: int
-) -> _Drawn:
-    """So many sequences of one dataset, at the revision that was read."""
+    calibration: Calibration, encoding: Encoders, texts: TextsOfMix, num_used: int, num_held: int
+) -> tuple[TextsOfMix, _Part, _Part]:
+    """So many sequences of one dataset at the revision that was read, to calibrate on and to
+    measure on.
+    """
     where, length = f"calibration.dataset {texts.dataset}", calibration.sequence_length
     dataset, revision = open_split(texts, where)
     rows = _encoded(shuffled(rows_of(dataset, texts, where), calibration.seed), encoding, where)
-    used, held = _Part(), _Part()
-    for row in _distinct(rows, used, num_used * length, set()):
-        used.ids += row.ids
-    for row in _distinct(rows, held, num_held * length, used.sums):
-        # Each sequence begins with a row of its own: what is too long for it is left out. Only that
-        # row counts as written: a server would not have other rows before it.
-        place = len(held.ids) % length
-        own = row.ids[: length - place]
-        written = None if place else encoding.written(row.row, row.ids)
-        held.ids += own
-        held.written += [False] * len(own) if written is None else written[: len(own)]
-        held.says_who_wrote |= written is not None
-    found = len(used.ids) // length + len(held.ids) // length
-    if found < num_used + num_held:
+    used, held, calibrated_on = _Part(), _Part(), set[str]()
+    for part, num_tokens in ((used, num_used * length), (held, num_held * length)):
+        while len(part.ids) < num_tokens and (found := next(rows, None)) is not None:
+            number, row, ids = found
+            sum_of_row = ids_sha256(ids)
+            part.num_blank += not ids
+            if not ids or (part is held and sum_of_row in calibrated_on):
+                continue
+            part.numbers.append(number)
+            if part is used:
+                calibrated_on.add(sum_of_row)
+                used.ids += ids
+                continue
+            # Each sequence begins with a row of its own: what is too long for it is left out. Only
+            # that row counts as written: a server would not have other rows before it.
+            place = len(held.ids) % length
+            own = ids[: length - place]
+            written = None if place else encoding.written(row, ids)
+            held.ids += own
+            held.written += (written or [False] * len(own))[: len(own)]
+            held.says_who_wrote |= written is not None
+        del part.ids[num_tokens:], part.written[num_tokens:]
+    num_found = len(used.ids) // length + len(held.ids) // length
+    if num_found < num_used + num_held:
         read, blank = len(used.numbers) + len(held.numbers), used.num_blank + held.num_blank
-        part = "its share of " if calibration.also else ""
         raise RecipeError(
             where,
-            f"must hold {num_used} + {num_held} sequences of {length} tokens "
-            f"({part}samples + held_out)",
-            got=f"{found}, from {read} different rows and {blank} blank ones",
-            cure="Lower samples, held_out or sequence_length, or name a longer dataset",
+            f"must hold {num_used} + {num_held} sequences of {length} tokens (samples + held_out)",
+            got=f"{num_found}, from {read} different rows and {blank} blank ones",
+            cure="Lower samples, held_out, the dataset's share or sequence_length, or name a "
+            "longer dataset",
         )
-    for part, num_sequences in ((used, num_used), (held, num_held)):
-        del part.ids[num_sequences * length :], part.written[num_sequences * length :]
-    return _Drawn(texts.model_copy(update={"dataset_revision": revision}), used, held)
+    return texts.model_copy(update={"dataset_revision": revision}), used, held
 
 
-def _laid_among(parts: Sequence[Tensor]) -> Tensor:
+def _laid_among(parts: Sequence[Sequence[int]], length: int) -> Tensor:
     """The sequences of several datasets, each dataset's evenly over the whole."""
     places = []
     for number, part in enumerate(parts):
-        for turn, sequence in enumerate(part):
-            places.append(((turn + 0.5) / len(part), number, sequence))
-    places.sort(key=lambda place: place[:2])
+        sequences = torch.tensor(part).view(-1, length)
+        for turn, sequence in enumerate(sequences):
+            places.append(((turn + 0.5) / len(sequences), number, sequence))
+    places.sort(key=itemgetter(0, 1))
     return torch.stack([sequence for *_, sequence in places])
 
 
-class _Row(NamedTuple):
-    """A row of a dataset with its token ids; none for a blank one."""
-
-    number: int
-    row: DataRow
-    ids: list[int]
-
-
-def _encoded(rows: Iterable[tuple[int, DataRow]], encoding: Encoders, where: str) -> Iterator[_Row]:
+def _encoded(
+    rows: Iterable[tuple[int, DataRow]], encoding: Encoders, where: str
+) -> Iterator[tuple[int, DataRow, list[int]]]:
+    """Rows with their numbers and token ids; none for a blank one."""
     vocab_size = _text_config(encoding.source).get("vocab_size")
     for number, row in rows:
-        # A text of spaces alone, or a conversation without turns.
-        if not ("".join(row).strip() if isinstance(row, str | Answered) else row):
-            yield _Row(number, row, [])
+        text = row
+        if isinstance(row, str | Answered):
+            text = "".join(row).strip()
+        if not text:  # spaces alone, or a conversation without turns
+            yield number, row, []
             continue
         try:
             ids = encoding.encode(row)
@@ -251,27 +245,7 @@ def _encoded(rows: Iterable[tuple[int, DataRow]], encoding: Encoders, where: str
             rule = f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}"
             got, cure = f"{max(ids)} in row {number}", "Use the release's own tokenizer"
             raise CheckpointError(encoding.source.where, rule, got=got, cure=cure)
-        yield _Row(number, row, ids)
-
-
-def _distinct(
-    rows: Iterator[_Row], part: _Part, num_tokens: int, others: Collection[str]
-) -> Iterator[_Row]:
-    """The next rows until the part has so many tokens; fewer only if the rows run out.
-
-    Args:
-        rows: those that are taken are used up.
-        part: their numbers and sums go there; the caller adds the tokens.
-        num_tokens: how many to take.
-        others: sums of rows to pass over, because another part has them.
-    """
-    while len(part.ids) < num_tokens and (row := next(rows, None)) is not None:
-        sum_of_row = ids_sha256(row.ids)
-        part.num_blank += not row.ids
-        if row.ids and sum_of_row not in others:
-            part.numbers.append(row.number)
-            part.sums.add(sum_of_row)
-            yield row
+        yield number, row, ids
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -281,20 +255,18 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
     """The split as a stream, and the revision it is of: a Hub commit, or "local"."""
     name, path = texts.dataset, find_path(texts.dataset)
     reader = _READERS.get(Path(name).suffix)
-    is_of_the_hub = (
-        path is None
-        and reader is None
-        and texts.dataset_revision != "local"
-        and name.count("/") < 2
-    )
-    if not is_of_the_hub and (path is None or (reader is None and path.is_file())):
+    is_local = reader or texts.dataset_revision == "local" or name.count("/") > 1
+    got = ""
+    if path is None and is_local:
+        got = "no such file or folder"
+    elif path is not None and path.is_file() and reader is None:
+        got = f"a file of another kind, {path.suffix}"
+    if got:
         raise RecipeError(
             where,
             "must be a Hub id with its dataset_revision, or a folder or "
             f"{', '.join(_READERS)} file",
-            got="no such file or folder"
-            if path is None
-            else f"a file of another kind, {Path(name).suffix}",
+            got=got,
             cure="Check the path, which is relative to the current folder, or convert the file",
         )
     if path is not None and path.is_file() and reader == "json":
@@ -303,16 +275,14 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
         if start and start[:1] not in b"{[":  # pyarrow 26 crashes on rows that are null
             got, rule = start.decode("latin1"), "must begin with an object, or a list of them"
             raise RecipeError(where, rule, got=got, cure="Mend the file")
-    revision = "local"
+    given: tuple[Any, ...] = str(path or name), texts.subset
+    revision, options = "local", {}
     if path is None:
-        revision = dataset_commit(name, texts.dataset_revision, where)
+        revision = options["revision"] = dataset_commit(name, texts.dataset_revision, where)
+    elif path.is_file():
+        given, options = (reader,), {"data_files": str(path)}
     try:
-        if path is None:
-            splits = load_dataset(name, texts.subset, revision=revision, streaming=True)
-        elif path.is_file():
-            splits = load_dataset(str(reader), data_files=str(path), streaming=True)
-        else:
-            splits = load_dataset(str(path), texts.subset, streaming=True)
+        splits = load_dataset(*given, streaming=True, **options)
     except (StopIteration, *_UNREADABLE) as error:  # the first, where it looks for a first row
         cure = "Give calibration.subset if it names several here, or else Parquet or JSON files"
         rule, got = "must be a dataset that can be read", one_line(error) or "no rows"
@@ -347,27 +317,26 @@ def rows_of(dataset: IterableDataset, texts: Texts, where: str) -> Iterator[tupl
 def _value(row: Mapping[str, Any], texts: Texts, where: str) -> DataRow:
     value, prompt = row[texts.column], row.get(texts.prompt_column or "")
     if texts.prompt_column is None:
-        is_list = isinstance(value, list)
-        if isinstance(value, str) or (is_list and all(_is_turn(turn) for turn in value)):
+        if isinstance(value, str) or (isinstance(value, list) and all(map(_is_turn, value))):
             return value
-        rule, got = f"column {texts.column} must hold a text or a list of {{role, content}}", value
-    else:
-        if isinstance(value, str) and isinstance(prompt, str):
-            if not texts.chat:
-                return Answered(prompt, value)
-            return [{"role": "user", "content": prompt}, {"role": "assistant", "content": value}]
-        rule = f"columns {texts.prompt_column} and {texts.column} must hold texts"
-        got = [prompt, value]
-    cure = "Name another column, or mend the row"
-    raise RecipeError(where, rule, got=one_line(repr(got), 60), cure=cure)
+    elif isinstance(value, str) and isinstance(prompt, str):
+        if not texts.chat:
+            return Answered(prompt, value)
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": value}]
+    raise RecipeError(
+        where,
+        f"column {texts.column} must hold a text, or without a prompt_column a list of "
+        "{role, content}; and the prompt_column a text",
+        got=one_line(repr([value, prompt]), 60),
+        cure="Name another column, or mend the row",
+    )
 
 
 def _is_turn(turn: Any) -> bool:
-    return (
-        isinstance(turn, Mapping)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-    )
+    """A mapping whose role and content are texts."""
+    if not isinstance(turn, Mapping):
+        return False
+    return isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
 
 
 def shuffled(rows: Iterator[tuple[int, DataRow]], seed: int) -> Iterator[tuple[int, DataRow]]:

@@ -14,22 +14,14 @@ import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import eq
 from typing import Any, NamedTuple, cast
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ....checkpoints.source import Source
-from ....recipes.errors import CheckpointError, RecipeError
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "tekken.json",
-    "*.tiktoken",
-)
+from ....recipes.errors import CheckpointError
 
 Conversation = Sequence[Mapping[str, Any]]
 UNENCODABLE = (
@@ -68,7 +60,7 @@ class Encoders:
     def encode(self, row: DataRow) -> list[int]:
         """A row's token ids.
 
-        Raises: RecipeError or CheckpointError if it is a conversation and there is no way to encode
+        Raises: CheckpointError if it is a conversation and there is no way to encode
             one; one of `UNENCODABLE` if this row is not allowed by the way that there is.
         """
         if not isinstance(row, str | Answered):
@@ -108,54 +100,49 @@ class Encoders:
             except UNENCODABLE:  # templates need not take a part of a conversation
                 continue
             # After the answer there may be an end that only a whole conversation has.
-            same = [one == other for one, other in zip(answered, ids, strict=False)]
-            end = [*same, False].index(False)
-            if asked == answered[: len(asked)] and len(asked) <= end:
+            end = [*map(eq, answered, ids), False].index(False)
+            if asked == answered[: len(asked)]:
                 written[len(asked) : end] = [True] * (end - len(asked))
         return written
 
     @cached_property
     def _conversation(self) -> _EncodeTurns:
-        """How to encode turns; its second argument adds the beginning of an answer."""
-        if not self.tokenizer.chat_template:
-            return self._own_conversation()
+        """How to encode turns; its second argument adds the beginning of an answer.
 
-        def encode(row: Conversation, is_asked: bool) -> list[int]:
-            ids = self.tokenizer.apply_chat_template(
-                _turns(row), tokenize=True, return_dict=False, add_generation_prompt=is_asked
-            )
-            return cast("list[int]", ids)
-
-        return encode
-
-    def _own_conversation(self) -> _EncodeTurns:
-        """DeepSeek-V3.2's and V4's way: `encode_messages` in `encoding/encoding_*.py` instead of a
-        chat template.
-
-        Source: vllm 0.32.0 tokenizers/deepseek_v4.py, which adds no special tokens to the encoded
-        text either. A user's turn that comes last is followed by the beginning of an answer without
-        being asked for it.
+        Without a chat template it is DeepSeek-V3.2's and V4's way: `encode_messages` in
+        `encoding/encoding_*.py`. Source: vllm 0.32.0 tokenizers/deepseek_v4.py, which adds no
+        special tokens to the encoded text either. A user's turn that comes last is followed by the
+        beginning of an answer without being asked for it.
         """
-        assert self.source.folder is not None
-        rule = "the tokenizer must have a chat template to calibrate on conversations"
-        files = sorted(self.source.folder.glob("encoding/encoding*.py"))
-        if not files:
-            cure = "Put the release's chat_template.jinja beside it, or name a column of texts"
-            raise CheckpointError(self.source.where, rule, got="none", cure=cure)
-        if not self.may_run_code:
-            got = f"encoding/{files[0].name}, which is the checkpoint's code"
-            cure = "Read it, set calibration.model_code: checkpoint and add --trust-remote-code"
-            raise RecipeError(self.source.where, rule, got=got, cure=cure)
-        encode_messages = runpy.run_path(str(files[0])).get("encode_messages")
-        if encode_messages is None:
-            rule, cure = "must have a function encode_messages", "Name a column of texts"
-            raise CheckpointError(files[0], rule, got="none", cure=cure)
+        if self.tokenizer.chat_template:
 
-        def encode(row: Conversation, _: bool) -> list[int]:
+            def by_template(row: Conversation, is_asked: bool) -> list[int]:
+                ids = self.tokenizer.apply_chat_template(
+                    _turns(row), tokenize=True, return_dict=False, add_generation_prompt=is_asked
+                )
+                return cast("list[int]", ids)
+
+            return by_template
+        assert self.source.folder is not None
+        files = sorted(self.source.folder.glob("encoding/encoding*.py"))
+        if not (files and self.may_run_code):
+            got = "none"
+            if files:
+                got = f"encoding/{files[0].name}, which is the checkpoint's code"
+            raise CheckpointError(
+                self.source.where,
+                "the tokenizer must have a chat template to calibrate on conversations",
+                got=got,
+                cure="Put the release's chat_template.jinja beside it, name a column of texts, or "
+                "read the code, set calibration.model_code: checkpoint and add --trust-remote-code",
+            )
+        encode_messages = runpy.run_path(str(files[0]))["encode_messages"]
+
+        def by_own_code(row: Conversation, _: bool) -> list[int]:
             written = encode_messages(_turns(row), thinking_mode="chat")
             return self.tokenizer.encode(written, add_special_tokens=False, verbose=False)
 
-        return encode
+        return by_own_code
 
 
 def encoders(source: Source, *, may_run_code: bool) -> Encoders:
@@ -170,17 +157,20 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
             build.
     """
     assert source.folder is not None, "download() first"
-    rule = "a calibrated run needs the model's tokenizer beside the weights"
-    copy = "Copy the release's tokenizer files there"
-    if not any(path for pattern in _TOKENIZER_FILES for path in source.folder.glob(pattern)):
-        raise CheckpointError(source.where, rule, got="no tokenizer.json", cure=copy)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source.folder, local_files_only=True, trust_remote_code=may_run_code
         )
+        if len(tokenizer) < 2:  # what transformers 5.17 makes of no files for some classes
+            raise ValueError("no tokenizer.json")
     except (OSError, ValueError, KeyError, ImportError) as error:
-        cure = f"{copy}, or set calibration.model_code: checkpoint if it is code of the checkpoint"
-        raise CheckpointError(source.where, rule, got=one_line(error), cure=cure) from error
+        raise CheckpointError(
+            source.where,
+            "a calibrated run needs the model's tokenizer beside the weights",
+            got=one_line(error),
+            cure="Copy the release's tokenizer files there, or set calibration.model_code: "
+            "checkpoint if it is code of the checkpoint",
+        ) from error
     return Encoders(tokenizer=tokenizer, source=source, may_run_code=may_run_code)
 
 

@@ -25,7 +25,7 @@ from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch import Tensor
 
 from ..model.hooks import hooked
-from .observed import InputIdentity
+from .observed import input_identity
 
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
@@ -46,7 +46,7 @@ def rounded_inputs(modules: Iterable[Any]) -> AbstractContextManager[None]:
     def rounded(rounding: Rounding, key: object, _module: object, args: tuple[Tensor]) -> Tensor:
         nonlocal last
         (value,) = args
-        identity = key, InputIdentity.of(value)
+        identity = key, input_identity(value)
         if identity != last[0]:
             last = identity, through(value, rounding)
         return last[1].view(value.shape)
@@ -55,19 +55,14 @@ def rounded_inputs(modules: Iterable[Any]) -> AbstractContextManager[None]:
     for module in modules:
         args = module.quantization_scheme.input_activations
         if args is not None:
-            scale = _static_scale(module, args)
+            scale = 0.0
+            if args.strategy == QuantizationStrategy.TENSOR_GROUP:
+                scale = float(module.input_global_scale)
+            elif args.strategy == QuantizationStrategy.TENSOR:
+                scale = float(module.input_scale.bfloat16())  # as it is on disk
             key = args.strategy, args.num_bits, args.type, args.group_size, scale
             hooks[module] = partial(rounded, rounding_of(module, scale), key)
     return hooked(module.register_forward_pre_hook(hook) for module, hook in hooks.items())
-
-
-def _static_scale(module: Any, args: QuantizationArgs) -> float:
-    """As it is on disk; 0 where there is none."""
-    if args.dynamic is True:
-        return 0.0
-    if args.strategy == QuantizationStrategy.TENSOR_GROUP:
-        return float(module.input_global_scale)
-    return float(module.input_scale.bfloat16())
 
 
 def rounding_of(module: Any, scale: float) -> Rounding:

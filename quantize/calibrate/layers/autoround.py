@@ -10,8 +10,8 @@ before, for `iters` steps of signed gradient descent. What is not within a decod
 the projection of an MTP block, is left to another modifier.
 
 Easy to get wrong: auto-round changes the process that it runs in. It seeds every generator and
-switches torch to deterministic algorithms for good; both are put back here, so that a resumed run
-computes what a whole one does. And its scales may be negative: the largest weight of a group,
+switches torch to deterministic algorithms for good; torch's are put back here, so that a resumed
+run computes what a whole one does. And its scales may be negative: the largest weight of a group,
 whatever its sign, gets the code -8.
 
 Source: llm-compressor 0.14.0.1 modifiers/autoround/base.py, auto-round 0.15.1
@@ -20,14 +20,12 @@ compressors/orchestrator.py (`quantize_block`).
 
 import gc
 import logging
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.quantization.calibration import update_qparams
@@ -65,10 +63,14 @@ def autoround(model: Any, work: LayerWork) -> Iterator[None]:
         yield
     # A model's name and config say which of auto-round's own models it is; a layer is none of them.
     alone = SimpleNamespace(model=SimpleNamespace(name_or_path="", config=model.config))
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    gc.freeze()  # auto-round collects garbage six times a layer
     for layer in modifier._layers:
-        with without_bars(), _process_as_it_was():
+        with without_bars(), torch.random.fork_rng():
             modifier.apply_autoround(alone, [layer])
+        torch.use_deterministic_algorithms(is_deterministic)
         modifier._q_input = None
+    gc.unfreeze()
     modifier.post_autoround_cleanup()
     modifier._remove_temporary_names(model)
     tuned = modifier._match_autoround_targets(model)
@@ -160,24 +162,3 @@ def _shared(value: Any, first: Any) -> Any:
     if isinstance(value, Tensor) and value.shape == first.shape and value.equal(first):
         return first
     return value
-
-
-@contextmanager
-def _process_as_it_was() -> Iterator[None]:
-    """Generators and torch's choice of algorithms as they were before.
-
-    auto-round collects garbage six times a layer; what was there before it began is passed over.
-    """
-    states = random.getstate(), np.random.get_state()
-    chosen = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    gc.freeze()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        gc.unfreeze()
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.use_deterministic_algorithms(chosen, warn_only=warns)
-        torch.set_printoptions(profile="default")

@@ -17,16 +17,16 @@ Source: llm-compressor 0.14.0.1 modifiers/transform (awq/base.py, smoothquant/ba
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from compressed_tensors.offload import as_single_threaded
+from compressed_tensors.utils import patch_attr
 from llmcompressor.core import State
 from llmcompressor.modifiers.quantization.calibration import update_qparams
-from llmcompressor.modifiers.transform.awq import AWQModifier
-from llmcompressor.modifiers.transform.awq.base import get_lowest_common_ancestor_with_avoid
+from llmcompressor.modifiers.transform.awq import AWQModifier, base
 from llmcompressor.modifiers.transform.awq.mappings import ResolvedMapping
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantMapping
@@ -38,9 +38,7 @@ from torch import Tensor, nn
 
 from ...needs.free_memory import free_host_bytes
 from ...run.processes import place_of_process
-from ...run.ranks import has_others
 from ..model.binding import EXPERT
-from ..model.experts import run_again
 from .forwards import without_bars
 from .smoothing import Smoothing
 from .work import LayerWork, observe_weights
@@ -68,36 +66,34 @@ def rescaling(
         smoothings: what is rescaled; without any, modules are rounded to nearest.
         batches: for further passes.
     """
-    modifier: Any = BoundedAWQ(**work.knobs) if work.algorithm == "awq" else SmoothQuantModifier()
-    mappings = []
+    modifier: Any = SmoothQuantModifier()
+    if work.algorithm == "awq":
+        modifier = BoundedAWQ(**work.knobs)
+        modifier._batches = batches
+    else:
+        modifier.resolved_mappings_, modifier.scales_ = [], {}
     for each in smoothings:
         smooth = model.get_submodule(each.smooth)
         balance = [model.get_submodule(name) for name in each.balance]
         if work.algorithm == "awq":
-            name, parent = get_lowest_common_ancestor_with_avoid(iter(each.balance), model)
-            mappings.append(
+            name, parent = base.get_lowest_common_ancestor_with_avoid(iter(each.balance), model)
+            modifier._resolved_mappings.append(
                 ResolvedMapping(each.smooth, smooth, balance, [*each.balance], parent, name)
             )
         else:
-            mappings.append(SmoothQuantMapping(each.smooth, smooth, balance))
-    if work.algorithm == "awq":
-        modifier._resolved_mappings, modifier._batches = mappings, batches
-    else:
-        modifier.resolved_mappings_, modifier.scales_ = mappings, {}
+            modifier.resolved_mappings_.append(SmoothQuantMapping(each.smooth, smooth, balance))
     state: Any = State(model=model)
     modifier.on_calibration_start(state, None)
     yield
-    with without_bars():
+    # 0.14.0.1 sums over ranks on an accelerator that may not be there.
+    with without_bars(), patch_attr(base, "_allreduce_data_sum", _summed):
         modifier.on_sequential_epoch_end(state, None)
     modifier.on_calibration_end(state, None)
     update_qparams(observe_weights(model, work), "weight")
 
 
 class BoundedAWQ(AWQModifier):
-    """AWQModifier whose cache fits the host, and which runs on CPUs, too.
-
-    0.14.0.1 sums over ranks on an accelerator that may not be there.
-    """
+    """AWQModifier whose cache fits the host."""
 
     offload_device: Any = torch.device("cpu")
     _batches: Any = PrivateAttr()
@@ -127,13 +123,11 @@ class BoundedAWQ(AWQModifier):
             cache.is_open = False
         for group in self._groups():
             # The sums of activations are those of the first pass already.
-            sums = {
-                name: [value.clone() for value in found]
-                for name, found in self._smooth_activation_stats.items()
-            }
+            sums = deepcopy(self._smooth_activation_stats)
             for mapping in group:
                 caches[mapping.parent].is_open = True
-            run_again(model, self._batches)
+            for batch in self._batches:
+                model(**batch)
             self._smooth_activation_stats = sums
             for mapping in group:
                 self._scales[mapping.parent] = self._searched(model, mapping)
@@ -183,24 +177,11 @@ class BoundedAWQ(AWQModifier):
     ) -> Tensor:
         if mapping.parent in self._scales:
             return self._scales[mapping.parent]
-        if _sums_on_cpu():
-            for value in self._smooth_activation_stats[mapping.smooth_name]:
-                dist.all_reduce(value)
         self._is_searching = True
         try:
-            with as_single_threaded() if _sums_on_cpu() else nullcontext():
-                return super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
+            return super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
         finally:
             self._is_searching = False
-
-    def _compute_loss(self, fp16_outputs: list[Tensor], int_w_outputs: Any) -> float:
-        loss = super()._compute_loss(fp16_outputs, int_w_outputs)
-        if not _sums_on_cpu():
-            return loss
-        count = sum(output.numel() for output in fp16_outputs)
-        totals = torch.tensor([loss * count, count], dtype=torch.float64)
-        dist.all_reduce(totals)
-        return (totals[0] / totals[1]).item()
 
 
 class _Cache(IntermediatesCache):
@@ -222,5 +203,10 @@ class _Cache(IntermediatesCache):
             super().pin_memory(batch_index, input_names)
 
 
-def _sums_on_cpu() -> bool:
-    return has_others() and not torch.accelerator.is_available()
+def _summed(values: list[Tensor]) -> list[Tensor]:
+    """Over the ranks, where they can be summed."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    found = [value.to(device) for value in values]
+    for value in found:
+        dist.all_reduce(value)
+    return found

@@ -38,7 +38,6 @@ from ...run.statistics import write_statistics
 from ..data.claim import claim_pass, has_mtp_stream
 from ..data.data import CalibrationData
 from ..model.hooks import hooked
-from ..model.inference_mode import guard
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import NextStates, States, Stream
 from .forwards import propagating, serving
@@ -102,11 +101,7 @@ def _calibrate_layer(backbone: "Backbone", index: int) -> None:
     skeleton, plan = backbone.skeleton, backbone.skeleton.plan
     model = skeleton.model
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
-    with (
-        backbone.states.writing(index + 1) as outputs,
-        skeleton.layer(index, index + 1),
-        guard(model, policy=plan.calibration.decorated_forward),
-    ):
+    with backbone.states.writing(index + 1) as outputs, skeleton.layer(index, index + 1):
         backbone.run("source", index, outputs, serving(model))
         handing_over = nullcontext()
         if not work.rewrites:  # the layer returns the same before and after, to the bit
@@ -119,7 +114,7 @@ def _calibrate_layer(backbone: "Backbone", index: int) -> None:
             file = backbone.folder / "statistics" / f"layer-{index:05d}.safetensors"
             backbone.record(file, found, work, tensors)
         if work.rewrites:
-            backbone.run("calibration", index, outputs, propagating(model, routed=work.routed))
+            backbone.run("calibration", index, outputs, propagating(model))
         serve_weights(model, plan, work, InMemory(tensors))
         backbone.run("served", index, outputs, serving(model))
         if has_mtp_stream(backbone.folder):
@@ -194,17 +189,12 @@ class Backbone:
             tensors: by their names on disk.
         """
         coverage: dict[HFName, int] = {}
-        few_tokens: list[HFName] = []
-        for each in found.coverage:
-            pieces = work.binding[f"{each.module.removeprefix(work.path)}.weight"]
-            names = [piece.module for piece in pieces]
-            coverage |= dict.fromkeys(names, each.tokens if each.routed is None else each.routed)
-            if each.has_few_tokens:
-                few_tokens += names
+        for module, tokens in found.coverage.items():
+            for piece in work.binding[f"{module.removeprefix(work.path)}.weight"]:
+                coverage[piece.module] = tokens
         metadata = {
             "fingerprint": (self.folder / "fingerprint").read_text(),
             "coverage": json.dumps(coverage),
-            "few_tokens": json.dumps(few_tokens),
         }
         write_statistics(path, tensors, metadata)
 
@@ -236,7 +226,7 @@ class Batches:
 
     def ranges(self) -> list[tuple[int, int]]:
         """The rows of each of this rank's batches: the first, and the one after the last."""
-        size = self.run.skeleton.plan.calibration.num_in_batch
+        size = self.run.skeleton.plan.calibration.batch_size
         share = self.run.ranks.share(len(self.ids), size)
         return [(row, min(row + size, share.stop)) for row in range(share.start, share.stop, size)]
 
@@ -256,7 +246,7 @@ def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
         raise RecipeError(
             plan.recipe.name,
             f"{what} must fit {device}",
-            got=f"out of memory in batches of {plan.calibration.num_in_batch}",
+            got=f"out of memory in batches of {plan.calibration.batch_size}",
             cure="Free the device of other processes, or lower calibration.batch_size or "
             "calibration.sequence_length. "
             "minmax takes the least of all algorithms, and keepmtp plan says how much",

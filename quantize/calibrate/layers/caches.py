@@ -58,22 +58,17 @@ class CacheRanges:
         """`<module>.k_scale` and `<module>.v_scale`, [1] in BF16, on the CPU; over all ranks.
 
         Raises:
-            CheckpointError: naming the module that handed nothing to a cache, or NaN or infinity.
+            CheckpointError: naming the module that handed nothing to a cache.
         """
-        found = {}
+        found, args = {}, QuantizationArgs.model_validate(dict(FP8_CACHE))
         for name in self._modules:
-            if name not in self._largest:
+            largest = self._largest.get(name)
+            if largest is None:
                 rule = "attention must hand its keys to a cache during calibration"
                 cure = "Remove kv_cache: keepmtp cannot observe this class"
                 raise CheckpointError(name, rule, got="none", cure=cure)
-            largest = self._largest[name]
             if has_others():
                 dist.all_reduce(largest, dist.ReduceOp.MAX)
-            if not largest.isfinite().all():
-                rule, got = "keys and values must be finite during calibration", largest.tolist()
-                cure = "Look for a broken weight in this layer"
-                raise CheckpointError(name, rule, got=got, cure=cure)
-            args = QuantizationArgs.model_validate(dict(FP8_CACHE))
             for leaf, value in zip(CACHE_LEAVES, largest.cpu().bfloat16().split(1), strict=True):
                 # As compressed-tensors computes it of BF16 keys: in BF16, and never 0.
                 scale, _ = calculate_qparams(-value, value, args)
@@ -95,20 +90,22 @@ def serve_cache(module: Any, scales: tuple[float, float]) -> None:
 
 def rounded_caches(model: Any) -> AbstractContextManager[None]:
     """Keys and values as an FP8 cache gives them back, in the modules of `serve_cache`."""
-    given = {
-        module: getattr(module, _SCALES) for module in model.modules() if hasattr(module, _SCALES)
-    }
-    return _between({module: partial(_rounded, scales) for module, scales in given.items()})
+
+    def rounded(scales: tuple[float, float], keys: Tensor, values: Tensor) -> KeysValues:
+        of_keys, of_values = (partial(e4m3_by, scale) for scale in scales)
+        return through(keys, of_keys), through(values, of_values)
+
+    changes = {}
+    for module in model.modules():
+        if hasattr(module, _SCALES):
+            changes[module] = partial(rounded, getattr(module, _SCALES))
+    return _between(changes)
 
 
 def e4m3_by(scale: float, value: Tensor) -> Tensor:
     """What a cache in E4M3 makes of a value [...], in the value's dtype."""
     common = torch.full((), scale, dtype=torch.float32, device=value.device)
     return (e4m3(value.float() / common) * common).to(value.dtype)
-
-
-def _rounded(scales: tuple[float, float], keys: Tensor, values: Tensor) -> KeysValues:
-    return through(keys, partial(e4m3_by, scales[0])), through(values, partial(e4m3_by, scales[1]))
 
 
 class _Between:

@@ -5,9 +5,12 @@ In: a model of which one layer is real, or an MTP block. Out: contexts to call i
 
 Easy to get wrong: `norm_calibration_context` leaves zero-centred norms rounded to what 1 + weight
 can hold. Whoever uses it takes `small_parameters` before and calls `restore` afterwards. And
-everything runs under no_grad, or with gradients, never in inference_mode (llm-compressor #2745).
+everything runs under no_grad, or with gradients, never in inference_mode: weights that are loaded
+inside such a forward are inference tensors, and GPTQ's write to them fails hours later
+(llm-compressor #2745).
 
-Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
+Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0 offload/cache/base.py (`__setitem__`, the
+write that fails), torch 2.13 autograd/grad_mode.py (`inference_mode`).
 """
 
 import os
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.utils import patch_attr
 from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.modeling.offset_norm import norm_calibration_context
 from llmcompressor.utils import calibration_forward_context
@@ -28,27 +32,28 @@ from .caches import rounded_caches
 
 
 @contextmanager
-def calibrating(model: Any, *, routed: bool = False) -> Iterator[None]:
-    """The forward of calibration: no_grad, eager attention, every expert on every token, or
-    `routed` on its own.
-    """
-    with nullcontext() if routed else moe_calibration_context(), calibration_forward_context(model):
+def calibrating(model: Any) -> Iterator[None]:
+    """The forward of calibration: no_grad, eager attention, every expert on every token."""
+    with (
+        without_inference_mode(),
+        moe_calibration_context(),
+        calibration_forward_context(model),
+    ):
         yield
 
 
 @contextmanager
-def propagating(model: Any, *, routed: bool = False) -> Iterator[None]:
+def propagating(model: Any) -> Iterator[None]:
     """Computes the layer's outputs as llm-compressor hands them on: rewritten weights, no rounding,
     eager attention.
 
     Every expert computes every token, so that sums are the same to the bit; the router still
-    chooses whose output counts. Where statistics are `routed`, each computes its own, as it did
-    while they were taken. Zero-centred norms are modules of another class meanwhile, with 1 +
-    weight rounded: their hooks do not fire.
+    chooses whose output counts. Zero-centred norms are modules of another class meanwhile, with 1
+    + weight rounded: their hooks do not fire.
     """
     before = small_parameters(model)
     try:
-        with norm_calibration_context(model), calibrating(model, routed=routed):
+        with norm_calibration_context(model), calibrating(model):
             yield
     finally:
         # 1 + weight in BF16 loses bits of a zero-centred weight, and taking the 1 away does not
@@ -65,17 +70,11 @@ def serving(model: Any, *, trains: bool = False) -> Iterator[None]:
 
     Quantized modules have their served weights already (`served.serve_weights`).
     """
-    quantized = {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "quantization_scheme")
-    }
-    for name, module in quantized.items():
-        assert module.quantization_status == QuantizationStatus.COMPRESSED, (
-            f"{name}: no served weight"
-        )
-    gradients = torch.enable_grad() if trains else torch.no_grad()
-    with gradients, released(model), rounded_inputs(quantized.values()), rounded_caches(model):
+    quantized = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
+    for module in quantized:
+        assert module.quantization_status == QuantizationStatus.COMPRESSED, "no served weight"
+    gradients = torch.set_grad_enabled(trains)
+    with gradients, released(model), rounded_inputs(quantized), rounded_caches(model):
         yield
 
 
@@ -87,9 +86,31 @@ def released(model: Any) -> Iterator[None]:
     On a CPU every expert computes every token, with the same results: a matrix of another height
     for each expert and batch is another compiled kernel of oneDNN's, and these fill the memory.
     """
-    is_on_cpu = all(value.device.type in ("cpu", "meta") for value in model.parameters())
-    experts = moe_calibration_context() if is_on_cpu else nullcontext()
-    with disable_cache(model), eval_context(model), disable_hf_kernels(model), experts:
+    experts = nullcontext()
+    if {value.device.type for value in model.parameters()} <= {"cpu", "meta"}:
+        experts = moe_calibration_context()
+    with (
+        without_inference_mode(),
+        disable_cache(model),
+        eval_context(model),
+        disable_hf_kernels(model),
+        experts,
+    ):
+        yield
+
+
+@contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """A forward that enters `torch.inference_mode` computes under `torch.no_grad` meanwhile."""
+
+    def enter(self: Any) -> None:
+        self._inference_mode_context = torch.set_grad_enabled(not self.mode)
+
+    # The class itself is changed, because a forward enters it from its source, or from a
+    # decorator's closure that nobody else can reach: a forward on the instance is passed over by
+    # `super().forward` and by llm-compressor's wrapper, which look it up on the class (checked
+    # against torch 2.13, compressed-tensors 0.19.0 offload/module.py).
+    with patch_attr(torch.inference_mode, "__enter__", enter):
         yield
 
 

@@ -17,7 +17,7 @@ Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0; equality with
 `oneshot(pipeline="sequential")` is tested in tests/quantize/calibrate/test_layer.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ from .awq import rescaling
 from .caches import CacheRanges
 from .forwards import calibrating, restore, small_parameters
 from .gptq import gptq
-from .observed import Coverage, Observed
+from .observed import Observed
 from .smoothing import Smoothing, smoothings_of
 from .work import LayerWork, attach
 
@@ -55,22 +55,16 @@ class Calibrated:
             modules that are rounded to nearest, the importance of the input channels of weighted
             ones, all tensors of modules that the algorithm rewrote, and kept parameters that it
             rescaled.
-        coverage: one entry for each quantized module.
+        coverage: quantized module -> its tokens; of routed experts, those that the router sent.
         smoothings: what AWQ or SmoothQuant rescaled.
     """
 
     tensors: Mapping[str, Tensor]
-    coverage: tuple[Coverage, ...]
+    coverage: Mapping[str, int]
     smoothings: tuple[Smoothing, ...] = ()
 
 
-def calibrate(
-    model: Any,
-    batches: Iterable[Mapping[str, Tensor]],
-    work: LayerWork,
-    *,
-    after_batch: Callable[[], None] | None = None,
-) -> Calibrated:
+def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWork) -> Calibrated:
     """Run the batches through the model, and let the algorithm observe, rescale and rewrite it.
 
     `forwards.propagating` and `forwards.serving` say how the model computes afterwards.
@@ -79,17 +73,16 @@ def calibrate(
         model: experts as linear layers, on one device; modules without weights are ignored.
         batches: keyword arguments of its forward, on its device, at least one for every rank.
             Iterated twice where the algorithm smooths (the first batch alone, then all), and once
-            more for each group of experts whose statistics need a pass of their own.
+            more for each group of experts whose statistics need a pass of their own. Unless
+            `work.rewrites`, what the layer returns in the pass that observes is what it returns
+            under `forwards.propagating`.
         work: on the layer or block.
-        after_batch: called after each batch of the pass that observes. Unless `work.rewrites`, what
-            the layer has returned then is what it returns under `forwards.propagating`.
 
     Returns: tensors in the dtypes of `Scheme.tensors`.
 
     Raises:
         CheckpointError: naming the module that was never called, or whose activations are not
             finite.
-        RecipeError: there is no batch.
     """
     before, rescaled = small_parameters(model), dict[str, Tensor]()
     smoothings: tuple[Smoothing, ...] = ()
@@ -102,7 +95,7 @@ def calibrate(
                 rescaled[key] = value.detach().clone()
     attach(model, work)
     observed, caches = Observed(model, work), CacheRanges(model, work.scaled_caches)
-    with calibrating(model, routed=work.routed), norm_calibration_context(model):
+    with calibrating(model), norm_calibration_context(model):
         with (
             _algorithm(model, work, smoothings, batches),
             observed.watching(),
@@ -110,15 +103,13 @@ def calibrate(
         ):
             for batch in batches:
                 observed.end_batch(model(**batch))
-                if after_batch is not None:
-                    after_batch()
-            observed.finish(batches)
+            observed.finish()
         observed.set_input_scales()
     restore(model, before)
     if smoothings and work.scaled_caches:
         # Attention hands its cache something else than was seen.
         caches = CacheRanges(model, work.scaled_caches)
-        with calibrating(model, routed=work.routed), caches.observing():
+        with calibrating(model), caches.observing():
             for batch in batches:
                 model(**batch)
     tensors = _tensors(model, work, rescaled) | caches.scales()
@@ -136,7 +127,7 @@ def _algorithm(
     if not work.rewritten:
         return nullcontext()
     if work.algorithm == "gptq":
-        return gptq(model, work, batches)
+        return gptq(model, work)
     if work.algorithm in RESCALING:
         return rescaling(model, work, smoothings, batches)
     if work.algorithm in SWEEPS:

@@ -60,8 +60,7 @@ def sweeping(model: Any, work: LayerWork) -> Iterator[None]:
             hessians[name] = _LocalHessianAccumulator(*module.weight.shape, block_size=16)
 
     def accumulate(name: str, _module: object, args: tuple[Tensor, ...]) -> None:
-        if args[0].numel():  # an expert without a token
-            hessians[name].accumulate(args[0])
+        hessians[name].accumulate(args[0])
 
     with hooked(
         modules[name].register_forward_pre_hook(partial(accumulate, name)) for name in hessians

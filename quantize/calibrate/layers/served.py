@@ -11,7 +11,6 @@ they were comes before.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,20 +37,14 @@ _FORMS: Mapping[str, Form] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class InMemory:
+class InMemory(dict[HFName, Tensor]):
     """What calibration found in one layer, in the names of the finished checkpoint, before it is on
     disk.
     """
 
-    tensors: Mapping[HFName, Tensor]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
     def read(self, name: HFName) -> Tensor:
         """One tensor."""
-        return self.tensors[name]
+        return self[name]
 
 
 def serve_weights(model: Any, plan: Plan, work: LayerWork, given: Calibrations) -> None:

@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 from ...run.ranks import gathered
 from ..model.hooks import hooked
 from .forwards import calibrating, restore, small_parameters
-from .observed import no_batch
 from .work import LayerWork
 
 # Rows kept of each module's output: enough to see any wrong channel, and 256 experts stay below a
@@ -71,9 +70,7 @@ def smoothings_of(
         work: a smoothing feeds at least one of the modules that its algorithm rewrites, and touches
             none whose bytes come from elsewhere.
     """
-    batch = next(iter(batches), None)
-    if batch is None:
-        raise no_batch()
+    batch = next(iter(batches))
     before, found = small_parameters(model), list[Smoothing]()
     rewritten = {*work.rewritten}
     untouchable = {*work.frozen, *work.schemes.keys() - rewritten}
@@ -81,22 +78,18 @@ def smoothings_of(
         candidates, calls = _candidates(model, batch, norms_only=work.algorithm == "smoothquant")
         reference = _observe(model, batch, work)
         for candidate in candidates:
-            group = [
-                each
-                for each in candidate
-                if not rewritten.isdisjoint(each.balance) and untouchable.isdisjoint(each.touched)
-            ]
+            group = []
+            for each in candidate:
+                if untouchable.isdisjoint(each.touched) and not rewritten.isdisjoint(each.balance):
+                    group.append(each)
             if not group:
                 continue
             with _powers_of_two(model, group):
                 outputs = _observe(model, batch, work)
             for each in group:
                 outputs.pop(each.smooth, None)
-            if all(
-                torch.equal(value, expected)
-                for name, values in outputs.items()
-                for value, expected in zip(values, reference[name], strict=True)
-            ):
+            expected = [reference[name] for name in outputs]
+            if all(map(torch.equal, tree_leaves([*outputs.values()]), tree_leaves(expected))):
                 found += group
     restore(model, before)
     found.sort(key=lambda smoothing: calls[smoothing.smooth])
@@ -149,9 +142,10 @@ def _candidates(
     fed, calls = _consumers(model, batch, matrices)
     groups = []
     for norm, consumers in fed.items():
-        is_routed = any(".experts." in name for name in consumers)
+        parents = {name.rpartition(".")[0] for name in consumers}
         # A norm inside a low-rank projection has the parent of a module that it feeds.
-        is_inner = norm.rpartition(".")[0] in {name.rpartition(".")[0] for name in consumers}
+        is_inner = norm.rpartition(".")[0] in parents
+        is_routed = ".experts." in " ".join(consumers)
         if consumers and not (norms_only and (is_routed or is_inner)):
             groups.append([Smoothing(smooth=norm, balance=tuple(consumers))])
     if norms_only:

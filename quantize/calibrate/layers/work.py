@@ -34,8 +34,6 @@ class LayerWork:
         schemes: module to be quantized -> its scheme.
         algorithm: of the recipe; it rewrites the schemes of `REWRITES[algorithm]` only.
         knobs: of the algorithm; see `Calibration.knobs`.
-        routed: statistics of an expert are of the tokens that the router sends it; see
-            `Calibration.experts`.
         fused: modules that run as one in vLLM and share global scales, those that llm-compressor
             fuses included.
         experts: modules that vLLM gives one input scale, the largest of theirs; others keep their
@@ -51,7 +49,6 @@ class LayerWork:
     schemes: Mapping[str, str]
     algorithm: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
-    routed: bool = False
     fused: Sequence[tuple[str, ...]] = ()
     experts: Sequence[tuple[str, ...]] = ()
     frozen: Collection[str] = ()
@@ -97,7 +94,6 @@ class LayerWork:
             schemes=schemes_in(binding, path),
             algorithm=plan.calibration.algorithm,
             knobs=plan.calibration.knobs,
-            routed=plan.calibration.experts == "routed",
             fused=_of_several(fused),
             experts=_of_several(experts),
             frozen=frozen,

@@ -35,7 +35,7 @@ from ...plan.tensor_plan import TensorPlan
 _EXPERT_LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 EXPERT = re.compile(r"^(?P<stack>.*\bexperts)\.(?P<expert>\d+)\.(?P<linear>\w+)\.(?P<leaf>\w+)$")
 _DATA_FREE = "Use a data-free scheme for this model (`keepmtp ls models`)"
-_IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)$")
+_IN_LAYER = re.compile(r"^(?:.*?\.)??layers\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,24 +92,22 @@ class Names:
             if not isinstance(transform, WeightConverter):
                 name, _ = transform.rename_source_key(name)
         for transform in self.transforms:
-            if isinstance(transform, WeightConverter) and ".experts." not in name:
-                renamed, pattern = transform.rename_source_key(name)
-                if pattern is None:
-                    continue
-                if not all(
-                    isinstance(step, Concatenate) and step.dim == 0 for step in transform.operations
-                ):
+            if not isinstance(transform, WeightConverter) or ".experts." in name:
+                continue
+            renamed, pattern = transform.rename_source_key(name)
+            if pattern is None:
+                continue
+            for step in transform.operations:
+                if not isinstance(step, Concatenate) or step.dim:
                     rule = "only concatenation can be undone after calibration"
-                    steps = " and ".join(type(step).__name__ for step in transform.operations)
-                    raise CheckpointError(name, rule, got=steps, cure=_DATA_FREE)
-                return renamed, transform.source_patterns.index(pattern)
+                    raise CheckpointError(name, rule, got=type(step).__name__, cure=_DATA_FREE)
+            return renamed, transform.source_patterns.index(pattern)
         return name, 0
 
     def in_layer(self, name: str) -> tuple[str, int]:
         """The same, as a path inside the decoder layer."""
         renamed, turn = self.rename(name)
-        found = _IN_LAYER.search(renamed)
-        return (found[1] if found else renamed), turn
+        return _IN_LAYER.sub("", renamed), turn
 
 
 def bind(
@@ -139,9 +137,8 @@ def bind(
                 raise CheckpointError(where, rule, got=f"none called {target}", cure=_DATA_FREE)
             turned[target].append((turn, piece))
     for target in state.keys() - turned.keys():
-        rule, cure = f"every parameter of {owner} must be on disk", "Check the download, or use"
-        got = f"nothing for {target}"
-        raise CheckpointError(where, rule, got=got, cure=f"{cure} a data-free scheme")
+        rule, got = f"every parameter of {owner} must be on disk", f"nothing for {target}"
+        raise CheckpointError(where, rule, got=got, cure=f"Check the download. {_DATA_FREE}")
     return {
         target: tuple(piece for _, piece in sorted(found, key=itemgetter(0)))
         for target, found in turned.items()
@@ -199,7 +196,9 @@ def fill(
                 stack_NK = load_expert(plan, piece.tensor, piece.expert, device)
                 last = key, stack_NK.chunk(len(piece.tensor.stacked))
             parts.append(last[1][piece.part])
-        value = parts[0] if len(parts) == 1 else torch.cat(parts)
+        value = parts[0]
+        if len(parts) > 1:
+            value = torch.cat(parts)
         if value.shape != state[name].shape:
             rule = f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}"
             got, cure = list(value.shape), "Check config.json"

@@ -8,14 +8,11 @@ Easy to get wrong: a gate may read constants of its experts (limits, slopes); th
 them.
 """
 
-from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
-from torch import Tensor
 
 from ....recipes.errors import CheckpointError
 
@@ -28,11 +25,8 @@ def linear_experts(model: Any) -> None:
     """
     for name, module in get_non_linearized_moes(model):
         experts_class: Any = LinearExperts2D.get_linear_experts_cls(cast(Any, type(module)))
-        has_common_code = all(
-            getattr(experts_class, method) is getattr(LinearExperts2D, method)
-            for method in ("__init__", "forward")
-        )
-        if not has_common_code:
+        own = experts_class.__init__, experts_class.forward
+        if own != (LinearExperts2D.__init__, LinearExperts2D.forward):
             raise CheckpointError(
                 name,
                 "experts must have the common layout to be calibrated",
@@ -45,14 +39,3 @@ def linear_experts(model: Any) -> None:
             if isinstance(value, int | float) and not hasattr(linear, key):
                 setattr(linear, key, value)
         model.set_submodule(name, linear)
-
-
-def run_again(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> None:
-    """A further pass over a layer's batches, in which every expert computes every token.
-
-    Hooks on the modules know themselves what they wait for: statistics that were not taken before,
-    such as those that do not fit the memory for all experts at once.
-    """
-    with moe_calibration_context(), torch.no_grad():
-        for batch in batches:
-            model(**batch)

@@ -6,12 +6,10 @@ returns the hidden states that the layer before it computed, so the model's own 
 everything around the layer: embedding, rotary embedding, masks, position ids.
 
 Easy to get wrong: llm-compressor's pipelines compute under eager attention. Any other
-implementation rounds elsewhere, and GPTQ then rounds other weights up. So there is another only
-where a recipe asks for it (`use_sdpa`).
+implementation rounds elsewhere, and GPTQ then rounds other weights up.
 
 Source: transformers 5.17 modeling_utils.py (`_init_weights`, `_keep_in_fp32_modules`),
-integrations/sdpa_attention.py, llm-compressor 0.14.0.1 utils/helpers.py
-(`calibration_forward_context`, `use_eager_attention`).
+llm-compressor 0.14.0.1 utils/helpers.py (`calibration_forward_context`, `use_eager_attention`).
 """
 
 import re
@@ -87,7 +85,9 @@ class StandIn(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = self.answer or (hidden_states, *[None] * (self._like[0] - 1))
-        return answer[0] if len(answer) == 1 else answer
+        if len(answer) == 1:
+            return answer[0]
+        return answer
 
 
 class NoHead(nn.Identity):
@@ -130,10 +130,8 @@ class Skeleton:
         """Number of decoder layers."""
         return len(self._real)
 
-    def tensors_of(self, index: int | None) -> list[TensorPlan]:
-        """What decoder layer `index` is on disk; nothing of None, and after the last one."""
-        if index is None:
-            return []
+    def tensors_of(self, index: int) -> list[TensorPlan]:
+        """What decoder layer `index` is on disk; nothing after the last one."""
         return [
             tensor
             for tensor in self.plan.tensors
@@ -153,12 +151,12 @@ class Skeleton:
         )
 
     @contextmanager
-    def layer(self, index: int, then: int | None = None) -> Iterator[nn.Module]:
+    def layer(self, index: int, then: int = -1) -> Iterator[nn.Module]:
         """Decoder layer `index` in its place, with its weights; they are gone afterwards.
 
         Args:
             index: of the layer.
-            then: the layer that is wanted after it, whose files are read meanwhile.
+            then: the layer that is wanted after it, whose files are read meanwhile; -1 for none.
         """
         layer = self._real[index]
         self.fill(layer, self.bind_layer(index))
@@ -168,7 +166,9 @@ class Skeleton:
             """A stand-in returns as many values as a layer: some layers return more than hidden
             states.
             """
-            self._like[0] = len(output) if isinstance(output, tuple) else 1
+            self._like[0] = 1
+            if isinstance(output, tuple):
+                self._like[0] = len(output)
 
         try:
             with (
@@ -183,11 +183,17 @@ class Skeleton:
     def fill(self, module: nn.Module, binding: Binding) -> None:
         """Weights for a module of this model or of one built like it, and its computed buffers."""
         fill(module, binding, self.plan, device=self.device, dtype_of=self._dtype_of)
-        calibration = self.plan.recipe.calibration
-        if calibration is not None and calibration.attention == "sdpa":
-            use_sdpa(module)
+        # Buffers that are no part of a checkpoint (rotary frequencies), as `from_pretrained` makes
+        # them.
         for each in module.modules():
-            self._compute_buffers(each)
+            is_missing = False
+            for name in each._non_persistent_buffers_set:
+                buffer = getattr(each, name)
+                if buffer.is_meta:
+                    setattr(each, name, torch.empty_like(buffer, device=self.device))
+                    is_missing = True
+            if is_missing:
+                self.model._init_weights(each)
 
     @contextmanager
     def head(self) -> Iterator[None]:
@@ -224,46 +230,34 @@ class Skeleton:
         Use each before the next one is read: the stand-in before the layer holds the states of one
         batch.
         """
-        before: Any = self._layers[index - 1] if index else None
+        before: Any = self._layers[index - 1]  # of the first layer one that nobody reads
         for batch in batches:
-            if before is not None:
-                assert batch.state is not None, (
-                    f"layer {index} needs the states that layer {index - 1} left"
-                )
+            if index:
+                assert batch.state, f"layer {index} needs the states that the layer before it left"
                 self._like[0] = len(batch.state)  # a resumed run has not seen a layer return it
-                before.answer = tuple(None if t is None else t.to(self.device) for t in batch.state)
+                before.answer = batch.state
             yield {"input_ids": batch.ids.to(self.device)}
-        if before is not None:
+        if index:
             before.answer = None
 
     def _fill_top(self) -> None:
         """Loads the language model without its layers and its head; a vision tower stays without
         weights.
         """
-        decoder = self.model.get_decoder()
-        inside = next(
-            f"{name}." if name else ""
-            for name, module in self.model.named_modules()
-            if module is decoder
-        )
-        for (
-            name,
-            child,
-        ) in decoder.named_children():  # a checkpoint's own code may keep its MTP block in here
-            if any(
-                self.plan.view.is_mtp(HFName(f"{inside}{name}.{path}"))
-                for path, _ in child.named_parameters()
-            ):
+        decoder, view = self.model.get_decoder(), self.plan.view
+        inside = next(f"{n}." for n, module in self.model.named_modules() if module is decoder)
+        # A checkpoint's own code may keep its MTP block in here.
+        for name, child in decoder.named_children():
+            paths = [f"{inside}{name}.{path}" for path, _ in child.named_parameters()]
+            if any(view.is_mtp(HFName(path.removeprefix("."))) for path in paths):
                 setattr(decoder, name, nn.ModuleList())
-        state = decoder.state_dict()
-        stem = self.plan.view.layout.layers.disk.partition("layers.")[0]
+        state, stem = decoder.state_dict(), view.layout.layers.disk.partition("layers.")[0]
 
         def path_of(tensor: TensorPlan) -> tuple[str, int]:
-            found = [
-                self.names.rename(name) for name in (tensor.name, tensor.name.removeprefix(stem))
-            ]
-            paths = [(name.removeprefix(inside), turn) for name, turn in found]
-            return next((path for path in paths if path[0] in state), paths[0])
+            path, turn = self.names.rename(tensor.name)
+            if path.removeprefix(inside) not in state:
+                path, turn = self.names.rename(tensor.name.removeprefix(stem))
+            return path.removeprefix(inside), turn
 
         tensors = [tensor for tensor in _top(self.plan) if tensor.role != "head"]
         self.fill(decoder, bind(decoder, tensors, path_of, self.plan.source.where))
@@ -278,18 +272,6 @@ class Skeleton:
         kept = self.model._keep_in_fp32_modules_strict or ()
         is_kept = value.dtype == torch.float32 and any(re.search(pattern, name) for pattern in kept)
         return torch.float32 if is_kept else empty.dtype
-
-    def _compute_buffers(self, module: nn.Module) -> None:
-        """Buffers that are no part of a checkpoint (rotary frequencies), as `from_pretrained` makes
-        them.
-        """
-        missing = [
-            name for name in module._non_persistent_buffers_set if getattr(module, name).is_meta
-        ]
-        for name in missing:
-            setattr(module, name, torch.empty_like(getattr(module, name), device=self.device))
-        if missing:
-            self.model._init_weights(module)
 
 
 def _top(plan: Plan) -> list[TensorPlan]:
@@ -324,10 +306,6 @@ def on_meta(plan: Plan) -> PreTrainedModel:
         cure += ", or calibration.model_code: checkpoint if the checkpoint brings its own"
         got = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise RecipeError(plan.source.where, rule, got=got, cure=cure) from error
-    if calibration is not None and calibration.attention == "sdpa" and not model._supports_sdpa:
-        rule = "calibration.attention: sdpa needs a class that computes by it, unlike "
-        cure = "Set attention: eager, or shorter sequences where its scores do not fit"
-        raise RecipeError(plan.recipe.name, rule + type(model).__name__, got="sdpa", cure=cure)
     return model.eval()
 
 
@@ -366,24 +344,20 @@ def _from_config(plan: Plan, *, is_foreign: bool) -> PreTrainedModel:
 
 def decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
     """The list of decoder layers."""
-    cure = "Use a data-free scheme (`keepmtp ls models`)"
-    if not plan.view.num_layers:
-        rule = "calibration needs a checkpoint with a backbone"
-        raise CheckpointError(plan.source.where, rule, got="a draft alone", cure=cure)
+    count = plan.view.num_layers
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == plan.view.num_layers:
+        if count and isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    rule = f"transformers' {type(model).__name__} must have {plan.view.num_layers} decoder layers"
-    raise CheckpointError(plan.source.where, rule, got="no such list", cure=cure)
+    rule = f"calibration needs a backbone, and its decoder layers in {type(model).__name__}"
+    cure = "Use a data-free scheme (`keepmtp ls models`)"
+    raise CheckpointError(plan.source.where, rule, got=f"no list of {count} layers", cure=cure)
 
 
 @contextmanager
 def reading_ahead(plan: Plan, tensors: Iterable[TensorPlan]) -> Iterator[None]:
     """A thread reads these, until they are read or the context ends."""
-    entries, stop = (
-        [plan.entries[name] for tensor in tensors for name in tensor.inputs],
-        threading.Event(),
-    )
+    entries = [plan.entries[name] for tensor in tensors for name in tensor.inputs]
+    stop = threading.Event()
 
     def read_all() -> None:
         buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -399,18 +373,3 @@ def reading_ahead(plan: Plan, tensors: Iterable[TensorPlan]) -> Iterator[None]:
             yield
         finally:
             stop.set()
-
-
-def use_sdpa(module: nn.Module) -> None:
-    """Let everything in a layer or block that computes attention do so by PyTorch's kernel.
-
-    Eager attention holds the scores of all heads. The model itself keeps eager, as llm-compressor
-    sets it: the mask is made by the model's config, and eager always makes one. So only the modules
-    inside get a config of their own.
-    """
-    for each in module.modules():
-        config: Any = getattr(each, "config", None)
-        is_model = isinstance(each, PreTrainedModel)
-        if not is_model and getattr(config, "_attn_implementation", "sdpa") != "sdpa":
-            each.config = deepcopy(config)
-            each.config._attn_implementation = "sdpa"

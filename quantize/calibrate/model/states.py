@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -122,40 +122,39 @@ class States:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        folder, parts, place = self._folder / f"{index:05d}", [], first
+        folder, parts, got = self._folder / f"{index:05d}", [], f"no row {first}"
+        place = first
         for path in sorted(folder.glob(f"{stream}-*.safetensors")):
-            start, end = (int(number) for number in path.stem.split("-")[1:])
-            if start <= place < min(end, last):
-                end = min(end, last)
-                parts.append(self._rows(path, slice(place - start, end - start)))
-                place = end
+            start, end = map(int, path.stem.split("-")[1:])
+            if not start <= place < min(end, last):
+                continue
+            end = min(end, last)
+            try:
+                parts.append(_rows(path, slice(place - start, end - start)))
+            except (SafetensorError, OSError) as error:
+                got = f"{path.name}: {error}"
+                break
+            place, got = end, f"no row {end}"
         if place < last:
             rule = f"rows {first} to {last - 1} of {stream} must be there"
-            raise CheckpointError(folder, rule, got="not all of them", cure=self._anew)
+            cure = f"Remove {self._folder.parent}, and run the same command again"
+            raise CheckpointError(folder, rule, got=got, cure=f"{cure}: calibration starts anew")
         values: list[Tensor | None] = []
         for of_files in zip(*parts, strict=True):
-            joined = None if of_files[0] is None else torch.cat(of_files)
-            values.append(joined if joined is None else joined.to(device))
+            if of_files[0] is None:
+                values.append(None)
+            else:
+                values.append(torch.cat(of_files).to(device))
         return tuple(values)
 
-    def _rows(self, path: Path, rows: slice) -> LayerState:
-        """Some rows of one file."""
-        try:
-            with safe_open(path, "pt") as file:
-                values: list[Tensor | None] = [None] * int(file.metadata()["length"])
-                for name in file.keys():  # noqa: SIM118 (it is no dict)
-                    values[int(name)] = file.get_slice(name)[rows]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                path, "must be a whole file of states", got=str(error), cure=self._anew
-            ) from error
-        return tuple(values)
 
-    @property
-    def _anew(self) -> str:
-        return (
-            f"Remove {self._folder.parent}, and run the same command again: calibration starts anew"
-        )
+def _rows(path: Path, rows: slice) -> LayerState:
+    """Some rows of one file."""
+    with safe_open(path, "pt") as file:
+        values: list[Tensor | None] = [None] * int(file.metadata()["length"])
+        for name in file.keys():  # noqa: SIM118 (it is no dict)
+            values[int(name)] = file.get_slice(name)[rows]
+    return tuple(values)
 
 
 class NextStates:
@@ -173,10 +172,14 @@ class NextStates:
         Raises:
             CheckpointError: an earlier file could not be written.
         """
-        own, copied = _on_host(state)
-        num_rows = next(len(value) for value in own if value is not None)
+        own: dict[str, Tensor] = {}
+        num_rows = 0
+        for turn, value in enumerate(state):
+            if value is not None:
+                own[str(turn)] = value.detach().to("cpu", copy=True).contiguous()
+                num_rows = len(value)
         path = self._folder / f"{stream}-{first:06d}-{first + num_rows:06d}.safetensors"
-        self._waiting.append(self._pool.submit(_write, path, own, copied))
+        self._waiting.append(self._pool.submit(_write, path, own, len(state)))
         self.flush(_MAX_WAITING)
 
     def flush(self, leave: int = 0) -> None:
@@ -185,33 +188,9 @@ class NextStates:
             self._waiting.popleft().result()
 
 
-def _on_host(state: Sequence[Tensor | None]) -> tuple[LayerState, Any]:
-    """Copies in main memory, and the event after which they are there; None where they are already.
-
-    From a GPU they go to pinned memory, so that the copy runs while the GPU computes on.
-    """
-    event = None
-    values: list[Tensor | None] = []
-    for value in state:
-        if value is None:
-            values.append(None)
-            continue
-        is_away = value.device.type != "cpu"
-        with torch.inference_mode(False):  # a foreign model may compute in it
-            host = torch.empty(value.shape, dtype=value.dtype, pin_memory=is_away)
-        values.append(host.copy_(value.detach(), non_blocking=is_away))
-        if is_away:
-            event = torch.cuda.Event()
-            event.record()
-    return tuple(values), event
-
-
-def _write(path: Path, state: LayerState, copied: Any) -> None:
+def _write(path: Path, values: dict[str, Tensor], length: int) -> None:
     """One file of states; on disk when this returns."""
-    if copied is not None:
-        copied.synchronize()
-    values = {str(turn): value for turn, value in enumerate(state) if value is not None}
-    save(values, path, {"length": str(len(state))})
+    save(values, path, {"length": str(length)})
     try:
         sync(path)
     except OSError as error:

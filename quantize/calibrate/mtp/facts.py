@@ -58,14 +58,11 @@ class CoverageFact(Fact):
 
     Attributes:
         never_routed: experts' modules that the router sent no token.
-        few_tokens: those whose statistics are of fewer tokens than they have input channels. Only
-            where an expert's are of its own tokens (`Calibration.experts`).
     """
 
     modules: Count
     never_routed: tuple[str, ...]
     fewest_tokens: FewestFact | None
-    few_tokens: tuple[str, ...] = ()
 
 
 class AcceptanceFact(Fact):
@@ -294,7 +291,7 @@ class CalibrationFact(MtpFact):
         algorithm, sequence_length: the recipe's.
         data: the batches.
         processes: that shared them.
-        batch_size: sequences that were computed at a time, chosen where the recipe says auto; None
+        batch_size: sequences that were computed at a time; None
             in older records.
         coverage: of the backbone's modules.
         min_acceptance: what `mtp: auto` had to keep; None where the recipe does not say auto.

@@ -127,7 +127,7 @@ class PolicyResults:
             if is_tuned:  # training chooses the weights, from the released ones on
                 training = Training(plan, backbone, block, work.binding)
                 work = replace(work, algorithm="minmax")
-            found = Calibrated(tensors={}, coverage=())
+            found = Calibrated(tensors={}, coverage={})
             if work.schemes or work.caches:
                 inputs = BlockInputs(backbone=backbone, blocks=blocks[: index + 1], stream=stream)
                 found = calibrate(block, inputs, work)

@@ -6,26 +6,18 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from calibrated import planned
-from gpu_runs import in_a_child
 from keepmtp.checkpoints import values
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source
 from keepmtp.quantize.calibrate.model import skeleton as module
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton, reading_ahead
-from keepmtp.quantize.pack import weights
 from keepmtp.quantize.plan.plan import Plan
-from keepmtp.quantize.write import writer
 from keepmtp.recipes.errors import CheckpointError
-from passes import plan_over
-from pretended_gpu import pretended_gpu
 
 CPU = torch.device("cpu")
 # Plain weights, FP8 in blocks, MXFP4, experts in stacks.
@@ -62,25 +54,21 @@ def test_each_byte_of_a_layer_is_read_once_and_of_the_next_one_meanwhile(
 ):
     skeleton = Skeleton(plan, device=CPU)
     ahead: Counter[str] = Counter()
-    done = threading.Event()
-    stored = [
-        {
-            name: plan.entries[name].num_bytes
-            for each in skeleton.tensors_of(index)
-            for name in each.inputs
-        }
-        for index in (len(skeleton) - 2, len(skeleton) - 1)
-    ]
+    done, last = threading.Event(), len(skeleton) - 1
+    now, then = (
+        {n: plan.entries[n].num_bytes for each in skeleton.tensors_of(index) for n in each.inputs}
+        for index in (last - 1, last)
+    )
 
     def read(_source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> None:
         ahead[entry.name] += len(into)
-        if ahead == stored[1]:
+        if ahead == then:
             done.set()
 
     monkeypatch.setattr(module, "read", read)
     num_read.clear()
-    with skeleton.layer(len(skeleton) - 2, len(skeleton) - 1):
-        assert num_read == stored[0], "gate and up of a stack are one tensor"
+    with skeleton.layer(last - 1, last):
+        assert num_read == now, "gate and up of a stack are one tensor"
         assert done.wait(10)
 
 
@@ -89,13 +77,9 @@ def test_an_expert_keeps_no_more_memory_than_its_own(tmp_path):
     plan = planned(tmp_path / "source", model="qwen3.5-397b")
     skeleton = Skeleton(plan, device=CPU)
     with skeleton.layer(0) as layer:
-        storages = {
-            value.untyped_storage().data_ptr(): value.untyped_storage()
-            for value in layer.parameters()
-        }
-        assert sum(each.nbytes() for each in storages.values()) == sum(
-            value.nbytes for value in layer.parameters()
-        )
+        storages = {each.untyped_storage() for each in layer.parameters()}
+        found = {each.data_ptr(): each.nbytes() for each in storages}
+        assert sum(found.values()) == sum(each.nbytes for each in layer.parameters())
 
 
 def test_a_shard_that_ends_early_is_named_when_its_layer_begins(tmp_path):
@@ -126,30 +110,3 @@ def test_an_end_in_the_middle_waits_for_no_more_than_a_piece(tmp_path, monkeypat
         assert begun.wait(10)
         raise KeyboardInterrupt
     assert len(calls) == 1
-
-
-def test_weights_are_dequantized_on_the_device_that_computes_and_packs(tmp_path):
-    """Packed, they are a fraction of the bytes to move, and a GPU dequantizes in no time."""
-    in_a_child(dequantizing_run, tmp_path)
-
-
-def dequantizing_run(folder: Path) -> None:
-    planned(folder / "source", model="deepseek-v3.1", data="random", attention="bf16")
-    plan = plan_over(
-        folder / "source", "deepseek-v3.1"
-    )  # without data, so that it can be packed at once
-    forms: Counter[tuple[str, str]] = Counter()
-    real = weights.dequantize
-
-    def dequantize(form: str, parts: Mapping[str, torch.Tensor], **words: Any) -> torch.Tensor:
-        forms.update((form, value.device.type) for value in parts.values())
-        return real(form, parts, **words)
-
-    with pretended_gpu() as gpu, patch.object(weights, "dequantize", dequantize):
-        with Skeleton(plan, device=gpu.device).layer(1):
-            assert forms["fp8_block", "gpu"] and {device for _, device in forms} == {"gpu"}
-        forms.clear()
-        (folder / "out").mkdir()
-        with patch.object(writer, "_devices", lambda: [gpu.device]):
-            writer.write_shards(plan, folder / "out", threads=1)
-        assert forms["fp8_block", "gpu"] and {device for _, device in forms} == {"gpu"}

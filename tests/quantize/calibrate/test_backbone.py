@@ -1,7 +1,6 @@
 """The backbone pass on its own: killed and resumed, refused, out of memory, fed NaN."""
 
 import gc
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,13 @@ from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_da
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.run.progress import CalibrationStep
-from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from killed import events, finished, small_recipe, start, statistics
+from passes import ALONE
 from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers.models.glm4_moe import modeling_glm4_moe
 
-ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 # Each rerun is killed at another place, later than the last; the fourth has finished its layer, but
 # told no one.
 PLACES = [
@@ -63,40 +61,28 @@ def test_a_killed_pass_goes_on_and_leaves_the_same_bytes(name, places, told, tmp
 # --- in this process ------------------------------------------------------------------------------
 
 
-def run(plan: Plan, data: CalibrationData, folder: Path, *, ranks: Ranks = ALONE) -> list[int]:
+def run(plan: Plan, data: CalibrationData, folder: Path, *, stop_at: int = 0) -> list[int]:
     """The layers that were done."""
     told: list[int] = []
-    calibrate_backbone(
-        plan,
-        data,
-        folder,
-        device=ranks.device,
-        ranks=ranks,
-        progress=lambda step: told.append(step.done),
-    )
+
+    def tell(step: CalibrationStep) -> None:
+        told.append(step.done)
+        if step.done == stop_at:
+            raise KeyboardInterrupt
+
+    calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE, progress=tell)
     return told
 
 
 def prepared(recipe: Path, source: Path | None = None) -> tuple[Plan, CalibrationData]:
     plan, _ = plan_for(str(recipe), source=source and str(source))
-    assert plan.recipe.calibration is not None
-    return plan, calibration_data(plan.recipe.calibration, plan.source)
+    return plan, calibration_data(plan.calibration, plan.source)
 
 
-@pytest.fixture(scope="module")
-def finished_pass(tmp_path_factory) -> tuple[Path, Path, Path]:
-    """(recipe, source, folder) of a pass over a copy of the shipped model and of its dataset."""
-    root = tmp_path_factory.mktemp("finished")
-    source = shutil.copytree("models/tiny-glm4-moe", root / "source")
-    dataset = shutil.copy("models/problems.jsonl", root / "problems.jsonl")
-    recipe = small_recipe(root, "tiny-glm4-moe.nvfp4", dataset=str(dataset), samples=4)
-    assert run(*prepared(recipe, source), root / "pass") == [1, 2, 3]
-    return recipe, source, root / "pass"
-
-
-def test_an_unchanged_run_computes_nothing_again(finished_pass):
-    recipe, source, folder = finished_pass
-    assert run(*prepared(recipe, source), folder) == []
+def test_an_unchanged_run_computes_nothing_again(tmp_path):
+    given = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=4))
+    assert run(*given, tmp_path / "pass") == [1, 2, 3]
+    assert run(*given, tmp_path / "pass") == []
 
 
 def test_out_of_memory_says_what_helps(tmp_path, monkeypatch):
@@ -106,11 +92,10 @@ def test_out_of_memory_says_what_helps(tmp_path, monkeypatch):
     plan, data = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4"))
     monkeypatch.setattr(modeling_glm4_moe.Glm4MoeMoE, "forward", forward)
     rule = (
-        "decoder layer 1 and a batch must fit cpu; got out of memory in batches of 2. Free the "
-        "device of other "
-        "processes, or lower calibration.batch_size or calibration.sequence_length"
+        "decoder layer 1 and a batch must fit cpu; got out of memory in batches of 2. Free .* or "
+        "lower calibration.batch_size or calibration.sequence_length"
     )
-    with pytest.raises(RecipeError, match=re.escape(rule)):
+    with pytest.raises(RecipeError, match=rule):
         run(plan, data, tmp_path / "pass")
 
 
@@ -131,18 +116,7 @@ def test_values_that_are_not_finite_name_their_module(broken, named, value, tmp_
             tensors[broken].view(-1)[7] = value
             save_file(tensors, file)
     plan, data = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=4), source)
-    with pytest.raises(CheckpointError, match=rf"^{named}: \S+ must be finite"):
-        run(plan, data, tmp_path / "pass")
-
-
-def test_a_module_that_is_never_called_is_named(tmp_path, monkeypatch):
-    plan, data = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=4))
-    monkeypatch.setattr(modeling_glm4_moe.Glm4MoeMLP, "forward", lambda _self, states: states)
-    rule = (
-        r"model\.layers\.0\.mlp\.\w+_proj: every quantized module must be called .* got a "
-        r"module without a token"
-    )
-    with pytest.raises(CheckpointError, match=rule):
+    with pytest.raises(CheckpointError, match=rf"^{named}: activations must be finite"):
         run(plan, data, tmp_path / "pass")
 
 
@@ -189,14 +163,10 @@ def test_nothing_is_held_from_layer_to_layer(tmp_path):
 
     def look(_step: object) -> None:
         gc.collect()
-        alive = (
-            each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)
-        )
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in alive
-            if not t.is_meta
-        }
+        storages = {}
+        for each in gc.get_objects():
+            if type(each) in (torch.Tensor, torch.nn.Parameter) and not each.is_meta:
+                storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
         held.append(sum(storages.values()))
 
     plan, data = deep(tmp_path / "source", "glm-4.7", 5, 3)
@@ -217,13 +187,7 @@ def test_layers_that_hand_on_more_than_states_can_be_resumed(tmp_path):
     plan, data = deep(tmp_path / "source", "glm-5", 4, 1)
     assert run(plan, data, tmp_path / "whole") == [1, 2, 3, 4]
 
-    def stop(step: CalibrationStep) -> None:
-        if step.done == 2:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        calibrate_backbone(
-            plan, data, tmp_path / "cut", device=ALONE.device, ranks=ALONE, progress=stop
-        )
+        run(plan, data, tmp_path / "cut", stop_at=2)
     assert run(plan, data, tmp_path / "cut") == [3, 4]
     assert statistics(tmp_path / "cut") == statistics(tmp_path / "whole")

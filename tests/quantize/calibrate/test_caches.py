@@ -14,8 +14,6 @@ from keepmtp.quantize.calibrate.layers.caches import (
     rounded_caches,
     serve_cache,
 )
-from keepmtp.quantize.calibrate.layers.layer import calibrate
-from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
 from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.conventions import CACHE_LEAVES, FP8_CACHE
@@ -29,33 +27,19 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def attention_of(skeleton: Skeleton, index: int) -> list[str]:
-    """Attention modules with a cache; a layer of linear attention has none."""
-    layer = skeleton.layers[index]
-    return [f"model.layers.{index}.self_attn"] if hasattr(layer, "self_attn") else []
-
-
-def scales_by_layer(
-    folder: Path, ids: list[Tensor], scheme: str | None, algorithm: str = "minmax"
-) -> dict[str, Tensor]:
+def scales_by_layer(folder: Path, ids: list[Tensor], scheme: str | None) -> dict[str, Tensor]:
     """Every layer's scales, found in the same pass as those of its linears; without a scheme in a
-    pass of their own.
+    pass of their own. A layer of linear attention has no cache.
     """
     skeleton, hidden, found = Skeleton(folder), None, {}
-    for index in range(len(skeleton.layers)):
+    for index, layer in enumerate(skeleton.layers):
         batches = skeleton.enter(index, ids, hidden)
+        caches = {f"model.layers.{index}.self_attn": CACHE_LEAVES}
+        options = {"algorithm": "minmax", "caches": caches if hasattr(layer, "self_attn") else {}}
         schemes = dict.fromkeys(skeleton.linears(index), scheme) if scheme else {}
-        caches = attention_of(skeleton, index)
-        result = calibrate(
-            skeleton.model,
-            batches,
-            LayerWork(
-                schemes=schemes, algorithm=algorithm, caches=dict.fromkeys(caches, CACHE_LEAVES)
-            ),
-        )
-        found |= {
-            name: value for name, value in result.tensors.items() if name.endswith(CACHE_LEAVES)
-        }
+        for name, value in skeleton.calibrated(batches, schemes, **options).tensors.items():
+            if name.endswith(CACHE_LEAVES):
+                found[name] = value
         hidden = skeleton.leave(index, batches)
     return found
 
@@ -99,8 +83,7 @@ def test_values_that_a_smoothing_rescaled_are_looked_at_again():
     skeleton, ids = Skeleton(GLM), token_ids(samples=2)
     batches = skeleton.enter(0, ids, None)
     name = "model.layers.0.self_attn"
-    schemes = dict.fromkeys(skeleton.linears(0), "W4A16")
-    result = skeleton.calibrated(batches, schemes, algorithm="awq", caches={name: CACHE_LEAVES})
+    result = skeleton.calibrated(batches, "W4A16", algorithm="awq", caches={name: CACHE_LEAVES})
     ranges = CacheRanges(skeleton.model, [name])
     with torch.no_grad(), ranges.observing():
         skeleton.leave(0, batches)
@@ -168,30 +151,21 @@ def test_values_are_those_of_a_cache_in_e4m3():
     assert torch.equal(e4m3_by(1.0, 2 * states), values)
 
 
-def test_the_larger_of_two_batches_counts():
-    model = nn.ModuleDict({"attention": Attention()})
+def observed(*batches: Tensor, **options) -> dict[str, Tensor]:
+    model = nn.ModuleDict({"attention": Attention(**options)})
     ranges = CacheRanges(model, ["attention"])
     with ranges.observing():
-        for largest in (-7.0, 3.5):
-            model["attention"](torch.tensor([[largest, 1.0]]).bfloat16())
-    scales = ranges.scales()
+        for batch in batches:
+            model["attention"](batch)
+    return ranges.scales()
+
+
+def test_the_larger_of_two_batches_counts():
+    scales = observed(*(torch.tensor([[largest, 1.0]]).bfloat16() for largest in (-7.0, 3.5)))
     assert scales["attention.k_scale"] == torch.tensor([7 / 448]).bfloat16()
     assert scales["attention.v_scale"] == torch.tensor([14 / 448]).bfloat16()
 
 
 def test_attention_that_keeps_its_keys_is_named():
-    model = nn.ModuleDict({"attention": Attention(has_cache=False)})
-    ranges = CacheRanges(model, ["attention"])
-    with ranges.observing():
-        model["attention"](torch.ones(1, 2))
     with pytest.raises(CheckpointError, match="attention: attention must hand its keys to a cache"):
-        ranges.scales()
-
-
-def test_a_key_that_is_not_finite_is_refused_by_name():
-    model = nn.ModuleDict({"attention": Attention()})
-    ranges = CacheRanges(model, ["attention"])
-    with ranges.observing():
-        model["attention"](torch.tensor([[1.0, float("nan")]]))
-    with pytest.raises(CheckpointError, match="attention: keys and values must be finite"):
-        ranges.scales()
+        observed(torch.ones(1, 2), has_cache=False)

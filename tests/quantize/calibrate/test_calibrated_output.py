@@ -5,7 +5,6 @@ calibrated.
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from keepmtp.validate.check.check import check
 from safetensors.torch import load_file
 
 TINY = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
+BIN = Path(sys.executable).parent
 
 # A process of its own: llm-compressor's loader changes transformers' global registry of checkpoint
 # conversions.
@@ -121,23 +121,17 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
     }
     assert len(mtp) > 10
     assert set(ours) - mtp == set(theirs)
-    fused = {
-        output.name: unit
-        for unit in plan.units
-        if len(unit) > 1
-        for t in unit
-        for output in t.outputs
-    }
+    units = [unit for unit in plan.units if len(unit) > 1]
+    fused = {output.name: unit for unit in units for t in unit for output in t.outputs}
     for name, value in theirs.items():
-        if scheme == "FP8" and name in fused and name.endswith("weight_scale"):
-            assert ours[name] == max(
-                theirs[f"{tensor.module}.weight_scale"] for tensor in fused[name]
-            )
-        elif scheme == "FP8" and name in fused and name.endswith(".weight"):
+        if scheme != "FP8" or name not in fused or name.endswith("input_scale"):
+            assert_same(ours[name], value, name)
+        elif name.endswith("weight_scale"):
+            largest = max(theirs[f"{tensor.module}.weight_scale"] for tensor in fused[name])
+            assert ours[name] == largest
+        else:
             weight = tensors_of(TINY)[name]
             assert_same(ours[name], (weight / ours[f"{name}_scale"]).to(torch.float8_e4m3fn), name)
-        else:
-            assert_same(ours[name], value, name)
     report = check(tmp_path / "out", source=open_source(TINY))
     assert report.findings == ()
 
@@ -154,11 +148,22 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
 )
 def test_made_up_statistics_pass_the_check_and_are_copied(rest, mtp, algorithm, tmp_path):
     plan = planned(TINY, model="tiny-glm4-moe", rest=rest, mtp=mtp, algorithm=algorithm)
-    made = made_up(plan)
-    ours = written(plan, saved(tmp_path / "statistics", made), tmp_path / "out")
+    assert_copied(plan, made_up(plan), tmp_path)
+    assert check(tmp_path / "out", source=open_source(TINY)).findings == ()
+
+
+def assert_copied(plan: Plan, made: dict[HFName, torch.Tensor], folder: Path) -> None:
+    ours = written(plan, saved(folder / "statistics", made), folder / "out")
     for name, value in made.items():
         assert_same(ours[name], value, name)
-    assert check(tmp_path / "out", source=open_source(TINY)).findings == ()
+
+
+def test_rewritten_stacked_experts_are_copied(tmp_path):
+    words = {"rest": "bf16", "experts": "NVFP4", "algorithm": "gptq"}
+    plan = planned(tmp_path / "source", model="step-3.5-flash", data="random", **words)
+    made = made_up(plan)
+    assert any("experts.3.down_proj.weight_packed" in name for name in made)
+    assert_copied(plan, made, tmp_path)
 
 
 def test_one_scale_less_is_refused_before_a_byte(tmp_path):
@@ -204,22 +209,6 @@ def test_stacked_experts_take_their_scales_one_by_one(tmp_path):
             for leaf, value in parts.items():
                 assert_same(ours[f"{stem}.{leaf}"], value, f"{stem}.{leaf}")
             assert ours[f"{stem}.input_global_scale"].item() == 100 + expert
-
-
-def test_rewritten_stacked_experts_are_copied(tmp_path):
-    plan = planned(
-        tmp_path / "source",
-        model="step-3.5-flash",
-        data="random",
-        rest="bf16",
-        experts="NVFP4",
-        algorithm="gptq",
-    )
-    made = made_up(plan)
-    ours = written(plan, saved(tmp_path / "statistics", made), tmp_path / "out")
-    assert sum("experts.3.down_proj.weight_packed" in name for name in made) >= 1
-    for name, value in made.items():
-        assert_same(ours[name], value, name)
 
 
 def test_mxfp4_becomes_nvfp4_without_rounding_and_with_its_scales(tmp_path):
@@ -317,34 +306,13 @@ def test_two_processes_write_what_one_writes(tmp_path):
     plan = planned(TINY, model="tiny-glm4-moe")
     written(plan, saved(tmp_path / "statistics", made_up(plan)), tmp_path / "one")
     (tmp_path / "two").mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "PYTHONPATH": str(Path(__file__).parent.parent.parent / "helpers"),
-    }
-    command = [
-        sys.executable,
-        "-c",
-        RANK,
-        str(TINY),
-        str(tmp_path / "statistics"),
-        str(tmp_path / "two"),
-    ]
-    ranks = [
-        subprocess.Popen(
-            command, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}, cwd=tmp_path
-        )
-        for rank in ("0", "1")
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    folders = [TINY, tmp_path / "statistics", tmp_path / "two"]
+    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", tmp_path / "rank.py"]
+    (tmp_path / "rank.py").write_text(RANK)
+    helpers = {"PYTHONPATH": str(Path(__file__).parents[2] / "helpers")}
+    subprocess.run([*command, *folders], env=os.environ | helpers, check=True, timeout=120)
     one, two = (
         {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir() if path.is_file()}
         for folder in ("one", "two")
     )
-    assert one.keys() == two.keys()
-    assert all(one[name] == two[name] for name in one)
+    assert one == two

@@ -1,9 +1,8 @@
 """Which run may go on in a calibration folder, and which sentence stops another one."""
 
-import json
 import os
-import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -18,20 +17,18 @@ from keepmtp.quantize.calibrate.data.claim import claim_pass, fingerprint
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.run.processes import refuse_processes
-from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.quantize.write.refusals import refuse
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe, shipped_recipes
 from killed import small_recipe
+from passes import ALONE
 
 SHIPPED = Path("models/tiny-glm4-moe")
-ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
 
-def prepared(recipe: Path, source: Path) -> tuple[Plan, CalibrationData]:
+def prepared(recipe: Path, source: Path = SHIPPED) -> tuple[Plan, CalibrationData]:
     plan, _ = plan_for(str(recipe), source=str(source))
-    assert plan.recipe.calibration is not None
-    return plan, calibration_data(plan.recipe.calibration, plan.source)
+    return plan, calibration_data(plan.calibration, plan.source)
 
 
 @pytest.fixture
@@ -46,32 +43,39 @@ def begun(tmp_path) -> tuple[Path, Path, Path]:
     return recipe, source, tmp_path / "pass"
 
 
-def edit(file: Path, before: str, after: str) -> None:
-    assert before in file.read_text()
-    file.write_text(file.read_text().replace(before, after))
+def edit(name: str, before: str, after: str) -> Callable[[Path], None]:
+    """Of a file under a folder."""
+
+    def change(folder: Path) -> None:
+        (file,) = folder.glob(name)
+        assert before in file.read_text()
+        file.write_text(file.read_text().replace(before, after))
+
+    return change
 
 
-def add_to_config(source: Path, **values: object) -> None:
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | values))
+def newer(folder: Path) -> None:
+    os.utime(next(folder.glob("source/*.safetensors")))
+
+
+def on_a_gpu(folder: Path) -> None:
+    edit("pass/fingerprint.json", '"type": "cpu"', '"type": "cuda"')(folder)
+
+
+def unnamed(folder: Path) -> None:
+    shutil.rmtree(folder / "pass")
+    (folder / "pass" / "states" / "00001").mkdir(parents=True)
 
 
 CHANGES = {
-    r"another recipe \(backbone was .* and is .*\)": lambda recipe, source: edit(
-        recipe, "mlp: NVFP4", "mlp: FP8_DYNAMIC"
-    ),
-    r"another calibration \(seed was 42 and is 43\)": lambda recipe, source: edit(
-        recipe, "seed: 42", "seed: 43"
-    ),
-    r"another source \(model\S*\.safetensors was .* and is .*\)": lambda recipe, source: os.utime(
-        next(source.glob("*.safetensors"))
-    ),
-    r"another (source|config\.json) \(": lambda recipe, source: add_to_config(
-        source, rms_norm_eps=1e-6
-    ),
-    r"another dataset \(\w+_sha256 was": lambda recipe, source: edit(
-        recipe.parent / "problems.jsonl", "has", "had"
-    ),
+    r"recipe \(backbone was .* and is .*\)": edit("*.yaml", "mlp: NVFP4", "mlp: FP8_DYNAMIC"),
+    r"calibration \(seed was 42 and is 43\)": edit("*.yaml", "seed: 42", "seed: 43"),
+    r"source \(model\S*\.safetensors was .* and is .*\)": newer,
+    r"(source|config\.json) \(": edit("source/config.json", "1e-05", "1e-06"),
+    r"dataset \(\w+_sha256 was": edit("problems.jsonl", "has", "had"),
+    r"device \(type was .cuda. and is .cpu.\)": on_a_gpu,
+    r"recipe \(model was null and is": unnamed,
+    r"MTP block \(has_states was null and is true\)": edit("*.yaml", "mtp: bf16", "mtp: NVFP4"),
 }
 
 
@@ -79,11 +83,10 @@ CHANGES = {
 def test_another_runs_folder_is_refused_and_what_differs_is_named(named, begun):
     recipe, source, folder = begun
     claim_pass(*prepared(recipe, source), folder, ALONE)
-    CHANGES[named](recipe, source)
-    rule = "can only be resumed with the same recipe, source, dataset and versions; got "
-    with pytest.raises(
-        RecipeError, match=rule + named + r".*\. Undo this change to go on, or remove "
-    ) as refused:
+    CHANGES[named](folder.parent)
+    rule = "with the same recipe, source, dataset, versions and device; got another "
+    cure = r".*\. Undo this change to go on, or remove \S+ to start anew\."
+    with pytest.raises(RecipeError, match=rule + named + cure) as refused:
         claim_pass(*prepared(recipe, source), folder, ALONE)
     assert len(str(refused.value)) < 500
 
@@ -92,106 +95,61 @@ def test_what_changes_no_number_keeps_a_pass(begun):
     recipe, source, folder = begun
     words = yaml.safe_load(recipe.read_text())
     words["evaluation"] = {**words.get("evaluation", {}), "shots": 3}
-    recipe.write_text(
-        yaml.safe_dump({**words, "mtp": "FP8_DYNAMIC", "gates": {"min_acceptance": 0.9}})
-    )
+    words |= {"mtp": "FP8_DYNAMIC", "gates": {"min_acceptance": 0.9}}
+    recipe.write_text(yaml.safe_dump(words))
     claim_pass(*prepared(recipe, source), folder, ALONE)
 
 
 @pytest.mark.parametrize("variant", ["nvfp4", "w4a16-gptq", "w4a16-awq", "w8a8-smoothquant"])
 def test_another_split_counts_where_numbers_are_added_up(variant, tmp_path):
-    recipe, source, folder = (
-        small_recipe(tmp_path, f"tiny-glm4-moe.{variant}"),
-        SHIPPED,
-        tmp_path / "pass",
-    )
-    claim_pass(*prepared(recipe, source), folder, ALONE)
-    algorithm = variant.rpartition("-")[2]
-    if algorithm in ("nvfp4", "smoothquant"):
-        edit(recipe, "batch_size: 2", "batch_size: 4")
-        assert fingerprint(*prepared(recipe, source), 3) == (folder / "fingerprint").read_text()
-        claim_pass(*prepared(recipe, source), folder, ALONE)
+    recipe, folder = small_recipe(tmp_path, f"tiny-glm4-moe.{variant}"), tmp_path / "pass"
+    claim_pass(*prepared(recipe), folder, ALONE)
+    larger = edit("*.yaml", "batch_size: 2", "batch_size: 4")
+    if variant in ("nvfp4", "w8a8-smoothquant"):
+        larger(tmp_path)
+        assert fingerprint(*prepared(recipe), 3) == (folder / "fingerprint").read_text()
         return
     rule = r"got another split \("
     with pytest.raises(RecipeError, match=rule + "processes was 1 and is 2"):
-        claim_pass(*prepared(recipe, source), folder, replace(ALONE, size=2))
-    edit(recipe, "batch_size: 2", "batch_size: 4")
+        claim_pass(*prepared(recipe), folder, replace(ALONE, size=2))
+    larger(tmp_path)
     with pytest.raises(RecipeError, match=rule + "batch_size was 2 and is 4"):
-        claim_pass(*prepared(recipe, source), folder, ALONE)
+        claim_pass(*prepared(recipe), folder, ALONE)
 
 
-def test_a_knob_makes_another_run(tmp_path):
-    recipe, folder = small_recipe(tmp_path, "tiny-glm4-moe.w4a16-gptq"), tmp_path / "pass"
-    claim_pass(*prepared(recipe, SHIPPED), folder, ALONE)
-    edit(recipe, "algorithm: gptq", "algorithm: gptq\n  gptq: {block_size: 64}")
-    with pytest.raises(
-        RecipeError, match=r'another calibration \(gptq was null and is \{"actorder"'
-    ):
-        claim_pass(*prepared(recipe, SHIPPED), folder, ALONE)
-
-
-@pytest.mark.parametrize("is_stamped", [True, False])
-def test_states_of_an_unnamed_run_are_refused(is_stamped, begun):
-    recipe, source, folder = begun
-    (folder / "fingerprint.json").unlink()
-    if is_stamped:
-        (folder / "fingerprint").write_text("0" * 64)
-    else:
-        (folder / "fingerprint").unlink()
-        (folder / "states" / "00001").mkdir(parents=True)
-    with pytest.raises(RecipeError, match=r"got another run\. .* remove .* to start anew"):
-        claim_pass(*prepared(recipe, source), folder, ALONE)
-
-
-def test_a_gpu_that_cannot_be_seen_any_more_is_no_reason_for_the_cpu(begun):
-    recipe, source, folder = begun
-    plan, data = prepared(recipe, source)
-    shutil.rmtree(folder)
-    claim_pass(plan, data, folder, replace(ALONE, device=torch.device("cuda")))
-    rule = r"was begun on cuda must go on there; got cpu on rank 0 of 1\. Look at `nvidia-smi`"
-    with pytest.raises(RecipeError, match=rule):
-        claim_pass(plan, data, folder, ALONE)
-
-
-def test_kernels_count(tmp_path, monkeypatch):
-    """transformers takes them for its own functions as soon as they are installed."""
+def test_knobs_and_kernels_make_another_run(tmp_path, monkeypatch):
+    """transformers takes kernels for its own functions as soon as they are installed."""
     data = CalibrationData(ids=torch.zeros(4, 8), held_out_ids=torch.zeros(2, 8), provenance={})
-    plan, real = planned(tmp_path / "source", model="qwen3-next-80b"), metadata.version
-    before = fingerprint(plan, data, 1)
+    plan, real = planned(tmp_path / "source", algorithm="gptq", rest="W4A16"), metadata.version
+    recipe = plan.recipe.model_dump()
+    recipe["calibration"]["gptq"] = {"block_size": 64}
+    other = replace(plan, recipe=type(plan.recipe).model_validate(recipe))
+    found = [fingerprint(plan, data, 1), fingerprint(other, data, 1)]
     monkeypatch.setattr(
         claim, "version", lambda name: "1.5.0" if name == "causal-conv1d" else real(name)
     )
-    assert fingerprint(plan, data, 1) != before
+    assert len({*found, fingerprint(plan, data, 1)}) == 3
 
 
 def test_more_processes_than_sequences_are_refused(begun, monkeypatch):
     """Before the download, from the recipe alone."""
-    plan, data = prepared(*begun[:2])
-    rule = "must have a sequence of calibration text; got 4 samples for 5 processes"
-    with pytest.raises(RecipeError, match=re.escape(rule)):
-        claim_pass(plan, data, begun[2].with_name("other"), replace(ALONE, size=5))
+    plan, _ = prepared(*begun[:2])
     refuse(plan, begun[2].with_name("out"))
     monkeypatch.setenv("WORLD_SIZE", "5")
-    with pytest.raises(RecipeError, match=re.escape(rule)):
+    rule = r"must have a sequence of calibration text; got 4 samples for 5 processes"
+    with pytest.raises(RecipeError, match=rule):
         refuse(plan, begun[2].with_name("out"))
 
 
-def test_eight_processes_may_share_what_the_shipped_recipes_ask_for():
-    """Sixteen held-out sequences in batches of four were too few for eight processes."""
+def test_eight_processes_may_share_what_the_shipped_recipes_ask_for_but_autoround():
     found = [recipe for recipe in shipped_recipes() if recipe.calibration is not None]
-    assert len(found) > 10
+    alone = find_recipe("tiny-glm4-moe.w4a16-autoround")[0]
+    assert len(found) > 10 and alone in found
+    refuse_processes(alone.calibration, 1, alone.name)
+    rule = f"^{alone.name}: .*autoround must run in one process; got 8 processes. Start"
     for recipe in found:
-        assert recipe.calibration is not None
         if recipe.calibration.algorithm != "autoround":
             refuse_processes(recipe.calibration, 8, recipe.name)
-
-
-def test_autoround_runs_in_one_process():
-    recipe = find_recipe("tiny-glm4-moe.w4a16-autoround")[0]
-    assert recipe.calibration is not None
-    refuse_processes(recipe.calibration, 1, recipe.name)
-    with pytest.raises(
-        RecipeError,
-        match=f"^{recipe.name}: .*autoround must run in one process; got 2 processes. Start",
-    ):
-        refuse_processes(recipe.calibration, 2, recipe.name)
+            continue
+        with pytest.raises(RecipeError, match=rule.replace(alone.name, recipe.name)):
+            refuse_processes(recipe.calibration, 8, recipe.name)

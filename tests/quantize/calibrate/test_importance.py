@@ -11,8 +11,6 @@ import yaml
 from calibrated import made_up, planned, saved
 from compressed_tensors.quantization import QuantizationArgs
 from keepmtp.quantize.calibrate.layers import observed
-from keepmtp.quantize.calibrate.layers.layer import calibrate
-from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.needs.room import calibration_bytes
 from keepmtp.quantize.pack.unit import packed_groups
 from keepmtp.quantize.plan.plan import Plan, make_plan
@@ -21,7 +19,7 @@ from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe, validated
 from killed import finished, small_recipe, start
-from layerwise import GLM, Skeleton, token_ids
+from layerwise import GLM, Skeleton, outliers, token_ids
 from llmcompressor.observers import Observer
 
 
@@ -60,11 +58,8 @@ def test_importance_is_that_of_llm_compressors_observer(monkeypatch):
     names = skeleton.linears(0)
     theirs = {name: observer_of(skeleton.model.get_submodule(name)) for name in names}
     squared, real = [], observed._sums_of_squares
-    monkeypatch.setattr(
-        observed, "_sums_of_squares", lambda value: (squared.append(value.shape), real(value))[1]
-    )
-    schemes = dict.fromkeys(names, "W4A16")
-    found = skeleton.calibrated(batches, schemes, algorithm="minmax", weighted=names).tensors
+    monkeypatch.setattr(observed, "_sums_of_squares", lambda x: squared.append(x) or real(x))
+    found = skeleton.calibrated(batches, "W4A16", algorithm="minmax", weighted=names).tensors
     assert found.keys() == {f"{name}.input_importance" for name in names}
     for name, observer in theirs.items():
         value = observer._imatrix_sum / observer._imatrix_count
@@ -72,40 +67,13 @@ def test_importance_is_that_of_llm_compressors_observer(monkeypatch):
     assert len(names) == 7 and len(squared) == 4 * len(ids)
 
 
-@pytest.mark.parametrize("routed", [False, True])
-def test_experts_count_by_their_own_inputs(routed):
-    """Without a token, every channel counts the same."""
+def test_each_expert_counts_by_its_own_inputs():
     skeleton = Skeleton(GLM)
-    width = skeleton.model.config.hidden_size
-    hidden = [torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0)).bfloat16()]
-    batches = skeleton.enter(1, token_ids(1, 3), hidden)
+    batches = skeleton.enter(1, token_ids(1), outliers(1, skeleton.model.config.hidden_size))
     names = skeleton.linears(1)
-    found = calibrate(
-        skeleton.model,
-        batches,
-        LayerWork(
-            schemes=dict.fromkeys(names, "FP8_DYNAMIC"),
-            algorithm="minmax",
-            weighted=names,
-            routed=routed,
-        ),
-    )
-    ups = {
-        each.module: each.tokens
-        for each in found.coverage
-        if each.module.endswith("up_proj") and ".experts." in each.module
-    }
-    ones = [bool((found.tensors[f"{name}.input_importance"] == 1).all()) for name in ups]
-    assert ones == [tokens == 0 for tokens in ups.values()]
-    assert any(ones) == routed
-    downs = [
-        found.tensors[f"{name.replace('up_proj', 'down_proj')}.input_importance"]
-        for name in ups
-        if ups[name]
-    ]
-    assert len({tuple(each.tolist()) for each in downs}) == len(downs), (
-        "each expert has inputs of its own"
-    )
+    found = skeleton.calibrated(batches, "FP8_DYNAMIC", algorithm="minmax", weighted=names).tensors
+    downs = {tuple(found[f"{n}.input_importance"].tolist()) for n in names if "down_proj" in n}
+    assert len(downs) == 4 + 1
 
 
 # --- from calibration to the packer ---------------------------------------------------------------
@@ -114,10 +82,8 @@ def test_experts_count_by_their_own_inputs(routed):
 def test_the_plan_takes_importance_of_what_is_searched_and_writes_none(searched):
     by_role = {(t.part, t.role): t for t in searched.tensors if t.fate == "quantize"}
     weighted = {key for key, tensor in by_role.items() if tensor.weighted}
-    assert {
-        key for key in by_role if key[1] == "shared_experts" and key[0] == "backbone"
-    }.isdisjoint(weighted)
-    assert ("backbone", "experts") in weighted and ("mtp", "attention") in weighted
+    assert ("backbone", "shared_experts") in by_role.keys() - weighted
+    assert {("backbone", "experts"), ("mtp", "attention")} <= weighted
     assert searched.needs_calibration == ["FP8_DYNAMIC", "NVFP4", "W4A16"]
     names = {output.name for tensor in searched.tensors for output in tensor.outputs}
     assert not any(name.endswith("input_importance") for name in names)
@@ -128,22 +94,20 @@ def test_statistics_have_exactly_the_importance_that_the_packer_reads(searched, 
     refuse_statistics(searched, saved(tmp_path / "right", made))
     name = next(name for name in made if name.endswith("experts.0.down_proj.input_importance"))
     without = {key: value for key, value in made.items() if key != name}
-    with pytest.raises(CheckpointError, match=rf"calibration must give {name}; got no such tensor"):
-        refuse_statistics(searched, saved(tmp_path / "without", without))
-    with pytest.raises(CheckpointError, match=rf"{name} must be F32\[\d+\]; got F32\[7\]"):
-        refuse_statistics(searched, saved(tmp_path / "narrow", made | {name: torch.ones(7)}))
-    other = with_search(searched, "mse")
-    with pytest.raises(
-        CheckpointError,
-        match=r"every tensor must be one that the plan .* got \S+\.input_importance",
+    mse = searched.recipe.model_dump() | {"search": "mse"}
+    for number, (plan, given, says) in enumerate(
+        [
+            (searched, without, f"calibration must give {name}; got no such tensor"),
+            (searched, made | {name: torch.ones(7)}, rf"{name} must be F32\[\d+\]; got F32\[7\]"),
+            (
+                make_plan(Recipe.model_validate(mse), searched.source),
+                made,
+                r"every tensor must be one that the plan .* got \S+\.input_importance",
+            ),
+        ]
     ):
-        refuse_statistics(other, saved(tmp_path / "other", made))
-
-
-def with_search(plan: Plan, search: str) -> Plan:
-    return make_plan(
-        Recipe.model_validate(plan.recipe.model_dump() | {"search": search}), plan.source
-    )
+        with pytest.raises(CheckpointError, match=says):
+            refuse_statistics(plan, saved(tmp_path / str(number), given))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
@@ -172,30 +136,25 @@ def test_what_importance_takes_is_counted(searched):
 # --- recipes --------------------------------------------------------------------------------------
 
 
-def test_importance_needs_text():
-    recipe = find_recipe("glm-4.7", scheme="W4A16")[0].model_dump()
-    with pytest.raises(
-        RecipeError,
-        match=r"calibration must be given for search: imatrix; got null\. Name a dataset, or",
-    ):
-        validated(recipe | {"search": "imatrix"}, "mine")
+AUTO = {"backbone": "auto", "budget": "7MiB", "backbone_auto": {"candidates": ["NVFP4", "bf16"]}}
 
 
-def test_importance_stands_beside_nothing_that_has_scales_of_its_own():
-    recipe = find_recipe("glm-4.7", scheme="w4a16-gptq")[0].model_dump()
-    with pytest.raises(RecipeError, match=r"rounded to nearest; got calibration\.algorithm gptq"):
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("glm-4.7.w4a16-fp8", {}, "calibration must be given for search: imatrix; got null"),
+        ("glm-4.7.w4a16-gptq", {}, r"rounded to nearest; got calibration\.algorithm gptq"),
+        (
+            "tiny-docs.nvfp4",
+            AUTO,
+            "imatrix must come with a word for every group; got backbone: auto",
+        ),
+    ],
+)
+def test_importance_stands_beside_nothing_that_has_scales_of_its_own(name, changes, says):
+    recipe = find_recipe(name)[0].model_dump() | changes
+    with pytest.raises(RecipeError, match=says):
         validated(recipe | {"search": "imatrix"}, "mine")
-    auto = {
-        "backbone": "auto",
-        "budget": "6.9MiB",
-        "backbone_auto": {"candidates": ["NVFP4", "bf16"]},
-    }
-    plain = find_recipe("tiny-docs", scheme="NVFP4")[0].model_dump()
-    with pytest.raises(
-        RecipeError,
-        match=r"search: imatrix must come with a word for every group; got backbone: auto",
-    ):
-        validated(plain | auto | {"search": "imatrix"}, "mine")
 
 
 # --- whole passes ---------------------------------------------------------------------------------

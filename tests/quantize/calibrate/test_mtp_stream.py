@@ -51,8 +51,7 @@ def test_a_pass_without_these_states_does_not_calibrate_a_block(tmp_path):
     without = run("bf16", tmp_path)
     files = (tmp_path / "states").rglob("*.safetensors")
     assert {path.name.partition("-")[0] for path in files} == {"calibration", "source", "served"}
-    rule = "the MTP block must be calibrated on what the quantized backbone computes; got .* "
-    with pytest.raises(RecipeError, match=f"{rule}without these states"):
+    with pytest.raises(RecipeError, match="got another MTP block"):
         claim_pass(planned("NVFP4"), DATA, tmp_path, ALONE)
     with pytest.raises(CheckpointError, match="rows 0 to 3 of mtp must be there"):
         mtp_pass(planned("NVFP4"), without)

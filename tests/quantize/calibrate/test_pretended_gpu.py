@@ -5,18 +5,15 @@ Every family that can be calibrated once, with NVFP4 in backbone and MTP block, 
 once.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from gpu_runs import both, family_run, in_a_child
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.quantize.calibrate.model import skeleton
 from keepmtp.recipes.find import find_recipe, shipped_recipes
 from passes import ROOT
-from pretended_gpu import MixedDevices, pretended_gpu
 
 # One model of each family that transformers can build. The block of those without a draft stays
 # BF16.
@@ -116,79 +113,3 @@ def left_run(folder: Path) -> None:
 
     skeleton.Skeleton.feed = feed
     family_run(RECIPES["glm-4.7"], folder)
-
-
-def pinned(value: torch.Tensor) -> torch.Tensor:
-    return value.pin_memory() if torch.accelerator.is_available() else value
-
-
-# Name -> an operation that CUDA takes, given a tensor [2, 3] on the GPU.
-TAKEN: dict[str, Callable] = {
-    "a number on the CPU": lambda x: x + torch.tensor(2.0),
-    "indices on the CPU": lambda x: x[torch.tensor([0, 1, 1])],
-    "a list of indices": lambda x: x[[0, 1, 1]] + x[:, [0, 2]].sum(),
-    "a tensor made on the GPU": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device),
-    "a copy": lambda x: torch.zeros(2, 3).copy_(x) + x.cpu(),
-    "a slice that is written": lambda x: x[:, 1].copy_(torch.ones(2)),
-    "pinned values": lambda x: x + pinned(torch.ones(2, 3)).to(x.device, non_blocking=True),
-}
-
-
-def late(value: torch.Tensor, *, waits: bool) -> torch.Tensor:
-    """A copy to pinned memory that goes on while the CPU does something else."""
-    host = torch.empty(value.shape, pin_memory=True)
-    host.copy_(value, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    if waits:
-        event.synchronize()
-    return host.clone()
-
-
-REFUSED: dict[str, Callable] = {
-    "a row on the CPU": lambda x: x + torch.ones(3),
-    "a number in a list": lambda x: torch.stack([x.sum(), torch.tensor(2.0)]),
-    "a number that is written": lambda x: torch.tensor(2.0).add_(x.sum()),
-    "indices of a gather": lambda x: x.gather(1, torch.zeros(2, 1, dtype=torch.int64)),
-    "values that are put": lambda x: x.index_put_((torch.tensor([0]),), torch.ones(3)),
-    "a tensor on meta": lambda x: x + torch.ones(3, device="meta"),
-    "data of the CPU": lambda x: setattr(x, "data", torch.ones(2, 3)),
-    "a pinned tensor of the GPU": lambda x: x.pin_memory(),
-    "a generator of the CPU": lambda x: torch.rand(3, device=x.device, generator=torch.Generator()),
-}
-
-
-def test_what_cuda_takes_and_what_it_refuses():
-    values, messages, num_bytes = in_a_child(rules)
-    assert values.keys() == TAKEN.keys()
-    assert messages.keys() == REFUSED.keys()
-    for name, call in TAKEN.items():
-        assert values[name] == call(torch.arange(6.0).reshape(2, 3)).tolist(), name
-    assert all("must have all tensors on one device" in message for message in messages.values())
-    assert num_bytes == (24, 52)
-
-
-def rules() -> tuple[dict[str, list], dict[str, str], tuple[int, int]]:
-    """Values of what is taken, messages about what is refused, and bytes that are held: now and at
-    most.
-    """
-    with pretended_gpu() as gpu:
-        values = {
-            name: call(torch.arange(6.0, device=gpu.device).reshape(2, 3)).tolist()
-            for name, call in TAKEN.items()
-        }
-        messages = {}
-        for name, call in REFUSED.items():
-            with pytest.raises(MixedDevices) as refusal:
-                call(torch.ones(2, 3, device=gpu.device))
-            messages[name] = str(refusal.value)
-        assert gpu.mixes == [*messages.values()]
-        del refusal
-        assert late(torch.ones(2, device=gpu.device), waits=True).tolist() == [1.0, 1.0]
-        assert late(torch.ones(2, device=gpu.device), waits=False).isnan().all()
-        gpu.peak_bytes = gpu.bytes_now = 0
-        x = torch.ones(2, 3, device=gpu.device)
-        assert x.view(3, 2).T.sum() == 6 and (x + 1).sum() == 12  # a view holds nothing of its own
-        with pytest.raises(TypeError, match="can't convert gpu device type tensor"):
-            x.numpy()
-        return values, messages, (gpu.bytes_now, gpu.peak_bytes)

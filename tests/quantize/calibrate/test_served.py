@@ -89,30 +89,21 @@ def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.
 def compared_for(
     model: str, scheme: str, source: Path, folder: Path, algorithm: str = "minmax", search: str = ""
 ) -> int:
-    """Plans experts of one scheme, writes them, and compares."""
-    plan = calibrated(model, scheme, source, algorithm, search)
-    statistics = saved(folder / "statistics", made_up(plan))
-    return compared(plan, statistics, written(plan, folder / "out", statistics))
-
-
-def calibrated(model: str, scheme: str, source: Path, algorithm: str, search: str = "") -> Plan:
-    """Experts of one scheme in both parts; latent attention takes no static scales."""
+    """Plans experts of one scheme in both parts, writes them, and compares all quantized weights;
+    returns their number. Latent attention takes no static scales.
+    """
     recipe = find_recipe(model)[0].model_dump()
     words = {group: scheme if group == "experts" else "NVFP4" for group in recipe["backbone"]}
-    mtp = {
-        group: word
-        for group, word in words.items()
-        if group not in ("dense_mlp", "linear_attention")
-    }
     if model in ("deepseek-v3.1", "dsv4-flash"):
-        words["attention"] = mtp["attention"] = "FP8_BLOCK"
+        words["attention"] = "FP8_BLOCK"
+    mtp = words.copy()
+    for group in ("dense_mlp", "linear_attention"):
+        mtp.pop(group, None)
     data = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration.model_dump() | {"algorithm": algorithm}
     changes = {"backbone": words, "mtp": mtp, "calibration": data, "search": search or None}
-    return make_plan(Recipe.model_validate(recipe | changes), open_source(source))
-
-
-def compared(plan: Plan, statistics: Statistics, tensors: dict[str, Tensor]) -> int:
-    """Compares all quantized weights; returns their number."""
+    plan = make_plan(Recipe.model_validate(recipe | changes), open_source(source))
+    statistics = saved(folder / "statistics", made_up(plan))
+    tensors = written(plan, folder / "out", statistics)
     count = 0
     for module, binding in served_parts(plan, statistics):
         for name, pieces in binding.items():
@@ -170,25 +161,21 @@ def test_served_weights_are_those_of_the_file(form, scheme, sources, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("form", "scheme"), [("BF16", "FP8_BLOCK"), ("stacked", "W4A16"), ("MXFP4", "NVFP4")]
-)
-def test_scales_that_are_searched_by_importance_are_those_of_the_file(
-    form, scheme, sources, tmp_path
-):
-    assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path, search="imatrix") > 8
-
-
-@pytest.mark.parametrize(
-    ("form", "scheme", "algorithm"),
+    ("form", "scheme", "options"),
     [
-        ("BF16", "NVFP4", "gptq"),
-        ("stacked", "W4A16", "gptq"),
-        ("MXFP4", "W4A16", "awq"),
-        ("F32", "W8A8", "smoothquant"),
+        ("BF16", "FP8_BLOCK", {"search": "imatrix"}),
+        ("stacked", "W4A16", {"search": "imatrix"}),
+        ("MXFP4", "NVFP4", {"search": "imatrix"}),
+        ("BF16", "NVFP4", {"algorithm": "gptq"}),
+        ("stacked", "W4A16", {"algorithm": "gptq"}),
+        ("MXFP4", "W4A16", {"algorithm": "awq"}),
+        ("F32", "W8A8", {"algorithm": "smoothquant"}),
     ],
 )
-def test_rewritten_weights_are_those_of_the_statistics(form, scheme, algorithm, sources, tmp_path):
-    assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path, algorithm) > 8
+def test_weights_that_calibration_decides_are_those_of_the_file(
+    form, scheme, options, sources, tmp_path
+):
+    assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path, **options) > 8
 
 
 def test_a_weight_rounded_otherwise_is_named(sources, tmp_path, monkeypatch):

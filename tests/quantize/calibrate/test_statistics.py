@@ -3,6 +3,7 @@ else.
 """
 
 import os
+import re
 
 import pytest
 import torch
@@ -60,64 +61,44 @@ def test_a_damaged_file_is_named(keep, tmp_path):
         assert str(caught.value).endswith(cure)
 
 
-def test_a_file_cut_while_it_is_read(tmp_path):
-    statistics = saved(tmp_path, {HFName("model.layers.0.a.input_scale"): torch.ones(64)})
-    path = tmp_path / "model.layers.0.safetensors"
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(
-        CheckpointError,
-        match=r"layers\.0\.safetensors: .*input_scale must be whole; got end of file",
-    ):
-        statistics.read(HFName("model.layers.0.a.input_scale"))
+A, B = (HFName(f"model.layers.0.{name}.input_scale") for name in "ab")
 
 
-def test_a_bit_that_flips_is_found_when_it_is_read(tmp_path):
-    names = [HFName("model.layers.0.a.input_scale"), HFName("model.layers.0.b.input_scale")]
-    statistics = saved(tmp_path, {name: torch.ones(64) for name in names})
-    path = tmp_path / statistics.entries[names[1]].file
+def test_a_file_that_changes_after_it_was_opened(tmp_path):
+    statistics = saved(tmp_path, dict.fromkeys((A, B), torch.ones(64)))
+    entry, path = statistics.entries[B], tmp_path / "model.layers.0.safetensors"
     raw = bytearray(path.read_bytes())
-    raw[statistics.entries[names[1]].start + 9] ^= 1
+    raw[entry.start + 9] ^= 1
     path.write_bytes(raw)
-    assert statistics.read(names[0]).sum() == 64
-    with pytest.raises(
-        CheckpointError,
-        match=r"b\.input_scale must have the bytes that calibration wrote; got others",
-    ):
-        statistics.read(names[1])
+    assert statistics.read(A).sum() == 64
+    rule = r"b\.input_scale must have the bytes that calibration wrote; got others"
+    with pytest.raises(CheckpointError, match=rule):
+        statistics.read(B)
+    os.truncate(path, path.stat().st_size - 1)
+    rule = r"layers\.0\.safetensors: .*b\.input_scale must be whole; got end of file"
+    with pytest.raises(CheckpointError, match=rule):
+        statistics.read(B)
 
 
 def test_a_disk_that_is_full_is_told(tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
-        raise SafetensorError(
-            "Error while serializing: I/O error: No space left on device (os error 28)"
-        )
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("keepmtp.quantize.run.statistics.save_file", full)
-    with pytest.raises(
-        CheckpointError, match=r"must be writable; got .*No space left.*Make room, and run the same"
-    ):
-        write_statistics(
-            tmp_path / "layer-0.safetensors", {HFName("a.input_scale"): torch.ones(1)}, {}
-        )
+    rule = r"must be writable; got .*No space left.*Make room, and run the same"
+    with pytest.raises(CheckpointError, match=rule):
+        write_statistics(tmp_path / "layer-0.safetensors", {A: torch.ones(1)}, {})
 
 
-def test_statistics_of_another_run_are_refused(tmp_path):
-    saved(tmp_path, {HFName("model.layers.0.a.input_scale"): torch.ones(1)})
-    Statistics.open(tmp_path, fingerprint="f")
-    with pytest.raises(
-        CheckpointError, match=r"must come from this recipe, source and dataset; got .*another run"
-    ):
+def test_statistics_of_another_run_and_in_two_files_are_refused(tmp_path):
+    write_statistics(tmp_path / "0.safetensors", {A: torch.ones(1)}, {"fingerprint": "f"})
+    assert A in Statistics.open(tmp_path, fingerprint="f")
+    rule = r"must come from this recipe, source and dataset; got .*another run"
+    with pytest.raises(CheckpointError, match=rule):
         Statistics.open(tmp_path, fingerprint="g")
-
-
-def test_one_tensor_in_two_files(tmp_path):
-    for layer in range(2):
-        tensors = {HFName("a.input_scale"): torch.ones(1)}
-        write_statistics(tmp_path / f"{layer}.safetensors", tensors, {"fingerprint": "f"})
-    with pytest.raises(
-        CheckpointError,
-        match=r"1\.safetensors: a\.input_scale must be in one file only; got also in",
-    ):
+    write_statistics(tmp_path / "1.safetensors", {A: torch.ones(1)}, {"fingerprint": "f"})
+    rule = r"1\.safetensors: .*a\.input_scale must be in one file only; got also in"
+    with pytest.raises(CheckpointError, match=rule):
         Statistics.open(tmp_path)
 
 
@@ -141,99 +122,64 @@ def test_statistics_that_fit_their_plan(model, words, tmp_path):
 
 
 def test_a_plan_without_calibration_needs_none(tmp_path):
-    config, tensors = source_layout("glm-4.7", size="tiny")
-    plan = make_plan(
-        find_recipe("glm-4.7")[0],
-        open_source(write_checkpoint(tmp_path / "source", config, tensors)),
-    )
+    source = write_checkpoint(tmp_path / "source", *source_layout("glm-4.7", size="tiny"))
+    plan = make_plan(find_recipe("glm-4.7")[0], open_source(source))
     refuse_statistics(plan, None)
-    one = saved(
-        tmp_path / "statistics",
-        {HFName("model.layers.0.self_attn.q_proj.weight_scale"): torch.ones(1)},
-    )
-    with pytest.raises(
-        CheckpointError, match="every tensor must be one that the plan takes from calibration"
-    ):
-        refuse_statistics(plan, one)
+    rule = "every tensor must be one that the plan takes from calibration"
+    with pytest.raises(CheckpointError, match=rule):
+        refuse_statistics(plan, saved(tmp_path / "statistics", {A: torch.ones(1)}))
+    rule = "NVFP4 must be calibrated before it is written; got no statistics"
+    with pytest.raises(RecipeError, match=rule):
+        refuse_statistics(planned(source), None)
 
 
-Q = HFName("model.layers.1.self_attn.q_proj.input_global_scale")
-EXPERT = HFName("model.layers.2.mlp.experts.1.down_proj.input_global_scale")
+def in_layer(name: str) -> HFName:
+    return HFName(f"model.layers.{name}")
+
+
+Q = in_layer("1.self_attn.q_proj.input_global_scale")
+EXPERT = in_layer("2.mlp.experts.1.down_proj.input_global_scale")
+O_SCALE = in_layer("1.self_attn.o_proj.weight_scale")
+V = in_layer("1.self_attn.v_proj.weight")
+AWQ = {"algorithm": "awq", "rest": "FP8_DYNAMIC", "experts": "W4A16"}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("words", "name", "value", "says"),
     [
-        (Q, None, f"statistics: calibration must give {Q}; got no such tensor"),
-        (EXPERT, None, f"statistics: calibration must give {EXPERT}; got no such tensor"),
-        (
-            HFName("model.layers.1.self_attn.q_proj.weight_packed"),
-            torch.ones(1),
-            "takes from calibration; got model.layers.1.self_attn.q_proj.weight_packed",
-        ),
-        (
-            HFName("model.layers.1.self_attn.q_proj.input_scale"),
-            torch.ones(1),
-            "got model.layers.1.self_attn.q_proj.i",
-        ),
-        (
-            HFName("model.layers.1.input_layernorm.weight"),
-            torch.ones(256).bfloat16(),
-            "got model.layers.1.input_layer",
-        ),
-        (Q, torch.ones(1).bfloat16(), f"{Q} must be F32[1]; got BF16[1]"),
-        (Q, torch.tensor(1.0), f"{Q} must be F32[1]; got F32[]"),
-        (EXPERT, torch.tensor([float("nan")]), f"{EXPERT} must be a positive number; got nan"),
-        (EXPERT, torch.tensor([float("inf")]), f"{EXPERT} must be a positive number; got inf"),
-        (EXPERT, torch.tensor([0.0]), f"{EXPERT} must be a positive number; got 0.0"),
-        (Q, torch.tensor([7.0]), "must be equal: vLLM fuses their modules; got "),
+        ({}, Q, None, f"statistics: calibration must give {Q}; got no such tensor"),
+        ({}, EXPERT, None, f"statistics: calibration must give {EXPERT}; got no such tensor"),
+        ({"algorithm": "gptq", "rest": "W4A16"}, O_SCALE, None, f"must give {O_SCALE}"),
+        # What AWQ rescales is whole or not there.
+        (AWQ, V, torch.ones(256, 256), f"must give {V}_scale; got no such tensor"),
+        (AWQ, in_layer("0.input_layernorm.weight"), torch.ones(256), "got model.layers.0.input_"),
+        ({}, in_layer("1.self_attn.q_proj.input_scale"), torch.ones(1), "takes from calibration; "),
+        ({}, in_layer("1.input_layernorm.weight"), torch.ones(256), "got model.layers.1.input_lay"),
+        ({}, Q, torch.ones(1).bfloat16(), f"{Q} must be F32[1]; got BF16[1]"),
+        ({}, Q, torch.tensor(1.0), f"{Q} must be F32[1]; got F32[]"),
+        ({}, EXPERT, torch.tensor([float("nan")]), f"{EXPERT} must be a positive number; got nan"),
+        ({}, EXPERT, torch.tensor([float("inf")]), f"{EXPERT} must be a positive number; got inf"),
+        ({}, EXPERT, torch.tensor([0.0]), f"{EXPERT} must be a positive number; got 0.0"),
+        ({}, Q, torch.tensor([7.0]), "must be equal: vLLM fuses their modules; got "),
     ],
 )
-def test_statistics_that_do_not_fit(name, value, says, tmp_path):
-    plan = planned(tmp_path / "source")
+def test_statistics_that_do_not_fit(words, name, value, says, tmp_path):
+    plan = planned(tmp_path / "source", **words)
     made = made_up(plan)
     made.pop(name, None)
     if value is not None:
         made[name] = value
-    with pytest.raises(CheckpointError) as caught:
-        refuse_statistics(plan, saved(tmp_path / "statistics", made))
-    assert says in str(caught.value)
-
-
-def test_a_rewritten_module_is_rewritten_whole(tmp_path):
-    plan = planned(tmp_path / "source", algorithm="gptq", rest="W4A16")
-    made = made_up(plan)
-    del made[HFName("model.layers.1.self_attn.o_proj.weight_scale")]
-    with pytest.raises(
-        CheckpointError, match=r"must give model\.layers\.1\.self_attn\.o_proj\.weight_scale"
-    ):
+    with pytest.raises(CheckpointError, match=re.escape(says)):
         refuse_statistics(plan, saved(tmp_path / "statistics", made))
 
 
-def test_what_awq_rescales_is_whole_or_not_there(tmp_path):
+def test_what_awq_rescales_may_be_there(tmp_path):
     """Beside the experts it rewrites: a norm, and attention in a scheme it does not know."""
-    plan = planned(tmp_path / "source", algorithm="awq", rest="FP8_DYNAMIC", experts="W4A16")
+    plan = planned(tmp_path / "source", **AWQ)
     made = made_up(plan)
     refuse_statistics(plan, saved(tmp_path / "without", made))
-    made[HFName("model.layers.1.post_attention_layernorm.weight")] = torch.ones(256).bfloat16()
-    module = next(t for t in plan.tensors if t.name == "model.layers.1.self_attn.v_proj.weight")
-    (packed,) = pack(SCHEMES["FP8_DYNAMIC"], [torch.ones(module.shape).bfloat16()])
-    made |= {HFName(f"{module.module}.{leaf}"): value for leaf, value in packed.items()}
+    made[in_layer("1.post_attention_layernorm.weight")] = torch.ones(256).bfloat16()
+    (tensor,) = (tensor for tensor in plan.tensors if tensor.name == V)
+    (packed,) = pack(SCHEMES["FP8_DYNAMIC"], [torch.ones(tensor.shape).bfloat16()])
+    made |= {HFName(f"{tensor.module}.{leaf}"): value for leaf, value in packed.items()}
     refuse_statistics(plan, saved(tmp_path / "with", made))
-    del made[HFName("model.layers.1.self_attn.v_proj.weight_scale")]
-    with pytest.raises(
-        CheckpointError, match=r"must give model\.layers\.1\.self_attn\.v_proj\.weight_scale"
-    ):
-        refuse_statistics(plan, saved(tmp_path / "half", made))
-    other = made_up(plan) | {
-        HFName("model.layers.0.input_layernorm.weight"): torch.ones(256).bfloat16()
-    }
-    with pytest.raises(CheckpointError, match=r"got model\.layers\.0\.input_layernorm\.weight"):
-        refuse_statistics(plan, saved(tmp_path / "dense layer", other))
-
-
-def test_a_calibrated_plan_without_statistics(tmp_path):
-    with pytest.raises(
-        RecipeError, match="NVFP4 must be calibrated before it is written; got no statistics"
-    ):
-        refuse_statistics(planned(tmp_path / "source"), None)
