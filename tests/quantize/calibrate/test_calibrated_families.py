@@ -48,5 +48,5 @@ def test_the_whole_line(model, scheme, algorithm, tmp_path):
     scales = defaultdict(set)
     for name in statistics:
         if match := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.input_(global_)?scale", name):
-            scales[match[1], match[2] == "down_proj"].add(float(statistics.read(name)))
+            scales[match[1], match[2] in ("down_proj", "w2")].add(float(statistics.read(name)))
     assert all(len(found) == 1 for found in scales.values()), "vLLM takes one of all experts"
