@@ -127,10 +127,7 @@ def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
         rows = []
         for group in found.groups:
             if group.part == part:
-                files = group.first_file
-                if group.files > 1:
-                    files = f"{group.files} files"
-                filled = f"{group.tensors:,} {group.stored} in {files}"
+                filled = f"{group.tensors:,} tensors, {group.stored}"
                 rows.append([f"{group.modules} ({group.count:,})", group.built, filled])
         if rows:
             yield table(title, ("modules", "built as", "filled from"), rows)
@@ -138,12 +135,8 @@ def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
         (group.why, f"{'MTP ' * (group.part == 'mtp')}{group.modules}") for group in found.groups
     )
     why = (f"Why {modules}: {reason}." for reason, modules in by_reason(named).items())
-    for sentence in (*why, *found.notes, *_verdict(found)):
+    for sentence in (*why, *_verdict(found)):
         yield from wrapped(console, sentence)
-    if found.log_version:
-        yield (
-            f"The log is of vLLM {found.log_version}; what is said of versions was read up to 0.32."
-        )
     for known in found.answers:
         yield Text.assemble(("\nknown: ", "bold green"), printable(known.failure.name))
         for row in _known(found, known):

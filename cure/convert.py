@@ -117,8 +117,16 @@ def plan_conversion(where: str, to: Format) -> Conversion:
         CheckpointError: it does not pass its own check, it is in another dialect, or a tensor has a
             form or a value that the other dialect has no word for.
     """
-    runtime = _checked(where)
-    source, first, why = runtime.source, _dialect_of(runtime), f"so {to} has it"
+    checked = examine(where)
+    source, runtime, findings = checked.readable(), checked.runtime, checked.data.findings
+    if runtime is None or (findings and findings[0].severity == "error"):  # errors come first
+        found, rule = findings[0], "must pass its own check before it is converted"
+        raise CheckpointError(f"{where}: {found.where}", rule, got=found.says, cure=found.cure)
+    if source.folder is None:
+        rule, got = "what is converted must be a folder here", "a Hub repository"
+        cure = "Download it: `hf download` puts a repository into a folder"
+        raise RecipeError(where, rule, got=got, cure=cure)
+    first, why = _dialect_of(runtime), f"so {to} has it"
     if first == to:
         rule = "a checkpoint is converted into the other dialect"
         raise RecipeError(where, rule, got=f"one in {to} already", cure="There is nothing to do")
@@ -155,21 +163,6 @@ def convert(
         RecipeError, CheckpointError: see `rewritten.rewrite`.
     """
     return rewrite(planned.proposal, out, made_by=f"convert --to {planned.to}", written=progress)
-
-
-def _checked(where: str) -> RuntimeView:
-    """A checkpoint without an error: then each tensor is stored as vLLM builds its module."""
-    checked = examine(where)
-    checked.readable()
-    findings = checked.data.findings  # errors first
-    if checked.runtime is None or (findings and findings[0].severity == "error"):
-        first, rule = findings[0], "must pass its own check before it is converted"
-        raise CheckpointError(f"{where}: {first.where}", rule, got=first.says, cure=first.cure)
-    if checked.runtime.source.folder is None:
-        rule, got = "what is converted must be a folder here", "a Hub repository"
-        cure = "Download it: `hf download` puts a repository into a folder"
-        raise RecipeError(where, rule, got=got, cure=cure)
-    return checked.runtime
 
 
 def _turned(
@@ -283,30 +276,27 @@ def _matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
 
 def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
     """The scheme of each quantized module on disk."""
-    groups = _groups(runtime) if _dialect_of(runtime) == "compressed-tensors" else None
+    # compressed-tensors' groups by the targets that the target's class, and the draft's, reads.
+    groups: dict[tuple[Part, str], GivenGroup] = {}
+    parts: tuple[Part, ...] = ("backbone", "mtp")
+    is_grouped = _dialect_of(runtime) == "compressed-tensors"
+    if is_grouped:
+        given = read_given(CompressedTensorsGiven, runtime.given.raw)
+        for group in (given.config_groups or {}).values():
+            for target in group.targets or ():
+                for part in parts:
+                    groups[part, renamer(runtime.source.config, part).path(target)] = group
     for module in runtime.modules:
         for member in module.members:
             if member.weight.form != "plain":
                 built, entry = module.resolution.built, module.resolution.entry
                 scheme = _of_algorithm(built)
-                if groups is not None:
+                if is_grouped:
                     scheme = _of_group(groups.get((module.part, entry)))
                 if not scheme:
                     by = f"entry {entry}" if entry else "the config's one algorithm"
                     raise _wordless(runtime, member.weight.weight.name, f"{built.form} by {by}")
                 yield member.weight.module, scheme
-
-
-def _groups(runtime: RuntimeView) -> dict[tuple[Part, str], GivenGroup]:
-    """compressed-tensors' groups by the targets that the target's class, and the draft's, reads."""
-    raw = quantization_of(runtime.source.config) or {}
-    parts: tuple[Part, ...] = ("backbone", "mtp")
-    found = {}
-    for group in (read_given(CompressedTensorsGiven, raw).config_groups or {}).values():
-        for target in group.targets or ():
-            for part in parts:
-                found[part, renamer(runtime.source.config, part).path(target)] = group
-    return found
 
 
 def _of_group(group: GivenGroup | None) -> str:

@@ -329,19 +329,13 @@ def _count_mtp_layers(proposal: Proposal, released: Mapping[str, Any], family: F
             if key in ("text_config", "quantization_config"):
                 continue
             now, why = proposal.value(CONFIG, (*path, key)), ""
+            is_shorter = isinstance(now, list) and isinstance(value, list) and now and now != value
             if key in counts or _ABOUT_MTP.search(key):
                 why = "the release describes its MTP block so"
-            elif _is_cut(now, value):
+            elif is_shorter and value[: len(now)] == now:
                 why = "the release has a value for each layer, MTP layers too"
             if why:
                 proposal.set(CONFIG, (*path, key), value, why)
-
-
-def _is_cut(value: Any, released: Any) -> bool:
-    """Whether a list is the release's without its end."""
-    if not (isinstance(value, list) and isinstance(released, list)):
-        return False
-    return 0 < len(value) < len(released) and released[: len(value)] == value
 
 
 def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:

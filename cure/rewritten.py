@@ -179,24 +179,19 @@ def _write_shard(
     with naming_file(path), open(path, "xb") as file:
         file.write(layout.header)
         for entry in in_order:
-            for part in _parts(entry, proposal):
+            if entry.name in proposal.made:
+                file.write(proposal.made[entry.name])
+                written(entry.num_bytes)
+                continue
+            buffer = memoryview(bytearray(min(_PART, entry.num_bytes)))
+            for offset in range(0, entry.num_bytes, _PART):
+                part = buffer[: entry.num_bytes - offset]
+                read(proposal.source, entry, part, offset=offset)
                 file.write(part)
                 written(len(part))
         file.flush()
         os.fsync(file.fileno())
         assert file.tell() == layout.num_bytes, f"{path}: bytes of another shape"
-
-
-def _parts(entry: Entry, proposal: Proposal) -> Iterable[bytes | memoryview]:
-    """A tensor's bytes, part by part."""
-    if entry.name in proposal.made:
-        yield proposal.made[entry.name]
-        return
-    buffer = memoryview(bytearray(min(_PART, entry.num_bytes)))
-    for offset in range(0, entry.num_bytes, _PART):
-        part = buffer[: entry.num_bytes - offset]
-        read(proposal.source, entry, part, offset=offset)
-        yield part
 
 
 class Judged(NamedTuple):

@@ -85,15 +85,9 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
     assert json.loads((out / INDEX).read_text())["metadata"] == {"by": "x", "total_size": 8}
     assert (out / "a.safetensors").read_bytes().endswith(b"1111abc")
     assert "3 new, 3 kept" in written.sentence
-
-
-def test_the_same_command_says_that_it_has_finished_before(old, tmp_path):
-    out = tmp_path / "out"
-    first = made(changed(old), out)
-    whole = digests(out)
-    again = made(changed(old), out)
-    assert again.is_from_before and "finished before" in again.sentence and again.new == first.new
-    assert digests(out) == whole
+    whole, again = digests(out), made(changed(old), out)
+    assert again.is_from_before and "finished before" in again.sentence
+    assert again.new == written.new and digests(out) == whole
 
 
 @pytest.mark.parametrize(
@@ -234,6 +228,10 @@ def test_a_snapshot_of_the_hubs_cache_is_linked_to_its_blobs(old, tmp_path):
     assert not linked.is_symlink() and linked.samefile(blobs / "mtp.safetensors")
 
 
+def rewritten_in_place(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+
+
 @pytest.mark.parametrize(
     ("breaks", "message"),
     [
@@ -248,8 +246,9 @@ def test_a_snapshot_of_the_hubs_cache_is_linked_to_its_blobs(old, tmp_path):
             lambda old, out: partial_path(out).mkdir() or (partial_path(out) / "x").write_text("x"),
             "another command",
         ),
+        (lambda old, out: rewritten_in_place(old / "b.safetensors"), r"another b\.safetensors"),
     ],
-    ids=["there", "linked out", "a stray file linked out", "a shard below", "another run's"],
+    ids=["there", "linked out", "a stray file linked out", "a shard below", "another run's", "new"],
 )
 def test_what_cannot_be_made_is_refused(old, tmp_path, breaks, message):
     wanted, out = changed(old), tmp_path / "out"
@@ -257,16 +256,5 @@ def test_what_cannot_be_made_is_refused(old, tmp_path, breaks, message):
     with pytest.raises((CheckpointError, RecipeError), match=message):
         made(wanted, out)
     assert out.exists() == (message == "never overwritten")
-
-
-def test_a_checkpoint_that_changes_meanwhile_is_refused(old, tmp_path):
-    wanted = changed(old)
-    (old / "b.safetensors").write_bytes((old / "b.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"another b\.safetensors"):
-        made(wanted, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_output_inside_the_checkpoint_is_refused(old):
     with pytest.raises(RecipeError, match="outside the source"):
-        made(changed(old), old / "out")
+        made(wanted, old / "out")

@@ -32,7 +32,7 @@ from keepmtp.validate.report.report import refresh
 ROOT = Path(__file__).parent.parent.parent
 REAL = ("tiny-glm4-moe", "tiny-qwen3_5")
 MODELOPT_FILE = "glm modelopt file"
-MEASURED, CARDED = "a measured checkpoint", "a checkpoint with its card"
+MEASURED = "a measured checkpoint"
 OTHER = "tiny-glm4-moe with another byte"
 RECIPES = ("the model file of tiny-glm4-moe", "a flat recipe", "a calibrated recipe")
 
@@ -61,10 +61,8 @@ def folder(name: str) -> Path:
         return _recipe(path, name)
     if name == MEASURED:
         return _measured(path)
-    if name == CARDED:
-        return _by_itself(path, "cards", "green")
     if name in cures.BASES:
-        return _by_itself(path, "cured", "make", cures.BASES[name])
+        return _cured(path, cures.BASES[name])
     if name == OTHER:
         shutil.copytree(ROOT / "models" / "tiny-glm4-moe", path)
         shard = max(path.glob("*.safetensors"))
@@ -76,7 +74,7 @@ def folder(name: str) -> Path:
 
 def checkpoint_in(name: str) -> str:
     """The checkpoint's own folder where its results lie beside it."""
-    return {MEASURED: "NAME", CARDED: "tiny.nvfp4a16-fp8"}.get(name, ".")
+    return "NAME" if name == MEASURED else "."
 
 
 def pick(rng: random.Random, *, quantized: bool = False) -> str:
@@ -129,11 +127,11 @@ def _measured(path: Path) -> Path:
     return path
 
 
-def _by_itself(path: Path, module: str, function: str, *words: str) -> Path:
+def _cured(path: Path, dialect: str) -> Path:
     """Made by a process of its own: quantizing starts threads, and this process is to be forked."""
     places = [str(ROOT / "tests" / "helpers"), str(Path(__file__).parent)]
-    made = f"import sys; sys.path[:0] = {places!r}; import {module}; from pathlib import Path; "
-    made += f"{module}.{function}(Path({str(path)!r}), *{words!r})"
+    made = f"import sys; sys.path[:0] = {places!r}; import cured; from pathlib import Path; "
+    made += f"cured.make(Path({str(path)!r}), {dialect!r})"
     path.mkdir()
     subprocess.run([sys.executable, "-P", "-c", made], check=True, capture_output=True)
     return path

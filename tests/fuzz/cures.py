@@ -22,49 +22,14 @@ INDEX = "model.safetensors.index.json"
 BASES = {f"one model, first in {dialect}": dialect for dialect in OTHER}
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 Kind = Callable[[random.Random, str], Case]
-TARGETS = (
-    "{beside}/secret",
-    "{beside}/secret.json",
-    "{beside}",
-    "../../beside/secret",
-    "../../../beside/secret",
-)
-TARGETS += (
-    "../beside/secret",
-    "../../beside",
-    "../lost/config.json",
-    "../release/config.json",
-    "nothing",
-    "/dev/zero",
-)
-TARGETS += (".", "config.json", "hop")
-LINKS = (
-    "original/consolidated.safetensors",
-    "a/b/c.safetensors",
-    "a/b/notes.bin",
-    "a/.hidden/x",
-    "extra.safetensors",
-    "consolidated.00.pth",
-    "audio_tokenizer",
-    "audio_tokenizer/model.safetensors",
-    "audio_tokenizer/config.json",
-    "additional_chat_templates/x.jinja",
-    "encoding/x.py",
-    "modeling_x.py",
-    "tokenizer.json",
-    "tokenizer.model",
-    "LICENSE",
-    "README.md",
-    "generation_config.json",
-    "hf_quant_config.json",
-    "quantize_config.json",
-    "keepmtp.json",
-    "recipe.yaml",
-    "config.json.partial",
-    ".keepmtp",
-    "config.json",
-    INDEX,
-)
+TARGETS = ("{beside}/secret", "{beside}/secret.json", "{beside}", "../../beside/secret")
+TARGETS += ("../../../beside/secret", "../beside/secret", "../lost/config.json", "nothing")
+TARGETS += ("/dev/zero", ".", "config.json", "hop")
+LINKS = ("original/all.safetensors", "a/b/c.safetensors", "a/b/notes.bin", "a/.hidden/x")
+LINKS += ("extra.safetensors", "all.pth", "audio_tokenizer", "audio_tokenizer/config.json")
+LINKS += ("additional_chat_templates/x.jinja", "modeling_x.py", "tokenizer.json", "LICENSE")
+LINKS += ("README.md", "generation_config.json", "hf_quant_config.json", "quantize_config.json")
+LINKS += ("keepmtp.json", "recipe.yaml", "config.json.partial", ".keepmtp", "config.json", INDEX)
 
 
 def writing(kinds: tuple[Kind, ...]) -> Kind:
@@ -72,47 +37,42 @@ def writing(kinds: tuple[Kind, ...]) -> Kind:
 
     def cured(rng: random.Random, kind: str) -> Case:
         case = rng.choice(kinds)(rng, kind)
-        ways: list[tuple[str, ...]] = [("convert", "{}", "--to", dialect) for dialect in OTHER]
-        ways += [("fix", "{}"), ("graft", "{}", "--from", "{}", "--replace")]
-        words = (*rng.choice(ways), "--out", "{}.out", "--static-only")
+        ways = ["fix {}", "graft {} --from {} --replace"]
+        ways += [f"convert {{}} --to {dialect}" for dialect in OTHER]
+        words = (*rng.choice(ways).split(), "--out", "{}.out", "--static-only")
         return replace(case, words=words, reads_weights=False, also=kept_values)
 
     return cured
 
 
-def _case(
-    rng: random.Random, kind: str, base: str, made: tuple[Edit, ...], words: tuple[str, ...]
-) -> Case:
-    end = rng.choice(
-        (("--dry-run",), ("--dry-run", "--json"), *[("--out", "{}.out", "--static-only")] * 6)
+def _case(rng: random.Random, kind: str, make: Callable[[random.Random, str], Edit]) -> Case:
+    """A base, edits of a folder in it, and a verb that makes a new checkpoint of it."""
+    base, dialect = rng.choice(list(BASES.items()))
+    where, line = rng.choice(
+        (
+            ("first", f"convert {{}}/first --to {OTHER[dialect]}"),
+            ("there", f"convert {{}}/there --to {dialect}"),
+            ("broken", "fix {}/broken"),
+            ("lost", "graft {}/lost --from {}/release"),
+            ("release", "graft {}/lost --from {}/release"),
+            ("release", "quantize {}/release --scheme w4a16-fp8"),
+        )
     )
+    end = rng.choice(("--dry-run", "--dry-run --json", *["--out {}.out --static-only"] * 6))
+    words, made = tuple(f"{line} {end}".split()), some(rng, lambda: make(rng, where))
     return Case(
-        kind=kind, base=base, edits=made, words=words + end, reads_weights=False, also=kept_values
+        kind=kind, base=base, edits=made, words=words, reads_weights=False, also=kept_values
     )
-
-
-# --- links and names ------------------------------------------------------------------------------
 
 
 def links(rng: random.Random, kind: str) -> Case:
     """A file of the checkpoint, or of its release, is a link; mostly one that leads out."""
-    base, where, words = _cure_of(rng)
-    return _case(rng, kind, base, some(rng, lambda: _link(rng, where)), words)
+    return _case(rng, kind, _link)
 
 
-def _cure_of(rng: random.Random) -> tuple[str, str, tuple[str, ...]]:
-    """A base, the folder in it that is changed, and a verb that makes a new checkpoint of it."""
-    base, dialect = rng.choice(list(BASES.items()))
-    ways: tuple[tuple[str, tuple[str, ...]], ...] = (
-        ("first", ("convert", "{}/first", "--to", OTHER[dialect])),
-        ("there", ("convert", "{}/there", "--to", dialect)),
-        ("broken", ("fix", "{}/broken")),
-        ("lost", ("graft", "{}/lost", "--from", "{}/release")),
-        ("release", ("graft", "{}/lost", "--from", "{}/release")),
-        ("release", ("quantize", "{}/release", "--scheme", "w4a16-fp8")),
-    )
-    where, words = rng.choice(ways)
-    return base, where, words
+def names(rng: random.Random, kind: str) -> Case:
+    """Files, shards and tensors with odd names."""
+    return _case(rng, kind, rng.choice((_odd_file, _odd_shard, _odd_tensor)))
 
 
 def _link(rng: random.Random, where: str) -> Edit:
@@ -130,18 +90,6 @@ def _link(rng: random.Random, where: str) -> Edit:
     return Edit(f"{where}/{name}: is a link to {target}", do)
 
 
-def names(rng: random.Random, kind: str) -> Case:
-    """Files, shards and tensors with odd names."""
-    base, where, words = _cure_of(rng)
-    return _case(
-        rng,
-        kind,
-        base,
-        some(rng, lambda: rng.choice((_odd_file, _odd_shard, _odd_tensor))(rng, where)),
-        words,
-    )
-
-
 def _odd_name(rng: random.Random) -> str:
     name = rng.choice(
         (*edits.NAMES, "-rf", "a'b\"c", "..x", "x..", "...", "$(id)", "%s{}", "\udcff")
@@ -153,18 +101,7 @@ def _odd_name(rng: random.Random) -> str:
 
 
 def _odd_file(rng: random.Random, where: str) -> Edit:
-    ends = (
-        "",
-        ".json",
-        ".py",
-        ".safetensors",
-        ".partial",
-        ".model",
-        ".jinja",
-        "/x.safetensors",
-        "/x",
-        "/x/y.py",
-    )
+    ends = ("", ".json", ".py", ".safetensors", ".partial", ".jinja", "/x.safetensors", "/x/y.py")
     name = _odd_name(rng) + rng.choice(ends)
 
     def do(folder: Path) -> None:
@@ -230,13 +167,10 @@ def read(folder: Path) -> Tensors:
     for path in sorted(folder.glob("*.safetensors")):
         header, start = edits.read_header(path)
         raw = path.read_bytes()[start:]
-        for name, told in header.items():
-            if name != "__metadata__":
-                found[name] = (
-                    told["dtype"],
-                    tuple(told["shape"]),
-                    raw[slice(*told["data_offsets"])],
-                )
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            data = raw[slice(*entry["data_offsets"])]
+            found[name] = (entry["dtype"], tuple(entry["shape"]), data)
     return found
 
 

@@ -128,82 +128,48 @@ def on_bytes(file: str, says: str, change: Callable[[bytes], bytes]) -> Edit:
 def mangled(rng: random.Random, file: str, length: int) -> Edit:
     """A change that knows nothing of what the bytes mean."""
     at, byte = rng.randrange(max(length, 1)), rng.randrange(256)
-    many = [(rng.randrange(max(length, 1)), rng.randrange(256)) for _ in range(20)]
+    encoding = rng.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig"))
+    raws = (b"", b"null", b"[]", b"1" * 5000, b"[" * 100_000, b'{"a":' * 100_000 + b"1" * 9)
+    other, more = rng.choice(raws), rng.choice((bytes(9), b'"\xe9'))
     ways: tuple[tuple[str, Callable[[bytes], bytes]], ...] = (
         (f"byte {at} is {byte}", lambda raw: raw[:at] + bytes([byte]) + raw[at + 1 :]),
-        ("20 bytes changed", lambda raw: _with(raw, many)),
         (f"cut after {at} bytes", lambda raw: raw[:at]),
-        ("empty", lambda raw: b""),
-        ("in UTF-16", lambda raw: _decoded(raw).encode("utf-16")),
-        ("in UTF-16 without a mark", lambda raw: _decoded(raw).encode("utf-16-le")),
-        ("in UTF-32", lambda raw: _decoded(raw).encode("utf-32")),
-        ("after a byte order mark", lambda raw: b"\xef\xbb\xbf" + raw),
-        ("Latin-1 inside", lambda raw: raw.replace(b'"', b'"\xe9', 1)),
-        ("NUL bytes after it", lambda raw: raw + bytes(9)),
+        (f"in {encoding}", lambda raw: raw.decode("utf-8", "replace").encode(encoding)),
+        (f"{more!a} at {at}", lambda raw: raw[:at] + more + raw[at:]),
         ("once more after it", lambda raw: raw + raw),
-        ("null", lambda raw: b"null"),
-        ("a list", lambda raw: b"[]"),
-        ("a number of 5000 digits", lambda raw: b"1" * 5000),
-        ("lists in lists", lambda raw: b"[" * 100_000),
-        ("mappings in mappings", lambda raw: b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+        (f"{shown(other)} in its place", lambda raw: other),
     )
     return on_bytes(file, *rng.choice(ways))
 
 
 def no_file(rng: random.Random, file: str) -> Edit:
     """A file that is no file."""
-    ways: dict[str, Callable[[Path], object]] = {
-        "a FIFO": os.mkfifo,
-        "a folder": os.mkdir,
-        "gone": lambda path: None,
-        "empty": lambda path: path.write_bytes(b""),
-        "a link to itself": lambda path: path.symlink_to(path.name),
-        "a link to nothing": lambda path: path.symlink_to("nothing"),
-        "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
-        "a link to the folder": lambda path: path.symlink_to("."),
-        "a link to a secret": lambda path: path.symlink_to(_secret(path)),
-        "a link to a secret in JSON": lambda path: path.symlink_to(_secret(path, ".json")),
-        "a socket": _socket_at,
-        "a file of 1.5 GiB of holes": lambda path: os.truncate(_made(path), 3 * 2**29),
-    }
-    says = rng.choice(sorted(ways))
+    links = ("loop", "nothing", "/dev/zero", ".", "beside/secret", "beside/secret.json")
+    says = rng.choice(("a FIFO", "a folder", "gone", "a socket", "1.5 GiB of holes", *links))
 
     def do(folder: Path) -> None:
-        (folder / file).unlink(missing_ok=True)
-        ways[says](folder / file)
+        path = folder / file
+        path.unlink(missing_ok=True)
+        if says == "a FIFO":
+            os.mkfifo(path)
+        elif says == "a folder":
+            path.mkdir()
+        elif says == "a socket":
+            # The name of a socket has at most 107 bytes.
+            with socket.socket(socket.AF_UNIX) as bound, chdir(path.parent):
+                bound.bind(path.name)
+        elif says == "1.5 GiB of holes":
+            path.touch()
+            os.truncate(path, 3 * 2**29)
+        elif says == "loop":
+            path.symlink_to(path.name)
+        elif says.startswith("beside"):  # what lies beside the case's folder
+            rooms = (room for room in path.parents if (room / "beside").is_dir())
+            path.symlink_to(os.path.relpath(next(rooms, path.parent) / says, path.parent))
+        elif says in links:
+            path.symlink_to(says)
 
     return Edit(f"{file}: is {says}", do)
-
-
-def _secret(path: Path, suffix: str = "") -> str:
-    """The way to the secret that lies beside the case's folder."""
-    room = next((folder for folder in path.parents if (folder / "beside").is_dir()), path.parent)
-    return os.path.relpath(room / "beside" / f"secret{suffix}", path.parent)
-
-
-def _made(path: Path) -> Path:
-    path.write_bytes(b"")
-    return path
-
-
-def _socket_at(path: Path) -> None:
-    with (
-        socket.socket(socket.AF_UNIX) as bound,
-        chdir(path.parent),
-    ):  # the name of a socket has at most 107 bytes
-        bound.bind(path.name)
-
-
-def _with(raw: bytes, changes: list[tuple[int, int]]) -> bytes:
-    changed = bytearray(raw)
-    for at, byte in changes:
-        if at < len(changed):
-            changed[at] = byte
-    return bytes(changed)
-
-
-def _decoded(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
 
 
 # --- JSON trees -----------------------------------------------------------------------------------
@@ -220,14 +186,9 @@ def text_of(tree: Any) -> str:
 
 def places(tree: Any, under: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value in a tree, without the root's."""
-    pairs = (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    )
-    for key, child in pairs:
+    if isinstance(tree, list):
+        tree = dict(enumerate(tree))
+    for key, child in tree.items() if isinstance(tree, dict) else ():
         yield (*under, key)
         yield from places(child, (*under, key))
 
@@ -243,40 +204,36 @@ def on_tree(file: str, says: str, change: Callable[[Any], Any]) -> Edit:
     return Edit(f"{file}: {says}", do)
 
 
-def grafted(rng: random.Random, file: str, tree: Any, *, under: tuple[Any, ...] = ()) -> Edit:
-    """A value of the tree is another, gone, wrapped in a list, or under another name."""
+def grafted(
+    rng: random.Random, file: str, tree: Any, *, under: tuple[Any, ...] = (), header: bool = False
+) -> Edit:
+    """A value of the tree, or of a shard's header, is another, gone, wrapped in a list, or under
+    another name.
+    """
     found = [place for place in places(tree) if place[: len(under)] == under and place]
     if not found:
         return on_bytes(file, "null", lambda raw: b"null")
     # Deep trees have most of their values in few lists; each depth gets its share.
     depth = rng.choice(sorted({len(place) for place in found}))
     place = rng.choice([each for each in found if len(each) == depth])
-    new, name, how = (
-        value(rng),
-        rng.choice(NAMES),
-        rng.choice(("set", "set", "set", "set", "remove", "wrap", "rename")),
-    )
-    words = {
-        "set": f"= {shown(new)}",
-        "remove": "is gone",
-        "wrap": "is in a list",
-        "rename": f"is called {shown(name)}",
-    }
+    new, name = value(rng), rng.choice(NAMES)
+    how = rng.choice(("set", "set", "set", "set", "remove", "wrap", "rename"))
 
     def change(tree: Any) -> None:
         holder = tree
         for key in place[:-1]:
             holder = holder[key]
-        old = holder.pop(place[-1])
+        old, key = holder.pop(place[-1]), place[-1]
         if how == "remove":
             return
         put = {"set": new, "wrap": [old], "rename": old}[how]
         if isinstance(holder, list):
-            holder.insert(place[-1], put)
+            holder.insert(key, put)
         else:
-            holder[name if how == "rename" else place[-1]] = put
+            holder[name if how == "rename" else key] = put
 
-    return on_tree(file, f"{'.'.join(map(str, place))[:80]} {words[how]}", change)
+    says = f"{'.'.join(map(str, place))[:80]} {how} {shown(name if how == 'rename' else new)}"
+    return (on_header if header else on_tree)(file, says, change)
 
 
 def grafted_line(rng: random.Random, file: str, rows: list[Any]) -> Edit:
@@ -340,12 +297,4 @@ def on_header(file: str, says: str, change: Callable[[Any], Any]) -> Edit:
         changed = change(tree)
         write_shard(folder / file, text_of(tree if changed is None else changed).encode())
 
-    return Edit(f"{file}: {says}", do)
-
-
-def on_header_bytes(file: str, says: str, change: Callable[[bytes], bytes]) -> Edit:
-    def do(folder: Path) -> None:
-        tree, _ = read_header(folder / file)
-        write_shard(folder / file, change(json.dumps(tree).encode()))
-
-    return Edit(f"{file}: header {says}", do)
+    return Edit(f"{file}: header: {says}", do)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from edits import regular
+from edits import UNEDITABLE, regular
 
 SECONDS, MORE_BYTES, MOST_PRINTED = 10, 2**30, 2_000_000
 WALL_SECONDS = 30
@@ -76,31 +76,17 @@ def refused(folder: Path) -> str:
     import safetensors
 
     try:
-        with open(regular(folder / "config.json"), encoding="utf-8") as file:
-            assert isinstance(json.load(file), dict)
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            with open(regular(index), encoding="utf-8") as file:
-                names = sorted(set(json.load(file)["weight_map"].values()))
-        else:
-            names = [path.name for path in folder.glob("*.safetensors")]
+        if not isinstance(json.loads(regular(folder / "config.json").read_text("utf-8")), dict):
+            return "config.json is no object"
+        names = [path.name for path in folder.glob("*.safetensors")]
+        if (index := folder / "model.safetensors.index.json").is_file():
+            names = {*json.loads(regular(index).read_text("utf-8"))["weight_map"].values()}
         for name in names:
-            path = folder / name
-            if not stat.S_ISREG(path.stat().st_mode):
+            if not stat.S_ISREG((folder / name).stat().st_mode):
                 return f"{name} is no file"
-            with safetensors.safe_open(path, "numpy"):
+            with safetensors.safe_open(folder / name, "numpy"):
                 pass
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        RecursionError,
-    ) as error:
-        return repr(error)[:200]
-    except safetensors.SafetensorError as error:
+    except (*UNEDITABLE, safetensors.SafetensorError) as error:
         return repr(error)[:200]
     return ""
 

@@ -14,7 +14,7 @@ from checkpoint_files import Checkpoint, lose, write
 from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.dryload.check_on import check_on
-from keepmtp.validate.dryload.loader import DryLoader
+from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.vllm_env import find_vllm
 from layouts import gemma4_assistant
@@ -118,7 +118,7 @@ def test_what_vllm_leaves_unsaid_is_found_by_the_account_alone(silent, dry_loade
     """No rule of the static check is asked: parameters that keep their placeholder, weights cast
     into eight bits.
     """
-    account = dry_loader("sm100").load(silent)
+    account = dry_loader("sm100").load_all([Job(folder=silent)])[0]
     assert account.load.failure is None
     assert {fault.param for fault in account.draft.faults} >= {
         "model.layers.3.mtp_block.self_attn.qkv_proj.weight_scale",
@@ -270,4 +270,4 @@ def test_a_vllm_that_cannot_pretend_is_told_with_its_last_words(good, tmp_path):
         ),
         DryLoader(replace(find_vllm(), python=script), gpu="sm100") as loader,
     ):
-        loader.load(good)
+        loader.load_all([Job(folder=good)])

@@ -4,9 +4,7 @@ in known ways.
 
 import pytest
 from dry_corpus import broken_cases
-from good import ours
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.explain import Explanation, explain
 from keepmtp.validate.dryload.log import parse_log
 from keepmtp.validate.facts.dry_load import LoadAccount
@@ -36,7 +34,7 @@ NAMED = {
 @pytest.fixture(scope="module")
 def accounts(dry_loaded) -> dict[str, LoadAccount]:
     made = {case.name: case.build() for case in broken_cases() if case.name in NAMED}
-    return dry_loaded(made | {"good": ours("glm-4.7", "NVFP4", "NVFP4")})
+    return dry_loaded(made)
 
 
 def serve_log(account: LoadAccount) -> bytes:
@@ -60,18 +58,3 @@ def test_a_real_exception_is_recognized_and_its_culprit_named(case, accounts):
     (answer,) = explained(accounts[case]).answers
     assert answer.failure.name == name
     assert words in " ".join((answer.names, answer.on_disk, *answer.confirmed))
-
-
-def test_a_stop_of_the_dry_load_is_a_note(accounts):
-    checked = with_loads(
-        examine(accounts["H7 eh_proj packed"].path), [accounts["H7 eh_proj packed"]], "0.32.0"
-    )
-    assert any(
-        "In the dry load on sm100 vLLM stops: KeyError" in note
-        for note in explain(checked, None).notes
-    )
-
-
-def test_what_the_draft_shares_is_a_note(accounts):
-    checked = with_loads(examine(accounts["good"].path), [accounts["good"]], "0.32.0")
-    assert "gives the draft the target's" in " ".join(explain(checked, None).notes)

@@ -21,8 +21,7 @@ from ..check.runtime_view import RuntimeView
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, places
 from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first
 from ..facts.vllm_env import VLLM
-from .hollow import headers_of
-from .loader import DryLoader, Job
+from .loader import DryLoader, Job, headers_of
 from .verdict_findings import objections
 
 
@@ -57,8 +56,9 @@ def check_on(
     """
     with ExitStack() as stack:
         loaders = [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
-        separate, own = examine(draft) if draft else None, None
-        if separate is not None:
+        separate = own = None
+        if draft:
+            separate = examine(draft)
             if separate.refusal is not None:
                 raise separate.refusal.at("--draft")
             own = stack.enter_context(headers_of(separate.readable()))
@@ -75,16 +75,16 @@ def check_on(
                 yield checked._replace(refusal=RecipeError(path, rule, got="no target", cure=cure))
                 continue
             # A model that never had an MTP block is loaded without a draft.
-            verdicts = {(each.rule, each.severity) for each in checked.data.findings}
-            is_alone = own is None and ("family", "warning") in verdicts
-            accounts: list[LoadAccount] = []
+            k, accounts = num_drafts, list[LoadAccount]()
+            for each in checked.data.findings:
+                if own is None and (each.rule, each.severity) == ("family", "warning"):
+                    k = 0
             with headers_of(source) as folder:
-                k = 0 if is_alone else num_drafts
                 jobs = [Job(folder=folder, tp=tp, num_drafts=k, draft=own) for tp in tps]
                 for loader in loaders:
                     progress(f"{path}: dry load on {loader.gpu}")
-                    accounts += loader.load_all(jobs)
-            accounts = [account.model_copy(update={"path": path}) for account in accounts]
+                    for account in loader.load_all(jobs):
+                        accounts.append(account.model_copy(update={"path": path}))
             if separate is None:
                 yield with_loads(checked, accounts, vllm.version)
                 continue
@@ -109,9 +109,9 @@ def with_loads(
         own = objections(account, checked.runtime, version=version, static=static, draft=draft)
         counted.append(account.counted(sum(each.finding.severity == "error" for each in own)))
         found.append((account.load, own))
-    findings, dry = errors_first([*static, *_once(found)]), tuple(each.load for each in counted)
-    data = checked.data.model_copy(update={"findings": findings, "dry": dry})
-    return checked._replace(data=data, accounts=tuple(counted))
+    data = {"findings": errors_first([*static, *_once(found)])}
+    data["dry"] = tuple(account.load for account in counted)
+    return checked._replace(data=checked.data.model_copy(update=data), accounts=tuple(counted))
 
 
 def _once(found: Sequence[tuple[DryLoad, list[Objection]]]) -> list[Finding]:

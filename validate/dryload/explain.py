@@ -10,19 +10,12 @@ that no table knows is called unknown.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 
 from ...checkpoints.fact import Count, Fact
-from ...checkpoints.stored import StoredWeight
 from ...recipes.errors import shortened
 from ..check.check import Checked
 from ..check.dialects.choose import Unquantized
-from ..check.dialects.compressed_tensors import CompressedTensors
-from ..check.dialects.fp8 import Fp8
-from ..check.dialects.modelopt import ModelOpt
 from ..check.runtime_view import Module, RuntimeView
-from ..check.vllm_module import Dialect, UnknownDialect
-from ..facts.dry_load import LoadAccount
 from ..facts.findings import Finding
 from .failures import IN_LOGS, KnownFailure, known_failure
 from .log import Log
@@ -35,23 +28,6 @@ _FOLLOW_UPS = (
     "EngineGenerateError",
     "RuntimeError: Engine core initialization failed",
 )
-_ROLES: Mapping[str, str] = {
-    "dense_mlp": "dense MLP",
-    "experts": "routed experts",
-    "shared_experts": "shared experts",
-    "linear_attention": "linear attention",
-}
-_FORMS: Mapping[str, str] = {
-    "nvfp4": "NVFP4",
-    "nvfp4_modelopt": "NVFP4",
-    "mxfp4": "MXFP4",
-    "mxfp8": "MXFP8",
-    "fp8_tensor": "FP8, a scale",
-    "fp8_channel": "FP8 by channel",
-    "fp8_block": "FP8 in blocks",
-    "int8": "INT8",
-    "unknown": "not known",
-}
 
 
 class BuiltGroup(Fact):
@@ -61,23 +37,18 @@ class BuiltGroup(Fact):
         part: backbone or mtp.
         modules: what they are to the model, such as "attention".
         count: modules of vLLM; all experts of a layer are one.
-        first: vLLM's name of the first.
-        built: what vLLM builds.
+        built: the form that vLLM builds.
         stored: the forms on disk.
-        tensors, files: how many of each it is filled from.
-        first_file: one of the files.
+        tensors: how many it is filled from.
         why: which entry of the config decides it.
     """
 
     part: str
     modules: str
     count: Count
-    first: str
     built: str
     stored: str
     tensors: Count
-    files: Count
-    first_file: str
     why: str
 
 
@@ -108,25 +79,20 @@ class Explanation(Fact):
         path: the checkpoint; "" if there is none.
         family, dialect: of the checkpoint.
         groups: of the target and the draft.
-        notes: sentences on the KV cache, on what the draft takes from the target, and on the dry
-            load.
         findings: of the check.
         answers: failures of the log that are known.
         unknown: exceptions of the log that are not.
         log_lines: lines of the log that were looked at; None without a log.
-        log_version: vLLM's version, as the log says it.
     """
 
     path: str = ""
     family: str = ""
     dialect: str = ""
     groups: tuple[BuiltGroup, ...] = ()
-    notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     answers: tuple[Recognized, ...] = ()
     unknown: tuple[str, ...] = ()
     log_lines: int | None = None
-    log_version: str = ""
 
     @property
     def is_explained(self) -> bool:
@@ -145,51 +111,33 @@ def explain(checked: Checked | None, log: Log | None) -> Explanation:
     """
     told: dict[str, object] = {}
     if checked is not None:
-        data, runtime = checked.data, checked.runtime
-        account = next(iter(checked.accounts), None)
+        data = checked.data
         told |= {"path": data.path, "family": data.facts.family, "dialect": data.facts.dialect}
-        told |= {"findings": data.findings, "notes": tuple(_notes(runtime, account))}
-        told["groups"] = groups_of(runtime) if runtime is not None else ()
+        told["findings"] = data.findings
+        if checked.runtime is not None:
+            told["groups"] = groups_of(checked.runtime)
     if log is not None:
         answers, unknown = _answers(log, checked)
-        told |= {"answers": answers, "unknown": unknown}
-        told |= {"log_lines": len(log.lines), "log_version": log.version}
+        told |= {"answers": answers, "unknown": unknown, "log_lines": len(log.lines)}
     return Explanation.model_validate(told)
-
-
-def _notes(runtime: RuntimeView | None, account: LoadAccount | None) -> Iterator[str]:
-    if runtime is not None:
-        given = runtime.given
-        asked = given.raw.get("kv_cache_scheme") or given.get("kv_cache_quant_algo")
-        is_latent = runtime.view.text_config.get("kv_lora_rank")
-        if asked and is_latent and isinstance(runtime.dialect, CompressedTensors):
-            yield "kv_cache_scheme has no effect: latent attention keeps its KV cache in BF16."
-        elif asked:
-            if isinstance(asked, Mapping):
-                asked = f"{asked.get('type')} with {asked.get('num_bits')} bits"
-            note = f"The KV cache of target and draft is {shortened(str(asked))}"
-            yield f"{note}, unless --kv-cache-dtype says otherwise."
-    if account is not None and account.load.draft.shared:
-        shared = ", ".join(account.load.draft.shared)
-        yield f"After loading, vLLM gives the draft the target's {shared}."
-    if account is not None and (failure := account.load.failure):
-        said = shortened(f"{failure.type}: {' '.join(failure.words.split())}")
-        yield f"In the dry load on {account.load.gpu} vLLM stops: {said} ({failure.at})."
 
 
 def _answers(log: Log, checked: Checked | None) -> tuple[tuple[Recognized, ...], tuple[str, ...]]:
     """Each known failure of the log once, and the last exceptions that nobody knows."""
-    family = checked.runtime.view.family.model_type if checked and checked.runtime else ""
+    family = ""
+    if checked and checked.runtime:
+        family = checked.runtime.view.family.model_type
     answers: dict[str, Recognized] = {}
     unknown: list[str] = []
     for line in dict.fromkeys((*log.raised, *log.lines)):
-        at = log.raised.get(line, "")
-        kinds = IN_LOGS[:1] if at.startswith("sglang/") else IN_LOGS
+        at, kinds = log.raised.get(line, ""), IN_LOGS
+        if at.startswith("sglang/"):
+            kinds = IN_LOGS[:1]
         found = known_failure(f"{line} [{at}]", kinds=kinds, family=family)
         if found is not None:
             answers.setdefault(found[0].name, _recognized(*found, line, at, checked))
         elif line in log.raised and not line.startswith(_FOLLOW_UPS):
-            unknown.append(shortened(f"{line} ({at})" if at else line))
+            unknown.append(shortened(f"{line} ({at})".removesuffix(" ()")))
     return tuple(answers.values()), tuple(unknown[-_MOST_UNKNOWN:])
 
 
@@ -201,8 +149,7 @@ def _recognized(
         path = checked.data.path
         for finding in checked.data.findings:
             if finding.rule in known.rules:
-                more = f" and {finding.count - 1:,} more" if finding.count > 1 else ""
-                confirmed.append(f"{finding.where}{more}: {finding.says}")
+                confirmed.append(f"{finding.where}: {finding.says}")
         if checked.runtime is not None and named:
             culprit = on_disk(checked.runtime, named, is_draft="mtp" in at or "mtp" in line.lower())
     return Recognized(
@@ -219,86 +166,54 @@ def groups_of(runtime: RuntimeView) -> tuple[BuiltGroup, ...]:
     """Every group, in the order in which the files have them, the backbone's first."""
     found: dict[tuple[str, ...], list[tuple[Module, str]]] = defaultdict(list)
     for module in runtime.modules:
-        stored = " + ".join(sorted({_stored(member.weight) for member in module.members}))
+        stored = set[str]()
+        for _, weight in module.members:
+            stored.add(weight.form.replace("plain", weight.weight.dtype))
+        built = module.resolution.built
+        form = built.form.replace("int_packed", f"int{built.bits}")
+        if module.resolution.error:
+            form = "vLLM raises"
         reason, entry = _why(runtime, module)
-        key = module.part, module.role, _built(module), stored, reason
+        role = module.role.replace("_", " ")
+        key = module.part, role, form, " + ".join(sorted(stored)), reason
         found[key].append((module, entry))
     groups: list[BuiltGroup] = []
     for (part, role, built, stored, reason), decided in found.items():
-        files: list[str] = []
+        tensors = 0
         for module, _ in decided:
-            for member in module.members:
-                files += [tensor.file for tensor in member.weight.parts.values()]
+            tensors += sum(len(weight.parts) for _, weight in module.members)
         first, *others = dict.fromkeys(entry for _, entry in decided)
-        why = f"{reason} {first}"
+        why = f"{reason} {first}".rstrip()
         if others:
             why += f" and {len(others):,} more for the others"
         group = BuiltGroup(
             part=part,
-            modules=_ROLES.get(role, role),
+            modules=role,
             count=len(decided),
-            first=decided[0][0].name,
             built=built,
             stored=stored,
-            tensors=len(files),
-            files=len({*files}),
-            first_file=min(files),
-            why=why.rstrip(),
+            tensors=tensors,
+            why=why,
         )
         groups.append(group)
     return tuple(sorted(groups, key=lambda group: group.part != "backbone"))
 
 
-def _built(module: Module) -> str:
-    built = module.resolution.built
-    if module.resolution.error:
-        return "vLLM raises"
-    return f"INT{built.bits}" if built.form == "int_packed" else _FORMS.get(built.form, built.form)
-
-
-def _stored(weight: StoredWeight) -> str:
-    return (
-        weight.weight.dtype
-        if weight.form == "plain"
-        else _FORMS.get(weight.form, "packed integers")
-    )
-
-
 def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
     """The reason, and the entry that decides it as config.json has it ("" for none)."""
-    dialect = runtime.draft_dialect if module.part == "mtp" else runtime.dialect
-    resolution = module.resolution
-    if not module.loads_quantized and not isinstance(dialect, Unquantized):
+    dialect, resolution = runtime.dialect, module.resolution
+    if module.part == "mtp":
+        dialect = runtime.draft_dialect
+    if isinstance(dialect, Unquantized):
+        return "there is no quantization config", ""
+    if not module.loads_quantized:
         return "vLLM builds it without the quantization config", ""
     for entry in dialect.entries if resolution.entry and not resolution.error else ():
         if resolution.entry in entry.read:
-            is_renamed = entry.written != resolution.entry
-            renamed = f" (vLLM reads {shortened(resolution.entry)})" if is_renamed else ""
-            return f"{entry.where} has", shortened(entry.written) + renamed
+            written = shortened(entry.written)
+            if entry.written != resolution.entry:
+                written += f" (vLLM reads {shortened(resolution.entry)})"
+            return f"{entry.where} has", written
     if decided := resolution.error or resolution.entry:
         return shortened(decided), ""
-    return _without_entry(dialect, module), ""
-
-
-def _without_entry(dialect: Dialect, module: Module) -> str:
-    is_plain_head = module.kind == "head" and module.resolution.built.form == "plain"
-    match dialect:
-        case Unquantized():
-            return "there is no quantization config"
-        case CompressedTensors():
-            return "no target of a config group matches its name or its class"
-        case ModelOpt() if dialect.algorithm == "MIXED_PRECISION":
-            return "quantized_layers does not have it"
-        case ModelOpt():
-            return f"quant_algo is {shortened(dialect.algorithm)}, and no entry excludes it"
-        case Fp8() if is_plain_head:
-            return f"{dialect.name} never quantizes a head"
-        case Fp8():
-            return f"quant_method is {dialect.name}, and no entry excepts it"
-        case UnknownDialect():
-            return (
-                f"keepmtp does not match names as {shortened(dialect.name)} does; --gpu lets "
-                "vLLM say it"
-            )
-        case _:
-            return "the quantization config has no entry for it"
+    return f"{shortened(dialect.name)} decides it, and no entry has its name", ""

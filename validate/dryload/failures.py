@@ -58,15 +58,6 @@ class KnownFailure(Fact):
         """Whether other faults end in the same words."""
         return self.concerns.startswith("this is general")
 
-    def name_in(self, text: str) -> str | None:
-        """The name that a text tells of ("" for none); None where it does not tell of this
-        failure.
-        """
-        for words in self.words:
-            if match := re.search(words, text):
-                return match.groupdict().get("tensor") or ""
-        return None
-
 
 @cache
 def known() -> Mapping[str, tuple[KnownFailure, ...]]:
@@ -88,9 +79,11 @@ def known_failure(
     """
     for kind in kinds:
         for failure in known()[kind]:
-            is_concerned = not family or family in (failure.families or (family,))
-            if is_concerned and (named := failure.name_in(text)) is not None:
-                return failure, named
+            if family and failure.families and family not in failure.families:
+                continue
+            for words in failure.words:
+                if match := re.search(words, text):
+                    return failure, match.groupdict().get("tensor") or ""
     return None
 
 

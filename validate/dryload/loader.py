@@ -6,19 +6,23 @@ it speaks JSON lines.
 
 Easy to get wrong: nothing of vLLM is imported here. All jobs go out in one line before the first
 answer is read, and the other side reads that line to its end before it answers: neither waits for
-the other.
+the other. vLLM's config classes read more files than config.json.
 """
 
 import json
 import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from ...checkpoints.fact import Fact
+from ...checkpoints.files import within
+from ...checkpoints.safetensors_file import Entry, lay_out
 from ...checkpoints.scratch import ScratchFolder
+from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
 from ...recipes.errors import VLLMError
 from ..facts.child import Child, environment
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
@@ -32,6 +36,13 @@ _LAUNCH = (
     "from dryload.server import main; main()"
 )
 _LOG_LINES = 6
+# What vLLM's config classes read, config.json apart.
+SMALL_FILES = (
+    "hf_quant_config.json",
+    "generation_config.json",
+    "added_tokens.json",
+    "preprocessor_config.json",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +68,7 @@ class DryLoader:
     """vLLM, imported once for one GPU; a context manager.
 
         with DryLoader(find_vllm(), gpu="sm100") as loader:
-            account = loader.load(folder, tp=4)
+            (account,) = loader.load_all([Job(folder=folder, tp=4)])
 
     Raises:
         VLLMError: vLLM's process ends before it is ready.
@@ -75,14 +86,8 @@ class DryLoader:
         self._cache = ScratchFolder("keepmtp-dryload-")
         self._log = open(self._cache.path / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
         words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, str(self._cache.path)]
-        pipes = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": self._log,
-            "text": True,
-            "cwd": "/",
-        }
-        self._child = Child(words, environment=environment(), **pipes)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        self._child = Child(words, environment=environment(), text=True, cwd="/", **pipes)
         self._process = self._child.process
 
     def __enter__(self) -> "DryLoader":
@@ -99,10 +104,6 @@ class DryLoader:
         self._log.close()
         self._cache.remove()
 
-    def load(self, folder: Path, *, tp: int = 1, num_drafts: int = 1) -> LoadAccount:
-        """One checkpoint."""
-        return self.load_all([Job(folder=folder, tp=tp, num_drafts=num_drafts)])[0]
-
     def load_all(self, jobs: Sequence[Job]) -> list[LoadAccount]:
         """Several at the same time; the accounts come in the order of the jobs.
 
@@ -113,9 +114,9 @@ class DryLoader:
         for number, (job, account) in enumerate(zip(jobs, accounts, strict=True)):
             if job.tp > 1 and account.unconsumed and account.load.failure is None:
                 others = self._load_ranks([replace(job, rank=rank) for rank in range(1, job.tp)])
-                left = set(account.unconsumed).intersection(
-                    *(set(other.unconsumed) for other in others)
-                )
+                left = set(account.unconsumed)
+                for other in others:
+                    left &= set(other.unconsumed)
                 accounts[number] = account.model_copy(update={"unconsumed": tuple(sorted(left))})
         return accounts
 
@@ -138,10 +139,8 @@ class DryLoader:
         """The account of a checkpoint whose process was killed or took too long."""
         words = f"the process that judged it was lost ({died}): {self._last_words()}"
         failure = LoadFailure(stage="crash", role="", type="", words=words)
-        place = {"gpu": self.gpu, "tp": job.tp, "k": job.num_drafts}
-        load = DryLoad(
-            **place, ok=False, failure=failure, target=LoadedModel(), draft=LoadedModel()
-        )
+        place = {"gpu": self.gpu, "tp": job.tp, "k": job.num_drafts, "failure": failure}
+        load = DryLoad(**place, ok=False, target=LoadedModel(), draft=LoadedModel())
         return LoadAccount(path=str(job.folder), load=load)
 
     def _death(self) -> VLLMError:
@@ -157,3 +156,29 @@ class DryLoader:
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip() and "nanobind" not in line]
         return " | ".join(lines[-_LOG_LINES:])
+
+
+@contextmanager
+def headers_of(source: Source) -> Iterator[Path]:
+    """A folder that vLLM can read `source` from."""
+    if source.folder is not None and not source.changed:
+        yield source.folder
+        return
+    with ScratchFolder("keepmtp-headers-") as folder:
+        (folder / "config.json").write_text(json.dumps(source.config))
+        for name in SMALL_FILES:
+            if (data := small_bytes(source, name)) is not None:
+                (folder / name).write_bytes(data)
+        files: dict[str, list[Entry]] = defaultdict(list)
+        for entry in source.entries.values():
+            files[entry.file].append(entry)
+        for file, entries in files.items():
+            ordered = sorted(entries, key=lambda entry: entry.start)
+            layout = lay_out((entry.name, entry.dtype, entry.shape) for entry in ordered)
+            with open(within(folder, file), "wb") as written:
+                written.write(layout.header)
+                written.truncate(layout.num_bytes)
+        if set(files) != {SINGLE}:
+            weight_map = {entry.name: entry.file for entry in source.entries.values()}
+            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        yield folder

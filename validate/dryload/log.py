@@ -15,12 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedIOBase
 
-from ...recipes.errors import RecipeError, printable
+from ...recipes.errors import printable
 
 MOST_BYTES = 8 << 20
 _CHUNK = 1 << 20
-# A pipe that has given so much without an end, such as `yes`, has none.
-_ENDLESS = 1 << 30
 _LONGEST_LINE = 4000
 _MOST_LINES = 20_000
 _MOST_RAISED = 1_000
@@ -39,9 +37,6 @@ _FRAME = re.compile(r'^\s{0,20}File "([^"]{1,400})", line (\d{1,7})')
 _EXCEPTION = re.compile(
     r"^\s{0,4}([A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::(?: (.{0,3900}))?)?$"
 )
-_VERSION = re.compile(
-    r"(?:█ .{0,20}|vLLM.{0,40}|engine \()(?:version |v)(\d{1,3}\.\d{1,3}\.\d{1,3}[\w.+]{0,40})"
-)
 _TELLS = (
     "Error",
     "Exception",
@@ -54,7 +49,7 @@ _TELLS = (
     "different",
     "scal",
 )
-_READ = (*_TELLS, 'File "', "version", "engine (v")
+_READ = (*_TELLS, 'File "')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,33 +60,22 @@ class Log:
         lines: each line that may tell a failure, once, in order of its first appearance.
         raised: each exception as the log has it, once and in order, with file:line of its last
             frame in vLLM ("" where the log has none).
-        version: of vLLM, as the log says it; "" if it does not.
     """
 
     lines: tuple[str, ...]
     raised: Mapping[str, str]
-    version: str = ""
 
 
 def read_log(stream: BufferedIOBase) -> Log:
-    """The last `MOST_BYTES` of a file or a pipe; Ctrl-C is the end of a pipe that stays open.
-
-    Raises:
-        RecipeError: it has no end.
-    """
+    """The last `MOST_BYTES` of a file or a pipe; Ctrl-C is the end of a pipe that stays open."""
     kept: deque[bytes] = deque()
-    size = total = 0
+    size = 0
     with suppress(KeyboardInterrupt):
         while chunk := stream.read1(_CHUNK):
             kept.append(chunk)
-            size, total = size + len(chunk), total + len(chunk)
+            size += len(chunk)
             while size - len(kept[0]) >= MOST_BYTES:
                 size -= len(kept.popleft())
-            if total > _ENDLESS:
-                cure = "Pipe its last part: `tail -c 8M LOG | keepmtp explain --log -`"
-                raise RecipeError(
-                    "--log", "must have an end", got=f"more than {_ENDLESS >> 30} GiB", cure=cure
-                )
     return parse_log(b"".join(kept)[-MOST_BYTES:])
 
 
@@ -99,31 +83,31 @@ def parse_log(raw: bytes) -> Log:
     """Lines and exceptions of a log."""
     lines: dict[str, None] = {}
     raised: dict[str, str] = {}
-    at = version = ""
+    at = ""
     for written in raw.decode(errors="replace").splitlines():
         if not any(word in written[:_LONGEST_LINE] for word in _READ):
             continue
         line = words_of(written)
-        version = version or (found[1] if (found := _VERSION.search(line)) else "")
         if frame := _FRAME.match(line):
             at = _place(frame[1], frame[2]) or at
             continue
         if found := _EXCEPTION.match(line):
             kind = found[1].rpartition(".")[2]
-            raised.setdefault(f"{kind}: {found[2]}" if found[2] else kind, at)
+            raised.setdefault(f"{kind}: {found[2] or ''}".removesuffix(": "), at)
             if len(raised) > _MOST_RAISED:  # what ended the server is at the end
                 del raised[next(iter(raised))]
             at = ""
         if len(lines) < _MOST_LINES and any(word in line for word in _TELLS):
             lines.setdefault(line)
-    return Log(lines=tuple(lines), raised=raised, version=version)
+    return Log(lines=tuple(lines), raised=raised)
 
 
 def words_of(line: str) -> str:
     """A line without the server's own words before it, short enough and fit to be shown."""
     bare = _ESCAPES.sub("", line[:_LONGEST_LINE])
-    before = _BEFORE.match(bare)
-    return printable(bare[before.end() :] if before else bare).rstrip()
+    if before := _BEFORE.match(bare):
+        bare = bare[before.end() :]
+    return printable(bare).rstrip()
 
 
 def _place(file: str, line: str) -> str:
@@ -133,5 +117,7 @@ def _place(file: str, line: str) -> str:
         if found:
             return f"{other}{rest}:{line}"
     package, _, rest = file.replace("\\", "/").rpartition("vllm/")
-    is_vllm = package.endswith(("packages/", "vllm/", "workspace/", "repos/vllm/")) or not package
-    return f"vllm/{rest}:{line}" if rest and is_vllm else ""
+    is_vllm = package.endswith(("packages/", "vllm/", "workspace/")) or not package
+    if rest and is_vllm:
+        return f"vllm/{rest}:{line}"
+    return ""

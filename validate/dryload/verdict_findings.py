@@ -18,17 +18,7 @@ from ...recipes.family import HFName
 from ...recipes.family_view import Place
 from ..check.rules_kv import is_kv_scale
 from ..check.runtime_view import RuntimeView
-from ..facts.dry_load import (
-    ROLES,
-    Fault,
-    KernelUse,
-    LoadAccount,
-    LoadedModel,
-    LoadFailure,
-    Misfit,
-    ModelAccount,
-    Role,
-)
+from ..facts.dry_load import ROLES, LoadAccount, LoadedModel, LoadFailure, ModelAccount, Role
 from ..facts.findings import Finding, Objection, objection
 from .failures import known_defect, known_failure, text_of
 from .trace import Trace, on_disk
@@ -41,6 +31,7 @@ DEFECT = "vllm-defect"
 # get_checkpoint_weight_mapper).
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.g_idx$")
 _SCALE = re.compile(r"scale(_inv|_2)?$|zero_point$")
+_OF_PYDANTIC = re.compile(r"^\d+ validation errors? for \w+ (Value error|Assertion failed), ")
 _LONGEST = 400
 _SILENCE = {"target": "answers are garbage", "draft": "the draft guesses, acceptance is near 0 %"}
 _COMPRESSED = "Export with compressed-tensors instead of modelopt: its targets pass over heads"
@@ -144,7 +135,12 @@ class _Case:
 
     def failed(self, failure: LoadFailure) -> Objection:
         """What vLLM raised."""
-        said, draft = _said(failure), self.sides[1].view
+        words, draft = " ".join(failure.words.split()), self.sides[1].view
+        # Without the words that pydantic puts around it.
+        words = _OF_PYDANTIC.sub("", words).partition(" [type=")[0][:_LONGEST]
+        said = f"{failure.type}: {words}".removesuffix(": ") + f" ({failure.at})".removesuffix(
+            " ()"
+        )
         family, count = "", self._config
         if draft:
             family, count = draft.view.family.model_type, draft.view.mtp_count_key
@@ -161,15 +157,43 @@ class _Case:
     def silence(self) -> Iterator[Objection]:
         """What vLLM accepted without a message."""
         for side in self.sides:
+            silence, trace = f"in silence; {_SILENCE[side.role]}", side.trace
             for fault in side.written.faults:
-                if not (side.is_nameless and "head" in fault.param):
-                    yield self._fault(side, fault)
+                if side.is_nameless and "head" in fault.param:
+                    continue
+                where, leaf = next(iter(fault.sources), fault.param), fault.param.rpartition(".")[2]
+                cure = "Bring the missing tensors back from the release"
+                if trace:
+                    where = trace.entry(fault)
+                    if _SCALE.search(leaf):
+                        entry = f"re:^{re.escape(trace.module(fault.param))}"
+                        cure = f"Store its scales, or if it is plain, add '{entry}' to ignore"
+                what = "is filled by nothing on disk"
+                if fault.num_written:
+                    what = f"({fault.num_written:,} of {fault.num_expected:,} elements)"
+                    what = f"is filled in part only {what}"
+                says = f"vLLM's {fault.param} {what}, {silence}"
+                cause = f"{side.role} {bool(fault.num_written)} {leaf}"
+                yield self._wrong(where, says, cure, cause)
             for misfit in side.written.misfits:
-                if not (side.is_nameless and "head" in misfit.param):
-                    yield self._misfit(side.role, misfit)
+                if side.is_nameless and "head" in misfit.param:
+                    continue
+                change = f"the file has {misfit.given} and vLLM takes it as {misfit.wanted}"
+                where = misfit.tensor.partition(", ")[0] or misfit.param
+                cause = f"{side.role} {change} {misfit.param.rpartition('.')[2]}"
+                says = f"{change}, its {misfit.param}, {silence}"
+                yield self._wrong(where, says, _FILES, cause)
             for use in side.model.kernels:
-                if use.outcome.startswith("refused: "):
-                    yield _no_kernel(side, use)
+                if not use.outcome.startswith("refused: "):
+                    continue
+                kind, cure = use.method or use.layer, "Choose a scheme that it has a kernel for"
+                if "compute capability" in use.outcome:
+                    kind, cure = use.layer, "Serve it on another GPU: its attention needs one"
+                elif found := known_failure(use.method, kinds=("failures",)):
+                    cure = found[0].cure
+                why = use.outcome.removeprefix("refused: ")
+                says = f"no kernel for {kind} in the {side.role} ({use.count}): {why}"
+                yield _objection("no-kernel", side.entry_of(use.where) or use.where, says, cure)
 
     def unused(self) -> Iterator[Objection]:
         """Tensors that neither target nor draft read, or not to their end."""
@@ -211,28 +235,6 @@ class _Case:
             first = draft.view.num_layers
         return bool(most) and place.layer is not None and place.layer - first >= most
 
-    def _fault(self, side: _Side, fault: Fault) -> Objection:
-        where, leaf = next(iter(fault.sources), fault.param), fault.param.rpartition(".")[2]
-        cure = "Bring the missing tensors back from the release"
-        if side.trace:
-            where = side.trace.entry(fault)
-            if _SCALE.search(leaf):
-                entry = f"re:^{re.escape(side.trace.module(fault.param))}"
-                cure = f"Store its scales, or if its weights are plain, add '{entry}' to ignore"
-        what, cause = "is filled by nothing on disk", "empty"
-        if fault.num_written:
-            elements = f"{fault.num_written:,} of {fault.num_expected:,} elements"
-            what, cause = f"is filled in part only ({elements})", "partial"
-        says = f"vLLM's {fault.param} {what}, in silence; {_SILENCE[side.role]}"
-        return self._wrong(where, says, cure, f"{side.role} {cause} {leaf}")
-
-    def _misfit(self, role: Role, misfit: Misfit) -> Objection:
-        change = f"the file has {misfit.given} and vLLM takes it as {misfit.wanted}"
-        says = f"{change}, its {misfit.param}, in silence; {_SILENCE[role]}"
-        where = misfit.tensor.partition(", ")[0] or misfit.param
-        cause = f"{role} {change} {misfit.param.rpartition('.')[2]}"
-        return self._wrong(where, says, _FILES, cause)
-
     def _named_in(self, failure: LoadFailure) -> str:
         """The entry of a parameter or module that vLLM's message names, else of the module that
         it built last.
@@ -261,25 +263,3 @@ class _Case:
                 cure = each.cure
                 break
         return _objection(RULE, where, says, cure, cause)
-
-
-def _no_kernel(side: _Side, use: KernelUse) -> Objection:
-    kind, cure = use.method or use.layer, "Choose a scheme that this GPU has a kernel for"
-    if "compute capability" in use.outcome:
-        kind, cure = use.layer, "Serve it on another GPU: its attention needs one"
-    elif found := known_failure(use.method, kinds=("failures",)):
-        cure = found[0].cure
-    why = use.outcome.removeprefix("refused: ")
-    says = f"no kernel for {kind} in the {side.role} ({use.count}): {why}"
-    return _objection("no-kernel", side.entry_of(use.where) or use.where, says, cure)
-
-
-def _said(failure: LoadFailure) -> str:
-    """vLLM's message on one line, without the words that pydantic puts around it; and its place."""
-    words = " ".join(failure.words.split())
-    words = re.sub(r"^\d+ validation errors? for \w+ (Value error|Assertion failed), ", "", words)
-    words = words.partition(" [type=")[0][:_LONGEST]
-    said = f"{failure.type}: {words}".removesuffix(": ")
-    if failure.at:
-        said += f" ({failure.at})"
-    return said

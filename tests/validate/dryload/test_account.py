@@ -50,14 +50,9 @@ def bf16(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
 
-def test_what_nobody_wrote_is_told_from_what_was_born_with_a_value():
+def test_what_nobody_wrote_is_empty_also_where_it_was_born_with_a_value():
     _, params = loaded(lambda model, tensors: None, {})
-    assert {name: param.status for name, param in params.items()} == {
-        "weight": "unwritten",
-        "scale": "default",
-        "sink": "default",
-        "packed": "unwritten",
-    }
+    assert {param.status for param in params.values()} == {"empty"}
 
 
 def test_all_shards_make_a_fused_parameter_full():
@@ -72,10 +67,7 @@ def test_all_shards_make_a_fused_parameter_full():
         "k": 4,
         "v": 4,
     }
-    assert all(
-        tensor.is_used and tensor.num_read == tensor.num_elements
-        for tensor in account.tensors.values()
-    )
+    assert all(tensor.num_read == tensor.num_elements for tensor in account.tensors.values())
 
 
 def test_a_lost_shard_leaves_it_partial_and_a_scale_is_never_padding():
@@ -129,7 +121,7 @@ def test_a_tensor_that_nobody_uses_is_told():
     account, _ = loaded(
         lambda model, tensors: tensors["lost"].view(-1)[:4].sum(), {"lost": bf16(6, 4)}
     )
-    assert not account.tensors["lost"].is_used
+    assert account.tensors["lost"].num_read == 0
 
 
 def test_computed_values_inherit_their_sources():
@@ -142,7 +134,7 @@ def test_computed_values_inherit_their_sources():
     tensors = {"a": bf16(4, 4), "s": torch.empty((), device="meta"), "b": bf16(2, 4)}
     account, params = loaded(load, tensors)
     assert params["weight"].status == "full" and set(params["weight"].sources) == {"a", "s", "b"}
-    assert all(tensor.is_used for tensor in account.tensors.values())
+    assert all(tensor.num_read for tensor in account.tensors.values())
 
 
 def test_a_parameter_replaced_after_the_load_is_full():

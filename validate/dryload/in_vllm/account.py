@@ -47,16 +47,6 @@ _VIEWS = {
 }
 # Operators that leave no value worth keeping: allocation, views, the random start of nn.Linear.
 _NO_VALUE = ("empty", "detach", "view", "alias", "uniform", "normal", "random", "set_")
-# The value that is read from the meta device. False for a bool: vLLM must not refuse a value that
-# nobody can see.
-_ONE = {
-    torch.bool: False,
-    torch.float64: 1.0,
-    torch.float32: 1.0,
-    torch.bfloat16: 1.0,
-    torch.float16: 1.0,
-}
-
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Storage offset, shape and strides, in elements; a contiguous one has one dimension."""
 
@@ -125,16 +115,12 @@ class Written:
 
     @property
     def status(self) -> str:
-        """full, padded, partial, unwritten (uninitialised memory), default (construction's value),
-        optional.
-        """
+        """full, padded, partial, optional, or empty: uninitialised, or construction's value."""
         if self.num_written >= self.num_expected:
             return "full"
         if self.num_written:
             return "padded" if self.has_value and self.may_pad else "partial"
-        if self.is_optional:
-            return "optional"
-        return "default" if self.has_value else "unwritten"
+        return "optional" if self.is_optional else "empty"
 
 
 @dataclass(slots=True)
@@ -149,10 +135,6 @@ class Read:
     regions: dict[Region, int] = field(default_factory=dict)
     is_computed: bool = False
     is_cut: bool = False
-
-    @property
-    def is_used(self) -> bool:
-        return self.is_computed or bool(self.regions)
 
     @property
     def num_read(self) -> int:
@@ -180,9 +162,8 @@ class Account(TorchDispatchMode):
         self._param_at: dict[int, Written] = {}
         self._sources: dict[int, tuple[str, ...]] = {}
         self._is_checkpoint: set[int] = set()
-        self._keep: list[
-            torch.UntypedStorage
-        ] = []  # an address is unique only while its storage lives
+        # An address is unique only while its storage lives.
+        self._keep: list[torch.UntypedStorage] = []
         learned = {name for name, _ in model.named_parameters()}
         for name, param in [*model.named_parameters(), *model.named_buffers()]:
             storage = param.untyped_storage()
@@ -236,7 +217,8 @@ class Account(TorchDispatchMode):
         if func in _VIEWS:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and args[0].is_meta:
-            return _ONE.get(args[0].dtype, 1)
+            # Not true: vLLM must not refuse a value that nobody can see.
+            return int(args[0].dtype != torch.bool)
         if func is aten.equal.default and (args[0].is_meta or args[1].is_meta):
             return False
         device = kwargs.get("device")

@@ -8,6 +8,7 @@ up. Source: vLLM 0.32.0.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -28,95 +29,65 @@ class Demands:
 
 
 def demands_of(model: torch.nn.Module) -> Demands:
-    """Read a model that vLLM built."""
-    return Demands(
-        optional=frozenset(_optional(model)),
-        may_pad=frozenset(_may_pad(model)),
-        counts=_unpadded(model),
-    )
+    """Read a model that vLLM built.
 
+    Optional: scales of a KV cache have defaults (quantization/kv_cache.py); `input_scale_ub` is set
+    from the config alone; scales of inputs are registered for weight-only schemes too, and dropped
+    where there is no activation key (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same
+    names under W4A4 are demanded. MiMo's audio encoder builds a Qwen2 with a table of tokens, and
+    gives it embeddings only (models/mimo_audio.py). Biases of GPTQ's experts are deleted again if
+    none was loaded (quantization/auto_gptq.py:620).
 
-def _optional(model: torch.nn.Module) -> set[str]:
-    """Parameters that a checkpoint need not have.
-
-    Scales of a KV cache have defaults (quantization/kv_cache.py); `input_scale_ub` is set from the
-    config alone; scales of inputs are registered for weight-only schemes too, and dropped where
-    there is no activation key (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names
-    under W4A4 are demanded. MiMo's audio encoder builds a Qwen2 with a table of tokens, and gives
-    it embeddings only (models/mimo_audio.py). Biases of GPTQ's experts are deleted again if none
-    was loaded (quantization/auto_gptq.py:620).
+    Padded: parameters of modules without a quantization method, such as sinks. A module with a
+    `pad_size` gives a fused linear beneath it that many rows more.
     """
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
-    names = set()
+    optional, may_pad, counts = set[str](), set[str](), dict[str, int]()
     for prefix, module in model.named_modules():
         if type(module).__name__ == "MimoAudioEncoder":
-            names.add(f"{prefix}.input_local_transformer.embed_tokens.weight")
-        method = getattr(module, "quant_method", None)
+            optional.add(f"{prefix}.input_local_transformer.embed_tokens.weight")
+        method, pad_size = getattr(module, "quant_method", None), getattr(module, "pad_size", 0)
         spec = getattr(method, "spec", None)
-        is_weight_only = getattr(method, "use_a16", False) or (
-            spec is not None and spec.activation is None
-        )
-        for name, _ in module.named_parameters(recurse=False):
-            is_input = is_weight_only and name.endswith(("input_scale", "input_global_scale"))
-            is_input |= isinstance(method, BaseKVCacheMethod) or name == "input_scale_ub"
-            is_bias = (
-                isinstance(method, AutoGPTQMoEMethod)
-                and name.endswith("_bias")
-                and not method.moe.has_bias
-            )
-            if is_input or is_bias:
-                names.add(f"{prefix}.{name}")
-    return names
-
-
-def _may_pad(model: torch.nn.Module) -> set[str]:
-    """Parameters of modules without a quantization method, such as sinks, which vLLM pads for its
-    kernels.
-    """
-    return {
-        f"{prefix}.{name}"
-        for prefix, module in model.named_modules()
-        if getattr(module, "quant_method", None) is None
-        for name, _ in module.named_parameters(recurse=False)
-    }
-
-
-def _unpadded(model: torch.nn.Module) -> dict[str, int]:
-    """Elements to fill of parameters that vLLM rounded up for its kernel, where it says by how
-    much.
-
-    A module with a `pad_size` gives a fused linear beneath it that many rows more. Experts have
-    both sizes in their
-    config: w13 is [E, 2 * inner, hidden], w2 [E, hidden, inner], packed or in groups along the
-    last; biases lack it.
-    """
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-
-    counts = {
-        name: param.weight_loader_numel
-        for name, param in model.named_parameters()
-        if hasattr(param, "weight_loader_numel")
-    }
-    for prefix, module in model.named_modules():
-        pad_size = getattr(module, "pad_size", 0)
-        for name, child in (
-            module.named_children() if isinstance(pad_size, int) and pad_size else ()
-        ):
-            if getattr(child, "output_sizes", ())[-1:] == [pad_size]:
+        is_weight_only = getattr(method, "use_a16", False)
+        is_weight_only |= spec is not None and spec.activation is None
+        drops_bias = isinstance(method, AutoGPTQMoEMethod) and not method.moe.has_bias
+        for name, param in module.named_parameters(recurse=False):
+            is_free = isinstance(method, BaseKVCacheMethod) or name == "input_scale_ub"
+            is_free |= is_weight_only and name.endswith(("input_scale", "input_global_scale"))
+            if is_free or (drops_bias and name.endswith("_bias")):
+                optional.add(f"{prefix}.{name}")
+            if method is None:
+                may_pad.add(f"{prefix}.{name}")
+            if hasattr(param, "weight_loader_numel"):
+                counts[f"{prefix}.{name}"] = param.weight_loader_numel
+        for name, child in module.named_children() if isinstance(pad_size, int) else ():
+            if pad_size and getattr(child, "output_sizes", ())[-1:] == [pad_size]:
                 weight = child.weight
                 counts[f"{prefix}.{name}.weight"] = weight.numel() - pad_size * weight.shape[1]
-        if not isinstance(module, RoutedExperts):
-            continue
-        moe = module.moe_config
-        inner = moe.intermediate_size_per_partition_unpadded / moe.intermediate_size_per_partition
-        hidden = moe.hidden_dim_unpadded / moe.hidden_dim
-        if inner == hidden == 1:
-            continue
-        for name, param in module.named_parameters():
-            if param.dim() == 3 or name.endswith("_bias"):
-                rows, columns = (inner, hidden) if name.startswith("w13") else (hidden, inner)
-                columns = 1 if param.dim() < 3 or param.shape[2] == 1 else columns
-                counts[f"{prefix}.{name}"] = round(param.numel() * rows * columns)
+        if isinstance(module, RoutedExperts):
+            counts |= _unpadded(prefix, module)
+    return Demands(optional=frozenset(optional), may_pad=frozenset(may_pad), counts=counts)
+
+
+def _unpadded(prefix: str, experts: Any) -> dict[str, int]:
+    """Elements to fill of experts that vLLM rounded up for its kernel: both sizes are in their
+    config. w13 is [E, 2 * inner, hidden], w2 [E, hidden, inner], packed or in groups along the
+    last; biases lack it.
+    """
+    moe, counts = experts.moe_config, dict[str, int]()
+    inner = moe.intermediate_size_per_partition_unpadded / moe.intermediate_size_per_partition
+    hidden = moe.hidden_dim_unpadded / moe.hidden_dim
+    if inner == hidden == 1:
+        return {}
+    for name, param in experts.named_parameters():
+        if param.dim() == 3 or name.endswith("_bias"):
+            rows, columns = hidden, inner
+            if name.startswith("w13"):
+                rows, columns = inner, hidden
+            if param.dim() < 3 or param.shape[2] == 1:
+                columns = 1
+            counts[f"{prefix}.{name}"] = round(param.numel() * rows * columns)
     return counts

@@ -26,18 +26,20 @@ class Mapping(list):
         super().__init__(entries)
         self._current = current
         self._by_expert: dict[str, list[tuple[str, str, int, str]]] = {}
-        self._others: list[tuple[str, str, int, str]] = []
         for entry in entries:
-            match = _EXPERT.search(entry[1])
-            self._by_expert.setdefault(match[1], []).append(
-                entry
-            ) if match else self._others.append(entry)
+            self._by_expert.setdefault(_expert_in(entry[1]), []).append(entry)
 
     def __iter__(self) -> Iterator[Any]:
-        match = _EXPERT.search(self._current())
-        if match is None or self._others:
+        expert = _expert_in(self._current())
+        if not expert or "" in self._by_expert:
             return super().__iter__()
-        return iter(self._by_expert.get(match[1], ()))
+        return iter(self._by_expert.get(expert, ()))
+
+
+def _expert_in(name: str) -> str:
+    """The number of the expert in a name; "" for none."""
+    match = _EXPERT.search(name)
+    return match[1] if match else ""
 
 
 def install(current: Callable[[], str]) -> None:

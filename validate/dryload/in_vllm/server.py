@@ -63,9 +63,9 @@ def _prepare(gpu_name: str, cache: str) -> None:
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    from . import cuda, gpu
+    from . import gpu
 
-    gpu.install(cuda.DEVICES[gpu_name])
+    gpu.install(gpu.DEVICES[gpu_name])
     # What every child would import.
     import vllm.engine.arg_utils
     import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors

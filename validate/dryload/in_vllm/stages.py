@@ -21,11 +21,9 @@ from unittest import mock
 import safetensors
 import torch
 
-from . import cuda, experts, kernels, world
+from . import experts, gpu, kernels, world
 from .account import Account, Construction, Written
 from .demands import demands_of
-
-_FAULTY = ("unwritten", "default", "partial")
 
 
 @dataclass(slots=True)
@@ -50,11 +48,14 @@ class Part:
                 # A checkpoint need not fill what is shared, and what is optional.
                 if param.name not in self.shared and param.status != "optional":
                     own[param.name] = param
-            faults = [param.as_fault() for param in own.values() if param.status in _FAULTY]
-            misfits = [note for note in self.account.misfits if note[0] in own]
-            words, num_params = ("param", "tensor", "given", "wanted"), len(own)
-            written["faults"] = faults
-            written["misfits"] = [dict(zip(words, note, strict=True)) for note in misfits]
+            num_params, written = len(own), {"faults": [], "misfits": []}
+            for param in own.values():
+                if param.status in ("empty", "partial"):
+                    written["faults"].append(param.as_fault())
+            for note in self.account.misfits:
+                if note[0] in own:
+                    misfit = zip(("param", "tensor", "given", "wanted"), note, strict=True)
+                    written["misfits"].append(dict(misfit))
         written["asked"] = []
         for layer, prefix, method, scheme in self.asked:
             question = {"prefix": prefix, "method": method, "scheme": scheme}
@@ -171,7 +172,7 @@ class StagedLoad:
         loader = default_loader.DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         loader.counter_before_loading_weights = time.perf_counter()
         try:
-            with set_current_vllm_config(self._config), cuda.weights_only(), account:
+            with set_current_vllm_config(self._config), gpu.weights_only(), account:
                 loader.load_weights(model, model_config)
         finally:
             account.settle(model)
@@ -204,12 +205,14 @@ class StagedLoad:
         for part in self._parts.values():
             for name, tensor in part.account.tensors.items() if part.account else ():
                 sizes[name] = tensor.num_elements
-                if tensor.is_used:
-                    used[name] = max(used.get(name, 0), tensor.num_read)
-        cut = [[name, count, sizes[name]] for name, count in used.items() if count < sizes[name]]
-        if self._job.tp > 1:
-            cut = []
-        return {"unconsumed": sorted(sizes.keys() - used.keys()), "truncated": cut}
+                used[name] = max(used.get(name, 0), tensor.num_read)
+        unconsumed, cut = list[str](), list[tuple[str, int, int]]()
+        for name, count in sorted(used.items()):
+            if not count and sizes[name]:
+                unconsumed.append(name)
+            elif count < sizes[name] and self._job.tp == 1:
+                cut.append((name, count, sizes[name]))
+        return {"unconsumed": unconsumed, "truncated": cut}
 
 
 def _engine_config(job: Any) -> Any:
