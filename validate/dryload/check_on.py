@@ -109,9 +109,9 @@ def with_loads(
         own = objections(account, checked.runtime, version=version, static=static, draft=draft)
         counted.append(account.counted(sum(each.finding.severity == "error" for each in own)))
         found.append((account.load, own))
-    data = {"findings": errors_first([*static, *_once(found)])}
-    data["dry"] = tuple(account.load for account in counted)
-    return checked._replace(data=checked.data.model_copy(update=data), accounts=tuple(counted))
+    findings, dry = errors_first([*static, *_once(found)]), tuple(each.load for each in counted)
+    data = checked.data.model_copy(update={"findings": findings, "dry": dry})
+    return checked._replace(data=data, accounts=tuple(counted))
 
 
 def _once(found: Sequence[tuple[DryLoad, list[Objection]]]) -> list[Finding]:
