@@ -75,8 +75,8 @@ def serve(
 
     Args:
         path: Checkpoint to serve: a folder or a Hub id.
-        k: Tokens drafted a step; 0: none. Default: what was measured best, else the recipe's, else
-            the number of MTP layers.
+        k: Tokens drafted a step; 0: none. Default: what was measured best, else the number of
+            MTP layers.
         host: Address to listen on; 0.0.0.0 lets other machines in, and everybody on them.
         port: Port to listen on.
         gpus: Let vLLM's loaders judge it first, on a pretended sm89, sm90, sm100 or sm120.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from .errors import RecipeError
 
 _WRITTEN = re.compile(r"(?P<amount>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>bits|B|[KMGT]i?B)")
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,8 @@ def read_budget(written: str) -> Budget:
         )
     if found["unit"] == "bits":
         return Budget(bits=amount)
-    unit = found["unit"]
-    step = 1024 if "i" in unit else 1000
-    return Budget(num_bytes=int(amount * step ** "BKMGT".index(unit[0])))
+    return Budget(num_bytes=int(amount * _bytes_of(found["unit"])))
+
+
+def _bytes_of(unit: str) -> int:
+    return (1024 if "i" in unit else 1000) ** _POWERS.get(unit[0], 0)

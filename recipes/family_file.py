@@ -82,10 +82,7 @@ def _rows(groups: Sequence[str | Mapping[str, Any]], blocks: Blocks) -> tuple[Ro
         at = fields.pop("at", "")
         on_disk, in_vllm = fields.pop("on_disk", at), fields.pop("in_vllm", at)
         if used := fields.pop("use", ""):
-            why = fields.pop("why_kept", "")
-            own = []
-            for row in _rows(blocks[used], blocks):
-                own.append(replace(row, why_kept=row.why_kept or why, **fields))
+            own = _changed(_rows(blocks[used], blocks), **fields)
         else:
             own = _listed(**fields)
         for row in own:
@@ -120,6 +117,10 @@ def _listed(
         for path, other in modules.items()
         for part in range(parts)
     ]
+
+
+def _changed(rows: Sequence[Row], why_kept: str = "", **fields: Any) -> list[Row]:
+    return [replace(row, why_kept=row.why_kept or why_kept, **fields) for row in rows]
 
 
 def _moved(row: Row, on_disk: str, in_vllm: str) -> Row:

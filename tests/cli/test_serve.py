@@ -287,9 +287,7 @@ def measured(tmp_path) -> Path:
 def test_bench_recommends_it(measured):
     found = best_k(open_source(str(measured)), 1)
     assert found.k == 3 and found.measured_by == "keepmtp bench"
-    assert (
-        found.why == "as bench recommends for 1 at once on NVIDIA H200 (140 GiB); k=0 for 8 at once"
-    )
+    assert found.why == "as bench recommends for 1 at once on NVIDIA H200 (140 GiB)"
     done = keepmtp(f"serve {measured} --dry-run")
     assert done.stdout.startswith(f"# k=3: {found.why}\n"), done.stderr
 

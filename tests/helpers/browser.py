@@ -31,8 +31,7 @@ addEventListener("load", () => {
     title: document.title, scripts: document.scripts.length,
     sheet: ink(document.querySelector("section"), "backgroundColor"),
     inks: [...document.querySelectorAll("h2, td, dt, .note, .absent, th")].map(e => ink(e, "color")),
-    labels: [...document.querySelectorAll(".chart text")].map(e => ink(e, "fill")),
-    empty: [...document.querySelectorAll(".chart")].filter(e => e.getBBox().width < 50).length,
+    empty: [...document.querySelectorAll(".chart")].filter(e => e.naturalWidth < 50).length,
   }, "*");
 });
 </script>

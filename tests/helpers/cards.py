@@ -24,7 +24,6 @@ from keepmtp.validate.report.base_model import NO_BASE_MODEL
 from keepmtp.validate.report.card_page import CardFacts, Metadata
 from keepmtp.validate.report.check_data import check_data
 from keepmtp.validate.report.provenance import groups_of, recipe_text
-from keepmtp.validate.report.usage import usage_of
 
 RECIPE = "tiny-glm4-moe.nvfp4a16-fp8"
 STATIONS = frozenset({"check", "serve", "gsm8k"})
@@ -99,13 +98,13 @@ def told(folder: Path, report: FullReport, **changed: Any) -> CardFacts:
         "report": report,
         "record": record,
         "recipe": recipe_text(folder),
-        "changed": "",
         "groups": groups_of(opened, record),
         "base_model": NO_BASE_MODEL,
         "repository": "",
         "metadata": Metadata(),
         "plots": {},
-        "usage": usage_of(opened, report.facts.family),
+        "is_chat": False,
+        "gpus": (),
     }
     return CardFacts(**(fields | changed))
 

@@ -20,6 +20,12 @@ import yaml
 Config = dict[str, Any]
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
+FP8_128 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

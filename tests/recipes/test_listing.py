@@ -1,6 +1,12 @@
 """What `keepmtp ls` reads of the shipped recipes, without validating them."""
 
-from keepmtp.recipes import model_file
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 from keepmtp.recipes.find import shipped_recipes
 from keepmtp.recipes.model_file import listed, model_files
 
@@ -36,13 +42,42 @@ def test_a_model_has_one_default_which_comes_first_and_one_origin():
         assert len({(row.family, row.source) for row in rows}) == 1
 
 
-def test_what_cannot_be_run_is_not_listed(tmp_path, monkeypatch):
-    """Recipes of small models whose folders, or whose texts, are missing."""
-    every = [row for row in listed() if row.name.startswith("tiny-")]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model_file, "_HOME", tmp_path)
-    assert {row.name for row in listed()}.isdisjoint(row.name for row in every)
-    for row in every:
-        (tmp_path / row.source).mkdir(parents=True, exist_ok=True)
-    there = [row for row in listed() if row.name.startswith("tiny-")]
-    assert there == [row for row in every if not row.needs_batches]
+def listed_without(files: tuple[str, ...], folder: Path) -> set[str]:
+    """The recipes of small models that a copy of the package lists where these files of models/ are
+    missing.
+    """
+    root = Path(__file__).parent.parent.parent
+    package = folder / "keepmtp"
+    for part in ("recipes", "cli", "models"):
+        shutil.copytree(
+            root / part, package / part, ignore=shutil.ignore_patterns("train", "__pycache__")
+        )
+    for file in ("__init__.py", "__main__.py"):
+        shutil.copy(root / file, package / file)
+    for name in files:
+        path = package / "models" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    words = [sys.executable, "-m", "keepmtp", "ls", "models", "--json"]
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        check=True,
+    )
+    rows = json.loads(done.stdout)["models"]
+    assert len(rows) > 50
+    return {row["recipe"] for row in rows if row["recipe"].startswith("tiny-")}
+
+
+def test_what_cannot_be_run_is_not_listed(tmp_path):
+    every = {row.name for row in listed() if row.name.startswith("tiny-")}
+    assert listed_without((), tmp_path / "whole") == every
+    no_rows = listed_without(("problems.jsonl", "docs.jsonl"), tmp_path / "rows")
+    assert no_rows == {
+        row.name for row in listed() if row.name.startswith("tiny-") and not row.needs_batches
+    }
+    assert (
+        listed_without(("tiny-docs", "tiny-glm4-moe", "tiny-qwen3_5"), tmp_path / "none") == set()
+    )

@@ -108,7 +108,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
         "acceptance": "infeasible",
         "gsm8k": "infeasible",
     }
-    assert "it would pass with about" in found["judgement"]["reasons"][2]["says"]
+    assert "it would be a pass with about" in found["judgement"]["reasons"][2]["says"]
     assert read_json(out / "report.json").judgement is not None
     source = found["source"]
     assert Path(source["path"]).resolve() == QWEN, "found by keepmtp.json's record"

@@ -54,9 +54,7 @@ _RULES: Mapping[int, tuple[str, str]] = {
         f"Take one that is ({_TOKENS}), ask an owner, or another --repo",
     ),
     412: ("nobody else may write to it meanwhile", AGAIN),
-    **dict.fromkeys(
-        (400, 402, 404, 409, 413, 422), ("the Hub must accept it", "Check --repo and its page")
-    ),
+    **dict.fromkeys((400, 402, 404, 409, 413, 422), ("the Hub must accept it", "Check --repo")),
 }
 # What huggingface_hub raises where an answer has another form than it expects.
 _OTHER_FORM = (KeyError, TypeError, AttributeError, IndexError)
@@ -142,7 +140,7 @@ class Hub:
                 ):  # what is no file is a folder to huggingface_hub, whatever it is
                     raise TypeError(f"a path in its list is {file.path!r}")
                 if isinstance(file, RepoFile):
-                    sha256 = file.lfs.sha256 if file.lfs else None
+                    sha256 = file.lfs and file.lfs.sha256
                     blobs[file.path] = {
                         "size": file.size,
                         "git_hash": file.blob_id,
@@ -205,87 +203,72 @@ class Hub:
         """Let everybody read it, or nobody but its owners."""
         self._ask(repo, lambda: self._api.update_repo_settings(repo, private=is_private))
 
-    def _ask(
-        self,
-        repo: str,
-        call: Callable[[], T],
-        *,
-        is_long: bool = False,
-        waits: Sequence[int | None] = (*WAITS_SECONDS, None),
-    ) -> T:
+    def _ask(self, repo: str, call: Callable[[], T], *, is_long: bool = False) -> T:
         """The value of `call`, tried again while the fault is one that passes.
 
         Args:
             is_long: it sends files, and may take as long as bytes arrive.
-            waits: seconds between attempts; None after the last.
         """
         PATIENCE.silences = 0
-        for wait in waits:
-            PATIENCE.until = (
-                None if is_long else time.monotonic() + QUESTION_LIMITS * PATIENCE.seconds
-            )
+        for wait in (*WAITS_SECONDS, None):
+            if not is_long:
+                PATIENCE.until = time.monotonic() + QUESTION_LIMITS * PATIENCE.seconds
             try:
                 return call()
             # HfHubHTTPError is an HTTPError; the upload's threads wrap it in a RuntimeError; what
             # the Hub refuses to store is a ValueError (huggingface_hub 1.33 _commit_api.py), and so
             # is an answer that is no JSON.
             except (HTTPError, OSError, RuntimeError, ValueError, *_OTHER_FORM) as error:
-                if isinstance(own := _root(error), KeepMTPError):
-                    raise own from None
-                pause = _pause(error, wait)
+                root = _root(error)
+                if isinstance(root, KeepMTPError):
+                    raise root from None
+                pause = _pause(root, wait)
                 if pause is None:
-                    raise self._refusal(repo, error) from error
-                self.watch(f"{repo}: {self._words(error)}; trying again in {pause} s")
+                    raise self._refusal(repo, root) from error
+                self.watch(f"{repo}: {self._words(root)}; trying again in {pause} s")
             finally:
                 PATIENCE.until = None
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
-    def _refusal(self, repo: str, error: Exception) -> HubError:
-        status = _status(error)
-        rule, cure = _RULES.get(status, ("the Hub must answer", AGAIN))
-        if not status and isinstance(error, (ValueError, *_OTHER_FORM)):
-            rule, cure = (
-                "the Hub's answer must have its usual form",
-                f"Check HF_ENDPOINT and the network. {AGAIN}",
-            )
-        return HubError(repo, rule, got=self._words(error), cure=cure)
+    def _refusal(self, repo: str, root: BaseException) -> HubError:
+        rule, cure = "the Hub must answer", AGAIN
+        if isinstance(root, HfHubHTTPError):
+            rule, cure = _RULES.get(root.response.status_code, (rule, cure))
+        elif isinstance(root, (ValueError, *_OTHER_FORM)):
+            rule = "the Hub's answer must have its usual form"
+            cure = f"Check HF_ENDPOINT and the network. {AGAIN}"
+        return HubError(repo, rule, got=self._words(root), cure=cure)
 
-    def _words(self, error: Exception) -> str:
-        status, root = _status(error), _root(error)
+    def _words(self, root: BaseException) -> str:
+        """The Hub's words on one line: without the token, and without the query of a URL, because
+        that of a presigned URL has its signature.
+        """
         said = str(getattr(root, "server_message", None) or root).strip()
         if isinstance(root, KeyError):
             said = f"no {root}"
         if isinstance(root, ValidationError):
             said = first_fault(root)
         line = next(iter(said.splitlines()), type(root).__name__).strip().rstrip(".")
-        return self._clean(f"{status}: {line}" if status and str(status) not in line else line)
-
-    def _clean(self, text: str) -> str:
-        """Without the token, and without the query of a URL: that of a presigned URL has its
-        signature.
-        """
-        return re.sub(
-            r"(https?://[^\s?'\"]+)\?[^\s'\"]+", r"\1", text.replace(self._token, "<token>")
-        )
+        if isinstance(root, HfHubHTTPError) and str(root.response.status_code) not in line:
+            line = f"{root.response.status_code}: {line}"
+        line = line.replace(self._token, "<token>")
+        return re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]+", r"\1", line)
 
 
-def _pause(error: Exception, wait: int | None) -> int | None:
+def _pause(root: BaseException, wait: int | None) -> int | None:
     """Seconds until another attempt; None if there should be none."""
-    root = _root(error)
     if wait is None or not isinstance(root, (HfHubHTTPError, TransportError, RuntimeError)):
         return None
     if isinstance(root, HfHubHTTPError):
         if root.response.status_code not in BUSY:
             return None
         said = seconds_to_wait(root.response)
-        wait = wait if said is None else said
-    return wait if wait <= LONGEST_WAIT_SECONDS else None
-
-
-def _status(error: Exception) -> int:
-    root = _root(error)
-    return root.response.status_code if isinstance(root, HfHubHTTPError) else 0
+        if said is not None:
+            wait = said
+    if wait > LONGEST_WAIT_SECONDS:
+        return None
+    return wait
 
 
 def _root(error: BaseException) -> BaseException:

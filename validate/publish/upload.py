@@ -20,7 +20,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoints.files import held
 from ...checkpoints.hub_client import HubError
-from ...checkpoints.hub_names import is_repo_id, page_of
+from ...checkpoints.hub_names import is_repo_id
 from ...checkpoints.identity import listed
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.scratch import ScratchFolder
@@ -61,9 +61,7 @@ def check_name(repo: str) -> None:
     """
     if not is_repo_id(repo) or not repo.isascii():
         rule = "must be ORG/NAME with letters, digits, and single - _ . between them"
-        page = page_of(repo)
-        cure = f"Name it {page[0]}" if page else "Name it as on the Hub"
-        raise RecipeError("--repo", rule, got=repr(repo), cure=cure)
+        raise RecipeError("--repo", rule, got=repr(repo), cure="Name it as on the Hub")
     if Path(repo).is_dir():
         rule = "must not be a folder here, which would be checked in its place"
         raise RecipeError("--repo", rule, got=repo, cure="Run this from another folder")
@@ -73,14 +71,12 @@ def compare(parcel: Parcel, remote: Remote | None) -> dict[str, FileState]:
     """Compare a parcel with what the repository holds (None: there is no repository), by the files
     of both.
     """
-    there = remote.files if remote else {}
     states: dict[str, FileState] = dict.fromkeys(parcel.files, "new")
-    for name in sorted(there.keys() - {*HUBS_OWN}):
-        local = parcel.files.get(name)
-        if local is None:
+    for name, blob in remote.files.items() if remote else ():
+        if name in parcel.files:
+            states[name] = "same" if _is_same(parcel.files[name], blob) else "differs"
+        elif name not in HUBS_OWN:
             states[name] = "other"
-        else:
-            states[name] = "differs" if _difference(local, there[name]) else "same"
     return states
 
 
@@ -260,15 +256,9 @@ def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> Non
     """
     found = compare(parcel, remote)
     wrong = [f"{name} is not there" for name in named(found, "new")]
-    wrong += [
-        f"{name} is {_difference(parcel.files[name], remote.files[name])}"
-        for name in named(found, "differs")
-    ]
-    wrong += [
-        f"{name} is there, which was not sent"
-        for name in named(found, "other")
-        if name not in others
-    ]
+    wrong += [f"{name} has another size or hash there" for name in named(found, "differs")]
+    strange = set(named(found, "other")) - set(others)
+    wrong += [f"{name} is there, which was not sent" for name in sorted(strange)]
     if wrong:
         where, cure = (
             f"{remote.repo} at {remote.commit}",
@@ -277,20 +267,16 @@ def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> Non
         raise GateError(where, "must hold the bytes that were sent", got=listed(wrong), cure=cure)
 
 
-def _difference(local: LocalFile, there: Blob) -> str:
-    """How a file there differs from what was measured; "" if it does not."""
+def _is_same(local: LocalFile, there: Blob) -> bool:
+    """Whether a file there is what was measured."""
     if there.size != local.num_bytes:
-        return f"{there.size} bytes there and {local.num_bytes} here"
+        return False
     if there.sha256 is not None:
-        return "" if there.sha256 == local.sha256 else "of another SHA-256 there than here"
+        return there.sha256 == local.sha256
     content = local.content
     if content is None:
         content = read_bytes_of(local.path, local.path)
     # Git's hash says only that the Hub has what is here now, and the report only what was here
     # then.
     is_measured = hashlib.sha256(content).hexdigest() == local.sha256
-    return (
-        ""
-        if is_measured and git_hash(content) == there.git_hash
-        else "of another git hash there than here"
-    )
+    return is_measured and git_hash(content) == there.git_hash

@@ -12,7 +12,7 @@ before anybody else can read it (upload.py).
 import hashlib
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,34 +136,27 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
     _refuse_red(verified, evidence)
     card.refuse_none(card.card_folder(folder), folder)
     identity = verified.identity
-    if identity is None:
-        where, cure = (
-            evidence / report.JSON_FILE,
-            f"Run `keepmtp check {shlex.quote(str(folder))} --record`",
-        )
+    assert identity is not None, "verify() has made it"
+    if unknown := companions_among(identity.files).left:
+        cure = f"Move it away, and measure again: {measured_anew(folder)}"
         raise CheckpointError(
-            where, "must say which bytes it is about", got="no identity", cure=cure
+            folder, "only known files of a checkpoint are published", got=listed(unknown), cure=cure
         )
-    _refuse_unknown(folder, identity.files)
     return verified, identity
 
 
 def _refuse_red(verified: FullReport, evidence: Path) -> None:
-    where, checkpoint = evidence / report.JSON_FILE, shlex.quote(str(evidence.with_suffix("")))
-    judgement, verdict = verified.judgement, verified.verdict
-    got = ""
-    if judgement is None:
-        got = "no judgement"
-    elif judgement.verdict != "pass":
-        why = next(
-            reason.says for reason in judgement.reasons if reason.verdict == judgement.verdict
-        )
-        got = f"{judgement.title} ({why.rstrip('.')})"
-    elif not verdict.ok:
-        got = f"{verdict.label.lower()} ({verdict.says.rstrip('.')})"
-    if got:
-        cure = f"Run `keepmtp gate {checkpoint}` for the whole story"
-        raise GateError(where, "only a checkpoint that passes is published", got=got, cure=cure)
+    judgement, got = verified.judgement, verified.verdict.says.rstrip(".")
+    assert judgement is not None, "verify() has made it"
+    if judgement.verdict == "pass" and verified.verdict.ok:
+        return
+    for reason in judgement.reasons:
+        if reason.verdict == judgement.verdict != "pass":
+            got = f"{judgement.title} ({reason.says.rstrip('.')})"
+            break
+    cure = f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story"
+    where = evidence / report.JSON_FILE
+    raise GateError(where, "only a checkpoint that passes is published", got=got, cure=cure)
 
 
 def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
@@ -193,13 +186,3 @@ def _refuse_links(folder: Path) -> None:
             raise CheckpointError(
                 path, "only the folder's own files are published", got=got, cure="Put a copy there"
             )
-
-
-def _refuse_unknown(folder: Path, names: Iterable[str]) -> None:
-    """Refuse files that no checkpoint has: one of them may be private."""
-    unknown = companions_among(names).left
-    if unknown:
-        cure = f"Move it away, and measure again: {measured_anew(folder)}"
-        raise CheckpointError(
-            folder, "only known files of a checkpoint are published", got=listed(unknown), cure=cure
-        )

@@ -7,14 +7,12 @@ own files:
     README.md                  front matter for the Hub, then `card_page.page`
     acceptance.png, speed.png  where there is something to draw
     report.json, report.html   the whole evidence, with folders shortened to their last name
-    .eval_results/TASK.yaml    a score that belongs on its benchmark's leaderboard
 
 Easy to get wrong: somebody changes a number after it was measured. A report that differs from its
 result files makes no card, and a card that differs from what its report makes is refused.
 """
 
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Mapping
@@ -32,23 +30,19 @@ from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from . import html as report_html
 from . import report as reports
-from .base_model import NO_BASE_MODEL, NONE, BaseModel, base_model_of, refuse_no_id, unknown
-from .card_metadata import HUB_ID, INHERITED, README, front_matter, metadata_of, read_front_matter
+from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
+from .card_metadata import INHERITED, README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, Metadata, page
 from .drafted import counts_bench
-from .leaderboard import BENCHMARKS, eval_results
 from .portable import portable, shortened
-from .provenance import changed_by_the_run, groups_of, recipe_text
-from .usage import usage_of
+from .provenance import gpus_of, groups_of, is_chat, recipe_text
 
-EVAL_RESULTS = tuple(f".eval_results/{task}.yaml" for task in BENCHMARKS)
 FILES = (
     README,
     "acceptance.png",
     "speed.png",
     reports.JSON_FILE,
     report_html.HTML_FILE,
-    *EVAL_RESULTS,
 )
 """Everything that a card folder may hold."""
 _OF_OTHERS = (
@@ -56,7 +50,6 @@ _OF_OTHERS = (
     "graft or convert, with "
     "`hf upload ORG/NAME FOLDER`, and let `keepmtp check ORG/NAME` judge it there"
 )
-_SERVED = re.compile(r"^vllm serve (\S+)", re.MULTILINE)
 
 
 def card_folder(checkpoint: Path) -> Path:
@@ -95,16 +88,18 @@ def build(
     require_extra("keepmtp card", "report")
     refuse_no_id(base_model)
     folder = out or card_folder(checkpoint)
-    for place in (folder, *_around(folder)):
+    for place in (folder, partial_path(folder)):
         _refuse_strange(place)
     report, opened = _verified(checkpoint, watch)
     record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
     base = base_model_of(record, base_model)
     if base is None:
         raise unknown(checkpoint, f"the local folder {record.source.name}")
-    theirs = read_front_matter(source) if source else {}
-    inherited = {key: theirs.get(key) for key in INHERITED}
-    where = source / README if source else "keepmtp card"
+    inherited, where = {}, "keepmtp card"
+    if source:
+        where = str(source / README)
+        theirs = read_front_matter(source)
+        inherited = {key: theirs.get(key) for key in INHERITED}
     metadata = metadata_of(
         opened, inherited, license_id=license_id, base_model=base.name, where=where
     )
@@ -134,18 +129,6 @@ def refuse_none(folder: Path, checkpoint: Path) -> None:
         )
 
 
-def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
-    """The folder of a checkpoint's card, once every file of it is compared with what the evidence
-    makes.
-
-    Raises:
-        CheckpointError: as `verified_files`.
-    """
-    folder = out or card_folder(checkpoint)
-    verified_files(checkpoint, out=folder)
-    return folder
-
-
 def verified_files(
     checkpoint: Path, *, repository: str = "", out: Path | None = None
 ) -> dict[str, bytes]:
@@ -167,41 +150,33 @@ def verified_files(
     found = {
         path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()
     }
-    for name in sorted(wanted.keys() | found.keys()):
-        content = read_bytes_of(found[name], found[name]) if name in found else None
-        if content != wanted.get(name):
-            got = "no such file" if content is None else "another text or drawing"
-            got = got if name in wanted else "a file that the report does not make"
-            raise CheckpointError(
-                folder / name, "a card holds what its report makes", got=got, cure=cure
-            )
-    return wanted | ({README: _readme(replace(facts, repository=repository))} if repository else {})
+    wrong = dict.fromkeys(found.keys() - wanted.keys(), "a file that the report does not make")
+    for name, content in wanted.items():
+        if name not in found:
+            wrong[name] = "no such file"
+        elif read_bytes_of(found[name], found[name]) != content:
+            wrong[name] = "another text or drawing"
+    for name, got in sorted(wrong.items()):
+        raise CheckpointError(
+            folder / name, "a card holds what its report makes", got=got, cure=cure
+        )
+    if repository:
+        wanted[README] = _readme(replace(facts, repository=repository))
+    return wanted
 
 
 def _stated(checkpoint: Path, folder: Path) -> CardFacts:
-    """What a card in `folder` is made of: the evidence, with what its own front matter and first
-    command state.
-    """
+    """What a card in `folder` is made of: the evidence, with what its own front matter states."""
     report, opened = _verified(checkpoint)
     front = read_front_matter(folder)
-    named = str(front.get("base_model") or NONE)
-    refuse_no_id(named)
+    stated = front.get("base_model") and str(front["base_model"])
+    refuse_no_id(stated)
     record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
-    base = base_model_of(record, None if named == NONE else named)
-    if base is None or base.name != ("" if named == NONE else named):
+    base = base_model_of(record, stated)
+    if base is None or base.name != (stated or ""):
         base = NO_BASE_MODEL
     metadata = metadata_of(opened, front, base_model=base.name, where=folder / README)
-    return replace(
-        _facts(checkpoint, report, opened, metadata, base), repository=_repository(folder)
-    )
-
-
-def _repository(folder: Path) -> str:
-    """The repository that a card's first command names; "" where its owner is left open."""
-    found = _SERVED.search((folder / README).read_text(encoding="utf-8", errors="replace"))
-    return (
-        found[1] if found and HUB_ID.fullmatch(found[1]) and not found[1].startswith("ORG/") else ""
-    )
+    return _facts(checkpoint, report, opened, metadata, base)
 
 
 def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullReport, Source]:
@@ -235,37 +210,35 @@ def _facts(
     checkpoint: Path, report: FullReport, opened: Source, metadata: Metadata, base: BaseModel
 ) -> CardFacts:
     """What a card is made from, whose repository is not known."""
-    from .charts import charts, png  # matplotlib, once it is known to be there
+    from .charts import charts  # matplotlib, once it is known to be there
 
-    record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
     drawn = charts(report)
     if report.bench and not counts_bench(report.bench):
         drawn.pop("speed", None)
+    record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,
         record=record,
         recipe=recipe_text(checkpoint),
-        changed=changed_by_the_run(checkpoint, record),
         groups=groups_of(opened, record),
         base_model=base,
         repository="",
         metadata=metadata,
-        usage=usage_of(opened, report.facts.family),
-        plots={f"{what}.png": png(chart) for what, chart in drawn.items()},
+        is_chat=is_chat(opened),
+        gpus=gpus_of(opened),
+        plots={f"{what}.png": chart.png for what, chart in drawn.items()},
     )
 
 
 def _files(told: CardFacts) -> dict[str, bytes]:
     """Name -> bytes of everything in a card folder."""
-    report = told.report
-    files = {
+    return {
         README: _readme(told),
-        reports.JSON_FILE: reports.text_of(report).encode(),
-        report_html.HTML_FILE: report_html.render(report).encode(),
+        reports.JSON_FILE: reports.text_of(told.report).encode(),
+        report_html.HTML_FILE: report_html.render(told.report).encode(),
         **told.plots,
     }
-    return files | {name: text.encode() for name, text in eval_results(report).items()}
 
 
 def _readme(told: CardFacts) -> bytes:
@@ -274,38 +247,26 @@ def _readme(told: CardFacts) -> bytes:
 
 def _refuse_strange(folder: Path) -> None:
     """Refuse to replace a folder that holds anything but a card."""
-    strange = [
-        path
-        for path in folder.rglob("*")
-        if not path.is_dir() and path.relative_to(folder).as_posix() not in FILES
-    ]
-    if strange or (folder.exists() and not folder.is_dir()):
-        got = strange[0] if strange else "a file"
-        raise RecipeError(
-            folder,
-            "must be a card's folder, or not there",
-            got=got,
-            cure="Choose another --out, or move it away",
-        )
-
-
-def _around(folder: Path) -> tuple[Path, Path]:
-    """The folder of the unfinished card, and that of the card which it replaces."""
-    return partial_path(folder), folder.with_name(f"{folder.name}.old")
+    strange: list[object] = []
+    if folder.exists() and not folder.is_dir():
+        strange.append("a file")
+    for path in folder.rglob("*"):
+        if not path.is_dir() and path.relative_to(folder).as_posix() not in FILES:
+            strange.append(path)
+    if strange:
+        rule, cure = "must be a card's folder, or not there", "Choose another --out, or move it"
+        raise RecipeError(folder, rule, got=strange[0], cure=cure)
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a folder so that a reader finds the old card or the new one, never a mixture."""
-    partial, old = _around(folder)
-    for left in (partial, old):
-        if left.exists():
-            shutil.rmtree(left)
+    """Write a folder so that a reader never finds a mixture of the old card and the new one."""
+    partial = partial_path(folder)
+    if partial.exists():
+        shutil.rmtree(partial)
     for name, content in files.items():
         path = within(partial, name)
         path.write_bytes(content)
         sync(path)
     if folder.exists():
-        os.rename(folder, old)
+        shutil.rmtree(folder)
     complete(folder)
-    if old.exists():
-        shutil.rmtree(old)

@@ -85,8 +85,10 @@ def metadata_of(
     found = dict(front) | {"base_model": base_model}
     if license_id is not None:
         found |= {"license": license_id, "license_name": None, "license_link": None}
-    task = "image-text-to-text" if "vision_config" in opened.config else "text-generation"
-    found["pipeline_tag"] = found.get("pipeline_tag") or task
+    if not found.get("pipeline_tag"):
+        found["pipeline_tag"] = "text-generation"
+        if "vision_config" in opened.config:
+            found["pipeline_tag"] = "image-text-to-text"
     values = {key: _listed(found.get(key)) for key in _FORMS}
     for key, words in values.items():
         strange = [word for word in words if not _FORMS[key].fullmatch(word)]
@@ -105,15 +107,16 @@ def front_matter(told: CardFacts) -> str:
     """The card's YAML for the Hub, without its fences."""
     metadata, schemes = told.metadata, [name.lower() for name in told.schemes()]
     roots = [re.sub(r"(?<=fp4)a(8|16)$|_(dynamic|block)$", "", name) for name in schemes]
-    has_experts = any(group.modules == "experts" for group in told.groups)
     tags = [told.report.facts.dialect, *roots, *(name.replace("_", "-") for name in schemes)]
-    tags += ["mtp", "speculative-decoding", "vllm", *(["moe"] if has_experts else []), "keepmtp"]
+    tags += ["mtp", "speculative-decoding", "vllm"]
+    if "experts" in [group.modules for group in told.groups]:
+        tags.append("moe")
     known = {key: value for key, value in asdict(metadata).items() if value}
     if metadata.base_model:
         known["base_model_relation"] = "quantized"
     if metadata.language:
         known["language"] = list(metadata.language)
-    return ModelCardData(**known, library_name="vllm", tags=tags).to_yaml()
+    return ModelCardData(**known, library_name="vllm", tags=[*tags, "keepmtp"]).to_yaml()
 
 
 def _listed(value: Any) -> list[str]:

@@ -61,5 +61,5 @@ def verdict_of(
         if any(each.gate == "acceptance" and each.verdict == "pass" for each in reasons):
             label = "Loads and drafts"
     elif serve or evaluation or bench:
-        label, tried = "Served", "a server ran, and its drafts were not counted"
+        label, tried = "Served", "a server ran"
     return VerdictFact(ok=True, label=label, says=f"{says}; {tried}.")

@@ -1,15 +1,14 @@
 """report.html: one self-contained page from the content of report.json, and from nothing else.
 
-In: a `FullReport`. Out: HTML with inline CSS and SVG, no script and no request; light, dark, on
-paper and on a phone. Needs the `report` extra (jinja2, matplotlib); planning and checking do not.
+In: a `FullReport`. Out: HTML with its style and pictures in it, no script and no request; light,
+dark, on paper and on a phone. Needs the `report` extra (jinja2, matplotlib).
 
-Easy to get wrong: names in a report come from strangers' checkpoints. Everything is escaped; only
-our own charts, whose labels matplotlib has escaped, go in as they are.
+Easy to get wrong: names in a report come from strangers' checkpoints. Everything is escaped.
 """
 
 import json
 import re
-from collections import defaultdict
+from base64 import b64encode
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from ...checkpoints.files import write_whole
 from ...recipes import extras
 from ...recipes.errors import printable
 from ..facts.benched import words_of
-from ..facts.dry_load import DryLoad, gpu_title, places
+from ..facts.dry_load import gpu_title
 from ..facts.schema import FullReport
 from . import tables
 from .template import template
@@ -53,9 +52,7 @@ def render(report: FullReport) -> str:
         RecipeError: the `report` extra is missing.
     """
     require_extra()
-    from markupsafe import Markup
-
-    from .charts import charts, svg
+    from .charts import charts
 
     filters = {
         "quoted": _quoted,
@@ -64,28 +61,19 @@ def render(report: FullReport) -> str:
         "gpu_title": gpu_title,
         "words_of": words_of,
     }
-    runs = (
-        [(model.role, run) for model in report.serve.served for run in model.runs]
-        if report.serve
-        else []
-    )
-    shared: dict[str, list[DryLoad]] = defaultdict(list)
-    for load in report.dry:
-        for name in load.draft.shared:
-            shared[name].append(load)
+    runs = []
+    for model in report.serve.served if report.serve else ():
+        runs += [(model.role, run) for run in model.runs]
     return template("report.html.j2", finalize=_shown, filters=filters, is_html=True).render(
         report=report,
         name=Path(report.path).name or report.path,
         charts={
-            what: (chart.title, chart.alt, Markup(svg(chart)))  # noqa: S704 - our own chart, its labels escaped
+            what: (chart.title, chart.alt, b64encode(chart.png).decode())
             for what, chart in charts(report).items()
         },
         tables=tables,
         wanted=tables.wanted_filter(report),
         runs=runs,
-        shared=[(name, places(where)) for name, where in sorted(shared.items())],
-        partings=[(role, run.k, one) for role, run in runs for one in run.partings or ()],
-        num_compared=sum(len(run.outputs) for _, run in runs if run.partings is not None),
     )
 
 
@@ -108,14 +96,8 @@ def _ticked(words: str) -> "Markup":
     """A sentence, escaped, with the words between backticks as code."""
     from markupsafe import Markup, escape
 
-    words = printable(words)
-    parts = words.split("`")
-    if len(parts) % 2 == 0:
-        return escape(words)
-    code = Markup("<code>{}</code>").format
-    return Markup("").join(
-        code(part) if spot % 2 else escape(part) for spot, part in enumerate(parts)
-    )
+    words = str(escape(printable(words)))  # of a Markup, `re` would escape what it puts in
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", words))  # noqa: S704 - escaped above
 
 
 def _quoted(text: str) -> str:

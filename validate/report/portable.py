@@ -56,10 +56,14 @@ def _paths(value: Any, field: str = "") -> Iterator[str]:
 
 def _walk(value: Any, folders: Sequence[str]) -> Any:
     if isinstance(value, dict):
-        return {
-            key: inner if key in _TEXT_FIELDS else _walk(inner, folders)
-            for key, inner in value.items()
-        }
+        walked = {}
+        for key, inner in value.items():
+            walked[key] = inner
+            if key not in _TEXT_FIELDS:
+                walked[key] = _walk(inner, folders)
+        return walked
     if isinstance(value, list):
         return [_walk(inner, folders) for inner in value]
-    return shortened(value, folders) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return shortened(value, folders)
+    return value

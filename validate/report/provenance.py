@@ -1,8 +1,8 @@
 """What repeats a run, and what is in its checkpoint: its recipe, and every module group by stored
 form.
 
-In: the folder of a checkpoint that keepmtp wrote, and its record. Out: what the run changed of the
-recipe, and a row for each module group.
+In: the folder of a checkpoint that keepmtp wrote, and its record. Out: where a recipe decides
+otherwise than the run, a row for each module group, and how few GPUs hold them.
 
 Easy to get wrong: a recipe says what somebody wanted. The rows are read from the headers, which say
 what is there.
@@ -16,18 +16,22 @@ from typing import Any
 
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
-from ...checkpoints.source import Source
+from ...checkpoints.source import Source, small_file, small_object
 from ...checkpoints.stored import StoredWeight
-from ...recipes.errors import CheckpointError, RecipeError
+from ...quantize.needs.cards import CARDS
+from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
-from ...recipes.find import read_recipe
 from ...recipes.schema import AUTO, Recipe
 from ..check.runtime_view import RuntimeView
+from ..measure.room import least_gpus
 
 # What judges a checkpoint, and what `mtp: auto` replaces by its choice: neither is a decision about
 # its bytes.
 _NOT_OF_THE_BYTES = frozenset({"summary", "evaluation", "gates"})
 _CHOSEN = frozenset({"mtp", "mtp_auto", "calibration"})
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_CARDS = ("4090", "L40S", "H100", "H200", "B200")
+_MOST_GPUS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +43,14 @@ class ModuleGroup:
         modules: their group in the recipe's words.
         schemes: of their weights; none where all are plain.
         plain: dtypes of the weights, biases and states that are not quantized.
-        decision: the recipe's word for the group; "" where it has none.
-        why: that, and the reasons of the family table for what no recipe quantizes.
+        why: the recipe's word for the group, and the reasons of the family table for what no recipe
+            quantizes.
     """
 
     part: str
     modules: str
     schemes: tuple[str, ...]
     plain: tuple[str, ...]
-    decision: str
     why: str
 
 
@@ -67,16 +70,6 @@ def recipe_text(folder: Path) -> str:
             got=str(error),
             cure="Restore the file, or quantize again",
         ) from error
-
-
-def changed_by_the_run(folder: Path, record: Record) -> str:
-    """The first key of recipe.yaml that the run had otherwise, by `--scheme`, `--mtp` or `mtp:
-    auto`; "" for none.
-    """
-    try:
-        return other_decision(read_recipe(folder / RECIPE), record.recipe.whole) or ""
-    except RecipeError:
-        return "form"
 
 
 def other_decision(recipe: Recipe, made: Mapping[str, Any]) -> str | None:
@@ -99,32 +92,31 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     """
     view = find_view(checkpoint.config, checkpoint.where, checkpoint.entries)
     runtime = RuntimeView(source=checkpoint, view=view)
-    mtp = record.recipe.mtp
-    asked = {*record.recipe.backbone.values(), *([mtp] if isinstance(mtp, str) else mtp.values())}
-    stored = [
-        (module, _scheme(weight, asked), weight.weight.dtype)
-        for module, weight in runtime.weights.items()
-    ]
-    stored += [(entry.name, "", entry.dtype) for entry in runtime.others]
+    policies = {"backbone": record.recipe.backbone, "mtp": record.recipe.mtp}
+    if isinstance(record.recipe.mtp, str):
+        policies["mtp"] = dict.fromkeys(record.recipe.backbone, record.recipe.mtp)
+    asked = {*policies["backbone"].values(), *policies["mtp"].values()}
+    stored = [(entry.name, "", entry.dtype) for entry in runtime.others]
+    for module, weight in runtime.weights.items():
+        stored.append((module, _scheme(weight, asked), weight.weight.dtype))
     found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
     for name, scheme, dtype in stored:
         place, reason = runtime.placed.get(name), ""
         if place and not scheme:
-            reason = place.row.why_kept or ("a bias, not a matrix" if place.leaf == "bias" else "")
-        key = ("backbone", "unknown") if place is None else (place.part, place.role)
-        found[key].append((scheme, "" if scheme else dtype, reason))
+            reason = place.row.why_kept or "a bias, not a matrix" * (place.leaf == "bias")
+        key = ("backbone", "unknown")
+        if place:
+            key = place.part, place.role
+        found[key].append((scheme, dtype * (not scheme), reason))
     rows = []
     for (part, modules), stored_as in found.items():
         schemes, plain, reasons = (
             tuple(sorted(set(filter(None, words)))) for words in zip(*stored_as, strict=True)
         )
-        decision = _decision(record, part, modules)
-        why = "; ".join([*([f"recipe: {decision}"] if decision else []), *reasons])
-        rows.append(
-            ModuleGroup(
-                part=part, modules=modules, schemes=schemes, plain=plain, decision=decision, why=why
-            )
-        )
+        if modules in policies[part]:
+            reasons = (f"recipe: {policies[part][modules]}", *reasons)
+        why = "; ".join(reasons)
+        rows.append(ModuleGroup(part=part, modules=modules, schemes=schemes, plain=plain, why=why))
     return tuple(sorted(rows, key=lambda row: (row.part, not row.schemes, row.modules)))
 
 
@@ -137,8 +129,24 @@ def _scheme(weight: StoredWeight, asked: Collection[str]) -> str:
     return weight.scheme or ("" if weight.form == "plain" else weight.form)
 
 
-def _decision(record: Record, part: str, modules: str) -> str:
-    policy = record.recipe.backbone if part == "backbone" else record.recipe.mtp
-    if isinstance(policy, str):
-        return policy if modules in record.recipe.backbone else ""
-    return policy.get(modules, "")
+def is_chat(checkpoint: Source) -> bool:
+    """Whether it has a chat template."""
+    tokenizer = small_object(checkpoint, "tokenizer_config.json") or {}
+    return bool(tokenizer.get("chat_template")) or any(
+        small_file(checkpoint, name) for name in _TEMPLATES
+    )
+
+
+def gpus_of(checkpoint: Source) -> tuple[tuple[int, str, int], ...]:
+    """(number, card, its memory in GB): on how few the weights fit, with room for a KV cache.
+
+    They are counted from bytes, and nobody tried it.
+    """
+    gpus = []
+    for name in _CARDS:
+        number = least_gpus(checkpoint, CARDS[name] * 10**9)
+        if number and number <= _MOST_GPUS:
+            gpus.append((number, name, CARDS[name]))
+            if number == 1:
+                break  # a larger one holds it as well
+    return tuple(gpus)

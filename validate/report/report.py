@@ -42,6 +42,7 @@ from .headline import verdict_of
 from .html import HTML_FILE, write_html
 
 JSON_FILE = "report.json"
+_PARTS: Mapping[str, str] = {"gsm8k": "evaluation"}
 NOT_RUN = {
     "sizes": "No sizes: the headers were not measured.",
     "dry": "No dry load was run: whether vLLM's own classes take these tensors was not tried. "
@@ -118,7 +119,7 @@ def from_results(folder: Path) -> FullReport:
             folder, "a report starts with the static check", got="no check.json", cure=cure
         )
     check = found["check"]
-    measured = {"evaluation" if name == "gsm8k" else name: found[name].data for name in found}
+    measured = {_PARTS.get(name, name): found[name].data for name in found}
     for result in found.values():
         _refuse_other(folder, result, check.checkpoint)
     _refuse_other_answers(folder, measured)
@@ -242,14 +243,16 @@ def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None
 def _refuse_other_answers(folder: Path, measured: Mapping[str, Any]) -> None:
     """Refuse a file of answers or of compared windows that is not the one that was counted."""
     evaluation, closeness = measured.get("evaluation"), measured.get("closeness")
-    counted = [arm for task in evaluation.by_task for arm in task.arms] if evaluation else []
+    counted: list[tuple[Station, Any]] = []
+    for task in evaluation.by_task if evaluation else ():
+        for arm in task.arms:
+            counted.append(("gsm8k", arm))
     if closeness:
-        counted.append(closeness)
-    for fact in counted:
+        counted.append(("closeness", closeness))
+    for station, fact in counted:
         path = folder / fact.samples
         got = file_sha256(path) if path.is_file() else "no such file"
         if got != fact.samples_sha256:
-            station: Station = "closeness" if fact is closeness else "gsm8k"
             rule = f"must be the file that was counted, {fact.samples_sha256}"
             cure = f"Run `{command(station, folder)}` again"
             raise CheckpointError(path, rule, got=got, cure=cure)

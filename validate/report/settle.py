@@ -69,9 +69,10 @@ def settle(
     bound = f"at most {estimate.shown(math.ceil(1e4 * upper) / 1e4)}"
     if is_floor != (found == "regression"):
         bound = f"at least {estimate.shown(math.floor(1e4 * lower) / 1e4)}"
+    word = "at least" if is_floor else "at most"
     says = (
         f"{estimate.says}, {bound} at {limit(confidence)} confidence ({estimate.how}); "
-        f"{'at least' if is_floor else 'at most'} {estimate.shown(wanted)} is asked for."
+        f"{word} {estimate.shown(wanted)} is asked for."
     )
     if found != "infeasible":
         return ReasonFact(gate=gate, verdict=found, says=says)

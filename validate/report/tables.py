@@ -3,10 +3,9 @@
 In: facts. Out: a `Table` of words, and sentences. The terminal, and the templates of page and card,
 print them and compute nothing.
 
-Easy to get wrong: a matrix is matched only if every cell of a row had the same requests. A k whose
-server failed has no figure and says so. And a checkpoint that no longer ends its answers reaches
-the limit of tokens more often than its source, and its score may hide that where the answer comes
-early: so each task has both shares of answers that were cut.
+Easy to get wrong: a k whose server failed has no figure and says so. And a checkpoint that no
+longer ends its answers reaches the limit of tokens more often than its source, and its score may
+hide that where the answer comes early: so each task has both shares of answers that were cut.
 """
 
 import json
@@ -16,22 +15,18 @@ from dataclasses import dataclass
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
-from ...recipes.protocol import Evaluation
-from ..facts.benched import BenchCell, Benched, BenchFact, RecommendedK, words_of
+from ..facts.benched import Benched, BenchFact, RecommendedK, words_of
 from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
-from ..facts.dry_load import DryLoad, KernelUse, places
-from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
+from ..facts.dry_load import DryLoad, places
+from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
 from ..facts.schema import FullReport
-from ..facts.served import Drafts, Run, ServeCheck, Served
+from ..facts.served import Drafts, ServeCheck, Served
 from .numbers import figure, percent, signed
 from .settle import Recovery, mean_recovery, recovery
 
-MORE_CUT = 0.01
-"""A checkpoint whose answers are cut more often than the source's by this share of all is said to
-end fewer.
-"""
 ROLES = {"source": "source", "checkpoint": "this checkpoint", "plain": "this checkpoint, MTP off"}
+_ASKED = (">asked", ">cut", ">empty")
 _CONFIDENCE = 0.95
 
 
@@ -143,25 +138,23 @@ def wanted_filter(report: FullReport) -> str:
 
 def scores(task: TaskFact) -> Table:
     """A row for each that was asked: its score by every filter, and answers cut or empty."""
+    columns = ("", *(f">{score.filter}" for score in task.checkpoint.scores), *_ASKED)
     rows = []
     for arm in task.arms:
-        values = [f"{percent(score.value)} ± {100 * score.stderr:.2f}" for score in arm.scores]
-        rows.append((arm.title, *values, f"{arm.num_questions:,}", _cut(arm), f"{arm.num_empty:,}"))
-    filters = [f">{score.filter}" for score in task.checkpoint.scores]
-    return Table(columns=("", *filters, ">asked", ">cut", ">empty"), rows=rows)
+        row = [arm.title, *map(_score, arm.scores), f"{arm.num_questions:,}"]
+        rows.append((*row, f"{_cut(arm)} ({arm.num_truncated:,})", f"{arm.num_empty:,}"))
+    return Table(columns=columns, rows=rows)
 
 
 def differences(task: TaskFact) -> Table:
     """The checkpoint less its source, on the same questions, by every filter."""
-    rows = []
+    rows, interval = [], ">interval"
     for pair in task.paired:
-        told = (
-            f"{signed(pair.difference)} ± {100 * pair.stderr:.2f}",
-            f"{signed(pair.low)} to {signed(pair.high)}",
-        )
+        interval = f">{100 * pair.confidence:g} % interval"
+        difference = f"{signed(pair.difference)} ± {100 * pair.stderr:.2f}"
         counts = pair.both, pair.only_source, pair.only_checkpoint, pair.neither
-        rows.append((pair.filter, *told, *(f"{count:,}" for count in counts)))
-    interval = f">{100 * task.paired[0].confidence:g} % interval" if rows else ">interval"
+        told = difference, f"{signed(pair.low)} to {signed(pair.high)}"
+        rows.append((pair.filter, *told, *map("{:,}".format, counts)))
     columns = ("right by", ">difference", interval, ">both", ">source", ">this", ">neither")
     return Table(columns=columns, rows=rows)
 
@@ -186,61 +179,28 @@ def tasks(evaluation: EvaluationFact | None, wanted: str) -> Table | None:
         return None
     rows = []
     for task in evaluation.by_task:
-        name, theirs = task.judged_filter(wanted), task.source
-        mine = task.checkpoint.score(name)
-        before, cut = "-", percent(_share_cut(task.checkpoint))
-        if theirs:
-            before, cut = (
-                percent(theirs.score(name).value),
-                f"{percent(_share_cut(theirs))} / {cut}",
-            )
-        score = f"{percent(mine.value)} ± {100 * mine.stderr:.2f}"
-        rows.append(
-            (
-                f"{task.protocol.title}, {name}",
-                before,
-                score,
-                _recovery(recovery(task, wanted)),
-                cut,
-            )
-        )
+        name, before, cut = task.judged_filter(wanted), "-", _cut(task.checkpoint)
+        if task.source:
+            before, cut = _score(task.source.score(name)), f"{_cut(task.source)} / {cut}"
+        score, kept = _score(task.checkpoint.score(name)), _recovery(recovery(task, wanted))
+        rows.append((f"{task.protocol.title}, {name}", before, score, kept, cut))
     rows.append(("mean", "-", "-", _recovery(mean_recovery(evaluation.by_task, wanted)), "-"))
     return Table(columns=("task", ">source", ">checkpoint", ">recovery", ">cut"), rows=rows)
 
 
+def _score(score: ScoreFact) -> str:
+    return f"{percent(score.value)} ± {100 * score.stderr:.2f}"
+
+
 def _recovery(found: Recovery | None) -> str:
-    return (
-        f"{percent(found.value)} ({100 * found.interval[0]:.2f} to {100 * found.interval[1]:.2f})"
-        if found
-        else "-"
-    )
+    if found is None:
+        return "-"
+    low, high = found.interval
+    return f"{percent(found.value)} ({100 * low:.2f} to {100 * high:.2f})"
 
 
 def _cut(one: EvaluatedFact) -> str:
-    return f"{percent(_share_cut(one))} ({one.num_truncated:,})"
-
-
-def _share_cut(one: EvaluatedFact) -> float:
-    return one.num_truncated / one.num_questions
-
-
-def in_short(protocol: Evaluation) -> str:
-    """`5-shot chat, first 200, 2,048 tokens`."""
-    first = f"first {protocol.limit:,}, " if protocol.limit else ""
-    return f"{protocol.shots}-shot {protocol.api}, {first}{protocol.max_tokens:,} tokens"
-
-
-def endless(evaluation: EvaluationFact | None) -> Iterator[str]:
-    """A sentence for each task whose answers the checkpoint ends less often than the source."""
-    for task in evaluation.by_task if evaluation else ():
-        if task.source and _share_cut(task.checkpoint) - _share_cut(task.source) > MORE_CUT:
-            yield (
-                f"{task.protocol.title}: {percent(_share_cut(task.checkpoint))} of the "
-                "checkpoint's answers reach the "
-                f"limit of {task.protocol.max_tokens:,} tokens, of the source's "
-                f"{percent(_share_cut(task.source))}: it "
-                "ends fewer of them."
-            )
+    return percent(one.num_truncated / one.num_questions)
 
 
 # --- drafts, servers and speed --------------------------------------------------------------------
@@ -256,29 +216,25 @@ def _accepted(counted: Drafts) -> tuple[str, ...]:
 
 def servers(serve: ServeCheck) -> Table:
     """A row for each server."""
-    rows = [
-        (served.role, f"{run.k}", *_server(run)) for served in serve.served for run in served.runs
-    ]
+    rows = []
+    for served in serve.served:
+        for run in served.runs:
+            cells = ("failed", *("-",) * 6)
+            if run.loaded:
+                rate, same = f"{run.tokens_per_second:,.1f}", "-"
+                if run.partings is not None:
+                    same = f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
+                start = f"{run.seconds_to_health:.0f} s"
+                cells = (start, *_accepted(run), rate, figure(run.speed_up), same)
+            rows.append((served.role, f"{run.k}", *cells))
     return Table(
         columns=("", ">k", ">start", *_ACCEPTED, ">tok/s", ">over k=0", ">same"), rows=rows
     )
 
 
-def _server(run: Run) -> tuple[str, ...]:
-    if not run.loaded:
-        return "failed", *("-",) * 6
-    same = (
-        "-"
-        if run.partings is None
-        else f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
-    )
-    rate = f"{run.tokens_per_second:,.1f}"
-    return f"{run.seconds_to_health:.0f} s", *_accepted(run), rate, figure(run.speed_up), same
-
-
 def accepted(report: FullReport) -> Table:
-    """Draft counters: of the first task, of serve-check's prompts, and of bench with each k under
-    the smallest load.
+    """Draft counters: of the first task, of serve-check's prompts, and of bench under the smallest
+    load.
 
     Under other loads acceptance is nearly the same.
     """
@@ -290,22 +246,17 @@ def accepted(report: FullReport) -> Table:
     if serve := report.serve:
         asked = f"serve-check, {len(serve.prompts):,} prompts"
         found += [(asked, model, run.k, run) for model in serve.served for run in model.drafting]
-    if bench := report.bench:
-        load = min(bench.checkpoint.loads)
-        for model in bench.benched:
-            for cell in filter(None, (model.cell(k, load) for k in ks_of(bench))):
-                asked = f"bench, {cell.repetitions[0].requests:,} prompts of {bench.prompts}"
-                found.append((asked, model, cell.k, cell.drafts))
+    for model in report.bench.benched if report.bench else ():
+        for cell in model.cells:
+            if cell.load == min(model.loads):
+                found.append((f"bench, {words_of(cell.load)}", model, cell.k, cell.drafts))
     rows = []
     for asked, model, k, counted in found:
         if counted.draft_tokens:
             share = f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}"
-            rows.append(
-                (asked, ROLES[model.role], served_as(model), f"{k}", share, *_accepted(counted))
-            )
-    return Table(
-        columns=("asked", "model", "served", ">k", ">tokens accepted", *_ACCEPTED), rows=rows
-    )
+            served = f"{ROLES[model.role]}, {served_as(model)}"
+            rows.append((asked, served, f"{k}", share, *_accepted(counted)))
+    return Table(columns=("asked", "model, served", ">k", ">tokens", *_ACCEPTED), rows=rows)
 
 
 def served_as(model: EvaluatedFact | Served | Benched) -> str:
@@ -320,33 +271,16 @@ def cells(benched: Benched) -> Table:
     best = {(row.concurrency, row.context): row.k for row in benched.recommended}
     rows = []
     for cell in benched.cells:
-        k = f"best {cell.k}" if cell.k == best[cell.load] else f"{cell.k}"
-        rows.append((words_of(cell.load), k, *_cell(benched, cell)))
-    columns = (
-        "load",
-        ">k",
-        ">tok/s",
-        ">over k=0",
-        ">first ms",
-        ">each ms",
-        ">by position, %",
-        ">length",
-    )
+        told = ("failed", *("-",) * 5)
+        if cell.tokens_per_second and cell.fastest and cell.slowest:
+            rate = f"{cell.tokens_per_second:,.1f} ± {(cell.fastest - cell.slowest) / 2:,.1f}"
+            times = f"{cell.first_token_ms:,.1f}", f"{cell.per_token_ms:,.1f}"
+            over = figure(benched.speed_up(cell)) if cell.k else "-"
+            told = (rate, over, *times, *_accepted(cell.drafts)[1:])
+        name = "best " * (cell.k == best[cell.load])
+        rows.append((words_of(cell.load), f"{name}{cell.k}", *told))
+    columns = ("load", ">k", ">tok/s", ">over k=0", ">first ms", ">each ms", *_ACCEPTED[1:])
     return Table(columns=columns, rows=rows)
-
-
-def _cell(benched: Benched, cell: BenchCell) -> tuple[str, ...]:
-    if cell.tokens_per_second is None or cell.fastest is None or cell.slowest is None:
-        return "failed", *("-",) * 5
-    _, *drafted = _accepted(cell.drafts)
-    rate = f"{cell.tokens_per_second:,.1f} ± {(cell.fastest - cell.slowest) / 2:,.1f}"
-    over = figure(benched.speed_up(cell)) if cell.k else "-"
-    return rate, over, f"{cell.first_token_ms:,.1f}", f"{cell.per_token_ms:,.1f}", *drafted
-
-
-def ks_of(bench: BenchFact) -> tuple[int, ...]:
-    """Every k of the matrix, ascending."""
-    return tuple(sorted({cell.k for model in bench.benched for cell in model.cells}))
 
 
 def speed_notes(bench: BenchFact) -> Iterator[str]:
@@ -378,21 +312,11 @@ def kernels(loads: Iterable[DryLoad]) -> Table:
     found: dict[tuple[str, ...], list[DryLoad]] = defaultdict(list)
     for load in loads:
         for role, model in (("target", load.target), ("draft", load.draft)):
-            groups: dict[tuple[str, str, str], list[KernelUse]] = defaultdict(list)
             for use in model.kernels:
-                groups[use.method, use.kernel, use.outcome].append(use)
-            for (method, kernel, outcome), uses in groups.items():
-                layers = ", ".join(dict.fromkeys(use.layer for use in uses))
-                count = sum(use.count for use in uses)
-                first = f" (first: {uses[0].where})" if outcome.startswith("refused") else ""
-                found[role, layers, method, kernel or "-", f"{count:,}", outcome + first].append(
-                    load
-                )
-    rows = [(*key[:5], places(where), key[5]) for key, where in found.items()]
+                found[use.outcome, role, use.layer, use.method, use.kernel or "-"].append(load)
+    rows = [(*key[1:], places(where), key[0]) for key, where in found.items()]
     rows.sort(key=lambda row: (not row[-1].startswith("refused"), row[0] != "target"))
-    return Table(
-        columns=("model", "layers", "quant method", "kernel", ">count", "GPU", "outcome"), rows=rows
-    )
+    return Table(columns=("model", "layers", "quant method", "kernel", "GPU", "outcome"), rows=rows)
 
 
 # --- closeness ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 program that asks.
 """
 
-import json
 import re
 import subprocess
 from dataclasses import replace
@@ -14,68 +13,15 @@ import pytest
 import reports
 from answering import answering
 from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.families import families
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.report import card_page
 from keepmtp.validate.report.card_page import page
-from keepmtp.validate.report.usage import PARSERS, Usage, usage_of
+from keepmtp.validate.report.provenance import gpus_of, is_chat
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     return cards.checkpoint(tmp_path_factory.mktemp("made") / "tiny")
-
-
-def card_of(made: Path, **usage: object) -> str:
-    told = cards.told(made, reports.bare())
-    return page(replace(told, usage=replace(told.usage, **usage)))
-
-
-def with_files(folder: Path, **files: object) -> Usage:
-    """A chat model's small files beside the tiny model's weights."""
-    copytree(reports.MODEL, folder)
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return usage_of(open_source(folder), "glm4_moe")
-
-
-def test_what_its_own_files_say(tmp_path, made):
-    config = json.loads((reports.MODEL / "config.json").read_text())
-    values = {"temperature": 0.6, "top_p": 0.95, "top_k": True, "min_p": "x`|", "do_sample": True}
-    found = with_files(
-        tmp_path / "a",
-        config=config | {"max_position_embeddings": 131072},
-        generation_config=values,
-    )
-    assert found == Usage(
-        context=131072,
-        sampling={"temperature": 0.6, "top_p": 0.95},
-        is_chat=True,
-        parsers=(
-            "--reasoning-parser",
-            "glm45",
-            "--enable-auto-tool-choice",
-            "--tool-call-parser",
-            "glm47",
-        ),
-        gpus=((1, "4090", 24),),
-    )
-    text = page(replace(cards.told(made, reports.bare()), usage=found))
-    assert "| Context length | 131,072 tokens, by config.json |" in text
-    assert (
-        "| Sampling | `temperature` 0.6, `top_p` 0.95; vLLM takes these of generation_config.json"
-        in text
-    )
-    assert "`--reasoning-parser glm45 --enable-auto-tool-choice --tool-call-parser glm47`" in text
-
-
-def test_what_no_file_says_is_not_on_the_card(made):
-    """The tiny model has no chat template and no sampling values, so it gets no parser either."""
-    told = cards.told(made, reports.bare())
-    assert not told.usage.is_chat and told.usage.parsers == () and not told.usage.sampling
-    text = card_of(made, context=0)
-    assert not re.search("Context length|Sampling|-parser", text)
 
 
 @pytest.mark.parametrize(
@@ -101,28 +47,22 @@ def test_gpus_are_counted_from_the_bytes(gib, says, made, tmp_path):
         config={**opened.config, "num_attention_heads": 64},
         entries={name: replace(entry, num_bytes=gib << 30)},
     )
-    assert f"| GPUs | {says}" in card_of(made, gpus=usage_of(opened, "").gpus)
+    assert f"| GPUs | {says}" in page(cards.told(made, reports.bare(), gpus=gpus_of(opened)))
 
 
-def test_parsers_are_those_of_the_installed_vllm():
-    site = next(Path(find_vllm().python).parent.parent.glob("lib/python3*/site-packages/vllm"))
-    for number, folder in enumerate(("reasoning", "tool_parsers")):
-        named = set(
-            re.findall(
-                r'^    "([\w-]+)": \(', (site / folder / "__init__.py").read_text(), re.MULTILINE
-            )
-        )
-        wanted = {row[number] for row in PARSERS.values()} - {""}
-        assert wanted <= named and "glm46" not in named, wanted - named
-    assert set(PARSERS) <= set(families())
+def test_a_chat_template_makes_a_chat_model(tmp_path):
+    assert not is_chat(open_source(reports.MODEL))
+    copytree(reports.MODEL, tmp_path / "a")
+    (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert is_chat(open_source(tmp_path / "a"))
 
 
-@pytest.mark.parametrize(
-    ("is_chat", "question"), [(True, "What is 17 * 23?"), (False, "17 * 23 =")]
-)
-def test_the_client_of_the_card_runs(is_chat, question, made, tmp_path):
+@pytest.mark.parametrize(("chats", "question"), [(True, "What is 17 * 23?"), (False, "17 * 23 =")])
+def test_the_client_of_the_card_runs(chats, question, made, tmp_path):
     (program,) = re.findall(
-        r"^```python\n(.*?)^```$", card_of(made, is_chat=is_chat), re.MULTILINE | re.DOTALL
+        r"^```python\n(.*?)^```$",
+        page(cards.told(made, reports.bare(), is_chat=chats)),
+        re.MULTILINE | re.DOTALL,
     )
     assert max(map(len, program.splitlines())) <= card_page.MAX_COLUMNS
     with answering({question: "391"}, tmp_path / "log") as (server, asked):
