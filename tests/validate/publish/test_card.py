@@ -221,7 +221,7 @@ def edit(path: Path, old: str, new: str) -> None:
             "tiny/recipe.yaml",
             "mtp: bf16",
             "mtp: FP8_BLOCK",
-            r"must be the bytes .* got recipe\.yaml is another",
+            r"must be the bytes .* got another recipe\.yaml",
         ),
     ],
 )

@@ -160,11 +160,11 @@ def edit(path: Path, old: str, new: str) -> None:
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped bit": (
         lambda m: flip(m / SHARD),
-        f"must be the bytes that its report is about; got {SHARD} is another",
+        f"must be the bytes that its report is about; got another {SHARD}",
     ),
-    "another config": (lambda m: edit(m / "config.json", "{", "{ "), "config.json is another"),
-    "a file more": (lambda m: (m / "notes.txt").write_text("mine"), "notes.txt is new"),
-    "a file less": (lambda m: (m / "tokenizer.json").unlink(), "tokenizer.json is not there"),
+    "another config": (lambda m: edit(m / "config.json", "{", "{ "), "another config.json"),
+    "a file more": (lambda m: (m / "notes.txt").write_text("mine"), "another notes.txt"),
+    "a file less": (lambda m: (m / "tokenizer.json").unlink(), "another tokenizer.json"),
     "no report": (
         lambda m: shutil.rmtree(f"{m}.report"),
         "must hold the checkpoint's report; got no report.json",
