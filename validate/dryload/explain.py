@@ -15,6 +15,7 @@ from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import shortened
 from ..check.check import Checked
 from ..check.dialects.choose import Unquantized
+from ..check.dialects.modelopt import ModelOpt
 from ..check.runtime_view import Module, RuntimeView
 from ..facts.findings import Finding
 from .failures import IN_LOGS, KnownFailure, known_failure
@@ -214,6 +215,8 @@ def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
             if entry.written != resolution.entry:
                 written += f" (vLLM reads {shortened(resolution.entry)})"
             return f"{entry.where} has", written
+    if isinstance(dialect, ModelOpt) and resolution.entry in dialect.quantized_layers:
+        return "quantized_layers has", shortened(resolution.entry)
     if decided := resolution.error or resolution.entry:
         return shortened(decided), ""
     return f"{shortened(dialect.name)} decides it, and no entry has its name", ""
