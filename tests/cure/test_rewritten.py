@@ -118,17 +118,6 @@ def test_a_folder_that_is_no_longer_what_it_wrote_is_never_overwritten(old, tmp_
     assert digests(tmp_path / "out") == left
 
 
-def test_nothing_to_change_in_the_index_leaves_it(old):
-    proposal = Proposal(open_source(old))
-    proposal.index_again("why")
-    index = proposal.files()[INDEX]
-    assert json.loads(index)["metadata"]["total_size"] == 9
-    (old / INDEX).write_bytes(index)
-    again = Proposal(open_source(old))
-    again.index_again("why")
-    assert again.edits == [] and again.files() == {}
-
-
 def test_a_tensor_never_takes_the_name_of_another(old):
     source = open_source(old)
     proposal = Proposal(source)

@@ -123,7 +123,8 @@ def test_a_file_whose_name_is_no_utf_8_is_refused_before_anything_is_written(tmp
 
 def test_a_name_that_is_no_utf_8_is_named(tmp_path):
     with pytest.raises(
-        CheckpointError, match=r"every name in it must be UTF-8; got '\\udcff'\. Rename what is called so"
+        CheckpointError,
+        match=r"every name in it must be UTF-8; got '\\udcff'\. Rename what is called so",
     ):
         write_whole(tmp_path / "report.html", "of a folder called \udcff")
     assert not list(tmp_path.iterdir())
