@@ -54,6 +54,8 @@ def diagnose() -> dict[str, Any]:
     used; `token` says where one of the Hub was found, "" if nowhere; `broken` has a sentence for
     what was chosen and cannot work.
     """
+    from huggingface_hub import get_token
+
     packages = {
         needed.name: _version(needed.name) for extra in EXTRAS for needed in requirements(extra)
     }
@@ -66,13 +68,15 @@ def diagnose() -> dict[str, Any]:
         # installed, not broken.
         no_vllm, is_broken = str(error), error.where != "vllm"
     gpus, (cpu, flags) = vllm_env.gpus_here(), vllm_env.cpu_here()
-    token = _where_token()
+    signed_by = next((name for name in _TOKEN_NAMES if os.environ.get(name, "").strip()), "")
+    if not signed_by and get_token():
+        signed_by = "`hf auth login`"
     lacks = {extra: (missing(extra), install_command(extra)) for extra in EXTRAS}
     lacks["cuda"] = (["a GPU and torch built for CUDA"], "")
     if gpus and packages["torch"] and not packages["torch"].endswith("+cpu"):
         lacks["cuda"] = [], ""
-    lacks["token"] = ([] if token else ["a token with write access"], "hf auth login")
-    lacks["loaders"] = (["vLLM"] if no_vllm else [], vllm_env.command_for_vllm())
+    lacks["token"] = (["a token with write access"] * (not signed_by), "hf auth login")
+    lacks["loaders"] = (["vLLM"] * bool(no_vllm), vllm_env.command_for_vllm())
     lacks["server"] = lacks["loaders"]
     if vllm and not no_vllm and vllm.build != "cpu" and not gpus:
         cure = "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
@@ -87,9 +91,9 @@ def diagnose() -> dict[str, Any]:
         "gpus": [asdict(gpu) for gpu in gpus],
         "cpu": cpu,
         "cpu_features": [flag for flag in vllm_env.CPU_FLAGS if flag in flags],
-        "token": token,
+        "token": signed_by,
         "abilities": abilities(lacks),
-        "broken": [no_vllm] if is_broken else [],
+        "broken": [no_vllm] * is_broken,
         "ok": not is_broken,
     }
 
@@ -126,14 +130,6 @@ def abilities(lacks: Mapping[str, tuple[list[str], str]]) -> list[dict[str, Any]
                 why, command = f"needs {' and '.join(absent)}", cure
         told.append({"what": what, "can": not why, "why": why, "command": command})
     return told
-
-
-def _where_token() -> str:
-    """Where huggingface_hub 1.33 finds a token; the Hub is not asked whether it is valid."""
-    from huggingface_hub import get_token
-
-    named = next((name for name in _TOKEN_NAMES if os.environ.get(name, "").strip()), "")
-    return named or ("`hf auth login`" if get_token() else "")
 
 
 def _version(package: str) -> str:

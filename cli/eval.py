@@ -120,6 +120,7 @@ def evaluate(
     require_extra("keepmtp eval", "evaluate")
     session = begin("eval", "gsm8k", served, context.args, source)
     from ..validate.measure import lm_eval_task, model_code, tasks  # lm-eval is known to be there
+    from ..validate.report.gates import verdict_on
 
     gates, evaluations = _decided(session, recipe)
     protocols = protocol.of(evaluations)
@@ -152,8 +153,13 @@ def evaluate(
         "evaluation": fact.model_dump(mode="json"),
         "judgement": judgement.model_dump(mode="json"),
     }
+    # The status is for what this command measures; findings and loads are other commands'.
+    gated = {"drafting", fact.protocol.task, *_OF_THE_SOURCE}
+    if not fact.source:
+        gated = {"drafting"}
+    status = OF_VERDICT[verdict_on(judgement, gated)]
     parts = chain(shown(fact, judgement), [session.places])
-    answer(found, parts, as_json=served.as_json, status=_status(judgement, fact))
+    answer(found, parts, as_json=served.as_json, status=status)
 
 
 def _decided(session: Session, recipe: str | None) -> "tuple[Gates, tuple[Evaluation, ...]]":
@@ -200,14 +206,6 @@ def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
         raise RecipeError(
             option, rule, got=repr(first["input"]), cure="See `keepmtp eval --help`"
         ) from error
-
-
-def _status(judged: "JudgementFact", fact: "EvaluationFact") -> int:
-    """The exit status for what this command measures; findings and loads are other commands'."""
-    from ..validate.report.gates import verdict_on
-
-    of_source = {fact.protocol.task, *_OF_THE_SOURCE} if fact.source else set()
-    return OF_VERDICT[verdict_on(judged, {"drafting", *of_source})]
 
 
 def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[RenderableType]:

@@ -134,7 +134,18 @@ def fix(
         say(console, line)
     if as_json:
         printed = check_json(data, judged.checked.accounts if judged else ())
-        print_json(printed | _fix_json(outcome, written, judged) | {"cures": cures})
+        told: dict[str, Any] = {
+            "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
+            "changes": [*dict.fromkeys(change.why for change in outcome.proposal.edits)],
+            "diff": outcome.proposal.diffs(),
+            "needs_shards": [*outcome.proposal.not_here],
+            **{"out": None, "new": [], "kept": 0, "not_loaded": None, "cures": cures},
+        }
+        if written:
+            told |= {"out": str(written.folder), "new": [*written.new], "kept": len(written.kept)}
+        if judged and judged.no_vllm:
+            told["not_loaded"] = str(judged.no_vllm)
+        print_json(printed | told)
     if not (judged.ok if judged else data.ok):
         raise typer.Exit(exits.FINDINGS)
 
@@ -161,21 +172,6 @@ def _left(
         yield f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW"
     else:
         yield "nothing to change: there is no finding that fix can cure"
-
-
-def _fix_json(
-    outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None"
-) -> dict[str, Any]:
-    return {
-        "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
-        "changes": [*dict.fromkeys(change.why for change in outcome.proposal.edits)],
-        "diff": outcome.proposal.diffs(),
-        "needs_shards": [*outcome.proposal.not_here],
-        "out": str(written.folder) if written else None,
-        "new": list(written.new) if written else [],
-        "kept": len(written.kept) if written else 0,
-        "not_loaded": str(judged.no_vllm) if judged and judged.no_vllm else None,
-    }
 
 
 def graft(

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import ROOT, keepmtp
+from commands import ROOT, keepmtp, make
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.find import find_recipe
 
@@ -43,20 +43,11 @@ def test_the_commands_in_their_order(tmp_path):
 def test_a_recipe_with_a_limit_on_speed_is_timed_and_judged(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(find_recipe("tiny-glm4-moe.w4a16-fp8")[1] + "gates: {min_speedup: 1.2}\n")
-    done = run_all(
-        str(recipe),
-        "--out",
-        str(tmp_path / "out"),
-        "-k",
-        "3",
-        "--dry-run",
-        "--",
-        "--max-model-len",
-        "512",
+    done = run_all(f"{recipe} --out {tmp_path}/out -k 3 --dry-run -- --max-model-len 512")
+    verbs = [line.split()[1] for line in done.stdout.splitlines()]
+    assert verbs == ["quantize", "check", "serve-check", "eval", "bench", "gate", "card"], (
+        done.stderr
     )
-    assert [line.split()[1] for line in done.stdout.splitlines()] == [
-        *("quantize", "check", "serve-check", "eval", "bench", "gate", "card")
-    ], done.stderr
     assert (
         f"keepmtp bench {tmp_path / 'out'} -k 0..3 -- --max-model-len 512"
         in done.stdout.splitlines()
@@ -80,7 +71,7 @@ def test_closeness_runs_where_the_recipe_has_a_limit_or_a_text_is_named(tmp_path
         path = tmp_path / f"{model}.yaml"
         changed = {"model": model, "calibration": None, "gates": {"max_flips": 0.1}}
         path.write_text(json.dumps(recipe | changed))
-        done = run_all(str(path), "--out", str(out), "--dry-run")
+        done = run_all(f"{path} --out {out} --dry-run")
         assert [
             line for line in done.stdout.splitlines() if line.startswith("keepmtp closeness")
         ] == words, done.stderr
@@ -119,9 +110,8 @@ def test_words_for_vllm_reach_every_server(tmp_path):
 
 @pytest.mark.parametrize("target", ["all", "validate", "validate EVAL=gsm8k"])
 def test_words_for_vllm_reach_it_through_make(target):
-    words = ["make", "--no-print-directory", "-n", *target.split(), "OUT=x", "K=3"]
-    words.append("VLLM_ARGS=--tensor-parallel-size 8")
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    words = f"--no-print-directory -n {target} OUT=x K=3".split()
+    done = make(*words, "VLLM_ARGS=--tensor-parallel-size 8")
     line = " ".join(done.stdout.replace("\\\n", " ").splitlines()[-1].split())
     assert re.search(r"keepmtp .*-k 3 -- --tensor-parallel-size 8$", line), done.stdout
 
@@ -173,7 +163,7 @@ def test_what_evaluates_is_asked_before_anything_is_quantized(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     text = find_recipe("tiny-glm4-moe.w4a16-fp8")[1]
     recipe.write_text(text.replace("models/held_out.jsonl", str(rows)))
-    done = run_all(str(recipe), "--out", str(out))
+    done = run_all(f"{recipe} --out {out}")
     assert done.returncode == 2 and "rows.jsonl:1: must have the field answer" in " ".join(
         done.stderr.split()
     ), done.stderr

@@ -40,19 +40,6 @@ def test_no_numbers(words):
         numbers("--concurrency", words, least=1)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--concurrency", "0"), "--concurrency: must be 1 or more"),
-        (("--prompts", "none.jsonl"), "none.jsonl: must be a readable file"),
-        (("--", "--port", "1"), "keepmtp alone talks to its servers"),
-    ],
-)
-def test_it_refuses_before_a_server_is_started(words, says, tmp_path):
-    refused(f"bench {GLM}", *words, says=says, cwd=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_line_of_another_form_is_named(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "good"}\n{"text": "other"}\n')

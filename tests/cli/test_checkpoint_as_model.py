@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import keepmtp, refused
+from commands import ROOT, keepmtp, refused
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.plan.checkpoint_as_model import ModelWord, model_name, model_word
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-TINY = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
+TINY = ROOT / "models" / "tiny-glm4-moe"
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +38,26 @@ def test_words_that_mean_a_recipe(model):
     assert model_word(model) == ModelWord(name=model, is_recipe=True)
 
 
+@pytest.mark.parametrize("model", ["./glm-4.7", "/data/tune", "org/name", "models/tiny-glm4-moe"])
+def test_words_that_mean_a_checkpoint(model):
+    assert model_word(model) == ModelWord(name=model.removeprefix("./"), is_recipe=False)
+
+
 @pytest.mark.parametrize(
-    ("model", "name", "revision"),
+    ("page", "revision"),
     [
-        ("./glm-4.7", "glm-4.7", None),
-        ("/data/tune", "/data/tune", None),
-        ("org/name", "org/name", None),
-        ("https://huggingface.co/org/name", "org/name", None),
-        ("https://huggingface.co/org/name/", "org/name", None),
-        ("https://huggingface.co/org/name/tree/v1", "org/name", "v1"),
-        ("https://huggingface.co/org/name/blob/v1/config.json", "org/name", "v1"),
-        ("huggingface.co/org/name?library=vllm", "org/name", None),
-        ("models/tiny-glm4-moe", "models/tiny-glm4-moe", None),
+        ("https://huggingface.co/org/name", None),
+        ("https://huggingface.co/org/name/", None),
+        ("https://huggingface.co/org/name/tree/v1", "v1"),
+        ("https://huggingface.co/org/name/blob/v1/config.json", "v1"),
+        ("huggingface.co/org/name?library=vllm", None),
     ],
 )
-def test_words_that_mean_a_checkpoint(model, name, revision):
-    assert model_word(model) == ModelWord(name=name, is_recipe=False, revision=revision)
-
-
-def test_the_page_of_a_release_means_its_recipe():
-    word = model_word("https://huggingface.co/zai-org/GLM-4.7/tree/v1")
-    assert word == ModelWord(name="zai-org/GLM-4.7", is_recipe=True, revision="v1")
+def test_a_page_means_a_checkpoint_or_its_recipe(page, revision):
+    word = ModelWord(name="org/name", is_recipe=False, revision=revision)
+    assert model_word(page) == word
+    word = ModelWord(name="zai-org/GLM-4.7", is_recipe=True, revision=revision)
+    assert model_word(page.replace("org/name", "zai-org/GLM-4.7")) == word
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import KEEPMTP
+from commands import KEEPMTP, ROOT
 from hub import serving
 from keepmtp.recipes.find import find_recipe
 
-ROOT = Path(__file__).parent.parent.parent
 TINY = ROOT / "models" / "tiny-glm4-moe"
 
 

@@ -8,12 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from commands import KEEPMTP, ROOT
 from keepmtp.cli import doctor
 from keepmtp.recipes.extras import install_command, requirements
 from keepmtp.validate.facts import vllm_env
 
-ROOT = Path(__file__).parent.parent.parent
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 VLLM_SITE = next((ROOT / ".venv-vllm").glob("lib/python*/site-packages"), None)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import measured
 import pytest
-from commands import keepmtp_without
+from commands import ROOT, keepmtp_without
 from evaluations import Answers, evaluation, several
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.eval import shown as parts
@@ -22,9 +22,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 from vllms import CPU
 
-ROOT = Path(__file__).parent.parent.parent
 GLM = ROOT / "models" / "tiny-glm4-moe"
-RECIPE = ("--recipe", "tiny-glm4-moe")
+RECIPE = "--recipe tiny-glm4-moe"
 
 
 @pytest.fixture
@@ -47,7 +46,9 @@ def record(checkpoint: Path, **recipe) -> None:
 
 
 def refusal(*words: object) -> str:
-    result = CliRunner().invoke(app, ["eval", *map(str, words)])
+    """Of a checkpoint and options: a text is a command line as it is typed."""
+    typed = [part for word in words for part in str(word).split()]
+    result = CliRunner().invoke(app, ["eval", *typed])
     assert isinstance(result.exception, KeepMTPError), result.output + repr(result.exception)
     message = str(result.exception)
     assert "; got " in message and message.endswith((".", "?")) and "\n" not in message, message
@@ -55,7 +56,7 @@ def refusal(*words: object) -> str:
 
 
 def test_no_source(checkpoint):
-    message = refusal(checkpoint, *RECIPE)
+    message = refusal(checkpoint, RECIPE)
     assert (
         "the source to compare with must be known; got no keepmtp.json. Name it with --source"
         in message
@@ -66,17 +67,15 @@ def test_no_source(checkpoint):
     ("words", "says"),
     [
         (
-            ("--api", "chat"),
+            "--api chat",
             "needs a chat template for evaluation.api chat; got none beside the weights.",
         ),
-        (("--api", "talk"), "--api: must be one of completions, chat; got talk"),
-        (("--task", "gsm9k"), "--task: must be one of gsm8k, gsm8k_platinum, mmlu_pro, "),
         (
-            ("--dataset", "none.jsonl"),
+            "--dataset none.jsonl",
             "evaluation.dataset none.jsonl: must be a file; got no such file",
         ),
         (
-            ("--dataset", "openai/gsm8k"),
+            "--dataset openai/gsm8k",
             (
                 "--dataset: must be a .jsonl or .parquet file, or left out for the task's "
                 "own "
@@ -84,16 +83,15 @@ def test_no_source(checkpoint):
             ),
         ),
         (
-            ("--shots", "400"),
+            "--shots 400",
             "evaluation.shots: gsm8k has 399 examples at most; got 400. Use --shots 399",
         ),
-        (("--recipe", "glm-9"), "glm-9"),
-        (("--", "--hf-token=hf_abc"), "so none may be a secret; got --hf-token. Leave it out"),
-        (("other",), "takes one at a time; got also other"),
+        ("-- --hf-token=hf_abc", "so none may be a secret; got --hf-token. Leave it out"),
+        ("other", "takes one at a time; got also other"),
     ],
 )
 def test_what_no_server_could_answer(checkpoint, words, says):
-    assert says in refusal(checkpoint, *RECIPE, "--source", GLM, *words)
+    assert says in refusal(checkpoint, RECIPE, "--source", GLM, words)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,7 @@ def test_another_model_is_no_source(checkpoint):
     it.
     """
     qwen = GLM.with_name("tiny-qwen3_5")
-    message = refusal(checkpoint, *RECIPE, "--source", qwen)
+    message = refusal(checkpoint, RECIPE, "--source", qwen)
     assert (
         f"{qwen}: must be what {checkpoint} was made from, whose family is glm4_moe; got qwen3_5"
         in message
@@ -133,14 +131,14 @@ def test_another_model_is_no_source(checkpoint):
     (checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
     assert (
         f"{GLM}: must be what {checkpoint} was made from, whose vocab_size is 64; got 512."
-        in refusal(checkpoint, *RECIPE, "--source", GLM)
+        in refusal(checkpoint, RECIPE, "--source", GLM)
     )
 
 
 def test_a_checkpoint_is_not_its_own_source(checkpoint):
     """Nothing would be lost, and a copy is no better."""
     for source in (checkpoint, GLM):
-        message = refusal(checkpoint, *RECIPE, "--source", source)
+        message = refusal(checkpoint, RECIPE, "--source", source)
         assert (
             f"made from, not the checkpoint itself; got the same bytes in {source}. Name it with "
             "--source"
@@ -150,7 +148,7 @@ def test_a_checkpoint_is_not_its_own_source(checkpoint):
 def test_the_source_needs_a_template_too(checkpoint):
     (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
     assert f"{GLM}: needs a chat template" in refusal(
-        checkpoint, *RECIPE, "--source", GLM, "--api", "chat"
+        checkpoint, RECIPE, f"--source {GLM} --api chat"
     )
 
 
@@ -158,16 +156,14 @@ def test_a_row_without_an_answer(checkpoint, tmp_path):
     (tmp_path / "rows.jsonl").write_text(
         '{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "1 + 2?"}\n'
     )
-    message = refusal(
-        checkpoint, "--source", GLM, "--dataset", tmp_path / "rows.jsonl", "--shots", 0
-    )
+    message = refusal(checkpoint, f"--source {GLM} --dataset {tmp_path}/rows.jsonl --shots 0")
     assert "rows.jsonl:2: must have the field answer; got question." in message
 
 
 def test_a_checkpoint_without_a_draft(checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    assert "MTP" in refusal(checkpoint, *RECIPE, "--source", GLM)
+    assert "MTP" in refusal(checkpoint, RECIPE, "--source", GLM)
 
 
 @pytest.mark.parametrize("evaluation", [{"shots": -1}, {"shot": 1}, 7])
@@ -200,21 +196,10 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, mon
     refusal(checkpoint)
     refusal(
         checkpoint,
-        "--limit",
-        50,
-        "-k",
-        1,
-        "--concurrency",
-        4,
-        "--seed",
-        7,
-        "--max-tokens",
-        64,
-        "--shots",
-        2,
+        "--limit 50 -k 1 --concurrency 4 --seed 7 --max-tokens 64 --shots 2",
     )
-    refusal(checkpoint, "--dataset", "hub", "--task", "gsm8k_platinum", "--api", "chat")
-    refusal(checkpoint, "--task", "humaneval", "--run-model-code")
+    refusal(checkpoint, "--dataset hub --task gsm8k_platinum --api chat")
+    refusal(checkpoint, "--task humaneval --run-model-code")
     changed = {"limit": 50, "k": 1, "concurrency": 4, "seed": 7, "max_tokens": 64, "shots": 2}
     assert seen[:2] == [own, own.model_copy(update=changed)]
     assert seen[2] == own.model_copy(
@@ -256,12 +241,12 @@ def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, m
     second = Evaluation(task="gsm8k_platinum", shots=5, k=2, max_tokens=96)
     record(checkpoint, evaluation=[first.model_dump(), second.model_dump()])
     refusal(checkpoint, "--source", GLM)
-    refusal(checkpoint, "--source", GLM, "--task", "gsm8k_platinum", "--limit", 9)
-    refusal(checkpoint, "--source", GLM, "-k", 1)
+    refusal(checkpoint, f"--source {GLM} --task gsm8k_platinum --limit 9")
+    refusal(checkpoint, f"--source {GLM} -k 1")
     assert seen[:2] == [first, second]
     assert seen[2] == second.model_copy(update={"limit": 9})
     assert [one.k for one in seen[3:]] == [1, 1]
-    message = refusal(checkpoint, "--source", GLM, "--dataset", "hub")
+    message = refusal(checkpoint, f"--source {GLM} --dataset hub")
     assert (
         "--dataset: belongs to one task, and the recipe lists several; got gsm8k, gsm8k_platinum."
         in message

@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import KEEPMTP, keepmtp, refused
+from commands import KEEPMTP, ROOT, keepmtp, refused
 from keepmtp.cli.exits import refusal_of
 from keepmtp.cli.options import chosen_gpus
 
-ROOT = Path(__file__).parent.parent.parent
 MODEL = str(ROOT / "models" / "tiny-glm4-moe")
 RUN = "from keepmtp.cli import exits\nexits.run({command}, how_to_go_on='Do it again')\n"
 
@@ -103,14 +102,8 @@ def test_a_disk_that_is_full(tmp_path):
 
 
 def test_an_error_of_the_system_names_its_file():
-    for number in (
-        errno.EACCES,
-        errno.EROFS,
-        errno.EIO,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-        errno.EDQUOT,
-    ):
+    for name in ["EACCES", "EROFS", "EIO", "ENAMETOOLONG", "ELOOP", "EDQUOT"]:
+        number = getattr(errno, name)
         told = str(refusal_of(OSError(number, os.strerror(number), "some/file")))
         assert told.startswith("some/file: ") and f"; got {os.strerror(number)}. " in told, told
     assert "network must answer" in str(refusal_of(ConnectionResetError(errno.ECONNRESET, "reset")))
@@ -178,22 +171,28 @@ def test_a_defect_has_a_traceback_and_a_status_of_its_own(error):
 # --- stopped from outside -------------------------------------------------------------------------
 
 
+def signalled(code: str, folder: Path, number: signal.Signals) -> tuple[int, str]:
+    """The status of a process that gets a signal when the file `begun` is there, and its words."""
+    running = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=folder
+    )
+    while not (folder / "begun").exists():
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(number)
+    _, said = running.communicate(timeout=20)
+    return running.returncode, said
+
+
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
     ids=lambda each: str(each),
 )
 def test_a_stopped_command_says_how_to_go_on(number, status, tmp_path):
-    code = WAITING.format(doing=f"open({str(tmp_path / 'begun')!r}, 'w').close(); time.sleep(60)")
-    running = subprocess.Popen(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    while not (tmp_path / "begun").exists():
-        assert running.poll() is None
-        time.sleep(0.05)
-    running.send_signal(number)
-    _, said = running.communicate(timeout=20)
-    assert running.returncode == status, said
+    code = WAITING.format(doing="open('begun', 'w').close(); time.sleep(60)")
+    ended, said = signalled(code, tmp_path, number)
+    assert ended == status, said
     assert said.startswith("stopped by ") and said.count("\n") == 1
     assert said.endswith("The same command goes on where this one stopped.\n")
 
@@ -230,19 +229,12 @@ def test_a_signal_in_a_finalizer_is_not_lost(number):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_python_leaves_is_not_an_error_of_a_library(number, tmp_path):
-    begun = tmp_path / "begun"
     leaving = (
-        f"import atexit, time\natexit.register(lambda: (open({str(begun)!r}, 'w').close(), "
+        "import atexit, time\natexit.register(lambda: (open('begun', 'w').close(), "
         "time.sleep(60)))\n"
     )
     code = leaving + RUN.format(command="lambda: exit(0)")
-    running = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    while not begun.exists():
-        assert running.poll() is None
-        time.sleep(0.05)
-    running.send_signal(number)
-    _, said = running.communicate(timeout=20)
-    assert (running.returncode, said) == (-number, "")
+    assert signalled(code, tmp_path, number) == (-number, "")
 
 
 @pytest.mark.full

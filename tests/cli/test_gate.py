@@ -12,6 +12,8 @@ from keepmtp.validate.facts.results import file_of, report_folder
 from keepmtp.validate.report.report import refresh
 from measured import Answers, checkpoint, measured
 
+GATES = ["findings", "loads", "acceptance", "gsm8k"]
+
 
 def gate(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return keepmtp("gate", *words, COLUMNS="400")
@@ -34,16 +36,11 @@ def test_a_good_checkpoint_passes(good):
             and done.stdout.split()[-1] == "pass"
         )
         rows = [line.split()[:2] for line in done.stdout.splitlines() if " pass " in line]
-        assert rows == [[name, "pass"] for name in ("findings", "loads", "acceptance", "gsm8k")]
+        assert rows == [[name, "pass"] for name in GATES]
     told = json.loads(gate(good, "--json").stdout)
     assert (told["verdict"], len(told["sha256"])) == ("pass", 64)
     assert told["gates"]["max_drop"] == 0.2, "the recipe's own"
-    assert [reason["gate"] for reason in told["reasons"]] == [
-        "findings",
-        "loads",
-        "acceptance",
-        "gsm8k",
-    ]
+    assert [reason["gate"] for reason in told["reasons"]] == GATES
 
 
 @pytest.mark.few(1)
@@ -92,11 +89,6 @@ def test_what_cannot_be_judged_is_refused(tmp_path):
     checkpoint(tmp_path / "bare")
     done = gate(tmp_path / "bare")
     assert done.returncode == 2 and "got no report.json. Run `keepmtp check" in done.stderr
-    done = gate(tmp_path / "nowhere")
-    assert (
-        done.returncode == 2
-        and "nowhere: gates judge a checkpoint's folder; got no config.json" in done.stderr
-    )
     folder = measured(tmp_path / "glm")
     refresh(folder)
     report = folder / "report.json"

@@ -1,4 +1,6 @@
-"""`keepmtp init`: a recipe to edit that says what the command line without it would have done."""
+"""`keepmtp init`: a recipe to edit that says what the command line without it would have done; and
+`keepmtp where`: the make targets take the folder that was made by the same words, and guess none.
+"""
 
 import json
 import shutil
@@ -6,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import keepmtp, refused
+from commands import ROOT, keepmtp, refused
 from keepmtp.cli.recipe import init
 from keepmtp.recipes.find import named_file, read_file
 from releases import MODELS, source_layout, write_checkpoint
 
-TINY = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
+TINY = ROOT / "models" / "tiny-glm4-moe"
 
 
 @pytest.mark.few(1)
@@ -23,15 +25,11 @@ def test_an_unedited_recipe_makes_the_same_bytes(variant, tmp_path):
     for model, out in (("./tune", "one"), ("recipe.yaml", "other")):
         done = keepmtp(f"quantize {model} --scheme {variant} --out {out}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert (
-        files == sorted(path.name for path in (tmp_path / "other").iterdir())
-        and "keepmtp.json" in files
+    one, other = (
+        {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()}
+        for out in ("one", "other")
     )
-    for name in files:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), (
-            name
-        )
+    assert one == other and "keepmtp.json" in one
 
 
 def test_without_a_scheme_the_recipe_has_a_default(tmp_path):
@@ -102,17 +100,70 @@ def test_nothing_is_overwritten(tmp_path):
         says="an existing file is never overwritten; got recipe.yaml",
         cwd=tmp_path,
     )
-    refused(
-        f"init {TINY} --out no/folder.yaml",
-        says="the folder of the file must exist",
-        cwd=tmp_path,
-    )
-    refused(
-        "init",
-        "nothing at all",
-        "--out",
-        "new.yaml",
-        says="MODEL: must be a model's name",
-        cwd=tmp_path,
-    )
     assert (tmp_path / "recipe.yaml").read_text() == "mine"
+
+
+# --- where ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A current folder whose out/ has what several runs leave."""
+    made = (
+        "glm-4.7.fp8-dynamic glm-4.7.w4a16-fp8 glm-4.7-flash.nvfp4a16-fp8 "
+        "tune.nvfp4a16-fp8-mtp-w4a16"
+    )
+    for name in made.split():
+        (tmp_path / "out" / name).mkdir(parents=True)
+        for file in ("config.json", "keepmtp.json"):
+            (tmp_path / "out" / name / file).write_text("{}")
+    for suffix in ("partial", "report", "card", "calibration"):
+        shutil.copytree(
+            tmp_path / "out" / "glm-4.7.w4a16-fp8", tmp_path / "out" / f"glm-4.7.w4a16-fp8.{suffix}"
+        )
+    return tmp_path
+
+
+def where(words: str, cwd: Path) -> str:
+    done = keepmtp(f"where {words}", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_default_variant_is_meant_where_none_is_named(folder):
+    assert where("glm-4.7-flash", cwd=folder) == "out/glm-4.7-flash.nvfp4a16-fp8"
+    says = (
+        "MODEL glm-4.7: out/glm-4.7.nvfp4a16-fp8 must be there; got only out/glm-4.7.fp8-dynamic, "
+        "out/glm-4.7.w4a16-fp8. Name one by SCHEME or OUT."
+    )
+    refused("where glm-4.7", says=says, cwd=folder)
+    refused("where mimo-7b", says="got no out/mimo-7b.*. Run make quantize", cwd=folder)
+
+
+@pytest.mark.full
+def test_the_words_of_the_run_find_its_folder(folder):
+    assert where("glm-4.7 --scheme W4A16_FP8", cwd=folder) == "out/glm-4.7.w4a16-fp8"
+    assert where("glm-4.7.fp8-dynamic", cwd=folder) == "out/glm-4.7.fp8-dynamic"
+    assert where("zai-org/GLM-4.7 --scheme fp8-dynamic", cwd=folder) == "out/glm-4.7.fp8-dynamic"
+
+
+@pytest.mark.full
+def test_a_checkpoint_without_a_recipe(folder):
+    for model in ("org/tune", "./tune", "https://huggingface.co/org/tune"):
+        words = f"{model} --scheme NVFP4A16-fp8 --mtp W4A16"
+        assert where(words, cwd=folder) == "out/tune.nvfp4a16-fp8-mtp-w4a16"
+        says = (
+            "SCHEME must be given where MODEL is a checkpoint; got only "
+            "out/tune.nvfp4a16-fp8-mtp-w4a16"
+        )
+        refused(f"where {model}", says=says, cwd=folder)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("words", ["--scheme nvfp4a16-fp8", "--scheme W8A16 --mtp fp8-dynamic"])
+@pytest.mark.parametrize("model", ["tiny-glm4-moe", str(TINY)])
+def test_it_is_the_folder_that_quantize_writes(model, words, tmp_path):
+    done = keepmtp(f"quantize {model} {words}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (made,) = [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
+    assert where(f"{model} {words}", cwd=tmp_path) == f"out/{made.name}"

@@ -9,7 +9,7 @@ import subprocess
 import termios
 
 import pytest
-from commands import KEEPMTP, keepmtp, refused
+from commands import KEEPMTP, keepmtp
 from keepmtp.cli.ls import COLUMNS, details, rows, screen
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import listed
@@ -124,16 +124,3 @@ def test_schemes_say_which_searches_they_have():
         "imatrix",
     ]
     assert found["MXFP4"] == []
-
-
-def test_what_is_not_there_is_one_sentence():
-    refused(
-        "ls colours",
-        says="must be one of models, schemes, families, or a model's name; got 'colours'. Run "
-        "`keepmtp ls`",
-    )
-    refused("ls glm4.7", says="Did you mean glm-4.7?")
-    refused(
-        "ls glm-4.7 glm-5",
-        says="ls: shows one model or listing; got glm-4.7 glm-5. Run it for each.",
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import cards
 import measured
 import pytest
-from commands import ROOT, keepmtp
+from commands import ROOT, keepmtp, make
 from keepmtp.checkpoints.identity import CACHE, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.source_of import recorded_source
@@ -55,17 +55,15 @@ def test_a_check_is_kept_with_the_bytes_it_is_about(folder, tmp_path):
 def test_what_make_check_keeps_is_enough_for_make_card(tmp_path):
     """The very command that `make check` runs, then a card."""
     folder = cards.checkpoint(tmp_path / "out" / "tiny")
-    dry = ["make", "--no-print-directory", "-n", "-o", ".venv/.base", "check", f"OUT={folder}"]
-    command = subprocess.run(dry, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    dry = ["--no-print-directory", "-n", "-o", ".venv/.base", "check"]
+    command = make(*dry, f"OUT={folder}").stdout
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     made = keepmtp(f"card {folder}")
     assert made.returncode == 0 and (tmp_path / "out" / "tiny.card" / "README.md").is_file(), (
         made.stderr
     )
-    elsewhere = subprocess.run(
-        [*dry[:-1], "OUT=org/name"], capture_output=True, text=True, cwd=ROOT, check=True
-    ).stdout
+    elsewhere = make(*dry, "OUT=org/name").stdout
     printed = subprocess.run(
         ["bash", "-c", elsewhere.replace(".venv/bin/keepmtp", "echo")],
         capture_output=True,
@@ -107,21 +105,6 @@ def test_results_of_other_bytes_are_refused_before_the_work(tmp_path):
     assert keepmtp(f"check {folder} --record").returncode == 0 and verify(
         evidence
     ).absent.keys() >= {"serve"}
-
-
-@pytest.mark.parametrize("words", [("org/name",), ("a", "b")])
-def test_only_one_folder_is_recorded(words):
-    done = keepmtp("check", *words, "--record")
-    assert done.returncode == 2 and "--record: keeps the check of one folder; got" in done.stderr
-
-
-def test_a_wrong_gpu_is_refused_before_a_byte_is_read(folder):
-    done = keepmtp(f"check {folder} --record --gpu sm70")
-    assert (
-        done.returncode == 2
-        and "--gpu: must be one of" in done.stderr
-        and not report_folder(folder).exists()
-    )
 
 
 def test_an_evidence_folder_without_results(tmp_path):

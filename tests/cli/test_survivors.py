@@ -8,22 +8,20 @@ the real one.
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from commands import KEEPMTP, ROOT
 from keepmtp.pipeline import plan_for, quantize
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left
 from wheel import stranger
 
-ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 GLM = ROOT / "models" / "tiny-glm4-moe"
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
 SERVER = "vllm.entrypoints.cli.main serve"
 Start = Callable[..., subprocess.Popen[str]]

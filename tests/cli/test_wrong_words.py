@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from keepmtp.cli import main
 from keepmtp.recipes import find
 from keepmtp.recipes.errors import KeepMTPError
 
-ROOT = Path(__file__).parent.parent.parent
 TINY = ROOT / "models" / "tiny-glm4-moe"
 
 WRONG = [
@@ -47,10 +47,18 @@ WRONG = [
     ("plan ./tiny --scheme nvpf4", "Did you mean NVFP4?"),
     ("plan ./tiny --scheme Q4_K_M", "See `keepmtp ls schemes`."),
     ("plan tiny-glm4-moe --gpu-memory H10", "Did you mean H100?"),
+    ("plan tiny-glm4-moe --gpu-memory plenty", "must be a number of GiB, or one of A100"),
+    ("plan tiny-glm4-moe --gpu-memory -3", "must be a number of GiB"),
     ("plan tiny-glm4-moe --calibration ultrachat", "Did you mean ultrachat-256x2048?"),
     ("eval tiny --task gsm8", "Did you mean gsm8k?"),
     ("eval tiny --task gsm8k,mmlu_pro", "--task: must be one of gsm8k, "),
     ("ls scheme", "Did you mean schemes?"),
+    ("ls colours", "or a model's name; got 'colours'. Run `keepmtp ls`"),
+    ("ls glm4.7", "Did you mean glm-4.7?"),
+    ("ls glm-4.7 glm-5", "got glm-4.7 glm-5. Run it for each."),
+    ("check org/name --record", "--record: keeps the check of one folder"),
+    ("check tiny qwen --record", "--record: keeps the check of one folder"),
+    ("check tiny --record --gpu sm70", "--gpu: must be one of"),
     # outputs
     ("quantize ./tiny", "These fit: nvfp4a16-fp8, "),
     ("quantize ./tiny --scheme w4a16-fp8 --out tiny", "Choose another OUT."),
@@ -58,13 +66,13 @@ WRONG = [
     ("init ./tiny --out tiny/config.json", "Choose another --out."),
     ("quantize nothere.yaml", "See `keepmtp ls models`."),
     ("graft tiny --from tiny", "Add --out NEW, or --dry-run."),
-    ("convert tiny --to modelopt --out new", "Quantize the original release."),
+    ("convert tiny --to modelopt --out new", "Quantize the original release"),
     # numbers and files
     ("serve tiny -k 99 --dry-run", "Use -k 4 or less; `keepmtp bench` finds the best."),
     ("serve tiny tiny", "Run it for each."),
     ("bench tiny -k 0-4", "Write --k 1,8,32 or --k 0..4."),
     ("bench tiny --concurrency 0", "Write --concurrency 1,8,32 or --concurrency 1..4."),
-    ("bench tiny --prompts nothere.jsonl", "got No such file or directory. Give a .jsonl file"),
+    ("bench tiny --prompts nothere.jsonl", "got No such file or directory. Give "),
     ("publish tiny --repo name", "Name it as on the Hub."),
     ("card empty", "Name that folder."),
     # words that typer reads: verbs, options, arguments
@@ -105,6 +113,9 @@ WRONG = [
     ("serve tiny -- --port 8001", "got --port. Name it before `--`."),
     ("serve tiny -- -tp 2 --dry-run", "got --dry-run. Name it before `--`."),
     ("serve tiny -- --speculative-config {}", "-k 0 serves without drafting."),
+    ("serve tiny -- --speculative_config={}", "-k 0 serves without drafting."),
+    ("serve tiny -- -x --disable-log-stats", "acceptance is read from these figures"),
+    ("bench tiny -- --port 1", "keepmtp alone talks to its servers"),
     # recipes
     (
         "plan seed.yaml",
@@ -204,10 +215,11 @@ def refusal(places, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("words", "cure"), WRONG, ids=[words for words, _ in WRONG])
-def test_a_wrong_word_has_one_right_sentence(words, cure, refusal):
+def test_a_wrong_word_has_one_right_sentence(words, cure, refusal, places):
     message = refusal(words)
     assert cure in message and "; got " in message and "\n" not in message
     assert "remove" not in message, "nothing that is not ours"
+    assert not [*places.glob("*.report")]
 
 
 def test_a_busy_port_is_told_before_anything_is_read(refusal):
