@@ -157,7 +157,6 @@ WRONG = [
     ("check tiny --draft nothere --gpu sm90", "--draft: nothere: a checkpoint is a folder"),
     ("check tiny --gpu sm90,sm100", "Repeat it: --gpu sm90 --gpu sm100."),
     ("bench tiny -k 9..1", "a range that goes up, by 64 at most; got 9..1."),
-    ("bench tiny --prompts notes.txt", "Give a .jsonl file"),
     ("all tiny", "These fit: nvfp4a16-fp8, "),
     ("all tiny-glm4-moe --out tiny --dry-run", "Choose another --out."),
 ]
