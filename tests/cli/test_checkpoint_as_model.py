@@ -161,8 +161,8 @@ def test_names_of_outputs(tmp_path, monkeypatch):
 def test_an_unknown_family_says_what_would_have_to_be_written(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny")
     folder = write_checkpoint(tmp_path / "new", config | {"model_type": "glm5_moe"}, tensors)
-    refused(f"plan {folder} --scheme nvfp4a16-fp8", says="recipes/families/glm5_moe.yaml")
-    refused(f"plan {folder}", says="a recipe and a fixture")
+    for words in ("", "--scheme nvfp4a16-fp8"):
+        refused(f"plan {folder} {words}", says="Write its table, the nearest is glm4_moe: CONTRIB")
     plain = {key: value for key, value in config.items() if key != "num_nextn_predict_layers"}
     folder = write_checkpoint(tmp_path / "llama", plain | {"model_type": "llama"}, tensors)
-    refused(f"plan {folder}", says="llm-compressor")
+    refused(f"plan {folder}", says="Write its table: CONTRIB")
