@@ -101,14 +101,11 @@ def publish(
             found, there = publishing.compare(parcel, before), _in_words(before)
             tell(f"on the Hub  {there}")
         if hub is None or dry_run:
-            told = {
-                "repo": repo,
-                "there": there,
-                "files": _files(parcel, found),
-                "bytes": parcel.num_bytes,
-                "other_files": _others(found),
-            }
-            answer(told, _planned(parcel, repo, found, there), as_json=as_json)
+            answer(
+                _planned_json(parcel, repo, found, there),
+                _planned(parcel, repo, found, there),
+                as_json=as_json,
+            )
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
@@ -164,6 +161,19 @@ def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[Render
     yield f"checked there: sizes and hashes of {count} files"
     if done.others:
         yield f"not ours and left alone: {', '.join(done.others)}"
+
+
+def _planned_json(
+    parcel: "Parcel", repo: str, found: "Mapping[str, FileState]", there: str
+) -> dict[str, Any]:
+    """What would be sent, and what the Hub holds of it where it was asked."""
+    return {
+        "repo": repo,
+        "there": there,
+        "files": _files(parcel, found),
+        "bytes": parcel.num_bytes,
+        "other_files": _others(found),
+    }
 
 
 def _planned(
