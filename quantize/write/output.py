@@ -304,7 +304,7 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     """SHA-256 over what decides the output's bytes besides the source's: recipe, decisions,
     headers, versions.
 
-    The source's bytes are compared shard by shard (`finished.py`).
+    The source's bytes are compared shard by shard (`writer.py`).
 
     Args:
         plan: over a local source.

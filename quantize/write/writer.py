@@ -7,11 +7,13 @@ calibration gave is copied; everything else is packed from the source.
 The plan fixes every output's name, dtype and shape, so a shard's header is written first, and each
 tensor directly at its place. Memory holds only the tensors that are being written, whatever the
 size of shards. A shard gets its name when it is complete. After a kill, the next run keeps the
-complete ones, once their hashes are compared (`finished.py`), and writes the others again, with the
-same bytes.
+complete ones, once their hashes are compared, and writes the others again, with the same bytes.
 
 Easy to get wrong: safetensors allows any offset for a tensor, but readers map the file, so wider
-dtypes come first.
+dtypes come first. And that a file has a shard's name says nothing about its bytes. A disk may have
+lost some, so they are read again; and the source may have become another one, so the stamps of its
+files count. Hashes of what is read would say more of a source that was moved, but they double the
+work, and a shard is written again as fast as compared.
 """
 
 import hashlib
@@ -26,8 +28,15 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.files import complete, naming_file, partial_path, write_at
-from ...checkpoints.safetensors_file import Entry, lay_out
+from ...checkpoints.files import (
+    WORK,
+    complete,
+    naming_file,
+    partial_path,
+    write_at,
+    write_whole,
+)
+from ...checkpoints.safetensors_file import Entry, FileLayout, lay_out
 from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
 from ...recipes.errors import RecipeError
@@ -37,11 +46,10 @@ from ..pack.weights import load, parts, separate
 from ..plan.plan import Output, Plan, Shard, TensorPlan
 from ..run.ranks import Ranks
 from ..run.statistics import Statistics, refuse_statistics
-from .finished import fault_of, remember
 from .output import finish
 
 _log = logging.getLogger(__name__)
-_COPY_BYTES = 32 * 2**20
+_COPY_BYTES, _BLOCK_BYTES = 32 * 2**20, 1 << 20
 _FREE_IT = "Free the device of other processes, or pack fewer weights at a time with --threads 1"
 _ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 Progress = Callable[[int], None]
@@ -151,12 +159,14 @@ class _Job:
         plan, shard, final = self.plan, self.shard, folder / self.shard.file
         where = plan.recipe.name
         layout = lay_out((output.name, output.dtype, output.shape) for output in shard.outputs)
+        kept = folder / WORK / f"{shard.file}.sha256"
         if final.is_file():  # of an earlier run
-            fault = fault_of(plan, shard, folder, layout, is_stopped=self.stop.is_set)
-            if not fault or self.stop.is_set():
+            found = self._read_again(final, layout)
+            if self.stop.is_set() or (kept.is_file() and kept.read_text() == found):
                 self._done(sum(_source_bytes(plan, unit) for unit in shard.units))
                 return
-            _log.warning("%s: %s. It is written again.", final, fault)
+            rule = "it, or a source file of it, is not as when it was written. It is written again"
+            _log.warning("%s: %s.", final, rule)
             final.unlink()
         sums = {output.name: hashlib.sha256() for output in shard.outputs}
         with naming_file(partial_path(final)), open(partial_path(final), "wb", buffering=0) as file:
@@ -170,9 +180,37 @@ class _Job:
                 except torch.OutOfMemoryError as error:  # finished shards are kept
                     rule = f"{unit[0].name} must fit {self.device} while it is packed"
                     raise RecipeError(where, rule, got="out of memory", cure=_FREE_IT) from error
-        digests = {name: digest.digest() for name, digest in sums.items()}
-        remember(plan, shard, folder, layout.header, digests)
+        write_whole(kept, self._sum(layout.header, sums))
         complete(final)
+
+    def _read_again(self, path: Path, layout: FileLayout) -> str:
+        """The hash of a shard that is there; of any bytes where the run is stopped."""
+        sums: dict[HFName, hashlib._Hash] = {}
+        with open(path, "rb", buffering=0) as file:
+            header = file.read(len(layout.header))
+            for output in self.shard.outputs:  # in the order of their bytes
+                sums[output.name], left = hashlib.sha256(), output.num_bytes
+                while left and not self.stop.is_set():
+                    block = file.read(min(_BLOCK_BYTES, left))
+                    if not block:
+                        return "too short"
+                    sums[output.name].update(block)
+                    left -= len(block)
+            return "too long" if file.read(1) else self._sum(header, sums)
+
+    def _sum(self, header: bytes, sums: Mapping[HFName, "hashlib._Hash"]) -> str:
+        """A hash over the header of a shard, those of its tensors' bytes, and the source files that
+        it was made from, as they were when the source was opened.
+        """
+        digest, plan, files = hashlib.sha256(header), self.plan, set[str]()
+        for unit in self.shard.units:
+            for tensor in unit:
+                files |= {plan.entries[name].file for name in tensor.inputs}
+        for name in sorted(sums):
+            digest.update(sums[name].digest())
+        for file in sorted(files & plan.source.states.keys()):
+            digest.update(f"{file} {plan.source.states[file]!r}".encode())
+        return digest.hexdigest()
 
     def _done(self, num_bytes: int) -> None:
         if self.progress:

@@ -155,7 +155,3 @@ def test_pro_has_eight_slices_and_no_tower():
         assert view.slices(place) == (8, 3072, 192, 128)
     assert num_slices(8 * 3392, 216, 128) == 8
     assert num_slices(4 * 3392, 108, 128) == 4
-
-
-def test_the_release_has_no_findings(tmp_path):
-    assert not check(write(tmp_path / "release", released("mimo-v2.5"))).findings

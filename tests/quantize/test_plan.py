@@ -115,14 +115,6 @@ def test_fused_modules_must_agree(tmp_path):
         plan_of(tmp_path, overrides=overrides)
 
 
-def test_an_override_of_a_whole_fused_module(tmp_path):
-    overrides = [{"modules": r"re:model\.layers\.1\.self_attn\.[qkv]_proj", "scheme": "bf16"}]
-    plan = plan_of(tmp_path, overrides=overrides)
-    schemes = {t.name: t.scheme for t in plan.tensors if t.name.endswith("q_proj.weight")}
-    assert schemes["model.layers.1.self_attn.q_proj.weight"] == ""
-    assert schemes["model.layers.0.self_attn.q_proj.weight"] != ""
-
-
 def test_a_width_that_a_scheme_cannot_take(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny", changes={"moe_intermediate_size": 96})
     with pytest.raises(
@@ -240,13 +232,6 @@ def test_static_scales_where_vllm_absorbs_the_weight(scheme, mtp, tmp_path):
         plan_of(tmp_path, "deepseek-r1", backbone=backbone | {"attention": dynamic}, mtp="bf16")
 
 
-def test_auto_is_resolved_before_there_is_a_plan(tmp_path):
-    recipe = recipe_for("glm-4.7").model_copy(update={"mtp": "auto"})
-    config, tensors = source_layout("glm-4.7", size="tiny")
-    with pytest.raises(AssertionError, match="a plan is of one candidate"):
-        make_plan(recipe, open_source(write_checkpoint(tmp_path, config, tensors)))
-
-
 def test_mtp_from_a_file_that_the_index_forgot(tmp_path):
     """A separate mtp.safetensors is taken in, and the output's index lists what it held."""
     config, tensors = source_layout("glm-4.7", size="tiny")
@@ -277,16 +262,6 @@ def test_source_policy_keeps_native_bytes(tmp_path):
         ("glue", "fp8_block", "keep", "FP8_BLOCK"),
         ("experts", "mxfp4", "keep", "MXFP4A8"),
     }
-
-
-def test_modules_that_cannot_load_packed_weights_are_plain(tmp_path):
-    """Whatever the policy, eh_proj, routers, norms, embeddings and heads have no scales."""
-    for mtp in ("source", "bf16", "NVFP4A16"):
-        plan = plan_of(tmp_path / mtp, "deepseek-v3.1", mtp=mtp)
-        for tensor in plan.tensors:
-            place = plan.view.place(tensor.name)
-            if place is not None and not place.row.loads_quantized:
-                assert not tensor.scheme, tensor.name
 
 
 def test_float_scales_keep_their_precision(tmp_path):

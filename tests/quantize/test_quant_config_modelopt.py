@@ -6,13 +6,12 @@ vLLM's, and of vLLM's own loader by the dry-load corpus (tests/helpers/dry_corpu
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import releases
 import torch
-from calibrated import in_both_formats, made_up, saved
+from calibrated import in_both_formats
 from checkpoint_files import as_source, ignoring, write
 from good import ours, planned
 from keepmtp.checkpoints.dequantize import dequantize
@@ -21,13 +20,10 @@ from keepmtp.checkpoints.stored import stored_weights
 from keepmtp.checkpoints.values import read_tensor
 from keepmtp.cli.main import app
 from keepmtp.quantize.plan.plan import Plan
-from keepmtp.quantize.write.output import claim, publish
-from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import flat_text
 from keepmtp.validate.check.check import check, check_source
-from outputs import digests
 from typer.testing import CliRunner
 
 PAIRS = [("NVFP4", "bf16"), ("NVFP4A16", "NVFP4A16"), ("FP8", "FP8"), ("FP8_BLOCK", "NVFP4A16")]
@@ -136,22 +132,6 @@ def test_the_written_folder_passes_its_check_and_both_configs_agree(twins):
     assert layers["model.layers.2.self_attn.q_proj"] == {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
 
 
-def test_a_killed_run_goes_on_to_the_same_bytes(twins, tmp_path):
-    plan, whole = twins["modelopt"]
-    statistics = saved(tmp_path / "statistics", made_up(plan))
-    out = tmp_path / "out"
-    with claim(plan, out) as partial:
-        write_shards(plan, partial, recipe_text="", threads=1, statistics=statistics)
-        lost, kept = sorted(partial.glob("*.safetensors"))[:2]
-        lost.unlink()
-        before = kept.stat().st_mtime_ns
-    with claim(plan, out) as partial:
-        write_shards(plan, partial, recipe_text="", threads=1, statistics=statistics)
-        assert kept.stat().st_mtime_ns == before
-        publish(partial, out)
-    assert digests(out) == digests(whole)
-
-
 @pytest.mark.parametrize(
     ("model", "scheme", "mtp", "named"),
     [
@@ -201,23 +181,6 @@ def test_a_module_that_no_entry_reaches_is_not_quantized_by_default(model):
     said = ours(model, "NVFP4", format="modelopt").quantization
     assert said["quant_algo"] == "MIXED_PRECISION"
     assert {row["quant_algo"] for row in said["quantized_layers"].values()} == {"NVFP4"}
-
-
-def test_outputs_of_another_format_are_another_plan():
-    one, other = (
-        planned("glm-4.7", "NVFP4A16", "bf16", format=name)
-        for name in ("compressed-tensors", "modelopt")
-    )
-    assert [tensor.outputs for tensor in one.tensors] == [
-        tensor.outputs for tensor in other.tensors
-    ]
-    assert one.num_bytes_after == sum(
-        output.num_bytes for shard in one.shards for output in shard.outputs
-    )
-    assert other.num_bytes_after == sum(
-        output.num_bytes for shard in other.shards for output in shard.outputs
-    )
-    assert replace(one, recipe=other.recipe).shards == other.shards != one.shards
 
 
 def test_the_plan_is_shown_in_its_dialect(tmp_path):

@@ -69,13 +69,6 @@ def test_the_page_says_which_and_why():
     assert sglang_table.DOCS.read_text() == sglang_table.text(), "run tests/helpers/sglang_table.py"
 
 
-def test_modelopts_entries_name_the_draft_and_its_head():
-    config = config_of(good.planned("glm-4.7", "FP8", "bf16", format="modelopt")).value
-    assert {"model.decoder.*", "model.shared_head.head"} <= set(config["ignore"])
-    one_nvfp4 = config_of(good.planned("glm-4.7", "NVFP4", "bf16", format="modelopt")).value
-    assert "model.decoder.*" not in one_nvfp4["ignore"]  # SGLang builds that draft plain by itself
-
-
 def test_an_entry_that_would_exclude_the_backbone_in_vllm_is_an_obstacle():
     """MiMo's draft has no prefix in SGLang, and vLLM takes an entry for a substring."""
     fit = config_of(good.planned("mimo-7b", "NVFP4", "bf16", format="modelopt"))
