@@ -145,17 +145,6 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def code_named_by(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The checkpoint's own files that `auto_map` names, such as `modeling_kimi.py`; sorted."""
-    auto_map = config.get("auto_map")
-    values = auto_map.values() if isinstance(auto_map, Mapping) else ()
-    classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    own = {
-        name.rpartition(".")[0] for name in classes if isinstance(name, str) and "--" not in name
-    }
-    return tuple(sorted(f"{module}.py" for module in own if module))
-
-
 def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether a name fits a pattern; a star never takes a slash."""
     return any(

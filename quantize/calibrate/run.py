@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.files import held
-from ..plan.found_recipe import found_text
+from ..plan.choices import found_text
 from ..plan.own_code import refuse_untrusted_code
 from ..plan.plan import Plan
 from ..run.progress import ProgressCallback

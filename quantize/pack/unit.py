@@ -1,11 +1,14 @@
-"""The tensors that a quantized unit of the plan becomes: the one place where weights are packed.
+"""The tensors that a quantized unit of the plan becomes: the one place where weights are read and
+packed.
 
 In: a unit (the members of one fused group, or a whole stack of experts), and what calibration gave.
 Out: the tensors of each module. The writer puts them into the file; calibration decompresses them
 into the model that it measures.
 
 Easy to get wrong: a second way to round a weight. A measurement with weights that were rounded
-otherwise than those in the file describes a checkpoint that nobody has.
+otherwise than those in the file describes a checkpoint that nobody has. MXFP4 weights, as
+DeepSeek-V4 releases them, become NVFP4 without rounding wherever their exponents let them: a block
+whose largest code is 4 would get a scale of 4/6 and every code a new error.
 """
 
 from collections import defaultdict
@@ -16,15 +19,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...checkpoints.dequantize import dequantize
+from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import scale_of, weight_of
+from ...checkpoints.values import read_bytes, read_tensor, typed
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, importance_of
-from .mxfp4_to_nvfp4 import mxfp4_as_nvfp4
 from .pack import pack
-from .weights import load, load_expert, stored
+
+CPU = torch.device("cpu")
+# E4M3 has the powers of two from 2**-9, its smallest subnormal, to 2**8.
+_TOP, _BOTTOM = 8, -9
+_MAGNITUDE_BITS = 0x77
 
 
 class Calibrations(Protocol):
@@ -164,3 +173,81 @@ def _importance(module: HFName, given: Calibrations) -> Tensor:
         )
         raise CheckpointError(name, rule, got="NaN, Inf or a negative number", cure=cure)
     return found
+
+
+# --- MXFP4 as NVFP4 -------------------------------------------------------------------------------
+
+
+def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]] | None:
+    """The NVFP4 tensors with exactly the same values, one dict per member, or None if the exponents
+    span too much.
+
+    Args:
+        members: (packed [N_i, K // 2] uint8 or int8, low nibble the even column; scale [N_i, K //
+            32], E8M0 as uint8 or float8_e8m0fnu) of modules that share a global scale at run time.
+
+    Returns: `weight_packed` uint8 [N, K // 2], `weight_scale` float8_e4m3fn [N, K // 16] and
+        `weight_global_scale` F32 [1], a divisor: value = code * weight_scale / weight_global_scale.
+    """
+    exponents = [scale.view(torch.uint8).to(torch.int16) - 127 for _, scale in members]
+    used = []
+    for (packed, _), exponent in zip(members, exponents, strict=True):
+        blocks = (packed.view(torch.uint8) & _MAGNITUDE_BITS).unflatten(1, (exponent.shape[1], -1))
+        # Blocks of zeros carry arbitrary exponents, and must not widen the range.
+        used.append(exponent[blocks.ne(0).any(-1)])
+    occupied = torch.cat(used)
+    highest = int(occupied.max()) if occupied.numel() else 0
+    if occupied.numel() and highest - int(occupied.min()) > _TOP - _BOTTOM:
+        return None
+    shift, found = _TOP - highest, []
+    global_scale = torch.tensor([2.0**shift], dtype=torch.float32, device=occupied.device)
+    for (packed, _), exponent in zip(members, exponents, strict=True):
+        # Powers of two become E4M3 without rounding.
+        scale = (exponent + shift).clamp(_BOTTOM, _TOP).float().exp2().to(torch.float8_e4m3fn)
+        tensors = {"weight_packed": packed.view(torch.uint8), "weight_global_scale": global_scale}
+        found.append(tensors | {"weight_scale": scale.repeat_interleave(2, dim=1)})
+    return found
+
+
+# --- weights of a source as the plan names them ---------------------------------------------------
+
+
+def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU) -> Tensor:
+    """A tensor of the plan in floating point (integers and the like as they are).
+
+    Args:
+        plan: a plan over a local source.
+        tensor: its shape is the logical one, `tensor.shape`.
+        device: where it is dequantized, and stays; packed, it is a fraction of the size to move.
+
+    Returns: the weight; dequantized forms come as BF16, plain ones in their own dtype.
+    """
+    found = stored(plan, tensor)
+    on_device = {leaf: value.to(device, non_blocking=True) for leaf, value in found.items()}
+    return dequantize(tensor.form, on_device, shape=tensor.shape, block=tensor.block)
+
+
+def separate(weight_NK: Tensor, slices: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """q, k and v of a matrix whose rows are interleaved (`TensorPlan.slices`), each with its rows
+    in order.
+    """
+    parts_of_slices = weight_NK.unflatten(0, (-1, sum(slices))).split(slices, dim=1)
+    return tuple(part.flatten(0, 1) for part in parts_of_slices)
+
+
+def load_expert(plan: Plan, tensor: TensorPlan, expert: int, device: torch.device = CPU) -> Tensor:
+    """One expert's slice [N, K] of a stacked parameter [E, N, K], without reading the others."""
+    entry = plan.entries[tensor.inputs[0]]
+    num_bytes = entry.num_bytes // tensor.shape[0]
+    raw = read_bytes(plan.source, entry, offset=expert * num_bytes, length=num_bytes)
+    return typed(raw, entry.dtype, tensor.shape[1:]).to(device)
+
+
+def stored(plan: Plan, tensor: TensorPlan) -> dict[str, Tensor]:
+    """The tensors a weight is stored as, by the last component of their names."""
+    return {leaf: read_tensor(plan.source, entry) for leaf, entry in parts(plan, tensor).items()}
+
+
+def parts(plan: Plan, tensor: TensorPlan) -> dict[str, Entry]:
+    """Where the tensors of a weight are in the source, by the last component of their names."""
+    return {name.rpartition(".")[2]: plan.entries[name] for name in tensor.inputs}

@@ -1,30 +1,37 @@
 """What a search under a budget may choose: the units of a model, the words each can have, and what
-each word costs.
+each word costs; and what it found, as a recipe.
 
 In: a recipe with `backbone: auto`, and a source's headers. Out: `Choices`, or a refusal where no
-plan fits the budget. torch is not needed, and no weight is read.
+plan fits the budget; of a word for each unit, a recipe without `auto`: for each module group the
+word that most of its bytes have, and overrides for the units with another one, a line for all
+layers with the same modules. torch is not needed, and no weight is read.
 
 A unit is what vLLM gives one scheme: the modules that it fuses (q, k and v; gate and up), or all
 routed experts of a layer. A word is left out of a unit that it does not suit, by the same rules as
 in a plan.
 
-Easy to get wrong: a budget in bytes is that of all files. A tensor has a line in the index and one
-in the header of its file besides its bytes, and modules of small experts have hundreds of thousands
-of these lines.
+Easy to get wrong: overrides are tried in their order, and the first match wins. Those of the user
+come first: what they name was never searched. And a budget in bytes is that of all files. A tensor
+has a line in the index and one in the header of its file besides its bytes, and modules of small
+experts have hundreds of thousands of these lines.
 """
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
+from typing import Any
 
 from ...checkpoints.source import Source
 from ...checkpoints.stored import StoredWeight, stored_weights
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
-from ...recipes.family import QUANTIZABLE_ROLES, HFName, Part, Role
-from ...recipes.schema import AUTO, BackboneAuto, Recipe
+from ...recipes.family import INDEX, QUANTIZABLE_ROLES, HFName, Part, Role
+from ...recipes.model_file import flat_text, summary_of
+from ...recipes.schema import AUTO, BackboneAuto, Override, Recipe, validated
+from ...recipes.schemes import REWRITES
 from .decide import Decisions, matching_limit
 from .plan import Plan, make_plan, refuse_unservable, with_separate_mtp
 from .tensor_plan import TensorPlan
@@ -303,3 +310,90 @@ def _unit(
 
 def _line_bytes(tensor: TensorPlan) -> int:
     return sum(2 * len(output.name) + _BYTES_OF_LINES for output in tensor.outputs)
+
+
+# --- what was found, as a recipe that a person can read and run again ------------
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def found_recipe(choices: Choices, assignment: Assignment) -> Recipe:
+    """The recipe of an assignment. Its calibration block is that of the search, needed or not."""
+    recipe = choices.recipe
+    weights: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for unit in choices.units:
+        weights[unit.part, unit.role][assignment[unit.name]] += unit.num_weights
+    words = {group: counts.most_common(1)[0][0] for group, counts in weights.items()}
+    backbone = dict(recipe.backbone)
+    for group, word in recipe.backbone.items():
+        if word == AUTO:
+            backbone[group] = words.get(("backbone", group), "bf16")
+    changed: dict[str, Any] = {"backbone": backbone, "budget": None, "backbone_auto": None}
+    if recipe.mtp == AUTO:
+        of_block = {group: word for (part, group), word in words.items() if part == "mtp"}
+        same = {*of_block.values()}
+        changed["mtp"] = same.pop() if len(same) == 1 else of_block or "bf16"
+    overrides = (*recipe.overrides, *_overrides(choices, assignment, words))
+    made = recipe.model_copy(update=changed | {"overrides": overrides})
+    summary = summary_of(made.backbone, made.mtp, is_calibrated=True)
+    return made.model_copy(
+        update={"summary": f"{summary}, and {len(overrides)} overrides: found for {recipe.budget}"}
+    )
+
+
+def _overrides(
+    choices: Choices, assignment: Assignment, words: Mapping[tuple[str, str], str]
+) -> Iterator[Override]:
+    """One for all layers whose modules differ in the number of the layer alone."""
+    layers: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
+    for unit in choices.units:
+        word, modules = assignment[unit.name], [tensor.module for tensor in unit.options[0].tensors]
+        if word != words[unit.part, unit.role]:
+            number = _NUMBER.search(modules[0])
+            layers[word, tuple(sorted({*map(_templated, modules)}))].append(
+                int(number[0]) if number else 0
+            )
+    for (word, templates), numbers in sorted(layers.items()):
+        pattern = f"(?:{'|'.join(templates)})".replace(
+            "{}", f"(?:{'|'.join(map(str, sorted(numbers)))})"
+        )
+        yield Override(modules=f"re:{pattern}", scheme=word)
+
+
+def _templated(module: HFName) -> str:
+    """A module's name as a regex, with `{}` for its layer and any number for its expert."""
+    literal, *others = map(re.escape, _NUMBER.split(module))
+    return literal + "{}" * bool(others) + INDEX.join(others)
+
+
+def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) -> Plan:
+    """The plan of that recipe, which is the assignment, unit by unit."""
+    base, recipe = choices.base, found_recipe(choices, assignment)
+    plan = make_plan(
+        recipe, base.source, shard_bytes=shard_bytes, trust_remote_code=base.trust_remote_code
+    )
+    schemes = {tensor.name: (tensor.fate, tensor.scheme) for tensor in plan.tensors}
+    for unit in choices.units:
+        for tensor in unit.option(assignment[unit.name]).tensors:
+            found = schemes[tensor.name]
+            assert found == (tensor.fate, tensor.scheme), f"{tensor.module}: {found}"
+    return plan
+
+
+def found_text(recipe: Recipe) -> str:
+    """The recipe as a file. A calibration block that nothing needs any more is left out, for it
+    would be refused.
+    """
+    calibration = recipe.calibration
+    assert calibration is not None, f"{recipe.name}: a search has batches"
+    raw = recipe.model_dump(mode="json", exclude_defaults=True)
+    if (
+        calibration.algorithm != "minmax"
+        and not REWRITES[calibration.algorithm] & recipe.decisions()
+    ):
+        calibration = calibration.model_copy(update={"algorithm": "minmax"})
+    raw["calibration"] = None
+    if recipe.uses_batches():
+        raw["calibration"] = calibration.model_dump(mode="json", exclude_defaults=True)
+    validated(raw, "the recipe that was found")
+    return flat_text(raw)

@@ -7,7 +7,6 @@ Easy to get wrong: a recipe may come from a stranger too. `model_code: checkpoin
 recipe needs the code; only `--trust-remote-code` says that the user has read it.
 """
 
-from ...checkpoints.companions import code_named_by
 from ...recipes.errors import RecipeError
 from .plan import Plan
 
@@ -21,19 +20,17 @@ def refuse_untrusted_code(plan: Plan) -> None:
         RecipeError: names the files.
     """
     calibration = plan.recipe.calibration
-    if (
-        calibration is not None
-        and calibration.model_code == "checkpoint"
-        and not plan.trust_remote_code
-    ):
-        rule = f"a recipe that runs the checkpoint's own Python needs {FLAG}"
-        got, cure = (
-            "calibration.model_code: checkpoint without it",
-            "Copy the release's Python into the checkpoint",
-        )
-        if plan.source.code:
-            cure = f"Read {', '.join(plan.source.code)} of {plan.source.where}, then add {FLAG}"
-        raise RecipeError(plan.recipe.name, rule, got=got, cure=cure)
+    if calibration is None or calibration.model_code != "checkpoint" or plan.trust_remote_code:
+        return
+    cure = "Copy the release's Python into the checkpoint"
+    if plan.source.code:
+        cure = f"Read {', '.join(plan.source.code)} of {plan.source.where}, then add {FLAG}"
+    raise RecipeError(
+        plan.recipe.name,
+        f"a recipe that runs the checkpoint's own Python needs {FLAG}",
+        got="calibration.model_code: checkpoint without it",
+        cure=cure,
+    )
 
 
 def refuse_no_draft(plan: Plan) -> None:
@@ -59,9 +56,5 @@ def code_left_out(plan: Plan) -> str:
     """
     if plan.trust_remote_code or not plan.source.code:
         return ""
-    named = [name for name in code_named_by(plan.source.config) if name in plan.source.code]
-    needed = f"auto_map in config.json names {', '.join(named)}. " if named else ""
-    return (
-        f"not carried: {', '.join(plan.source.code)}, the checkpoint's own Python. "
-        f"{needed}Carry it: {FLAG}"
-    )
+    code = ", ".join(plan.source.code)
+    return f"not carried: {code}, the checkpoint's own Python. Carry it: {FLAG}"

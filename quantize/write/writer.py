@@ -41,8 +41,7 @@ from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
-from ..pack.unit import packed_groups
-from ..pack.weights import load, parts, separate
+from ..pack.unit import load, packed_groups, parts, separate
 from ..plan.plan import Output, Plan, Shard, TensorPlan
 from ..run.ranks import Ranks
 from ..run.statistics import Statistics, refuse_statistics

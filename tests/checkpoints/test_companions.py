@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hub import FIRST_COMMIT
 from keepmtp import pipeline
-from keepmtp.checkpoints.companions import code_named_by, companions_among
+from keepmtp.checkpoints.companions import companions_among
 from keepmtp.checkpoints.source import download, open_source
 from keepmtp.quantize.plan.own_code import code_left_out
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -97,7 +97,7 @@ def test_own_code_travels_only_with_the_flag(folder):
     assert plan.source.code == CODE
     said = code_left_out(plan)
     assert "encoding/encoding_dsv4.py, modeling_own.py, the checkpoint's own Python" in said
-    assert "auto_map in config.json names modeling_own.py. Carry it: --trust-remote-code" in said
+    assert "Carry it: --trust-remote-code" in said
     assert quantized(folder, trust_remote_code=True).keys() == {*KNOWN, *CODE, *WRITTEN}
 
 
@@ -205,13 +205,6 @@ def test_the_hub_cache_keeps_its_links(folder, serve_hub):
     blob.symlink_to(folder / "secrets.json")
     with pytest.raises(CheckpointError, match="must be in its folder"):
         open_source(local.folder)
-
-
-@pytest.mark.parametrize(
-    "auto_map", [None, 3, "modeling.A", {"AutoModel": 3}, {"AutoModel": [{}, None]}, {"A": "x"}]
-)
-def test_an_odd_auto_map_names_nothing(auto_map):
-    assert code_named_by({"auto_map": auto_map}) == ()
 
 
 def test_a_recipe_that_runs_code_needs_the_flag(folder, tmp_path):

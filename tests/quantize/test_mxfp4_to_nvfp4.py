@@ -5,7 +5,7 @@ again would not.
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from keepmtp.quantize.pack.mxfp4_to_nvfp4 import mxfp4_as_nvfp4
+from keepmtp.quantize.pack.unit import mxfp4_as_nvfp4
 from keepmtp.recipes.schemes import SCHEMES
 
 

@@ -289,21 +289,19 @@ def refusal_of_place(out: Path, source: Path) -> str:
 
 def test_a_place_that_cannot_hold_the_output_is_refused(tmp_path, source, monkeypatch):
     (tmp_path / "file").write_text("")
-    assert f"must be in a folder; got {tmp_path}/file, a file" in refusal_of_place(
-        tmp_path / "file" / "sub", source
-    )
-    assert "got a file." in refusal_of_place(tmp_path / "file", source)
     (tmp_path / "link").symlink_to("nowhere")
-    assert "got a link." in refusal_of_place(tmp_path / "link", source)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "a").write_text("")
-    assert "got a folder with files in it." in refusal_of_place(tmp_path / "full", source)
-    assert "must lie outside the source" in refusal_of_place(source / "out", source)
-    assert "got the root of a disk." in refusal_of_place(Path("/proc"), source)
+    for out, says in (
+        (tmp_path / "file" / "sub", f"must be in a folder; got {tmp_path}/file, a file"),
+        (tmp_path / "file", "got a file."),
+        (tmp_path / "link", "got a link."),
+        (source.parent, "got a folder with files in it."),
+        (source / "out", "must lie outside the source"),
+        (Path("/proc"), "got the root of a disk."),
+    ):
+        assert says in refusal_of_place(out, source)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert f"got {tmp_path}, which you cannot write to." in refusal_of_place(
-        tmp_path / "out", source
-    )
+    said = refusal_of_place(tmp_path / "out", source)
+    assert f"got {tmp_path}, which you cannot write to." in said
 
 
 def test_a_disk_that_becomes_full_is_named(tmp_path, source, monkeypatch):

@@ -5,8 +5,7 @@ layer to layer.
 import pytest
 from good import outputs_of
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.plan.choices import choices_of
-from keepmtp.quantize.plan.found_recipe import found_plan
+from keepmtp.quantize.plan.choices import choices_of, found_plan
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.conventions import FORMATS
 from keepmtp.recipes.find import find_recipe

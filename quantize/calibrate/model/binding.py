@@ -27,7 +27,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName
-from ...pack.weights import load, load_expert
+from ...pack.unit import load, load_expert
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
 

@@ -40,7 +40,7 @@ from ....checkpoints.values import TORCH_DTYPES
 from ....recipes.errors import RecipeError
 from ....recipes.family import HFName
 from ....recipes.schema import MtpTuned
-from ...pack.weights import separate
+from ...pack.unit import separate
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
 from ...run.statistics import read_metadata, write_statistics

@@ -35,8 +35,7 @@ from scipy.sparse import csr_array
 from ....checkpoints.files import write_whole
 from ....recipes.errors import GateError
 from ....recipes.schema import AUTO
-from ...plan.choices import Assignment, Choices, auto_of, choices_of, refuse_budget
-from ...plan.found_recipe import found_plan
+from ...plan.choices import Assignment, Choices, auto_of, choices_of, found_plan, refuse_budget
 from ...plan.plan import Plan
 from ...run.progress import ProgressCallback
 from ...run.ranks import Ranks
