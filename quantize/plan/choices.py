@@ -312,7 +312,7 @@ def _line_bytes(tensor: TensorPlan) -> int:
     return sum(2 * len(output.name) + _BYTES_OF_LINES for output in tensor.outputs)
 
 
-# --- what was found, as a recipe that a person can read and run again ------------
+# --- what was found, as a recipe that a person can read and run again -----------------------------
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
