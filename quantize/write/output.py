@@ -121,14 +121,12 @@ def finish(
         shutil.copyfile(inside(source.folder, name), within(partial, name))
     # What no part of this run wrote would be served and published with the output.
     own = {*texts, *plan.companions, *(shard.file for shard in plan.shards)}
-    files = (
-        path.relative_to(partial)
-        for path in partial.rglob("*")
-        if not path.is_dir() or path.is_symlink()
-    )
-    strays = sorted(
-        path.as_posix() for path in files if path.parts[0] != WORK and path.as_posix() not in own
-    )
+    strays = list[str]()
+    for path in sorted(partial.rglob("*")):
+        name = path.relative_to(partial).as_posix()
+        is_file = path.is_symlink() or not path.is_dir()
+        if is_file and name not in own and not name.startswith(f"{WORK}/"):
+            strays.append(name)
     if strays:
         rule = "an output must hold nothing but what this run wrote"
         cure = "Move these files away, and run the same command again"
@@ -223,15 +221,10 @@ def _is_older(plan: Plan, made_ns: int) -> bool:
     if plan.source.folder is None:
         return True
     states, calibration = list(plan.source.states.values()), plan.recipe.calibration
-    for dataset in filter(
-        None, (find_path(texts.dataset) for texts in (calibration.mix if calibration else ()))
-    ):
-        files = (
-            [dataset]
-            if dataset.is_file()
-            else [path for path in dataset.rglob("*") if path.is_file()]
-        )
-        states += states_of(Path("/"), map(str, files)).values()
+    for texts in calibration.mix if calibration else ():
+        if (dataset := find_path(texts.dataset)) is not None:
+            files = filter(Path.is_file, (dataset, *dataset.rglob("*")))
+            states += states_of(Path("/"), map(str, files)).values()
     return all(max(state.mtime_ns, state.ctime_ns) < made_ns for state in states)
 
 
