@@ -10,11 +10,10 @@ keepmtp, and a stray file may hold a token.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from ..recipes.errors import CheckpointError
 from .record import RECIPE, RECORD
