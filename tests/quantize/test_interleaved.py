@@ -118,8 +118,8 @@ def with_another_name_of_the_scale(checkpoint) -> None:
 @pytest.mark.parametrize(
     ("change", "severity", "words"),
     [
-        (as_plain, "warning", "its draft cuts it by rank"),
-        (with_another_name_of_the_scale, "error", "never loads the weight"),
+        (as_plain, "warning", "reads in another order"),
+        (with_another_name_of_the_scale, "error", "never loads without scales"),
     ],
 )
 def test_another_form_of_the_matrix_is_named(change, severity, words, tmp_path):
