@@ -63,13 +63,13 @@ TWINS = 5
 # The house may only become smaller: whoever lowers a figure writes the new one. A capability frees
 # what it costs.
 SIZES = {
-    "files": 303,
-    "code tokens": 298_900,
-    "private functions with one caller, %": 19.6,
+    "files": 269,
+    "code tokens": 269_850,
+    "private functions with one caller, %": 17.7,
     "functions over 100 lines": 2,
-    "functions with over 8 parameters": 2,
-    "ternaries in 1,000 tokens": 3.15,
-    "comprehensions in 1,000 tokens": 4.4,
+    "functions with over 8 parameters": 1,
+    "ternaries in 1,000 tokens": 2.4,
+    "comprehensions in 1,000 tokens": 3.9,
 }
 
 
