@@ -167,7 +167,6 @@ def check(
     values: "Level | None" = None,
     source: str | Path | None = None,
     runtimes: "Sequence[Runtime]" = ("vllm",),
-    progress: Callable[[str], None] | None = None,
 ) -> "CheckData":
     """Judge one checkpoint by its config.json and headers, with `gpus` by vLLM's loaders, with
     `values` by its bytes.
@@ -183,7 +182,6 @@ def check(
             `quantize` extra.
         source: with `values`, the release as a folder or a Hub id; weights are compared with it.
         runtimes: the servers that are to load it: "vllm", "sglang". Dry loads are vLLM's alone.
-        progress: called with what is done now.
 
     Returns: facts, findings and dry loads. `ok` says that no finding is an error.
 
@@ -191,7 +189,7 @@ def check(
         KeepMTPError: there is nothing to judge. Files that are broken are findings.
     """
     loads = {"gpus": gpus, "tps": tps, "num_drafts": num_drafts, "draft": draft}
-    (checked,) = check_all([where], **loads, runtimes=runtimes, progress=progress)
+    (checked,) = check_all([where], **loads, runtimes=runtimes)
     if checked.refusal is not None:
         raise checked.refusal
     if values is None:
@@ -219,7 +217,7 @@ def check_all(
     them.
 
     `any_vllm` also takes a vLLM that keepmtp was not tested with. Dry loads (`gpus`) are vLLM's
-    alone.
+    alone. `progress` is called with what is done now.
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
