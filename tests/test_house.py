@@ -92,6 +92,7 @@ def test_planning_and_checking_import_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("words", [["check"], ["format", "--check"]])
 def test_ruff_is_clean(words):
     done = run(sys.executable, "-m", "ruff", *words, ".")
     assert done.returncode == 0, done.stdout

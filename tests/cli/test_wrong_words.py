@@ -147,7 +147,7 @@ WRONG = [
     ("gate 'my model'", "Run `keepmtp check '"),
     ("publish empty --repo a/b", "got no config.json. Name its folder."),
     ("publish tiny --repo a/b", "let `keepmtp check ORG/NAME` judge it there."),
-    ("publish tiny --repo https://huggingface.co/a/b", "Name it a/b."),
+    ("publish tiny --repo https://huggingface.co/a/b", "Name it as on the Hub."),
     ("explain tiny --log tiny", "or pipe it"),
     ("explain", "Name a folder, or --log."),
     ("graft tiny --from qwen --out new", "Name the release that it was made from."),

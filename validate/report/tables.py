@@ -181,7 +181,8 @@ def tasks(evaluation: EvaluationFact | None, wanted: str) -> Table | None:
     for task in evaluation.by_task:
         name, before, cut = task.judged_filter(wanted), "-", _cut(task.checkpoint)
         if task.source:
-            before, cut = _score(task.source.score(name)), f"{_cut(task.source)} / {cut}"
+            before = percent(task.source.score(name).value)  # 80 columns have room for one error
+            cut = f"{_cut(task.source)} / {cut}"
         score, kept = _score(task.checkpoint.score(name)), _recovery(recovery(task, wanted))
         rows.append((f"{task.protocol.title}, {name}", before, score, kept, cut))
     rows.append(("mean", "-", "-", _recovery(mean_recovery(evaluation.by_task, wanted)), "-"))

@@ -342,5 +342,5 @@ def test_plain_experts_beside_such_groups_have_another_cure(tmp_path):
     found = check(write(tmp_path / "checkpoint", checkpoint)).findings
     of_block = [each for each in found if each.where.startswith("model.layers.3.mlp.experts.")]
     assert [each.cure for each in of_block] == [
-        "Quantize again in groups of 128: in groups of 256 no entry excepts experts"
+        "Quantize again in groups of 128: in other groups no entry excepts experts"
     ]

@@ -115,7 +115,9 @@ def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
 @pytest.mark.parametrize(
     "place", [("ignore",), ("config_groups", "group_0", "targets")], ids=".".join
 )
-@pytest.mark.parametrize("entry", [EVIL, "re:(a*)*$|(([a-z.]+)+)+!", "re:(.*.*.*.*.*.*.*.*.*.*)*_"])
+@pytest.mark.parametrize(
+    "entry", [EVIL, "re:(a*)*$|(([a-z0-9._]+)+)+!", "re:(.*.*.*.*.*.*.*.*.*.*)*_"]
+)
 def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
     start = time.monotonic()
     report = checked(tmp_path, "mimo fp8", put(*place, value=[entry]))
