@@ -7,7 +7,6 @@ Easy to get wrong: the run on the CPU comes first, because a process that has pr
 GPU always has one.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -151,9 +150,9 @@ def line(
 ) -> tuple[frozenset[str], dict[str, Any]]:
     """Calibrate and write on one device: the calibrated parts, and the figures of the record."""
     plan = plan_before_measuring(recipe, open_source(source))
-    sys.modules[calibration.__name__].calibration_data = lambda *_: data  # type: ignore[attr-defined]
     ranks = Ranks(rank=0, size=1, device=device)
-    run = calibration.calibrate(plan, folder / "calibration", ranks=ranks)
+    with patch.object(calibration, "calibration_data", lambda *_: data):
+        run = calibration.calibrate(plan, folder / "calibration", ranks=ranks)
     given = {"statistics": run.statistics, "calibration": run.summary, "ranks": ranks}
     on_device = patch.object(writer, "_devices", lambda: [device])
     with claim(run.plan, folder / "out", calibration=run.salt) as partial, on_device:
