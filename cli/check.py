@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, did_you_mean
 from ..validate.facts.vllm_env import TESTED
 from . import exits, findings
 from .options import (
     AnyVLLMOption,
     GpusOption,
     JsonOption,
-    RuntimesOption,
     TpsOption,
     chosen_gpus,
-    chosen_runtimes,
     chosen_vllm,
 )
 from .progress import bytes_bar, spinner
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from ..validate.check.check import Checked
     from ..validate.check.reading import Level
     from ..validate.facts.dry_load import LoadAccount
+    from ..validate.facts.findings import Runtime
     from ..validate.facts.results import CheckData
 
 
@@ -43,7 +42,13 @@ def check(
     tps: TpsOption = None,
     num_drafts: Annotated[int, typer.Option("-k", min=1)] = 1,
     draft: str = "",
-    runtimes: RuntimesOption = None,
+    runtimes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--runtime",
+            help="The server that is to load it, vllm by default; may be repeated.",
+        ),
+    ] = None,
     static_only: bool = False,
     html: Path | None = None,
     record: bool = False,
@@ -105,7 +110,7 @@ def check(
     from .report import recorder, save
 
     err, is_dry = Console(stderr=True), bool(gpus) and not static_only
-    servers = chosen_runtimes(runtimes)
+    servers = _chosen_runtimes(runtimes)
     rule = got = cure = ""
     if not gpus and not static_only and (tps or num_drafts != 1 or draft):
         rule, got = "--tp, -k and --draft need a GPU to pretend", "no --gpu"
@@ -151,6 +156,24 @@ def check(
                 say(err, f"recorded: {keep(checked)}")
     if status:
         raise typer.Exit(status)
+
+
+def _chosen_runtimes(words: Sequence[str] | None) -> "list[Runtime]":
+    """The servers that are to load a checkpoint, in keepmtp's order; vLLM where none is named.
+
+    Raises:
+        RecipeError: a name that is not among them.
+    """
+    from ..validate.check.check import RULES_OF
+
+    words, rule = words or ("vllm",), f"must be one of {', '.join(RULES_OF)}"
+    for word in words:
+        if word not in RULES_OF:
+            cure = did_you_mean(
+                word, RULES_OF, otherwise="Name one of them; --runtime may be repeated"
+            )
+            raise RecipeError("--runtime", rule, got=word, cure=cure)
+    return [server for server in RULES_OF if server in words]
 
 
 def _with_values(checked: "Checked", level: "Level", source: str | None, err: Console) -> "Checked":

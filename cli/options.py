@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
     from ..recipes.schema import Recipe
     from ..validate.facts.dry_load import GPU
-    from ..validate.facts.findings import Runtime
     from ..validate.facts.vllm_env import VLLM
 
 # Names that people type instead of the one that vLLM's kernels go by, without NVIDIA, RTX and
@@ -71,12 +70,6 @@ AnyVLLMOption = Annotated[
     typer.Option(
         "--any-vllm",
         help="Also run a vLLM that keepmtp was not tested with. Its version is in every result.",
-    ),
-]
-RuntimesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--runtime", help="The server that is to load it, vllm by default; may be repeated."
     ),
 ]
 
@@ -142,24 +135,6 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
                 cure = f"{word} is {name}, which is not judged: leave --gpu out"
             raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)
     return [gpu for gpu in GPUS if gpu in meant]
-
-
-def chosen_runtimes(words: Sequence[str] | None) -> "list[Runtime]":
-    """The servers that are to load a checkpoint, in keepmtp's order; vLLM where none is named.
-
-    Raises:
-        RecipeError: a name that is not among them.
-    """
-    from ..validate.check.check import RULES_OF
-
-    words, rule = words or ("vllm",), f"must be one of {', '.join(RULES_OF)}"
-    for word in words:
-        if word not in RULES_OF:
-            cure = did_you_mean(
-                word, RULES_OF, otherwise="Name one of them; --runtime may be repeated"
-            )
-            raise RecipeError("--runtime", rule, got=word, cure=cure)
-    return [server for server in RULES_OF if server in words]
 
 
 def refuse_stray_words(verb: str, words: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What follows from the files of answers alone: computed for a result, and again to prove it.
+"""What follows from the files of answers alone, as fields of a result.
 
 In: files whose answers are all there. Out: fields of an `EvaluatedFact`, a `DraftingFact` or a
 `ClosenessFact`.

@@ -291,8 +291,7 @@ class CalibrationFact(MtpFact):
         algorithm, sequence_length: the recipe's.
         data: the batches.
         processes: that shared them.
-        batch_size: sequences that were computed at a time; None
-            in older records.
+        batch_size: sequences that were computed at a time; None in older records.
         coverage: of the backbone's modules.
         min_acceptance: what `mtp: auto` had to keep; None where the recipe does not say auto.
         confidence: of `kept_at_least`; None where the recipe does not say auto.
