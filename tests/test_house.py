@@ -22,7 +22,6 @@ TABLES = (
     "recipes/schemes.py",
     "tests/helpers/broken.py",
     "tests/helpers/dry_corpus.py",
-    "tests/helpers/layouts/",
     "tests/helpers/releases.py",
     "tests/helpers/without_mtp.py",
 )

@@ -9,7 +9,6 @@ Everything is headers: files are written with holes where the weights would be.
 
 import json
 import re
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,8 @@ from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import SCHEMES, num_bytes
+from releases import write_shard
+from tensors import Tensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -37,9 +38,9 @@ class Checkpoint:
     """
 
     config: dict[str, Any]
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    tensors: Tensors
     json_files: dict[str, Any] = field(default_factory=dict)
-    elsewhere: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    elsewhere: Tensors = field(default_factory=dict)
     index: Callable[[dict[str, Any]], None] | None = None
     after: Callable[[Path], None] | None = None
 
@@ -47,7 +48,7 @@ class Checkpoint:
     def quantization(self) -> dict[str, Any]:
         return self.config["quantization_config"]
 
-    def take(self, pattern: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def take(self, pattern: str) -> Tensors:
         """Remove the tensors whose whole name matches, and return them; at least one must."""
         taken = {
             name: self.tensors.pop(name)
@@ -79,9 +80,9 @@ def write(folder: Path, checkpoint: Checkpoint) -> Path:
         "model-2.safetensors": names[len(names) // 2 :],
     }
     for file, half in halves.items():
-        _write_shard(folder / file, {name: checkpoint.tensors[name] for name in half})
+        write_shard(folder / file, {name: checkpoint.tensors[name] for name in half})
     if checkpoint.elsewhere:
-        _write_shard(folder / "mtp.safetensors", checkpoint.elsewhere)
+        write_shard(folder / "mtp.safetensors", checkpoint.elsewhere)
     index = {
         "metadata": {"total_size": sum(num_bytes(*spec) for spec in checkpoint.tensors.values())},
         "weight_map": {name: file for file, half in halves.items() for name in half},
@@ -102,7 +103,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> Path:
 def write_single(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint's headers in one file, without an index."""
     folder.mkdir(parents=True)
-    _write_shard(folder / "model.safetensors", checkpoint.tensors)
+    write_shard(folder / "model.safetensors", checkpoint.tensors)
     (folder / "config.json").write_text(json.dumps(checkpoint.config))
     return folder
 
@@ -132,17 +133,6 @@ def as_source(checkpoint: Checkpoint, folder: Path) -> Source:
         unindexed={},
         companions=(),
     )
-
-
-def _write_shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    header, end = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        start, end = end, end + num_bytes(dtype, shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    raw = json.dumps(header).encode()
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        file.truncate(8 + len(raw) + end)
 
 
 # --- changes --------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import GPU
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.vllm_env import find_vllm
-from layouts import gemma4_assistant
 from modelopt_form import modelopt
 
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
@@ -140,7 +139,7 @@ def _target(model: str, folder: Path) -> Path | None:
     """A target for a draft that has a checkpoint of its own."""
     if model not in SEPARATE:
         return None
-    config, tensors = gemma4_assistant.target(releases.source_layout(model, size="split")[0])
+    config, tensors = releases.target_of(releases.source_layout(model, size="split")[0])
     return releases.write_checkpoint(folder.with_name(f"{folder.name}-target"), config, tensors)
 
 

@@ -1,50 +1,25 @@
 """Checkpoints as their makers publish them: true names, dtypes and shapes, at full size or tiny.
 
 In: a model's name (the recipes' `model`). Out: its config.json and {tensor name: (dtype, shape)},
-and on request the
-files: holes instead of weights at full size, small finite numbers at tiny size.
+and on request the files: holes instead of weights at full size, small finite numbers at tiny size.
 
-The names come from published indexes and from transformers' save_pretrained, never from keepmtp's
-own tables: these files are what those tables are tested against. The configs of the oldest families
-are in releases.yaml. A new family has its own in tests/helpers/layouts/.
+What a maker publishes of a family is a file in tests/helpers/layouts/.
 """
 
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import layouts
 import numpy as np
-import yaml
-from tensors import (
-    Config,
-    Form,
-    Published,
-    Tensors,
-    embeddings,
-    experts,
-    gated_mlp,
-    gqa,
-    linear,
-    mla,
-    norms,
-    num_bytes,
-    table,
-    under,
-    vectors,
-)
+from keepmtp.recipes.schemes import num_bytes
+from layouts import MODELS, TABLES, TINY
+from tensors import Config, Tensors, build
 
 SHARD_BYTES = 5_000_000_000
 
-_RAW = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-MODELS: dict[str, Config] = layouts.MODELS | _RAW["models"]
-TINY: dict[str, Config] = layouts.TINY | _RAW["tiny"]
-PUBLISHED = layouts.PUBLISHED | {
-    model: Published(**known) for model, known in _RAW["published"].items()
-}
 SPLIT: Config = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4,
                  "linear_num_value_heads": 8, "num_heads": 4}  # fmt: skip
 
@@ -69,7 +44,7 @@ def source_layout(
         }
         _update(config, nested | _known(config, SPLIT))
     _update(config, changes or {})
-    return config, FAMILIES[config["model_type"]](config)
+    return config, build(config["model_type"], config, TABLES[config["model_type"]])
 
 
 def thin_layout(model: str) -> tuple[Config, Tensors]:
@@ -117,7 +92,7 @@ def write_checkpoint(
             else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         )
         weight_map |= dict.fromkeys(names, file)
-        _write_shard(
+        write_shard(
             folder / file,
             {name: tensors[name] for name in names},
             rng if data == "random" else None,
@@ -128,233 +103,15 @@ def write_checkpoint(
     return folder
 
 
-# --- Families -------------------------------------------------------------------------------------
-
-
-def deepseek_line(config: Config) -> Tensors:
-    """DeepSeek-V3, -V3.2, GLM-4.5 to 4.7, GLM-4.7-Flash and GLM-5: the MTP layer continues the
-    decoder layers.
+def target_of(assistant: Config) -> tuple[Config, Tensors]:
+    """config.json and tensors of a language model, text only and two layers deep, that one of Gemma
+    4's assistants can draft for.
     """
-    hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
-    form: Form = "fp8_scale_inv" if "quantization_config" in config else "bf16"
-    is_gqa = config["model_type"] == "glm4_moe"
-    attention = (
-        gqa(config, bias=config["attention_bias"], qk_norm=config["use_qk_norm"])
-        if is_gqa
-        else mla(config, form)
-    )
-    inner = config["moe_intermediate_size"]
-    routed = (
-        linear("gate", config["n_routed_experts"], hidden)
-        | vectors(["gate.e_score_correction_bias"], config["n_routed_experts"], "F32")
-        | experts("experts", config["n_routed_experts"], hidden, inner, form)
-        | gated_mlp("shared_experts", hidden, inner * config["n_shared_experts"], form)
-    )
-    block = attention | norms("input_layernorm post_attention_layernorm", hidden)
-    sparse = block | under("mlp.", routed)
-    dense = block | gated_mlp("mlp", hidden, config["intermediate_size"], form)
-    tensors = embeddings(config)
-    for layer in range(num_layers):
-        tensors |= under(
-            f"model.layers.{layer}.", dense if layer < config["first_k_dense_replace"] else sparse
-        )
-    mtp = (
-        sparse
-        | linear("eh_proj", hidden, 2 * hidden)
-        | norms("enorm hnorm shared_head.norm", hidden)
-    )
-    # GLM-5 (zai-org/GLM-5: 791 tensors in layer 78) is the one that publishes no copies.
-    if config["model_type"] != "glm_moe_dsa":
-        mtp |= linear("embed_tokens", config["vocab_size"], hidden)
-        mtp |= linear("shared_head.head", config["vocab_size"], hidden)
-    for index in range(config["num_nextn_predict_layers"]):
-        tensors |= under(f"model.layers.{num_layers + index}.", mtp)
-    return tensors
-
-
-def deepseek_v4(config: Config) -> Tensors:
-    """DeepSeek-V4: FP8 with ue8m0 scales, MXFP4 experts, compressors on most layers, MTP as `mtp.0`
-    without copies.
-    """
-    hidden, hc, hash_layers = config["hidden_size"], config["hc_mult"], config["num_hash_layers"]
-    head_state = _hyper_connections("head", hc, hc, hidden, scales=1)
-    tensors = embeddings(config, "embed", "head", "norm") | head_state
-    for layer in range(config["num_hidden_layers"]):
-        ratio = config["compress_ratios"][layer]
-        tensors |= under(
-            f"layers.{layer}.", _v4_block(config, ratio, is_hashed=layer < hash_layers)
-        )
-    mtp = _v4_block(config, 0, is_hashed=False) | norms("enorm hnorm norm", hidden) | head_state
-    mtp |= linear("e_proj", hidden, hidden, "fp8_scale") | linear(
-        "h_proj", hidden, hidden, "fp8_scale"
-    )
-    for index in range(config["num_nextn_predict_layers"]):
-        tensors |= under(f"mtp.{index}.", mtp)
-    return tensors
-
-
-def _v4_block(config: Config, ratio: int, *, is_hashed: bool) -> Tensors:
-    hidden, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
-    q_rank, groups, o_rank = config["q_lora_rank"], config["o_groups"], config["o_lora_rank"]
-    num_experts, inner, hc = (
-        config["n_routed_experts"],
-        config["moe_intermediate_size"],
-        config["hc_mult"],
-    )
-    attention = (
-        vectors(["attn_sink"], heads, "F32") | norms("q_norm", q_rank) | norms("kv_norm", head)
-        | linear("wq_a", q_rank, hidden, "fp8_scale") | linear("wq_b", heads * head, q_rank, "fp8_scale")
-        | linear("wkv", head, hidden, "fp8_scale")
-        | linear("wo_a", groups * o_rank, heads * head // groups, "fp8_scale")
-        | linear("wo_b", hidden, groups * o_rank, "fp8_scale")
-    )  # fmt: skip
-    if ratio:
-        attention |= under("compressor.", _compressor(ratio, head, hidden))
-    if ratio == 4:
-        index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
-        attention |= under("indexer.", (
-            linear("wq_b", index_heads * index_dim, q_rank, "fp8_scale") | linear("weights_proj", index_heads, hidden)
-            | under("compressor.", _compressor(ratio, index_dim, hidden))
-        ))  # fmt: skip
-    ffn = linear("gate", num_experts, hidden)
-    if is_hashed:
-        ffn["gate.tid2eid"] = ("I64", (config["vocab_size"], config["num_experts_per_tok"]))
-    else:
-        ffn |= vectors(["gate.bias"], num_experts, "F32")
-    ffn |= experts("experts", num_experts, hidden, inner, "mxfp4", names="w1 w3 w2")
-    ffn |= gated_mlp("shared_experts", hidden, inner, "fp8_scale", names="w1 w3 w2")
-    state = _hyper_connections("attn", hc, (2 + hc) * hc, hidden) | _hyper_connections(
-        "ffn", hc, (2 + hc) * hc, hidden
-    )
-    return (
-        under("attn.", attention) | norms("attn_norm ffn_norm", hidden) | under("ffn.", ffn) | state
-    )
-
-
-def _compressor(ratio: int, head: int, hidden: int) -> Tensors:
-    width = (2 if ratio == 4 else 1) * head  # windows overlap at ratio 4
-    return (
-        {"ape": ("F32", (ratio, width))} | norms("norm", head)
-        | linear("wkv", width, hidden) | linear("wgate", width, hidden)
-    )  # fmt: skip
-
-
-def _hyper_connections(
-    part: str, streams: int, rows: int, hidden: int, *, scales: int = 3
-) -> Tensors:
-    return {
-        f"hc_{part}_fn": ("F32", (rows, streams * hidden)),
-        f"hc_{part}_base": ("F32", (rows,)),
-        f"hc_{part}_scale": ("F32", (scales,)),
-    }
-
-
-def qwen3_next(config: Config) -> Tensors:
-    """Qwen3-Next: fused delta-net projections, one tensor an expert, MTP as `mtp.*`."""
-    return (
-        embeddings(config)
-        | _qwen_layers(
-            config, "model.layers.", table("qwen.fused_delta_net", config), _qwen_mlp(config)
-        )
-        | _qwen_mtp(config, _qwen_mlp(config))
-    )
-
-
-def qwen3_5(config: Config) -> Tensors:
-    """Qwen3.5: split delta-net projections; vision-language releases nest the text model and stack
-    its experts.
-    """
-    text = config.get("text_config", config)
-    stem = "model.language_model." if "text_config" in config else "model."
-    mlp = _qwen_mlp(text)
-    stacked = mlp
-    if "num_experts" in text:
-        count, hidden, inner = (
-            text["num_experts"],
-            text["hidden_size"],
-            text["moe_intermediate_size"],
-        )
-        stacked = {name: spec for name, spec in mlp.items() if ".experts." not in name} | {
-            "mlp.experts.gate_up_proj": ("BF16", (count, 2 * inner, hidden)),
-            "mlp.experts.down_proj": ("BF16", (count, hidden, inner)),
-        }
-    return (
-        embeddings(text, f"{stem}embed_tokens", "lm_head", f"{stem}norm")
-        | _qwen_layers(text, f"{stem}layers.", table("qwen.delta_net", text), stacked)
-        | (table("qwen.vision_tower", config["vision_config"]) if "vision_config" in config else {})
-        | _qwen_mtp(text, mlp)
-    )
-
-
-def _qwen_layers(config: Config, stem: str, delta_net: Tensors, mlp: Tensors) -> Tensors:
-    tensors: Tensors = {}
-    layer_norms = norms("input_layernorm post_attention_layernorm", config["hidden_size"])
-    for layer in range(config["num_hidden_layers"]):
-        is_full = (layer + 1) % config["full_attention_interval"] == 0
-        mixer = gqa(config, qk_norm=True, gated=True) if is_full else delta_net
-        tensors |= under(f"{stem}{layer}.", mixer | mlp | layer_norms)
-    return tensors
-
-
-def _qwen_mtp(config: Config, mlp: Tensors) -> Tensors:
-    hidden = config["hidden_size"]
-    block = (
-        gqa(config, qk_norm=True, gated=True)
-        | mlp
-        | norms("input_layernorm post_attention_layernorm", hidden)
-    )
-    tensors = linear("fc", hidden, 2 * hidden) | norms(
-        "norm pre_fc_norm_embedding pre_fc_norm_hidden", hidden
-    )
-    for index in range(config.get("mtp_num_hidden_layers", 1)):
-        tensors |= under(f"layers.{index}.", block)
-    return under("mtp.", tensors)
-
-
-def _qwen_mlp(config: Config) -> Tensors:
-    hidden = config["hidden_size"]
-    if "num_experts" not in config:
-        return gated_mlp("mlp", hidden, config["intermediate_size"])
-    return under("mlp.", (
-        linear("gate", config["num_experts"], hidden)
-        | experts("experts", config["num_experts"], hidden, config["moe_intermediate_size"])
-        | gated_mlp("shared_expert", hidden, config["shared_expert_intermediate_size"])
-        | linear("shared_expert_gate", 1, hidden)
-    ))  # fmt: skip
-
-
-def mimo(config: Config) -> Tensors:
-    """MiMo-7B: dense, MTP as `model.mtp_layers.0`, without copies of embedding and head."""
-    hidden = config["hidden_size"]
-    block = (
-        gqa(config, bias=True) | gated_mlp("mlp", hidden, config["intermediate_size"])
-        | norms("input_layernorm post_attention_layernorm", hidden)
-    )  # fmt: skip
-    mtp = block | linear("input_proj", hidden, 2 * hidden)
-    mtp |= norms("token_layernorm hidden_layernorm final_layernorm", hidden)
-    tensors = embeddings(config)
-    for layer in range(config["num_hidden_layers"]):
-        tensors |= under(f"model.layers.{layer}.", block)
-    for index in range(config["num_nextn_predict_layers"]):
-        tensors |= under(f"model.mtp_layers.{index}.", mtp)
-    return tensors
-
-
-FAMILIES: dict[str, Callable[[Config], Tensors]] = layouts.LAYOUTS | {
-    "deepseek_v3": deepseek_line,
-    "deepseek_v32": deepseek_line,
-    "deepseek_v4": deepseek_v4,
-    "glm4_moe": deepseek_line,
-    "glm4_moe_lite": deepseek_line,
-    "glm_moe_dsa": deepseek_line,
-    "mimo": mimo,
-    "qwen3_5": qwen3_5,
-    "qwen3_5_moe": qwen3_5,
-    "qwen3_5_text": qwen3_5,
-    "qwen3_next": qwen3_next,
-}
-
-# --- Files ----------------------------------------------------------------------------------------
+    config = assistant["text_config"] | {
+        "architectures": ["Gemma4ForCausalLM"], "hidden_size": assistant["backbone_hidden_size"],
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
+    }  # fmt: skip
+    return config, build("gemma4_text", config, TABLES["gemma4_assistant"])
 
 
 def _update(config: Config, changes: Mapping[str, Any]) -> None:
@@ -383,7 +140,8 @@ def _cut(tensors: Mapping[str, tuple[str, tuple[int, ...]]], shard_bytes: int) -
     return shards
 
 
-def _write_shard(path: Path, tensors: Tensors, rng: np.random.Generator | None) -> None:
+def write_shard(path: Path, tensors: Tensors, rng: np.random.Generator | None = None) -> None:
+    """Write a safetensors file: with holes, or with numbers where there is an `rng`."""
     header, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + num_bytes(dtype, shape)

@@ -1,31 +1,23 @@
-"""Pieces that layouts are put together from: name -> (dtype, shape), as safetensors headers have
-it.
+"""The tensors of a layout: name -> (dtype, shape), as safetensors headers have it.
 
-In: sizes from a config.json. Out: `Tensors`. Used by tests/helpers/releases.py and the families in
-tests/helpers/layouts/.
+In: sizes from a config.json, and tables of tests/helpers/layouts/. Out: `Tensors`.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
-import yaml
+from keepmtp.recipes.schemes import DTYPE_BITS
 
 Config = dict[str, Any]
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
-FP8_128 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
+Tables = Mapping[str, Mapping[str, str | list[str]]]
+_COUNTED = re.compile(r"\{(.+?)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,163 +47,64 @@ class Published:
     unsaved: bool = False
 
 
-def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of one tensor on disk."""
-    return ITEM_BYTES[dtype] * math.prod(shape)
+def build(name: str, config: Config, tables: Tables) -> Tensors:
+    """The tensors of the table `name`, in its order.
 
-
-@cache
-def _tables() -> Mapping[str, Mapping[str, str]]:
-    """The tables of the layouts' YAML files by "<file>.<name>"."""
-    files = (Path(__file__).parent / "layouts").glob("*.yaml")
-    read = {path.stem: yaml.safe_load(path.read_text()).get("tables", {}) for path in files}
-    return {f"{stem}.{name}": rows for stem in read for name, rows in read[stem].items()}
-
-
-def _counted(row: tuple[str, str]) -> str:
-    return "".join(re.findall(r"\{(\w+)\}", row[0]))
-
-
-def table(name: str, config: Config, **more: int) -> Tensors:
-    """The tensors of a table: names on disk -> dtype, and the shape in words of the config.
-
-    `{key}` in a name counts from 0 to the key's value; rows with one key next to each other are
-    counted together.
+    A row is `paths: spec`, or a list of specs; there is a space between two paths, and `.` is the
+    place of the table itself. A spec is a dtype and the sides of a shape, in words of the config,
+    or another table and up to three sizes for it, which it calls n, k and m. ` of <key>` behind it
+    reads the sizes from that part of the config, ` if <condition>` leaves the spec out where it
+    does not hold. `{count}` in a path counts from 0, `{first:count}` from there; conditions and
+    sizes know the number as `layer`. Rows with one count next to each other are counted together.
     """
-    words = dict(config) | more
-    for key, value in config.items():
-        if isinstance(value, dict):
-            words[key] = SimpleNamespace(**value)
-    tensors: Tensors = {}
-    for counted, rows in groupby(_tables()[name].items(), _counted):
-        found: Tensors = {}
-        for path, spec in rows:
-            dtype, *shape = spec.split()
-            found[path] = (dtype, tuple(eval(side, {}, words) for side in shape))
-        for number in range(words.get(counted, 1)):
-            for path, spec in found.items():
-                tensors[path.replace(f"{{{counted}}}", str(number))] = spec
-    return tensors
+
+    @cache
+    def words_of(key: str) -> Config:
+        given = config[key] if key else config
+        nested = {word: SimpleNamespace(**v) for word, v in given.items() if isinstance(v, dict)}
+        return given | nested | {"config": given, "top": config}
+
+    @cache
+    def block(name: str, key: str, sizes: tuple[int, ...]) -> Tensors:
+        words = words_of(key) | dict(zip("nkm", sizes, strict=False))
+        rows = [
+            (path, spec)
+            for paths, specs in tables[name].items()
+            for path in paths.split()
+            for spec in ([specs] if isinstance(specs, str) else specs)
+        ]
+        tensors: Tensors = {}
+        for counted, found in groupby(rows, lambda row: "".join(_COUNTED.findall(row[0]))):
+            together = list(found)
+            first, count = (eval(side, {}, words) for side in f"0:{counted or 1}".split(":")[-2:])
+            for number in range(first, first + count):
+                known = {"layer": number, "primes_from": primes_from}
+                for path, spec in together:
+                    what, _, condition = spec.partition(" if ")
+                    if condition and not eval(condition, known, words):
+                        continue
+                    what, _, other = what.partition(" of ")
+                    there = words_of(other) if other else words
+                    word, *sides = what.split()
+                    shape = tuple(eval(side, known, there) for side in sides)
+                    stem = _COUNTED.sub(str(number), path)
+                    if word in DTYPE_BITS:
+                        tensors[stem] = (word, shape)
+                        continue
+                    prefix = f"{stem}.".lstrip(".")
+                    inner = block(word, other or key, shape)
+                    tensors |= {prefix + name: stored for name, stored in inner.items()}
+        return tensors
+
+    return dict(block(name, "", ()))
 
 
-Form = Literal["bf16", "fp8_scale_inv", "fp8_scale", "mxfp4"]
-
-
-def linear(name: str, n: int, k: int, form: Form = "bf16", *, bias: bool = False) -> Tensors:
-    """One nn.Linear [n, k] in the form its release stores: plain, DeepSeek-V3's FP8, DeepSeek-V4's
-    FP8 or MXFP4.
-    """
-    blocks = (math.ceil(n / 128), math.ceil(k / 128))
-    stored: Tensors = {
-        "bf16": {"weight": ("BF16", (n, k))},
-        "fp8_scale_inv": {"weight": ("F8_E4M3", (n, k)), "weight_scale_inv": ("F32", blocks)},
-        "fp8_scale": {"weight": ("F8_E4M3", (n, k)), "scale": ("F8_E8M0", blocks)},
-        "mxfp4": {"weight": ("I8", (n, k // 2)), "scale": ("F8_E8M0", (n, k // 32))},
-    }[form]
-    return under(f"{name}.", stored | ({"bias": ("BF16", (n,))} if bias else {}))
-
-
-def vectors(names: Iterable[str], size: int, dtype: str = "BF16") -> Tensors:
-    """Norm weights and other 1-D tensors of one length; `names` are whole, with their `.weight`."""
-    return dict.fromkeys(names, (dtype, (size,)))
-
-
-def norms(names: str, size: int) -> Tensors:
-    """`<name>.weight` [size] for every name in a space-separated list."""
-    return vectors((f"{name}.weight" for name in names.split()), size)
-
-
-def under(prefix: str, tensors: Tensors) -> Tensors:
-    """The same tensors with `prefix` before their names."""
-    return {prefix + name: spec for name, spec in tensors.items()}
-
-
-def gated_mlp(
-    name: str,
-    hidden: int,
-    inner: int,
-    form: Form = "bf16",
-    names: str = "gate_proj up_proj down_proj",
-) -> Tensors:
-    """The three linears of a gated MLP; `names` in the order gate, up, down."""
-    gate, up, down = (f"{name}.{each}" for each in names.split())
-    return (
-        linear(gate, inner, hidden, form)
-        | linear(up, inner, hidden, form)
-        | linear(down, hidden, inner, form)
-    )
-
-
-def experts(
-    name: str, count: int, hidden: int, inner: int, form: Form = "bf16", **more: str
-) -> Tensors:
-    """`count` gated MLPs as `<name>.<e>.*`."""
-    return {
-        k: v
-        for e in range(count)
-        for k, v in gated_mlp(f"{name}.{e}", hidden, inner, form, **more).items()
-    }
-
-
-def embeddings(
-    config: Config,
-    embed: str = "model.embed_tokens",
-    head: str = "lm_head",
-    norm: str = "model.norm",
-) -> Tensors:
-    """What stands outside the layers of nearly every model."""
-    vocab, hidden = config["vocab_size"], config["hidden_size"]
-    return linear(embed, vocab, hidden) | linear(head, vocab, hidden) | norms(norm, hidden)
-
-
-def gqa(
-    config: Config, *, bias: bool = False, qk_norm: bool = False, gated: bool = False
-) -> Tensors:
-    """Grouped-query attention; `gated` doubles q_proj for the output gate (Qwen3-Next and
-    later).
-    """
-    hidden, head = config["hidden_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    return under(
-        "self_attn.",
-        (
-            linear("q_proj", q * (2 if gated else 1), hidden, bias=bias)
-            | linear("k_proj", kv, hidden, bias=bias)
-            | linear("v_proj", kv, hidden, bias=bias)
-            | linear("o_proj", hidden, q)
-            | (norms("q_norm k_norm", head) if qk_norm else {})
-        ),
-    )
-
-
-def mla(config: Config, form: Form) -> Tensors:
-    """Multi-head latent attention, with the sparse-attention indexer where the config has one."""
-    hidden, heads, rope = (
-        config["hidden_size"],
-        config["num_attention_heads"],
-        config["qk_rope_head_dim"],
-    )
-    nope, value, q_rank, kv_rank = (
-        config[key] for key in ("qk_nope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")
-    )
-    attention = (
-        linear("q_a_proj", q_rank, hidden, form)
-        | norms("q_a_layernorm", q_rank)
-        | linear("q_b_proj", heads * (nope + rope), q_rank, form)
-        | linear("kv_a_proj_with_mqa", kv_rank + rope, hidden, form)
-        | norms("kv_a_layernorm", kv_rank)
-        | linear("kv_b_proj", heads * (nope + value), kv_rank, form)
-        | linear("o_proj", hidden, heads * value, form)
-    )
-    if "index_n_heads" in config:
-        index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
-        attention |= under(
-            "indexer.",
-            (
-                linear("wq_b", index_heads * index_dim, q_rank, form)
-                | linear("wk", index_dim, hidden, form)
-                | linear("weights_proj", index_heads, hidden)
-                | vectors(["k_norm.weight", "k_norm.bias"], index_dim)
-            ),
-        )
-    return under("self_attn.", attention)
+def primes_from(start: int, count: int) -> list[int]:
+    """The first `count` primes that are not below `start`."""
+    primes: list[int] = []
+    number = start
+    while len(primes) < count:
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+            primes.append(number)
+        number += 1
+    return primes

@@ -17,8 +17,7 @@ from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.vllm_env import find_vllm
-from layouts import gemma4_assistant
-from releases import source_layout, write_checkpoint
+from releases import source_layout, target_of, write_checkpoint
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 pytestmark = pytest.mark.vllm
@@ -188,7 +187,7 @@ def assistant(tmp_path_factory) -> tuple[Path, Path]:
     """Gemma 4: a target, and a draft with a checkpoint of its own."""
     folder = tmp_path_factory.mktemp("gemma")
     config, tensors = source_layout("gemma-4-26b-assistant", size="tiny")
-    target = write_checkpoint(folder / "target", *gemma4_assistant.target(config))
+    target = write_checkpoint(folder / "target", *target_of(config))
     return target, write_checkpoint(folder / "assistant", config, tensors)
 
 

@@ -1,28 +1,26 @@
-"""Layouts of released checkpoints, two files a family; new ones are found by themselves.
+"""Layouts of released checkpoints, a file a family; new ones are found by themselves.
 
 `<model_type>.yaml` has `models` (name -> config.json as published), `tiny` (model_type -> the sizes
-that make it tiny), `published` (name -> what else is known, `Published`) and `tables` of blocks
-(`tensors.table`). `<model_type>.py` has
-`LAYOUTS` (model_type -> function from config to tensors). Names come from published indexes or from
-transformers' save_pretrained, never from keepmtp's tables or vLLM's parameters.
+that make it tiny), `published` (name -> what else is known, `Published`) and `tables`
+(`tensors.build`), of which those with a model_type for a name are its tensors. common.yaml has
+tables that all may use. Names come from published indexes or from transformers' save_pretrained,
+never from keepmtp's tables or vLLM's parameters.
 """
 
-import importlib
-from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from tensors import Config, Published, Tensors
+from tensors import Config, Published, Tables
 
 MODELS: dict[str, Config] = {}
 TINY: dict[str, Config] = {}
-LAYOUTS: dict[str, Callable[[Config], Tensors]] = {}
+TABLES: dict[str, Tables] = {}
 PUBLISHED: dict[str, Published] = {}
 
+COMMON: Tables = yaml.safe_load(Path(__file__).with_name("common.yaml").read_text())["tables"]
 for _path in sorted(Path(__file__).parent.glob("*.yaml")):
     _raw = yaml.safe_load(_path.read_text())
     MODELS |= _raw["models"]
     TINY |= _raw["tiny"]
+    TABLES |= dict.fromkeys(_raw["tiny"], COMMON | _raw["tables"])
     PUBLISHED |= {model: Published(**known) for model, known in _raw["published"].items()}
-    if _raw["models"]:
-        LAYOUTS |= importlib.import_module(f"{__name__}.{_path.stem}").LAYOUTS
