@@ -1,11 +1,14 @@
-"""Recipes: what is refused and how, what a command line can ask for, and that every shipped one
-fits its model.
+"""Recipes: what is refused and how, what a command line can ask for, what a variant of a model file
+expands to, and that every shipped one fits its model.
 """
 
+import copy
 import importlib.util
 import json
+import operator
 import sys
 import zlib
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,10 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import (
     data_free_alternative,
     find_recipe,
-    read_recipe,
+    read_file,
     shipped_recipes,
 )
-from keepmtp.recipes.model_file import calibrations
+from keepmtp.recipes.model_file import BLOCKS, calibrations, model_files
 from keepmtp.recipes.schema import (
     DEFAULT_AUTO,
     BackboneAuto,
@@ -31,22 +34,42 @@ from keepmtp.recipes.schema import (
     candidates_for,
 )
 from keepmtp.recipes.schemes import REWRITES, SCHEMES
+from printed import printed
 
+HERE = Path(__file__).parent
 CALIBRATED = find_recipe("glm-4.7.nvfp4-fp8")[0]
 SHIPPED = [recipe.name for recipe in shipped_recipes()]
+CASES = yaml.safe_load((HERE / "cases.yaml").read_text())
+MINE = yaml.safe_load((HERE / "mine.yaml").read_text())
 
 
-def refusal(tmp_path: Path, *, drop: str = "", **changes) -> str:
-    """What reading a good recipe with these changes says; without the file's path, which is checked
-    to lead.
-    """
-    raw = CALIBRATED.model_dump(mode="json") | changes
-    raw.pop(drop, None)
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(raw))
-    with pytest.raises(RecipeError) as caught:
-        read_recipe(path)
-    return message_of(caught, f"{path}: ")
+def edited(raw: dict, edits: dict) -> dict:
+    """A copy with other values at dotted paths; `(dropped)` takes a key out."""
+    raw = copy.deepcopy(raw)
+    for path, value in edits.items():
+        *outer, last = path.split(".")
+        holder = reduce(operator.getitem, outer, raw)
+        holder[last] = copy.deepcopy(value)
+        if value == "(dropped)":
+            del holder[last]
+    return raw
+
+
+def good(name: str) -> dict:
+    """The recipe that cases.yaml names so: a file, a recipe that ships, or one with that word."""
+    if name == "mine.yaml":
+        return MINE
+    return edited(CALIBRATED.model_dump(mode="json"), CASES["with"].get(name, {}))
+
+
+def flat(name: str, edits: dict) -> Recipe:
+    return Recipe.model_validate(edited(good(name), edits))
+
+
+def written(folder: Path, raw: dict) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(raw, sort_keys=False))
+    return str(path)
 
 
 def message_of(caught: pytest.ExceptionInfo, start: str = "") -> str:
@@ -59,102 +82,18 @@ def message_of(caught: pytest.ExceptionInfo, start: str = "") -> str:
     return message.removeprefix(start)
 
 
-CALIBRATION = CALIBRATED.calibration.model_dump()
-BACKBONE_OF = CALIBRATED.backbone
-AUTO = {
-    "mtp": "auto",
-    "mtp_auto": {"min_acceptance": 0.97, "candidates": ["bf16", "NVFP4", {"experts": "W4A16"}]},
-}
-SETTINGS = {
-    "mtp": "NVFP4",
-    "steps": 100,
-    "batch_size": 4,
-    "learning_rate": 1e-4,
-    "seed": 0,
-    "loss": "lk_hybrid",
-    "draft_steps": 3,
-    "decay": 0.6,
-}
-TUNED = {"mtp": "tuned", "mtp_tuned": SETTINGS}
-
-
-def calibrated(**changes: object) -> dict:
-    return {"calibration": CALIBRATION | changes}
-
-
-def auto(**changes: object) -> dict:
-    return AUTO | {"mtp_auto": AUTO["mtp_auto"] | changes}
-
-
-def tuned(**changes: object) -> dict:
-    return TUNED | {"mtp_tuned": SETTINGS | changes}
-
-
-def with_knobs(algorithm: str, **knobs: object) -> dict:
-    changes = calibrated(algorithm=algorithm, **knobs)
-    return changes | {"backbone": BACKBONE_OF | {"experts": "W4A16"}}
-
-
-GROUPS = "must be one of the module groups attention, linear_attention, dense_mlp"
-REFUSED = [
-    ({"calibraton": None}, "calibraton is not a key of a recipe; got None. Did you mean calibr"),
-    (calibrated(sample=3), "calibration.sample is not a key of a recipe; got 3. Did you mean sam"),
-    ({"backbone": BACKBONE_OF | {"expert": "bf16"}}, f"backbone.expert: {GROUPS}"),
-    ({"mtp": {"atention": "bf16"}}, "got 'atention'. Did you mean attention?"),
-    ({"calibration": None}, "calibration must be given for NVFP4; got null. Name a dataset, or"),
-    (
-        {"backbone": BACKBONE_OF | {"experts": "NVFP4A16"}},
-        "calibration must be null where no scheme needs it; got a dataset",
-    ),
-    (
-        calibrated(algorithm="awq"),
-        "calibration.algorithm awq rewrites weights of NVFP4A16, W4A16, W4A16_ASYM, W4A16_G32, "
-        "W8A16 only; got FP8_DYNAMIC",
-    ),
-    (calibrated(backend="modelopt", algorithm="gptq"), "calibration: gptq is llm-compressor's;"),
-    (calibrated(algorithm="mse"), "calibration: mse is modelopt's; got backend: llmcompressor."),
-    (calibrated(column=""), "calibration.column: "),
-    (with_knobs("awq", gptq={}), "gptq must come with algorithm: gptq; got algorithm: awq."),
-    (with_knobs("gptq", gptq={"actorder": "group"}), "calibration.gptq.actorder: "),
-    (with_knobs("gptq", gptq={"block_size": 0}), "calibration.gptq.block_size: "),
-    (with_knobs("gptq", gptq={"dampening": 0.1}), "got 0.1. Did you mean dampening_frac?"),
-    (with_knobs("autoround", autoround={"lr": 0}), "calibration.autoround.lr: "),
-    (with_knobs("awq", awq={"n_grid": 2}), "n_grid must be at least 3 where duo_scaling is true;"),
-    (
-        with_knobs("awq", awq={"n_grid": 1, "duo_scaling": False}),
-        "at least 2 where duo_scaling is false; got 1. Raise it.",
-    ),
-    (AUTO | {"mtp_auto": None}, "mtp_auto must be given where mtp is auto; got nothing."),
-    (AUTO | {"mtp": "bf16"}, "mtp_auto must be left out where mtp is not auto; got mtp: bf16."),
-    (AUTO | {"calibration": None}, "calibration must be given for mtp: auto; got null."),
-    (
-        AUTO | {"backbone": BACKBONE_OF | {"experts": "auto"}},
-        "mtp_auto must be left out where backbone is auto",
-    ),
-    ({"mtp": {"experts": "auto"}}, "mtp.experts: must be one of source, bf16, "),
-    (auto(candidates=["auto"]), "must be one of source, bf16, "),
-    (auto(candidates=[]), "mtp_auto.candidates: "),
-    (auto(candidates=["bf16", "bf16"]), "candidates must differ; got 'bf16' twice."),
-    (auto(min_acceptance=97), "mtp_auto.min_acceptance: "),
-    (auto(candidate=[]), "mtp_auto.candidate is not a key of a recipe; got []. Did you mean can"),
-    (TUNED | {"mtp_tuned": None}, "mtp_tuned must be given where mtp is tuned; got nothing."),
-    (TUNED | {"mtp": "bf16"}, "mtp_tuned must be left out where mtp is not tuned; got mtp: bf16."),
-    (tuned(mtp="source"), "a tuned block is written anew; got mtp: source. Use bf16"),
-    (tuned(mtp="tuned"), "mtp_tuned.mtp: must be one of source, bf16, "),
-    (tuned(draft_steps=4), "mtp_tuned.draft_steps: "),
-]
-
-
-@pytest.mark.parametrize(("changes", "says"), REFUSED)
-def test_what_is_refused(tmp_path, changes, says):
-    assert says in refusal(tmp_path, **changes)
-
-
-@pytest.mark.parametrize(
-    "key", [key for key, field in Recipe.model_fields.items() if field.is_required()]
-)
-def test_missing_key(tmp_path, key):
-    assert refusal(tmp_path, drop=key).startswith(f"{key} must be given; got nothing.")
+def test_what_is_refused(tmp_path):
+    """Its form is that of every refusal, and its path leads."""
+    required = [key for key, field in Recipe.model_fields.items() if field.is_required()]
+    missing = {"glm-4.7.nvfp4-fp8": [{key: "(dropped)"} for key in required]}
+    said = []
+    for name, cases in CASES["refused"].items():
+        for edits in cases + missing.get(name, []):
+            path = written(tmp_path, edited(good(name), edits))
+            with pytest.raises(RecipeError) as caught:
+                find_recipe(path)
+            said.append(f"{name} {json.dumps(edits)}\n  {message_of(caught, f'{path}: ')}\n")
+    printed("refused_recipes.txt", "".join(said))
 
 
 def test_only_what_changes_no_number_has_a_default():
@@ -167,55 +106,12 @@ def test_only_what_changes_no_number_has_a_default():
     of that.
     """
 
-    def optional(kind) -> set[str]:
-        return {key for key, field in kind.model_fields.items() if not field.is_required()}
-
-    assert optional(Recipe) == {
-        "budget",
-        "backbone_auto",
-        "overrides",
-        "keep",
-        "mtp_auto",
-        "mtp_tuned",
-        "mtp_source",
-        "format",
-        "kv_cache",
-        "search",
-        "evaluation",
-        "gates",
+    found = {
+        kind.__name__: {key for key, field in kind.model_fields.items() if not field.is_required()}
+        for kind in (Recipe, MtpTuned, Calibration, MtpAuto, BackboneAuto)
     }
-    assert optional(MtpTuned) == {"frozen"}
-    assert optional(Calibration) == {
-        "subset",
-        "prompt_column",
-        "chat",
-        "also",
-        "held_out_by",
-        "model_code",
-        "backend",
-        "gptq",
-        "awq",
-        "autoround",
-    }
-    assert not optional(MtpAuto)
-    assert optional(BackboneAuto) == {"draft_weight", "min_acceptance", "tokens"}
+    assert found == {kind: set(keys) for kind, keys in CASES["optional"].items()}
     assert CALIBRATED.calibration.model_code == "transformers"
-
-
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [("FP8_BLOK", "FP8_BLOCK"), ("nvfp4", "NVFP4"), ("BF16", "bf16"), ("W4A15", "W4A16")],
-)
-def test_unknown_scheme(tmp_path, written, meant):
-    backbone = CALIBRATED.backbone | {"attention": written}
-    for where, message in (
-        ("backbone.attention", refusal(tmp_path, backbone=backbone)),
-        ("mtp", refusal(tmp_path, mtp=written)),
-        ("mtp.attention", refusal(tmp_path, mtp={"attention": written})),
-        ("overrides.0.scheme", refusal(tmp_path, overrides=[{"modules": "x", "scheme": written}])),
-    ):
-        assert message.startswith(f"{where}: must be one of source, bf16, NVFP4, ")
-        assert message.endswith(f"got {written!r}. Did you mean {meant}?")
 
 
 @pytest.mark.parametrize(
@@ -231,23 +127,18 @@ def test_unknown_scheme(tmp_path, written, meant):
 )
 def test_schemes_that_depend_on_data(algorithm, experts, expected):
     """FP8_DYNAMIC attention is in none of them: nothing of it is observed or rewritten."""
-    raw = CALIBRATED.model_dump()
-    raw["backbone"]["experts"], raw["calibration"]["algorithm"] = experts, algorithm
-    assert Recipe.model_validate(raw).calibrated_schemes() == expected
-
-
-def knobs_recipe(algorithm: str, **knobs: object) -> Recipe:
-    return Recipe.model_validate(CALIBRATED.model_dump() | with_knobs(algorithm, **knobs))
+    recipe = flat("glm", {"backbone.experts": experts, "calibration.algorithm": algorithm})
+    assert recipe.calibrated_schemes() == expected
 
 
 def test_knobs_of_an_algorithm():
-    gptq = knobs_recipe("gptq", gptq={"actorder": None, "block_size": 64})
+    gptq = flat("gptq", {"calibration.gptq": {"actorder": None, "block_size": 64}})
     knobs = gptq.calibration.knobs
     assert knobs == {"actorder": None, "dampening_frac": 0.01, "block_size": 64}
-    awq = knobs_recipe("awq", awq={"duo_scaling": "both"}).calibration
+    awq = flat("awq", {"calibration.awq": {"duo_scaling": "both"}}).calibration
     assert awq.knobs == {"n_grid": 20, "duo_scaling": "both"}
-    assert knobs_recipe("autoround").calibration.knobs["iters"] == 200, "llm-compressor compiles"
-    plain = knobs_recipe("gptq").calibration
+    assert flat("autoround", {}).calibration.knobs["iters"] == 200, "llm-compressor compiles"
+    plain = flat("gptq", {}).calibration
     assert not plain.knobs and not {"gptq", "awq"} & {*plain.model_dump()}
     written = gptq.model_dump(mode="json")["calibration"]["gptq"]
     assert written == knobs, "the record, the fingerprint and recipe.yaml have them"
@@ -262,30 +153,22 @@ def test_every_algorithm_of_a_recipe_has_its_schemes():
 
 
 def test_auto_with_its_candidates():
-    recipe = Recipe.model_validate(CALIBRATED.model_dump() | AUTO)
+    recipe = flat("auto", {})
     assert recipe.decisions() >= {"bf16", "NVFP4", "W4A16"} and "auto" not in recipe.decisions()
     chosen = recipe.resolved("FP8_DYNAMIC")
-    assert (chosen.mtp, chosen.mtp_auto, chosen.calibration) == (
-        "FP8_DYNAMIC",
-        None,
-        recipe.calibration,
-    )
+    assert (chosen.mtp, chosen.mtp_auto) == ("FP8_DYNAMIC", None)
+    assert chosen.calibration == recipe.calibration
 
 
 def test_a_choice_drops_what_it_needs_no_more():
     assert find_recipe("glm-4.7.nvfp4-fp8", scheme="W4A16")[0].calibration is None
-    recipe = Recipe.model_validate(CALIBRATED.model_dump() | TUNED)
+    recipe = flat("tuned", {})
     assert recipe.mtp_policy == "NVFP4" and "tuned" not in recipe.decisions()
     assert recipe.with_choices(scheme=None, mtp="bf16").mtp_tuned is None
 
 
 def test_auto_on_the_command_line():
-    recipe, _ = find_recipe("glm-4.7.nvfp4-fp8", mtp="auto")
-    assert (recipe.mtp, recipe.mtp_auto, recipe.name) == (
-        "auto",
-        DEFAULT_AUTO,
-        "glm-4.7.nvfp4-fp8-mtp-auto",
-    )
+    assert find_recipe("glm-4.7.nvfp4-fp8", mtp="auto")[0].mtp_auto == DEFAULT_AUTO
     own = find_recipe("tiny-glm4-moe.nvfp4-mtp-auto")[0]
     assert find_recipe(own.name, mtp="auto")[0].mtp_auto == own.mtp_auto
     assert find_recipe(own.name, mtp="bf16")[0].mtp_auto is None
@@ -304,63 +187,26 @@ def test_candidates_are_narrowed_to_what_a_block_has():
     )
 
 
-def test_a_model_name_means_its_default_recipe():
-    recipe, text = find_recipe("dsv4-flash")
-    assert (recipe.name, recipe.default) == ("dsv4-flash.nvfp4-fp8", True)
-    assert yaml.safe_load(text)["variant"] == "nvfp4-fp8"
-
-
-@pytest.mark.parametrize(
-    ("model", "scheme"),
-    [("glm-4.7", "w4a16-fp8"), ("glm-4.7.w4a16-fp8", None), ("glm-4.7.nvfp4-fp8", "w4a16-fp8")],
-)
-def test_ways_to_ask_for_a_variant(model, scheme):
-    assert find_recipe(model, scheme=scheme)[0].name == "glm-4.7.w4a16-fp8"
-
-
 def test_a_recipe_file_of_ones_own(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        yaml.safe_dump(CALIBRATED.model_dump(mode="json") | {"model": "mine", "variant": "new"})
-    )
-    recipe, text = find_recipe(str(path))
-    assert (recipe.name, text) == ("mine.new", path.read_text())
+    path = written(tmp_path, good("glm") | {"model": "mine", "variant": "new"})
+    recipe, text = find_recipe(path)
+    assert (recipe.name, text) == ("mine.new", Path(path).read_text())
     with pytest.raises(RecipeError, match=r"a recipe file must exist; got nowhere\.yaml"):
         find_recipe("nowhere.yaml")
 
 
-def test_scheme_on_the_command_line_replaces_every_quantized_group_and_no_other():
-    kept, changed = find_recipe("qwen3.5-397b")[0], find_recipe("qwen3.5-397b", scheme="W8A16")[0]
-    assert kept.backbone["linear_attention"] == changed.backbone["linear_attention"] == "bf16"
-    assert {word for group, word in changed.backbone.items() if group != "linear_attention"} == {
-        "W8A16"
-    }
-    assert (changed.mtp, changed.name) == (kept.mtp, "qwen3.5-397b.w8a16")
-
-
-def test_mtp_on_the_command_line():
-    recipe, _ = find_recipe("glm-4.7", mtp="FP8_DYNAMIC")
-    assert (recipe.mtp, recipe.name) == ("FP8_DYNAMIC", "glm-4.7.nvfp4a16-fp8-mtp-fp8-dynamic")
-    assert recipe.summary == (
-        "FP8_DYNAMIC attention/dense_mlp/shared_experts, NVFP4A16 experts, MTP block "
-        "FP8_DYNAMIC; no calibration"
-    )
-    with pytest.raises(RecipeError) as caught:
-        find_recipe("glm-4.7", mtp="fp8_dynamo")
-    assert message_of(caught).endswith("Did you mean FP8_DYNAMIC?")
-
-
-@pytest.mark.parametrize(
-    ("scheme", "meant"),
-    [
-        ("NVFP4A16_FP8", "glm-4.7.nvfp4a16-fp8"),
-        ("Fp8-Dynamic", "glm-4.7.fp8-dynamic"),  # a variant before a scheme
-        ("w8a16", "glm-4.7.w8a16"),
-        ("fp8-block", "glm-4.7.fp8-block"),
-    ],
-)
-def test_case_and_hyphens_do_not_count_on_the_command_line(scheme, meant):
-    assert find_recipe("glm-4.7", scheme=scheme)[0].name == meant
+def test_what_a_command_line_chooses():
+    """A model's default recipe, a variant before a scheme, in any case and with any hyphen; a
+    scheme for every quantized group and no other; and which batches come with it.
+    """
+    blocks = {name: Calibration.model_validate(block) for name, block in calibrations().items()}
+    said = []
+    for words in CASES["chosen"]:
+        recipe, _ = find_recipe(**words)
+        block = [name for name, block in blocks.items() if block == recipe.calibration]
+        found = [recipe.name, recipe.summary, recipe.backbone, {"mtp": recipe.mtp}, *block]
+        said.append("\n  ".join(map(json.dumps, (words, *found))) + "\n")
+    printed("chosen_recipes.txt", "".join(said))
 
 
 @pytest.mark.parametrize("model", ["tiny-glm4-moe", "glm-4.7", "mimo-7b", "dsv4-flash"])
@@ -371,78 +217,23 @@ def test_every_scheme_works_on_the_command_line_also_those_that_need_batches(mod
         assert scheme.needs_calibration <= (recipe.calibration is not None)
 
 
-@pytest.mark.parametrize(
-    ("model", "choices", "block"),
-    [
-        ("mimo-7b", {"scheme": "NVFP4"}, "ultrachat-256x2048"),  # the default
-        ("glm-4.7.w4a16-fp8", {"scheme": "FP8"}, "ultrachat-256x2048"),
-        (
-            "dsv4-pro.w4a16-fp8",
-            {"scheme": "FP8"},
-            "ultrachat-128x512-own-encoder",
-        ),  # that of another variant
-        ("tiny-glm4-moe", {"mtp": "auto"}, "problems-32x128"),
-        ("mimo-7b", {"scheme": "NVFP4", "calibration": "Problems_32x128"}, "problems-32x128"),
-        ("glm-4.7", {"scheme": "nvfp4-fp8", "calibration": "problems-32x128"}, "problems-32x128"),
-    ],
-)
-def test_which_calibration_a_choice_takes(model, choices, block):
-    calibration = find_recipe(model, **choices)[0].calibration
-    assert calibration == Calibration.model_validate(calibrations()[block])
-
-
-@pytest.mark.parametrize(
-    ("model", "choices", "says"),
-    [
-        ("dsv4-flsh", {}, "or a recipe file; got 'dsv4-flsh'. Did you mean dsv4-flash?"),
-        ("something-else", {}, "got 'something-else'. See `keepmtp ls`."),
-        (
-            "glm-4.7",
-            {"scheme": "nvfp5"},
-            "a variant of glm-4.7 (fp8-dynamic, nvfp4-fp8, nvfp4a16-fp8, w4a16-fp8, fp8-static, "
-            "nvfp4-mtp-auto, "
-            "w4a16-gptq) or a scheme",
-        ),
-        ("glm-4.7", {"mtp": "nothing"}, "got 'nothing'. See `keepmtp ls schemes`."),
-        (
-            "glm-4.7",
-            {"scheme": "NVFP4", "calibration": "ultrachat"},
-            "--calibration: must be one of ultrachat-256x2048",
-        ),
-        (
-            "glm-4.7",
-            {"calibration": "problems-32x128"},
-            "--calibration: must be left out where no scheme needs batches; got problems-32x128 "
-            "for "
-            "glm-4.7.nvfp4a16-fp8. Remove it.",
-        ),
-    ],
-)
-def test_command_lines_that_are_refused(model, choices, says):
-    with pytest.raises(RecipeError) as caught:
-        find_recipe(model, **choices)
-    assert says in message_of(caught)
+def test_command_lines_that_are_refused():
+    said = []
+    for words in CASES["command_lines"]:
+        with pytest.raises(RecipeError) as caught:
+            find_recipe(**words)
+        said.append(f"{json.dumps(words)}\n  {message_of(caught)}\n")
+    printed("refused_command_lines.txt", "".join(said))
 
 
 @pytest.mark.parametrize("option", ["scheme", "mtp"])
 @pytest.mark.parametrize("typo", ["fp8-dynamc", "w4a61", "NVFP-4", "FP8_BLOK", "sorce", "aut"])
 def test_every_suggestion_works(option, typo):
     """The word after "Did you mean" is taken in the same place of the same command."""
-    suggested = suggestion(model="glm-4.7", **{option: typo})
-    if suggested:
-        find_recipe("glm-4.7", **{option: suggested})
-
-
-def suggestion(**words: str) -> str:
     with pytest.raises(RecipeError) as caught:
-        find_recipe(**words)
-    return message_of(caught).partition("Did you mean ")[2].rstrip("?")
-
-
-def test_a_hub_id_names_the_recipe_of_that_release():
-    assert find_recipe("zai-org/GLM-4.7")[0].name == "glm-4.7.nvfp4a16-fp8"
-    with pytest.raises(RecipeError, match="got 'models/tiny-glm4-moe'"):
-        find_recipe("models/tiny-glm4-moe")  # a folder, not a release
+        find_recipe("glm-4.7", **{option: typo})
+    if suggested := message_of(caught).partition("Did you mean ")[2].rstrip("?"):
+        find_recipe("glm-4.7", **{option: suggested})
 
 
 def test_summaries_are_short_and_every_model_has_a_data_free_recipe():
@@ -528,73 +319,119 @@ def assert_takes_effect(plan: Plan) -> None:
     assert {"glue", "attention"} <= {tensor.role for tensor in matrices}
 
 
+# --- Model files ----------------------------------------------------------------------------------
+
+
+def test_a_variant_is_expanded_to_the_whole_recipe():
+    recipe, text = find_recipe(str(HERE / "mine.yaml"))
+    backbone = {"attention": "FP8_BLOCK", "dense_mlp": "FP8_BLOCK", "experts": "W4A16"}
+    own = {key: MINE[key] for key in ("model", "family", "source", "revision", "gates")}
+    said = {key: MINE["variants"]["plain"][key] for key in ("mtp", "calibration", "summary")}
+    assert recipe == Recipe.model_validate(
+        {"variant": "plain", "default": True, "backbone": backbone} | own | said
+    )
+    assert "rest" not in text and "variants" not in text
+
+
+def test_a_calibration_is_named_or_written_out(tmp_path):
+    named = find_recipe(str(HERE / "mine.yaml"), scheme="auto")[0].calibration
+    assert named == Calibration.model_validate(calibrations()["ultrachat-256x2048"])
+    own = edited(MINE, {"variants.auto.calibration": named.model_dump() | {"samples": 7}})
+    assert find_recipe(written(tmp_path, own), scheme="auto")[0].calibration.samples == 7
+
+
+def test_training_of_the_file_is_for_the_variants_that_train(tmp_path):
+    settings = CASES["with"]["tuned"]["mtp_tuned"]
+    edits = {"mtp_tuned": settings, "variants.tuned": MINE["variants"]["auto"] | {"mtp": "tuned"}}
+    path = written(tmp_path, edited(MINE, edits))
+    assert find_recipe(path)[0].mtp_tuned is None
+    assert find_recipe(path, scheme="tuned")[0].mtp_tuned.steps == 100
+    edits["variants.tuned.mtp_tuned"] = settings | {"steps": 5}
+    own = written(tmp_path, edited(MINE, edits))
+    assert find_recipe(own, scheme="tuned")[0].mtp_tuned.steps == 5
+    with pytest.raises(RecipeError, match="mtp_tuned must be left out where mtp is not tuned"):
+        find_recipe(written(tmp_path, MINE | {"mtp_tuned": settings}))
+
+
+def test_the_block_of_a_variant_replaces_that_of_the_file(tmp_path):
+    assert CASES["blocks"].keys() == {*BLOCKS} - {"mtp_tuned"}
+    for key, (of_the_file, of_the_variant) in CASES["blocks"].items():
+        raw = MINE | {key: of_the_file}
+        recipe = find_recipe(written(tmp_path, raw), scheme="auto")[0]
+        assert recipe == Recipe.model_validate(recipe.model_dump() | {key: of_the_file})
+        raw = edited(raw, {f"variants.auto.{key}": of_the_variant})
+        other = find_recipe(written(tmp_path, raw), scheme="auto")[0]
+        whole = Recipe.model_validate(recipe.model_dump() | {key: of_the_variant})
+        assert recipe != other == whole, "not merged"
+
+
+def test_the_text_of_a_variant_is_a_flat_recipe_that_says_the_same(tmp_path):
+    """What the checkpoint carries: every shipped recipe in full, readable again, with nothing left
+    to look up.
+    """
+    for recipe in shipped_recipes():
+        found, text = find_recipe(recipe.name)
+        path = tmp_path / f"{recipe.name}.yaml"
+        path.write_text(text)
+        again = read_file(path)
+        assert found == recipe == again.recipe(recipe.variant)
+        assert (again.text, again.default, list(again.flat)) == (
+            text,
+            recipe.variant,
+            [recipe.variant],
+        )
+        assert {"calibration", "mtp", "backbone"} <= again.flat[recipe.variant].keys()
+
+
+def test_the_flat_text_reads_like_a_file_that_a_person_wrote():
+    file = read_file(HERE / "mine.yaml")
+    printed("recipe_of_a_variant.yaml", file.recipe_text("auto"))
+
+
+def test_shipped_files_are_named_like_their_models_and_name_every_calibration():
+    raws = {path.stem: yaml.safe_load(path.read_text()) for path in model_files()}
+    assert all(raw["model"] == stem for stem, raw in raws.items())
+    named = {
+        variant["calibration"] for raw in raws.values() for variant in raw["variants"].values()
+    }
+    assert named == {None, *calibrations()}, "each block is used"
+    for block in calibrations().values():
+        Calibration.model_validate(block)
+
+
 # --- Recipes that do not fit the model they are for -----------------------------------------------
 
 
-def planned(tmp_path: Path, **changes) -> Plan:
-    raw = find_recipe("glm-4.7")[0].model_dump() | changes
+def planned(tmp_path: Path, edits: dict) -> Plan:
     source = tmp_path / "source"
     if not source.exists():
         releases.write_checkpoint(source, *releases.source_layout("glm-4.7", size="tiny"))
+    raw = edited(find_recipe("glm-4.7")[0].model_dump(mode="json"), edits)
     return make_plan(Recipe.model_validate(raw), open_source(source))
 
 
-BACKBONE = {"attention": "bf16", "dense_mlp": "bf16", "shared_experts": "bf16", "experts": "W4A16"}
-NOWHERE = r"re:model\.layers\.77\..*"
-UNFIT = [
-    (
-        {"backbone": {group: BACKBONE[group] for group in BACKBONE if group != "shared_experts"}},
-        "backbone must say what happens to shared_experts; got nothing",
-    ),
-    ({"mtp": {"experts": "bf16"}}, "mtp must say what happens to attention; got nothing"),
-    (
-        {"backbone": BACKBONE | {"linear_attention": "bf16"}},
-        "backbone group linear_attention must match a module of the model; got no match",
-    ),
-    ({"mtp": BACKBONE | {"experts": "bf16"}}, "mtp group dense_mlp must match a module"),
-    (
-        {"overrides": ({"modules": NOWHERE, "scheme": "bf16"},)},
-        f"pattern {NOWHERE!r} must match a module of the model; got no match",
-    ),
-    ({"keep": (NOWHERE,)}, f"pattern {NOWHERE!r} must match a module of the model; got no match"),
-    # As a prefix it is how other tools hit layers 10 to 19.
-    ({"overrides": ({"modules": "model.layers.1.self_attn", "scheme": "bf16"},)}, "got no match"),
-    (
-        {"overrides": ({"modules": "model.layers.1.self_attn.q_proj", "scheme": "bf16"},)},
-        "model.layers.1.self_attn.qkv_proj, so they need one scheme; got ",
-    ),
-    ({"family": "deepseek_v3"}, "family must be that of"),
-]
-
-
-@pytest.mark.parametrize(("changes", "says"), UNFIT)
-def test_a_recipe_that_does_not_fit_its_model(tmp_path, changes, says):
-    with pytest.raises(RecipeError) as caught:
-        planned(tmp_path, **changes)
-    assert says in message_of(caught, "glm-4.7.nvfp4a16-fp8")
+def test_a_recipe_that_does_not_fit_its_model(tmp_path):
+    said = []
+    for edits in CASES["unfit"]:
+        with pytest.raises(RecipeError) as caught:
+            planned(tmp_path, edits)
+        said.append(f"{json.dumps(edits)}\n  {message_of(caught, 'glm-4.7.nvfp4a16-fp8: ')}\n")
+    printed("unfit_recipes.txt", "".join(said).replace(str(tmp_path), "FOLDER"))
 
 
 def test_override_takes_effect_on_what_it_names(tmp_path):
-    overrides = ({"modules": r"re:model\.layers\.1\.mlp\.experts\..*", "scheme": "W8A16"},)
-    plan = planned(tmp_path, overrides=overrides)
+    override = {"modules": r"re:model\.layers\.1\.mlp\.experts\..*", "scheme": "W8A16"}
+    plan = planned(tmp_path, {"overrides": [override]})
     by_layer = {tensor.layer: tensor.scheme for tensor in plan.tensors if tensor.role == "experts"}
     assert by_layer == {1: "W8A16", 2: "NVFP4A16", 3: ""}
 
 
 def test_mtp_by_groups(tmp_path):
-    plan = planned(
-        tmp_path, mtp={"attention": "FP8_DYNAMIC", "shared_experts": "bf16", "experts": "NVFP4A16"}
-    )
+    policy = {"attention": "FP8_DYNAMIC", "shared_experts": "bf16", "experts": "NVFP4A16"}
+    plan = planned(tmp_path, {"mtp": policy})
     schemes = {t.role: t.scheme for t in plan.tensors if t.part == "mtp" and len(t.shape) == 2}
-    assert schemes == {
-        "attention": "FP8_DYNAMIC",
-        "shared_experts": "",
-        "experts": "NVFP4A16",
-        "router": "",
-        "glue": "",
-        "embedding": "",
-        "head": "",
-    }
+    kept = dict.fromkeys(("shared_experts", "router", "glue", "embedding", "head"), "")
+    assert schemes == policy | kept
 
 
 @pytest.mark.parametrize(
