@@ -26,26 +26,17 @@ from safetensors.torch import save_file
 
 PAGE = ROOT / "docs" / "gpu.md"
 # The words of docs/gpu.md: what a machine has, with what these install; and what is carried to it.
-HAS = (
-    "torch",
-    "scipy",
-    "transformers",
-    "accelerate",
-    "pandas",
-    "pyarrow",
-    "xxhash",
-    "requests",
-    "aiohttp",
-)
+HAS = "torch scipy transformers accelerate pandas pyarrow xxhash requests aiohttp"
+
+
+def gpu_test(folder, python, *words, **environment):
+    """`make gpu-test` with this Python, and nothing carried to it."""
+    places = (f"GPU_PYTHON={python}", f"GPU_SITE={folder}/site", f"GPU_WHEELS={folder}")
+    return make("gpu-test", *places, *words, **environment)
 
 
 def test_without_a_gpu_it_is_one_sentence(tmp_path):
-    done = make(
-        "gpu-test",
-        f"GPU_PYTHON={sys.executable}",
-        f"GPU_SITE={tmp_path}/site",
-        f"GPU_WHEELS={tmp_path}",
-    )
+    done = gpu_test(tmp_path, sys.executable)
     assert done.returncode == 2
     sentence, *rest = done.stderr.splitlines()
     assert sentence.startswith("error: gpu-test: PyTorch must see the device cuda; got PyTorch ")
@@ -54,12 +45,7 @@ def test_without_a_gpu_it_is_one_sentence(tmp_path):
 
 
 def test_a_python_without_pytorch_is_one_sentence(tmp_path):
-    words = (
-        f"GPU_PYTHON={sys.executable} -S",
-        f"GPU_SITE={tmp_path}/site",
-        f"GPU_WHEELS={tmp_path}",
-    )
-    done = make("gpu-test", *words, PYTHONPATH="")
+    done = gpu_test(tmp_path, f"{sys.executable} -S", PYTHONPATH="")
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == (
         "error: GPU_PYTHON: must have PyTorch for its GPU and what docs/gpu.md names; "
@@ -71,14 +57,9 @@ def test_a_python_without_pytorch_is_one_sentence(tmp_path):
 def test_the_same_program_runs_on_a_cpu_with_what_such_a_machine_has(tmp_path):
     page = tmp_path / "gpu.md"
     page.write_text(PAGE.read_text())
-    python = guarded(tmp_path, {*installed_with(HAS), *carried()})
-    words = (
-        f"GPU_PYTHON={python}",
-        f"GPU_SITE={tmp_path}/site",
-        f"GPU_WHEELS={tmp_path}",
-        f"PAGE={page}",
-    )
-    done = make("gpu-test", "DEVICE=cpu", "SMALL=1", *words, OMP_NUM_THREADS="1")
+    python = guarded(tmp_path, {*installed_with(HAS.split()), *carried()})
+    words = ("DEVICE=cpu", "SMALL=1", f"PAGE={page}")
+    done = gpu_test(tmp_path, python, *words, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     before, table, after = re.split(f"{gpu.BEGIN}|{gpu.END}", page.read_text())
     assert (before, after) == tuple(re.split(f"{gpu.BEGIN}|{gpu.END}", PAGE.read_text())[::2])
@@ -112,7 +93,7 @@ def test_wide_layers_are_as_wide_as_the_models(model, width, num_experts, tmp_pa
     assert plan.recipe.calibration.batch_size <= fitting
 
 
-def installed_with(names: tuple[str, ...]) -> set[str]:
+def installed_with(names: list[str]) -> set[str]:
     """These packages, and what pip installs with them."""
     found, waiting = set(), [*names]
     while waiting:

@@ -44,9 +44,9 @@ def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
     """
     command, folder = str(installed(extra) / "keepmtp"), tmp_path_factory.mktemp("elsewhere")
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    def run(words: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [command, *words],
+            [command, *words.split()],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -76,20 +76,12 @@ def test_the_wheel_holds_one_package(built):
     names = set(zipfile.ZipFile(built).namelist())
     tops = {name.split("/")[0] for name in names}
     assert tops == {"keepmtp", f"{built.name.split('-py3')[0]}.dist-info"}
-    for name in (
-        "api.py",
-        "py.typed",
-        "cli/main.py",
-        "quantize/plan/plan.py",
-        "recipes/families/glm4_moe.yaml",
-        "recipes/calibrations.yaml",
-        "recipes/models/dsv4-flash.yaml",
-        "models/problems.jsonl",
-        "models/docs.jsonl",
-        "models/docs_license.txt",
-        "models/tiny-docs/model-00002-of-00002.safetensors",
-    ):
-        assert f"keepmtp/{name}" in names
+    expected = """
+        api.py py.typed cli/main.py quantize/plan/plan.py recipes/families/glm4_moe.yaml
+        recipes/calibrations.yaml recipes/models/dsv4-flash.yaml models/problems.jsonl
+        models/docs.jsonl models/docs_license.txt models/tiny-docs/model-00002-of-00002.safetensors
+    """
+    assert {f"keepmtp/{name}" for name in expected.split()} <= names
     assert not [name for name in names if "/train/" in name or "/tests/" in name]
 
 
@@ -97,41 +89,40 @@ def test_what_needs_no_extra_needs_none(keepmtp):
     assert good(keepmtp("--version")) == f"keepmtp {__version__}\n"
     assert "quantize" in good(keepmtp("--help"))
     assert "tiny-glm4-moe" in good(keepmtp("ls"))
-    assert json.loads(good(keepmtp("doctor", "--json")))["ok"]
-    assert json.loads(good(keepmtp("plan", "tiny-glm4-moe", "--json")))["mtp_layers"] == 1
-    assert "no findings" in good(keepmtp("check", MODEL))
-    assert good(keepmtp("init", "tiny-glm4-moe", "--out", "mine.yaml")) == "mine.yaml\n"
-    planned = json.loads(good(keepmtp("plan", "mine.yaml", "--json")))
-    assert planned["recipe"]["model"] == "tiny-glm4-moe"
-    assert keepmtp("where", "tiny-glm4-moe").returncode == 2, "nothing was made yet"
-    assert "vllm serve" in good(keepmtp("serve", MODEL, "--dry-run"))
-    assert "MTP" in good(keepmtp("explain", MODEL))
-    assert "nothing to change" in good(keepmtp("fix", MODEL))
+    assert json.loads(good(keepmtp("doctor --json")))["ok"]
+    assert "no findings" in good(keepmtp(f"check {MODEL}"))
+    assert good(keepmtp("init tiny-glm4-moe --out mine.yaml")) == "mine.yaml\n"
+    planned = json.loads(good(keepmtp("plan mine.yaml --json")))
+    assert planned["recipe"]["model"] == "tiny-glm4-moe" and planned["mtp_layers"] == 1
+    assert keepmtp("where tiny-glm4-moe").returncode == 2, "nothing was made yet"
+    assert "vllm serve" in good(keepmtp(f"serve {MODEL} --dry-run"))
+    assert "MTP" in good(keepmtp(f"explain {MODEL}"))
+    assert "nothing to change" in good(keepmtp(f"fix {MODEL}"))
 
 
 # Verb of README's table of extras -> a command that comes as far as the packages that it needs.
 STARTED = {
-    "ls": ("ls", "schemes"),
-    "plan": ("plan", MODEL, "--scheme", "w4a16-fp8"),
-    "check": ("check", MODEL),
-    "explain": ("explain", MODEL),
-    "fix": ("fix", MODEL),
-    "init": ("init", MODEL, "--out", "row.yaml"),
-    "serve": ("serve", MODEL, "--dry-run"),
-    "doctor": ("doctor",),
-    "quantize": ("quantize", "tiny-glm4-moe", "--out", "row"),
-    "check --values": ("check", MODEL, "--values"),
-    "graft": ("graft", MODEL, "--from", MODEL, "--replace", "--static-only", "--out", "grafted"),
-    "convert": ("convert", MODEL, "--to", "modelopt", "--dry-run"),
-    "publish": ("publish", MODEL, "--repo", "a/b", "--dry-run"),
-    "bench": ("bench", MODEL),
-    "closeness": ("closeness", MODEL, "--source", MODEL, "--text", "notes.txt"),
-    "card": ("card", MODEL),
-    "report": ("report", "nothere"),
-    "check --html": ("check", MODEL, "--html", "row-page"),
-    "serve-check": ("serve-check", MODEL, "--source", "none"),
-    "eval": ("eval", MODEL, "--source", "none"),
-    "all": ("all", "tiny-glm4-moe", "--out", "row-all"),
+    "ls": "ls schemes",
+    "plan": f"plan {MODEL} --scheme w4a16-fp8",
+    "check": f"check {MODEL}",
+    "explain": f"explain {MODEL}",
+    "fix": f"fix {MODEL}",
+    "init": f"init {MODEL} --out row.yaml",
+    "serve": f"serve {MODEL} --dry-run",
+    "doctor": "doctor",
+    "quantize": "quantize tiny-glm4-moe --out row",
+    "check --values": f"check {MODEL} --values",
+    "graft": f"graft {MODEL} --from {MODEL} --replace --static-only --out grafted",
+    "convert": f"convert {MODEL} --to modelopt --dry-run",
+    "publish": f"publish {MODEL} --repo a/b --dry-run",
+    "bench": f"bench {MODEL}",
+    "closeness": f"closeness {MODEL} --source {MODEL} --text notes.txt",
+    "card": f"card {MODEL}",
+    "report": "report nothere",
+    "check --html": f"check {MODEL} --html row-page",
+    "serve-check": f"serve-check {MODEL} --source none",
+    "eval": f"eval {MODEL} --source none",
+    "all": "all tiny-glm4-moe --out row-all",
 }
 
 
@@ -143,10 +134,8 @@ def test_each_row_of_the_readme_installs_what_its_verbs_need(keepmtp, extra):
     assert {extra for _, extra in rows} == set(EXTRAS)
     assert {verb for verbs, _ in rows for verb in re.findall("`([^`]+)`", verbs)} == STARTED.keys()
     for verb in re.findall("`([^`]+)`", next(verbs for verbs, named in rows if named == extra)):
-        words = STARTED[verb]
-        if (verb, extra) == ("quantize", "calibrate"):
-            words = ("quantize", "tiny-glm4-moe.nvfp4")
-        done = keepmtp(*words)
+        calibrates = (verb, extra) == ("quantize", "calibrate")
+        done = keepmtp("quantize tiny-glm4-moe.nvfp4" if calibrates else STARTED[verb])
         assert done.returncode in (0, 1, 2) and "extra; got no" not in done.stderr, verb
         assert extra or not done.returncode, done.stderr
 
@@ -167,44 +156,41 @@ def test_making_a_shipped_model(keepmtp, extra):
     """With `quantize` alone, data-free recipes of models that the wheel has; with more, the default
     one; with `calibrate`, those with batches.
     """
-    assert "packing weights" in good(keepmtp("quantize", "tiny-glm4-moe", "--dry-run")) or (
-        extra not in PACKING
-    )
+    good(keepmtp("quantize tiny-glm4-moe --dry-run"))
     if extra in PACKING:
-        recipes = ["tiny-glm4-moe"]
-        if extra == "quantize":
-            recipes += ["tiny-glm4-moe.nvfp4a16-fp8", "tiny-qwen3_5.fp8-dynamic"]
-        if extra == "calibrate":
-            recipes += ["tiny-glm4-moe.nvfp4-mtp-auto", "tiny-qwen3_5.w4a16-gptq"]
-        for recipe in recipes:
-            assert "check passed" in good(keepmtp("quantize", recipe))
-        assert "no findings" in good(keepmtp("check", MADE))
+        more = {
+            "quantize": ["tiny-glm4-moe.nvfp4a16-fp8", "tiny-qwen3_5.fp8-dynamic"],
+            "calibrate": ["tiny-glm4-moe.nvfp4-mtp-auto", "tiny-qwen3_5.w4a16-gptq"],
+        }
+        for recipe in ("tiny-glm4-moe", *more.get(extra, ())):
+            assert "check passed" in good(keepmtp(f"quantize {recipe}"))
+        assert "no findings" in good(keepmtp(f"check {MADE}"))
     else:
-        refused(keepmtp("quantize", "tiny-glm4-moe"), install="quantize")
+        refused(keepmtp("quantize tiny-glm4-moe"), install="quantize")
     if extra != "calibrate":
-        refused(keepmtp("quantize", "tiny-glm4-moe.nvfp4"), install="calibrate")
+        refused(keepmtp("quantize tiny-glm4-moe.nvfp4"), install="calibrate")
 
 
 def test_the_page_of_a_check(keepmtp, extra):
-    checked = keepmtp("check", MODEL, "--html", "page")
+    checked = keepmtp(f"check {MODEL} --html page")
     if extra not in PAGES:
         refused(checked, install="report")
-        refused(keepmtp("report", "page"), install="report")
+        refused(keepmtp("report page"), install="report")
         return
     good(checked)
-    assert good(keepmtp("report", "page/report.json")) == "page/report.html\n"
+    assert good(keepmtp("report page/report.json")) == "page/report.html\n"
 
 
 def test_serving_and_scoring(keepmtp, extra):
     """Only what stops before a server: nobody has a vLLM here."""
     lacks = NO_VLLM if extra else "need scipy; got no scipy. Run uv pip install 'keepmtp[report]'"
-    assert lacks in keepmtp("serve-check", MODEL, "--source", "none").stderr
+    assert lacks in keepmtp(f"serve-check {MODEL} --source none").stderr
     if extra != "evaluate":
-        refused(keepmtp("eval", MODEL), install="evaluate")
-        refused(keepmtp("all", "tiny-glm4-moe", "--out", "all"), install="evaluate")
+        refused(keepmtp(f"eval {MODEL}"), install="evaluate")
+        refused(keepmtp("all tiny-glm4-moe --out all"), install="evaluate")
         return
-    for words in (("eval", MADE), ("all", "tiny-glm4-moe", "--out", "all")):
-        done = keepmtp(*words)
+    for words in (f"eval {MADE}", "all tiny-glm4-moe --out all"):
+        done = keepmtp(words)
         assert done.returncode == 2 and NO_VLLM in done.stderr, done.stderr
 
 
@@ -212,13 +198,13 @@ def test_what_is_judged_and_published_is_what_was_measured(keepmtp, extra):
     """The stations behind the measurements, on a checkpoint that was only checked."""
     if extra not in PACKING:
         return
-    good(keepmtp("check", MADE, "--record"))
-    assert keepmtp("gate", MADE).returncode == 3, "too little was measured"
+    good(keepmtp(f"check {MADE} --record"))
+    assert keepmtp(f"gate {MADE}").returncode == 3, "too little was measured"
     if extra not in PAGES:
-        refused(keepmtp("card", MADE), install="report")
+        refused(keepmtp(f"card {MADE}"), install="report")
         return
-    said = keepmtp("card", MADE).stderr
-    said += keepmtp("publish", MADE, "--repo", "a/b", "--dry-run").stderr
+    said = keepmtp(f"card {MADE}").stderr
+    said += keepmtp(f"publish {MADE} --repo a/b --dry-run").stderr
     assert re.search(r"; got [^.]+\. ", said)
 
 
