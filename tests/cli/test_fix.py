@@ -8,9 +8,8 @@ from inspect import signature
 from typing import NamedTuple
 
 import pytest
-from broken import BROKEN
+from broken import BROKEN, GOOD
 from checkpoint_files import write
-from good import GOOD
 from keepmtp.cli.main import VERBS, flat, main
 
 

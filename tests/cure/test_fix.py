@@ -6,9 +6,8 @@ import json
 
 import hub as loopback
 import pytest
-from broken import BROKEN
+from broken import BROKEN, GOOD
 from checkpoint_files import write
-from good import GOOD
 from keepmtp.cli.main import app
 from keepmtp.cure.proposal import in_form_of, json_diff
 from keepmtp.cure.rewritten import judge

@@ -1,9 +1,9 @@
 """One call of the command that the campaign makes: a folder, what is changed in it, and words."""
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 
 from edits import Edit
 
@@ -23,7 +23,7 @@ class Case:
         also: further faults, from the case, the folder and the exit status.
     """
 
-    kind: str
+    kind: str = ""
     base: str
     edits: tuple[Edit, ...]
     words: tuple[str, ...]
@@ -44,6 +44,6 @@ class Case:
         )
 
 
-def some(rng: random.Random, make_edit: Callable[[], Edit]) -> tuple[Edit, ...]:
+def some(rng: Random, make_edit: Callable[[], Edit]) -> tuple[Edit, ...]:
     """Mostly one edit, sometimes two or three."""
     return tuple(make_edit() for _ in range(rng.choice((1, 1, 1, 2, 3))))

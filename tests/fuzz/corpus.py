@@ -7,7 +7,6 @@ checkpoints have headers and holes.
 
 import atexit
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import benches
 import closenesses
@@ -77,7 +77,7 @@ def checkpoint_in(name: str) -> str:
     return "NAME" if name == MEASURED else "."
 
 
-def pick(rng: random.Random, *, quantized: bool = False) -> str:
+def pick(rng: Random, *, quantized: bool = False) -> str:
     """A checkpoint: one of all dialects, one of the field's broken ones, or a real one."""
     if quantized:
         return rng.choice([name for name in WHOLE if not name.startswith("released ")])

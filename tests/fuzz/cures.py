@@ -7,45 +7,30 @@ folder: no exit status of 0 with other values than the file's.
 """
 
 import json
-import random
 import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import edits
 from case import Case, some
-from edits import Edit
+from edits import ODD, Edit
 
 OTHER = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}
 INDEX = "model.safetensors.index.json"
 BASES = {f"one model, first in {dialect}": dialect for dialect in OTHER}
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
-Kind = Callable[[random.Random, str], Case]
-TARGETS = ("{beside}/secret", "{beside}/secret.json", "{beside}", "../../beside/secret")
-TARGETS += ("../../../beside/secret", "../beside/secret", "../lost/config.json", "nothing")
-TARGETS += ("/dev/zero", ".", "config.json", "hop")
-LINKS = ("original/all.safetensors", "a/b/c.safetensors", "a/b/notes.bin", "a/.hidden/x")
-LINKS += ("extra.safetensors", "all.pth", "audio_tokenizer", "audio_tokenizer/config.json")
-LINKS += ("additional_chat_templates/x.jinja", "modeling_x.py", "tokenizer.json", "LICENSE")
-LINKS += ("README.md", "generation_config.json", "hf_quant_config.json", "quantize_config.json")
-LINKS += ("keepmtp.json", "recipe.yaml", "config.json.partial", ".keepmtp", "config.json", INDEX)
+Kind = Callable[[Random], Case]
 
 
-def writing(kinds: tuple[Kind, ...]) -> Kind:
-    """Cases of other kinds, for the cures instead."""
-
-    def cured(rng: random.Random, kind: str) -> Case:
-        case = rng.choice(kinds)(rng, kind)
-        ways = ["fix {}", "graft {} --from {} --replace"]
-        ways += [f"convert {{}} --to {dialect}" for dialect in OTHER]
-        words = (*rng.choice(ways).split(), "--out", "{}.out", "--static-only")
-        return replace(case, words=words, reads_weights=False, also=kept_values)
-
-    return cured
+def written(rng: Random, kinds: tuple[Kind, ...]) -> Case:
+    """A case of other kinds, for the cures instead."""
+    words = (*rng.choice(ODD["cures"]).split(), "--out", "{}.out", "--static-only")
+    return replace(rng.choice(kinds)(rng), words=words, reads_weights=False, also=kept_values)
 
 
-def _case(rng: random.Random, kind: str, make: Callable[[random.Random, str], Edit]) -> Case:
+def _case(rng: Random, make: Callable[[Random, str], Edit]) -> Case:
     """A base, edits of a folder in it, and a verb that makes a new checkpoint of it."""
     base, dialect = rng.choice(list(BASES.items()))
     where, line = rng.choice(
@@ -60,23 +45,21 @@ def _case(rng: random.Random, kind: str, make: Callable[[random.Random, str], Ed
     )
     end = rng.choice(("--dry-run", "--dry-run --json", *["--out {}.out --static-only"] * 6))
     words, made = tuple(f"{line} {end}".split()), some(rng, lambda: make(rng, where))
-    return Case(
-        kind=kind, base=base, edits=made, words=words, reads_weights=False, also=kept_values
-    )
+    return Case(base=base, edits=made, words=words, reads_weights=False, also=kept_values)
 
 
-def links(rng: random.Random, kind: str) -> Case:
+def links_for_cures(rng: Random) -> Case:
     """A file of the checkpoint, or of its release, is a link; mostly one that leads out."""
-    return _case(rng, kind, _link)
+    return _case(rng, _link)
 
 
-def names(rng: random.Random, kind: str) -> Case:
+def names_for_cures(rng: Random) -> Case:
     """Files, shards and tensors with odd names."""
-    return _case(rng, kind, rng.choice((_odd_file, _odd_shard, _odd_tensor)))
+    return _case(rng, rng.choice((_odd_file, _odd_shard, _odd_tensor)))
 
 
-def _link(rng: random.Random, where: str) -> Edit:
-    name, target = rng.choice((*LINKS, *LINKS[:3] * 4)), rng.choice((*TARGETS, *TARGETS[:6] * 2))
+def _link(rng: Random, where: str) -> Edit:
+    name, target = _mostly(rng, ODD["links"], 3), _mostly(rng, ODD["targets"], 6)
 
     def do(folder: Path) -> None:
         path = folder / where / name
@@ -90,19 +73,21 @@ def _link(rng: random.Random, where: str) -> Edit:
     return Edit(f"{where}/{name}: is a link to {target}", do)
 
 
-def _odd_name(rng: random.Random) -> str:
-    name = rng.choice(
-        (*edits.NAMES, "-rf", "a'b\"c", "..x", "x..", "...", "$(id)", "%s{}", "\udcff")
-    )[:200]
+def _mostly(rng: Random, words: list[str], number: int) -> str:
+    """A word; the first ones come oftener."""
+    return rng.choice((*words, *words[:number] * 3))
+
+
+def _odd_name(rng: Random) -> str:
+    name = rng.choice((*edits.NAMES, *ODD["files"]))[:200]
     return (
         name.replace("/", "\u2215").replace("\x00", "0").replace("\ud800", "\udc80").strip(".")
         or "..."
     )
 
 
-def _odd_file(rng: random.Random, where: str) -> Edit:
-    ends = ("", ".json", ".py", ".safetensors", ".partial", ".jinja", "/x.safetensors", "/x/y.py")
-    name = _odd_name(rng) + rng.choice(ends)
+def _odd_file(rng: Random, where: str) -> Edit:
+    name = _odd_name(rng) + rng.choice(ODD["file_ends"])
 
     def do(folder: Path) -> None:
         path = folder / where / name
@@ -116,7 +101,7 @@ def _at(names: list[str], place: float) -> str:
     return names[int(place * len(names))]
 
 
-def _odd_shard(rng: random.Random, where: str) -> Edit:
+def _odd_shard(rng: Random, where: str) -> Edit:
     """One shard, and its lines in the index, have another name."""
     name, place = rng.choice((_odd_name(rng), "../x", "sub/x", "model", "mtp_copies")), rng.random()
 
@@ -135,7 +120,7 @@ def _odd_shard(rng: random.Random, where: str) -> Edit:
     return Edit(f"{where}: a shard called {edits.shown(name)}", do)
 
 
-def _odd_tensor(rng: random.Random, where: str) -> Edit:
+def _odd_tensor(rng: Random, where: str) -> Edit:
     """A tensor has another name, in its shard and in the index; its bytes stay."""
     new, place = (
         rng.choice((*edits.NAMES, "model.layers.0.self_attn.q_proj.k_scale", "lm_head.bias")),

@@ -9,13 +9,13 @@ by leaving edits out. So each reads the file as it is when it is applied.
 
 import json
 import os
-import random
 import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import yaml
@@ -32,54 +32,16 @@ UNEDITABLE = (
     yaml.YAMLError,
 )
 """What an edit may raise where one before it has left nothing to edit."""
-DEEP, HUGE, INFINITE = "@5000 lists in lists@", "@400 digits@", "@1e400@"
-"""Values that `json.dumps` cannot write; `text_of` puts them into the text."""
-REGEXES = (
-    "re:([a-z0-9._]+)*!",
-    "re:(a|a)*$",
-    "re:(.*.*.*.*.*.*.*.*)*x",
-    "re:(",
-    "re:*",
-    "re:" + "(" * 400,
-    "re:.*",
-    "re:",
-)
-NAMES = (
-    "",
-    "\x1b[31mred\x1b[0m",
-    "\x1b]0;title\x07",
-    "a\nb",
-    "a\r\x08b",
-    "\u202egnp.exe",
-    "\ud800",
-    "con\x00nul",
-    "\x9b2J",
-    "x" * 100_000,
-    "../../etc/passwd",
-    "/etc/passwd",
-    "[bold]not[/bold]",
-    "[/]",
-    "é" * 300,
-    "__metadata__",
-    ".",
-    "..",
-)
-NUMBERS = (-1, 0, 1, 2, 10**6, 10**9, 2**63, 2**64, 10**30, 1.5, -0.0, float("nan"), INFINITE, HUGE)
-OTHERS = (
-    None,
-    True,
-    False,
-    [],
-    {},
-    [None],
-    [[]],
-    {"a": {"b": None}},
-    [1, "a"],
-    [-1],
-    {"": ""},
-    [1] * 10_000,
-    DEEP,
-)
+ODD: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("odd.yaml").read_text())
+NAMES = (*ODD["names"], "x" * 100_000, "é" * 300)
+REGEXES = (*ODD["regexes"], "re:" + "(" * 400)
+OTHERS = (*ODD["others"], [1] * 10_000)
+SPELLED = {
+    "@5000 lists in lists@": "[" * 5000 + "]" * 5000,
+    "@400 digits@": "9" * 400,
+    "@1e400@": "1e400",
+}
+"""Values that `json.dumps` cannot write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +52,9 @@ class Edit:
     do: Callable[[Path], object]
 
 
-def value(rng: random.Random) -> Any:
+def value(rng: Random) -> Any:
     """A value that nobody expects."""
-    return rng.choice(rng.choice((REGEXES, NAMES, NUMBERS, OTHERS)))
+    return rng.choice(rng.choice((REGEXES, NAMES, ODD["numbers"], OTHERS)))
 
 
 def shown(given: Any) -> str:
@@ -125,7 +87,7 @@ def on_bytes(file: str, says: str, change: Callable[[bytes], bytes]) -> Edit:
     )
 
 
-def mangled(rng: random.Random, file: str, length: int) -> Edit:
+def mangled(rng: Random, file: str, length: int) -> Edit:
     """A change that knows nothing of what the bytes mean."""
     at, byte = rng.randrange(max(length, 1)), rng.randrange(256)
     encoding = rng.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig"))
@@ -142,7 +104,7 @@ def mangled(rng: random.Random, file: str, length: int) -> Edit:
     return on_bytes(file, *rng.choice(ways))
 
 
-def no_file(rng: random.Random, file: str) -> Edit:
+def no_file(rng: Random, file: str) -> Edit:
     """A file that is no file."""
     links = ("loop", "nothing", "/dev/zero", ".", "beside/secret", "beside/secret.json")
     says = rng.choice(("a FIFO", "a folder", "gone", "a socket", "1.5 GiB of holes", *links))
@@ -177,9 +139,8 @@ def no_file(rng: random.Random, file: str) -> Edit:
 
 def text_of(tree: Any) -> str:
     """JSON, with the values that json.dumps cannot write."""
-    deep = "[" * 5000 + "]" * 5000
     text = json.dumps(tree)
-    for word, raw in ((DEEP, deep), (HUGE, "9" * 400), (INFINITE, "1e400")):
+    for word, raw in SPELLED.items():
         text = text.replace(json.dumps(word), raw)
     return text
 
@@ -205,7 +166,7 @@ def on_tree(file: str, says: str, change: Callable[[Any], Any]) -> Edit:
 
 
 def grafted(
-    rng: random.Random, file: str, tree: Any, *, under: tuple[Any, ...] = (), header: bool = False
+    rng: Random, file: str, tree: Any, *, under: tuple[Any, ...] = (), header: bool = False
 ) -> Edit:
     """A value of the tree, or of a shard's header, is another, gone, wrapped in a list, or under
     another name.
@@ -236,7 +197,7 @@ def grafted(
     return (on_header if header else on_tree)(file, says, change)
 
 
-def grafted_line(rng: random.Random, file: str, rows: list[Any]) -> Edit:
+def grafted_line(rng: Random, file: str, rows: list[Any]) -> Edit:
     """A value in one line of a file of JSON lines is another."""
     at = rng.randrange(len(rows))
     inner = grafted(rng, "row", rows[at])
@@ -254,7 +215,7 @@ def grafted_line(rng: random.Random, file: str, rows: list[Any]) -> Edit:
     return Edit(f"{file}: line {at + 1}, {inner.says}", do)
 
 
-def spoilt(rng: random.Random, folder: Path, file: str, *, under: tuple[Any, ...] = ()) -> Edit:
+def spoilt(rng: Random, folder: Path, file: str, *, under: tuple[Any, ...] = ()) -> Edit:
     """One file is another: no file, other bytes, or, of JSON and of JSON lines, one other value."""
     path, way = folder / file, rng.random()
     if way < 0.12 or not path.is_file():

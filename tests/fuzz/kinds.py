@@ -8,11 +8,11 @@ must not ask what other cases did.
 """
 
 import json
-import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from random import Random
 from typing import Any
 
 import corpus
@@ -21,15 +21,15 @@ import edits
 import verbs
 import yaml
 from case import Case, some
-from edits import Edit
+from edits import ODD, Edit
 
 INDEX = "model.safetensors.index.json"
 
 
 def make(seed: int, number: int) -> Case:
     """The case of this number."""
-    rng, kind = random.Random(f"{seed} {number}"), kind_of(number)
-    return KINDS[kind](rng, kind)
+    rng, kind = Random(f"{seed} {number}"), kind_of(number)
+    return replace(KINDS[kind](rng), kind=kind)
 
 
 def kind_of(number: int) -> str:
@@ -37,33 +37,25 @@ def kind_of(number: int) -> str:
     return list(KINDS)[number % len(KINDS)]
 
 
-def checkpoint_words(rng: random.Random, base: str) -> tuple[str, ...]:
+def checkpoint_words(rng: Random, base: str) -> tuple[str, ...]:
     """A verb that reads a checkpoint."""
     model = corpus.model_of(base)
-    ways = ["check {}", "check {} --json", "check {}", "explain {}", "check {} --values=all"]
-    ways += ["check {} --values=all --source {}", "convert {} --to modelopt --dry-run"]
-    ways += ["convert {} --to compressed-tensors --dry-run", "graft {} --from {} --dry-run"]
-    ways += ["graft {} --from {} --replace --dry-run"]
-    if model:
-        ways += [f"plan {model} --source {{}}", f"plan {model} --source {{}} --json"]
-        ways += [f"quantize {model} --source {{}} --dry-run"]
+    ways = [*ODD["on_checkpoint"], *(ODD["on_model"] if model else ())]
     if base in corpus.REAL:
-        ways += [f"quantize {model} --source {{}} --out {{}}.out"]
-    return tuple(rng.choice(ways).split())
+        ways.append("quantize MODEL --source {} --out {}.out")
+    return tuple(rng.choice(ways).replace("MODEL", model).split())
 
 
-def _on_checkpoint(
-    rng: random.Random, kind: str, base: str, make_edit: Callable[[Path], Edit]
-) -> Case:
+def _on_checkpoint(rng: Random, base: str, make_edit: Callable[[Path], Edit]) -> Case:
     folder = corpus.folder(base)
     made = some(rng, lambda: make_edit(folder))
-    return Case(kind=kind, base=base, edits=made, words=checkpoint_words(rng, base))
+    return Case(base=base, edits=made, words=checkpoint_words(rng, base))
 
 
 # --- weights --------------------------------------------------------------------------------------
 
 
-def header_bytes(rng: random.Random, kind: str) -> Case:
+def header_bytes(rng: Random) -> Case:
     """Headers whose bytes are wrong: flipped, cut, in another encoding, with another length."""
 
     def edit(folder: Path) -> Edit:
@@ -73,7 +65,7 @@ def header_bytes(rng: random.Random, kind: str) -> Case:
             return _inside_header(file, edits.mangled(rng, file, start - 8))
         if way < 0.5:
             return edits.mangled(rng, file, start)
-        length = rng.choice((0, 1, 7, 8, 99_999_999, 100_000_001, 2**31, 2**63, 2**64 - 1))
+        length = rng.choice(ODD["lengths"])
 
         def relength(folder: Path) -> None:
             tree, _ = edits.read_header(folder / file)
@@ -81,31 +73,31 @@ def header_bytes(rng: random.Random, kind: str) -> Case:
 
         return Edit(f"{file}: length field {length}", relength)
 
-    return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
+    return _on_checkpoint(rng, corpus.pick(rng), edit)
 
 
-def header_tree(rng: random.Random, kind: str) -> Case:
+def header_tree(rng: Random) -> Case:
     """Headers that are JSON and wrong: types, dtypes, shapes, offsets, names, metadata,
     duplicates.
     """
     return _on_checkpoint(
-        rng, kind, corpus.pick(rng), lambda folder: _header_edit(rng, folder, _shard(rng, folder))
+        rng, corpus.pick(rng), lambda folder: _header_edit(rng, folder, _shard(rng, folder))
     )
 
 
-def _header_edit(rng: random.Random, folder: Path, file: str) -> Edit:
+def _header_edit(rng: Random, folder: Path, file: str) -> Edit:
     tree, _ = edits.read_header(folder / file)
     names = [name for name in tree if name != "__metadata__"] or [""]
     one, many = rng.choice(names), rng.choice((1000, 200_000))
     if rng.random() < 0.5:
         return edits.grafted(rng, file, {one: tree.get(one)}, header=True)
-    key, new = rng.choice(
-        [("dtype", dtype) for dtype in DTYPES]
-        + [("shape", shape) for shape in SHAPES]
-        + [("data_offsets", offsets) for offsets in OFFSETS]
-        + [("stride", [1])]
+    key = rng.choice(list(ODD["header"]))
+    more = {"dtype": "x" * 10_000, "shape": [1] * 2000}
+    new = rng.choice([*ODD["header"][key], more.get(key)])
+    metadata, twin = (
+        rng.choice(ODD["metadata"]),
+        {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]},
     )
-    metadata, twin = rng.choice(METADATA), {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     ways: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         (f"{key} {edits.shown(new)}", lambda tree: tree[one].update({key: new})),
         (f"metadata {edits.shown(metadata)}", lambda tree: tree.update(__metadata__=metadata)),
@@ -119,14 +111,6 @@ def _header_edit(rng: random.Random, folder: Path, file: str) -> Edit:
     if rng.random() < 0.1:
         return Edit(f"{file}: header has a key twice", lambda folder: _twice(folder / file))
     return edits.on_header(file, *rng.choice(ways))
-
-
-METADATA = ([], 1, "x", None, {"format": 1}, {"a": {"b": "c"}}, {"a": ["b"]}, True)
-DTYPES = ("F4", "f32", "", "x" * 10_000, "\x1b[31m", 32, None, ["F32"], "C64", "F6_E2M3", "U16")
-SHAPES = ([-1, 2], [0], [2**31, 2], [2**63], [1.0], [1.5, 2], [True], ["2"], [[2], 2])
-SHAPES += ([edits.INFINITE], [edits.HUGE], [1] * 2000, [], None, "x", {}, 4)
-OFFSETS = ([0, -1], [-8, 8], [8, 0], [0], [0, 1, 2], None, "01", [0.0, 8.0], [True, 9])
-OFFSETS += ([2**63, 2**64],)
 
 
 def _shift(entry: Any, start: int, end: int) -> None:
@@ -153,18 +137,16 @@ def _inside_header(file: str, inner: Edit) -> Edit:
     return Edit(f"{inner.says} (in the header)", do)
 
 
-def _shard(rng: random.Random, folder: Path) -> str:
+def _shard(rng: Random, folder: Path) -> str:
     return rng.choice(sorted(path.name for path in folder.glob("*.safetensors")))
 
 
 # --- JSON files of a checkpoint -------------------------------------------------------------------
 
 
-def index(rng: random.Random, kind: str) -> Case:
+def index(rng: Random) -> Case:
     """The index: wrong types, files outside the folder, missing ones, wrong bytes."""
-    paths = ("../x.safetensors", "/etc/passwd", "/dev/zero", "sub/x.safetensors", "", ".", "..")
-    paths += ("x\x00.safetensors", "\x1b[31m.safetensors", "x" * 5000, "config.json", None, 1, [])
-    paths += ("\ud800.safetensors", {}, True)
+    paths = (*ODD["shards"], "x" * 5000)
 
     def edit(folder: Path) -> Edit:
         path, name = rng.choice(paths), rng.choice(edits.NAMES)
@@ -173,30 +155,30 @@ def index(rng: random.Random, kind: str) -> Case:
             return edits.on_tree(INDEX, says, lambda tree: tree["weight_map"].update({name: path}))
         return edits.spoilt(rng, folder, INDEX)
 
-    return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
+    return _on_checkpoint(rng, corpus.pick(rng), edit)
 
 
-def config(rng: random.Random, kind: str) -> Case:
+def config(rng: Random) -> Case:
     """Every key of config.json: null, other types, numbers out of range, deep trees."""
     return _on_checkpoint(
-        rng, kind, corpus.pick(rng), lambda folder: edits.spoilt(rng, folder, "config.json")
+        rng, corpus.pick(rng), lambda folder: edits.spoilt(rng, folder, "config.json")
     )
 
 
-def quantization(rng: random.Random, kind: str) -> Case:
+def quantization(rng: Random) -> Case:
     """quantization_config of every dialect."""
     spoilt = partial(edits.spoilt, rng, file="config.json", under=("quantization_config",))
-    return _on_checkpoint(rng, kind, corpus.pick(rng, quantized=True), spoilt)
+    return _on_checkpoint(rng, corpus.pick(rng, quantized=True), spoilt)
 
 
-def modelopt_file(rng: random.Random, kind: str) -> Case:
+def modelopt_file(rng: Random) -> Case:
     """hf_quant_config.json."""
     return _on_checkpoint(
-        rng, kind, corpus.MODELOPT_FILE, partial(edits.spoilt, rng, file="hf_quant_config.json")
+        rng, corpus.MODELOPT_FILE, partial(edits.spoilt, rng, file="hf_quant_config.json")
     )
 
 
-def counts(rng: random.Random, kind: str) -> Case:
+def counts(rng: Random) -> Case:
     """The numbers of config.json that something is counted by."""
 
     def edit(folder: Path) -> Edit:
@@ -204,12 +186,14 @@ def counts(rng: random.Random, kind: str) -> Case:
         place = rng.choice(
             [place for place in edits.places(tree) if isinstance(_at(tree, place), int)]
         )
-        return _on_place("config.json", place, "=", rng.choice(edits.NUMBERS), lambda old, new: new)
+        return _on_place(
+            "config.json", place, "=", rng.choice(ODD["numbers"]), lambda old, new: new
+        )
 
-    return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
+    return _on_checkpoint(rng, corpus.pick(rng), edit)
 
 
-def regexes(rng: random.Random, kind: str) -> Case:
+def regexes(rng: Random) -> Case:
     """Patterns of a stranger, in every list of names."""
 
     def edit(folder: Path) -> Edit:
@@ -220,7 +204,7 @@ def regexes(rng: random.Random, kind: str) -> Case:
         place = ("quantization_config", *place)
         return _on_place("config.json", place, "has", pattern, lambda old, new: [*(old or []), new])
 
-    return _on_checkpoint(rng, kind, corpus.pick(rng, quantized=True), edit)
+    return _on_checkpoint(rng, corpus.pick(rng, quantized=True), edit)
 
 
 def _on_place(
@@ -240,7 +224,7 @@ def _at(tree: Any, place: tuple[Any, ...]) -> Any:
     return tree
 
 
-def files(rng: random.Random, kind: str) -> Case:
+def files(rng: Random) -> Case:
     """A file of the checkpoint is a FIFO, a folder, a link that ends nowhere, a device."""
 
     def edit(folder: Path) -> Edit:
@@ -251,21 +235,21 @@ def files(rng: random.Random, kind: str) -> Case:
         }
         return edits.no_file(rng, rng.choice(sorted(wanted)))
 
-    return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
+    return _on_checkpoint(rng, corpus.pick(rng), edit)
 
 
 # --- recipes --------------------------------------------------------------------------------------
 
 
-def recipe_tree(rng: random.Random, kind: str) -> Case:
+def recipe_tree(rng: Random) -> Case:
     """A recipe whose values are of other types."""
     base = rng.choice(corpus.RECIPES)
     tree = yaml.safe_load((corpus.folder(base) / RECIPE).read_text())
     made = some(rng, lambda: _as_yaml(edits.grafted(rng, RECIPE, tree), RECIPE))
-    return Case(kind=kind, base=base, edits=made, words=rng.choice(RECIPE_WORDS))
+    return Case(base=base, edits=made, words=tuple(rng.choice(ODD["on_recipe"]).split()))
 
 
-def recipe_text(rng: random.Random, kind: str) -> Case:
+def recipe_text(rng: Random) -> Case:
     """A recipe that is odd YAML: aliases of aliases, deep, huge, tagged, with a key twice."""
     base = rng.choice(corpus.RECIPES)
     aliases = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
@@ -297,7 +281,9 @@ def recipe_text(rng: random.Random, kind: str) -> Case:
         edits.on_bytes(RECIPE, f"{says}, at the end", lambda raw: raw + b"\n" + text.encode()),
         edits.on_bytes(RECIPE, f"{says}, alone", lambda raw: text.encode()),
     )
-    return Case(kind=kind, base=base, edits=(rng.choice(ways),), words=rng.choice(RECIPE_WORDS))
+    return Case(
+        base=base, edits=(rng.choice(ways),), words=tuple(rng.choice(ODD["on_recipe"]).split())
+    )
 
 
 def _as_yaml(edit: Edit, file: str) -> Edit:
@@ -312,79 +298,52 @@ def _as_yaml(edit: Edit, file: str) -> Edit:
 
 
 RECIPE = "recipe.yaml"
-_PLAN = ("plan", f"{{}}/{RECIPE}", "--source", "{}")
-RECIPE_WORDS: tuple[tuple[str, ...], ...] = (
-    _PLAN,
-    (*_PLAN, "--json"),
-    (*_PLAN, "--scheme", "w4a16-fp8"),
-    ("quantize", *_PLAN[1:], "--dry-run"),
-    _PLAN[:2],
-    ("extra", _PLAN[1]),
-    ("ls", _PLAN[1]),
-)
 
 
 # --- the command line -----------------------------------------------------------------------------
 
 
-def command_line(rng: random.Random, kind: str) -> Case:
+def command_line(rng: Random) -> Case:
     """Words that name nothing: folders that are missing, odd names of repositories, of models, of
     numbers.
     """
     base = rng.choice(corpus.REAL)
-    missing = ("./missing", "a/b", "a//b", "a/b/c", "", " ", "-", "a/..", "https://x/y", "a/b@c")
-    missing += ("a--b/c", "ORG/NAME.git", "{}/config.json", "/dev/zero", "~", "hf://a/b", "[x]/y")
-    odd = rng.choice(
-        (*missing, *(name for name in edits.NAMES if "\x00" not in name and "\ud800" not in name))
-    )
-    words = rng.choice(
-        (
-            ("check", odd),
-            ("check", odd, "{}"),
-            ("check", "{}", "--gpu", odd),
-            ("check", "{}", "--tp", odd),
-            ("plan", odd, "--source", "{}"),
-            ("plan", base, "--source", odd),
-            ("plan", base, "--source", "{}", "--scheme", odd),
-            ("plan", base, "--source", "{}", "--mtp", odd),
-            ("quantize", base, "--source", "{}", "--dry-run", "--out", odd),
-            ("report", odd),
-            ("card", odd),
-            ("gate", odd),
-            ("ls", odd),
-            ("extra", odd),
-            (odd,),
-        )
-    )
-    return Case(kind=kind, base=base, edits=(), words=words, reads_weights=False)
+    names = (name for name in edits.NAMES if not {"\x00", "\ud800"} & set(name))
+    odd = {"ODD": rng.choice([*ODD["missing"], *names]), "MODEL": base}
+    words = tuple(odd.get(word, word) for word in rng.choice(ODD["with_odd_words"]).split())
+    return Case(base=base, edits=(), words=words, reads_weights=False)
 
 
-KINDS: Mapping[str, Callable[[random.Random, str], Case]] = MappingProxyType(
-    {
-        "header bytes": header_bytes,
-        "header tree": header_tree,
-        "index": index,
-        "config": config,
-        "counts": counts,
-        "quantization": quantization,
-        "regexes": regexes,
-        "hf_quant_config": modelopt_file,
-        "files": files,
-        "recipe tree": recipe_tree,
-        "recipe text": recipe_text,
-        "command line": command_line,
-        "logs": verbs.logs,
-        "prompt files": verbs.prompt_files,
-        "texts": verbs.texts,
-        "rows": verbs.rows,
-        "names": verbs.names,
-        "companions": verbs.companions,
-        "results": verbs.results,
-        "init": verbs.recipes,
-        "broken for cures": cures.writing(
-            (header_tree, index, config, counts, quantization, regexes, files)
-        ),
-        "links for cures": cures.links,
-        "names for cures": cures.names,
-    }
-)
+def broken_for_cures(rng: Random) -> Case:
+    """A checkpoint that verbs read, for those that write another one."""
+    return cures.written(rng, (header_tree, index, config, counts, quantization, regexes, files))
+
+
+KINDS: Mapping[str, Callable[[Random], Case]] = {
+    each.__name__.replace("_", " "): each
+    for each in (
+        header_bytes,
+        header_tree,
+        index,
+        config,
+        counts,
+        quantization,
+        regexes,
+        modelopt_file,
+        files,
+        recipe_tree,
+        recipe_text,
+        command_line,
+        verbs.logs,
+        verbs.prompt_files,
+        verbs.texts,
+        verbs.rows,
+        verbs.names,
+        verbs.companions,
+        verbs.results,
+        verbs.init,
+        broken_for_cures,
+        cures.links_for_cures,
+        cures.names_for_cures,
+    )
+}

@@ -146,7 +146,7 @@ def publishes_a_secret() -> None:
 def test_the_canary_sees_each_fault(call, faults, tmp_path):
     for name in ("in", "beside"):
         (tmp_path / name).mkdir()
-    case = Case(kind="", base="", edits=(), words=())
+    case = Case(base="", edits=(), words=())
     (tmp_path / "in" / "config.json").touch()
     (tmp_path / "beside" / "secret").write_bytes(canary.SECRET)
     before = canary.seen(tmp_path)
@@ -162,7 +162,7 @@ def test_what_a_new_folder_has_otherwise_is_a_fault(value, faults, tmp_path):
         (tmp_path / name).mkdir(parents=True)
         raw = struct.pack("<Q", len(header)) + header + struct.pack("<f", each)
         (tmp_path / name / "model.safetensors").write_bytes(raw)
-    case = Case(kind="", base="", edits=(), words=("convert", "{}/first"))
+    case = Case(base="", edits=(), words=("convert", "{}/first"))
     assert cures.kept_values(case, tmp_path / "in", 0) == faults
     assert cures.kept_values(case, tmp_path / "in", 2) == []
 

@@ -9,17 +9,17 @@ none came up.
 """
 
 import json
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import corpus
 import edits
 import stub_vllm
 from case import Case, some
-from edits import Edit
+from edits import ODD, Edit
 from task_rows import TASK_ROWS
 
 HELD_OUT = str(corpus.ROOT / "models" / "held_out.jsonl")
@@ -36,18 +36,6 @@ GOOD_LOG = (
     "found in params_dict\n"
     "SpecDecoding metrics: Mean acceptance length: 1.00, Avg Draft acceptance rate: 0.0%\n"
 )
-TEXTS: Rows = [
-    {"text": "One and two."},
-    {"prompt": "1 + 1?", "completion": " 2"},
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
-    {"tokens": [5, 6, 7]},
-]
-PROMPTS: Rows = [
-    {"prompt": "Go on:"},
-    {"question": "1 + 1?", "answer": "#### 2"},
-    {"messages": [{"role": "user", "content": "Why?"}]},
-    {"turns": ["Why?", "Shorter."]},
-]
 RAW_LINES = (
     "[" * 100_000,
     '{"a":' * 100_000 + "1" + "}" * 100_000,
@@ -68,12 +56,7 @@ FOLDERS = (
         for name in edits.NAMES
         if name not in ("", ".", "..") and not {"/", "\x00", "\ud800"} & set(name)
     ),
-    "\udcff\udcfe",
-    "-x",
-    "a b'c\"d",
-    "$(touch pwned)`touch pwned`",
-    ":smile:",
-    "a%sb{}",
+    *ODD["folders"],
 )
 
 
@@ -98,7 +81,7 @@ def _written(
     return Edit(f"{file}: {says}", do)
 
 
-def _lines(rng: random.Random, file: str, rows: Rows) -> Edit:
+def _lines(rng: Random, file: str, rows: Rows) -> Edit:
     """A file of JSON lines with one thing wrong."""
     good = [json.dumps(row) for row in rows]
     whole = "\n".join(good).encode()
@@ -116,29 +99,29 @@ def _lines(rng: random.Random, file: str, rows: Rows) -> Edit:
     return edits.grafted_line(rng, file, rows)
 
 
-def _ending(rng: random.Random, *usual: str) -> str:
+def _ending(rng: Random, *usual: str) -> str:
     return rng.choice((*usual * 4, "", ".csv", ".parquet", ".json", ".txt", ".jsonl"))
 
 
-def prompt_files(rng: random.Random, kind: str) -> Case:
+def prompt_files(rng: Random) -> Case:
     """Prompts of bench and of serve-check."""
     file = f"asked{_ending(rng, '.jsonl', '.txt')}"
     words = rng.choice(
         ("bench {} --dry-run", "bench {} --dry-run --json", "serve-check {} --out {}.out")
     )
     words = _near(f"{words} --prompts {{}}/{file}")
-    edit = _lines(rng, file, PROMPTS)
-    return _case(kind=kind, base=rng.choice(corpus.REAL), edits=(edit,), words=words)
+    edit = _lines(rng, file, ODD["prompts"])
+    return _case(base=rng.choice(corpus.REAL), edits=(edit,), words=words)
 
 
-def texts(rng: random.Random, kind: str) -> Case:
+def texts(rng: Random) -> Case:
     """Held-out texts of closeness."""
     file = f"held{_ending(rng, '.jsonl', '.txt')}"
     words = _near(f"closeness {{}} --source OTHER --text {{}}/{file} --out {{}}.out")
-    return _case(kind=kind, base=corpus.REAL[0], edits=(_lines(rng, file, TEXTS),), words=words)
+    return _case(base=corpus.REAL[0], edits=(_lines(rng, file, ODD["texts"]),), words=words)
 
 
-def rows(rng: random.Random, kind: str) -> Case:
+def rows(rng: Random) -> Case:
     """Rows of every task of eval."""
     task, sample = rng.choice(sorted(TASK_ROWS.items()))
     file = f"rows{_ending(rng, '.jsonl', '.json')}"
@@ -146,12 +129,10 @@ def rows(rng: random.Random, kind: str) -> Case:
     if rng.random() < 0.7:
         words += " --shots 0"
     made = [dict(row) for row in sample.rows]
-    return _case(
-        kind=kind, base=corpus.REAL[0], edits=(_lines(rng, file, made),), words=_near(words)
-    )
+    return _case(base=corpus.REAL[0], edits=(_lines(rng, file, made),), words=_near(words))
 
 
-def logs(rng: random.Random, kind: str) -> Case:
+def logs(rng: Random) -> Case:
     """Serve logs and tracebacks for explain."""
     good = GOOD_LOG.encode()
     odd = rng.choice(edits.NAMES).encode("utf-8", "surrogatepass")
@@ -181,13 +162,13 @@ def logs(rng: random.Random, kind: str) -> Case:
     words = _near(
         rng.choice(("explain", "explain {}", "explain {} --json")) + " --log {}/serve.log"
     )
-    return _case(kind=kind, base=rng.choice(corpus.REAL), edits=(edit,), words=words)
+    return _case(base=rng.choice(corpus.REAL), edits=(edit,), words=words)
 
 
 # --- names ----------------------------------------------------------------------------------------
 
 
-def _strange_file(rng: random.Random) -> Edit:
+def _strange_file(rng: Random) -> Edit:
     """One more file with an odd name: Python, weights, a tokenizer's, a folder."""
     name = rng.choice(FOLDERS)[:90] + rng.choice(
         ("", ".py", ".json", ".txt", ".safetensors", ".md")
@@ -200,84 +181,33 @@ def _strange_file(rng: random.Random) -> Edit:
     return Edit(f"a file called {edits.shown(name)}", do)
 
 
-def names(rng: random.Random, kind: str) -> Case:
+def names(rng: Random) -> Case:
     """A checkpoint's folder, or a file in it, has an odd name; every verb that takes one."""
     base = rng.choice((*corpus.REAL, corpus.MEASURED))
     path = "{}/NAME" if base == corpus.MEASURED else "{}"
     made = tuple(_strange_file(rng) for _ in range(rng.choice((0, 0, 1, 2))))
-    words = _near(rng.choice((*_READS, *_OF_A_FOLDER)))
+    words = _near(rng.choice((*ODD["reads"], *ODD["of_a_folder"])))
     words = tuple(word.replace("{}", path, 1) if word.startswith("{}") else word for word in words)
-    return _case(kind=kind, base=base, edits=made, words=words, name=rng.choice(FOLDERS)[:90])
-
-
-_READS = (
-    "serve {} --dry-run",
-    "serve {} --dry-run --json -k 0",
-    "init {} --out {}.out",
-    "bench {} --dry-run",
-    "card {} --out {}.card",
-    "card {} --out {}.card --source {} --base-model none",
-    "report {} --out {}.page",
-    "gate {}",
-    "publish {} --repo org/name --dry-run",
-    "closeness {} --source OTHER --text HELD --out {}.out",
-    "closeness {} --source OTHER --text HELD",
-    "eval {} --source {} --out {}.out",
-    "eval {} --source none",
-    "bench {} -k 0..1 --source {} --repeat 1",
-)
-"""Verbs that read a checkpoint and what was measured of it."""
-_OF_A_FOLDER = (
-    "check {} --html {}.page",
-    "check {} --record",
-    "explain {}",
-    "plan {}",
-    "plan {} --scheme w4a16-fp8",
-    "quantize {} --scheme w4a16-fp8 --out {}.out --dry-run",
-    "all {} --scheme w4a16-fp8 --out {}.out --dry-run",
-    "fix {}",
-    "where {}",
-    "check {}.missing",
-    "init {} --out {}/config.json",
-    "init {}/config.json --out {}.out",
-)
-
-
-_OF_RESULTS = (
-    "report {}.report --out {}.page",
-    "report {}.report/report.json --out {}.page",
-    "card {} --out {}.card --source {} --base-model org/name",
-    "gate {}.report --json",
-    "check {} --record",
-)
-"""Verbs that read what was measured."""
+    return _case(base=base, edits=made, words=words, name=rng.choice(FOLDERS)[:90])
 
 
 # --- what lies in a checkpoint, and beside it -----------------------------------------------------
 
 
-def companions(rng: random.Random, kind: str) -> Case:
+def companions(rng: Random) -> Case:
     """The small files of a checkpoint that only serving, asking or a card reads; and its config for
     these verbs.
     """
     base = rng.choice(corpus.REAL)
-    own = (
-        "config.json",
-        "generation_config.json",
-        "tokenizer_config.json",
-        "tokenizer.json",
-        "README.md",
-    )
-    added = ("chat_template.jinja", "hf_quant_config.json", "keepmtp.json", "recipe.yaml")
 
     def edit() -> Edit:
         if rng.random() < 0.8:
-            return edits.spoilt(rng, corpus.folder(base), rng.choice(own))
-        file, content = rng.choice(added), b'{"chat_template": "x"}'
+            return edits.spoilt(rng, corpus.folder(base), rng.choice(ODD["companions"]))
+        file, content = rng.choice(ODD["more_companions"]), b'{"chat_template": "x"}'
         inner = edits.mangled(rng, file, len(content))
         return _written(file, inner.says, content, inner.do)
 
-    return _case(kind=kind, base=base, edits=some(rng, edit), words=_near(rng.choice(_READS)))
+    return _case(base=base, edits=some(rng, edit), words=_near(rng.choice(ODD["reads"])))
 
 
 def _near(line: str) -> tuple[str, ...]:
@@ -286,7 +216,7 @@ def _near(line: str) -> tuple[str, ...]:
     return tuple(near.get(word, word) for word in line.split())
 
 
-def results(rng: random.Random, kind: str) -> Case:
+def results(rng: Random) -> Case:
     """Records, results and reports of every station, for the verbs that go on with them."""
     folder, name = corpus.folder(corpus.MEASURED), corpus.checkpoint_in(corpus.MEASURED)
     by_folder = []
@@ -301,12 +231,12 @@ def results(rng: random.Random, kind: str) -> Case:
             return _front_matter(rng, f"{name}/README.md")
         return edits.spoilt(rng, folder, rng.choice(rng.choice(by_folder)))
 
-    words = _near(rng.choice((*_READS, *_OF_RESULTS)))
+    words = _near(rng.choice((*ODD["reads"], *ODD["of_results"])))
     words = tuple(word.replace("{}", f"{{}}/{name}", 1) for word in words)
-    return _case(kind=kind, base=corpus.MEASURED, edits=some(rng, edit), words=words)
+    return _case(base=corpus.MEASURED, edits=some(rng, edit), words=words)
 
 
-def _front_matter(rng: random.Random, file: str) -> Edit:
+def _front_matter(rng: Random, file: str) -> Edit:
     """The source's own card, which a checkpoint's card takes license and language from."""
     key = rng.choice(("license", "language", "tags", "pipeline_tag", "base_model", "license_name"))
     line = f"{key}: {edits.text_of(edits.value(rng))}"
@@ -317,16 +247,16 @@ def _front_matter(rng: random.Random, file: str) -> Edit:
     )
 
 
-def recipes(rng: random.Random, kind: str) -> Case:
+def init(rng: Random) -> Case:
     """init of odd checkpoints, and of odd recipes."""
     if rng.random() < 0.5:
         base = corpus.pick(rng)
         tree = json.loads((corpus.folder(base) / "config.json").read_bytes())
         made = some(rng, lambda: edits.grafted(rng, "config.json", tree))
-        return _case(kind=kind, base=base, edits=made, words=_near("init {} --out {}.out"))
+        return _case(base=base, edits=made, words=_near("init {} --out {}.out"))
     base = rng.choice(corpus.RECIPES)
     path = corpus.folder(base) / "recipe.yaml"
     inner = edits.mangled(rng, "recipe.yaml", path.stat().st_size) if rng.random() < 0.6 else None
     edit = inner or edits.no_file(rng, "recipe.yaml")
     words = _near("init {}/recipe.yaml --out {}.out")
-    return _case(kind=kind, base=base, edits=(edit,), words=words, writes=("recipe.yaml",))
+    return _case(base=base, edits=(edit,), words=words, writes=("recipe.yaml",))

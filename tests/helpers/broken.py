@@ -1,377 +1,149 @@
-"""Good checkpoints broken on purpose: each by one change that somebody made in the field.
+"""Good checkpoints, and those broken on purpose, each by one change that somebody made in the field.
 
-In: GOOD. Out: BROKEN, a table of `Case`. A case's name starts with the number in docs/failures.md
-of what was met. What a dry load alone can see is in dry_corpus.py.
+In: broken.yaml. Out: GOOD, name -> a function that builds a `Checkpoint`; BROKEN, a table of `Case`;
+and WITHOUT_MTP, those of models that never had an MTP block.
+
+A checkpoint is a list: who writes it, its model, the schemes of the backbone and of the MTP block,
+further words by name; or, with changes that are made in order, a mapping:
+
+    of                a name of GOOD, or such a list
+    lose, elsewhere   the tensors of these names (an expression) are gone; are in a file that the
+                      index does not list
+    rename, retype    by an expression: another name; another dtype
+    reshape           by an expression: another shape, `n 1 -> n`
+    pack              by an expression for modules: stored in a scheme although nothing says so
+    tensors           name -> dtype and shape
+    without, ignore   entries of the list of exceptions: those that an expression finds go, these
+                      are added
+    config            value by its place in config.json, levels apart by /, * for each; null: gone
+    hf_quant_config   the same in that file; in_file: it has the whole quantization config
+    index, cut        tensor -> file in the index; the second file is cut short
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import foreign_form
-from checkpoint_files import (
-    INDEX,
-    Change,
-    Checkpoint,
-    adding,
-    both,
-    edit_index,
-    groups,
-    hf_quant_config,
-    ignoring,
-    lose,
-    move_mtp_out,
-    pack,
-    quantization,
-    renaming,
-    retyping,
-    setting,
-    truncate,
-)
-from good import GOOD as ELSEWHERE
-from good import ours
-from modelopt_form import block_experts, in_hf_quant_config, mixed, modelopt
+import good
+import modelopt_form
+import real_releases
+import releases
+import without_mtp
+import yaml
+from checkpoint_files import Checkpoint, ignoring, pack, truncate
+from keepmtp.validate.facts.findings import Finding
 
-GOOD: dict[str, Callable[[], Checkpoint]] = ELSEWHERE | {
-    "glm gptq": lambda: foreign_form.gptq(dynamic={r"-:^model\.layers\.3\.": {}}),
-    "next gptq": lambda: foreign_form.gptq("qwen3-next-80b", "W4A16", dynamic={}),
-    "qwen vl moe gptq": lambda: foreign_form.gptq("qwen3.5-397b", dynamic={"-:.*mtp.*": {}}),
-    # Of linear modules vLLM reads the headers; an expression with + changes nothing for what is
-    # plain there.
-    "qwen vl gptq": lambda: foreign_form.gptq("qwen3.5-27b", dynamic={"+:.*mtp.*": {"bits": 4}}),
-    "next awq": lambda: foreign_form.awq(
-        "qwen3-next-80b", modules_to_not_convert=["mtp", "lm_head", "in_proj_ba"]
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+WRITERS = {}
+for module in (real_releases, without_mtp, foreign_form, modelopt_form, good):
+    WRITERS |= vars(module)
+
+
+def put(tree: Any, place: str, value: Any) -> None:
+    """Change what is at a place of a JSON tree."""
+    key, _, rest = place.partition("/")
+    for each in list(tree) if key == "*" else [key]:
+        if rest:
+            put(tree[each], rest, value)
+        elif value is None:
+            del tree[each]
+        else:
+            tree[each] = deepcopy(value)
+
+
+def _reshape(checkpoint: Checkpoint, names: str, rule: str) -> None:
+    old, new = (side.split() for side in rule.split("->"))
+
+    def shape(*sizes: int) -> tuple[int, ...]:
+        letters = dict(zip(old, sizes, strict=True))
+        return tuple(letters.get(each) or int(each) for each in new)
+
+    checkpoint.retype(names, shape=shape)
+
+
+def _each(change: Callable[..., object]) -> Callable[[Checkpoint, Mapping[str, Any]], object]:
+    return lambda checkpoint, given: [change(checkpoint, *each) for each in given.items()]
+
+
+CHANGES: dict[str, Callable[[Checkpoint, Any], object]] = {
+    "lose": Checkpoint.take,
+    "elsewhere": lambda c, names: setattr(c, "elsewhere", c.take(names)),
+    "rename": _each(Checkpoint.rename),
+    "retype": _each(Checkpoint.retype),
+    "reshape": _each(_reshape),
+    "pack": _each(lambda c, modules, scheme: pack(modules, scheme)(c)),
+    "tensors": _each(lambda c, name, spec: c.tensors.update({name: (spec[0], tuple(spec[1]))})),
+    "without": lambda c, names: ignoring(without=names)(c),
+    "ignore": lambda c, names: ignoring(*names)(c),
+    "config": _each(lambda c, *given: put(c.config, *given)),
+    "hf_quant_config": _each(
+        lambda c, *given: put(c.json_files.setdefault("hf_quant_config.json", {}), *given)
     ),
-    "qwen vl autoround": lambda: foreign_form.autoround(
-        "qwen3.5-27b",
-        block_name_to_quantize="model.language_model.layers",
-        extra_config={".*in_proj_[ab]$": {"bits": 16}},
-    ),
-    "glm quark": lambda: foreign_form.quark(exclude=[r"re:model\.layers\.3\."]),
-    "glm quark nvfp4": lambda: foreign_form.quark_nvfp4(exclude=[r"re:model\.layers\.3\."]),
-    "glm quark nvfp4, MTP packed": lambda: foreign_form.quark_nvfp4(mtp="NVFP4"),
-    "glm autoround mxfp4": lambda: foreign_form.autoround_mxfp4(
-        extra_config={r"model\.layers\.3\.": {"bits": 16}}
-    ),
-    "v3 modelopt": lambda: modelopt("deepseek-r1"),
-    "glm modelopt": lambda: modelopt("glm-4.7", num_hidden_layers=12),
-    "glm modelopt file": lambda: in_hf_quant_config(modelopt("glm-4.7")),
-    "glm mixed": mixed,
-    "glm mixed blocks": block_experts,
-    "glm mixed blocks, older name": lambda: block_experts(algorithm="FP8_BLOCK_SCALES"),
-    "next mixed": lambda: modelopt("qwen3-next-80b", "NVFP4", "FP8"),
-    "glm modelopt a16": lambda: modelopt("glm-4.7", "NVFP4A16", "NVFP4A16"),
-    "qwen text modelopt blocks": lambda: modelopt("qwen3.5-text", "FP8_BLOCK", "FP8_BLOCK"),
-    "mimo modelopt channels": lambda: modelopt("mimo-7b", "FP8_DYNAMIC", "FP8_DYNAMIC"),
-    "next modelopt fp8": lambda: modelopt("qwen3-next-80b", "FP8"),
-    "qwen vl modelopt": lambda: modelopt("qwen3.5-27b"),
+    "in_file": lambda c, _: modelopt_form.in_hf_quant_config(c),
+    "index": lambda c, files: setattr(c, "index", lambda tree: tree["weight_map"].update(files)),
+    "cut": lambda c, _: setattr(c, "after", truncate),
 }
+
+
+def built(row: Any) -> Checkpoint:
+    """A checkpoint by its row."""
+    if isinstance(row, str):
+        return GOOD[row]()
+    if isinstance(row, list):
+        named = row[-1] if isinstance(row[-1], dict) else {}
+        writer, *words = row[: len(row) - bool(named)]
+        return WRITERS[writer](*words, **deepcopy(named))
+    checkpoint = built(row["of"])
+    for key, given in row.items():
+        if key in CHANGES:
+            CHANGES[key](checkpoint, given)
+    return checkpoint
+
+
+def agree(row: Mapping[str, Any], findings: Iterable[Finding]) -> None:
+    """Each finding that a row expects, by parts of its fields, and no others.
+
+    `about` names the rules that are looked at; with `among` there are others too.
+    """
+    found = [each for each in findings if each.rule in row.get("about", [each.rule])]
+    for wanted in row["found"]:
+        assert any(
+            all(str(part) in str(getattr(each, key)) for key, part in wanted.items())
+            for each in found
+        ), (wanted, found)
+    assert "among" in row or len(found) == len(row["found"]), found
+
+
+GOOD: dict[str, Callable[[], Checkpoint]] = {
+    f"released {model}": partial(good.released, model) for model in releases.MODELS
+} | {name: partial(built, row) for name, row in TABLE["good"].items()}
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
-    base: str | Callable[[], Checkpoint]
-    breaks: Change
+    row: dict[str, Any]
     rule: str
     where: str
-    severity: str = "error"
     says: str = ""
 
+    @property
+    def base(self) -> str:
+        return str(self.row["of"])
+
+    @property
+    def severity(self) -> str:
+        return self.row.get("severity", "error")
+
     def build(self) -> Checkpoint:
-        checkpoint = GOOD[self.base]() if isinstance(self.base, str) else self.base()
-        self.breaks(checkpoint)
-        return checkpoint
+        return built(self.row)
 
 
-EACH_EXPERT = [".*in_proj_ba", r"mtp\.fc", r"mtp.*attn.*", r"mtp.*shared_expert.*"]
-EACH_EXPERT += [rf"mtp.*\.experts\.{expert}\..*" for expert in range(4)]
-_FP8_NOT_Z = r"linear_attn\.in_proj_(qkvz|z)$"
-BROKEN: tuple[Case, ...] = (
-    # A. dropped
-    Case("F1 dropped, count kept", "glm-5 nvfp4", lose(r"model\.layers\.3\..*"), "mtp-missing", "model.layers.3.",
-         says="weights missing from checkpoint"),
-    Case("F3 dropped in silence", "next nvfp4", lose(r"mtp\..*"), "mtp-missing", "mtp.layers.0.",
-         says="without a word"),
-    Case("F5 only the glue exported", "next nvfp4", lose(r"mtp\.layers\..*"), "mtp-missing", "mtp.layers.0."),
-    Case("F4 in a file without index", "next nvfp4", move_mtp_out, "unindexed", "mtp."),
-    Case("F9 count removed", "mimo fp8", setting("num_nextn_predict_layers", None), "mtp-not-promised",
-         "num_nextn_predict_layers", says="ZeroDivisionError"),
-    Case("M7 count zero", "glm fp8", setting("num_nextn_predict_layers", 0), "mtp-not-promised",
-         "num_nextn_predict_layers", says="ZeroDivisionError"),
-    Case("M7 count removed in V4", "dsv4 bf16", setting("num_nextn_predict_layers", None), "mtp-not-promised",
-         "num_nextn_predict_layers", says="AttributeError"),
-    Case("F10 vision-language, stripped", "qwen vl fp8", lose(r"mtp\..*"), "mtp-missing", "mtp.layers.0."),
-    Case("R1 neither promised nor there", "glm fp8",
-         both(lose(r"model\.layers\.3\..*"), setting("num_nextn_predict_layers", 0)),
-         "mtp-missing", "num_nextn_predict_layers"),
-    Case("M9 one layer too many", "glm fp8", setting("num_hidden_layers", 2), "mtp-not-promised", "model.layers.3."),
-    Case("M9 the MTP layer is counted as a decoder layer", "glm fp8", setting("num_hidden_layers", 4), "mtp-missing",
-         "model.layers.3."),
-    Case("M9 two layers promised, one there", "glm fp8", setting("num_nextn_predict_layers", 2), "mtp-missing",
-         "model.layers.4."),
-    Case("F2 norm lost", "glm fp8", lose(r"model\.layers\.3\.hnorm\.weight"), "mtp-incomplete", "model.layers.3.hnorm"),
-    Case("M1 eh_proj lost", "v3 nvfp4", lose(r"model\.layers\.3\.eh_proj\.weight"), "mtp-incomplete",
-         "model.layers.3.eh_proj"),
-    Case("F8 o_proj of the draft lost", "next nvfp4", lose(r"mtp\.layers\.0\.self_attn\.o_proj\.weight"),
-         "mtp-incomplete", "mtp.layers.0.self_attn.o_proj"),
-    Case("F2 bias of the draft lost", "mimo w4a16", lose(r"model\.mtp_layers\.0\.self_attn\.k_proj\.bias"),
-         "mtp-incomplete", "model.mtp_layers.0.self_attn.k_proj.bias"),
-    Case("F2 correction bias of the draft lost", "glm fp8",
-         lose(r"model\.layers\.3\.mlp\.gate\.e_score_correction_bias"),
-         "mtp-incomplete", "model.layers.3.mlp.gate.e_score_correction_bias"),
-    Case("E7 hyper-connection of the draft lost", "dsv4 bf16", lose(r"mtp\.0\.hc_head_fn"), "mtp-incomplete",
-         "mtp.0.hc_head_fn"),
-    Case("E8 decoder layer lost", "glm fp8", lose(r"model\.layers\.1\..*"), "layer-missing", "model.layers.1."),
-    Case("M1 norm of a decoder layer lost", "glm fp8", lose(r"model\.layers\.1\.self_attn\.q_norm\.weight"),
-         "layer-incomplete", "model.layers.1.self_attn.q_norm"),
-    Case("E2 experts of one rank only", "glm nvfp4", lose(r"model\.layers\.1\.mlp\.experts\.[23]\..*"), "experts",
-         "model.layers.1.mlp.experts.2"),
-    Case("E2 one expert of the draft", "glm fp8", lose(r"model\.layers\.3\.mlp\.experts\.2\.up_proj\.weight"),
-         "experts",
-         "model.layers.3.mlp.experts.2.up_proj"),
-    # B. plain, built quantized
-    Case("F11 exclude misses mtp.fc", "next modelopt fp8", ignoring("mtp.layers.0*", without=r"^mtp"), "form",
-         "mtp.fc.weight", says="in silence"),
-    Case("F13 target Linear takes mtp.fc", "qwen vl fp8", ignoring(without=r"^mtp\.fc$"), "form", "mtp.fc.weight"),
-    Case("F14 experts of the draft not ignored", "qwen vl moe nvfp4", ignoring(without=r"mtp\..*\.experts"), "form",
-         "mtp.layers.0.mlp.experts.0.", says="in silence"),
-    Case("F14 ignore names the fused experts", "next nvfp4",
-         ignoring("mtp.layers.0.mlp.experts", without=r"mtp\..*\.experts"), "form", "mtp.layers.0.mlp.experts.0."),
-    Case("F17 names of another space", "lite fp8", ignoring(r"re:.*mtp_block.*", without=r"^model\.layers\.3\."),
-         "form", "model.layers.3.", says="in silence"),
-    Case("F18 V4 draft inherits the main scheme", "dsv4 published",
-         both(ignoring(without=r"layers\\\.3"), groups(lambda g: g.update(targets=["Linear"]))),
-         "form", "mtp.0."),
-    Case("H1 ignore by name on disk, seen by its effect", "dsv4 published", ignoring(without=r"layers\\\.3"), "form",
-         "mtp.0."),
-    Case("G6 mimo by name on disk", "mimo fp8", ignoring(r"re:^model\.mtp_layers\.", without=r"layers"), "form",
-         "model.mtp_layers.0.", says="in silence"),
-    Case("G6 mimo by name on disk, packed", "mimo w4a16",
-         both(groups(lambda g: g.update(targets=["Linear"])),
-              ignoring(r"re:^model\.mtp_layers\.", without=r"layers")),
-         "form", "model.mtp_layers.0.", says="raises"),
-    Case("M4 native FP8, plain draft not ignored", "v3 native bf16 mtp",
-         lambda c: c.quantization.pop("ignored_layers"), "form", "model.layers.3.", says="in silence"),
-    Case("F20 quark without exclude", lambda: foreign_form.quark(), lambda c: None, "form", "model.layers.3.",
-         says="in silence"),
-    Case("F20 Quark's NVFP4 without exclude (vllm #49187)", lambda: foreign_form.quark_nvfp4(), lambda c: None, "form",
-         "model.layers.3.", says="as nvfp4_modelopt"),
-    Case("R7 Quark without layer_type_quant_config", "glm quark",
-         lambda c: c.quantization.pop("layer_type_quant_config"),
-         "config-group", "quantization_config", says="AttributeError"),
-    Case("R7 Quark in a scheme that vLLM has not", "glm quark",
-         lambda c: c.quantization.update(global_quant_config={"weight": {"dtype": "int3", "qscheme": "per_group"}}),
-         "config-group", "model.layers.", says="no scheme of Quark's"),
-    Case("F15 AutoRound's MXFP4 without an exception", lambda: foreign_form.autoround_mxfp4(), lambda c: None, "form",
-         "model.layers.3.", says="as mxfp4"),
-    Case("R7 AutoRound in groups that vLLM does not load", "glm autoround mxfp4",
-         lambda c: c.quantization.update(group_size=16), "config-group", "quantization_config",
-         says="INC supports no mx_fp of 4 bits in groups of 16"),
-    Case("F15 GPTQ without exception", lambda: foreign_form.gptq(dynamic={}), lambda c: None, "form",
-         "model.layers.3.mlp.experts.", says="in silence"),
-    Case("F16 an expression with + excepts nothing", lambda: foreign_form.gptq("qwen3.5-397b"),
-         lambda c: c.quantization.update(dynamic={"+:.*mtp.*": {"bits": 4}}), "form", "mtp.layers.0.mlp.experts.",
-         says="by the entry '.*mtp.*'"),
-    Case("R2 GPTQ in 8 bits by an expression, in 4 on disk", "glm gptq",
-         lambda c: c.quantization["dynamic"].update({r"+:.*\.layers\.1\..*": {"bits": 8}}), "form",
-         "model.layers.1.", says="where"),
-    Case("R7 GPTQ with an order of inputs", "glm gptq", lambda c: c.quantization.update(desc_act=True), "config-group",
-         "quantization_config", says="desc_act=True"),
-    Case("R7 g_idx in a loader that knows none", lambda: foreign_form.gptq(mtp="W4A16", dynamic={}), lambda c: None,
-         "form", "model.layers.3.", says="in silence"),
-    Case("F15 AWQ without a list", lambda: foreign_form.awq(), lambda c: None, "form", "model.layers.3.mlp.experts."),
-    Case("R2 AWQ's list is made of the names of parameters", lambda: foreign_form.awq("qwen3.5-27b"), lambda c: None,
-         "form", "linear_attn.in_proj_qkv.qweight", says="plain (by the entry 'language_model.model.layers.0."),
-    Case("F26 AutoRound names each expert", lambda: foreign_form.autoround(
-             "qwen3-next-80b", extra_config={entry: {"bits": 16} for entry in EACH_EXPERT}),
-         lambda c: None, "form", "mtp.layers.0.mlp.experts."),
-    Case("F38 AutoRound's block takes the head", lambda: foreign_form.autoround(block_name_to_quantize="model.layers"),
-         lambda c: None, "draft-head", "model.layers.3.head", says="as gptq"),
-    Case("R8 a dialect that is not judged", "glm fp8", quantization(quant_method="torchao"), "dialect",
-         "model.layers.3."),
-    Case("F38 placeholder head quantized", "v3 modelopt",
-         ignoring("model.layers.3.self_attn*", "model.layers.3.mlp*", "model.layers.3.shared_head.head",
-                  without=r"^model\.layers\.3\.\*$"),
-         "draft-head", "model.layers.3.head", says="nothing fills them"),
-    Case("F38 head of a Qwen3.5 draft quantized", "qwen vl modelopt",
-         ignoring("language_model.lm_head", without=r"lm_head"), "draft-head", "lm_head"),
-    # C. quantized, built plain or in another form
-    Case("F35 packed although ignored", "next nvfp4", pack(r"mtp\.layers\.0\.self_attn\.o_proj", "NVFP4"), "form",
-         "mtp.layers.0.self_attn.o_proj.weight_packed", says="builds mtp.layers.0.self_attn.o_proj plain"),
-    Case("F28 experts quantized, everything ignored", "next fp8", ignoring(r"re:^mtp\."), "form", "mtp.layers.0."),
-    Case("F25 missing from quantized_layers", "glm mixed",
-         lambda c: c.quantization["quantized_layers"].pop("model.layers.1.self_attn.o_proj"), "form",
-         "model.layers.1.self_attn.o_proj.weight"),
-    Case("F42 a copy of the embedding whose scale the loader refuses", "v3 block",
-         pack(r"model\.layers\.3\.embed_tokens", "FP8_DYNAMIC"), "glue", "model.layers.3.embed_tokens.weight",
-         says="in silence"),
-    Case("F42 a copy of the head in 4 bits", "glm fp8", pack(r"model\.layers\.3\.shared_head\.head", "NVFP4"), "form",
-         "model.layers.3.shared_head.head.weight_packed", says="in silence"),
-    Case("F42 a copy of the head that is too short", "glm fp8",
-         retyping(r"model\.layers\.3\.shared_head\.head\.weight", "F8_E4M3", shape=lambda n, k: (n // 2, k)), "form",
-         "model.layers.3.shared_head.head.weight"),
-    Case("F29 head packed, read as plain", "glm nvfp4", pack("lm_head", "NVFP4"), "form", "lm_head.weight_packed"),
-    Case("F34 half of a fused projection ignored", "qwen vl fp8",
-         ignoring("language_model.model.layers.0.linear_attn.in_proj_qkv"), "config-group",
-         "language_model.model.layers.0.linear_attn.in_proj_qkv", says="different quantization schemes"),
-    Case("F27 q_proj ignored, k_proj and v_proj not", "next fp8", ignoring("mtp.layers.0.self_attn.q_proj"),
-         "config-group", "mtp.layers.0.self_attn.q_proj", says="different quantization schemes"),
-    Case("F27 the same under modelopt", "glm modelopt", ignoring("model.layers.2.self_attn.q_proj"), "config-group",
-         "model.layers.2.self_attn.q_proj", says="some but not all shards"),
-    Case("F27 two parts of a plain qkv excluded by name", "glm modelopt",
-         ignoring("model.layers.12.self_attn.q_proj", "model.layers.12.self_attn.k_proj"), "config-group",
-         "model.layers.12.self_attn.q_proj", says="some but not all shards"),
-    Case("G1 targets in other names of the experts", "dsv4 published",
-         lambda c: c.quantization["config_groups"]["group_1"].update(
-             targets=[r"re:.*\.experts\.\d+\.(gate|up|down)_proj$"]),
-         "form", "layers.0.ffn.experts.0.w1.weight_packed", says="no target matches"),
-    Case("G2 target without the fused name", "dsv4 published",
-         lambda c: c.quantization["config_groups"]["group_0"].update(targets=[r"re:.*\.attn\.(wq_a|wq_b|wo_a|wo_b)$"]),
-         "form", "layers.0.attn.wkv.weight"),
-    Case("R2 modelopt substring takes layers 10 and 11", "glm modelopt", ignoring("model.layers.1"), "form",
-         "model.layers.1.", says="by the entry 'model.layers.1'"),
-    Case("R2 no quantization config at all", "glm nvfp4", lambda c: c.config.pop("quantization_config"), "form",
-         "model.layers.0.", says="no quantization_config"),
-    Case("R2 expert projections in two schemes", "glm w4a16",
-         ignoring(r"re:^model\.layers\.3\.mlp\.experts\.\d+\.down_proj"), "config-group", "re:^model"),
-    Case("M1 scale of one shard lost", "glm fp8", lose(r"model\.layers\.1\.self_attn\.k_proj\.weight_scale"),
-         "fused-uniform", "model.layers.1.self_attn.k_proj.weight"),
-    Case("R3 one expert left plain", "glm nvfp4",
-         both(lose(r"model\.layers\.1\.mlp\.experts\.3\.up_proj\..*"),
-              adding("model.layers.1.mlp.experts.3.up_proj.weight", "BF16", (128, 256))),
-         "fused-uniform", "model.layers.1.mlp.experts.3.up_proj.weight"),
-    Case("F8 global scale of one shard lost", "glm nvfp4",
-         lose(r"model\.layers\.1\.self_attn\.v_proj\.weight_global_scale"), "fused-uniform",
-         "model.layers.1.self_attn.v_proj"),
-    Case("M1 scale of a lone module lost", "glm fp8", lose(r"model\.layers\.1\.self_attn\.o_proj\.weight_scale"),
-         "form",
-         "model.layers.1.self_attn.o_proj.weight_scale", says="uninitialised in silence"),
-    Case("Fp7 input scales lost", "glm modelopt", lose(r"model\.layers\.2\.self_attn\.o_proj\.input_scale"), "form",
-         "model.layers.2.self_attn.o_proj.input_scale"),
-    Case("R7 FP8 blocks of experts under modelopt", lambda: modelopt("glm-4.7", "FP8_BLOCK"), lambda c: None, "form",
-         "model.layers.1.mlp.experts.0.", says="as fp8_tensor"),
-    Case("R7 FP8 a channel of experts under modelopt", lambda: modelopt("qwen3-next-80b", "FP8_DYNAMIC"),
-         lambda c: None, "form", "model.layers.0.mlp.experts.0.", says="as fp8_tensor"),
-    Case("R7 modelopt's names for experts in mixed blocks", "glm mixed blocks",
-         renaming(r"(.*\.experts\..*)\.weight_scale_inv", r"\1.weight_scale"), "form",
-         "model.layers.1.mlp.experts.0.down_proj.weight_scale", says="has no place"),
-    Case("R7 an algorithm of experts for linears", lambda: mixed("glm-4.7", "FP8_BLOCK"),
-         lambda c: [row.update(quant_algo="FP8_BLOCK_SCALES") for row in c.quantization["quantized_layers"].values()],
-         "form", "model.layers.0.", says="plain"),
-    Case("R7 mixed FP8 a channel of experts", lambda: mixed("glm-4.7", "FP8_DYNAMIC"), lambda c: None, "form",
-         "model.layers.1.mlp.experts.0.", says="builds model.layers.1.mlp.experts plain"),
-    Case("R7 algorithm vLLM does not load", "glm modelopt", lambda c: c.quantization.update(quant_algo="W4A16_AWQ"),
-         "algorithm", "quant_algo", says="ModelOpt currently only supports"),
-    Case("R7 hf_quant_config.json without group_size", "glm modelopt file",
-         lambda c: c.json_files["hf_quant_config.json"]["quantization"].pop("group_size"), "algorithm", "group_size"),
-    Case("R7 a mixture in hf_quant_config.json alone", lambda: in_hf_quant_config(mixed("glm-4.7", "NVFP4")),
-         lambda c: None, "algorithm", "quantization.quant_algo", says="Unknown ModelOpt quant algo"),
-    # D. glue
-    Case("F42 eh_proj in FP8, scale dropped", "glm fp8", pack(r"model\.layers\.3\.eh_proj", "FP8_DYNAMIC"), "glue",
-         "model.layers.3.eh_proj.weight", says="in silence"),
-    Case("H7 eh_proj packed", "v3 nvfp4", pack(r"model\.layers\.3\.eh_proj", "NVFP4A16"), "glue",
-         "model.layers.3.eh_proj.weight_packed", says="in silence"),
-    Case("H7 input_proj of MiMo packed", "mimo w4a16", pack(r"model\.mtp_layers\.0\.input_proj", "W4A16"), "glue",
-         "model.mtp_layers.0.input_proj.weight_packed", says="in silence"),
-    Case("G5 compressor quantized", "dsv4 published", pack(r"layers\.1\.attn\.compressor\.wkv", "FP8_BLOCK"), "glue",
-         "layers.1.attn.compressor.wkv.weight"),
-    Case("R4 router quantized", "glm fp8", pack(r"model\.layers\.1\.mlp\.gate", "FP8_DYNAMIC"), "glue",
-         "model.layers.1.mlp.gate.weight"),
-    Case("F12 mtp.fc packed under modelopt NVFP4", "qwen vl modelopt",
-         lambda c: c.tensors.update({"mtp.fc.weight": ("U8", (256, 256)), "mtp.fc.weight_scale": ("F8_E4M3", (256, 32)),
-                                     "mtp.fc.weight_scale_2": ("F32", ()), "mtp.fc.input_scale": ("F32", ())}),
-         "form", "mtp.fc.weight", says="without quantization"),
-    # E. names
-    Case("F37 vision-language prefix", "qwen vl fp8", renaming(r"(mtp\..*)", r"language_model.\1"), "mtp-prefix",
-         "language_model.mtp."),
-    Case("F32 KV scales in the draft", "glm fp8", adding("model.layers.3.self_attn.k_proj.k_scale"), "kv-scales",
-         "model.layers.3.self_attn.k_proj.k_scale"),
-    Case("INT4 cache", "glm fp8", lambda c: c.quantization.update({"kv_cache_scheme": {"num_bits": 4, "type": "int"}}),
-         "kv-cache", "config.json: quantization_config.kv_cache_scheme", says="NotImplementedError"),
-    Case("E7 transformers' names in the draft", "dsv4 bf16", renaming(r"mtp\.0\.hc_attn_base", "mtp.0.attn_hc.base"),
-         "unknown-tensor", "mtp.0.attn_hc.base"),
-    Case("E9 copies under another name", "dsv4 bf16", renaming(r"mtp\.0\.emb\.tok_emb\.weight", "mtp.0.embed.weight"),
-         "unknown-tensor", "mtp.0.embed.weight"),
-    Case("F7 tensors of another model", "glm fp8", adding("vision_model.encoder.weight", "BF16", (4, 4)),
-         "unknown-tensor", "vision_model.encoder.weight", severity="warning"),
-    Case("E10 copies missing", "dsv4 bf16", lose(r"mtp\.0\.(emb\.tok_emb|head)\.weight"), "alias", "mtp.0.emb.tok_emb",
-         severity="warning", says="0 %"),
-    Case("F24 bare .scale under compressed-tensors", "v3 block",
-         renaming(r"(model\.layers\.3\.self_attn\.o_proj)\.weight_scale", r"\1.scale"), "form",
-         "model.layers.3.self_attn.o_proj.scale"),
-    Case("Fp5 _inv under compressed-tensors", "v3 block", renaming(r"(.*)\.weight_scale", r"\1.weight_scale_inv"),
-         "form",
-         ".weight_scale_inv", says="weight_scale_inv has no place"),
-    Case("Fp5 no _inv under fp8", "released deepseek-r1", renaming(r"(.*)\.weight_scale_inv", r"\1.weight_scale"),
-         "form",
-         ".weight_scale", says="weight_scale has no place"),
-    Case("R7 scale without weight", "glm fp8", lose(r"model\.layers\.3\.eh_proj\.weight"), "mtp-incomplete",
-         "model.layers.3.eh_proj"),
-    Case("R7 a scale the draft's loader does not rename", "released longcat-flash-chat", adding(
-            "model.mtp.layers.0.self_attn.o_proj.weight_scale", "F32", (256, 1)), "unknown-tensor",
-         "model.mtp.layers.0.self_attn.o_proj.weight_scale", says="KeyError"),
-    Case("R7 orphan scale", "glm fp8", adding("model.layers.3.mlp.shared_experts.w9.weight_scale"), "unknown-tensor",
-         "model.layers.3.mlp.shared_experts.w9.weight_scale"),
-    # F. scales and shapes
-    Case("Fp1 global scale with two values", "glm nvfp4",
-         retyping(r"model\.layers\.1\.self_attn\.o_proj\.weight_global_scale", shape=lambda *_: (2,)), "form",
-         "model.layers.1.self_attn.o_proj.weight_global_scale"),
-    Case("Fp2 block scales in BF16", "v3 block", retyping(r"model\.layers\.\d\..*\.weight_scale", "BF16"),
-         "scale-dtype",
-         ".weight_scale", severity="warning", says="DeepGEMM"),
-    Case("M3 FP8 stored as bytes", "glm fp8", retyping(r"model\.layers\.1\.self_attn\.o_proj\.weight", "U8"), "form",
-         "model.layers.1.self_attn.o_proj.weight", says="as numbers"),
-    Case("M3 scales stored as bytes", "glm nvfp4", retyping(r"model\.layers\.1\.mlp\.experts\..*\.weight_scale", "U8"),
-         "form", "model.layers.1.mlp.experts.0.", says="as numbers"),
-    Case("M2 expert packed too narrow", "glm nvfp4",
-         retyping(r"model\.layers\.1\.mlp\.experts\.2\.down_proj\.weight_packed", shape=lambda n, k: (n, k // 2)),
-         "shapes", "model.layers.1.mlp.experts.2.down_proj.weight_packed", says="in silence"),
-    Case("R2 eight bits, said to be four", "glm w4a16",
-         retyping(r"model\.layers\.3\.self_attn\.o_proj\.weight_packed", shape=lambda n, k: (n, 2 * k)), "form",
-         "model.layers.3.self_attn.o_proj.weight_scale"),
-    Case("Fp2 a column of scales under modelopt", "mimo modelopt channels",
-         retyping(r".*\.weight_scale", shape=lambda n: (n, 1)), "form", "weight_scale", says="has shape"),
-    Case("Fp2 blocks of two dimensions under modelopt", "qwen text modelopt blocks",
-         retyping(r".*\.weight_scale", shape=lambda n, _, k, __: (n, k)), "form", "weight_scale", says="has shape"),
-    Case("Fp2 a row of scales under compressed-tensors", "next fp8",
-         retyping(r".*\.weight_scale", shape=lambda n, _: (n,)), "form", "weight_scale", says="has shape"),
-    Case("Fp2 blocks of four dimensions under compressed-tensors", "v3 block",
-         retyping(r".*\.weight_scale", shape=lambda n, k: (n, 1, k, 1)), "form", "weight_scale", says="has shape"),
-    Case("Fp2 blocks of four dimensions in native FP8", "released deepseek-r1",
-         retyping(r".*\.weight_scale_inv", shape=lambda n, k: (n, 1, k, 1)), "form", "weight_scale_inv",
-         says="has shape"),
-    Case("Fp1 a matrix of one scale", "glm fp8 static", retyping(r".*\.weight_scale", shape=lambda *_: (1, 1)), "form",
-         "weight_scale", says="has shape"),
-    Case("M3 MXFP4 scales as E8M0", lambda: ours("glm-4.7", "MXFP4"), retyping(r".*\.weight_scale", "F8_E8M0"), "form",
-         "weight_scale", says="as numbers"),
-    Case("R15 width no multiple of the group", "glm w4a16",
-         lambda c: c.tensors.update({"model.layers.3.self_attn.o_proj.weight_packed": ("I32", (256, 25)),
-                                     "model.layers.3.self_attn.o_proj.weight_scale": ("BF16", (256, 1))}),
-         "form", "model.layers.3.self_attn.o_proj.weight_scale", says="no multiple of the group"),
-    Case("R15 part blocks inside a fused module", "v3 block",
-         lambda c: c.tensors.update({"model.layers.3.self_attn.q_a_proj.weight": ("F8_E4M3", (200, 256)),
-                                     "model.layers.3.self_attn.q_a_proj.weight_scale": ("F32", (2, 2))}),
-         "shapes", "model.layers.3.self_attn.q_a_proj.weight", says="validate_fp8_block_shape"),
-    # G. JSON files
-    Case("M10 FP8 blocks without input_activations", "v3 block", groups(lambda g: g.update(input_activations=None)),
-         "config-group", "re:^", says="is_static_input_scheme"),
-    Case("Fp3 FP8 experts without input_activations", "glm fp8", groups(lambda g: g.update(input_activations=None)),
-         "config-group", "Linear", says="only format: pack-quantized"),
-    Case("Fp4 scale_fmt lost", "dsv4 bf16", lambda c: c.quantization.pop("scale_fmt"), "extras", "scale_fmt",
-         severity="warning"),
-    Case("E5 layer_types counts the MTP layer", "qwen vl fp8",
-         setting("layer_types", ["linear_attention"] * 3 + ["full_attention"] * 2), "config", "layer_types"),
-    Case("E6 compress_ratios lost", "dsv4 bf16", setting("compress_ratios", None), "config", "compress_ratios"),
-    Case("E6 num_hidden_layers lost", "glm fp8", setting("num_hidden_layers", None), "config", "config.json"),
-    Case("R5 two configs, two algorithms", "glm modelopt", hf_quant_config(quant_algo="FP8"), "two-configs",
-         "quant_algo"),
-    Case("M8 index names a missing file", "glm fp8",
-         edit_index(lambda index: index["weight_map"].update({"model.norm.weight": "gone.safetensors"})), "files",
-         INDEX, says="gone.safetensors"),
-    Case("M8 index names a missing tensor", "glm fp8",
-         edit_index(lambda index: index["weight_map"].update({"model.extra.weight": "model-1.safetensors"})), "files",
-         "model-1.safetensors", says="model.extra.weight"),
-    Case("R6 shard cut short", "glm fp8", lambda c: setattr(c, "after", truncate), "files", "model-2.safetensors"),
-    Case("R8 a family without a table", "glm fp8", setting("model_type", "glm4v_moe"), "family", "config.json",
-         says="glm4v_moe"),
-)  # fmt: skip
+BROKEN, WITHOUT_MTP = (
+    tuple(Case(name, row, *row["found"]) for name, row in TABLE[part].items())
+    for part in ("broken", "without_mtp")
+)

@@ -1,19 +1,18 @@
 """Good checkpoints: released, written by keepmtp, by llm-compressor, by hand, in each dialect but
 modelopt's.
 
-In: nothing. Out: GOOD, name -> a function that builds a `Checkpoint`; modelopt's are in
-modelopt_form.py.
+In: a model, schemes. Out: a `Checkpoint`; modelopt's are in modelopt_form.py, and all by name in
+broken.py.
 """
 
 import re
-from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import releases
-from checkpoint_files import Checkpoint, as_source, pack
+from checkpoint_files import Checkpoint, as_source
 from keepmtp.quantize.config.written import files_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.conventions import Format
@@ -152,6 +151,11 @@ def outputs_of(plan: Plan) -> Checkpoint:
     return Checkpoint(config=config, tensors=tensors, json_files={**companions(config), **files})
 
 
+def with_scales(model: str = "glm-4.7", format: Format = "compressed-tensors") -> Checkpoint:
+    """What keepmtp writes by a recipe with `kv_cache: FP8`."""
+    return outputs_of(cached(model, format=format))
+
+
 def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:
     """The same tensors under a config as llm-compressor writes it: target Linear, and whole names
     to ignore.
@@ -168,75 +172,13 @@ def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:
     return checkpoint
 
 
-def published_flash() -> Checkpoint:
-    """DeepSeek-V4-Flash as published with NVFP4 experts and FP8 attention, its regexes verbatim."""
+def flash_of_three_schemes() -> Checkpoint:
+    """DeepSeek-V4-Flash with NVFP4 experts, FP8 attention and plain shared experts."""
     checkpoint = ours("dsv4-flash", "NVFP4")
-    plan = ours("dsv4-flash", "FP8_BLOCK")
-    for name in [*checkpoint.tensors]:
-        if re.match(r"layers\.\d+\.(attn|ffn\.shared_experts)\.", name):
-            del checkpoint.tensors[name]
-    for name, spec in plan.tensors.items():
-        if re.match(r"layers\.\d+\.attn\.", name):
-            checkpoint.tensors[name] = spec
-    for name, spec in ours("dsv4-flash", "bf16").tensors.items():
-        if re.match(r"layers\.\d+\.ffn\.shared_experts\.", name):
-            checkpoint.tensors[name] = spec
-    checkpoint.config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "mixed-precision",
-        "quantization_status": "compressed",
-        "scale_fmt": "ue8m0",
-        "config_groups": {
-            "group_0": {
-                "format": "float-quantized",
-                "targets": [
-                    "re:.*\\.attn\\.(fused_wqa_wkv|compressor\\.fused_wkv_wgate|wq_b|wo_a|wo_b)$"
-                ],
-                "weights": {
-                    "num_bits": 8,
-                    "type": "float",
-                    "strategy": "block",
-                    "block_structure": [128, 128],
-                    "symmetric": True,
-                    "dynamic": False,
-                },
-                "input_activations": {
-                    "dynamic": True,
-                    "group_size": 128,
-                    "num_bits": 8,
-                    "strategy": "group",
-                    "symmetric": True,
-                    "type": "float",
-                },
-            },
-            "group_1": {
-                "format": "nvfp4-pack-quantized",
-                "targets": ["re:.*\\.ffn\\.experts\\.\\d+\\.(w1|w2|w3)$"],
-                "weights": {
-                    "num_bits": 4,
-                    "type": "float",
-                    "strategy": "tensor_group",
-                    "group_size": 16,
-                    "symmetric": True,
-                },
-                "input_activations": {
-                    "num_bits": 4,
-                    "type": "float",
-                    "strategy": "tensor_group",
-                    "group_size": 16,
-                    "dynamic": "local",
-                },
-            },
-        },
-        "ignore": [
-            "head",
-            "embed",
-            "re:.*norm.*",
-            "re:.*\\.ffn\\.gate$",
-            "re:.*mtp\\..*",
-            "re:.*\\.layers\\.3\\..*",
-        ],
-    }
+    for part, scheme in ((r"attn\.", "FP8_BLOCK"), (r"ffn\.shared_experts\.", "bf16")):
+        names = rf"layers\.\d+\.{part}.*"
+        checkpoint.take(names)
+        checkpoint.tensors |= ours("dsv4-flash", scheme).take(names)
     return checkpoint
 
 
@@ -260,27 +202,11 @@ def nvfp4_experts() -> Checkpoint:
     return checkpoint
 
 
-def red_hat() -> Checkpoint:
-    """Qwen3-Next under a hand-written recipe: delta nets left in BF16, everything by regexes from
-    the start.
-    """
-    checkpoint = ours("qwen3-next-80b", "FP8_DYNAMIC")
-    plain = released("qwen3-next-80b").tensors
-    for name in [*checkpoint.tensors]:
-        if ".linear_attn." in name and name not in plain:
-            del checkpoint.tensors[name]
-    checkpoint.tensors.update(
-        {name: spec for name, spec in plain.items() if ".linear_attn." in name}
-    )
-    checkpoint.quantization["config_groups"]["group_0"]["targets"] = ["Linear"]
-    checkpoint.quantization["ignore"] = [
-        "lm_head",
-        "re:.*mlp.gate$",
-        "re:.*mlp.shared_expert_gate$",
-        "re:.*linear_attn.*",
-        "re:mtp.*",
-        "re:.*visual.*",
-    ]
+def plain_delta_nets() -> Checkpoint:
+    """Qwen3-Next in FP8, its delta nets left in BF16."""
+    checkpoint, names = ours("qwen3-next-80b", "FP8_DYNAMIC"), r".*\.linear_attn\..*"
+    checkpoint.take(names)
+    checkpoint.tensors |= released("qwen3-next-80b").take(names)
     return checkpoint
 
 
@@ -329,52 +255,3 @@ def native_bf16_mtp() -> Checkpoint:
         f"{stem}mlp.experts",
     ]
     return checkpoint
-
-
-def copies_in_fp8() -> Checkpoint:
-    """GLM-4.7 with all of the MTP layer in FP8, the embedding and head too in whose place vLLM puts
-    the target's.
-    """
-    checkpoint = llmcompressor("glm-4.7", "FP8_DYNAMIC")
-    pack(r"model\.layers\.3\.(embed_tokens|shared_head\.head)", "FP8_DYNAMIC")(checkpoint)
-    return checkpoint
-
-
-def head_that_is_skipped() -> Checkpoint:
-    """Ring 2.5 with a packed copy of the head in its MTP layer, whose loader skips names that it
-    does not know.
-    """
-    checkpoint = ours("ring-2.5-1t", "NVFP4")
-    copy = "model.layers.4.shared_head.head"
-    checkpoint.tensors[f"{copy}.weight"] = checkpoint.tensors["lm_head.weight"]
-    pack(copy, "NVFP4")(checkpoint)
-    return checkpoint
-
-
-GOOD: dict[str, Callable[[], Checkpoint]] = {
-    **{f"released {model}": (lambda model=model: released(model)) for model in releases.MODELS},
-    "dsv4 bf16": lambda: ours("dsv4-flash", "NVFP4"),
-    "dsv4 block": lambda: ours("dsv4-flash", "FP8_BLOCK", "source"),
-    "dsv4 published": published_flash,
-    "dsv4 nvfp4 experts": nvfp4_experts,
-    "v3 native bf16 mtp": native_bf16_mtp,
-    "v3 nvfp4": lambda: ours("deepseek-r1", "NVFP4"),
-    "v3 block": lambda: ours("deepseek-r1", "FP8_BLOCK", "FP8_BLOCK"),
-    "glm w4a16": lambda: ours("glm-4.7", "W4A16", "W4A16"),
-    "glm fp8": lambda: llmcompressor("glm-4.7", "FP8_DYNAMIC"),
-    "glm fp8, the draft's copies too": copies_in_fp8,
-    "glm fp8 static": lambda: ours("glm-4.7", "FP8", "FP8"),
-    "glm nvfp4": lambda: ours("glm-4.7", "NVFP4", "NVFP4A16"),
-    "glm-5 nvfp4": lambda: ours("glm-5", "NVFP4"),
-    "lite fp8": lambda: llmcompressor("glm-4.7-flash", "FP8_DYNAMIC"),
-    "next nvfp4": lambda: llmcompressor("qwen3-next-80b", "NVFP4"),
-    "next fp8": lambda: ours("qwen3-next-80b", "FP8_DYNAMIC", "FP8_DYNAMIC"),
-    "next red hat": red_hat,
-    "qwen vl native fp8": qwen_fp8,
-    "qwen vl fp8": lambda: llmcompressor("qwen3.5-27b", "FP8_DYNAMIC"),
-    "qwen vl moe nvfp4": lambda: llmcompressor("qwen3.5-397b", "NVFP4"),
-    "qwen text int8": lambda: llmcompressor("qwen3.5-text", "W8A8"),
-    "ring nvfp4, the draft's head too": head_that_is_skipped,
-    "mimo w4a16": lambda: ours("mimo-7b", "W4A16"),
-    "mimo fp8": lambda: llmcompressor("mimo-7b", "FP8_DYNAMIC"),
-}

@@ -1,13 +1,13 @@
 """Checkpoints of models that never had an MTP block, in the forms of several tools: Llama's names,
 tiny sizes.
 
-In: a tool's word. Out: a `Checkpoint`, good as it is; and TWINS, a table of changes that break one.
+In: a tool's word. Out: a `Checkpoint`, good as it is; broken.yaml breaks some.
 """
 
 from typing import Any
 
 import foreign_form
-from checkpoint_files import Change, Checkpoint, lose, setting
+from checkpoint_files import Checkpoint
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 HIDDEN, WIDE, LAYERS, VOCABULARY, EXPERTS = 256, 512, 6, 320, 4
@@ -133,36 +133,3 @@ def _stored(tool: str, rows: int, columns: int) -> Tensors:
 
 def _fp8(rows: int, columns: int, scales: tuple[int, ...]) -> Tensors:
     return {"weight": ("F8_E4M3", (rows, columns)), "weight_scale": ("F32", scales)}
-
-
-def broken(tool: str, change: Change) -> Checkpoint:
-    """The dense model as a tool writes it, with a change."""
-    checkpoint = llama(tool)
-    change(checkpoint)
-    return checkpoint
-
-
-O_PROJ = "model.layers.3.self_attn.o_proj"
-
-
-def said(**entries: object) -> Change:
-    """Keys of quantization_config."""
-    return lambda checkpoint: checkpoint.quantization.update(entries)
-
-
-# What somebody did to it: tool, change, and the rule and the place of the finding.
-TWINS: dict[str, tuple[str, Change, str, str]] = {
-    "AWQ, scales of one matrix lost": (
-        "awq with a list", lose(r"model\.layers\.3\.self_attn\.o_proj\.scales"), "form", f"{O_PROJ}."),
-    "AWQ, an entry is a part of a packed name": (
-        "awq", said(modules_to_not_convert=["lm_head", "o_proj"]), "form", "model.layers.0.self_attn.o_proj.qweight"),
-    "AWQ in three bits": ("awq", said(bits=3), "config-group", "quantization_config"),
-    "GPTQ, groups of 64 by its word": ("gptq", said(group_size=64), "form", "model.layers.0.self_attn.q_proj.scales"),
-    "GPTQ, a matrix lost but for its scales": (
-        "gptq", lose(r"model\.layers\.3\.self_attn\.o_proj\.qweight"), "unknown-tensor", f"{O_PROJ}."),
-    "Quark, one scale lost": (
-        "quark", lose(r"model\.layers\.3\.self_attn\.o_proj\.weight_scale"), "form", O_PROJ),
-    "packed without a config": ("compressed-tensors", setting("quantization_config", None), "form", "model.layers.0."),
-    "a layer lost": ("awq", lose(r"model\.layers\.2\..*"), "layer-missing", "model.layers.2."),
-    "modelopt, input scales lost": ("modelopt", lose(r".*o_proj\.input_scale"), "form", ".o_proj.input_scale"),
-}  # fmt: skip

@@ -2,21 +2,27 @@
 culprit's name.
 """
 
+import ast
 import json
 import time
+from pathlib import Path
 
-import foreign_form
 import pytest
 import releases
-from broken import BROKEN, GOOD, Case
-from checkpoint_files import as_source, hf_quant_config, quantization, write
-from good import ours, planned, released
+import yaml
+from broken import BROKEN, GOOD, WITHOUT_MTP, Case, agree, built
+from checkpoint_files import as_source, write
+from good import ours, planned, released, with_scales
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.check.check import RULES, check, check_source
-from modelopt_form import ALGORITHMS, LINEAR_ONLY, in_hf_quant_config, mixed_in_two_files, modelopt
-from real_releases import dspark_flash
+from keepmtp.validate.check.check import RULES, WITHOUT_FAMILY, check, check_source, examine
+from keepmtp.validate.check.dialects import choose
+from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
+from real_vllm import VLLM_PYTHON
+
+LIST = "lib/python3*/site-packages/vllm/model_executor/layers/quantization/__init__.py"
+FINDINGS = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text())
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -54,7 +60,7 @@ def test_the_same_told_as_modelopt_tells_it_passes(model, scheme, mtp, tmp_path)
     assert check_source(as_source(checkpoint, tmp_path)).findings == ()
 
 
-@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*BROKEN, *WITHOUT_MTP), ids=lambda case: case.name)
 def test_broken_checkpoints_are_caught(case: Case, tmp_path):
     report = check(write(tmp_path / "checkpoint", case.build()))
     hits = [
@@ -69,183 +75,56 @@ def test_broken_checkpoints_are_caught(case: Case, tmp_path):
     assert all(finding.says and finding.cure and finding.where for finding in report.findings)
 
 
-def test_stages_of_dspark_are_one_finding(tmp_path):
-    """And the twin: a classic block of the same model that lost a part is still one that lost a
-    part.
-    """
-    [finding] = check(write(tmp_path / "dspark", dspark_flash())).findings
-    assert finding.rule == "family" and '"method": "dspark"' in finding.cure
-    classic = dspark_flash()
-    del classic.config["dspark_target_layer_ids"]
-    assert {each.rule for each in check(write(tmp_path / "classic", classic)).findings} >= {
-        "mtp-incomplete"
-    }
+def test_every_rule_says_what_it_holds_and_has_a_broken_checkpoint():
+    assert len({case.rule for case in BROKEN}) >= 26
+    assert all(rule.__doc__ for rule in (*RULES, *WITHOUT_FAMILY))
 
 
-def test_a_classic_block_with_dsparks_key_is_a_classic_block(tmp_path):
-    checkpoint = released("dsv4-flash")
-    good = check(write(tmp_path / "good", checkpoint))
-    checkpoint.config["dspark_target_layer_ids"] = [0, 1, 2]
-    assert check(write(tmp_path / "key", checkpoint)).findings == good.findings == ()
+@pytest.mark.parametrize("name", FINDINGS)
+def test_each_finding_is_said_in_its_words(name, tmp_path):
+    row = FINDINGS[name]
+    source = as_source(built(row["source"]), tmp_path) if "source" in row else None
+    folder = write(tmp_path / "checkpoint", built(row))
+    agree(row, check(folder, source=source, runtimes=row.get("runtimes", ["vllm"])).findings)
 
 
 @pytest.mark.parametrize(
-    ("build", "effect"),
-    [
-        (lambda: in_hf_quant_config(modelopt("glm-4.7")), "builds a plain model"),
-        (lambda: mixed_in_two_files(here=[], there=["lm_head"]), "Unsupported quantization config"),
-    ],
-    ids=["alone", "beside config.json"],
+    "model", ["glm-4.7", "qwen3.5-27b", "nemotron-3-super", "mimo-v2-flash", "ernie-4.5-21b"]
 )
-def test_a_file_of_another_producer_is_not_read_as_modelopts(build, effect, tmp_path):
-    """vLLM 0.32.0: transformers_utils/model_arch_config_convertor.py;
-    model_loader/weight_utils.py.
-    """
-    checkpoint = build()
-    folder = write(tmp_path / "good", checkpoint)
-    assert check(folder).ok
-    checkpoint.json_files["hf_quant_config.json"]["producer"] = {"name": "other", "version": "1"}
-    folder = write(tmp_path / "other", checkpoint)
-    (finding,) = [each for each in check(folder).findings if each.severity == "error"]
-    assert (finding.rule, finding.where) == ("algorithm", "hf_quant_config.json: producer.name")
-    assert effect in finding.says
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+def test_scales_of_the_cache_that_keepmtp_writes_pass_without_a_word(model, format, tmp_path):
+    checkpoint = with_scales(model, format)
+    assert len([name for name in checkpoint.tensors if name.endswith(("k_scale", "v_scale"))]) >= 4
+    assert check_source(as_source(checkpoint, tmp_path)).findings == ()
 
 
-def test_every_rule_has_a_broken_checkpoint():
-    names = {case.rule for case in BROKEN}
-    assert names >= {
-        "algorithm",
-        "alias",
-        "config",
-        "config-group",
-        "dialect",
-        "draft-head",
-        "experts",
-        "extras",
-        "family",
-        "files",
-        "form",
-        "fused-uniform",
-        "glue",
-        "kv-cache",
-        "kv-scales",
-        "layer-incomplete",
-        "layer-missing",
-        "mtp-incomplete",
-        "mtp-missing",
-        "mtp-not-promised",
-        "mtp-prefix",
-        "scale-dtype",
-        "shapes",
-        "two-configs",
-        "unindexed",
-        "unknown-tensor",
-    }
-    assert all(rule.__doc__ for rule in RULES)
+def test_it_is_found_before_anything_is_read(tmp_path):
+    """GLM-4.7's names: the layer after the last is its MTP block."""
+    checkpoint = built(FINDINGS["exl3"])
+    found = examine(write(tmp_path / "checkpoint", checkpoint))
+    block = sum(name.startswith("model.layers.3.") for name in checkpoint.tensors)
+    assert f"{block} tensors are named as those of an MTP block" in found.data.findings[0].says
+    facts = found.data.facts
+    assert (facts.num_mtp_tensors, facts.num_tensors) == (block, len(checkpoint.tensors))
+    assert found.source is None
 
 
-@pytest.mark.parametrize(
-    ("change", "where", "says"),
-    [
-        (
-            lambda c: c.retype(r"mtp\.0\.hc_attn_fn", "BF16"),
-            "mtp.0.hc_attn_fn",
-            "in the source F32",
-        ),
-        (
-            lambda c: c.retype(r"mtp\.0\.attn_norm\.weight", shape=lambda n: (n + 1,)),
-            "mtp.0.attn_norm.weight",
-            "512",
-        ),
-        (lambda c: c.take(r"mtp\.0\.ffn\.gate\.bias"), "mtp.0.ffn.gate.bias", "source's MTP block"),
-        (
-            lambda c: c.take(r"mtp\.0\.attn\.wq_b\.weight"),
-            "mtp.0.attn.wq_b.weight",
-            "source's MTP block",
-        ),
-    ],
-    ids=["E4 float32 lost", "E8 another shape", "C3 parameter lost", "C3 weight lost"],
-)
-def test_the_mtp_block_is_compared_with_the_source(change, where, says, tmp_path):
-    checkpoint = ours("dsv4-flash", "W4A16")
-    change(checkpoint)
-    source = as_source(released("dsv4-flash"), tmp_path)
-    report = check(write(tmp_path / "checkpoint", checkpoint), source=source)
-    assert [
-        f for f in report.findings if f.rule == "source" and where in f.where and says in f.says
-    ], report.findings
+def test_the_lists_are_vllms():
+    assert choose.DEPRECATED < choose.METHODS and set(choose.ALIASES.values()) <= choose.METHODS
+    for source in VLLM_PYTHON.parent.parent.glob(LIST):  # where vLLM is installed
+        body = {
+            target.id: node.value
+            for node in ast.parse(source.read_text()).body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        assert set(_texts(body["QuantizationMethods"])) == choose.METHODS
+        assert set(_texts(body["DEPRECATED_QUANTIZATION_METHODS"])) == choose.DEPRECATED
 
 
-def test_a_dialect_that_is_not_reproduced_is_said_to_be(tmp_path):
-    checkpoint = released("glm-4.7")
-    quantization(quant_method="torchao", modules_to_not_convert=["model.layers.3."])(checkpoint)
-    report = check(write(tmp_path / "checkpoint", checkpoint))
-    assert [(f.rule, f.severity) for f in report.findings] == [("dialect", "warning")]
-    assert "--gpu sm90" in report.findings[0].cure and "static" not in report.findings[0].cure
-
-
-def test_a_form_that_is_not_reproduced_is_said_to_be(tmp_path):
-    checkpoint = foreign_form.quark(exclude=[r"re:model\.layers\.3\."])
-    weight = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True}
-    checkpoint.quantization["global_quant_config"] = {"weight": weight}
-    (finding,) = check(write(tmp_path / "one", checkpoint)).findings
-    assert (finding.rule, finding.severity) == ("dialect", "warning")
-    del checkpoint.quantization["export"]
-    findings = check(write(tmp_path / "two", checkpoint)).findings
-    assert {f.rule for f in findings} == {"config-group"} and "export key" in findings[0].says
-
-
-def test_of_two_lists_the_one_counts_that_vllm_reads(tmp_path):
-    """Without quantized_layers in config.json vLLM 0.32 reads all of hf_quant_config.json; with
-    them, none of it.
-    """
-    right, wrong = ["lm_head"], ["lm_head", "model.layers.1.self_attn*"]
-    good = write(tmp_path / "good", mixed_in_two_files(here=wrong, there=right))
-    assert check(good).findings == ()
-    findings = check(
-        write(tmp_path / "broken", mixed_in_two_files(here=right, there=wrong))
-    ).findings
-    assert any(
-        each.rule == "form" and each.where.startswith("model.layers.1.self_attn")
-        for each in findings
-    )
-    for here, there, rules in ((right, wrong, set()), (wrong, right, {"form"})):
-        checkpoint = GOOD["glm modelopt"]()
-        checkpoint.quantization["ignore"] = checkpoint.quantization["ignore"] + here
-        hf_quant_config(exclude_modules=[*GOOD["glm modelopt"]().quantization["ignore"], *there])(
-            checkpoint
-        )
-        findings = check(write(tmp_path / f"{here}", checkpoint)).findings
-        assert {each.rule for each in findings} == rules
-
-
-def test_one_cause_is_one_finding(tmp_path):
-    checkpoint = GOOD["next nvfp4"]()
-    checkpoint.quantization["ignore"] = [
-        e for e in checkpoint.quantization["ignore"] if ".experts." not in e
-    ]
-    report = check(write(tmp_path / "checkpoint", checkpoint))
-    assert [(f.rule, f.count) for f in report.findings] == [("form", 12)]
-    assert report.findings[0].where.startswith("mtp.layers.0.mlp.experts.0.")
-    assert "re:^mtp\\.layers\\.0\\." in report.findings[0].cure
-
-
-def test_one_entry_for_a_part_of_every_layer_is_one_finding(tmp_path):
-    checkpoint = foreign_form.autoround(
-        extra_config={r".*layers\.3\..*": {"bits": 16}, ".*q_proj": {"bits": 8}}
-    )
-    (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
-    assert (finding.rule, finding.where, finding.count) == ("config-group", ".*q_proj", 3)
-
-
-@pytest.mark.parametrize(
-    "name", ["Fp2 blocks of four dimensions under compressed-tensors", "M10 FP8 blocks without"]
-)
-def test_one_cause_is_one_finding_for_each_part(name, tmp_path):
-    """Sizes and names in a sentence do not make another cause."""
-    case = next(case for case in BROKEN if case.name.startswith(name))
-    found = check(write(tmp_path / "checkpoint", case.build())).findings
-    assert len(found) <= 2 and sum(finding.count for finding in found) > 10
+def _texts(node: ast.AST) -> list[str]:
+    return [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
 
 
 def test_report_as_json(tmp_path):
@@ -262,16 +141,6 @@ def test_nothing_there_is_a_finding(tmp_path):
     report = check(tmp_path)
     assert [f.rule for f in report.findings] == ["files"]
     assert "config.json" in report.findings[0].says
-
-
-def test_attention_without_low_rank_queries_is_another_layout(tmp_path):
-    checkpoint = released("deepseek-r1")
-    checkpoint.config["q_lora_rank"] = None
-    for layer in range(4):
-        stem = f"model.layers.{layer}.self_attn"
-        checkpoint.take(rf"{stem}\.(q_a_proj|q_a_layernorm)\..*")
-        checkpoint.rename(rf"({stem}\.)q_b_proj(\..*)", r"\1q_proj\2")
-    assert check(write(tmp_path / "checkpoint", checkpoint)).findings == ()
 
 
 @pytest.mark.full

@@ -5,10 +5,7 @@ The peer runs in vLLM's environment (`.venv-vllm`, or VLLM_PYTHON) as one subpro
 questions.
 """
 
-import json
-import os
 import random
-import subprocess
 from pathlib import Path
 
 import foreign_form
@@ -21,10 +18,8 @@ from keepmtp.validate.check.dialects.choose import read_dialect
 from keepmtp.validate.check.dialects.modelopt import ModelOpt
 from keepmtp.validate.check.runtime_view import Module, RuntimeView
 from keepmtp.validate.check.vllm_module import Dialect, UnknownDialect
+from real_vllm import ask
 
-VLLM_PYTHON = Path(
-    os.environ.get("VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python")
-)
 PEER = r"""
 import json, sys
 from functools import cache
@@ -274,9 +269,6 @@ CPU_MODELS = (
 
 @pytest.mark.full
 @pytest.mark.vllm
-@pytest.mark.skipif(
-    not VLLM_PYTHON.is_file(), reason="no vLLM environment: make .venv-vllm, or set VLLM_PYTHON"
-)
 def test_names_match_as_in_vllm():
     rng, other = random.Random(0), random.Random(2)
     asked, questions = [], []
@@ -316,15 +308,7 @@ def test_names_match_as_in_vllm():
                     ],
                 }
             )
-    done = subprocess.run(
-        [VLLM_PYTHON, "-c", PEER],
-        input=json.dumps(questions),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
-    )
-    assert "ANSWERS" in done.stdout, done.stderr[-3000:]
-    answers = json.loads(done.stdout.rpartition("ANSWERS")[2])
+    answers = ask(PEER, questions)
     compared, kinds, not_here = 0, set(), set()
     for (model, dialect, modules, raw), theirs in zip(asked, answers, strict=True):
         if isinstance(dialect, UnknownDialect):  # Quark's for DeepSeek-V4
@@ -340,7 +324,7 @@ def test_names_match_as_in_vllm():
             compared += 1
             kinds.add((type(dialect), answer[0]))
     assert compared > 2000
-    assert not not_here & set(CPU_MODELS), done.stderr[-2000:]
+    assert not not_here & set(CPU_MODELS), not_here
     assert len(kinds) >= 18, kinds
     assert any(
         isinstance(dialect, ModelOpt) and dialect.algorithm == "MIXED_PRECISION"

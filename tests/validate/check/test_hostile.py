@@ -7,13 +7,12 @@ tests/fuzz/ tries the same by chance; here is each thing once, with what must be
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from broken import GOOD
-from checkpoint_files import Checkpoint, adding, setting, write
+from broken import GOOD, built
+from checkpoint_files import write
 from commands import keepmtp
 from keepmtp.recipes import match_clock
 from keepmtp.recipes.errors import CheckpointError
@@ -26,58 +25,36 @@ EVIL = "re:([a-z0-9._]+)*!"
 DEEP: Any = {"a": [{"b": {}}]}
 
 
-def checked(folder: Path, base: str, *changes: Callable[[Checkpoint], object]) -> CheckData:
-    checkpoint = GOOD[base]()
-    for change in changes:
-        change(checkpoint)
-    return check(write(folder / "checkpoint", checkpoint))
+def checked(folder: Path, base: str, **changes: Any) -> CheckData:
+    """Of a good checkpoint with changes, as a row of broken.yaml has them."""
+    return check(write(folder / "checkpoint", built({"of": base, **changes})))
 
 
-def put(*place: str, value: Any) -> Callable[[Checkpoint], object]:
-    """Set a value of the quantization config, in the file that has it."""
-
-    def change(checkpoint: Checkpoint) -> None:
-        holder = (
-            checkpoint.config.get("quantization_config")
-            or checkpoint.json_files["hf_quant_config.json"]
-        )
-        for key in place[:-1]:
-            holder = holder[key]
-        holder[place[-1]] = value
-
-    return change
+def said(key: str, value: Any) -> dict[str, Any]:
+    return {f"quantization_config/{key}": value}
 
 
-@pytest.mark.parametrize(
-    ("base", "place", "says"),
-    [
-        ("glm nvfp4", ("config_groups",), "config_groups: Input should be a valid dictionary"),
-        ("glm nvfp4", ("config_groups", "group_0"), "config_groups.group_0"),
-        ("glm nvfp4", ("config_groups", "group_0", "targets"), "config_groups.group_0.targets"),
-        ("glm nvfp4", ("config_groups", "group_0", "weights"), "config_groups.group_0.weights"),
-        ("glm nvfp4", ("config_groups", "group_0", "weights", "num_bits"), "weights.num_bits"),
-        ("glm nvfp4", ("config_groups", "group_0", "weights", "group_size"), "weights.group_size"),
-        (
-            "v3 block",
-            ("config_groups", "group_0", "weights", "block_structure"),
-            "weights.block_structure",
-        ),
-        ("glm nvfp4", ("format",), "format: Input should be a valid string"),
-        ("glm nvfp4", ("ignore",), "ignore: Input should be a valid tuple"),
-        ("glm modelopt", ("quant_algo",), "quant_algo: Input should be a valid string"),
-        ("glm modelopt", ("ignore",), "ignore: Input should be a valid tuple"),
-        ("glm modelopt", ("group_size",), "group_size: Input should be a valid integer"),
-        ("glm modelopt", ("quantization",), "quantization"),
-        ("glm mixed", ("quantized_layers",), "quantized_layers"),
-        ("glm modelopt file", ("quantization", "exclude_modules"), "quantization.exclude_modules"),
-        ("released deepseek-r1", ("weight_block_size",), "weight_block_size"),
-        ("released deepseek-r1", ("ignored_layers",), "ignored_layers"),
-    ],
-)
+PLACES = {
+    "glm nvfp4": "config_groups config_groups/group_0 config_groups/group_0/targets "
+    "config_groups/group_0/weights config_groups/group_0/weights/num_bits "
+    "config_groups/group_0/weights/group_size format ignore",
+    "v3 block": "config_groups/group_0/weights/block_structure",
+    "glm modelopt": "quant_algo ignore group_size quantization",
+    "glm mixed": "quantized_layers",
+    "glm modelopt file": "quantization/exclude_modules",
+    "released deepseek-r1": "weight_block_size ignored_layers",
+}
+
+
 @pytest.mark.parametrize("value", [1.5, "text", [DEEP], True], ids=repr)
-def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, place, says, value):
+@pytest.mark.parametrize(
+    ("base", "place"), [(base, place) for base in PLACES for place in PLACES[base].split()]
+)
+def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, place, value):
     """Whatever the value: a text where a text belongs, and numbers that are texts, are taken."""
-    report = checked(tmp_path, base, put(*place, value=value))
+    in_file = "file" in base
+    changes = {"hf_quant_config": {place: value}} if in_file else {"config": said(place, value)}
+    report = checked(tmp_path, base, **changes)
     found = [
         finding
         for finding in report.findings
@@ -85,10 +62,8 @@ def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, pl
     ]
     if found:
         assert not report.ok and len(report.findings) == 1
-        assert (
-            "hf_quant_config.json" if "file" in base else "config.json: quantization_config"
-        ) in found[0].where
-        assert says.partition(":")[0].rpartition(".")[2] in found[0].says
+        file = "hf_quant_config.json" if in_file else "config.json: quantization_config"
+        assert file in found[0].where and place.rpartition("/")[2] in found[0].says
     else:
         assert isinstance(value, str | bool), "a number or a list is the wrong type everywhere"
 
@@ -98,29 +73,27 @@ def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, pl
     [
         (
             "released deepseek-r1",
-            ("weight_block_size",),
+            "weight_block_size",
             [0, -1, [0, 128], [128], [2**40, 2**40], [-128, 128]],
         ),
-        ("glm w4a16", ("config_groups", "group_0", "weights", "num_bits"), [0, 10**30]),
-        ("glm w4a16", ("config_groups", "group_0", "weights", "group_size"), [-7]),
+        ("glm w4a16", "config_groups/group_0/weights/num_bits", [0, 10**30]),
+        ("glm w4a16", "config_groups/group_0/weights/group_size", [-7]),
     ],
 )
 def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
     for number, value in enumerate(values):
-        report = checked(tmp_path / str(number), base, put(*place, value=value))
+        report = checked(tmp_path / str(number), base, config=said(place, value))
         assert [finding.rule for finding in report.findings] == ["config"], value
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "place", [("ignore",), ("config_groups", "group_0", "targets")], ids=".".join
-)
+@pytest.mark.parametrize("place", ["ignore", "config_groups/group_0/targets"])
 @pytest.mark.parametrize(
     "entry", [EVIL, "re:(a*)*$|(([a-z0-9._]+)+)+!", "re:(.*.*.*.*.*.*.*.*.*.*)*_"]
 )
 def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
     start = time.monotonic()
-    report = checked(tmp_path, "mimo fp8", put(*place, value=[entry]))
+    report = checked(tmp_path, "mimo fp8", config=said(place, [entry]))
     assert time.monotonic() - start < 10 * match_clock.MATCHING_SECONDS
     assert [finding.severity for finding in report.findings] == ["error"]
     assert entry in report.findings[0].where and "would hang" in report.findings[0].says
@@ -138,9 +111,8 @@ def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
     ],
 )
 def test_a_regex_without_end_ends_every_verb(tmp_path, words):
-    checkpoint = GOOD["next fp8"]()
-    checkpoint.quantization["ignore"] = [EVIL]
-    write(tmp_path / "checkpoint", checkpoint)
+    row = {"of": "next fp8", "config": said("ignore", [EVIL])}
+    write(tmp_path / "checkpoint", built(row))
     options = ("--dry-run",) if words[0] in ("graft", "fix") else ()
     done = keepmtp(*words, *options, cwd=tmp_path)
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
@@ -163,7 +135,7 @@ def test_a_regex_outside_of_any_limit_ends_too():
     "entry", ["re:(", "re:*", "re:[", "re:" + "(" * 200, "re:(?P<a>x)(?P<a>y)"]
 )
 def test_a_regex_that_is_none_is_an_error_that_names_it(tmp_path, entry):
-    report = checked(tmp_path, "mimo fp8", put("ignore", value=[entry]))
+    report = checked(tmp_path, "mimo fp8", config=said("ignore", [entry]))
     assert [finding.severity for finding in report.findings] == ["error"]
     assert (
         entry in report.findings[0].where
@@ -173,9 +145,8 @@ def test_a_regex_that_is_none_is_an_error_that_names_it(tmp_path, entry):
 
 def test_what_vllm_would_hang_on_is_not_loaded(tmp_path):
     """The dry load leaves out a checkpoint without a source (validate/dryload/check_on.py)."""
-    checkpoint = GOOD["mimo fp8"]()
-    checkpoint.quantization["ignore"] = [EVIL]
-    assert checks.examine(write(tmp_path / "checkpoint", checkpoint)).source is None
+    row = {"of": "mimo fp8", "config": said("ignore", [EVIL])}
+    assert checks.examine(write(tmp_path / "checkpoint", built(row))).source is None
 
 
 def test_usual_patterns_do_not_come_near_the_limit(tmp_path, monkeypatch):
@@ -205,14 +176,14 @@ def test_experts_beyond_those_counted_are_not_listed(tmp_path):
     base = "released qwen3.5-397b"
     name = next(name for name in GOOD[base]().tensors if name.endswith("experts.down_proj"))
     start = time.monotonic()
-    report = checked(tmp_path, base, lambda c: c.tensors.update({name: ("BF16", (10**9, 0, 4))}))
+    report = checked(tmp_path, base, tensors={name: ("BF16", (10**9, 0, 4))})
     assert time.monotonic() - start < 10
     found = next(finding for finding in report.findings if finding.rule == "experts")
     assert found.says.startswith("exists, but config.json counts"), found
 
 
 def test_lost_experts_are_one_finding_with_their_number(tmp_path):
-    report = checked(tmp_path, "glm fp8", setting("n_routed_experts", 1000))
+    report = checked(tmp_path, "glm fp8", config={"n_routed_experts": 1000})
     have = 1 + max(
         int(name.split(".experts.")[1].split(".")[0])
         for name in GOOD["glm fp8"]().tensors
@@ -227,23 +198,24 @@ def test_lost_experts_are_one_finding_with_their_number(tmp_path):
     "name", ["\x1b[31mred", "a\nb", "\u202egnp", "\ud800", "[/red]", "x" * 5000], ids=ascii
 )
 def test_names_of_a_file_are_printed_without_what_a_terminal_obeys(tmp_path, name):
-    report = checked(
-        tmp_path,
-        "glm fp8",
-        put("ignore", value=[f"mtp.{name}", *GOOD["glm fp8"]().quantization["ignore"]]),
-    )
-    text = json.dumps(report.model_dump(mode="json"), ensure_ascii=False)
-    assert all(char.isprintable() for char in text) and len(text) < 20_000
-    report = checked(tmp_path / "more", "glm fp8", adding(f"model.{name}"))
-    text = json.dumps(report.model_dump(mode="json"), ensure_ascii=False)
-    assert all(char.isprintable() for char in text) and len(text) < 20_000
+    entries = [f"mtp.{name}", *GOOD["glm fp8"]().quantization["ignore"]]
+    for changes in (
+        {"config": said("ignore", entries)},
+        {"tensors": {f"model.{name}": ("F32", (1,))}},
+    ):
+        folder = tmp_path / "".join(changes)
+        report = checked(folder, "glm fp8", **changes)
+        text = json.dumps(report.model_dump(mode="json"), ensure_ascii=False)
+        assert all(char.isprintable() for char in text) and len(text) < 20_000
 
 
 @pytest.mark.parametrize("auto_map", [{}, {"AutoModel": "somebody/else--modeling_x.Model"}])
 def test_code_of_the_checkpoint_or_of_another_repository_is_a_warning(auto_map, tmp_path):
-    checkpoint = GOOD["glm fp8"]()
-    checkpoint.config["auto_map"] = {"AutoConfig": "configuration_glm.C"} | auto_map
-    folder = write(tmp_path / "checkpoint", checkpoint)
+    row = {
+        "of": "glm fp8",
+        "config": {"auto_map": {"AutoConfig": "configuration_glm.C"} | auto_map},
+    }
+    folder = write(tmp_path / "checkpoint", built(row))
     for file in () if auto_map else ("modeling_glm.py", "configuration_glm.py"):
         (folder / file).write_text("")
     (found,) = check(folder).findings
@@ -255,6 +227,5 @@ def test_code_of_the_checkpoint_or_of_another_repository_is_a_warning(auto_map, 
 
 
 def test_an_auto_map_without_files_says_nothing(tmp_path):
-    assert not checked(
-        tmp_path, "glm fp8", setting("auto_map", {"AutoConfig": "configuration_x.C"})
-    ).findings
+    auto_map = {"AutoConfig": "configuration_x.C"}
+    assert not checked(tmp_path, "glm fp8", config={"auto_map": auto_map}).findings

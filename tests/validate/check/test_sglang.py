@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import foreign_form
 import pytest
 import releases
 import sglang_classes
@@ -14,11 +13,10 @@ from commands import keepmtp
 from good import ours, released
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import find_view
-from keepmtp.validate.check.check import check, check_source
+from keepmtp.validate.check.check import check_source
 from keepmtp.validate.check.runtime_view import Module, RuntimeView
 from keepmtp.validate.check.sglang.view import SglangView
 from keepmtp.validate.facts.findings import Finding
-from real_release import NAMES, real_release
 
 NOWHERE = Path("/nonexistent")
 # Twins of other releases, and a draft with a checkpoint of its own, whose target gives its config a
@@ -113,207 +111,6 @@ def test_each_module_is_built_as_by_sglangs_own_classes():
     assert unconstructed <= NOT_CONSTRUCTED, unconstructed - NOT_CONSTRUCTED
     print(agreed, len(families), len(unconstructed))
     assert agreed > 1500 and len(families) >= 24
-
-
-def named(found: tuple[Finding, ...], rule: str) -> Finding:
-    return next(finding for finding in found if finding.rule == rule)
-
-
-def quantization(checkpoint: Checkpoint) -> dict:
-    return checkpoint.config["quantization_config"]
-
-
-def of_one_group(checkpoint: Checkpoint, **changes: object) -> Checkpoint:
-    for group in quantization(checkpoint)["config_groups"].values():
-        group.update(changes)
-    return checkpoint
-
-
-def test_a_release_that_sglang_serves_has_no_findings():
-    for model in ("deepseek-r1", "glm-4.7", "qwen3.5-27b", "deepseek-v3.2"):
-        assert findings(released(model)) == (), model
-
-
-def test_names_of_the_draft_that_no_target_matches():
-    checkpoint = ours("glm-4.7", "NVFP4", "FP8_DYNAMIC")
-    quantization(checkpoint)["ignore"] = ["lm_head", "re:.*mlp[.]gate$", "re:.*eh_proj$"]
-    for group in quantization(checkpoint)["config_groups"].values():
-        group["targets"] = [target for target in group["targets"] if "decoder" not in target]
-    found = named(findings(checkpoint), "sglang-unresolved")
-    assert found.where.startswith("model.decoder.") and found.runtime == "sglang"
-    assert "Unable to find matching target for model.decoder." in found.says
-    assert "re:^model\\.decoder\\." in found.cure
-
-
-def test_a_quantized_draft_under_modelopt_fp4_is_built_plain():
-    found = named(findings(ours("glm-4.7", "NVFP4", "NVFP4", format="modelopt")), "sglang-form")
-    assert "builds model.decoder." in found.says and "plain under modelopt_fp4" in found.says
-    assert "glm4_moe_nextn.py" in found.says and found.where.startswith("model.layers.3.")
-
-
-def test_layer_61_alone_is_renamed():
-    checkpoint = ours("deepseek-r1", "FP8_DYNAMIC", "bf16")
-    quantization(checkpoint)["ignore"] = ["lm_head", "re:.*mlp[.]gate$", "model.layers.3"]
-    plain = [name for name in checkpoint.tensors if name.startswith("model.layers.3.")]
-    quantization(checkpoint)["ignore"] += sorted({name.rpartition(".")[0] for name in plain})
-    of_one_group(checkpoint, targets=["Linear"])
-    found = named(findings(checkpoint), "sglang-form")
-    assert "builds model.decoder." in found.says and "plain BF16" in found.says
-
-
-def test_blocks_without_the_target_linear():
-    checkpoint = ours("deepseek-r1", "FP8_BLOCK", "bf16")
-    found = named(findings(checkpoint), "sglang-block-size")
-    assert (
-        found.where.endswith("self_attn.kv_b_proj.weight")
-        and "_resolve_layer_weight_block_size" in found.says
-    )
-
-
-@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
-def test_a_packed_weight_that_sglang_absorbs(dialect):
-    checkpoint = ours("deepseek-r1", "NVFP4A16", "bf16", format=dialect)
-    found = named(findings(checkpoint), "sglang-absorbed")
-    assert found.where.startswith("model.layers.0.self_attn.kv_b_proj.weight") and found.count == 3
-
-
-def test_integers_of_experts_in_a_mixed_config():
-    checkpoint = ours("glm-4.7", "W4A16", "FP8_DYNAMIC")
-    found = [each for each in findings(checkpoint) if "pack-quantized" in each.says]
-    assert [each.where for each in found] == ["model.layers.1.mlp.experts"]
-    assert quantization(checkpoint)["format"] == "mixed-precision" and found[0].count == 2
-
-
-def test_families_without_a_draft_class():
-    for model in ("exaone-4.5-33b", "openpangu-ultra", "kimi-k3-mtp", "minimax-m3"):
-        found = named(findings(released(model)), "sglang-draft")
-        assert "has no draft for" in found.says and found.severity == "error"
-
-
-def test_mixed_precision_without_nvfp4_is_read_as_w4afp8():
-    checkpoint = ours("glm-4.7", "NVFP4", "bf16", format="modelopt")
-    quantization(checkpoint).update(
-        quant_algo="MIXED_PRECISION",
-        quantized_layers={"model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"}},
-    )
-    assert "W4AFP8" in named(findings(checkpoint), "sglang-config").says
-
-
-def test_a_group_without_weights():
-    checkpoint = ours("glm-4.7", "NVFP4", "bf16")
-    quantization(checkpoint)["config_groups"]["group_9"] = {
-        "targets": ["LlamaAttention"],
-        "weights": None,
-    }
-    (found,) = findings(checkpoint)
-    assert found.rule == "sglang-config" and "config_groups.group_9.weights" in found.says
-
-
-def test_two_mtp_layers_are_one_too_many():
-    checkpoint = released("glm-4.7")
-    checkpoint.config["num_nextn_predict_layers"] = 2
-    assert "Only 1 nextn layer" in named(findings(checkpoint), "sglang-layers").says
-
-
-def test_a_block_that_is_not_there():
-    checkpoint = released("glm-4.7")
-    checkpoint.tensors = {
-        name: spec for name, spec in checkpoint.tensors.items() if ".layers.3." not in name
-    }
-    found = named(findings(checkpoint), "sglang-mtp-missing")
-    assert found.where == "model.layers.3.*" and "drafts from what was in memory" in found.says
-
-
-def test_a_cache_scheme_that_sglang_ignores():
-    checkpoint = ours("glm-4.7", "FP8_DYNAMIC", "bf16")
-    quantization(checkpoint)["kv_cache_scheme"] = {
-        "type": "float",
-        "num_bits": 8,
-        "strategy": "channel",
-    }
-    assert named(findings(checkpoint), "sglang-kv-cache").severity == "warning"
-
-
-def test_a_draft_that_neither_list_names():
-    """sglang #38574, #40002: `Linear` reaches the draft, for which the scheme of the experts has no
-    linear class.
-    """
-    checkpoint = ours("qwen3.5-397b", "W4A16", "bf16")
-    inputs = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "token",
-        "dynamic": True,
-        "symmetric": True,
-    }
-    of_one_group(checkpoint, targets=["Linear"], input_activations=inputs)
-    quantization(checkpoint)["ignore"] = ["lm_head"]
-    found = [each for each in findings(checkpoint) if each.where.startswith("mtp.")]
-    assert found and all("it has no class for" in each.says for each in found)
-
-
-def test_halves_of_a_fused_module_in_ignore():
-    """sglang #35797: entries for single projections reach the fused ones of Qwen3.5, if all are
-    there.
-    """
-    checkpoint = ours("qwen3.5-27b", "NVFP4", "bf16")
-    of_one_group(checkpoint, targets=["Linear"])
-    plain = {
-        each.name
-        for each in view_of(checkpoint).modules
-        if each.part == "backbone" and each.loads_quantized
-    }
-    backbone = [
-        name for name in plain if "linear_attn.in_proj_ba" in name or name.endswith("lm_head")
-    ]
-    halves = [f"mtp.layers.0.self_attn.{name}_proj" for name in "qkvo"]
-    halves += [f"mtp.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
-    quantization(checkpoint)["ignore"] = [*backbone, "re:.*in_proj_[ab]$", *halves]
-    assert not [each for each in findings(checkpoint) if "mtp." in each.where]
-    quantization(checkpoint)["ignore"].remove("mtp.layers.0.self_attn.k_proj")
-    found = [each for each in findings(checkpoint) if "mtp." in each.where]
-    assert [each.where for each in found] == [
-        "mtp.layers.0.self_attn.qkv_proj"
-    ] and "different" in found[0].says
-
-
-def test_a_mixed_quark_block_of_which_one_entry_names_experts():
-    """sglang #38870, #39064, #40597: such an entry makes the whole block plain, whatever its other
-    tensors are.
-    """
-    checkpoint = foreign_form.quark(
-        "qwen3.5-397b", "FP8_DYNAMIC", exclude=["re:.*gate$", "mtp.layers.0.mlp.experts.0"]
-    )
-    found = [
-        each for each in findings(checkpoint) if each.where.startswith("mtp.layers.0.self_attn.")
-    ]
-    assert found and "exclude names it" in found[0].says and "qwen3_5_mtp.py" in found[0].says
-
-
-def test_a_plain_quark_block_that_no_entry_names():
-    """sglang #36158: size mismatch, or values cast to 8 bits."""
-    found = [
-        each
-        for each in findings(foreign_form.quark("deepseek-r1", exclude=["re:.*gate$"]))
-        if "decoder" in each.says
-    ]
-    assert found and all(each.rule == "sglang-form" and "plain BF16" in each.says for each in found)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if "minimax" not in name])
-def test_public_releases(name, tmp_path):
-    """What public releases say to SGLang, which serves them; GPTQ's names are not judged."""
-    found = check(write(tmp_path / "checkpoint", real_release(name)), runtimes=("sglang",)).findings
-    wanted = [("warning", "sglang-config")] if "gptq" in name else []
-    assert [(each.severity, each.rule) for each in found] == wanted, found
-
-
-def test_both_servers_are_asked_at_once():
-    checkpoint = ours("glm-4.7", "NVFP4", "NVFP4", format="modelopt")
-    both = check_source(as_source(checkpoint, NOWHERE), runtimes=("vllm", "sglang")).findings
-    assert {finding.runtime for finding in both} == {"sglang"}, "vLLM serves it"
-    with pytest.raises(StopIteration):
-        named(check_source(as_source(checkpoint, NOWHERE)).findings, "sglang-form")
 
 
 @pytest.mark.full
