@@ -167,7 +167,7 @@ def serve_hub(hub_at, tmp_path_factory) -> Iterator[Callable[[Path], list[str]]]
         yield serve
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Threads cost more than they bring at these sizes: minutes, on a machine that is busy."""
     import torch

@@ -126,23 +126,26 @@ def both(recipe: Recipe, source: Path, data: CalibrationData, folder: Path) -> O
     parts, own = line(recipe, source, data, folder / "cpu", CPU)
     with pretended_gpu() as gpu:
         _, theirs = line(recipe, source, data, folder / "gpu", gpu.device)
-    names = {
-        str(path.relative_to(side))
-        for side in (folder / "cpu", folder / "gpu")
-        for path in _tensors_in(side)
-    }
     return Outcome(
         parts=parts,
-        files=tuple(
-            sorted(
-                name for name in names if not _same(folder / "cpu" / name, folder / "gpu" / name)
-            )
-        ),
+        files=different(folder),
         figures={key: (value, theirs[key]) for key, value in own.items() if theirs[key] != value},
         mixes=tuple(gpu.mixes),
         num_waits=gpu.num_waits,
         peak_bytes=gpu.peak_bytes,
     )
+
+
+def different(folder: Path) -> tuple[str, ...]:
+    """Paths of tensors that both runs have not left as the same bytes."""
+    cpu, gpu = (
+        {
+            str(path.relative_to(folder / side)): path.read_bytes()
+            for path in (folder / side).rglob("*.safetensors")
+        }
+        for side in ("cpu", "gpu")
+    )
+    return tuple(sorted(name for name in cpu | gpu if cpu.get(name) != gpu.get(name)))
 
 
 def line(
@@ -160,11 +163,3 @@ def line(
     return frozenset(tensor.part for tensor in run.plan.tensors if tensor.calibrated), dict(
         run.summary
     )
-
-
-def _tensors_in(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.safetensors"))
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()

@@ -1,8 +1,8 @@
-"""A layer-by-layer harness over a tiny model, as small as it can be, for tests of the
-llm-compressor back-end.
-"""
+"""A layer-by-layer harness over a tiny model, for tests of the llm-compressor back-end."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
+from drafts import weights_of
 from keepmtp.quantize.calibrate.layers.forwards import propagating
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
-from keepmtp.quantize.calibrate.model.experts import linear_experts
-from keepmtp.recipes.schemes import SCHEMES
-from safetensors import safe_open
+from keepmtp.quantize.calibrate.model import skeleton
+from keepmtp.quantize.calibrate.model.hooks import hooked
+from keepmtp.quantize.calibrate.model.skeleton import Batch
+from keepmtp.recipes.conventions import CACHE_LEAVES
+from keepmtp.recipes.schemes import SCHEMES, SWEEPS
+from passes import plan_over
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 MODELS = Path(__file__).parents[2] / "models"
 GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
@@ -41,71 +44,40 @@ def token_ids(samples: int = 4, length: int = 32) -> list[Tensor]:
     return [torch.randint(3, 500, (1, length), generator=generator) for _ in range(samples)]
 
 
-class Stub(nn.Module):
-    """A layer without weights: it answers what is put into it, or what it is given."""
-
-    def __init__(self, real: nn.Module):
-        super().__init__()
-        self.__dict__["real"] = real
-        self.answer: Tensor | None = None
-
-    def forward(self, hidden_states: Tensor, *_args, **_kwargs) -> Tensor:
-        return hidden_states if self.answer is None else self.answer
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["real"], name)
-
-
+@dataclass
 class Batches:
-    """Token ids, with the hidden states of the layer before in its stub."""
+    """Sequences as inputs of one layer, as often as they are asked for."""
 
-    def __init__(
-        self, index: int, ids: list[Tensor], stub: Stub | None, hidden: list[Tensor] | None
-    ):
-        self.index, self.ids, self.stub, self.hidden = index, ids, stub, hidden
+    skeleton: "Skeleton"
+    index: int
+    batches: list[Batch]
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for index, ids in enumerate(self.ids):
-            if self.stub is not None and self.hidden is not None:
-                self.stub.answer = self.hidden[index]
-            yield {"input_ids": ids}
+        return self.skeleton.feed(self.index, self.batches)
 
 
-class Skeleton:
-    """The model of a folder on meta, of which one layer at a time has weights."""
+class Skeleton(skeleton.Skeleton):
+    """keepmtp's own of a tiny model, whose layers are entered and left by hand."""
 
     def __init__(self, folder: Path):
-        config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        self.model.eval()
-        linear_experts(self.model)
-        self.weights: dict[str, Tensor] = {}
-        for file in folder.glob("*.safetensors"):
-            with safe_open(file, "pt") as handle:
-                self.weights |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-        self.base = self.model.model
-        self.layers = list(self.base.layers)
-        self._load(self.base.embed_tokens, "model.embed_tokens.")
-        self.base.rotary_emb = type(self.base.rotary_emb)(config)
-        self.base.norm, self.model.lm_head = nn.Identity(), nn.Identity()
-        self.stubs = [Stub(layer) for layer in self.layers]
-        for index, stub in enumerate(self.stubs):
-            self.base.layers[index] = stub
+        super().__init__(plan_over(folder, f"{folder.name}.nvfp4"), device=torch.device("cpu"))
+        self.layers, self.weights = self._real, weights_of(folder)
+        self._entered = ExitStack()
 
     def enter(self, index: int, ids: list[Tensor], hidden: list[Tensor] | None) -> Batches:
         """Gives layer `index` its weights and the batches that reach it."""
-        self._load(self.layers[index], f"model.layers.{index}.")
-        self.base.layers[index] = self.layers[index]
-        return Batches(index, ids, self.stubs[index - 1] if index else None, hidden)
+        self._entered.enter_context(self.layer(index))
+        states = hidden or [None] * len(ids)
+        batches = [
+            Batch(ids=own, state=None if state is None else (state,))
+            for own, state in zip(ids, states, strict=True)
+        ]
+        return Batches(self, index, batches)
 
-    def calibrated(self, batches: "Batches", schemes: str | dict[str, str], **work) -> Calibrated:
+    def calibrated(self, batches: Batches, schemes: str | dict[str, str], **work) -> Calibrated:
         """What is found in the layer that these batches reach; one scheme is that of all its
         linears.
         """
@@ -116,16 +88,15 @@ class Skeleton:
         )
 
     def leave(self, index: int, batches: Batches) -> list[Tensor]:
-        """The layer's outputs for the next one; its place is taken by its stub again."""
+        """The layer's outputs for the next one; its weights are gone afterwards."""
         outputs: list[Tensor] = []
-        handle = self.layers[index].register_forward_hook(keeping(outputs))
-        with propagating(self.model):
+        with (
+            self._entered,
+            hooked([self.layers[index].register_forward_hook(keeping(outputs))]),
+            propagating(self.model),
+        ):
             for batch in batches:
                 self.model(**batch)
-        handle.remove()
-        self.base.layers[index] = self.stubs[index]
-        for stub in self.stubs:
-            stub.answer = None
         return outputs
 
     def linears(self, index: int) -> list[str]:
@@ -135,14 +106,6 @@ class Skeleton:
             for name, module in self.layers[index].named_modules()
             if isinstance(module, nn.Linear) and not name.endswith(KEPT)
         ]
-
-    def _load(self, module: nn.Module, prefix: str) -> None:
-        names = [name for name in module.state_dict() if prefix + name in self.weights]
-        weights = {name: self.weights[prefix + name].clone() for name in names}
-        module.load_state_dict(weights, assign=True, strict=False)
-        assert not any(parameter.is_meta for parameter in module.parameters()), (
-            "the checkpoint lacks weights"
-        )
 
 
 def keeping(outputs: list[Tensor]) -> Callable[..., None]:
@@ -177,21 +140,29 @@ def fused(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def layerwise(
-    folder: Path, ids: list[Tensor], scheme: str | Callable[[str], str], algorithm: str, **options
+    folder: Path, ids: list[Tensor], scheme: str, algorithm: str, *, caches: bool = False, **options
 ) -> tuple[Skeleton, list[Calibrated]]:
-    """All layers of the model, one after the other, with one scheme (or one by name)."""
-    skeleton = Skeleton(folder)
-    hidden: list[Tensor] | None = None
-    results = []
-    for index in range(len(skeleton.layers)):
-        batches = skeleton.enter(index, ids, hidden)
-        schemes = {
-            name: scheme if isinstance(scheme, str) else scheme(name)
-            for name in skeleton.linears(index)
-        }
-        results.append(skeleton.calibrated(batches, schemes, algorithm=algorithm, **options))
-        hidden = skeleton.leave(index, batches)
-    return skeleton, results
+    """All layers of the model, one after the other, with one scheme or none; and the scales of
+    their FP8 caches, which linear attention has not.
+    """
+    own, results, hidden = Skeleton(folder), [], None
+    for index, layer in enumerate(own.layers):
+        batches = own.enter(index, ids, hidden)
+        if caches:
+            scales = {f"model.layers.{index}.self_attn": CACHE_LEAVES}
+            options["caches"] = scales if hasattr(layer, "self_attn") else {}
+        schemes = dict.fromkeys(own.linears(index), scheme) if scheme else {}
+        results.append(own.calibrated(batches, schemes, algorithm=algorithm, **options))
+        for name, value in layer.named_parameters(f"model.layers.{index}"):
+            if algorithm in ("minmax", *SWEEPS) and name in own.weights:
+                assert torch.equal(value, own.weights[name]), f"{name} was changed"
+        hidden = own.leave(index, batches)
+    return own, results
+
+
+def found_in(results: list[Calibrated]) -> dict[str, Tensor]:
+    """The tensors of all layers."""
+    return {name: value for result in results for name, value in result.tensors.items()}
 
 
 def sequential(folder: Path, ids: list[Tensor], modifiers: list) -> nn.Module:

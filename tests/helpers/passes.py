@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 from keepmtp.checkpoints.source import open_source
-from keepmtp.pipeline import plan_before_measuring
-from keepmtp.quantize.calibrate.data.data import calibration_data
+from keepmtp.pipeline import plan_before_measuring, plan_for
+from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
 from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance, target
 from keepmtp.quantize.calibrate.mtp.mtp_policy import PolicyResults
@@ -70,6 +70,12 @@ def plan_over(folder: Path, recipe: str | Recipe) -> Plan:
     return plan_before_measuring(
         find_recipe(recipe)[0] if isinstance(recipe, str) else recipe, open_source(folder)
     )
+
+
+def prepared(recipe: Path, source: Path | None = None) -> tuple[Plan, CalibrationData]:
+    """The plan of a calibrated recipe file, and its data."""
+    plan, _ = plan_for(str(recipe), source=source and str(source))
+    return plan, calibration_data(plan.calibration, plan.source)
 
 
 def as_calibrated(plan: Plan) -> Plan:

@@ -3,7 +3,6 @@ rounds them.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,34 +19,17 @@ from keepmtp.recipes.conventions import CACHE_LEAVES, FP8_CACHE
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
-from layerwise import GLM, IGNORE, QWEN, Skeleton, sequential, token_ids
+from layerwise import GLM, IGNORE, QWEN, Skeleton, found_in, layerwise, sequential, token_ids
 from passes import finished, plan_over
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def scales_by_layer(folder: Path, ids: list[Tensor], scheme: str | None) -> dict[str, Tensor]:
-    """Every layer's scales, found in the same pass as those of its linears; without a scheme in a
-    pass of their own. A layer of linear attention has no cache.
-    """
-    skeleton, hidden, found = Skeleton(folder), None, {}
-    for index, layer in enumerate(skeleton.layers):
-        batches = skeleton.enter(index, ids, hidden)
-        caches = {f"model.layers.{index}.self_attn": CACHE_LEAVES}
-        options = {"algorithm": "minmax", "caches": caches if hasattr(layer, "self_attn") else {}}
-        schemes = dict.fromkeys(skeleton.linears(index), scheme) if scheme else {}
-        for name, value in skeleton.calibrated(batches, schemes, **options).tensors.items():
-            if name.endswith(CACHE_LEAVES):
-                found[name] = value
-        hidden = skeleton.leave(index, batches)
-    return found
-
-
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
 def test_scales_equal_llmcompressors(folder):
-    """With the largest value of all batches (`static_minmax`); its default is a moving average,
-    which cuts off more.
+    """Found in the same pass as those of the linears, with the largest value of all batches
+    (`static_minmax`); its default is a moving average, which cuts off more.
     """
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -56,9 +38,8 @@ def test_scales_equal_llmcompressors(folder):
     recipe = QuantizationModifier(
         targets="Linear", scheme="FP8", ignore=IGNORE, kv_cache_scheme=cache
     )
-    theirs = sequential(folder, ids, [recipe]).state_dict()
-    wanted = {name: value for name, value in theirs.items() if name.endswith(CACHE_LEAVES)}
-    found = scales_by_layer(folder, ids, "FP8")
+    wanted = scales(sequential(folder, ids, [recipe]).state_dict())
+    found = scales(found_in(layerwise(folder, ids, "FP8", "minmax", caches=True)[1]))
     assert found.keys() == wanted.keys() and len(found) >= 2
     for name, value in wanted.items():
         assert (found[name].dtype, found[name].shape) == (torch.bfloat16, (1,))
@@ -66,14 +47,19 @@ def test_scales_equal_llmcompressors(folder):
     assert len({float(value) for value in found.values()}) > 1
 
 
+def scales(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if name.endswith(CACHE_LEAVES)}
+
+
 def test_a_cache_alone_has_the_same_scales():
     """No weight is quantized: then llm-compressor's session has nothing to do, and the batches run
     by themselves.
     """
-    alone, others = (scales_by_layer(GLM, token_ids(samples=2), scheme) for scheme in (None, "FP8"))
-    assert alone.keys() == others.keys() and all(
-        torch.equal(alone[name], others[name]) for name in alone
+    alone, others = (
+        scales(found_in(layerwise(GLM, token_ids(samples=2), scheme, "minmax", caches=True)[1]))
+        for scheme in ("", "FP8")
     )
+    assert len(alone) > 1 and alone == others
 
 
 def test_values_that_a_smoothing_rescaled_are_looked_at_again():
@@ -142,30 +128,16 @@ def test_values_are_those_of_a_cache_in_e4m3():
     with rounded_caches(model):
         keys, values = model["attention"](states)
     assert torch.equal(plain, states)
-    by_hand = [
-        (value / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.5
-        for value in states.float()
-    ]
-    assert torch.equal(keys, torch.stack(by_hand).bfloat16())
+    by_hand = (states.float() / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.5
+    assert torch.equal(keys, by_hand.bfloat16())
     assert keys[0, -2:].tolist() == [224.0, -224.0] and values[0, -1] == -448
     assert torch.equal(e4m3_by(1.0, 2 * states), values)
 
 
-def observed(*batches: Tensor, **options) -> dict[str, Tensor]:
-    model = nn.ModuleDict({"attention": Attention(**options)})
+def test_attention_that_keeps_its_keys_is_named():
+    model = nn.ModuleDict({"attention": Attention(has_cache=False)})
     ranges = CacheRanges(model, ["attention"])
     with ranges.observing():
-        for batch in batches:
-            model["attention"](batch)
-    return ranges.scales()
-
-
-def test_the_larger_of_two_batches_counts():
-    scales = observed(*(torch.tensor([[largest, 1.0]]).bfloat16() for largest in (-7.0, 3.5)))
-    assert scales["attention.k_scale"] == torch.tensor([7 / 448]).bfloat16()
-    assert scales["attention.v_scale"] == torch.tensor([14 / 448]).bfloat16()
-
-
-def test_attention_that_keeps_its_keys_is_named():
+        model["attention"](torch.ones(1, 2))
     with pytest.raises(CheckpointError, match="attention: attention must hand its keys to a cache"):
-        observed(torch.ones(1, 2), has_cache=False)
+        ranges.scales()

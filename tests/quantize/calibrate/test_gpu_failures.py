@@ -9,22 +9,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_runs import CPU, DATA, in_a_child, line, nvfp4_recipe
+from gpu_runs import CPU, DATA, different, in_a_child, line, nvfp4_recipe
 from keepmtp.quantize.calibrate.layers import backbone
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton
 from keepmtp.quantize.calibrate.mtp import mtp_pass, mtp_policy
 from keepmtp.quantize.run.ranks import Ranks, naming_lost_device
 from keepmtp.quantize.write import writer
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.find import shipped_recipes
+from keepmtp.recipes.find import find_recipe
 from pretended_gpu import GPU, pretended_gpu
 from releases import source_layout, write_checkpoint
 
-RECIPE = next(
-    recipe
-    for recipe in shipped_recipes()
-    if recipe.model == "glm-4.7" and not recipe.calibrated_schemes()
-)
 # What must fit, in the sentence -> where the GPU is full: from this call of a function on.
 FULL: dict[str, tuple[Any, str, int]] = {
     "the embedding": (Skeleton, "__init__", 1),
@@ -37,7 +32,7 @@ FULL: dict[str, tuple[Any, str, int]] = {
 
 
 def test_a_full_gpu_and_one_that_fails_are_sentences_and_nothing_is_lost(tmp_path):
-    full, failed, different = in_a_child(starved_runs, tmp_path)
+    full, failed, changed = in_a_child(starved_runs, tmp_path)
     assert full.keys() == FULL.keys()
     for what, sentence in full.items():
         rule = (
@@ -49,17 +44,16 @@ def test_a_full_gpu_and_one_that_fails_are_sentences_and_nothing_is_lost(tmp_pat
         "gpu:0 of rank 0 of 1" in failed and "got CUDA error: an uncorrectable ECC error" in failed
     )
     assert "the same command goes on where this run stopped" in failed
-    assert different == []
+    assert changed == ()
 
 
-def starved_runs(folder: Path) -> tuple[dict[str, str], str, list[str]]:
+def starved_runs(folder: Path) -> tuple[dict[str, str], str, tuple[str, ...]]:
     """The sentences of a full GPU and of one that fails, and the files that then differ from the
     CPU's.
     """
-    source = write_checkpoint(
-        folder / "source", *source_layout(RECIPE.model, size="tiny"), data="random"
-    )
-    recipe = nvfp4_recipe(RECIPE, source)
+    layout = source_layout("glm-4.7", size="tiny")
+    source = write_checkpoint(folder / "source", *layout, data="random")
+    recipe = nvfp4_recipe(find_recipe("glm-4.7")[0], source)
     line(recipe, source, DATA, folder / "cpu", CPU)
     with pretended_gpu() as gpu:
         ranks = Ranks(rank=0, size=1, device=gpu.device)
@@ -84,12 +78,7 @@ def starved_runs(folder: Path) -> tuple[dict[str, str], str, list[str]]:
         ):
             failed = run()
         assert run() == ""
-    different = [
-        str(path.relative_to(folder / "cpu"))
-        for path in sorted((folder / "cpu").rglob("*.safetensors"))
-        if path.read_bytes() != (folder / "gpu" / path.relative_to(folder / "cpu")).read_bytes()
-    ]
-    return full, failed, different
+    return full, failed, different(folder)
 
 
 def fill(gpu: GPU) -> None:

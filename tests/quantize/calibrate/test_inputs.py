@@ -2,8 +2,6 @@
 found.
 """
 
-from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,6 @@ from keepmtp.quantize.calibrate.model.hooks import hooked
 from keepmtp.recipes.schemes import SCHEMES
 from llmcompressor.observers import Observer
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 
 def are_one(one: Tensor, other: Tensor) -> bool:
@@ -76,7 +73,13 @@ def test_each_module_has_what_its_own_observer_finds(scheme, shared, monkeypatch
     expected: dict = {}
     for name in "abcd":
         expected[name] = Observer.load_from_registry("static_minmax", base_name="input", args=args)
-    with torch.no_grad(), hooked(observing(model, expected)):
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, own=observer: own(inputs[0]) and None
+        )
+        for name, observer in expected.items()
+    ]
+    with torch.no_grad(), hooked(hooks):
         for batch in batches:
             model(**batch)
     reads, aminmax = [], torch.aminmax
@@ -89,12 +92,6 @@ def test_each_module_has_what_its_own_observer_finds(scheme, shared, monkeypatch
         value = observer.get_qparams()[suffix.removeprefix("input_")].double()
         own = found[f"{name}.{suffix}"].double()
         assert torch.equal(own, value.reshape(own.shape))
-
-
-def observing(model: Shared, observers: dict) -> Iterator[RemovableHandle]:
-    for name, observer in observers.items():
-        look = partial(lambda own, _module, inputs: own(inputs[0]) and None, observer)
-        yield model.get_submodule(name).register_forward_pre_hook(look)
 
 
 def test_static_scales_observe_the_extremes():

@@ -5,13 +5,11 @@ Equality is to the bit, AWQ's grid search included: both run the same modifiers 
 in the same order.
 """
 
-from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
-from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from keepmtp.quantize.calibrate.layers.forwards import propagating, serving
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
@@ -34,11 +32,6 @@ from layerwise import (
     token_ids,
     unpacked,
 )
-from llmcompressor.modifiers.quantization.calibration import (
-    initialize_observer,
-    observe,
-    update_qparams,
-)
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,12 +44,8 @@ def test_input_scales_equal_the_sequential_pipelines(folder, scheme):
 
     ids = token_ids()
     model = sequential(folder, ids, [QuantizationModifier(scheme=scheme, **LINEAR)])
-    skeleton, results = layerwise(folder, ids, scheme, "minmax")
+    _, results = layerwise(folder, ids, scheme, "minmax")
     assert assert_same(results, model, all_tensors=False) == num_modules(results)
-    for index, layer in enumerate(skeleton.layers):
-        for name, value in layer.named_parameters():
-            on_disk = skeleton.weights.get(f"model.layers.{index}.{name}")
-            assert on_disk is None or torch.equal(value, on_disk), f"{name} was changed"
 
 
 def num_modules(results: list) -> int:
@@ -154,21 +143,6 @@ def test_smoothings_are_those_of_the_structure():
     assert "model.layers.1.mlp.gate.weight" in result.tensors
 
 
-def test_gptq_beside_rounding_to_nearest():
-    """Two schemes in one run do not disturb each other."""
-    results = []
-    for attention, mlp in (("W4A16", "W4A16"), ("FP8", "FP8"), ("FP8", "W4A16")):
-        skeleton = Skeleton(QWEN)
-        batches = skeleton.enter(2, token_ids(samples=3), outliers(3, 128))
-        linears = skeleton.linears(2)
-        schemes = {name: mlp if ".mlp." in name else attention for name in linears}
-        results.append(skeleton.calibrated(batches, schemes, algorithm="gptq").tensors)
-    gptq, fp8, both = results
-    assert {name for name in both if "self_attn" in name} == {n for n in fp8 if "self_attn" in n}
-    for name, value in both.items():
-        assert torch.equal(value, fp8[name] if "self_attn" in name else gptq[name]), name
-
-
 def test_coverage_counts_what_the_router_sent():
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(), outliers(4, 256))
@@ -182,10 +156,12 @@ def test_coverage_counts_what_the_router_sent():
 def test_nothing_stays_behind(capfd):
     from llmcompressor.core import active_session
 
-    skeleton, session, held = Skeleton(QWEN), active_session(), active_session().state.model
+    session, held = active_session(), active_session().state.model
     for _ in range(2):
+        skeleton = Skeleton(QWEN)
         batches = skeleton.enter(2, token_ids(), outliers(4, 128))
         skeleton.calibrated(batches, "W4A16", algorithm="awq")
+        skeleton.leave(2, batches)
     assert active_session() is session and session.state.model is held, "a session of its own"
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in skeleton.model.modules())
     assert not any(name.endswith("_observer") for name, _ in skeleton.model.named_modules())
@@ -313,7 +289,9 @@ def test_activations_that_are_not_finite_name_the_first_module(broken, value, na
 
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.inputs])
 def test_propagating_and_serving(scheme):
-    """Propagation has no rounding in it, serving has both."""
+    """Propagation has no rounding in it; serving rounds inputs, even of weights that are as they
+    were.
+    """
     toy, (batch, *_) = Toy(), toy_batches()
     with torch.no_grad():
         exact = toy(**batch)
@@ -322,25 +300,12 @@ def test_propagating_and_serving(scheme):
         assert torch.equal(toy(**batch), exact)
     with pytest.raises(AssertionError, match="no served weight"), serving(toy):
         pass
-    serve(toy, PROJECTIONS)
+    for name in PROJECTIONS:
+        toy.get_submodule(name).quantization_status = QuantizationStatus.COMPRESSED
     with serving(toy):
         served = toy(**batch)
-    with torch.no_grad():
-        assert not torch.equal(served, toy(**batch))
     assert not served.is_inference() and not served.requires_grad
     assert 1e-3 < float((served - exact).norm() / exact.norm()) < 0.3
-
-
-def serve(model: nn.Module, names: Iterable[str]) -> None:
-    """Weights rounded by compressed-tensors, for modules that no plan knows."""
-    for name in names:
-        module = model.get_submodule(name)
-        initialize_observer(module, "weight")
-        observe(module, "weight")
-        update_qparams(module, "weight")
-        args = module.quantization_scheme.weights
-        module.weight.data = forward_quantize(module, module.weight.data, "weight", args)
-        module.quantization_status = QuantizationStatus.COMPRESSED
 
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
@@ -366,18 +331,3 @@ def test_one_pass_is_enough_where_no_weight_is_rewritten(folder, scheme, algorit
         assert len(observed) == 4
         pairs = zip(observed, skeleton.leave(index, batches), strict=True)
         assert all(torch.equal(*pair) for pair in pairs) is equal is not work.rewrites
-
-
-def test_zero_centred_norms_come_back_as_they_were():
-    """llm-compressor returns them rounded to what 1 + weight can hold in BF16."""
-    skeleton = Skeleton(QWEN)
-    batches = skeleton.enter(2, token_ids(), outliers(4, 128))
-    norm = skeleton.layers[2].input_layernorm
-    norm.weight.data.fill_(0.0012)
-    before = norm.weight.detach().clone()
-    assert not torch.equal((1 + before.float()).bfloat16().float() - 1, before.float())
-    result = skeleton.calibrated(batches, "FP8", algorithm="minmax")
-    assert torch.equal(norm.weight, before)
-    assert not any("norm" in name for name in result.tensors)
-    skeleton.leave(2, batches)
-    assert torch.equal(norm.weight, before)

@@ -1,52 +1,57 @@
-"""The MTP pass over shipped models: what it leaves for the writer, what it measures, and how `mtp:
-auto` chooses.
+"""The MTP pass over shipped models: what it leaves for the writer, what it measures, how `mtp: auto`
+chooses, and the states that a block is calibrated on: a server's, or none.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from keepmtp.quantize.calibrate.data.claim import claim_pass
+from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers import backbone as calibrate
-from keepmtp.quantize.calibrate.layers.backbone import Backbone
+from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
 from keepmtp.quantize.calibrate.mtp import mtp_pass as mtp
 from keepmtp.quantize.calibrate.mtp import mtp_policy as policy
 from keepmtp.quantize.calibrate.mtp.acceptance import block_input
 from keepmtp.quantize.calibrate.mtp.facts import AcceptanceFact
 from keepmtp.quantize.calibrate.mtp.mtp_block import draft_steps
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass, refuse_held_out, refuse_mtp
+from keepmtp.quantize.needs.room import calibration_bytes
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
-from keepmtp.recipes.errors import GateError, RecipeError
+from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.recipes.schema import MtpAuto
-from passes import ROOT, answered, even, fresh, plan_over, reading, results_of
+from passes import ALONE, ROOT, answered, even, fresh, plan_over, reading, results_of
 
-MODELS = {
-    "glm": ("tiny-glm4-moe", "experts"),
-    "qwen": ("tiny-qwen3_5", "dense_mlp"),
-}
-
-
-def _made(model: str, tmp_path_factory) -> tuple[Plan, Backbone]:
-    plan = plan_over(ROOT / "models" / model, f"{model}.nvfp4")
-    # A pass for a block of NVFP4 serves every other policy, too.
-    return plan, answered(with_mtp(plan, "NVFP4"), tmp_path_factory.mktemp(model), count=12)
+# Of a tiny model's block, the group that is quantized.
+MODELS = {"tiny-glm4-moe": "experts", "tiny-qwen3_5": "dense_mlp"}
 
 
 @pytest.fixture(scope="module")
-def glm(tmp_path_factory) -> tuple[Plan, Backbone]:
-    """A backbone pass, which no test may repeat, with the model's own answers as held-out text."""
-    return _made("tiny-glm4-moe", tmp_path_factory)
+def pass_of(tmp_path_factory) -> Callable[[str], tuple[Plan, Backbone]]:
+    """A model's backbone pass, which no test may repeat, with its own answers as held-out text."""
 
+    @cache
+    def made_of(model: str) -> tuple[Plan, Backbone]:
+        plan = plan_over(ROOT / "models" / model, f"{model}.nvfp4")
+        # A pass for a block of NVFP4 serves every other policy, too.
+        return plan, answered(with_mtp(plan, "NVFP4"), tmp_path_factory.mktemp(model), count=12)
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory) -> tuple[Plan, Backbone]:
-    return _made("tiny-qwen3_5", tmp_path_factory)
+    return made_of
 
 
 @pytest.fixture(params=MODELS)
-def made(request) -> tuple[Plan, Backbone]:
-    return request.getfixturevalue(request.param)
+def made(request, pass_of) -> tuple[Plan, Backbone]:
+    return pass_of(request.param)
+
+
+@pytest.fixture
+def glm(pass_of) -> tuple[Plan, Backbone]:
+    return pass_of("tiny-glm4-moe")
 
 
 def with_mtp(plan: Plan, policy) -> Plan:
@@ -101,7 +106,7 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
 def test_auto_takes_the_cheapest_that_keeps_enough(made, tmp_path):
     plan, backbone = made
     backbone = fresh(backbone, tmp_path / "pass")
-    group = dict(MODELS.values())[plan.recipe.model]
+    group = MODELS[plan.recipe.model]
     mixed = {"attention": "FP8_DYNAMIC", group: "NVFP4"}
     candidates = ("bf16", "FP8_DYNAMIC", {group: "NVFP4"}, mixed, "NVFP4")
     final, found = mtp_pass(auto(plan, *candidates, least=0.9), backbone)
@@ -186,16 +191,18 @@ def test_too_few_slots_keep_the_block_as_released(glm, invented):
 
 def test_text_that_can_show_nothing_is_refused_at_once(glm):
     plan, backbone = glm
-    rule = r"needs 4 held-out sequences, and 99 tokens of them.*Raise calibration.held_out"
-    for num_sequences, num_slots, is_refused in ((16, 98, True), (3, 10_000, True), (4, 99, False)):
+
+    def ask(num_sequences: int, num_slots: int) -> None:
         written = torch.zeros(num_sequences, 4000, dtype=torch.bool)
         written.view(-1)[:num_slots] = True
         text = replace(backbone.data, held_out_ids=written.long(), held_out_written=written)
-        if not is_refused:
-            refuse_held_out(auto(plan, "bf16"), text)
-            continue
+        refuse_held_out(auto(plan, "bf16"), text)
+
+    ask(4, 99)
+    rule = r"needs 4 held-out sequences, and 99 tokens of them.*Raise calibration.held_out"
+    for too_few in ((16, 98), (3, 10_000)):
         with pytest.raises(RecipeError, match=rule):
-            refuse_held_out(auto(plan, "bf16"), text)
+            ask(*too_few)
 
 
 def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypatch):
@@ -285,3 +292,61 @@ def test_inputs_are_those_of_a_draft(made):
             # BF16 near 4.
             expected = expected[:, : output.shape[1]]
             torch.testing.assert_close(output, expected, atol=0.0625, rtol=0.02)
+
+
+# --- the text that a block is calibrated on -------------------------------------------------------
+
+IDS = torch.randint(3, 300, (4, 32), generator=torch.Generator().manual_seed(0))
+# The same text twice, so that its states can be compared.
+DATA = CalibrationData(ids=IDS, held_out_ids=IDS, provenance={"drawn": "by the test"})
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    """By the scheme of the block."""
+    plan = plan_over(ROOT / "models" / "tiny-glm4-moe", "tiny-glm4-moe.nvfp4")
+    return {word: with_mtp(plan, word) for word in ("bf16", "FP8_DYNAMIC", "FP8", "NVFP4")}
+
+
+def run(plan: Plan, folder: Path) -> Backbone:
+    return calibrate_backbone(plan, DATA, folder, device=ALONE.device, ranks=ALONE)
+
+
+def test_a_block_is_calibrated_on_what_a_server_computes(plans, tmp_path):
+    """Such a pass serves every policy."""
+    backbone, states = run(plans["NVFP4"], tmp_path), {}
+    for stream in ("mtp", "served", "calibration", "source"):
+        batches = backbone.batches(stream).batches()
+        states[stream] = torch.cat([batch.state[0] for batch in batches]).float()
+    served = states["served"]
+    assert torch.equal(states["mtp"], served)
+    # Under minmax llm-compressor hands on the released model's states.
+    assert torch.equal(states["calibration"], states["source"])
+    assert (states["source"] - served).norm() > 0.05 * served.norm()
+    for plan in plans.values():
+        claim_pass(plan, DATA, tmp_path, ALONE)
+
+
+def test_a_pass_without_these_states_does_not_calibrate_a_block(plans, tmp_path):
+    """The twin: states of another stream would fit in shape."""
+    without = run(plans["bf16"], tmp_path)
+    files = (tmp_path / "states").rglob("*.safetensors")
+    assert {path.name.partition("-")[0] for path in files} == {"calibration", "source", "served"}
+    with pytest.raises(RecipeError, match="got another MTP block"):
+        claim_pass(plans["NVFP4"], DATA, tmp_path, ALONE)
+    with pytest.raises(CheckpointError, match="rows 0 to 3 of mtp must be there"):
+        mtp_pass(plans["NVFP4"], without)
+    claim_pass(plans["FP8_DYNAMIC"], DATA, tmp_path, ALONE)
+    assert mtp_pass(plans["FP8_DYNAMIC"], without)[1].rows
+
+
+@pytest.mark.parametrize(
+    ("candidates", "may"),
+    [(("NVFP4", "bf16"), True), (("FP8_DYNAMIC", "bf16"), False), ((({"experts": "FP8"}),), True)],
+)
+def test_candidates_say_whether_a_block_may_be_calibrated(candidates, may, plans):
+    plan = plans["bf16"]
+    chooses, calibration = auto(plan, *candidates), plan.calibration
+    assert chooses.may_calibrate_mtp == may
+    more = calibration_bytes(chooses) - calibration_bytes(plan)
+    assert more == may * 2 * calibration.samples * calibration.sequence_length * 256 * 2

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from gpu_runs import both, family_run, in_a_child
-from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.quantize.calibrate.model import skeleton
-from keepmtp.recipes.find import find_recipe, shipped_recipes
-from passes import ROOT
+from keepmtp.recipes.find import shipped_recipes
+from killed import small_recipe
+from passes import prepared
 
 # One model of each family that transformers can build. The block of those without a draft stays
 # BF16.
@@ -78,18 +77,12 @@ def test_every_algorithm(name, backbone, tmp_path):
 
 
 def algorithm_run(name: str, backbone: dict[str, str], folder: Path):
-    recipe, _ = find_recipe(name)
-    changes = {
-        "calibration": recipe.calibration.model_copy(update=SMALL),
-        "backbone": recipe.backbone | backbone,
-    }
-    if recipe.mtp_auto:
-        changes["mtp_auto"] = recipe.mtp_auto.model_copy(
-            update={"min_acceptance": 0.01, "candidates": ("NVFP4",)}
-        )
-    source = ROOT / "models" / recipe.model
-    data = calibration_data(changes["calibration"], open_source(source))
-    return both(recipe.model_copy(update=changes), source, data, folder)
+    plan, data = prepared(small_recipe(folder, name, **SMALL))
+    changes: dict[str, object] = {"backbone": plan.recipe.backbone | backbone}
+    if plan.recipe.mtp_auto:
+        least = {"min_acceptance": 0.01, "candidates": ("NVFP4",)}
+        changes["mtp_auto"] = plan.recipe.mtp_auto.model_copy(update=least)
+    return both(plan.recipe.model_copy(update=changes), plan.source.folder, data, folder)
 
 
 # --- twins: what is wrong on purpose is found -----------------------------------------------------

@@ -13,11 +13,9 @@ from keepmtp.quantize.calibrate.model import states as module
 from keepmtp.quantize.calibrate.model.states import States
 from keepmtp.quantize.needs import free_memory
 from keepmtp.quantize.needs.free_memory import free_host_bytes
-from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import CheckpointError
+from passes import ALONE
 
-CPU = torch.device("cpu")
-ALONE = Ranks(rank=0, size=1, device=CPU)
 HIDDEN = torch.randn(11, 3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
 INDICES = torch.arange(11 * 3 * 2).reshape(11, 3, 2)
 
@@ -39,7 +37,7 @@ def written(folder: Path, sizes: list[int]) -> States:
 
 
 def check(found: States, first: int, last: int) -> None:
-    hidden, nothing, indices = found.read(1, "calibration", first, last, CPU)
+    hidden, nothing, indices = found.read(1, "calibration", first, last, ALONE.device)
     assert nothing is None and hidden is not None and indices is not None
     assert torch.equal(hidden, HIDDEN[first:last]) and torch.equal(indices, INDICES[first:last])
     hidden.zero_()
@@ -97,10 +95,10 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     rule = "00001: rows 3 to 4 of calibration must be there; got "
     cure = rf"\. Remove {tmp_path}, and run the same command again: calibration starts anew\."
     with pytest.raises(CheckpointError, match=f"{rule}{path.name}: .*{cure}"):
-        found.read(1, "calibration", 3, 5, CPU)
+        found.read(1, "calibration", 3, 5, ALONE.device)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{rule}no row 4{cure}"):
-        found.read(1, "calibration", 3, 5, CPU)
+        found.read(1, "calibration", 3, 5, ALONE.device)
 
 
 def test_free_memory_is_the_machines_or_what_a_container_leaves(tmp_path):
