@@ -260,7 +260,7 @@ def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
     downloaded.
     """
     if plan.source.folder is None and plan.needs_batches:
-        from .quantize.calibrate.buildable import backbone_refusal
+        from .quantize.calibrate.model.skeleton import backbone_refusal
 
         if refusal := backbone_refusal(plan):
             raise refusal

@@ -133,7 +133,7 @@ from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
-from keepmtp.quantize.calibrate.model.experts import linear_experts
+from keepmtp.quantize.calibrate.model.binding import linear_experts
 from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 config = Glm4MoeConfig(num_hidden_layers=1, first_k_dense_replace=0, hidden_size=64, moe_intermediate_size=32,

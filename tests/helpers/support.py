@@ -13,7 +13,7 @@ from pathlib import Path
 
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.ls import rows
-from keepmtp.quantize.calibrate.buildable import backbone_refusal
+from keepmtp.quantize.calibrate.model.skeleton import backbone_refusal
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.find import shipped_recipes

@@ -4,7 +4,7 @@ recipe, today.
 
 import pytest
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.buildable import backbone_refusal
+from keepmtp.quantize.calibrate.model.skeleton import backbone_refusal
 from keepmtp.quantize.calibrate.mtp.mtp_pass import cannot_run
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.find import find_recipe

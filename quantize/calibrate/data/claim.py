@@ -141,6 +141,11 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, 
     # Results that are largest values alone, which no order of batches changes; importance is a sum.
     if plan.calibration.algorithm in _OF_ANY_SPLIT and plan.recipe.search != "imatrix":
         split = {}
+    versions = {"keepmtp": __version__}
+    for name in _PACKAGES:  # transformers takes kernels for a model's own functions, if installed
+        versions[name] = "not installed"
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     parts: dict[str, dict[str, Any]] = {
         "recipe": plan.recipe.model_dump(mode="json", exclude=_PASSED_OVER),
         "calibration": settings,
@@ -149,7 +154,7 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, 
         },
         "config.json": dict(plan.source.config),
         "dataset": dict(data.provenance),
-        "versions": {"keepmtp": __version__, **_versions()},
+        "versions": versions,
         "split": split,
     }
     return json.loads(json.dumps(parts, default=str))
@@ -157,18 +162,6 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, 
 
 def _sum(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    """Of the packages that compute; transformers takes kernels for a model's own functions where
-    they are installed.
-    """
-    found: dict[str, str] = {}
-    for name in _PACKAGES:
-        found[name] = "not installed"
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _parts_of(folder: Path) -> dict[str, Any]:

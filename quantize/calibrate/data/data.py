@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,12 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
         raise RecipeError("calibration.sequence_length", rule, got=length, cure="Lower it")
     encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
     shares = [texts.share for texts in mix]
-    num_used, num_held = (portions(n, shares) for n in (calibration.samples, calibration.held_out))
-    drawn = list(map(partial(_draw, calibration, encoding), mix, num_used, num_held))
+    num_used = portions(calibration.samples, shares)
+    num_held = portions(calibration.held_out, shares)
+    drawn = map(partial(_draw, calibration, encoding), mix, num_used, num_held)
     read, used, held = zip(*drawn, strict=True)
-    ids = _laid_among([part.ids for part in used], length)
-    held_out_ids = _laid_among([part.ids for part in held], length)
+    ids = _laid_among(map(attrgetter("ids"), used), length)
+    held_out_ids = _laid_among(map(attrgetter("ids"), held), length)
     first, *others = read
     parts = [*chain.from_iterable(zip(used, held, strict=True))]
     provenance = {
@@ -127,7 +128,7 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
         provenance["also"] = [texts.model_dump(mode="json") for texts in others]
     written = None
     if any(part.says_who_wrote for part in held):
-        written = _laid_among([part.written for part in held], length)
+        written = _laid_among(map(attrgetter("written"), held), length)
         provenance["held_out_written_tokens"] = int(written.sum())
     return CalibrationData(
         ids=ids, held_out_ids=held_out_ids, held_out_written=written, provenance=provenance
@@ -142,7 +143,7 @@ def portions(total: int, shares: Sequence[float]) -> list[int]:
     is left.
     """
     exact = [total * share for share in shares]
-    found = [int(each) for each in exact]
+    found = list(map(int, exact))
     by_rest = sorted(range(len(shares)), key=lambda index: (found[index] - exact[index], index))
     for index in by_rest[: total - sum(found)]:
         found[index] += 1
@@ -192,7 +193,9 @@ def _draw(
             # that row counts as written: a server would not have other rows before it.
             place = len(held.ids) % length
             own = ids[: length - place]
-            written = None if place else encoding.written(row, ids)
+            written = None
+            if not place:
+                written = encoding.written(row, ids)
             held.ids += own
             held.written += (written or [False] * len(own))[: len(own)]
             held.says_who_wrote |= written is not None
@@ -210,7 +213,7 @@ def _draw(
     return texts.model_copy(update={"dataset_revision": revision}), used, held
 
 
-def _laid_among(parts: Sequence[Sequence[int]], length: int) -> Tensor:
+def _laid_among(parts: Iterable[Sequence[int]], length: int) -> Tensor:
     """The sequences of several datasets, each dataset's evenly over the whole."""
     places = []
     for number, part in enumerate(parts):
@@ -218,7 +221,7 @@ def _laid_among(parts: Sequence[Sequence[int]], length: int) -> Tensor:
         for turn, sequence in enumerate(sequences):
             places.append(((turn + 0.5) / len(sequences), number, sequence))
     places.sort(key=itemgetter(0, 1))
-    return torch.stack([sequence for *_, sequence in places])
+    return torch.stack([*map(itemgetter(2), places)])
 
 
 def _encoded(
@@ -295,7 +298,7 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
 
 def rows_of(dataset: IterableDataset, texts: Texts, where: str) -> Iterator[tuple[int, DataRow]]:
     """Row numbers and the values of the column: a text or a conversation, maybe empty."""
-    columns = [name for name in (texts.column, texts.prompt_column) if name]
+    columns = list(filter(None, (texts.column, texts.prompt_column)))
     if {*columns} <= {*(dataset.column_names or ())}:
         dataset = dataset.select_columns(columns)  # Parquet is stored by column
     rows = iter(dataset)

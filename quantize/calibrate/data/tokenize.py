@@ -67,7 +67,9 @@ class Encoders:
             return self._conversation(row, False)
         ids = self.tokenizer.encode("".join(row), add_special_tokens=True, verbose=False)
         ends = self.tokenizer.eos_token_id
-        return [*ids, ends] if isinstance(ends, int) and ids[-1:] != [ends] else ids
+        if isinstance(ends, int) and ids[-1:] != [ends]:
+            return [*ids, ends]
+        return ids
 
     def written(self, row: DataRow, ids: Sequence[int]) -> list[bool] | None:
         """Which tokens of a row a model writes; None where nothing marks them.
@@ -182,4 +184,6 @@ def _turns(row: Conversation) -> list[dict[str, Any]]:
 def one_line(said: object, longest: int = 300) -> str:
     """What a library or a person says, short enough for a sentence."""
     text = " ".join(str(said).split()).rstrip(".")
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest - 3]}..."

@@ -24,7 +24,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch import Tensor
 
-from ..model.hooks import hooked
+from ..model.hooks import hooked_before
 from .observed import input_identity
 
 _E4M3_MAX = 448.0
@@ -62,7 +62,7 @@ def rounded_inputs(modules: Iterable[Any]) -> AbstractContextManager[None]:
                 scale = float(module.input_scale.bfloat16())  # as it is on disk
             key = args.strategy, args.num_bits, args.type, args.group_size, scale
             hooks[module] = partial(rounded, rounding_of(module, scale), key)
-    return hooked(module.register_forward_pre_hook(hook) for module, hook in hooks.items())
+    return hooked_before(hooks)
 
 
 def rounding_of(module: Any, scale: float) -> Rounding:

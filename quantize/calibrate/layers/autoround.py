@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ....recipes.errors import CheckpointError
-from ..model.hooks import hooked
+from ..model.hooks import hooked_before
 from .forwards import without_bars
 from .work import LayerWork, observe_weights
 
@@ -58,8 +58,8 @@ def autoround(model: Any, work: LayerWork) -> Iterator[None]:
         modifier._layers[model.get_submodule(layer)] = modules
     model.requires_grad_(False)
     modifier._add_temporary_names(model)
-    hook = modifier.input_capture_hook
-    with hooked(m.register_forward_pre_hook(hook, with_kwargs=True) for m in modifier._layers):
+    capture = dict.fromkeys(modifier._layers, modifier.input_capture_hook)
+    with hooked_before(capture, with_kwargs=True):
         yield
     # A model's name and config say which of auto-round's own models it is; a layer is none of them.
     alone = SimpleNamespace(model=SimpleNamespace(name_or_path="", config=model.config))
@@ -105,7 +105,7 @@ class LayerAutoRound(AutoRoundModifier):
         return module in self._layers
 
     def _match_autoround_targets(self, model: nn.Module) -> set[nn.Module]:
-        return {module for modules in self._layers.values() for module in modules}
+        return set[nn.Module]().union(*self._layers.values())
 
     def _get_default_quant_scheme(self) -> Any:
         first: Any = next(module for modules in self._layers.values() for module in modules)
@@ -113,13 +113,11 @@ class LayerAutoRound(AutoRoundModifier):
 
     def get_unquantized_layer_names(self, wrapped_model: nn.Module) -> list[str]:
         """Every other linear layer, by its whole name: a part of one would match others."""
-        own = self._layers[wrapped_model]
-        linear = {
-            name: module
-            for name, module in wrapped_model.named_modules()
-            if isinstance(module, nn.Linear)
-        }
-        return [_WRAPPED + name for name, module in linear.items() if module not in own]
+        own, found = self._layers[wrapped_model], []
+        for name, module in wrapped_model.named_modules():
+            if isinstance(module, nn.Linear) and module not in own:
+                found.append(_WRAPPED + name)
+        return found
 
     def input_capture_hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,9 +128,21 @@ class LayerAutoRound(AutoRoundModifier):
         given = args, dict(kwargs)
         size = next(len(x) for x in tree_leaves(given) if isinstance(x, Tensor) and x.ndim > 1)
         found = self._all_module_input.setdefault(str(module._tmp_name), [])
+
+        def of_row(row: int, value: Any) -> Any:
+            """One sequence's part of an argument, on the host; what all have is not divided."""
+            if not isinstance(value, Tensor):
+                return value
+            value = value.detach()
+            if size > 1 and value.ndim > 1 and value.shape[0] == size:
+                value = value[row : row + 1].clone()
+            return value.cpu()
+
         for row in range(size):
-            one = tree_map(partial(_row, row=row, size=size), given)
-            found.append(tree_map(_shared, one, found[0]) if found else one)
+            one = tree_map(partial(of_row, row), given)
+            if found:
+                one = tree_map(_shared, one, found[0])
+            found.append(one)
 
     def _postprocess_qparams(
         self, model: nn.Module, llmc_registered_qparams: dict[str, dict[str, Tensor]]
@@ -145,16 +155,6 @@ class LayerAutoRound(AutoRoundModifier):
                     name, rule, got="a module that auto-round passed over", cure=cure
                 )
         super()._postprocess_qparams(model, llmc_registered_qparams)
-
-
-def _row(value: Any, *, row: int, size: int) -> Any:
-    """One sequence's part of an argument, on the host; what is the same for all is not divided."""
-    if not isinstance(value, Tensor):
-        return value
-    value = value.detach()
-    if size > 1 and value.ndim > 1 and value.shape[0] == size:
-        value = value[row : row + 1].clone()
-    return value.cpu()
 
 
 def _shared(value: Any, first: Any) -> Any:

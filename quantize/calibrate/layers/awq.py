@@ -74,7 +74,7 @@ def rescaling(
         modifier.resolved_mappings_, modifier.scales_ = [], {}
     for each in smoothings:
         smooth = model.get_submodule(each.smooth)
-        balance = [model.get_submodule(name) for name in each.balance]
+        balance = list(map(model.get_submodule, each.balance))
         if work.algorithm == "awq":
             name, parent = base.get_lowest_common_ancestor_with_avoid(iter(each.balance), model)
             modifier._resolved_mappings.append(
@@ -165,12 +165,16 @@ class BoundedAWQ(AWQModifier):
             return [torch.zeros(1)]
         # In the search, outputs are compared batch by batch, and only those of the rounded weights
         # are made anew.
-        return self._outputs(module) if self._is_searching else super()._run_samples(module)
+        if self._is_searching:
+            return self._outputs(module)
+        return super()._run_samples(module)
 
     def _outputs(self, module: nn.Module) -> Iterator[Tensor]:
         for batch in self._parent_args_cache[module]:
             output = module(**batch)
-            yield output[0] if isinstance(output, tuple) else output
+            if isinstance(output, tuple):
+                output = output[0]
+            yield output
 
     def _compute_best_scale(
         self, mapping: ResolvedMapping, fp16_outputs: Any, orig_layer_weights: Any

@@ -39,7 +39,7 @@ from ..data.claim import claim_pass, has_mtp_stream
 from ..data.data import CalibrationData
 from ..model.hooks import hooked
 from ..model.skeleton import Batch, Skeleton
-from ..model.states import NextStates, States, Stream
+from ..model.states import NextStates, States, Stream, as_state
 from .forwards import propagating, serving
 from .layer import Calibrated, calibrate
 from .served import InMemory, serve_weights
@@ -166,8 +166,7 @@ class Backbone:
         ranges = cycle(Batches(run=self, stream=stream, index=index).ranges())
 
         def hand_over(_module: object, _args: object, output: Any) -> None:
-            state = output if isinstance(output, tuple) else (output,)
-            outputs.put(stream, next(ranges)[0], state)
+            outputs.put(stream, next(ranges)[0], as_state(output))
 
         layer = self.skeleton.model.get_submodule(f"{self.skeleton.layer_path}.{index}")
         return hooked([layer.register_forward_hook(hand_over)])
@@ -233,8 +232,9 @@ class Batches:
     @property
     def ids(self) -> Tensor:
         """Of the stream's text, [sequences, S]."""
-        data = self.run.data
-        return data.ids if self.stream in ("calibration", "mtp") else data.held_out_ids
+        if self.stream in ("calibration", "mtp"):
+            return self.run.data.ids
+        return self.run.data.held_out_ids
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from torch import Tensor
 from ....recipes.conventions import CACHE_LEAVES, FP8_CACHE
 from ....recipes.errors import CheckpointError
 from ...run.ranks import has_others
-from ..model.hooks import hooked
+from ..model.hooks import hooked_before, modules_of
 from .activations import e4m3, through
 
 _SCALES = "served_cache_scales"
@@ -47,7 +47,7 @@ class CacheRanges:
     """State: the largest magnitude of keys and of values of each attention module."""
 
     def __init__(self, model: Any, modules: Collection[str]):
-        self._modules = {name: model.get_submodule(name) for name in modules}
+        self._modules = modules_of(model, modules)
         self._largest: dict[str, Tensor] = {}
 
     def observing(self) -> AbstractContextManager[None]:
@@ -134,4 +134,4 @@ def _between(
         name = "past_key_value" if "past_key_value" in parameters else "past_key_values"
         return args, {**kwargs, name: _Between(changes[module], kwargs.get(name))}
 
-    return hooked(module.register_forward_pre_hook(hand, with_kwargs=True) for module in changes)
+    return hooked_before(dict.fromkeys(changes, hand), with_kwargs=True)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ....recipes.errors import CheckpointError
 from ...run.ranks import gathered, has_others
-from ..model.hooks import hooked
+from ..model.hooks import hooked_before
 from .observed import InputIdentity, input_identity
 from .work import LayerWork, observe_weights
 
@@ -48,7 +48,7 @@ def gptq(model: Any, work: LayerWork) -> Iterator[None]:
     """
     names = {model.get_submodule(name): name for name in work.rewritten}
     hessians = Hessians(names)
-    with hooked(module.register_forward_pre_hook(hessians.add) for module in names):
+    with hooked_before(dict.fromkeys(names, hessians.add)):
         yield
     hessians.finish()
     order = work.knobs.get("actorder", "static")
@@ -141,10 +141,11 @@ class Hessians:
             shared[self._name_of[module]] = self._name_of[own.leader], own.samples[module]
         of_ranks = gathered(shared)
         for module, own in self.sums.items():
-            found = [of_rank[self._name_of[module]] for of_rank in of_ranks]
-            if {leader for leader, _ in found} != {self._name_of[own.leader]}:
+            found = (of_rank[self._name_of[module]] for of_rank in of_ranks)
+            leaders, samples = zip(*found, strict=True)
+            if {*leaders} != {self._name_of[own.leader]}:
                 raise self._parted(module, own)
-            own.samples[module] = sum(samples for _, samples in found)
+            own.samples[module] = sum(samples)
         if has_others():
             for own in dict.fromkeys(self.sums.values()):
                 dist.all_reduce(own.matrix)

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from ....checkpoints.values import TORCH_DTYPES
 from ....recipes.schemes import RESCALING, SCHEMES, SWEEPS
-from ...plan.tensor_plan import IMPORTANCE
 from .awq import rescaling
 from .caches import CacheRanges
 from .forwards import calibrating, restore, small_parameters
@@ -112,8 +111,7 @@ def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWo
         with calibrating(model), caches.observing():
             for batch in batches:
                 model(**batch)
-    tensors = _tensors(model, work, rescaled) | caches.scales()
-    tensors |= {f"{name}.{IMPORTANCE}": each for name, each in observed.importances().items()}
+    tensors = _tensors(model, work, rescaled) | caches.scales() | observed.importances()
     return Calibrated(tensors=tensors, coverage=observed.coverage(), smoothings=smoothings)
 
 

@@ -18,7 +18,7 @@ tests/quantize/calibrate/test_modelopt_backend.py.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ with warnings.catch_warnings():  # it has limits for transformers, of which noth
     from modelopt.torch.quantization.model_calib import _LocalHessianAccumulator
 
 from ....checkpoints.values import row_ranges
-from ..model.hooks import hooked
+from ..model.hooks import hooked_before, modules_of
 from .activations import e2m1
 from .work import LayerWork
 
@@ -53,8 +53,7 @@ def sweeping(model: Any, work: LayerWork) -> Iterator[None]:
         model: its modules have their schemes (`work.attach`).
         work: on the layer, by one of `SWEEPS`.
     """
-    modules: dict[str, Any] = {name: model.get_submodule(name) for name in work.rewritten}
-    hessians: dict[str, Any] = {}
+    modules, hessians = modules_of(model, work.rewritten), dict[str, Any]()
     if work.algorithm == "local-hessian":
         for name, module in modules.items():
             hessians[name] = _LocalHessianAccumulator(*module.weight.shape, block_size=16)
@@ -62,19 +61,23 @@ def sweeping(model: Any, work: LayerWork) -> Iterator[None]:
     def accumulate(name: str, _module: object, args: tuple[Tensor, ...]) -> None:
         hessians[name].accumulate(args[0])
 
-    with hooked(
-        modules[name].register_forward_pre_hook(partial(accumulate, name)) for name in hessians
-    ):
+    hooks, grouped = {}, dict[str, Sequence[str]]()
+    for name in hessians:
+        hooks[modules[name]] = partial(accumulate, name)
+    with hooked_before(hooks):
         yield
-    grouped = {name: group for group in work.fused for name in group}
+    for group in work.fused:
+        grouped |= dict.fromkeys(group, group)
     largest_scale = _LARGEST_SCALE.get(work.algorithm, _E4M3_MAX)
     for name, module in modules.items():
-        group = [model.get_submodule(each) for each in grouped.get(name, (name,))]
+        group = map(model.get_submodule, grouped.get(name, (name,)))
         amax = torch.stack([torch.stack(torch.aminmax(m.weight)).abs().amax() for m in group])
         # A weight of zeros has no largest magnitude, and its common scale must be finite all the
         # same.
         common = torch.where(amax.amax() == 0, _E4M3_MAX * _E2M1_MAX, amax.amax().float())
-        hessian = hessians[name].normalized_hessian() if name in hessians else None
+        hessian = None
+        if name in hessians:
+            hessian = hessians[name].normalized_hessian()
         scales: list[Tensor] = []
         for first, last in row_ranges(module.weight):
             rows = module.weight[first:last]
@@ -96,7 +99,15 @@ def _swept_amax(
     """
     groups = rows_NK.reshape(-1, 16)
     amax = groups.abs().amax(dim=-1, keepdim=True).float()
-    rounding = partial(_rounded, global_amax=global_amax, largest_scale=largest_scale)
+
+    def rounding(groups: Tensor, amax: Tensor) -> Tensor:
+        """Groups [G, 16] F32 rounded to E2M1 with these magnitudes [G, 1], as modelopt's Triton
+        kernel rounds them.
+        """
+        unit = _e4m3_scale(amax, global_amax, largest_scale).float()
+        unit = unit * (global_amax / (_E2M1_MAX * largest_scale))
+        return e2m1(groups / unit).mul_(unit)
+
     if algorithm == "four-over-six":
         calibrator = MseCalibrator(
             amax,
@@ -107,7 +118,9 @@ def _swept_amax(
             quant_func=rounding,
         )
     else:
-        error = None if hessian is None else partial(_hessian_error, hessian=hessian)
+        error = None
+        if hessian is not None:
+            error = partial(_hessian_error, hessian=hessian)
         calibrator = NVFP4MSECalibrator(
             amax, global_amax, axis=0, quant_func=rounding, error_func=error, hessian=hessian
         )
@@ -115,16 +128,6 @@ def _swept_amax(
     found = calibrator.compute_amax()
     assert found is not None, "the sweep has seen a weight"
     return found.reshape(-1, 1)
-
-
-def _rounded(groups: Tensor, amax: Tensor, *, global_amax: Tensor, largest_scale: float) -> Tensor:
-    """Groups [G, 16] F32 rounded to E2M1 with these magnitudes [G, 1], as modelopt's Triton kernel
-    rounds them.
-    """
-    unit = _e4m3_scale(amax, global_amax, largest_scale).float() * (
-        global_amax / (_E2M1_MAX * largest_scale)
-    )
-    return e2m1(groups / unit).mul_(unit)
 
 
 def _e4m3_scale(amax: Tensor, global_amax: Tensor, largest_scale: float) -> Tensor:

@@ -19,6 +19,7 @@ import math
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from torch.utils._pytree import tree_leaves
 
 from ....recipes.errors import CheckpointError
 from ....recipes.schemes import SCHEMES
+from ...plan.tensor_plan import IMPORTANCE
 from ...run.ranks import gathered, has_others
 from ..model.binding import EXPERT
-from ..model.hooks import hooked, input_of
+from ..model.hooks import hooked, input_of, modules_of
 from .work import LayerWork
 
 _SQUARED_AT_ONCE = 2**22
@@ -73,7 +75,7 @@ class Observed:
     def __init__(self, model: Any, work: LayerWork):
         """Of the modules that are quantized; inputs of the weighted ones are squared, too."""
         self._model, self._work = model, work
-        self.modules: dict[str, Any] = {name: model.get_submodule(name) for name in work.schemes}
+        self.modules = modules_of(model, work.schemes)
         self.ends = {
             name: module.weight.new_full((2,), -math.inf) for name, module in self.modules.items()
         }
@@ -117,7 +119,7 @@ class Observed:
         checks = [(name, "weight", m.weight.isfinite().all()) for name, m in self.modules.items()]
         checks += [(name, "input", ends.amax() < math.inf) for name, ends in self.ends.items()]
         checks.append((self._work.path, "output", torch.stack(self._finite).all()))
-        finite = torch.stack([check for *_, check in checks]).tolist()
+        finite = torch.stack([*map(itemgetter(2), checks)]).tolist()
         if not all(finite):
             where, what, _ = checks[finite.index(False)]
             raise CheckpointError(
@@ -163,12 +165,12 @@ class Observed:
                 module.input_scale.data.copy_(calculate_qparams(low, high, args)[0])
 
     def importances(self) -> dict[str, Tensor]:
-        """Of the weighted modules: F32 [K] on the CPU."""
+        """`<module>.input_importance` of the weighted modules: F32 [K] on the CPU."""
         found = {}
         for name, squares in sorted(self._squares.items()):
             if has_others():
                 dist.all_reduce(squares)
-            found[name] = (squares / self._tokens[name]).float().cpu()
+            found[f"{name}.{IMPORTANCE}"] = (squares / self._tokens[name]).float().cpu()
         return found
 
     def coverage(self) -> dict[str, int]:

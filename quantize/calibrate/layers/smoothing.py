@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...run.ranks import gathered
-from ..model.hooks import hooked
+from ..model.hooks import hooked, modules_of
 from .forwards import calibrating, restore, small_parameters
 from .work import LayerWork
 
@@ -121,9 +121,8 @@ def _observe(model: Any, batch: Arguments, work: LayerWork) -> dict[str, list[Te
             if isinstance(leaf, Tensor) and leaf.ndim and not leaf.is_meta
         ]
 
-    names = {"", work.path.removesuffix("."), *_owners(model, 2)}
-    hooks = {model.get_submodule(name): partial(keep, name) for name in names}
-    with hooked(module.register_forward_hook(hook) for module, hook in hooks.items()):
+    modules = modules_of(model, {"", work.path.removesuffix("."), *_owners(model, 2)})
+    with hooked(m.register_forward_hook(partial(keep, name)) for name, m in modules.items()):
         model(**batch)
     return outputs
 
@@ -188,7 +187,9 @@ def _consumers(
             if output.shape[-1] == width and name not in fed[norm]:
                 fed[norm].append(name)
 
-    handles = [norms[name].register_forward_hook(partial(after_norm, name)) for name in norms]
+    handles = []
+    for name, norm in norms.items():
+        handles.append(norm.register_forward_hook(partial(after_norm, name)))
     for name, module in matrices.items():
         hook = partial(before_matrix, name)
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))

@@ -24,6 +24,7 @@ from ....recipes.family import HFName
 from ....recipes.schemes import REWRITES, SCHEMES, SWEEPS
 from ...plan.plan import Plan
 from ..model.binding import EXPERT, Binding, scheme_of
+from ..model.hooks import modules_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +181,7 @@ def attach(model: Any, work: LayerWork) -> None:
 
 def observe_weights(model: Any, work: LayerWork) -> list[Any]:
     """Let observers look at the weights that are rewritten, fused ones together; returns these."""
-    modules: dict[str, Any] = {name: model.get_submodule(name) for name in work.schemes}
+    modules = modules_of(model, work.schemes)
     for module in modules.values():
         initialize_observer(module, "weight")
     for group in work.fused:

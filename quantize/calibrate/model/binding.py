@@ -2,12 +2,12 @@
 
 In: a module on the meta device (a decoder layer, an embedding, a norm), and the plan's tensors that
 belong to it. Out: a `Binding`: parameter -> pieces on disk. Names follow transformers' own
-conversion rules for the model's class; experts are single linears on the module's side, one by one
-or stacked on disk.
+conversion rules for the model's class; experts are single linears on the module's side, which is
+how algorithms see them (`linear_experts`), one by one or stacked on disk.
 
 Easy to get wrong: a loader that skips what it does not know calibrates a layer of noise. Here every
 tensor is used exactly once and every parameter is filled, or the binding is refused and names the
-tensor.
+tensor. And a gate may read constants of its experts (limits, slopes); the linear ones keep them.
 
 Source: transformers 5.17 conversion_mapping.py and core_model_loading.py (WeightRenaming,
 WeightConverter).
@@ -18,8 +18,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any, cast
 
 import torch
+from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
+from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -108,6 +111,30 @@ class Names:
         """The same, as a path inside the decoder layer."""
         renamed, turn = self.rename(name)
         return _IN_LAYER.sub("", renamed), turn
+
+
+def linear_experts(model: Any) -> None:
+    """Replaces experts stored as 3-D stacks by one linear layer each, on the meta device, in place.
+
+    Raises: CheckpointError where an expert module has a constructor or a forward of its own (Llama
+    4).
+    """
+    for name, module in get_non_linearized_moes(model):
+        experts_class: Any = LinearExperts2D.get_linear_experts_cls(cast(Any, type(module)))
+        own = experts_class.__init__, experts_class.forward
+        if own != (LinearExperts2D.__init__, LinearExperts2D.forward):
+            raise CheckpointError(
+                name,
+                "experts must have the common layout to be calibrated",
+                got=type(module).__name__,
+                cure="Use a data-free scheme for this model",
+            )
+        with torch.device("meta"):
+            linear = experts_class(getattr(module, "config", model.config))
+        for key, value in vars(module).items():
+            if isinstance(value, int | float) and not hasattr(linear, key):
+                setattr(linear, key, value)
+        model.set_submodule(name, linear)
 
 
 def bind(

@@ -1,10 +1,10 @@
 """Hooks on modules for as long as a context lasts."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
@@ -19,6 +19,22 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
+def hooked_before(
+    hooks: Mapping[nn.Module, Callable[..., Any]], *, with_kwargs: bool = False
+) -> AbstractContextManager[None]:
+    """Each hook is called before the forward of its module."""
+    return hooked(
+        module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+        for module, hook in hooks.items()
+    )
+
+
+def modules_of(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """Modules by their paths in the model."""
+    return {name: model.get_submodule(name) for name in names}
+
+
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """What a linear layer is handed, by position or by name."""
-    return args[0] if args else next(iter(kwargs.values()))
+    (value, *_) = (*args, *kwargs.values())
+    return value

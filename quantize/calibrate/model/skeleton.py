@@ -14,6 +14,7 @@ llm-compressor 0.14.0.1 utils/helpers.py (`calibration_forward_context`, `use_ea
 
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -36,8 +37,7 @@ from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.family import HFName
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
-from .binding import Binding, Names, bind, fill
-from .experts import linear_experts
+from .binding import Binding, Names, bind, fill, linear_experts
 from .hooks import hooked
 from .states import LayerState
 
@@ -351,6 +351,42 @@ def decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
     rule = f"calibration needs a backbone, and its decoder layers in {type(model).__name__}"
     cure = "Use a data-free scheme (`keepmtp ls models`)"
     raise CheckpointError(plan.source.where, rule, got=f"no list of {count} layers", cure=cure)
+
+
+def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
+    """Why the backbone cannot be calibrated, by its config.json and headers alone; None if it can,
+    or if only the checkpoint's own code knows.
+
+    A class that exists may still not fit the checkpoint: a decoder layer of each kind is bound to
+    the names on disk.
+    """
+    calibration = plan.recipe.calibration
+    if (
+        plan.source.folder is None
+        and calibration is not None
+        and calibration.model_code == "checkpoint"
+    ):
+        return None
+    layers: dict[int, list[TensorPlan]] = defaultdict(list)
+    for tensor in plan.tensors:
+        if tensor.part == "backbone" and tensor.layer is not None and tensor.fate != "drop":
+            layers[tensor.layer].append(tensor)
+    kinds = set[frozenset[tuple[str, tuple[int, ...]]]]()
+    try:
+        model = on_meta(plan)
+        linear_experts(model)
+        names, modules = Names.of(model), decoder_layers(model, plan)
+        for index, tensors in sorted(layers.items()):
+            # The first decoder layer with each set of names and shapes.
+            stem = plan.view.disk_stem("backbone", index)
+            kind = frozenset((tensor.name.removeprefix(stem), tensor.shape) for tensor in tensors)
+            if kind not in kinds:
+                kinds.add(kind)
+                path_of = lambda tensor: names.in_layer(tensor.name)  # noqa: E731
+                bind(modules[index], tensors, path_of, plan.source.where)
+    except (RecipeError, CheckpointError) as error:
+        return error
+    return None
 
 
 @contextmanager

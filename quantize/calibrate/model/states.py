@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,7 +47,15 @@ for the next one.
 Rows are the first dimension of every value.
 """
 
+
 _MAX_WAITING = 8  # puts that are not on disk yet
+
+
+def as_state(output: Any) -> LayerState:
+    """The same of what a layer returns that may return one tensor alone."""
+    if isinstance(output, tuple):
+        return output
+    return (output,)
 
 
 class States:
@@ -130,7 +138,11 @@ class States:
                 continue
             end = min(end, last)
             try:
-                parts.append(_rows(path, slice(place - start, end - start)))
+                with safe_open(path, "pt") as file:
+                    values: list[Tensor | None] = [None] * int(file.metadata()["length"])
+                    for name in file.keys():  # noqa: SIM118 (it is no dict)
+                        values[int(name)] = file.get_slice(name)[place - start : end - start]
+                parts.append(values)
             except (SafetensorError, OSError) as error:
                 got = f"{path.name}: {error}"
                 break
@@ -139,22 +151,13 @@ class States:
             rule = f"rows {first} to {last - 1} of {stream} must be there"
             cure = f"Remove {self._folder.parent}, and run the same command again"
             raise CheckpointError(folder, rule, got=got, cure=f"{cure}: calibration starts anew")
-        values: list[Tensor | None] = []
+        whole: list[Tensor | None] = []
         for of_files in zip(*parts, strict=True):
             if of_files[0] is None:
-                values.append(None)
+                whole.append(None)
             else:
-                values.append(torch.cat(of_files).to(device))
-        return tuple(values)
-
-
-def _rows(path: Path, rows: slice) -> LayerState:
-    """Some rows of one file."""
-    with safe_open(path, "pt") as file:
-        values: list[Tensor | None] = [None] * int(file.metadata()["length"])
-        for name in file.keys():  # noqa: SIM118 (it is no dict)
-            values[int(name)] = file.get_slice(name)[rows]
-    return tuple(values)
+                whole.append(torch.cat(of_files).to(device))
+        return tuple(whole)
 
 
 class NextStates:

@@ -405,5 +405,7 @@ def end_ids(plan: Plan) -> frozenset[int]:
         holders.append(read_object(path, path))
     for holder in holders:
         value = holder.get("eos_token_id")
-        found += value if isinstance(value, list) else [value]
+        if not isinstance(value, list):
+            value = [value]
+        found += value
     return frozenset(each for each in found if isinstance(each, int))

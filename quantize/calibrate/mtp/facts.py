@@ -316,7 +316,9 @@ class CalibrationFact(MtpFact):
         if candidate.kept < least:
             return "keeps too little"
         low = candidate.kept if candidate.kept_at_least is None else candidate.kept_at_least
-        return "keeps enough" if low >= least else "too few slots to tell"
+        if low >= least:
+            return "keeps enough"
+        return "too few slots to tell"
 
     @property
     def measured(self) -> tuple[tuple[MeasuredFact, AcceptanceFact], ...]:

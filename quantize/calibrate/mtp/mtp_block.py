@@ -36,8 +36,7 @@ from ....recipes.family import Draft, HFName
 from ....recipes.family_view import FamilyView
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
-from ..model.binding import Binding, Names, bind
-from ..model.experts import linear_experts
+from ..model.binding import Binding, Names, bind, linear_experts
 
 # Keys of config.json that say nothing about the computation of a layer, or say it of other classes.
 _NOT_THE_LAYER = frozenset({"quantization_config", "architectures", "auto_map", "model_type"})

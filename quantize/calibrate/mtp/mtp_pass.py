@@ -216,7 +216,9 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
         confidence=confidence,
         chosen=low > 1,
     )
-    return fact, plan if fact.chosen else untuned
+    if fact.chosen:
+        return fact, plan
+    return fact, untuned
 
 
 def with_policy(plan: Plan, policy: str | dict[str, str]) -> Plan:

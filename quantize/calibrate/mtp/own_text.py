@@ -56,7 +56,16 @@ def with_own_text(
     if not path.is_file():
         ids, by = data.held_out_ids.clone(), "dataset"
         written = torch.zeros_like(ids, dtype=torch.bool)
-        if _fits(plan, device):
+        num_values = 0
+        for tensor in plan.tensors:
+            is_there = tensor.part == "backbone" and tensor.fate not in ("drop", "add")
+            if is_there and tensor.role != "vision":
+                num_values += prod(tensor.shape)
+        if device.type == "cpu":
+            free = free_host_bytes()
+        else:
+            free, _ = torch.cuda.mem_get_info(device)
+        if 2 * num_values * _ROOM < free:
             skeleton = Skeleton(plan, device=device)
             if skeleton.model.can_generate():  # a checkpoint's own class may be without
                 by = "model"
@@ -78,16 +87,6 @@ def with_own_text(
     )
 
 
-def _fits(plan: Plan, device: torch.device) -> bool:
-    num_values = 0
-    for tensor in plan.tensors:
-        is_there = tensor.part == "backbone" and tensor.fate not in ("drop", "add")
-        if is_there and tensor.role != "vision":
-            num_values += prod(tensor.shape)
-    free = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    return 2 * num_values * _ROOM < free
-
-
 def _write(skeleton: Skeleton, data: CalibrationData, ids: Tensor, written: Tensor) -> None:
     """Put the model's answers into `ids` [held_out, S], and which tokens these are into
     `written`.
@@ -101,7 +100,7 @@ def _write(skeleton: Skeleton, data: CalibrationData, ids: Tensor, written: Tens
             prompts = []
             for row in range(start, min(start + _AT_A_TIME, len(ids))):
                 prompts.append(prompt_of(data, row))
-            mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **sides)
+            mask = pad_sequence(list(map(torch.ones_like, prompts)), **sides)
             config = GenerationConfig(
                 max_new_tokens=min(MOST_NEW_TOKENS, length - min(map(len, prompts))),
                 do_sample=False,

@@ -43,7 +43,7 @@ from ..layers.activations import Rounding, rounding_of
 from ..layers.served import InMemory, served_rows
 from ..layers.work import schemes_in
 from ..model.binding import Binding
-from ..model.hooks import hooked
+from ..model.hooks import hooked, modules_of
 
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _TOKENS_AT_ONCE = 4_096
@@ -102,7 +102,7 @@ def as_candidate(
         return
     binding = rebound(binding, plan)
     schemes = schemes_in(binding, path)
-    before = {name: model.get_submodule(name) for name in schemes}
+    before = modules_of(model, schemes)
     try:
         for name, scheme in schemes.items():
             module = copy.deepcopy(before[name])

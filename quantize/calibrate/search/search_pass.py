@@ -102,7 +102,7 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
     choices, recipe = run.choices, run.choices.recipe
     sensitivities = run.sensitivities()
     tried = plans_to_try(choices, sensitivities)
-    plans = [choices.plan(each) for each in tried.values()]
+    plans = list(map(choices.plan, tried.values()))
     (_, released), *measured = measure_plans(run, plans, folder, sensitivities.largest)
     facts = []
     for (title, assignment), (own, drafts) in zip(tried.items(), measured, strict=True):
@@ -187,7 +187,7 @@ def best_packing(units: Sequence[Sequence[tuple[int, float]]], room: int) -> lis
     """
     costs, losses, unit_of = [], [], []
     for number, options in enumerate(units):
-        cheapest = min(cost for cost, _ in options)
+        cheapest, _ = min(options)
         room -= cheapest
         for cost, loss in options:
             costs.append(cost - cheapest)

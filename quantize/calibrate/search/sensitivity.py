@@ -43,7 +43,7 @@ from ..layers.forwards import released
 from ..model.binding import Binding
 from ..model.hooks import hooked
 from ..model.skeleton import Batch, Skeleton
-from ..model.states import LayerState, States
+from ..model.states import LayerState, States, as_state
 from ..mtp.mtp_block import MtpBlock, bind_block, draft_steps
 from ..mtp.mtp_pass import cannot_run, reporter
 from ..mtp.mtp_policy import blocks_that_draft, filled_blocks
@@ -156,15 +156,15 @@ class SearchRun:
 
     def _top(self) -> None:
         """The gradient at the states after the last layer, and the sums of the block's units."""
-        model, blocks = self.skeleton.model, self.blocks()
-        bindings = [bind_block(block, self.choices.base) for block in blocks]
+        model, blocks, bindings = self.skeleton.model, self.blocks(), list[Binding]()
         with ExitStack() as stack:
             stack.enter_context(self.skeleton.head())
             model.requires_grad_(False)
             seen = []
-            for block, binding in zip(blocks, bindings, strict=True):
+            for block in blocks:
+                bindings.append(bind_block(block, self.choices.base))
                 stack.enter_context(released(block))
-                seen.append(stack.enter_context(watching(block, self.choices, binding, "")))
+                seen.append(stack.enter_context(watching(block, self.choices, bindings[-1], "")))
             outputs = stack.enter_context(self._gradients.writing(len(self.skeleton), keeps=True))
             stack.enter_context(released(model))
             for first, arguments, leaves in self._batches(len(self.skeleton)):
@@ -297,7 +297,7 @@ def _returned_by(layer: nn.Module) -> Iterator[list[LayerState]]:
     returned: list[LayerState] = []
 
     def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-        returned.append(output if isinstance(output, tuple) else (output,))
+        returned.append(as_state(output))
 
     with hooked([layer.register_forward_hook(keep)]):
         yield returned

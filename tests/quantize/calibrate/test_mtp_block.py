@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from drafts import filled, lively, plan_over
-from keepmtp.quantize.calibrate.model.experts import linear_experts
+from keepmtp.quantize.calibrate.model.binding import linear_experts
 from keepmtp.quantize.calibrate.model.hooks import hooked
 from keepmtp.quantize.calibrate.mtp.mtp_block import (
     MtpBlock,

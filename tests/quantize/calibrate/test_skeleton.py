@@ -20,7 +20,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model import skeleton as module
-from keepmtp.quantize.calibrate.model.experts import linear_experts
+from keepmtp.quantize.calibrate.model.binding import linear_experts
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton, reading_ahead
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -81,7 +81,11 @@ def test_every_family_is_bound_or_refused(model, tmp_path):
     [
         ("1.mlp.gate.weight", (), "must be on disk; got nothing for mlp.gate.weight"),
         ("0.mlp.up_proj.bias", (8,), "must have a parameter for model.layers.0.mlp.up_pro"),
-        ("2.mlp.experts.3.down_proj.weight", (8, 8), "experts.3.down_proj.weight must have shape"),
+        (
+            "2.mlp.experts.3.down_proj.weight",
+            (16, 16),
+            "experts.3.down_proj.weight must have shape",
+        ),
     ],
 )
 def test_what_does_not_fit_the_class_is_named(name, shape, says, tmp_path):
