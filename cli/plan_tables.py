@@ -64,7 +64,7 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
     if made.recipe.is_searched:
         yield from _budget(made)
     if made.needs_batches:
-        yield will_do(made)
+        yield from will_do(made)
     config = config_of(made)
     yield from _config(config.value)
     yield ""
@@ -244,8 +244,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return told
 
 
-def will_do(plan: Plan) -> str:
-    """The calibration of a plan: data, what is chosen by measuring, and the MTP pass."""
+def will_do(plan: Plan) -> list[str]:
+    """The lines on calibration: data, what is chosen by measuring, and the MTP pass."""
     planned = will_do_json(plan)
     assert planned is not None
     lines = [_data(plan, planned["tokens"])]
@@ -270,7 +270,7 @@ def will_do(plan: Plan) -> str:
     )
     if not planned["mtp_pass"]["possible"]:
         says = f"not possible, {planned['mtp_pass']['why']}; acceptance is not measured."
-    return "\n".join([*lines, f"MTP pass: {says}", ""])
+    return [*lines, f"MTP pass: {says}", ""]
 
 
 def _data(plan: Plan, num_tokens: int) -> str:

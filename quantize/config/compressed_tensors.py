@@ -56,11 +56,11 @@ def compressed_tensors_config(
     # not come before it.
     routed = {module.scheme for module in modules if module.place.role == "experts"}
     schemes = sorted(by_scheme, key=lambda scheme: (scheme not in routed, scheme))
-    groups = {
-        f"group_{number}": {"targets": regexes(by_scheme[scheme]), **SCHEMES[scheme].config_group()}
-        for number, scheme in enumerate(schemes)
-    }
-    formats = {SCHEMES[scheme].format for scheme in schemes}
+    groups, formats = dict[str, Any](), set[str]()
+    for number, name in enumerate(schemes):
+        targets = {"targets": regexes(by_scheme[name])}
+        groups[f"group_{number}"] = targets | SCHEMES[name].config_group()
+        formats.add(SCHEMES[name].format)
     if len(formats) != 1 or view.family.rerouted_format in formats:
         formats = {"mixed-precision"}
     opaque = [
@@ -95,7 +95,9 @@ def _for_sglang(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[BySch
         return {}, [f"it gives the MTP layer the names of a decoder layer ({model.file})"]
     added, clashes = added_names(view, known)
     obstacles = [*dict.fromkeys([*clashes, *unnamed(view, known), *_without_kernel(known)])]
-    return {} if obstacles else added, obstacles
+    if obstacles:
+        return {}, obstacles
+    return added, []
 
 
 def added_names(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:

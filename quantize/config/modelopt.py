@@ -70,7 +70,7 @@ def modelopt_config(
         "quant_method": "modelopt",
         "quant_algo": _MIXED if is_mixed else ALGORITHMS[next(iter(schemes), "NVFP4")],
     }
-    if any(scheme.startswith("NVFP4") for scheme in schemes):
+    if schemes & {"NVFP4", "NVFP4A16"}:
         config["group_size"] = 16
     if is_mixed:
         config["quantized_layers"] = names.quantized_layers(fused)
@@ -105,8 +105,10 @@ def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row(scheme: str) -> dict[str, Any]:
     """What MIXED_PRECISION's table says of a module."""
-    size = {"group_size": 16} if scheme.startswith("NVFP4") else {}
-    return {"quant_algo": ALGORITHMS[scheme], **size}
+    row: dict[str, Any] = {"quant_algo": ALGORITHMS[scheme]}
+    if scheme.startswith("NVFP4"):
+        row["group_size"] = 16
+    return row
 
 
 # --- vLLM's names ---------------------------------------------------------------------------------
@@ -143,15 +145,11 @@ class _Names:
         something else.
         """
         mapper = self.mapper(module.name)
-        first = mapper.before(module.name, module.asked) or otherwise
-        return [
-            first,
-            *(
-                name
-                for name in module.members
-                if mapper.name(name) != module.name and name != first
-            ),
-        ]
+        found = [mapper.before(module.name, module.asked) or otherwise]
+        for name in module.members:
+            if mapper.name(name) != module.name and name != found[0]:
+                found.append(name)
+        return found
 
     def surviving(self, entry: str) -> str:
         """How to write an entry of the exclude list, so that it is still itself after the
@@ -233,50 +231,37 @@ def entries_for_sglang(
         return SglangEntries(
             obstacles=(f"it has no method for {config['quant_algo']} without NVFP4 ({_METHODS})",)
         )
-    model, known = (
-        sglang_model(view.config),
-        [module for module in modules if module.place.is_known],
-    )
-    # What SGLang builds plain by itself is not asked about, but for the draft's head.
-    asked = [
-        module
-        for module in known
-        if not (method in model.plain_under and module.place.part == "mtp")
-    ]
+    model = sglang_model(view.config)
+    known = [module for module in modules if module.place.is_known]
+    asked = known
+    if method in model.plain_under:
+        # What SGLang builds plain by itself is not asked about, but for the draft's head.
+        asked = [module for module in known if module.place.part != "mtp"]
     names, clashes = sglang_asks(view, asked, container)
     listed, ignore = config.get("quantized_layers"), config["ignore"]
-    plain = [
-        name for name, module, _ in names if not module.scheme and not is_excluded(name, ignore)
-    ]
-    rows = {
-        name: _row(module.scheme)
-        for name, module, _ in names
-        if module.scheme and listed is not None and name not in listed
-    }
+    plain, rows = list[str](), dict[str, dict[str, Any]]()
+    for name, module, _ in names:
+        if module.scheme:
+            if listed is not None and name not in listed:
+                rows[name] = _row(module.scheme)
+        elif not is_excluded(name, ignore):
+            plain.append(name)
     if not any(module.scheme for module in known if module.place.role == "head"):
-        plain += [
-            head
-            for head in (model.head, model.draft_head)
-            if head and not is_excluded(head, ignore)
-        ]
+        for head in (model.head, model.draft_head):
+            if head and not is_excluded(head, ignore):
+                plain.append(head)
     entries = tuple(dict.fromkeys(_as_entries(view, asked, plain)))
-    swallowed = [
-        (name, module) for name, module, _ in names if is_excluded(name, [*ignore, *entries])
-    ]
-    obstacles = [
-        *clashes,
-        *unnamed(view, known),
-        *_without_method(known),
-        *_reached(entries, known),
-        *(
-            (
+    obstacles = [*clashes, *unnamed(view, known), *_without_method(known)]
+    names_in_vllm = [name for each in known if each.scheme for name in concrete(each.spelled)]
+    for entry in entries:
+        if hit := next((n for n in names_in_vllm if entry.removesuffix("*") in n), None):
+            obstacles.append(f"an entry {entry} for its draft would exclude {hit} in vLLM")
+    for name, module, _ in names:
+        if module.scheme and is_excluded(name, [*ignore, *entries]):
+            obstacles.append(
                 f"an entry for a plain module excludes {name} too, which is in {module.scheme} "
                 f"({_CONFIG})"
             )
-            for name, module in swallowed
-            if module.scheme
-        ),
-    ]
     # vLLM 0.32.0, quantization/modelopt.py (ModelOptMixedPrecisionConfig._resolve_quant_algo): to
     # it such a row is of a module below the one with an empty prefix.
     if name := next((row for row in rows if row.startswith(".")), None):
@@ -319,14 +304,6 @@ def _as_entries(view: FamilyView, asked: list[NamedModule], plain: list[str]) ->
         *(f"{stem}*" for stem in globs),
         *(name for name in plain if not name.startswith(globs)),
     ]
-
-
-def _reached(entries: Iterable[str], modules: list[NamedModule]) -> Iterator[str]:
-    """Entries that vLLM would find in the name of a quantized module."""
-    names = [name for module in modules if module.scheme for name in concrete(module.spelled)]
-    for entry in entries:
-        if hit := next((name for name in names if entry.removesuffix("*") in name), None):
-            yield f"an entry {entry} for its draft would exclude {hit} in vLLM"
 
 
 def _forced_plain(model: SglangModel, modules: list[NamedModule]) -> Iterator[str]:

@@ -139,24 +139,23 @@ def regexes(modules: Iterable[Spellings]) -> list[str]:
     """
     layers: dict[tuple[tuple[str, ...], tuple[str, ...]], set[int]] = defaultdict(set)
     for module in modules:
-        layers[module.stems, module.paths] |= set() if module.layer is None else {module.layer}
+        numbered = layers[module.stems, module.paths]
+        if module.layer is not None:
+            numbered.add(module.layer)
     leaves: dict[tuple[tuple[str, ...], tuple[int, ...], str], set[str]] = defaultdict(set)
     for (stems, paths), numbers in layers.items():
         for path in paths:
             parent, dot, leaf = path.rpartition(r"\.")
             leaves[stems, tuple(sorted(numbers)), parent + dot].add(leaf)
-    return [
-        f"re:^{_stem_regex(stems, numbers)}{parent}{_any_of(sorted(names))}$"
-        for (stems, numbers, parent), names in sorted(leaves.items())
-    ]
-
-
-def _stem_regex(stems: tuple[str, ...], numbers: tuple[int, ...]) -> str:
-    if not numbers:
-        return _any_of(stems)
-    heads, tails = zip(*(stem.split("{}") for stem in stems), strict=True)
-    assert len(set(tails)) == 1, f"stems {stems} differ behind the layer's number"
-    return _any_of(heads) + number_regex(numbers) + tails[0]
+    found = []
+    for (stems, numbers, parent), names in sorted(leaves.items()):
+        start = _any_of(stems)
+        if numbers:
+            heads, tails = zip(*(stem.split("{}") for stem in stems), strict=True)
+            assert len(set(tails)) == 1, f"stems {stems} differ behind the layer's number"
+            start = _any_of(heads) + number_regex(numbers) + tails[0]
+        found.append(f"re:^{start}{parent}{_any_of(sorted(names))}$")
+    return found
 
 
 def _any_of(choices: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ Source: SGLang 0.5.23 and the files in recipes/runtimes/sglang.py.
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from ...recipes.family_view import FamilyView, Place
+from ...recipes.family_view import FamilyView
 from ...recipes.runtimes.sglang import sglang_model, sglang_spelling, sglang_stem
 from .modules import NamedModule, Spellings, concrete, path_regex, without_number
 
@@ -21,7 +21,9 @@ def no_draft(view: FamilyView) -> str:
     model = sglang_model(view.config)
     if model.own_config:
         return f"its classes read a quantization config of their own form alone ({model.file})"
-    return "" if model.draft is not None else f"{model.no_draft} ({model.file})"
+    if model.draft is None:
+        return f"{model.no_draft} ({model.file})"
+    return ""
 
 
 def sglang_asks(
@@ -40,7 +42,13 @@ def sglang_asks(
     asked: list[tuple[str, NamedModule, Spellings]] = []
     clashes: list[str] = []
     for module in modules:
-        for spelled in _spelled(view, module.place):
+        place = module.place
+        stem, paths = sglang_spelling(view, place)
+        layer, cut = None, re.escape(stem)
+        if place.layer is not None and str(place.layer) in stem:
+            layer, cut = place.layer, without_number(stem, place.layer)
+        for path in paths:
+            spelled = Spellings((cut,), layer, (path_regex(path),))
             name = rename(next(concrete(spelled)))
             other = owner.setdefault(name, module)
             if other.scheme == module.scheme:
@@ -51,16 +59,6 @@ def sglang_asks(
             )
             clashes.append(f"it asks for {name} for both {both} ({file})")
     return asked, clashes
-
-
-def _spelled(view: FamilyView, place: Place) -> Iterator[Spellings]:
-    """One `Spellings` for each of SGLang's names of a module."""
-    stem, paths = sglang_spelling(view, place)
-    layer, cut = None, re.escape(stem)
-    if place.layer is not None and str(place.layer) in stem:
-        layer, cut = place.layer, without_number(stem, place.layer)
-    for path in paths:
-        yield Spellings((cut,), layer, (path_regex(path),))
 
 
 def unnamed(view: FamilyView, modules: Iterable[NamedModule]) -> Iterator[str]:

@@ -80,8 +80,10 @@ def with_quantization(
     for name in ("text_config", "llm_config"):
         inner = made.get(name)
         if isinstance(inner, dict) and (is_wanted_twice or "quantization_config" in inner):
-            kept = {key: value for key, value in inner.items() if key != "quantization_config"}
-            made[name] = {**kept, "quantization_config": quantization} if is_wanted_twice else kept
+            made[name] = inner = dict(inner)
+            inner.pop("quantization_config", None)
+            if is_wanted_twice:
+                inner["quantization_config"] = quantization
     return {**made, "quantization_config": quantization}
 
 
@@ -126,7 +128,7 @@ def config_of(plan: Plan) -> QuantizationConfig:
     """The quantization config that a plan writes, in the dialect that the recipe's `format`
     names.
     """
-    cache = None if plan.recipe.kv_cache is None else dict(FP8_CACHE)
+    cache = plan.recipe.kv_cache and dict(FP8_CACHE)
     return quantization_config(plan.view, matrices_of(plan), format=plan.recipe.format, cache=cache)
 
 

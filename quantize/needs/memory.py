@@ -1,7 +1,8 @@
 """How much memory a calibrated run takes, station by station, counted from headers.
 
 In: a plan. Out: a `StationMemory` for each part of the run whose tensors are in memory together, in
-bytes, on the device that calibrates and on the host. And the largest batch that fits a device.
+bytes, on the device that calibrates and on the host. And the largest batch that fits a device, and
+how much of this machine's memory is free.
 
 What is small is not counted; the count is right within a factor. Easy to get wrong: eager attention
 holds the scores of all heads in F32 and in BF16 together, B x heads x S x S of each, and a decoder
@@ -10,16 +11,20 @@ activations. And what counts for Hessians and caches is not
 modules but inputs: q, k and v read one tensor, and so do the gate and up projections of all
 experts.
 
+A container has a limit of its own, which /proc/meminfo does not know; the smaller number counts.
+
 Source: transformers 5.17 eager_attention_forward and decoder layers, llm-compressor 0.14.0.1
 modeling/moe (LinearExperts2D) and modifiers/gptq, calibrate/layers/gptq.py and awq.py; compared
 with what torch allocates in tests/quantize/test_memory.py, and with what is held in
-tests/quantize/calibrate/test_bounded.py.
+tests/quantize/calibrate/test_bounded.py. Linux Documentation/filesystems/proc.rst (MemAvailable),
+admin-guide/cgroup-v2.rst (memory.max, memory.current) and cgroup-v1/memory.rst.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from ...recipes.knobs import AutoRoundKnobs
 from ...recipes.schemes import SCHEMES
@@ -48,6 +53,11 @@ _ATTENTION = ("attention", "linear_attention", "indexer", "compressor")
 _DENSE = ("dense_mlp", "shared_experts")
 # The projection of an MLP that reads what the first ones computed.
 _SECOND = ("down_proj", "w2")
+# The limit and the use of the container this process is in: version 2, and version 1.
+_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,3 +304,24 @@ def _matrices(tensors: Iterable[TensorPlan], *roles: str) -> list[tuple[int, ...
 
 def _elements(tensors: Iterable[TensorPlan]) -> int:
     return sum(prod(tensor.shape) for tensor in tensors)
+
+
+def free_host_bytes(
+    *, meminfo: Path = Path("/proc/meminfo"), groups: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Free bytes of main memory, for all processes of this machine or container together.
+
+    Args:
+        meminfo: the kernel's account of the machine.
+        groups: where the files of control groups are.
+    """
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    for limit, used in _LIMITS:
+        if (groups / limit).is_file() and (
+            words := (groups / limit).read_text().strip()
+        ).isdecimal():
+            # A cache of files counts as used there, and is given back when memory is short: so this
+            # is a lower bound.
+            free = min(free, max(0, int(words) - int((groups / used).read_text())))
+    return free

@@ -15,8 +15,13 @@ from ...recipes.find import data_free_alternative
 from ...recipes.support import why_not_calibrated
 from ..plan.plan import Plan
 from .cards import GPU, card_of
-from .free_memory import free_host_bytes
-from .memory import CONTEXT_BYTES, FRAGMENTS, largest_batch_size, stations
+from .memory import (
+    CONTEXT_BYTES,
+    FRAGMENTS,
+    free_host_bytes,
+    largest_batch_size,
+    stations,
+)
 from .room import calibration_bytes, output_bytes
 
 SURE = 1.3

@@ -25,6 +25,7 @@ tests/quantize/test_search.py compares the errors.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -110,21 +111,15 @@ def nvfp4_neighbour(local: Tensor, scaled: Tensor, counts: Tensor | None) -> Ten
     """
     device = local.device
     code = local.to(torch.float8_e4m3fn).view(torch.uint8).flatten().long()
-    chosen = _nvfp4_sweep(device).errors(scaled, _class_of_code(device)[code], counts).argmin(-1)
+    sweep, class_of_code = _nvfp4_sweep(device)
+    chosen = sweep.errors(scaled, class_of_code[code], counts).argmin(-1)
     found = (code + torch.tensor(_STEPS, device=device)[chosen]).to(torch.uint8)
     return found.view(torch.float8_e4m3fn).float().view(local.shape)
 
 
 @cache
-def _class_of_code(device: torch.device) -> Tensor:
-    place = {code: index for index, code in enumerate(_CODE_OF_CLASS)}
-    classes = [place.get(code, place[64 + code % 8]) for code in range(128)]
-    return torch.tensor(classes, device=device)
-
-
-@cache
-def _nvfp4_sweep(device: torch.device) -> Sweep:
-    """E4M3 codes around the first one, which has its class."""
+def _nvfp4_sweep(device: torch.device) -> tuple[Sweep, Tensor]:
+    """E4M3 codes around the first one, and the class of each code."""
     values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     codes = torch.tensor(_CODE_OF_CLASS).unsqueeze(1)
     reached = codes + torch.tensor(_STEPS)
@@ -136,7 +131,9 @@ def _nvfp4_sweep(device: torch.device) -> Sweep:
         return known[(scaled.unsqueeze(-1) - known).abs().argmin(-1)]
 
     sweep = _sweep(ratios, nearest, 0.0, _TOP_OF_NVFP4, levels=2560, group=16, allowed=is_code)
-    return sweep.on(device)
+    place = dict(zip(_CODE_OF_CLASS, count()))
+    classes = [place.get(code, place[64 + code % 8]) for code in range(128)]
+    return sweep.on(device), torch.tensor(classes, device=device)
 
 
 @cache

@@ -27,7 +27,7 @@ from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
-from ..plan.tensor_plan import Output, TensorPlan, importance_of
+from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, importance_of
 from .pack import pack
 
 CPU = torch.device("cpu")
@@ -89,12 +89,13 @@ def packed_groups(
     Raises:
         CheckpointError: a weight is not finite; the message names the unit.
     """
-    static = tuple(f".{spec.suffix}" for spec in SCHEMES[unit[0].scheme].extra)
+    static = batch_suffixes(unit[0].scheme)
     read = read or from_source(plan, device)
     stacked = any(tensor.stacked for tensor in unit)
     experts: Sequence[int | None] = range(unit[0].shape[0]) if stacked else [None]
     for expert in experts:
         modules: dict[HFName, list[Output]] = defaultdict(list)
+        is_given = True
         for tensor in unit:
             first, last = 0, len(tensor.outputs)
             if expert is not None:
@@ -102,11 +103,13 @@ def packed_groups(
                 first, last = expert * last, (expert + 1) * last
             for output in tensor.outputs[first:last]:
                 modules[HFName(output.name.rpartition(".")[0])].append(output)
-        names = [output.name for outputs in modules.values() for output in outputs]
+                is_given &= output.name in given or output.name.endswith(static)
         computed: Sequence[Mapping[str, Tensor]] = [{}] * len(modules)
         # Where an algorithm rewrote every weight of the group, nothing is left to be packed.
-        if not all(name in given for name in names if not name.endswith(static)):
-            importance = [_importance(name, given) for name in modules] if unit[0].weighted else []
+        if not is_given:
+            importance: list[Tensor] = []
+            if unit[0].weighted:
+                importance += (_importance(name, given) for name in modules)
             computed = _packed(plan, unit, expert, device, read, importance)
         group = []
         for (name, outputs), own in zip(modules.items(), computed, strict=True):
@@ -142,14 +145,16 @@ def _packed(
     """
     scheme = SCHEMES[unit[0].scheme]
     if scheme.format == "nvfp4-pack-quantized" and all(tensor.form == "mxfp4" for tensor in unit):
-        members = [
-            {leaf: value.to(device) for leaf, value in stored(plan, tensor).items()}
-            for tensor in unit
-        ]
-        exact = mxfp4_as_nvfp4([(weight_of(member), scale_of(member)) for member in members])
+        members = []
+        for tensor in unit:
+            found = stored(plan, tensor)
+            members.append((weight_of(found).to(device), scale_of(found).to(device)))
+        exact = mxfp4_as_nvfp4(members)
         if exact is not None:
             return exact
-    weights = [weight for tensor in unit for weight in read(tensor, expert)]
+    weights: list[Tensor] = []
+    for tensor in unit:
+        weights += read(tensor, expert)
     try:
         return pack(scheme, weights, search=plan.recipe.search or "", importance=importance)
     except CheckpointError as error:
@@ -196,9 +201,11 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
         # Blocks of zeros carry arbitrary exponents, and must not widen the range.
         used.append(exponent[blocks.ne(0).any(-1)])
     occupied = torch.cat(used)
-    highest = int(occupied.max()) if occupied.numel() else 0
-    if occupied.numel() and highest - int(occupied.min()) > _TOP - _BOTTOM:
-        return None
+    highest = 0
+    if occupied.numel():
+        highest = int(occupied.max())
+        if highest - int(occupied.min()) > _TOP - _BOTTOM:
+            return None
     shift, found = _TOP - highest, []
     global_scale = torch.tensor([2.0**shift], dtype=torch.float32, device=occupied.device)
     for (packed, _), exponent in zip(members, exponents, strict=True):

@@ -84,7 +84,14 @@ def recipe_of_checkpoint(
     source = opened(word, mtp_source)
     raw = family_mapping(source)
     if scheme is None:
-        _refuse_without_scheme(source, raw)
+        where, words = f"{source.where} ({raw['family']})", []
+        rule = "--scheme must choose a variant where MODEL is a checkpoint"
+        for name in fitting(source, raw):
+            words.append(name + " (calibrated)" * bool(raw["variants"][name]["calibration"]))
+        if not words:
+            cure = "None fits: see `keepmtp ls schemes`"
+            raise RecipeError(where, rule, got="none", cure=cure)
+        raise NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
     raw["default"] = next(fitting(source, raw), raw["default"])
     file = _recipe_file(source, raw)
     return *choose(file, file.default, scheme=scheme, **choices), source
@@ -97,7 +104,9 @@ def opened(word: ModelWord, mtp_source: str | None) -> Source:
         CheckpointError: see `open_source` and `with_mtp_of`.
     """
     source = open_source(word.name, revision=word.revision or "main")
-    return source if mtp_source is None else with_mtp_of(source, open_source(mtp_source))
+    if mtp_source is None:
+        return source
+    return with_mtp_of(source, open_source(mtp_source))
 
 
 def family_mapping(source: Source) -> dict[str, Any]:
@@ -129,20 +138,10 @@ def _recipe_file(source: Source, raw: dict[str, Any]) -> RecipeFile:
 
 def model_name(where: str) -> str:
     """The name that outputs of a checkpoint get: its folder's, or the second part of its Hub id."""
-    path = Path(where)
-    folder = path.resolve() if path.is_dir() else path
-    cached = _CACHED.search(folder.as_posix())
-    name = cached[1] if cached else folder.name
+    folder = Path(where)
+    if folder.is_dir():
+        folder = folder.resolve()
+    name = folder.name
+    if cached := _CACHED.search(folder.as_posix()):
+        name = cached[1]
     return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.") or "model"
-
-
-def _refuse_without_scheme(source: Source, raw: dict[str, Any]) -> None:
-    where, rule = (
-        f"{source.where} ({raw['family']})",
-        "--scheme must choose a variant where MODEL is a checkpoint",
-    )
-    fits = list(fitting(source, raw))
-    if not fits:
-        raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
-    words = [name + " (calibrated)" * bool(raw["variants"][name]["calibration"]) for name in fits]
-    raise NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")

@@ -347,23 +347,19 @@ def _overrides(
     """One for all layers whose modules differ in the number of the layer alone."""
     layers: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
     for unit in choices.units:
-        word, modules = assignment[unit.name], [tensor.module for tensor in unit.options[0].tensors]
-        if word != words[unit.part, unit.role]:
-            number = _NUMBER.search(modules[0])
-            layers[word, tuple(sorted({*map(_templated, modules)}))].append(
-                int(number[0]) if number else 0
-            )
+        word, tensors, templates = assignment[unit.name], unit.options[0].tensors, set[str]()
+        if word == words[unit.part, unit.role]:
+            continue
+        number = _NUMBER.search(tensors[0].module)
+        for tensor in tensors:  # `{}` for the layer, any number for an expert
+            literal, *others = map(re.escape, _NUMBER.split(tensor.module))
+            templates.add(literal + "{}" * bool(others) + INDEX.join(others))
+        layers[word, tuple(sorted(templates))].append(int(number[0]) if number else 0)
     for (word, templates), numbers in sorted(layers.items()):
         pattern = f"(?:{'|'.join(templates)})".replace(
             "{}", f"(?:{'|'.join(map(str, sorted(numbers)))})"
         )
         yield Override(modules=f"re:{pattern}", scheme=word)
-
-
-def _templated(module: HFName) -> str:
-    """A module's name as a regex, with `{}` for its layer and any number for its expert."""
-    literal, *others = map(re.escape, _NUMBER.split(module))
-    return literal + "{}" * bool(others) + INDEX.join(others)
 
 
 def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) -> Plan:

@@ -28,11 +28,11 @@ FP8_TABLE = "F8_E4M3"
 _RECOMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
-def _hangs(pattern: str, got: str) -> RecipeError:
-    return RecipeError("recipe", f"{pattern} must be matched in a moment", got=got, cure=SIMPLER)
-
-
-_clock = MatchClock(_hangs)
+_clock = MatchClock(
+    lambda pattern, got: RecipeError(
+        "recipe", f"{pattern} must be matched in a moment", got=got, cure=SIMPLER
+    )
+)
 matching_limit = _clock.limit
 
 
@@ -78,7 +78,12 @@ class Decisions:
             return self.other(weight.weight)
         word, reason = self._word(place)
         if place.row.table_scale and weight.weight.dtype == FP8_TABLE:
-            self._refuse_table_without_scale(place)
+            # A part of such a table has one scale with all other parts.
+            scale = HFName(place.module.removesuffix(place.row.path) + place.row.table_scale)
+            if scale not in self.source.entries:
+                where = f"{self.source.where}: {name}"
+                rule = f"a table in FP8 must have its scale {scale}"
+                raise CheckpointError(where, rule, got="no such tensor", cure="Check the download")
             reason = "FP8 rows with one scale, which vLLM looks up as they are"
             return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
         self._refuse_unreadable(weight, place)
@@ -165,12 +170,14 @@ class Decisions:
             if override in SCHEMES:
                 rule = f"{place.module} is never quantized ({place.row.why_kept})"
                 raise RecipeError(recipe.name, rule, got=override, cure="Remove the override")
-            is_passed = place.part == "mtp" and recipe.mtp_policy == "source"
-            return "source" if is_passed else "bf16", place.row.why_kept
+            if place.part == "mtp" and recipe.mtp_policy == "source":
+                return "source", place.row.why_kept
+            return "bf16", place.row.why_kept
         if override is not None:
             return override, "override of the recipe"
-        words = recipe.backbone if place.part == "backbone" else recipe.mtp_policy
-        word = words if isinstance(words, str) else words.get(place.role)
+        word = {"backbone": recipe.backbone, "mtp": recipe.mtp_policy}[place.part]
+        if not isinstance(word, str):
+            word = word.get(place.role)
         if word is None:
             rule = f"{place.part} must say what happens to {place.role}"
             got, cure = (
@@ -181,16 +188,6 @@ class Decisions:
         return word, f"recipe: {place.part} {place.role}"
 
     # --- what can be done -------------------------------------------------------------------------
-
-    def _refuse_table_without_scale(self, place: Place) -> None:
-        """A part of a table in FP8 has one scale with all other parts."""
-        scale = HFName(place.module.removesuffix(place.row.path) + place.row.table_scale)
-        if scale not in self.source.entries:
-            where, rule = (
-                f"{self.source.where}: {place.module}.weight",
-                f"a table in FP8 must have its scale {scale}",
-            )
-            raise CheckpointError(where, rule, got="no such tensor", cure="Check the download")
 
     def _refuse_unreadable(self, weight: StoredWeight, place: Place) -> None:
         is_foreign_integer = weight.form == "int_packed" and not weight.scheme

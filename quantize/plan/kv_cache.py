@@ -39,7 +39,20 @@ def with_cache_scales(
         if module := attention_of(tensor):
             names = scale_names(view, tensor.part, module)
             tensor = tensor._replace(cache=names)
-            scales += [_scale(tensor, module, name) for name in names]
+            place = replace(tensor.place, module=module)
+            for name in names:
+                scale = TensorPlan(
+                    name=name,
+                    inputs=(),
+                    fate="add",
+                    reason="recipe: kv_cache; scale of an FP8 cache from calibration data",
+                    shape=(1,),
+                    outputs=(Output(name, "BF16", (1,)),),
+                    place=place,
+                    shares=f"{module}.kv_cache",
+                    calibrated="cache",
+                )
+                scales.append(scale)
         found.append(tensor)
     if not why and not any(
         tensor.part == "backbone" for tensor in found if tensor.cache is not None
@@ -51,20 +64,6 @@ def with_cache_scales(
             f"{recipe.name}: kv_cache", rule, got=why, cure="Remove kv_cache from the recipe"
         )
     return found + scales
-
-
-def _scale(projection: TensorPlan, module: HFName, name: HFName) -> TensorPlan:
-    return TensorPlan(
-        name=name,
-        inputs=(),
-        fate="add",
-        reason="recipe: kv_cache; scale of an FP8 cache from calibration data",
-        shape=(1,),
-        outputs=(Output(name, "BF16", (1,)),),
-        place=replace(projection.place, module=module),
-        shares=f"{module}.kv_cache",
-        calibrated="cache",
-    )
 
 
 def no_place(view: FamilyView) -> str:

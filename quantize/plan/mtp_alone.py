@@ -12,7 +12,7 @@ from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_view
 from ...recipes.family_view import FamilyView
-from ...recipes.schema import AUTO, Recipe, validated
+from ...recipes.schema import AUTO, validated
 from ...recipes.schemes import SCHEMES
 from .decide import Decisions, added_aliases
 from .plan import (
@@ -52,26 +52,8 @@ def plan_mtp_alone(
             raise CheckpointError(
                 source.where, rule, got="another name in the checkpoint", cure=cure
             )
-    recipe = _recipe(source, view, "bf16" if as_released else word)
-    tensors = []
-    for tensor in decided(Decisions(recipe, source, view), block):
-        if (
-            as_released and tensor.fate == "dequantize"
-        ):  # stored packed, and stays so under its own names
-            outputs = tuple(same_output(entries[name]) for name in tensor.inputs)
-            tensor = tensor._replace(fate="keep", reason="as released", outputs=outputs)
-        tensors.append(tensor)
-    tensors += added_aliases(view, entries)
-    refuse_unservable(recipe, tensors)
-    tensors.sort(key=plan_order)
-    # Tools that download a model's files expect `model-` in front of their names.
-    return Plan(
-        recipe=recipe, source=source, view=view, tensors=tuple(tensors), file_stem="model-mtp"
-    )
-
-
-def _recipe(source: Source, view: FamilyView, word: str) -> Recipe:
-    """What is decided, in a recipe's words."""
+    if as_released:
+        word = "bf16"
     if word == AUTO:
         cure = "Say source, bf16 or a scheme; `keepmtp quantize` measures"
         raise RecipeError("--mtp", "graft measures nothing", got=word, cure=cure)
@@ -91,4 +73,19 @@ def _recipe(source: Source, view: FamilyView, word: str) -> Recipe:
         "mtp": word,
         "calibration": None,
     }
-    return validated(raw, "--mtp")
+    recipe = validated(raw, "--mtp")
+    tensors = []
+    for tensor in decided(Decisions(recipe, source, view), block):
+        if (
+            as_released and tensor.fate == "dequantize"
+        ):  # stored packed, and stays so under its own names
+            outputs = tuple(same_output(entries[name]) for name in tensor.inputs)
+            tensor = tensor._replace(fate="keep", reason="as released", outputs=outputs)
+        tensors.append(tensor)
+    tensors += added_aliases(view, entries)
+    refuse_unservable(recipe, tensors)
+    tensors.sort(key=plan_order)
+    # Tools that download a model's files expect `model-` in front of their names.
+    return Plan(
+        recipe=recipe, source=source, view=view, tensors=tuple(tensors), file_stem="model-mtp"
+    )

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source
@@ -27,7 +28,7 @@ from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
 from .decide import Decisions, added_aliases, matching_limit
 from .kv_cache import with_cache_scales
-from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs
+from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs, outputs_of
 
 SHARD_BYTES = 5_000_000_000
 _NUMBERS = re.compile(r"(\d+)")
@@ -75,8 +76,9 @@ class Plan:
     @property
     def companions(self) -> tuple[str, ...]:
         """The source's files, weights apart, that the output gets."""
-        source = self.source
-        return (*source.companions, *source.code) if self.trust_remote_code else source.companions
+        if self.trust_remote_code:
+            return (*self.source.companions, *self.source.code)
+        return self.source.companions
 
     @cached_property
     def num_bytes_before(self) -> int:
@@ -115,7 +117,9 @@ class Plan:
 
     def on_disk(self, output: Output) -> Output:
         """An output by the name, dtype and shape that it has in the finished checkpoint."""
-        return self.spelled[output.name].output if output.name in self.spelled else output
+        if output.name in self.spelled:
+            return self.spelled[output.name].output
+        return output
 
     @cached_property
     def entries(self) -> Mapping[HFName, Entry]:
@@ -151,14 +155,11 @@ class Plan:
             room -= size
         shards = []
         for number, units in enumerate(files, start=1):
-            outputs = [
-                self.on_disk(output)
-                for unit in units
-                for tensor in unit
-                for output in tensor.outputs
-            ]
             # Widest dtypes first, as safetensors writes them: every tensor then starts aligned.
-            outputs.sort(key=lambda output: (-DTYPE_BITS[output.dtype], output.name))
+            outputs = sorted(
+                map(self.on_disk, outputs_of(chain(*units))),
+                key=lambda output: (-DTYPE_BITS[output.dtype], output.name),
+            )
             name = f"{self.file_stem}-{number:05d}-of-{len(files):05d}.safetensors"
             shards.append(Shard(file=name, units=tuple(units), outputs=tuple(outputs)))
         return tuple(shards)
@@ -264,8 +265,7 @@ def decided(decisions: Decisions, entries: Iterable[Entry]) -> list[TensorPlan]:
     """
     weights, others = stored_weights(entries)
     with matching_limit():
-        tensors = [decisions.weight(weight) for weight in weights.values()]
-        return tensors + [decisions.other(entry) for entry in others]
+        return [*map(decisions.weight, weights.values()), *map(decisions.other, others)]
 
 
 # --- recipe and model must fit --------------------------------------------------------------------
@@ -322,7 +322,9 @@ def _refuse_unmatched(decisions: Decisions, tensors: Iterable[TensorPlan]) -> No
             raise RecipeError(recipe.name, rule, got="no match", cure=cure)
     have = {(tensor.part, tensor.role) for tensor in tensors}
     for part, groups in (("backbone", recipe.backbone), ("mtp", recipe.mtp_policy)):
-        for group in () if isinstance(groups, str) else groups:
+        if isinstance(groups, str):
+            continue
+        for group in groups:
             if (part, group) not in have:
                 rule, cure = (
                     f"{part} group {group} must match a module of the model",
@@ -411,11 +413,11 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
     tuned = recipe.mtp_tuned if tensor.part == "mtp" else None
     reason, scheme = tensor.reason, tensor.scheme
     if tensor.fate == "quantize":
-        is_weighted = False
+        calibrated, is_weighted = "", False
         if recipe.search is not None and scheme in SEARCHES[recipe.search]:
             reason += f"; scales by {recipe.search}"
-            is_weighted = recipe.search == "imatrix"
-        calibrated = "scales" if is_weighted else ""
+            if recipe.search == "imatrix":
+                calibrated, is_weighted = "scales", True
         if scheme in REWRITES[algorithm] and tuned is None:
             calibrated = "weights"
             reason += f"; {algorithm} on calibration data"

@@ -7,7 +7,7 @@ Easy to get wrong: the outputs of a 3-D expert parameter. Where it is quantized,
 of tensors for each expert and each projection, under the names of single experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
@@ -133,7 +133,7 @@ class TensorPlan(NamedTuple):
             return self.outputs
         if not self.calibrated:
             return ()
-        suffixes = tuple(f".{spec.suffix}" for spec in SCHEMES[self.scheme].extra)
+        suffixes = batch_suffixes(self.scheme)
         return tuple(output for output in self.outputs if output.name.endswith(suffixes))
 
     @property
@@ -147,6 +147,11 @@ class TensorPlan(NamedTuple):
         return tuple(
             Output(importance_of(HFName(name)), "F32", self.shape[-1:]) for name in modules
         )
+
+
+def batch_suffixes(scheme: str) -> tuple[str, ...]:
+    """How the names of a scheme's tensors end that only batches give."""
+    return tuple(f".{spec.suffix}" for spec in SCHEMES[scheme].extra)
 
 
 def importance_of(module: HFName) -> HFName:
@@ -168,6 +173,11 @@ def modelopt_outputs(tensor: TensorPlan) -> Iterator[tuple[HFName, Spelled]]:
         other = in_modelopt(tensor.scheme, leaf, output.dtype, output.shape, of_experts=of_experts)
         written = Output(HFName(f"{module}.{other.leaf}"), other.dtype, other.shape)
         yield output.name, Spelled(written, other.change)
+
+
+def outputs_of(tensors: Iterable[TensorPlan]) -> list[Output]:
+    """The outputs of several tensors."""
+    return [output for tensor in tensors for output in tensor.outputs]
 
 
 def same_output(entry: Entry) -> Output:

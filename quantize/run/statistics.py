@@ -30,7 +30,7 @@ from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
-from ..plan.tensor_plan import Output, TensorPlan
+from ..plan.tensor_plan import Output, TensorPlan, outputs_of
 
 _TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale", *CACHE_LEAVES)
 _SUMS = "sha256"  # in a file's metadata: of every tensor
@@ -117,15 +117,14 @@ def write_statistics(
         CheckpointError: the disk is full, or cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    apart: dict[str, Tensor] = {}
+    apart, sums = dict[str, Tensor](), dict[str, str]()
     storages: set[int] = set()
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
         if value.untyped_storage().data_ptr() in storages:  # safetensors refuses shared memory
             value = value.clone()
         storages.add(value.untyped_storage().data_ptr())
-        apart[name] = value
-    sums = {name: _sum(value.reshape(-1).view(torch.uint8)) for name, value in apart.items()}
+        apart[name], sums[name] = value, _sum(value.reshape(-1).view(torch.uint8))
     save(apart, partial_path(path), {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
     sort_metadata(partial_path(path))
     complete(path)
@@ -137,7 +136,9 @@ def read_metadata(path: Path) -> Mapping[str, str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    return {key: value for key, value in _read(path).metadata.items() if key != _SUMS}
+    found = dict(_read(path).metadata)
+    found.pop(_SUMS, None)
+    return found
 
 
 def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
@@ -188,11 +189,12 @@ def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, O
     optional: dict[HFName, Output] = {}
     for tensor in unit:
         if tensor.calibrated or tensor.tuned:
-            outputs = (*tensor.calibrated_outputs, *tensor.importances)
-            required |= {output.name: output for output in outputs}
+            for output in (*tensor.calibrated_outputs, *tensor.importances):
+                required[output.name] = output
         if tensor.may_change:
-            optional |= {output.name: output for output in tensor.outputs}
-    if any(name in statistics for name in optional.keys() - required.keys()):
+            for output in tensor.outputs:
+                optional[output.name] = output
+    if statistics.entries.keys() & (optional.keys() - required.keys()):
         required |= optional  # modules that share a global scale change together
     for name in sorted(required):
         if name not in statistics:
@@ -219,7 +221,7 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
         if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
             continue
         first: dict[tuple[str, str], HFName] = {}
-        for name in (output.name for tensor in unit for output in tensor.outputs):
+        for name, *_ in outputs_of(unit):
             if name not in scales:
                 continue
             # Members of a fused group have one parent; a stacked unit holds one group an expert.

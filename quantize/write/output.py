@@ -230,7 +230,9 @@ def _is_older(plan: Plan, made_ns: int) -> bool:
 
 def _name_of(source: Source) -> str:
     """In a record: no path of the machine that made it."""
-    return source.where if source.revision != "local" else Path(source.where).name
+    if source.revision == "local":
+        return Path(source.where).name
+    return source.where
 
 
 def is_empty(out: Path) -> bool:
@@ -242,13 +244,7 @@ def refuse_place(source: Source, out: Path) -> None:
     """Refuse a path that cannot become an output made from `source`, whatever the disk has room
     for.
     """
-    for rule, got in _faults_of_place(source, out):
-        raise RecipeError(out, rule, got=got, cure="Choose another OUT")
-
-
-def _faults_of_place(source: Source, out: Path) -> Iterator[tuple[str, str]]:
-    """What is wrong with a place: the rule, and what is there."""
-    found = ""
+    found, faults = "", list[tuple[str, str]]()
     if out.is_symlink():
         found = "a link"
     elif out.is_file():
@@ -260,15 +256,18 @@ def _faults_of_place(source: Source, out: Path) -> Iterator[tuple[str, str]]:
     elif out.exists() and not is_empty(out):
         found = "a folder with files in it"
     if found:
-        yield "an existing output is never overwritten", found
+        faults.append(("an existing output is never overwritten", found))
     folder = source.folder
     if folder is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
-        yield "the output must lie outside the source", f"a folder in {folder}"
+        faults.append(("the output must lie outside the source", f"a folder in {folder}"))
     parent = next(path for path in out.absolute().parents if path.exists() or path.is_symlink())
     if not parent.is_dir():
-        yield "must be in a folder", f"{parent}, a file"
+        faults.append(("must be in a folder", f"{parent}, a file"))
     if not os.access(parent, os.W_OK | os.X_OK):
-        yield "must be in a folder that can be written to", f"{parent}, which you cannot write to"
+        got = f"{parent}, which you cannot write to"
+        faults.append(("must be in a folder that can be written to", got))
+    for rule, got in faults:
+        raise RecipeError(out, rule, got=got, cure="Choose another OUT")
 
 
 def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -> None:
@@ -276,9 +275,10 @@ def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -
     if not partial.is_dir():
         return
     stamp = _stamp(partial)
-    found = stamp.read_text() if stamp.is_file() else None
-    is_new = found is None and all(path.name == WORK for path in partial.iterdir())
-    if found == wanted or is_new:
+    if stamp.is_file():
+        if stamp.read_text() == wanted:
+            return
+    elif all(path.name == WORK for path in partial.iterdir()):
         return
     if not is_ours and is_held(partial):
         cure = "Wait for it, or choose another OUT"
@@ -331,7 +331,7 @@ def record_of(plan: Plan, calibration: Mapping[str, Any] | None = None) -> Recor
             "recipe": plan.recipe.model_dump(mode="json"),
             "source": _recorded(source, file_sizes(source)),
             "mtp_source": other and _recorded(other, mtp_file_sizes(source)),
-            "calibration": dict(calibration) if calibration else None,
+            "calibration": dict(calibration or {}) or None,
             "tensors": dict(Counter(tensor.fate for tensor in plan.tensors)),
             "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
             "versions": _versions(plan, calibration),

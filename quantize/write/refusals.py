@@ -48,9 +48,9 @@ def extra_of(plan: Plan) -> str:
     if not plan.needs_batches:
         return "quantize"
     calibration = plan.recipe.calibration
-    return (
-        "modelopt" if calibration is not None and calibration.backend == "modelopt" else "calibrate"
-    )
+    if calibration is not None and calibration.backend == "modelopt":
+        return "modelopt"
+    return "calibrate"
 
 
 def refusals(plan: Plan) -> list[str]:

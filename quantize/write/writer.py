@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from io import FileIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ..pack.unit import load, packed_groups, parts, separate
 from ..plan.plan import Output, Plan, Shard, TensorPlan
+from ..plan.tensor_plan import outputs_of
 from ..run.ranks import Ranks
 from ..run.statistics import Statistics, refuse_statistics
 from .output import finish
@@ -95,7 +97,7 @@ def write(
     if progress:
         for number, shard in enumerate(plan.shards):
             if number % ranks.size != ranks.rank:
-                progress(sum(_source_bytes(plan, unit) for unit in shard.units))
+                progress(_source_bytes(plan, *shard.units))
 
 
 def write_shards(
@@ -108,7 +110,9 @@ def write_shards(
     ranks: Ranks = _ALONE,
 ) -> None:
     """Write the shards of this process and nothing else; see `write`."""
-    devices = _devices() if ranks.size == 1 else [ranks.device]
+    devices = [ranks.device]
+    if ranks.size == 1 and torch.cuda.is_available():  # every GPU in turn
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     stop, torch_threads = threading.Event(), torch.get_num_threads()
     given = statistics or Statistics(folder=folder, entries={})
     torch.set_num_threads(
@@ -131,15 +135,9 @@ def write_shards(
             torch.set_num_threads(torch_threads)
 
 
-def _devices() -> list[torch.device]:
-    """Every GPU in turn, or the CPU."""
-    if torch.cuda.is_available():
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [torch.device("cpu")]
-
-
-def _source_bytes(plan: Plan, unit: tuple[TensorPlan, ...]) -> int:
-    return sum(plan.entries[name].num_bytes for tensor in unit for name in tensor.inputs)
+def _source_bytes(plan: Plan, *units: tuple[TensorPlan, ...]) -> int:
+    tensors = chain(*units)
+    return sum(plan.entries[name].num_bytes for tensor in tensors for name in tensor.inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +155,12 @@ class _Job:
         """Write the shard under a temporary name, unit by unit, and rename it when it is whole."""
         plan, shard, final = self.plan, self.shard, folder / self.shard.file
         where = plan.recipe.name
-        layout = lay_out((output.name, output.dtype, output.shape) for output in shard.outputs)
+        layout = lay_out(shard.outputs)
         kept = folder / WORK / f"{shard.file}.sha256"
         if final.is_file():  # of an earlier run
             found = self._read_again(final, layout)
             if self.stop.is_set() or (kept.is_file() and kept.read_text() == found):
-                self._done(sum(_source_bytes(plan, unit) for unit in shard.units))
+                self._done(_source_bytes(plan, *shard.units))
                 return
             rule = "it, or a source file of it, is not as when it was written. It is written again"
             _log.warning("%s: %s.", final, rule)
@@ -195,7 +193,9 @@ class _Job:
                         return "too short"
                     sums[output.name].update(block)
                     left -= len(block)
-            return "too long" if file.read(1) else self._sum(header, sums)
+            if file.read(1):
+                return "too long"
+            return self._sum(header, sums)
 
     def _sum(self, header: bytes, sums: Mapping[HFName, "hashlib._Hash"]) -> str:
         """A hash over the header of a shard, those of its tensors' bytes, and the source files that
@@ -227,7 +227,7 @@ class _Job:
                         place.put(output, module.tensors[output.name.rpartition(".")[2]])
                 self._done(num_bytes // num_groups)
             return
-        outputs = [output for tensor in unit for output in tensor.outputs]
+        outputs = outputs_of(unit)
         if all(output.name in self.given for output in outputs):  # an algorithm rescaled it
             for output in outputs:
                 place.put(output, self.given.read(output.name))
@@ -256,7 +256,7 @@ class _Job:
             if leaf in ("weight", "weight_packed"):
                 place.copy(output, weight_of(found))
                 continue
-            value = read_tensor(self.plan.source, found[leaf] if leaf in found else scale_of(found))
+            value = read_tensor(self.plan.source, found.get(leaf) or scale_of(found))
             if output.dtype == "U8":
                 value = value.view(torch.uint8)
             elif output.dtype == "F32" and value.dtype == torch.uint8:  # E8M0 without its name

@@ -36,7 +36,7 @@ from llmcompressor.utils.helpers import calibration_forward_context
 from pydantic import PrivateAttr
 from torch import Tensor, nn
 
-from ...needs.free_memory import free_host_bytes
+from ...needs.memory import free_host_bytes
 from ...run.processes import place_of_process
 from ..model.binding import EXPERT
 from .forwards import without_bars

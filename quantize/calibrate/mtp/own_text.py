@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from ....recipes.family import HFName
-from ...needs.free_memory import free_host_bytes
+from ...needs.memory import free_host_bytes
 from ...plan.plan import Plan
 from ...run.statistics import read_metadata, write_statistics
 from ..data.claim import fingerprint

@@ -11,8 +11,8 @@ import torch
 from keepmtp.checkpoints.files import unwritable
 from keepmtp.quantize.calibrate.model import states as module
 from keepmtp.quantize.calibrate.model.states import States
-from keepmtp.quantize.needs import free_memory
-from keepmtp.quantize.needs.free_memory import free_host_bytes
+from keepmtp.quantize.needs import memory
+from keepmtp.quantize.needs.memory import free_host_bytes
 from keepmtp.recipes.errors import CheckpointError
 from passes import ALONE
 
@@ -111,7 +111,7 @@ def test_free_memory_is_the_machines_or_what_a_container_leaves(tmp_path):
     for limit, left in (("max", 18000 * 1024), ("5000", 2000), ("2000", 0)):
         (groups / "memory.max").write_text(f"{limit}\n")
         assert free_host_bytes(meminfo=meminfo, groups=groups) == left, limit
-    assert [limit for limit, _ in free_memory._LIMITS] == [
+    assert [limit for limit, _ in memory._LIMITS] == [
         "memory.max",
         "memory/memory.limit_in_bytes",
     ]
