@@ -8,14 +8,12 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.quantize.plan.plan import Plan, TensorPlan, make_plan
 from keepmtp.quantize.run.statistics import Statistics, write_statistics
-from keepmtp.quantize.write.output import claim, publish, refuse_output
-from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.conventions import FORMATS
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
-from releases import source_layout, write_checkpoint
+from writing import recipe_with, tiny, written
 
 
 def planned(
@@ -29,22 +27,13 @@ def planned(
     """A calibrated plan over a model, tiny unless it is there; `words` are schemes by group, NVFP4
     where not said.
     """
-    if not folder.is_dir():
-        config, tensors = source_layout(model, size="tiny")
-        write_checkpoint(folder, config, tensors, data=data)
     calibration = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration
     assert calibration is not None
-    recipe = find_recipe(model)[0].model_dump()
-    mtp = words.pop("mtp", "bf16")
-    backbone = {group: words.get(group, words.get("rest", "NVFP4")) for group in recipe["backbone"]}
-    changes = {
-        "backbone": backbone,
-        "mtp": mtp,
-        "calibration": calibration.model_dump() | {"algorithm": algorithm},
-    }
-    return make_plan(
-        Recipe.model_validate(recipe | changes), open_source(folder), shard_bytes=2_000_000
-    )
+    mtp, rest = words.pop("mtp", "bf16"), words.get("rest", "NVFP4")
+    backbone = {group: words.get(group, rest) for group in find_recipe(model)[0].backbone}
+    data_block = calibration.model_dump() | {"algorithm": algorithm}
+    recipe = recipe_with(model, backbone=backbone, mtp=mtp, calibration=data_block)
+    return make_plan(recipe, open_source(tiny(folder, model, data)), shard_bytes=2_000_000)
 
 
 def in_both_formats(folder: Path, **words: str) -> dict[str, tuple[Plan, Path]]:
@@ -55,10 +44,7 @@ def in_both_formats(folder: Path, **words: str) -> dict[str, tuple[Plan, Path]]:
     for name in FORMATS:
         recipe = Recipe.model_validate(plan.recipe.model_dump() | {"format": name})
         made = make_plan(recipe, plan.source, shard_bytes=plan.shard_bytes)
-        refuse_output(made, folder / name)
-        with claim(made, folder / name) as partial:
-            write(made, partial, recipe_text="", threads=1, statistics=statistics)
-            publish(partial, folder / name)
+        written(made, folder / name, statistics=statistics)
         found[name] = (made, folder / name)
     return found
 

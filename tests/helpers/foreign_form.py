@@ -23,27 +23,16 @@ GPTQ = {
     "lm_head": False,
 }
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-AUTOROUND = {
-    "quant_method": "auto-round",
-    "bits": 4,
-    "group_size": GROUP,
-    "sym": True,
-    "data_type": "int",
-}
+_AUTO = {"quant_method": "auto-round", "bits": 4, "sym": True}
+AUTOROUND = _AUTO | {"group_size": GROUP, "data_type": "int"}
 AUTOROUND |= {"packing_format": "auto_round:auto_gptq"}
+AUTOROUND_MXFP4 = _AUTO | {"group_size": 32, "data_type": "mx_fp"}
 _FP8 = {
     "dtype": "fp8_e4m3",
     "qscheme": "per_channel",
     "ch_axis": 0,
     "is_dynamic": False,
     "symmetric": True,
-}
-AUTOROUND_MXFP4 = {
-    "quant_method": "auto-round",
-    "bits": 4,
-    "group_size": 32,
-    "sym": True,
-    "data_type": "mx_fp",
 }
 _GROUP = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16}
 _ONE = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
@@ -74,7 +63,11 @@ def packed(
         checkpoint.tensors |= {
             f"{stem}.{leaf}": spec for leaf, spec in leaves_of(rows, words * 8, packing).items()
         }
-    checkpoint.config["quantization_config"] = said | entries
+    return told(checkpoint, said | entries)
+
+
+def told(checkpoint: Checkpoint, said: dict[str, Any]) -> Checkpoint:
+    checkpoint.config["quantization_config"] = said
     checkpoint.config.get("text_config", {}).pop("quantization_config", None)
     return checkpoint
 
@@ -98,9 +91,7 @@ def quark(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoi
     """FP8 with a scale a channel and dynamic inputs, as Quark writes it."""
     checkpoint = ours(model, "FP8_DYNAMIC", mtp)
     checkpoint.retype(r".*\.weight_scale", shape=lambda rows, _: (rows,))
-    checkpoint.config["quantization_config"] = QUARK | entries
-    checkpoint.config.get("text_config", {}).pop("quantization_config", None)
-    return checkpoint
+    return told(checkpoint, QUARK | entries)
 
 
 def quark_nvfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
@@ -109,9 +100,7 @@ def quark_nvfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Ch
     checkpoint.rename(r"(.*)\.weight_packed", r"\1.weight")
     checkpoint.rename(r"(.*)\.weight_global_scale", r"\1.weight_scale_2")
     checkpoint.rename(r"(.*)\.input_global_scale", r"\1.input_scale_2")
-    checkpoint.config["quantization_config"] = QUARK | {"global_quant_config": _NVFP4} | entries
-    checkpoint.config.get("text_config", {}).pop("quantization_config", None)
-    return checkpoint
+    return told(checkpoint, QUARK | {"global_quant_config": _NVFP4} | entries)
 
 
 def quark_mxfp4(
@@ -122,24 +111,16 @@ def quark_mxfp4(
     """
     checkpoint = ours(model, "MXFP4", mtp)
     checkpoint.rename(r"(.*)\.weight_packed", r"\1.weight")
-    weight = {
-        "dtype": element,
-        "qscheme": "per_group",
-        "group_size": 32,
-        "is_dynamic": False,
-        "scale_format": "e8m0",
-    }
+    weight = _GROUP | {"dtype": element, "group_size": 32, "is_dynamic": False}
+    weight |= {"scale_format": "e8m0"}
     said = {"weight": weight, "input_tensors": weight | {"is_dynamic": True}}
-    checkpoint.config["quantization_config"] = QUARK | {"global_quant_config": said} | entries
-    return checkpoint
+    return told(checkpoint, QUARK | {"global_quant_config": said} | entries)
 
 
 def autoround_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
     """MXFP4 as AutoRound writes it: compressed-tensors' names and bytes."""
     checkpoint = ours(model, "MXFP4", mtp)
-    checkpoint.config["quantization_config"] = AUTOROUND_MXFP4 | entries
-    checkpoint.config.get("text_config", {}).pop("quantization_config", None)
-    return checkpoint
+    return told(checkpoint, AUTOROUND_MXFP4 | entries)
 
 
 def leaves_of(rows: int, columns: int, packing: Packing) -> dict[str, tuple[str, tuple[int, ...]]]:

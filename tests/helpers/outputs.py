@@ -5,11 +5,12 @@ Processes come from a fork server that has imported torch and keepmtp once: a ro
 of a second.
 """
 
-import hashlib
 import json
 import os
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
+from hashlib import sha256
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -18,19 +19,19 @@ SHARD_BYTES = 300_000
 MODEL = "tiny-glm4-moe"
 
 
-def forks() -> ForkServerContext:
+def preloaded(*modules: str) -> ForkServerContext:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["outputs", "keepmtp.pipeline", "keepmtp.quantize.write.writer"])
+    context.set_forkserver_preload([*modules])
     return context
 
 
-def start(
-    source: Path, out: Path, recipe: str, *, at: float = 0.0, pause: float = 0.0
-) -> ForkServerProcess:
-    """Start `quantize_into` at a time of the wall clock, so that two start together."""
-    process = forks().Process(
-        target=quantize_into, args=(source, out, recipe), kwargs={"at": at, "pause": pause}
-    )
+def forks() -> ForkServerContext:
+    return preloaded("outputs", "keepmtp.pipeline", "keepmtp.quantize.write.writer")
+
+
+def start(source: Path, out: Path, recipe: str, **options: float) -> ForkServerProcess:
+    """Start `quantize_into`."""
+    process = forks().Process(target=quantize_into, args=(source, out, recipe), kwargs=options)
     process.start()
     return process
 
@@ -69,7 +70,7 @@ def quantize_into(
         source: a checkpoint of MODEL.
         out: the output.
         recipe: its name, such as MODEL.fp8, or its file.
-        at: when to begin.
+        at: when to begin, by the clock on the wall, so that two start together.
         pause: seconds to wait after each unit.
     """
     import torch
@@ -84,40 +85,16 @@ def quantize_into(
     time.sleep(max(0.0, at - time.time()))
     try:
         plan = plan_before_measuring(decided, open_source(source), shard_bytes=SHARD_BYTES)
-        quantize(
-            plan,
-            text,
-            out=out,
-            threads=2,
-            progress=RunProgress(packing=_Slow(pause)) if pause else RunProgress(),
-        )
+        progress = RunProgress(packing=lambda _: nullcontext(lambda _: time.sleep(pause)))
+        quantize(plan, text, out=out, threads=2, progress=progress)
     except KeepMTPError as error:
         out.with_name(f"{out.name}.refusal").write_text(str(error))
         os._exit(2)
 
 
-class _Slow:
-    """A packing bar that takes its time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __call__(self, _: int) -> "_Slow":
-        return self
-
-    def __enter__(self):
-        return lambda _: time.sleep(self.seconds)
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def digests(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = filter(Path.is_file, sorted(folder.rglob("*")))
+    return {str(p.relative_to(folder)): sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def overwrite(shard: Path, tensor: str, *, keep_times: bool = False) -> None:

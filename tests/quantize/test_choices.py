@@ -14,9 +14,9 @@ from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.budget import read_budget
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
-from keepmtp.recipes.schema import Recipe
-from keepmtp.recipes.schema import validated as validated_recipe
+from keepmtp.recipes.schema import Recipe, validated
 from passes import ROOT
+from printed import printed
 from releases import source_layout, write_checkpoint
 from typer.testing import CliRunner
 
@@ -34,21 +34,13 @@ def searched(
         "budget": budget,
         "backbone_auto": {"candidates": words},
     }
-    return validated_recipe(find_recipe(of)[0].model_dump() | auto | changes, "recipe.yaml")
+    return validated(find_recipe(of)[0].model_dump() | auto | changes, "recipe.yaml")
 
 
-@pytest.mark.parametrize(
-    ("written", "num_bytes", "bits"),
-    [
-        ("96GiB", 96 * 2**30, None),
-        ("96 GB", 96 * 10**9, None),
-        ("1.5MiB", 3 * 2**19, None),
-        ("700B", 700, None),
-        ("4.75 bits", None, 4.75),
-    ],
-)
-def test_a_budget_is_bytes_or_bits(written, num_bytes, bits):
-    assert (read_budget(written).num_bytes, read_budget(written).bits) == (num_bytes, bits)
+def test_a_budget_is_bytes_or_bits():
+    sizes = {"96GiB": 96 * 2**30, "96 GB": 96 * 10**9, "1.5MiB": 3 * 2**19, "700B": 700}
+    assert {word: read_budget(word).num_bytes for word in sizes} == sizes
+    assert read_budget("4.75 bits").bits == 4.75
 
 
 @pytest.mark.parametrize("written", ["96", "0 bits", "96 gigs", "-1GiB", "4.75bit", "1e9B"])
@@ -95,19 +87,11 @@ def test_a_unit_is_what_vllm_gives_one_scheme():
     assert "linear_attention" not in choices.recipe.backbone
     units = {unit.name: unit for unit in choices.units}
     qkv = units["backbone:model.layers.1.self_attn.qkv_proj"]
-    assert [tensor.name.split(".")[-2] for tensor in qkv.options[0].tensors] == [
-        "k_proj",
-        "q_proj",
-        "v_proj",
-    ]
+    assert [t.module[-6:] for t in qkv.options[0].tensors] == ["k_proj", "q_proj", "v_proj"]
     assert {len(unit.options) for unit in units.values()} == {3}
     # All experts of a layer are one unit, and so are those of the MTP block.
-    experts = [unit for unit in units.values() if unit.role == "experts"]
-    assert [(unit.part, unit.layer) for unit in experts] == [
-        ("backbone", 1),
-        ("backbone", 2),
-        ("mtp", 3),
-    ]
+    experts = [(unit.part, unit.layer) for unit in units.values() if unit.role == "experts"]
+    assert experts == [("backbone", 1), ("backbone", 2), ("mtp", 3)]
     # Every word is a plan that make_plan would make of it alone, to the byte.
     for word in WORDS:
         whole = make_plan(choices.recipe.with_words(word), choices.base.source)
@@ -119,23 +103,18 @@ def test_a_unit_is_what_vllm_gives_one_scheme():
 def test_a_word_is_left_out_where_it_does_not_suit(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny")
     config["moe_intermediate_size"] = 24
-    tensors = {
-        name: (
-            dtype,
-            tuple(24 if "mlp.experts" in name and size == 128 else size for size in shape),
-        )
-        for name, (dtype, shape) in tensors.items()
-    }
-    write_checkpoint(tmp_path, config, tensors)
-    choices = choices_of(searched(of="glm-4.7.nvfp4-fp8", budget="16 bits"), open_source(tmp_path))
+    narrow = {128: 24}
+    for name, (dtype, shape) in tensors.items():
+        if "mlp.experts" in name:
+            tensors[name] = dtype, tuple(narrow.get(size, size) for size in shape)
+    source = open_source(write_checkpoint(tmp_path, config, tensors))
+    choices = choices_of(searched("16 bits", of="glm-4.7.nvfp4-fp8"), source)
     words = {unit.role: [option.word for option in unit.options] for unit in choices.units}
     assert words["attention"] == WORDS
     assert words["experts"] == ["FP8_DYNAMIC", "bf16"]
-    with pytest.raises(
-        RecipeError,
-        match=r"a candidate must suit model\.layers\.1\.mlp\.experts.*K divisible by 16",
-    ):
-        choices_of(searched(of="glm-4.7.nvfp4-fp8", words=["NVFP4"]), open_source(tmp_path))
+    rule = r"a candidate must suit model\.layers\.1\.mlp\.experts.*K divisible by 16"
+    with pytest.raises(RecipeError, match=rule):
+        choices_of(searched(of="glm-4.7.nvfp4-fp8", words=["NVFP4"]), source)
 
 
 def test_an_override_fixes_modules_and_a_group_may_have_a_word_of_its_own():
@@ -166,37 +145,30 @@ def test_plan_says_what_is_known_before_the_search(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(searched("6 bits").model_dump(mode="json")))
-    printed = CliRunner().invoke(app, ["plan", str(path), "--json"]).stdout
-    found = json.loads(printed)["search"]
-    assert found["budget"] == "6 bits" and found["units"] == 19
-    assert [size["fits"] for size in found["plans"].values()] == [True, True, False, False, False]
-    said = CliRunner().invoke(app, ["plan", str(path)]).stdout
-    assert "Budget 6 bits: a search chooses the words of 19 units" in said
-    assert re.search(r"NVFP4 +[0-9,]+ bytes +4\.50 bits a weight +fits", said)
+    as_json, said = (
+        CliRunner().invoke(app, ["plan", str(path), *more]).stdout for more in (["--json"], [])
+    )
+    printed("plan_searched.json", json.dumps(json.loads(as_json)["search"], indent=1) + "\n")
+    printed("plan_searched.txt", said.partition("Needs, ")[0])
+
+
+MINE = """
+model: mine
+family: glm4_moe
+revision: local
+groups: [attention, dense_mlp, shared_experts, experts]
+default: small
+variants:
+  small: {rest: auto, mtp: auto, calibration: problems-32x128, summary: as good as can be}
+  plain: {rest: bf16, mtp: bf16, calibration: null, summary: none}
+budget: 6 bits
+backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}
+"""
 
 
 def test_a_model_file_has_a_variant_that_searches(tmp_path):
-    raw = {
-        "model": "mine",
-        "family": "glm4_moe",
-        "source": str(GLM),
-        "revision": "local",
-        "groups": ["attention", "dense_mlp", "shared_experts", "experts"],
-        "default": "small",
-        "variants": {
-            "small": {
-                "rest": "auto",
-                "mtp": "auto",
-                "calibration": "problems-32x128",
-                "summary": "as good as can be",
-            },
-            "plain": {"rest": "bf16", "mtp": "bf16", "calibration": None, "summary": "none"},
-        },
-        "budget": "6 bits",
-        "backbone_auto": {"candidates": WORDS},
-    }
     path = tmp_path / "mine.yaml"
-    path.write_text(json.dumps(raw))
+    path.write_text(f"{MINE}source: {GLM}\n")
     recipe = find_recipe(str(path))[0]
     assert recipe.is_searched and recipe.budget == "6 bits" and recipe.mtp_auto is None
     assert find_recipe(str(path), scheme="plain")[0].budget is None

@@ -19,20 +19,20 @@ from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
 
-# recipe: (tensors in, GB in, tensors out, bytes out)
+# recipe: (tensors in, tensors out, bytes out, files, files with MTP tensors)
 FULL_SIZE = {
     # 134,309 names that the loaders of vLLM 0.32.0 accept, each tensor read and each parameter
     # filled.
-    "dsv4-flash.nvfp4-fp8": (69187, 160, 134309, 181_271_988_296),
+    "dsv4-flash.nvfp4-fp8": (69187, 134309, 181_271_988_296, 38, 4),
     # The release's files are 688,586,727,753 bytes long: what goes in here, and 129 bytes of header
     # a tensor.
-    "deepseek-v3.1.w4a16-fp8": (91991, 689, 136535, 371_678_845_504),
+    "deepseek-v3.1.w4a16-fp8": (91991, 136535, 371_678_845_504, 76, 4),
     # NVFP4 of GLM-4.6, which has the same sizes, but for BF16 attention: "~220GB"
     # (AH22-neb/GLM-4.6-NVFP4).
-    "glm-4.7.nvfp4a16-fp8": (44691, 717, 130775, 218_526_133_888),
+    "glm-4.7.nvfp4a16-fp8": (44691, 130775, 218_526_133_888, 45, 3),
     # Experts alone in NVFP4: "~233 GB on disk" (lukealonso/Qwen3.5-397B-A17B-NVFP4, in GiB); here
     # attention is FP8.
-    "qwen3.5-397b.nvfp4a16-fp8": (2924, 807, 279524, 248_808_393_568),
+    "qwen3.5-397b.nvfp4a16-fp8": (2924, 279524, 248_808_393_568, 64, 3),
 }
 
 
@@ -47,7 +47,7 @@ def plan(request, tmp_path_factory) -> Plan:
 
 @pytest.mark.few(1)
 def test_each_tensor_is_read_once_and_written_once(plan):
-    num_in, _, num_out, bytes_out = FULL_SIZE[plan.recipe.name]
+    num_in, num_out, bytes_out, *_ = FULL_SIZE[plan.recipe.name]
     read, planned = Counter(), Counter()
     for tensor in plan.tensors:
         planned.update(output.name for output in tensor.outputs)
@@ -60,31 +60,17 @@ def test_each_tensor_is_read_once_and_written_once(plan):
     assert plan.num_bytes_after == bytes_out
 
 
-# recipe: files in all, and those with MTP tensors.
-DRAFT_FILES = {
-    "dsv4-flash.nvfp4-fp8": (38, 4),
-    "deepseek-v3.1.w4a16-fp8": (76, 4),
-    "glm-4.7.nvfp4a16-fp8": (45, 3),
-    "qwen3.5-397b.nvfp4a16-fp8": (64, 3),
-}
-
-
 def test_a_draft_has_files_of_its_own(plan):
     """What must be opened for the draft alone: sglang #35395 opened all 47 files of a checkpoint
     for 3.
     """
     files = [[tensor for unit in shard.units for tensor in unit] for shard in plan.shards]
     parts = [{tensor.part for tensor in file} for file in files]
-    num_all, num_mtp = DRAFT_FILES[plan.recipe.name]
+    *_, num_all, num_mtp = FULL_SIZE[plan.recipe.name]
     assert parts == [{"backbone"}] * (num_all - num_mtp) + [{"mtp"}] * num_mtp
-    shared = {"embedding", "head"}
-    holders = {
-        number
-        for number, file in enumerate(files)
-        for tensor in file
-        if tensor.role in shared and tensor.part == "backbone"
-    }
-    assert holders == {0}, "the embedding and the head that both use are in one file"
+    roles = [{tensor.role for tensor in file} for file in files[: num_all - num_mtp]]
+    held = [number for number, own in enumerate(roles) if own & {"embedding", "head"}]
+    assert held == [0], "the embedding and the head that both use are in one file"
 
 
 @pytest.mark.few(1)
@@ -92,29 +78,20 @@ def test_release_and_result_check_green(plan, tmp_path):
     """The static check on the release as it is, and on what the plan will write, headers over
     holes.
     """
-    tensors = {
-        output.name: (output.dtype, output.shape)
-        for tensor in plan.tensors
-        for output in tensor.outputs
-    }
-    out = releases.write_checkpoint(
-        tmp_path / "out", files_of(plan)["config.json"], tensors, num_shards=None
-    )
+    tensors = {o.name: (o.dtype, o.shape) for tensor in plan.tensors for o in tensor.outputs}
+    config = files_of(plan)["config.json"]
+    out = releases.write_checkpoint(tmp_path / "out", config, tensors, num_shards=None)
     for report in (check(plan.source.folder), check(out, source=plan.source)):
         assert not report.findings, report.findings[:3]
         assert report.facts.num_mtp_layers == 1
-    assert report.facts.num_tensors == FULL_SIZE[plan.recipe.name][2]
+    assert report.facts.num_tensors == FULL_SIZE[plan.recipe.name][1]
 
 
 def test_what_deepseek_v4_lacks_is_added(plan):
+    shared = {"emb.tok_emb": "embed", "head": "head"}
+    expected = {f"mtp.0.{name}.weight": (f"{of}.weight",) for name, of in shared.items()}
     added = {tensor.name: tensor.inputs for tensor in plan.tensors if tensor.fate == "add"}
-    if plan.recipe.family == "deepseek_v4":
-        assert added == {
-            "mtp.0.emb.tok_emb.weight": ("embed.weight",),
-            "mtp.0.head.weight": ("head.weight",),
-        }
-    else:
-        assert added == {}
+    assert added == (expected if plan.recipe.family == "deepseek_v4" else {})
 
 
 MEASURED = """

@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import write
+from drafts import weights_of
 from good import released
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import num_slices
 from keepmtp.quantize.plan.plan import make_plan
-from keepmtp.quantize.write.output import claim, publish
-from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
-from releases import source_layout, write_checkpoint
-from safetensors.torch import load_file
+from releases import source_layout
+from writing import tiny, written
 
 # The tiny model's two kinds of attention: layers 0 (full), 1 and 2 (sliding), and the three MTP
 # layers (sliding).
@@ -34,26 +33,13 @@ STEMS = {
 }
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: value
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, value in load_file(file).items()
-    }
-
-
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Path]:
+def made(tmp_path_factory) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Path]:
     """The release's tensors, ours, and our folder."""
     folder = tmp_path_factory.mktemp("interleaved")
-    config, tensors = source_layout("mimo-v2.5", size="tiny")
-    source = write_checkpoint(folder / "source", config, tensors, data="random")
-    recipe, text = find_recipe("mimo-v2.5")
-    plan, out = make_plan(recipe, open_source(source)), folder / "out"
-    with claim(plan, out) as partial:
-        write_shards(plan, partial, recipe_text=text, threads=1)
-        publish(partial, out)
-    return tensors_of(source), tensors_of(out), out
+    source, out = tiny(folder / "source", "mimo-v2.5"), folder / "out"
+    plan = make_plan(find_recipe("mimo-v2.5")[0], open_source(source))
+    return weights_of(source), written(plan, out), out
 
 
 def row_of(weight: torch.Tensor, scale: torch.Tensor, slice_: int, row: int) -> torch.Tensor:
@@ -64,11 +50,11 @@ def row_of(weight: torch.Tensor, scale: torch.Tensor, slice_: int, row: int) -> 
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_each_head_has_its_rows(stem, written):
+def test_each_head_has_its_rows(stem, made):
     """Head h of q is in slice h // (heads a slice), and so on: head by head, without keepmtp's
     arithmetic.
     """
-    source, ours, _ = written
+    source, ours, _ = made
     heads, groups = STEMS[stem]
     weight = source[f"{stem}self_attn.qkv_proj.weight"]
     scale = source[f"{stem}self_attn.qkv_proj.weight_scale_inv"]
@@ -89,8 +75,8 @@ def test_each_head_has_its_rows(stem, written):
                 assert torch.equal(found[head * size + row], expected), (name, head, row)
 
 
-def test_the_fused_matrix_is_gone_and_config_says_so(written):
-    _, ours, out = written
+def test_the_fused_matrix_is_gone_and_config_says_so(made):
+    _, ours, out = made
     assert not [name for name in ours if "qkv_proj" in name]
     config = json.loads((out / "config.json").read_text())
     assert config["attention_projection_layout"] == "split"
@@ -106,33 +92,23 @@ def test_sizes_that_config_does_not_have_are_refused_by_name(tmp_path):
             make_plan(recipe, open_source(write(tmp_path / key, checkpoint)))
 
 
-def as_plain(checkpoint) -> None:
-    checkpoint.take(r".*self_attn\.qkv_proj\.weight_scale_inv")
-    checkpoint.retype(r".*self_attn\.qkv_proj\.weight", "BF16")
-
-
-def with_another_name_of_the_scale(checkpoint) -> None:
-    checkpoint.rename(r"(.*self_attn\.qkv_proj\.weight_scale)_inv", r"\1")
-
-
-@pytest.mark.parametrize(
-    ("change", "severity", "words"),
-    [
-        (as_plain, "warning", "reads in another order"),
-        (with_another_name_of_the_scale, "error", "never loads without scales"),
-    ],
-)
-def test_another_form_of_the_matrix_is_named(change, severity, words, tmp_path):
+def test_another_form_of_the_matrix_is_named(tmp_path):
     """vLLM puts the rows in order in one form only: vllm #42803."""
-    checkpoint = released("mimo-v2.5")
-    change(checkpoint)
-    findings = [f for f in check(write(tmp_path / "twin", checkpoint)).findings if f.rule == "rows"]
-    assert {finding.severity for finding in findings} == {severity}
-    assert any(finding.where == "model.layers.0.self_attn.qkv_proj.weight" for finding in findings)
-    assert all(
-        words in finding.says and "q_proj, k_proj and v_proj" in finding.cure
-        for finding in findings
-    )
+    plain, renamed = released("mimo-v2.5"), released("mimo-v2.5")
+    plain.take(r".*self_attn\.qkv_proj\.weight_scale_inv")
+    plain.retype(r".*self_attn\.qkv_proj\.weight", "BF16")
+    renamed.rename(r"(.*self_attn\.qkv_proj\.weight_scale)_inv", r"\1")
+    for checkpoint, severity, words in (
+        (plain, "warning", "reads in another order"),
+        (renamed, "error", "never loads without scales"),
+    ):
+        found = [
+            f for f in check(write(tmp_path / severity, checkpoint)).findings if f.rule == "rows"
+        ]
+        assert any(each.where == "model.layers.0.self_attn.qkv_proj.weight" for each in found)
+        for each in found:
+            assert each.severity == severity and words in each.says
+            assert "q_proj, k_proj and v_proj" in each.cure
 
 
 def test_pro_has_eight_slices_and_no_tower():

@@ -9,50 +9,44 @@ would waste a GPU.
 
 from contextlib import suppress
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from keepmtp.quantize.calibrate.data.data import CalibrationData
-from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.mtp.acceptance import NothingCounts, target
+from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
+from keepmtp.quantize.calibrate.mtp.acceptance import NothingCounts
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
-from keepmtp.quantize.calibrate.mtp.mtp_policy import PolicyResults
 from keepmtp.quantize.needs.memory import stations
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.knobs import AutoRoundKnobs
-from keepmtp.recipes.schema import MtpTuned
+from keepmtp.recipes.schema import MtpTuned, Recipe
 from live_bytes import LiveBytes
-from passes import ALONE, ROOT, plan_over
+from passes import ALONE, ROOT, plan_over, results_of
 
 LEAST, MOST = 0.8, 1.4
 
 
-def small_plan(name: str, batch_size: int, length: int) -> Plan:
+def small_recipe(name: str, batch_size: int, length: int) -> Recipe:
     recipe, _ = find_recipe(name)
-    assert recipe.calibration is not None
-    sizes = {
-        "batch_size": batch_size,
-        "sequence_length": length,
-        "samples": 2 * batch_size,
-        "held_out": batch_size,
-    }
-    few = {"autoround": AutoRoundKnobs(iters=2)} if recipe.calibration.autoround else {}
-    calibration = recipe.calibration.model_copy(update=sizes | few)
-    return plan_over(
-        ROOT / "models" / recipe.model, recipe.model_copy(update={"calibration": calibration})
-    )
+    few = {"samples": 2 * batch_size, "held_out": batch_size}
+    few |= {"batch_size": batch_size, "sequence_length": length}
+    if recipe.calibration.autoround:
+        few["autoround"] = AutoRoundKnobs(iters=2)
+    calibration = recipe.calibration.model_copy(update=few)
+    return recipe.model_copy(update={"calibration": calibration})
 
 
-def random_data(plan: Plan) -> CalibrationData:
+def backbone_of(plan: Plan, folder: Path) -> Backbone:
+    """The pass over random text."""
     calibration = plan.recipe.calibration
-    assert calibration is not None
-    count, length = calibration.samples + calibration.held_out, calibration.sequence_length
-    ids = torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(0))
-    held_out = ids[calibration.samples :]
-    return CalibrationData(
-        ids=ids[: calibration.samples], held_out_ids=held_out, provenance={"drawn": "by the test"}
-    )
+    shape = calibration.samples + calibration.held_out, calibration.sequence_length
+    ids = torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(0))
+    calibrated, held_out = ids.split([calibration.samples, calibration.held_out])
+    data = CalibrationData(ids=calibrated, held_out_ids=held_out, provenance={})
+    return calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE)
 
 
 def embedding_bytes(plan: Plan) -> int:
@@ -71,12 +65,11 @@ def embedding_bytes(plan: Plan) -> int:
     ],
 )
 def test_stations_are_as_large_as_what_torch_allocates(name, batch_size, length, tmp_path):
-    plan = small_plan(name, batch_size, length)
+    recipe = small_recipe(name, batch_size, length)
+    plan = plan_over(ROOT / "models" / recipe.model, recipe)
     found = {station.name.partition(" ")[0]: station for station in stations(plan)}
     with LiveBytes() as backbone_bytes:
-        backbone = calibrate_backbone(
-            plan, random_data(plan), tmp_path, device=ALONE.device, ranks=ALONE
-        )
+        backbone = backbone_of(plan, tmp_path)
     assert LEAST < found["decoder"].device_bytes / backbone_bytes.peak < MOST, found["decoder"]
     with LiveBytes() as mtp_bytes:
         mtp_pass(plan, backbone)
@@ -84,32 +77,20 @@ def test_stations_are_as_large_as_what_torch_allocates(name, batch_size, length,
     assert LEAST < after / mtp_bytes.peak < MOST, found["MTP"]
 
 
+TUNED = """
+{steps: 2, batch_size: 1, learning_rate: 1.0e-3, seed: 0, loss: ce, draft_steps: 3, decay: 0.6}
+"""
+
+
 @pytest.mark.parametrize(("policy", "length"), [("NVFP4", 256), ("bf16", 64)])
 def test_training_takes_what_is_said(policy, length, tmp_path):
-    settings = {
-        "mtp": policy,
-        "steps": 2,
-        "batch_size": 1,
-        "learning_rate": 1e-3,
-        "seed": 0,
-        "loss": "ce",
-    }
-    settings = MtpTuned.model_validate(settings | {"draft_steps": 3, "decay": 0.6})
-    recipe = small_plan("tiny-glm4-moe.nvfp4", 1, length).recipe
-    plan = plan_over(
-        ROOT / "models" / recipe.model,
-        recipe.model_copy(update={"mtp": "tuned", "mtp_tuned": settings}),
-    )
-    said = next(station for station in stations(plan) if station.name.startswith("training"))
-    backbone = calibrate_backbone(
-        plan, random_data(plan), tmp_path, device=ALONE.device, ranks=ALONE
-    )
-    results = PolicyResults(
-        plan=plan, source=target(backbone, "source"), served=target(backbone, "served")
-    )
-    with (
-        LiveBytes() as training_bytes,
-        suppress(NothingCounts),
-    ):  # of random text no slot need count
+    settings = MtpTuned.model_validate(yaml.safe_load(TUNED) | {"mtp": policy})
+    recipe = small_recipe("tiny-glm4-moe.nvfp4", 1, length)
+    tuned = recipe.model_copy(update={"mtp": "tuned", "mtp_tuned": settings})
+    plan = plan_over(ROOT / "models" / recipe.model, tuned)
+    (said,) = (station for station in stations(plan) if station.name.startswith("training"))
+    results = results_of(plan, backbone_of(plan, tmp_path))
+    # Of random text no slot need count.
+    with LiveBytes() as training_bytes, suppress(NothingCounts):
         results.measured(plan)
     assert LEAST < (said.device_bytes - embedding_bytes(plan)) / training_bytes.peak < MOST, said

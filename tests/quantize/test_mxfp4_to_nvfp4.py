@@ -9,20 +9,12 @@ from keepmtp.quantize.pack.unit import mxfp4_as_nvfp4
 from keepmtp.recipes.schemes import SCHEMES
 
 
-def member(
-    seed: int, low: int, high: int, rows: int = 32, columns: int = 256
-) -> tuple[torch.Tensor, torch.Tensor]:
+def member(seed: int, low: int, high: int, rows: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of [rows, 256] weights, and their scales."""
     generator = torch.Generator().manual_seed(seed)
-    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
-    exponents = torch.randint(low, high + 1, (rows, columns // 32), generator=generator)
+    packed = torch.randint(0, 256, (rows, 128), dtype=torch.uint8, generator=generator)
+    exponents = torch.randint(low, high + 1, (rows, 8), generator=generator)
     return packed, (exponents + 127).to(torch.uint8)
-
-
-def value_of(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """MXFP4's value in float64, from compressed-tensors' code table."""
-    rows, columns = packed.shape[0], packed.shape[1] * 2
-    codes = unpack_fp4_from_uint8(packed, rows, columns, torch.float64)
-    return codes * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
 
 
 @pytest.mark.parametrize(("low", "high"), [(-9, -5), (-17, 0), (-120, -110), (3, 20), (100, 117)])
@@ -32,15 +24,16 @@ def test_values_are_kept_exactly(low, high):
     assert packed is not None
     assert torch.equal(packed[0]["weight_global_scale"], packed[1]["weight_global_scale"])
     for (codes, scale), tensors in zip(members, packed, strict=True):
-        for spec in SCHEMES["NVFP4A16"].tensors(codes.shape[0], codes.shape[1] * 2):
+        rows = len(codes)
+        for spec in SCHEMES["NVFP4A16"].tensors(rows, 256):
             assert tuple(tensors[spec.suffix].shape) == spec.shape
-        again = unpack_fp4_from_uint8(
-            tensors["weight_packed"], codes.shape[0], codes.shape[1] * 2, torch.float64
+        given, found = (
+            unpack_fp4_from_uint8(each, rows, 256, torch.float64)
+            for each in (codes, tensors["weight_packed"])
         )
-        local = tensors["weight_scale"].double().repeat_interleave(16, 1)
-        assert torch.equal(
-            again * local / tensors["weight_global_scale"].double(), value_of(codes, scale)
-        )
+        local = tensors["weight_scale"].double() / tensors["weight_global_scale"].double()
+        expected = given * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+        assert torch.equal(found * local.repeat_interleave(16, 1), expected)
 
 
 @pytest.mark.parametrize("is_whole", [False, True])

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from logging import LogRecord
 from pathlib import Path
 
 import outputs
@@ -21,6 +22,7 @@ from keepmtp.pipeline import plan_for
 from keepmtp.quantize.needs import room
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.write.output import claim, refuse_output
+from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from outputs import MODEL, SHARD_BYTES, digests, end, overwrite, start
 
@@ -33,11 +35,7 @@ TENSOR = "model.layers.1.mlp.experts.0.down_proj.weight"
 def unbroken(tmp_path_factory) -> dict[str, dict[str, str]]:
     """What each scheme gives over the shipped model."""
     folder = tmp_path_factory.mktemp("unbroken")
-    for scheme in (ONE, OTHER):
-        assert end(start(ROOT / "models" / MODEL, folder / scheme, scheme)) == 0, outputs.refusal(
-            folder / scheme
-        )
-    return {scheme: digests(folder / scheme) for scheme in (ONE, OTHER)}
+    return {each: quantized(ROOT / "models" / MODEL, folder / each, each) for each in (ONE, OTHER)}
 
 
 @pytest.fixture
@@ -56,19 +54,24 @@ def quantized(source: Path, out: Path, scheme: str = ONE) -> dict[str, str]:
     return digests(out)
 
 
-def shard_of(source: Path, tensor: str) -> Path:
-    return (
-        source
-        / json.loads((source / "model.safetensors.index.json").read_text())["weight_map"][tensor]
-    )
+def shard_of(source: Path) -> Path:
+    """Where TENSOR is."""
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    return source / index["weight_map"][TENSOR]
+
+
+def wait(process, out: Path, num_shards: int) -> None:
+    """Until the run has begun, and so many shards are whole."""
+    partial = partial_path(out)
+    while not partial.is_dir() or len(list(partial.glob("*.safetensors"))) < num_shards:
+        assert process.is_alive(), outputs.refusal(out)
+        time.sleep(0.001)
 
 
 def killed_after(source: Path, out: Path, num_shards: int) -> None:
     """Start a run and kill it when that many shards are whole."""
     process = start(source, out, ONE, pause=0.005)
-    while len(list(partial_path(out).glob("*.safetensors"))) < num_shards:
-        assert process.is_alive(), outputs.refusal(out)
-        time.sleep(0.001)
+    wait(process, out, num_shards)
     process.kill()
     process.join()
     assert not out.exists()
@@ -109,11 +112,10 @@ def test_the_lock_comes_before_anything_is_read_or_written(tmp_path, source):
     refuse_output(late, out)
     with claim(plan, out) as partial:
         stamp = (partial / WORK / "plan.sha256").read_text()
-        with pytest.raises(RecipeError, match="only one run may write an output"), claim(late, out):
+        at_work = "only one run may write an output; got another run at work"
+        with pytest.raises(RecipeError, match=at_work), claim(late, out):
             pass
-        with pytest.raises(
-            RecipeError, match="only one run may write an output; got another run at work"
-        ):
+        with pytest.raises(RecipeError, match=at_work):
             refuse_output(late, out)
         assert (partial / WORK / "plan.sha256").read_text() == stamp
     rule = r"out\.partial: an unfinished output can only be resumed"
@@ -122,19 +124,6 @@ def test_the_lock_comes_before_anything_is_read_or_written(tmp_path, source):
     with pytest.raises(RecipeError, match=rule):
         refuse_output(late, out)
     assert (partial / WORK / "plan.sha256").read_text() == stamp
-
-
-def test_a_run_that_is_late_leaves_a_finished_output_alone(tmp_path, source):
-    plan, _ = planned(source, OTHER)
-    out = tmp_path / "out"
-    refuse_output(plan, out)
-    made = quantized(source, out)
-    with (
-        pytest.raises(RecipeError, match="an existing output is never overwritten"),
-        claim(plan, out),
-    ):
-        pass
-    assert digests(out) == made and not partial_path(out).exists()
 
 
 # --- the source is the same at the end ------------------------------------------------------------
@@ -150,19 +139,12 @@ def test_a_source_that_is_overwritten_during_the_run_is_found(
     """
     out = tmp_path / "out"
     process = start(source, out, ONE, pause=0.01)
-    while (
-        len(list(partial_path(out).glob("*.safetensors"))) < num_done
-        or not partial_path(out).is_dir()
-    ):
-        assert process.is_alive()
-        time.sleep(0.001)
-    overwrite(shard_of(source, TENSOR), TENSOR, keep_times=keep_times)
+    wait(process, out, num_done)
+    overwrite(shard_of(source), TENSOR, keep_times=keep_times)
     assert end(process) == 2 and not out.exists()
     said = outputs.refusal(out)
-    assert (
-        "the source must not change during a run" in said and shard_of(source, TENSOR).name in said
-    )
-    assert "Run the same command again" in said
+    for words in ("must not change during a run", shard_of(source).name, "the same command again"):
+        assert words in said
     assert end(start(source, out, ONE)) == 0, outputs.refusal(out)
     assert digests(out) == quantized(source, tmp_path / "new")
 
@@ -173,7 +155,7 @@ def test_a_source_that_changes_between_kill_and_resume_is_found(way, tmp_path, s
     out = tmp_path / "out"
     old = quantized(source, tmp_path / "old")
     killed_after(source, out, num_shards=8)
-    shard = shard_of(source, TENSOR)
+    shard = shard_of(source)
     if way == "swapped":
         shutil.copy2(shard, tmp_path / "copy")
         os.replace(tmp_path / "copy", shard)
@@ -185,51 +167,48 @@ def test_a_source_that_changes_between_kill_and_resume_is_found(way, tmp_path, s
 # --- a finished shard is what was written ---------------------------------------------------------
 
 
-def flip_a_bit(shards: list[Path]) -> None:
-    raw = bytearray(shards[1].read_bytes())
+def flip_a_bit(shard: Path) -> None:
+    raw = bytearray(shard.read_bytes())
     raw[-5] ^= 4
-    shards[1].write_bytes(raw)
+    shard.write_bytes(raw)
 
 
-def truncate(shards: list[Path]) -> None:
-    os.truncate(shards[1], shards[1].stat().st_size - 100)
+def truncate(shard: Path) -> None:
+    os.truncate(shard, shard.stat().st_size - 100)
 
 
-def swap_two(shards: list[Path]) -> None:
-    first, second = shards[0].read_bytes(), shards[1].read_bytes()
-    shards[0].write_bytes(second)
-    shards[1].write_bytes(first)
+def take_anothers(shard: Path) -> None:
+    shutil.copyfile(min(shard.parent.glob("*.safetensors")), shard)
 
 
-def lose_hashes(shards: list[Path]) -> None:
-    (shards[1].parent / WORK / f"{shards[1].name}.sha256").unlink()
+def lose_hashes(shard: Path) -> None:
+    (shard.parent / WORK / f"{shard.name}.sha256").unlink()
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, truncate, swap_two, lose_hashes])
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate, take_anothers, lose_hashes])
 def test_a_damaged_shard_is_named_and_written_again(damage, tmp_path, source, unbroken, caplog):
+    """And no other one is; nothing is left next to the output."""
     out = tmp_path / "out"
     killed_after(source, out, num_shards=3)
-    shards = sorted(partial_path(out).glob("*.safetensors"))
-    damage(shards)
+    first, shard, *others = sorted(partial_path(out).glob("*.safetensors"))
+    times = {path.name: path.stat().st_mtime_ns for path in (first, *others)}
+    damage(shard)
     assert quantized(source, out) == unbroken[ONE]
-    named = [
-        record.getMessage() for record in caplog.records if shards[1].name in record.getMessage()
-    ]
-    assert len(named) == 1 and "It is written again" in named[0]
+    (named,) = (each for each in map(LogRecord.getMessage, caplog.records) if shard.name in each)
+    assert "It is written again" in named
+    assert {name: (out / name).stat().st_mtime_ns for name in times} == times
+    assert beside(out) == ["out"] and not (out / WORK).exists()
 
 
 def test_a_file_that_no_run_wrote_is_not_carried_along(tmp_path, source):
-    plan, text = planned(source)
     out = tmp_path / "out"
     killed_after(source, out, num_shards=1)
     (partial_path(out) / "notes.txt").write_text("mine")
-    with pytest.raises(
-        CheckpointError,
-        match=r"nothing but what this run wrote; got notes\.txt\. Move these files away",
-    ):
-        pipeline.quantize(plan, text, out=out, threads=2)
+    rule = r"nothing but what this run wrote; got notes\.txt\. Move these files away"
+    with pytest.raises(CheckpointError, match=rule):
+        quantized(source, out)
     (partial_path(out) / "notes.txt").unlink()
-    pipeline.quantize(plan, text, out=out, threads=2)
+    quantized(source, out)
 
 
 # --- what is left, and what a second run says -----------------------------------------------------
@@ -256,24 +235,19 @@ def test_a_run_that_was_killed_after_its_end_is_finished(tmp_path, source, unbro
 
 
 def test_a_finished_output_of_another_run_is_refused(tmp_path, source):
+    """Before the run, and when a plan is late."""
+    plan, _ = planned(source, OTHER)
     out = tmp_path / "out"
     out.mkdir()  # an empty folder is no output yet
-    quantized(source, out)
-    with pytest.raises(RecipeError, match="never overwritten; got a finished checkpoint"):
-        quantized(source, out, OTHER)
-    overwrite(shard_of(source, TENSOR), TENSOR, keep_times=True)
-    with pytest.raises(RecipeError, match="never overwritten; got a finished checkpoint"):
-        quantized(source, out)
-
-
-def test_nothing_is_left_next_to_an_output(tmp_path, source):
-    out = tmp_path / "out"
-    killed_after(source, out, num_shards=2)
-    kept = {path.name: path.stat().st_mtime_ns for path in partial_path(out).glob("*.safetensors")}
-    quantized(source, out)
-    assert beside(out) == ["out"] and not (out / WORK).exists()
-    now = {name: (out / name).stat().st_mtime_ns for name in kept}
-    assert now == kept, "whole shards are not written again"
+    refuse_output(plan, out)
+    made = quantized(source, out)
+    with pytest.raises(RecipeError, match="existing output is never overwritten"), claim(plan, out):
+        pass
+    assert digests(out) == made and not partial_path(out).exists()
+    for scheme in (OTHER, ONE):
+        with pytest.raises(RecipeError, match="never overwritten; got a finished checkpoint"):
+            quantized(source, out, scheme)
+        overwrite(shard_of(source), TENSOR, keep_times=True)
 
 
 # --- places ---------------------------------------------------------------------------------------
@@ -290,15 +264,21 @@ def refusal_of_place(out: Path, source: Path) -> str:
 def test_a_place_that_cannot_hold_the_output_is_refused(tmp_path, source, monkeypatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
-    for out, says in (
-        (tmp_path / "file" / "sub", f"must be in a folder; got {tmp_path}/file, a file"),
-        (tmp_path / "file", "got a file."),
-        (tmp_path / "link", "got a link."),
-        (source.parent, "got a folder with files in it."),
-        (source / "out", "must lie outside the source"),
-        (Path("/proc"), "got the root of a disk."),
-    ):
+    said = {
+        tmp_path / "file" / "sub": f"must be in a folder; got {tmp_path}/file, a file",
+        tmp_path / "file": "got a file.",
+        tmp_path / "link": "got a link.",
+        source.parent: "got a folder with files in it.",
+        source / "out": "must lie outside the source",
+        Path("/proc"): "got the root of a disk.",
+    }
+    for out, says in said.items():
         assert says in refusal_of_place(out, source)
+    free = shutil.disk_usage(tmp_path)._replace(free=room.output_bytes(planned(source)[0]) - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: free)
+        said = refusal_of_place(tmp_path / "out", source)
+    assert "MiB must be free on its disk; got 1 bytes too little." in said
     monkeypatch.setattr(os, "access", lambda *_: False)
     said = refusal_of_place(tmp_path / "out", source)
     assert f"got {tmp_path}, which you cannot write to." in said
@@ -316,9 +296,8 @@ def test_a_disk_that_becomes_full_is_named(tmp_path, source, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     out = tmp_path / "out"
-    with pytest.raises(
-        OSError, match=r"No space left on device.*out\.partial.*\.safetensors\.partial"
-    ):
+    rule = r"No space left on device.*out\.partial.*\.safetensors\.partial"
+    with pytest.raises(OSError, match=rule):
         quantized(source, out)
     monkeypatch.undo()
     quantized(source, out)
@@ -327,11 +306,7 @@ def test_a_disk_that_becomes_full_is_named(tmp_path, source, monkeypatch):
 def test_room_counts_everything_that_is_written(tmp_path, source):
     """Weights, tokenizer, index, hashes; and for a calibrated plan its states and statistics."""
     plan, text = planned(source)
-    out = tmp_path / "out"
-    partial = partial_path(out)
-    from keepmtp.quantize.write.writer import write
-
-    with claim(plan, out):
+    with claim(plan, tmp_path / "out") as partial:
         write(plan, partial, recipe_text=text, threads=1)
     there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     assert plan.num_bytes_after < there <= room.output_bytes(plan)
@@ -343,21 +318,8 @@ def test_room_counts_everything_that_is_written(tmp_path, source):
     assert kept <= room.calibration_bytes(calibrated) + room._FIXED_BYTES
 
 
-def test_little_room_is_told(tmp_path, source, monkeypatch):
-    plan, _ = planned(source)
-    free = room.output_bytes(plan) - 1
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
-    said = refusal_of_place(tmp_path / "out", source)
-    assert "MiB must be free on its disk; got 1 bytes too little." in said
-
-
 def test_the_states_of_a_source_are_of_all_its_files(source):
     opened = open_source(source)
     read = {entry.file for entry in opened.entries.values()}
-    assert opened.states.keys() == {
-        *read,
-        *opened.companions,
-        "config.json",
-        "model.safetensors.index.json",
-    }
+    files = {"config.json", "model.safetensors.index.json", *opened.companions}
+    assert opened.states.keys() == read | files

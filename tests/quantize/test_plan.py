@@ -11,19 +11,14 @@ from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.match_clock import MATCHING_SECONDS
-from keepmtp.recipes.schema import Recipe
 from releases import source_layout, write_checkpoint
-
-
-def recipe_for(model: str, **changes: object) -> Recipe:
-    recipe, _ = find_recipe(model)
-    return Recipe.model_validate(recipe.model_dump() | changes)
+from writing import recipe_with
 
 
 def plan_of(folder, model="glm-4.7", *, tensors=None, config=None, **changes):
     usual_config, usual = source_layout(model, size="tiny")
     write_checkpoint(folder, usual_config | (config or {}), usual if tensors is None else tensors)
-    return make_plan(recipe_for(model, **changes), open_source(folder))
+    return make_plan(recipe_with(model, **changes), open_source(folder))
 
 
 def without(model: str, pattern: str) -> dict:
@@ -39,15 +34,12 @@ def without(model: str, pattern: str) -> dict:
 @pytest.mark.parametrize("pattern", ["re:([a-z0-9._]+)*!", "re:(.*.*.*.*.*.*.*.*.*.*)*_"])
 def test_a_regex_without_end_is_refused(words, pattern, tmp_path):
     start = time.process_time()
+    given = {"keep": [pattern], "overrides": [{"modules": pattern, "scheme": "bf16"}]}
     with pytest.raises(RecipeError) as caught:
-        plan_of(
-            tmp_path,
-            **{words: [pattern] if words == "keep" else [{"modules": pattern, "scheme": "bf16"}]},
-        )
+        plan_of(tmp_path, **{words: given[words]})
     assert time.process_time() - start < 10 * MATCHING_SECONDS
-    assert caught.value.rule == f"{pattern} must be matched in a moment" and "more than 2 s" in str(
-        caught.value
-    )
+    assert caught.value.rule == f"{pattern} must be matched in a moment"
+    assert "more than 2 s" in str(caught.value)
 
 
 def test_every_tensor_has_one_fate(tmp_path):
@@ -94,12 +86,15 @@ def test_a_tensor_outside_the_table_is_refused_or_kept_by_the_recipe(tmp_path):
     assert kept.fate == "keep" and kept.outputs[0].dtype == "BF16"
 
 
+GROUPS = ("attention", "dense_mlp", "shared_experts", "experts")
+
+
 @pytest.mark.parametrize(
     ("modules", "scheme", "says"),
     [
         (
             "model.layers.1.self_attn.k_proj",
-            "bf16",
+            "FP8_DYNAMIC",
             r"fuses model\.layers\.1\.self_attn\.\w_proj and .*qkv_proj.*one scheme",
         ),
         (
@@ -107,28 +102,26 @@ def test_a_tensor_outside_the_table_is_refused_or_kept_by_the_recipe(tmp_path):
             "W4A16",
             r"model\.layers\.3\.eh_proj is never quantized .*nn\.Linear.*got W4A16",
         ),
+        (
+            r"re:.*\.down_proj",
+            "W4A16",
+            r"W4A16 needs K divisible by 128; got K=96 in .*\.down_proj\.weight",
+        ),
+        (
+            r"re:.*\.up_proj",
+            "W4A16_ASYM",
+            r"W4A16_ASYM needs N divisible by 8.*got N=100 in model.layers.0.mlp.up_proj.weight",
+        ),
     ],
 )
 def test_an_override_that_vllm_cannot_load_is_refused(modules, scheme, says, tmp_path):
+    override = {"modules": modules, "scheme": scheme}
+    sizes = {"down_proj": ("BF16", (256, 96)), "up_proj": ("BF16", (100, 256))}
+    tensors = source_layout("glm-4.7", size="tiny")[1]
+    tensors |= {f"model.layers.0.mlp.{name}.weight": spec for name, spec in sizes.items()}
     with pytest.raises(RecipeError, match=says):
-        plan_of(tmp_path, overrides=[{"modules": modules, "scheme": scheme}])
-
-
-def test_a_width_that_a_scheme_cannot_take(tmp_path):
-    config, tensors = source_layout("glm-4.7", size="tiny", changes={"moe_intermediate_size": 96})
-    with pytest.raises(
-        RecipeError, match=r"W4A16 needs K divisible by 128; got K=96 in .*\.down_proj\.weight"
-    ):
         plan_of(
-            tmp_path,
-            tensors=tensors,
-            config=config,
-            backbone={
-                "attention": "bf16",
-                "dense_mlp": "bf16",
-                "shared_experts": "bf16",
-                "experts": "W4A16",
-            },
+            tmp_path, tensors=tensors, overrides=[override], backbone=dict.fromkeys(GROUPS, "bf16")
         )
 
 
@@ -140,44 +133,24 @@ def calibrated_plan(folder, model="glm-4.7", *, algorithm="minmax", **changes):
     )
 
 
-GROUPS = ("attention", "dense_mlp", "shared_experts", "experts")
-
-
 def test_a_plan_says_what_batches_contribute(tmp_path):
     """Static scales beside weights from the source; or whole modules; or nothing."""
-    schemes = {
-        "attention": "FP8",
-        "dense_mlp": "FP8_DYNAMIC",
-        "shared_experts": "W4A16",
-        "experts": "NVFP4",
-    }
-    plan = calibrated_plan(tmp_path, backbone=schemes)
-    said = {
-        (t.role, t.calibrated, *(o.name.rpartition(".")[2] for o in t.calibrated_outputs))
-        for t in plan.tensors
-        if t.fate == "quantize"
-    }
-    assert said == {
-        ("attention", "scales", "input_scale"),
-        ("dense_mlp", ""),
-        ("shared_experts", ""),
-        ("experts", "scales", "input_global_scale"),
-    }
-    assert plan.needs_calibration == ["FP8", "NVFP4"]
-    plan = calibrated_plan(tmp_path, algorithm="gptq", backbone=schemes)
-    said = {
-        (t.role, t.calibrated, len(t.calibrated_outputs), t.reason.partition("; ")[2])
-        for t in plan.tensors
-        if t.fate == "quantize"
-    }
-    assert said == {
-        ("attention", "scales", 1, "input scales from calibration data"),
-        ("dense_mlp", "", 0, ""),
-        ("shared_experts", "weights", 3, "gptq on calibration data"),
-        ("experts", "weights", 4, "gptq on calibration data"),
-    }
-    assert plan.needs_calibration == ["FP8", "NVFP4", "W4A16"]
-    assert not any(tensor.may_change for tensor in plan.tensors)
+    words = dict(zip(GROUPS, ("FP8", "FP8_DYNAMIC", "W4A16", "NVFP4"), strict=True))
+    scales, gptq = "input scales from calibration data", "gptq on calibration data"
+    of_fp8, plain = ("attention", "scales", 1, scales), ("dense_mlp", "", 0, "")
+    for algorithm, needed, experts, shared in (
+        ("minmax", "FP8 NVFP4", ("scales", 1, scales), ("", 0, "")),
+        ("gptq", "FP8 NVFP4 W4A16", ("weights", 4, gptq), ("weights", 3, gptq)),
+    ):
+        plan = calibrated_plan(tmp_path, algorithm=algorithm, backbone=words)
+        found = set()
+        for t in plan.tensors:
+            if t.fate == "quantize":
+                said = t.reason.partition("; ")[2]
+                found.add((t.role, t.calibrated, len(t.calibrated_outputs), said))
+        assert found == {of_fp8, plain, ("experts", *experts), ("shared_experts", *shared)}
+        assert plan.needs_calibration == needed.split()
+        assert not any(tensor.may_change for tensor in plan.tensors)
     assert plan_of(tmp_path).needs_calibration == []
 
 
@@ -188,17 +161,14 @@ def test_what_awq_may_rescale(tmp_path):
     backbone = dict.fromkeys(GROUPS, "FP8_DYNAMIC") | {"experts": "W4A16"}
     plan = calibrated_plan(tmp_path, algorithm="awq", backbone=backbone)
     free = {tensor.name: tensor for tensor in plan.tensors if tensor.may_change}
-    assert {(tensor.part, tensor.layer) for tensor in free.values()} == {
-        ("backbone", 1),
-        ("backbone", 2),
-    }
-    assert {"norm", "router", "attention", "shared_experts"} == {
-        tensor.role for tensor in free.values()
+    assert {(each.part, each.layer, each.role) for each in free.values()} == {
+        ("backbone", layer, role)
+        for layer in (1, 2)
+        for role in ("norm", "router", "attention", "shared_experts")
     }
     assert not any(tensor.calibrated for tensor in free.values())
-    assert free["model.layers.1.post_attention_layernorm.weight"].reason.endswith(
-        "; awq may rescale it"
-    )
+    norm = free["model.layers.1.post_attention_layernorm.weight"]
+    assert norm.reason.endswith("; awq may rescale it")
 
 
 @pytest.mark.parametrize(("scheme", "mtp"), [("NVFP4", "bf16"), ("FP8", "bf16"), ("bf16", "NVFP4")])
@@ -231,10 +201,8 @@ def test_mtp_from_a_file_that_the_index_forgot(tmp_path):
     mtp = {name: spec for name, spec in tensors.items() if name not in rest}
     write_checkpoint(tmp_path / "mtp", config, mtp, num_shards=1)
     shutil.copy(tmp_path / "mtp/model.safetensors", folder / "mtp.safetensors")
-    plan = make_plan(recipe_for("glm-4.7"), open_source(folder))
-    assert {
-        name for tensor in plan.tensors if tensor.part == "mtp" for name in tensor.inputs
-    } == set(mtp)
+    plan = make_plan(find_recipe("glm-4.7")[0], open_source(folder))
+    assert {name for t in plan.tensors if t.part == "mtp" for name in t.inputs} == set(mtp)
 
 
 def test_source_policy_keeps_native_bytes(tmp_path):
@@ -242,16 +210,10 @@ def test_source_policy_keeps_native_bytes(tmp_path):
     names.
     """
     plan = plan_of(tmp_path, "dsv4-flash", mtp="source")
-    forms = {
-        (t.role, t.form, t.fate, t.scheme)
-        for t in plan.tensors
-        if t.part == "mtp" and t.form != "plain"
-    }
-    assert forms == {
-        ("attention", "fp8_block", "keep", "FP8_BLOCK"),
-        ("shared_experts", "fp8_block", "keep", "FP8_BLOCK"),
-        ("glue", "fp8_block", "keep", "FP8_BLOCK"),
-        ("experts", "mxfp4", "keep", "MXFP4A8"),
+    stored = [t for t in plan.tensors if t.part == "mtp" and t.form != "plain"]
+    assert {(t.role, f"{t.form} {t.fate} {t.scheme}") for t in stored} == {
+        ("experts", "mxfp4 keep MXFP4A8"),
+        *((role, "fp8_block keep FP8_BLOCK") for role in ("attention", "shared_experts", "glue")),
     }
 
 
@@ -287,16 +249,3 @@ def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
     tensors[f"{module}.weight_zero_point"] = ("I32", (rows // 4, columns // 128))
     with pytest.raises(CheckpointError, match=r"o_proj\.weight: must be plain.*weight_zero_point"):
         plan_of(tmp_path, tensors=tensors)
-
-
-def test_zero_points_need_whole_words_of_rows(tmp_path):
-    _, tensors = source_layout("glm-4.7", size="tiny")
-    module = "model.layers.0.mlp.down_proj"
-    rows, columns = tensors[f"{module}.weight"][1]
-    tensors[f"{module}.weight"] = ("BF16", (rows + 4, columns))
-    override = [{"modules": module, "scheme": "W4A16_ASYM"}]
-    with pytest.raises(
-        RecipeError,
-        match=rf"W4A16_ASYM needs N divisible by 8.*got N={rows + 4} in {module}.weight",
-    ):
-        plan_of(tmp_path, tensors=tensors, overrides=override)

@@ -1,7 +1,5 @@
 """quantize/pack/search.py against the observers of llm-compressor, and against trying every scale."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 import yaml
@@ -11,13 +9,11 @@ from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.quantize.plan.plan import make_plan
-from keepmtp.quantize.write.output import claim, publish
-from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import validated
 from keepmtp.recipes.schemes import SCHEMES, SEARCHES
-from releases import source_layout, write_checkpoint
+from writing import tiny, written
 
 SWEPT = sorted(SEARCHES["mse"] - {"NVFP4"})  # its weights are NVFP4A16's
 FORMS = {"nvfp4-pack-quantized": "nvfp4", "pack-quantized": "int_packed", "int-quantized": "int8"}
@@ -49,21 +45,17 @@ def found_by(
     return found
 
 
-def values_of(name: str, packed: dict[str, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-    scheme = SCHEMES[name]
-    form = FORMS.get(scheme.format) or ("fp8_block" if scheme.block else "fp8_channel")
-    return dequantize(form, packed, shape=tuple(shape), block=scheme.block).double()
-
-
 def error_of(
     name: str,
     packed: dict[str, torch.Tensor],
     weight: torch.Tensor,
-    counts: torch.Tensor | None = None,
+    counts: torch.Tensor | float = 1.0,
 ) -> float:
     """The squared error, each channel weighted by its count."""
-    errors = (values_of(name, packed, weight.shape) - weight.double()).square()
-    return float((errors * (1.0 if counts is None else counts)).sum())
+    scheme = SCHEMES[name]
+    form = FORMS.get(scheme.format) or ("fp8_block" if scheme.block else "fp8_channel")
+    values = dequantize(form, packed, shape=tuple(weight.shape), block=scheme.block).double()
+    return float(((values - weight.double()).square() * counts).sum())
 
 
 def nearest_e2m1(scaled: torch.Tensor) -> torch.Tensor:
@@ -141,24 +133,18 @@ def test_the_error_is_below_that_of_llm_compressors_observers(name):
     assert error_of(name, weighted, weight, counts) < error_of(name, mse, weight, counts)
     # A scale that is as good may be another.
     allowed = 1.002 if SCHEMES[name].has_zero_point else 1.0001
-    for own, of_channels in ((mse, None), (weighted, counts)):
-        if of_channels is not None and name == "FP8_BLOCK":  # which their observer refuses
+    for own, given, by_channel in ((mse, None, 1.0), (weighted, counts, counts)):
+        if given is not None and name == "FP8_BLOCK":  # which their observer refuses
             continue
         for knobs in ({}, {"norm": 2.0}):
-            theirs = error_of(
-                name, by_observer(name, weight, knobs, of_channels), weight, of_channels
-            )
-            assert error_of(name, own, weight, of_channels) < theirs * allowed, knobs
+            theirs = by_observer(name, weight, knobs, given)
+            both = [error_of(name, each, weight, by_channel) for each in (own, theirs)]
+            assert both[0] < both[1] * allowed, knobs
 
 
-def test_importance_counts_within_a_group_of_rows_too():
-    """FP8 in blocks of 128 x 128, of which the right ones are smaller."""
-    weight, counts = torch.cat([*weights((200, 200)).values()]), importance(200)
-    found = found_by("FP8_BLOCK", weight, "imatrix", counts)
-    other = found_by("FP8_BLOCK", weight, "mse")
-    assert error_of("FP8_BLOCK", found, weight, counts) < error_of(
-        "FP8_BLOCK", other, weight, counts
-    )
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    for suffix, value in one.items():
+        assert torch.equal(value.view(torch.uint8), other[suffix].view(torch.uint8)), suffix
 
 
 @pytest.mark.parametrize("name", SWEPT)
@@ -166,8 +152,7 @@ def test_importance_counts_within_a_group_of_rows_too():
 def test_importance_that_is_the_same_for_all_finds_what_mse_finds(name, count):
     weight = weights((32, 256))["normal"]
     found = found_by(name, weight, "imatrix", torch.full((256,), count))
-    for suffix, value in found_by(name, weight, "mse").items():
-        assert torch.equal(found[suffix], value)
+    assert_equal(found, found_by(name, weight, "mse"))
 
 
 def by_observer(
@@ -208,8 +193,7 @@ def test_chunks_and_batches_change_no_byte(name, monkeypatch):
     whole = pack(scheme, group, search=search)
     monkeypatch.setattr(values_module, "_CHUNK_CPU", 1024)
     for one, other in zip(whole, pack(scheme, group, search=search), strict=True):
-        for suffix, value in one.items():
-            assert torch.equal(value.view(torch.uint8), other[suffix].view(torch.uint8)), suffix
+        assert_equal(one, other)
 
 
 @pytest.mark.parametrize("name", SWEPT)
@@ -220,19 +204,16 @@ def test_values_that_make_trouble_do_not_get_worse(name):
     alone[:, 3] = normal[:, 3]
     hard = [zeros, -zeros, alone, normal * 1e-39, normal * 1e-30, normal * 1e37]
     given = [(each.bfloat16(), 1.01) for each in hard]
-    given += [(normal.to(dtype), 1.0) for dtype in (torch.float16, torch.float32)]
-    for weight, allowed in given:
+    for weight, allowed in [*given, (normal.half(), 1.0), (normal, 1.0)]:
         found, plain = (found_by(name, weight, search) for search in ("mse", ""))
-        assert values_of(name, found, weight.shape).isfinite().all()
+        # NaN is not small either.
         assert error_of(name, found, weight) <= error_of(name, plain, weight) * allowed
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES.keys() - SEARCHES["mse"]))
 def test_other_schemes_of_the_recipe_are_rounded_as_without_it(name):
     weight = weights()["normal"]
-    found = found_by(name, weight, "mse")
-    for suffix, value in found_by(name, weight, "").items():
-        assert torch.equal(found[suffix], value)
+    assert_equal(found_by(name, weight, "mse"), found_by(name, weight, ""))
 
 
 def recipe_with(model: str, scheme: str, **changes):
@@ -240,34 +221,16 @@ def recipe_with(model: str, scheme: str, **changes):
 
 
 def test_a_recipe_with_search_packs_the_backbone_and_the_block_by_it(tmp_path):
-    """And compressed-tensors reads what was written as this project does."""
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-
-    config, tensors = source_layout("glm-4.7", size="tiny")
-    write_checkpoint(tmp_path / "source", config, tensors, data="random")
+    source = tiny(tmp_path / "source", "glm-4.7")
     recipe = recipe_with("glm-4.7", "NVFP4A16", search="mse", mtp="NVFP4A16")
-    plan = make_plan(recipe, open_source(tmp_path / "source"))
+    plan = make_plan(recipe, open_source(source))
     assert all(t.reason.endswith("; scales by mse") for t in plan.tensors if t.fate == "quantize")
-    with claim(plan, tmp_path / "out") as partial:
-        write(plan, partial, recipe_text=yaml.safe_dump(recipe.model_dump(mode="json")), threads=1)
-        publish(partial, tmp_path / "out")
+    text = yaml.safe_dump(recipe.model_dump(mode="json"))
+    made, weight = written(plan, tmp_path / "out", recipe_text=text), weights_of(source)
     assert find_recipe(str(tmp_path / "out" / "recipe.yaml"))[0].search == "mse"
-    made, source = weights_of(tmp_path / "out"), weights_of(tmp_path / "source")
-    of_block = []
-    for tensor in plan.tensors:
-        if tensor.part == "mtp" and tensor.fate == "quantize" and tensor.module.endswith("o_proj"):
-            of_block.append(tensor.module)
-    scheme = QuantizationScheme(targets=["Linear"], **SCHEMES["NVFP4A16"].config_group())
-    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
-    for module in ("model.layers.1.self_attn.o_proj", *of_block):
-        expected = found_by("NVFP4A16", source[f"{module}.weight"], "mse")
-        written = {suffix: made[f"{module}.{suffix}"] for suffix in expected}
-        assert all(torch.equal(written[suffix], value) for suffix, value in expected.items())
-        theirs = compressor.decompress(dict(written), scheme)["weight"]
-        assert torch.equal(theirs.double(), values_of("NVFP4A16", written, theirs.shape))
-    assert of_block
+    for module in ("model.layers.1.self_attn.o_proj", "model.layers.3.self_attn.o_proj"):
+        expected = found_by("NVFP4A16", weight[f"{module}.weight"], "mse")
+        assert_equal(expected, {leaf: made[f"{module}.{leaf}"] for leaf in expected})
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import made_up, planned, saved
+from drafts import weights_of
 from keepmtp.checkpoints.files import WORK
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.pack.pack import pack
-from keepmtp.quantize.plan.plan import Plan, make_plan
-from keepmtp.quantize.run.statistics import Statistics
-from keepmtp.quantize.write.output import claim, publish, refuse_output
-from keepmtp.quantize.write.writer import write
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.write.output import claim, refuse_output
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import check
-from safetensors.torch import load_file
+from writing import written
 
 TINY = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 BIN = Path(sys.executable).parent
@@ -75,25 +74,6 @@ def oneshots(tmp_path_factory) -> Path:
     return folder
 
 
-def written(
-    plan: Plan, statistics: Statistics | None, out: Path, **given
-) -> dict[str, torch.Tensor]:
-    """The tensors of a finished run; the folder has its final name."""
-    refuse_output(plan, out)
-    with claim(plan, out) as partial:
-        write(plan, partial, recipe_text="", threads=2, statistics=statistics, **given)
-        publish(partial, out)
-    return tensors_of(out)
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: value
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, value in load_file(file).items()
-    }
-
-
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, where: str) -> None:
     assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
     assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), (
@@ -107,18 +87,15 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
 
     But for static FP8 where vLLM fuses: the weights there have the largest scale of the group.
     """
-    theirs = tensors_of(oneshots / scheme)
-    plan = planned(TINY, model="tiny-glm4-moe", rest=scheme)
-    scales = {
-        HFName(name): value
-        for name, value in theirs.items()
-        if re.search(r"\.input_(global_)?scale$", name)
-    }
+    theirs = weights_of(oneshots / scheme)
+    plan, released = planned(TINY, model="tiny-glm4-moe", rest=scheme), weights_of(TINY)
+    scales = {}
+    for name, value in theirs.items():
+        if name.endswith(("input_scale", "input_global_scale")):
+            scales[HFName(name)] = value
     assert len(scales) > 30 and len({float(value) for value in scales.values()}) > 5
-    ours = written(plan, saved(tmp_path / "statistics", scales), tmp_path / "out")
-    mtp = {
-        output.name for tensor in plan.tensors if tensor.part == "mtp" for output in tensor.outputs
-    }
+    ours = written(plan, tmp_path / "out", statistics=saved(tmp_path / "statistics", scales))
+    mtp = {o.name for tensor in plan.tensors if tensor.part == "mtp" for o in tensor.outputs}
     assert len(mtp) > 10
     assert set(ours) - mtp == set(theirs)
     units = [unit for unit in plan.units if len(unit) > 1]
@@ -130,10 +107,9 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
             largest = max(theirs[f"{tensor.module}.weight_scale"] for tensor in fused[name])
             assert ours[name] == largest
         else:
-            weight = tensors_of(TINY)[name]
-            assert_same(ours[name], (weight / ours[f"{name}_scale"]).to(torch.float8_e4m3fn), name)
-    report = check(tmp_path / "out", source=open_source(TINY))
-    assert report.findings == ()
+            weight = released[name] / ours[f"{name}_scale"]
+            assert_same(ours[name], weight.to(torch.float8_e4m3fn), name)
+    assert check(tmp_path / "out", source=open_source(TINY)).findings == ()
 
 
 @pytest.mark.parametrize(
@@ -148,12 +124,13 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
 )
 def test_made_up_statistics_pass_the_check_and_are_copied(rest, mtp, algorithm, tmp_path):
     plan = planned(TINY, model="tiny-glm4-moe", rest=rest, mtp=mtp, algorithm=algorithm)
-    assert_copied(plan, made_up(plan), tmp_path)
+    assert_copied(plan, tmp_path)
     assert check(tmp_path / "out", source=open_source(TINY)).findings == ()
 
 
-def assert_copied(plan: Plan, made: dict[HFName, torch.Tensor], folder: Path) -> None:
-    ours = written(plan, saved(folder / "statistics", made), folder / "out")
+def assert_copied(plan, folder: Path) -> None:
+    made = made_up(plan)
+    ours = written(plan, folder / "out", statistics=saved(folder / "statistics", made))
     for name, value in made.items():
         assert_same(ours[name], value, name)
 
@@ -161,54 +138,45 @@ def assert_copied(plan: Plan, made: dict[HFName, torch.Tensor], folder: Path) ->
 def test_rewritten_stacked_experts_are_copied(tmp_path):
     words = {"rest": "bf16", "experts": "NVFP4", "algorithm": "gptq"}
     plan = planned(tmp_path / "source", model="step-3.5-flash", data="random", **words)
-    made = made_up(plan)
-    assert any("experts.3.down_proj.weight_packed" in name for name in made)
-    assert_copied(plan, made, tmp_path)
+    assert any("experts.3.down_proj.weight_packed" in name for name in made_up(plan))
+    assert_copied(plan, tmp_path)
 
 
 def test_one_scale_less_is_refused_before_a_byte(tmp_path):
     plan = planned(TINY, model="tiny-glm4-moe")
     made = made_up(plan)
-    name = HFName("model.layers.2.mlp.experts.3.up_proj.input_global_scale")
-    del made[name]
-    with claim(plan, tmp_path / "out") as partial:
-        with pytest.raises(
-            CheckpointError, match=rf"calibration must give {re.escape(name)}; got no such tensor"
-        ):
-            write(
-                plan,
-                partial,
-                recipe_text="",
-                threads=2,
-                statistics=saved(tmp_path / "statistics", made),
-            )
-        with pytest.raises(RecipeError, match="must be calibrated before it is written"):
-            write(plan, partial, recipe_text="", threads=2)
-        assert [path.name for path in partial.iterdir()] == [WORK]
+    name = "model.layers.2.mlp.experts.3.up_proj.input_global_scale"
+    del made[HFName(name)]
+    given = saved(tmp_path / "statistics", made)
+    for statistics, says in (
+        (given, f"calibration must give {re.escape(name)}; got no such tensor"),
+        (None, "must be calibrated before it is written"),
+    ):
+        with pytest.raises((CheckpointError, RecipeError), match=says):
+            written(plan, tmp_path / "out", statistics=statistics)
+    assert [path.name for path in (tmp_path / "out.partial").iterdir()] == [WORK]
 
 
 def test_stacked_experts_take_their_scales_one_by_one(tmp_path):
-    """Step-3.5 has one tensor for all experts; each expert's projections have scales of their
-    own.
+    """Step-3.5 stacks gate, up and down apart: each expert has scales of its own, and its gate and
+    up are packed together, since vLLM fuses them under one scale.
     """
-    plan = planned(
-        tmp_path / "source", model="step-3.5-flash", data="random", rest="bf16", experts="NVFP4"
-    )
-    made = {
-        HFName(name): torch.tensor([100.0 + int(re.findall(r"experts\.(\d+)", name)[0])])
-        for name in made_up(plan)
-    }
-    ours = written(plan, saved(tmp_path / "statistics", made), tmp_path / "out")
-    source = tensors_of(tmp_path / "source")
+    words = {"rest": "bf16", "experts": "NVFP4"}
+    plan = planned(tmp_path / "source", model="step-3.5-flash", data="random", **words)
+    made = {}
+    for name in made_up(plan):
+        made[name] = torch.tensor([100.0 + int(re.findall(r"experts\.(\d+)", name)[0])])
+    ours = written(plan, tmp_path / "out", statistics=saved(tmp_path / "statistics", made))
+    source, names = weights_of(tmp_path / "source"), ("gate", "up", "down")
     for expert in range(4):
-        stacks = [
-            source[f"model.layers.2.moe.{name}_proj.weight"][expert] for name in ("gate", "up")
-        ]
-        for name, parts in zip(("gate", "up"), pack(SCHEMES["NVFP4"], stacks), strict=True):
+        gate, up, down = (source[f"model.layers.2.moe.{n}_proj.weight"][expert] for n in names)
+        packed = pack(SCHEMES["NVFP4"], [gate, up]) + pack(SCHEMES["NVFP4"], [down])
+        for name, parts in zip(names, packed, strict=True):
             stem = f"model.layers.2.moe.experts.{expert}.{name}_proj"
             for leaf, value in parts.items():
                 assert_same(ours[f"{stem}.{leaf}"], value, f"{stem}.{leaf}")
             assert ours[f"{stem}.input_global_scale"].item() == 100 + expert
+    assert not any(re.search(r"\.moe\.(gate|up|down)_proj\.", name) for name in ours)
 
 
 def test_mxfp4_becomes_nvfp4_without_rounding_and_with_its_scales(tmp_path):
@@ -217,69 +185,53 @@ def test_mxfp4_becomes_nvfp4_without_rounding_and_with_its_scales(tmp_path):
     """
     words = {"model": "dsv4-flash", "data": "random", "rest": "FP8_BLOCK"}
     plan = planned(tmp_path / "source", **words, experts="NVFP4")
-    ours = written(plan, saved(tmp_path / "statistics", made_up(plan)), tmp_path / "out")
+    statistics = saved(tmp_path / "statistics", made_up(plan))
+    ours = written(plan, tmp_path / "out", statistics=statistics)
     # What the same recipe writes data-free; the calibration block serves one expert only.
-    recipe = plan.recipe.model_copy(
-        update={"backbone": plan.recipe.backbone | {"experts": "NVFP4A16"}}
-    )
-    theirs = written(make_plan(recipe, plan.source), None, tmp_path / "data-free")
-    assert (
-        set(ours) - set(theirs)
-        == {name for name in ours if name.endswith("input_global_scale")}
-        != set()
-    )
+    words = {"backbone": plan.recipe.backbone | {"experts": "NVFP4A16"}}
+    recipe = plan.recipe.model_copy(update=words)
+    theirs = written(make_plan(recipe, plan.source), tmp_path / "data-free")
+    assert set(ours) - set(theirs) == set(made_up(plan)) != set()
     for name, value in theirs.items():
         assert_same(ours[name], value, name)
 
 
 def test_what_awq_rescaled_is_taken_and_all_else_packed_from_the_source(tmp_path):
-    plan = planned(
-        TINY, model="tiny-glm4-moe", rest="FP8_DYNAMIC", experts="W4A16", algorithm="awq"
-    )
+    words = {"rest": "FP8_DYNAMIC", "experts": "W4A16", "algorithm": "awq"}
+    plan = planned(TINY, model="tiny-glm4-moe", **words)
     made = made_up(plan)
-    plain = written(plan, saved(tmp_path / "without", made), tmp_path / "plain")
-    norm, value_proj = (
-        "model.layers.1.post_attention_layernorm.weight",
-        "model.layers.1.self_attn.v_proj",
-    )
+    plain = written(plan, tmp_path / "plain", statistics=saved(tmp_path / "without", made))
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    value_proj = "model.layers.1.self_attn.v_proj"
     made[HFName(norm)] = 2 * plain[norm]
     (packed,) = pack(SCHEMES["FP8_DYNAMIC"], [torch.ones(128, 256).bfloat16()])
     made |= {HFName(f"{value_proj}.{leaf}"): value for leaf, value in packed.items()}
-    rescaled = written(plan, saved(tmp_path / "with", made), tmp_path / "rescaled")
+    rescaled = written(plan, tmp_path / "rescaled", statistics=saved(tmp_path / "with", made))
     changed = {name for name, value in plain.items() if not torch.equal(value, rescaled[name])}
     assert changed == {norm, f"{value_proj}.weight", f"{value_proj}.weight_scale"}
     for name in changed:
         assert_same(rescaled[name], made[HFName(name)], name)
 
 
-def test_other_batches_do_not_resume_and_are_told_in_the_provenance(tmp_path):
+def test_batches_count_where_something_is_calibrated(tmp_path):
+    """Others do not resume, and the provenance tells of them."""
     plan, out = planned(TINY, model="tiny-glm4-moe"), tmp_path / "out"
     with claim(plan, out, calibration="these ids"):
         pass
     refuse_output(plan, out, calibration="these ids")
     for other in ("those ids", ""):
-        with pytest.raises(
-            RecipeError, match="only be resumed with the same recipe, source, calibration data"
-        ):
+        with pytest.raises(RecipeError, match="with the same recipe, source, calibration data"):
             refuse_output(plan, out, calibration=other)
-    told = {"dataset": "d", "ids_sha256": "abc"}
-    written(
-        plan, saved(tmp_path / "statistics", made_up(plan)), tmp_path / "made", calibration=told
-    )
+    told, given = {"dataset": "d", "ids_sha256": "abc"}, saved(tmp_path / "s", made_up(plan))
+    written(plan, tmp_path / "made", statistics=given, calibration=told)
     provenance = json.loads((tmp_path / "made/keepmtp.json").read_text())
-    assert provenance["calibration"] == told
-    assert {"llmcompressor", "compressed-tensors", "transformers", "torch"} <= provenance[
-        "versions"
-    ].keys()
-
-
-def test_batches_do_not_count_where_nothing_is_calibrated(tmp_path):
+    libraries = {"llmcompressor", "compressed-tensors", "transformers", "torch"}
+    assert provenance["calibration"] == told and libraries <= provenance["versions"].keys()
     plan = make_plan(find_recipe("tiny-glm4-moe", scheme="FP8_DYNAMIC")[0], open_source(TINY))
-    with claim(plan, tmp_path / "out", calibration="these ids"):
+    with claim(plan, tmp_path / "free", calibration="these ids"):
         pass
-    refuse_output(plan, tmp_path / "out")
-    written(plan, None, tmp_path / "made")
-    provenance = json.loads((tmp_path / "made/keepmtp.json").read_text())
+    written(plan, tmp_path / "free")
+    provenance = json.loads((tmp_path / "free/keepmtp.json").read_text())
     assert "calibration" not in provenance and "llmcompressor" not in provenance["versions"]
 
 
@@ -304,7 +256,7 @@ with joined() as ranks:
 def test_two_processes_write_what_one_writes(tmp_path):
     """Each takes every second shard, and neither goes on before the whole is there."""
     plan = planned(TINY, model="tiny-glm4-moe")
-    written(plan, saved(tmp_path / "statistics", made_up(plan)), tmp_path / "one")
+    written(plan, tmp_path / "one", statistics=saved(tmp_path / "statistics", made_up(plan)))
     (tmp_path / "two").mkdir()
     folders = [TINY, tmp_path / "statistics", tmp_path / "two"]
     command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", tmp_path / "rank.py"]

@@ -17,24 +17,22 @@ from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
-from keepmtp.recipes.schema import Recipe, validated
+from keepmtp.recipes.schema import validated
 from killed import finished, small_recipe, start
 from layerwise import GLM, Skeleton, outliers, token_ids
 from llmcompressor.observers import Observer
 
 
-def with_imatrix(plan: Plan) -> Plan:
-    recipe = Recipe.model_validate(plan.recipe.model_dump() | {"search": "imatrix"})
-    return make_plan(recipe, plan.source, shard_bytes=plan.shard_bytes)
+def searching(plan: Plan, search: str) -> Plan:
+    return make_plan(plan.recipe.model_copy(update={"search": search}), plan.source)
 
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory) -> Plan:
     """Schemes with static input scales and without, and one that the search leaves alone."""
     folder = tmp_path_factory.mktemp("searched") / "source"
-    return with_imatrix(
-        planned(folder, rest="W4A16", experts="NVFP4", shared_experts="MXFP4", mtp="FP8_DYNAMIC")
-    )
+    words = {"rest": "W4A16", "experts": "NVFP4", "shared_experts": "MXFP4"}
+    return searching(planned(folder, **words, mtp="FP8_DYNAMIC"), "imatrix")
 
 
 # --- what channels count --------------------------------------------------------------------------
@@ -94,20 +92,14 @@ def test_statistics_have_exactly_the_importance_that_the_packer_reads(searched, 
     refuse_statistics(searched, saved(tmp_path / "right", made))
     name = next(name for name in made if name.endswith("experts.0.down_proj.input_importance"))
     without = {key: value for key, value in made.items() if key != name}
-    mse = searched.recipe.model_dump() | {"search": "mse"}
-    for number, (plan, given, says) in enumerate(
-        [
-            (searched, without, f"calibration must give {name}; got no such tensor"),
-            (searched, made | {name: torch.ones(7)}, rf"{name} must be F32\[\d+\]; got F32\[7\]"),
-            (
-                make_plan(Recipe.model_validate(mse), searched.source),
-                made,
-                r"every tensor must be one that the plan .* got \S+\.input_importance",
-            ),
-        ]
+    short, unread = made | {name: torch.ones(7)}, "every tensor must be one that the plan .* got "
+    for folder, plan, given, says in (
+        ("lacks", searched, without, f"calibration must give {name}; got no such tensor"),
+        ("short", searched, short, rf"{name} must be F32\[\d+\]; got F32\[7\]"),
+        ("unread", searching(searched, "mse"), made, unread + r"\S+\.input_importance"),
     ):
         with pytest.raises(CheckpointError, match=says):
-            refuse_statistics(plan, saved(tmp_path / str(number), given))
+            refuse_statistics(plan, saved(tmp_path / folder, given))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
@@ -116,19 +108,15 @@ def test_importance_that_is_no_number_is_named(value, searched, tmp_path):
     name = unit[0].importances[0].name
     made = made_up(searched)
     made[name][3] = value
-    given = saved(tmp_path, made)
-    with pytest.raises(
-        CheckpointError, match=rf"^{name}: every value must be finite and not negative"
-    ):
-        list(packed_groups(searched, unit, given, device=torch.device("cpu")))
+    rule = rf"^{name}: every value must be finite and not negative"
+    with pytest.raises(CheckpointError, match=rule):
+        list(packed_groups(searched, unit, saved(tmp_path, made), device=torch.device("cpu")))
 
 
 def test_what_importance_takes_is_counted(searched):
     """On the device and on the disk."""
-    plain = replace(
-        searched, tensors=tuple(tensor._replace(weighted=False) for tensor in searched.tensors)
-    )
-    made = made_up(searched)
+    tensors = tuple(tensor._replace(weighted=False) for tensor in searched.tensors)
+    made, plain = made_up(searched), replace(searched, tensors=tensors)
     kept = sum(value.nbytes for name, value in made.items() if name.endswith("input_importance"))
     assert calibration_bytes(searched) - calibration_bytes(plain) == kept > 0
 
@@ -144,17 +132,13 @@ AUTO = {"backbone": "auto", "budget": "7MiB", "backbone_auto": {"candidates": ["
     [
         ("glm-4.7.w4a16-fp8", {}, "calibration must be given for search: imatrix; got null"),
         ("glm-4.7.w4a16-gptq", {}, r"rounded to nearest; got calibration\.algorithm gptq"),
-        (
-            "tiny-docs.nvfp4",
-            AUTO,
-            "imatrix must come with a word for every group; got backbone: auto",
-        ),
+        ("tiny-docs.nvfp4", AUTO, "must come with a word for every group; got backbone: auto"),
     ],
 )
 def test_importance_stands_beside_nothing_that_has_scales_of_its_own(name, changes, says):
-    recipe = find_recipe(name)[0].model_dump() | changes
+    recipe = find_recipe(name)[0].model_dump() | changes | {"search": "imatrix"}
     with pytest.raises(RecipeError, match=says):
-        validated(recipe | {"search": "imatrix"}, "mine")
+        validated(recipe, "mine")
 
 
 # --- whole passes ---------------------------------------------------------------------------------
@@ -169,9 +153,6 @@ def test_two_ranks_find_what_one_process_finds(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     alone, together = start(recipe, one, is_whole=True), start(recipe, two, size=2)
     assert finished(alone) == [0] and finished(together) == [0, 0]
-    found, shared = (Statistics.open(folder / "statistics") for folder in (one, two))
-    of_block = {name for name in found if ".layers.3." in name}
-    assert shared.sums == {
-        name: value for name, value in found.sums.items() if name not in of_block
-    }
-    assert any(name.endswith("input_importance") for name in of_block)
+    found, shared = (Statistics.open(folder / "statistics").sums for folder in (one, two))
+    of_block = {name: found.pop(name) for name in [*found] if ".layers.3." in name}
+    assert shared == found and any(name.endswith("input_importance") for name in of_block)

@@ -5,6 +5,7 @@ The reference is compressed-tensors' own decompress, on what the writer wrote.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,17 +23,12 @@ from keepmtp.quantize.pack.unit import Calibrations, packed_groups
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.plan.tensor_plan import TensorPlan
 from keepmtp.quantize.run.statistics import Statistics
-from keepmtp.quantize.write.output import claim, publish
-from keepmtp.quantize.write.writer import write, write_shards
 from keepmtp.recipes.find import find_recipe
-from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
 from passes import as_calibrated
 from releases import source_layout, write_checkpoint
-from safetensors.torch import load_file
-from torch import Tensor
+from writing import recipe_with, written
 
-CPU = torch.device("cpu")
 # Source form -> the model that stores it, and the scheme that it was written in before, if no
 # release has the form.
 FORMS = {
@@ -48,30 +44,9 @@ FORMS = {
 }
 
 
-def written(plan: Plan, folder: Path, statistics: Statistics | None = None) -> dict[str, Tensor]:
-    folder.mkdir()
-    write_shards(plan, folder, threads=2, statistics=statistics)
-    return {
-        name: value
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, value in load_file(file).items()
-    }
-
-
-_skeletons: dict[str, Skeleton] = {}
-
-
-def skeleton_of(plan: Plan) -> Skeleton:
-    """One for each source; schemes change nothing in it."""
-    if plan.source.where not in _skeletons:
-        _skeletons[plan.source.where] = Skeleton(plan, device=CPU)
-    _skeletons[plan.source.where].plan = plan
-    return _skeletons[plan.source.where]
-
-
 def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.Module, Binding]]:
     """The last decoder layer and the first MTP block, with the weights they are measured with."""
-    skeleton = skeleton_of(plan)
+    skeleton = Skeleton(plan, device=torch.device("cpu"))
     index = len(skeleton) - 1
     binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
     with skeleton.layer(index) as layer:
@@ -92,18 +67,15 @@ def compared_for(
     """Plans experts of one scheme in both parts, writes them, and compares all quantized weights;
     returns their number. Latent attention takes no static scales.
     """
-    recipe = find_recipe(model)[0].model_dump()
-    words = {group: scheme if group == "experts" else "NVFP4" for group in recipe["backbone"]}
+    words = dict.fromkeys(find_recipe(model)[0].backbone, "NVFP4") | {"experts": scheme}
     if model in ("deepseek-v3.1", "dsv4-flash"):
         words["attention"] = "FP8_BLOCK"
-    mtp = words.copy()
-    for group in ("dense_mlp", "linear_attention"):
-        mtp.pop(group, None)
+    mtp = {g: w for g, w in words.items() if g not in ("dense_mlp", "linear_attention")}
     data = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration.model_dump() | {"algorithm": algorithm}
-    changes = {"backbone": words, "mtp": mtp, "calibration": data, "search": search or None}
-    plan = make_plan(Recipe.model_validate(recipe | changes), open_source(source))
+    recipe = recipe_with(model, backbone=words, mtp=mtp, calibration=data, search=search or None)
+    plan = make_plan(recipe, open_source(source))
     statistics = saved(folder / "statistics", made_up(plan))
-    tensors = written(plan, folder / "out", statistics)
+    tensors = written(plan, folder / "out", statistics=statistics)
     count = 0
     for module, binding in served_parts(plan, statistics):
         for name, pieces in binding.items():
@@ -118,39 +90,25 @@ def compared_for(
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """Folder of a source by its form, made once."""
-    made: dict[str, Path] = {}
 
+    @cache
     def source(form: str) -> Path:
-        if form not in made:
-            model, scheme = FORMS[form]
-            made[form] = folder = tmp_path_factory.mktemp("source") / "release"
-            config, tensors = source_layout(model, size="tiny")
-            if form == "F32":
-                tensors = {name: ("F32", shape) for name, (_, shape) in tensors.items()}
-            write_checkpoint(folder, config, tensors, data="random")
-            if scheme:
-                made[form] = stored_in(scheme, folder, model)
-        return made[form]
+        model, scheme = FORMS[form]
+        folder = tmp_path_factory.mktemp("source") / "release"
+        config, tensors = source_layout(model, size="tiny")
+        if form == "F32":
+            tensors = {name: ("F32", shape) for name, (_, shape) in tensors.items()}
+        write_checkpoint(folder, config, tensors, data="random")
+        if not scheme:
+            return folder
+        groups = find_recipe(model)[0].backbone
+        words = {"backbone": dict.fromkeys(groups, scheme), "mtp": scheme, "calibration": None}
+        written(
+            make_plan(recipe_with(model, **words), open_source(folder)), folder.with_name(scheme)
+        )
+        return folder.with_name(scheme)
 
     return source
-
-
-def stored_in(scheme: str, folder: Path, model: str) -> Path:
-    """A finished checkpoint of this scheme, as a source."""
-    recipe = find_recipe(model)[0].model_dump()
-    words = {
-        "backbone": dict.fromkeys(recipe["backbone"], scheme),
-        "mtp": scheme,
-        "calibration": None,
-    }
-    plan, out = (
-        make_plan(Recipe.model_validate(recipe | words), open_source(folder)),
-        folder.with_name(scheme),
-    )
-    with claim(plan, out) as partial:
-        write(plan, partial, recipe_text="", threads=2)
-        publish(partial, out)
-    return out
 
 
 @pytest.mark.few(30)
