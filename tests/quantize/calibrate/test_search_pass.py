@@ -25,30 +25,32 @@ from keepmtp.quantize.calibrate.search.sensitivity import SearchRun, Sensitiviti
 from keepmtp.quantize.plan.choices import choices_of, found_plan, found_recipe, found_text
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError, GateError
-from keepmtp.recipes.find import find_recipe, read_recipe
+from keepmtp.recipes.find import read_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, plan_over
 from scipy.stats import spearmanr
 from typer.testing import CliRunner
+from writing import recipe_with
 from written_values import poke
 
 GLM = ROOT / "models" / "tiny-glm4-moe"
 
 
+def plan_and_data(
+    budget: str = "5.5 bits", *, auto: dict | None = None, **changes
+) -> tuple[Plan, CalibrationData]:
+    plan = plan_over(Path(changes.get("source", GLM)), searched(budget, auto=auto, **changes))
+    return plan, calibration_data(plan.recipe.calibration, plan.source)
+
+
 def searched(budget: str, *, auto: dict | None = None, **changes) -> Recipe:
     words = {"candidates": ["NVFP4", "FP8_DYNAMIC", "bf16"]} | (auto or {})
     own = {"backbone": "auto", "mtp": "auto", "budget": budget, "backbone_auto": words}
-    raw = find_recipe("tiny-glm4-moe.nvfp4")[0].model_dump()
-    return Recipe.model_validate(raw | own | changes)
-
-
-def plan_and_data(recipe: Recipe) -> tuple[Plan, CalibrationData]:
-    plan = plan_over(ROOT / recipe.source, recipe)
-    return plan, calibration_data(recipe.calibration, plan.source)
+    return recipe_with("tiny-glm4-moe.nvfp4", **own, **changes)
 
 
 def run_in(folder: Path) -> SearchRun:
-    plan, data = plan_and_data(searched("5.5 bits"))
+    plan, data = plan_and_data()
     return SearchRun(choices_of(plan.recipe, plan.source), data, folder, ALONE)
 
 
@@ -151,9 +153,9 @@ def test_the_whole_line(tmp_path, monkeypatch):
     assert "recipe.yaml in the output" in said and "check passed" in said
     assert sum(path.stat().st_size for path in out.iterdir()) <= 3_300_000
     fact = json.loads((out / "keepmtp.json").read_text())["calibration"]["search"]
-    plans = {plan["title"]: plan["divergence"] for plan in fact["plans"]}
-    (chosen,) = (plan["title"] for plan in fact["plans"] if plan["chosen"])
-    assert fact["budget"] == "3.3MB" and plans[chosen] < plans["NVFP4 for all"]
+    (chosen,) = (plan for plan in fact["plans"] if plan["chosen"])
+    (plain,) = (plan for plan in fact["plans"] if plan["title"] == "NVFP4 for all")
+    assert fact["budget"] == "3.3MB" and chosen["divergence"] < plain["divergence"]
     # The same command finds it finished; its own recipe makes the same shards, and searches
     # nothing.
     assert "finished before" in quantize(asked, "--out", out)
@@ -163,7 +165,7 @@ def test_the_whole_line(tmp_path, monkeypatch):
         assert path.read_bytes() == (other / path.name).read_bytes()
     # Another budget uses the sensitivities again; another text does not.
     monkeypatch.setattr(SearchRun, "_forward", None)
-    plan, data = plan_and_data(searched("16 bits", variant="small"))
+    plan, data = plan_and_data("16 bits", variant="small")
     folder = Path(f"{out}.calibration") / "search"
     found, fact = search(plan, data, folder, ranks=ALONE)
     # Everything fits: nothing is rounded, and nothing is left for batches.
@@ -176,7 +178,7 @@ def test_the_whole_line(tmp_path, monkeypatch):
 
 def test_acceptance_that_no_plan_keeps_is_refused(swept, tmp_path):
     own, _ = swept
-    plan, data = plan_and_data(searched("5.5 bits", auto={"min_acceptance": 0.9999}))
+    plan, data = plan_and_data(auto={"min_acceptance": 0.9999})
     shutil.copytree(own.folder, tmp_path / search_fingerprint(plan, data, 1)[:16])
     match = r"must keep 100\.0% of acceptance.*, by (found|NVFP4 for all)"
     with pytest.raises(GateError, match=match):
@@ -187,7 +189,7 @@ def test_a_layer_that_is_not_finite_is_named(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(GLM, folder)
     poke(folder, "model.layers.2.self_attn.o_proj.weight", float("nan"))
-    plan, data = plan_and_data(searched("5.5 bits", source=str(folder)))
+    plan, data = plan_and_data(source=str(folder))
     with pytest.raises(CheckpointError, match=r"model\.layers\.2: a released model must"):
         search(plan, data, tmp_path / "search", ranks=ALONE)
 
@@ -229,9 +231,7 @@ def test_no_choice_is_better(seed):
 
 
 def test_a_large_one_fits_to_the_byte_and_more_room_loses_less():
-    units = []
-    for options in units_of(1, 300):
-        units.append([(cost * 10**9 + 7, loss) for cost, loss in options])
+    units = [[(cost * 10**9 + 7, loss) for cost, loss in each] for each in units_of(1, 300)]
     losses = [taken(units, room_of(units, share)) for share in (0.0, 0.01, 0.3, 0.7, 1.0)]
     assert losses == sorted(losses, reverse=True) and losses[0] > 0 == losses[-1]
     assert taken(units, 10**15) == 0.0
