@@ -167,8 +167,7 @@ def _schemes() -> list[dict[str, Any]]:
 
 
 def _families() -> list[dict[str, Any]]:
-    from ..recipes.families import families
-    from ..recipes.support import support_of
+    from ..recipes.families import families, support_of
 
     found = {}
     for family in families().values():

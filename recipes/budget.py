@@ -38,8 +38,7 @@ def read_budget(written: str) -> Budget:
         RecipeError: it has no unit, or is nothing.
     """
     found = _WRITTEN.fullmatch(written)
-    amount = float(found["amount"]) if found else 0.0
-    if found is None or not amount:
+    if found is None or not float(found["amount"]):
         rule = "must be bytes of the checkpoint or bits of a weight, such as 96GiB or 4.75 bits"
         raise RecipeError(
             "",
@@ -47,10 +46,8 @@ def read_budget(written: str) -> Budget:
             got=repr(written),
             cure="Give a number and its unit: B, KB, MiB, GiB, TB or bits",
         )
-    if found["unit"] == "bits":
+    amount, unit = float(found["amount"]), found["unit"]
+    if unit == "bits":
         return Budget(bits=amount)
-    return Budget(num_bytes=int(amount * _bytes_of(found["unit"])))
-
-
-def _bytes_of(unit: str) -> int:
-    return (1024 if "i" in unit else 1000) ** _POWERS.get(unit[0], 0)
+    thousand = 1024 if "i" in unit else 1000
+    return Budget(num_bytes=int(amount * thousand ** _POWERS.get(unit[0], 0)))

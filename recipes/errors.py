@@ -58,8 +58,8 @@ class KeepMTPError(ValueError):
 
     def __str__(self) -> str:
         """The house form: `<where>: <rule>; got <got>. <cure>.`"""
-        place = f"{self.where}: " if self.where else ""
-        rule, cure = shortened(f"{place}{self.rule}", _MAX_PART), shortened(self.way_out, _MAX_PART)
+        rule = shortened(": ".join(map(str, filter(None, (self.where, self.rule)))), _MAX_PART)
+        cure = shortened(self.way_out, _MAX_PART)
         return f"{rule}; got {shortened(str(self.got))}. {cure}"
 
     @property
@@ -117,7 +117,9 @@ def did_you_mean(word: object, known: Iterable[str], *, otherwise: str) -> str:
         or [name for name in sorted(names, key=len) if said and said.startswith(f"{name}-")][-1:]
     )
     near = near or [name for name in names if said and name.startswith(f"{said}-")][:1]
-    return f"Did you mean {names[near[0]]}?" if near else otherwise
+    if not near:
+        return otherwise
+    return f"Did you mean {names[near[0]]}?"
 
 
 def cure_of_key(key: str, known: Collection[str]) -> str:
@@ -128,8 +130,7 @@ def cure_of_key(key: str, known: Collection[str]) -> str:
 def first_fault(error: "ValidationError") -> str:
     """The first error of a validation, after its place: `recipe.revision: Field required`."""
     first = error.errors()[0]
-    fault = first.get("ctx", {}).get("error")
-    says = fault.rule if isinstance(fault, KeepMTPError) else first["msg"]
+    says = getattr(first.get("ctx", {}).get("error"), "rule", first["msg"])
     return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {says}"
 
 

@@ -33,7 +33,14 @@ def missing(extra: str) -> list[str]:
     """The packages of an extra that are not installed: "torch", or "torch>=2.8" where the version
     is wrong.
     """
-    return sorted({lack for needed in requirements(extra) if (lack := _lack(needed))})
+    absent: set[str] = set()
+    for needed in requirements(extra):
+        try:
+            if not needed.specifier.contains(version(needed.name), prereleases=True):
+                absent.add(f"{needed.name}{needed.specifier}")
+        except PackageNotFoundError:
+            absent.add(needed.name)
+    return sorted(absent)
 
 
 def require_extra(where: object, extra: str, *, otherwise: str = "") -> None:
@@ -48,7 +55,9 @@ def require_extra(where: object, extra: str, *, otherwise: str = "") -> None:
         RecipeError: names the missing packages and the command that installs them.
     """
     if absent := missing(extra):
-        cure = f"Run {install_command(extra)}" + (f", or {otherwise}" if otherwise else "")
+        cure = f"Run {install_command(extra)}"
+        if otherwise:
+            cure += f", or {otherwise}"
         raise RecipeError(
             where,
             f"needs keepmtp's `{extra}` extra",
@@ -67,12 +76,9 @@ def install_command(extra: str) -> str:
     wanted, python = f"'{_PACKAGE}[{extra}]'", shlex.quote(sys.executable)
     # Asked of the metadata: setuptools takes a search for the module as pip at work and drops its
     # own distutils. Then torch's extensions, and so modelopt, cannot be imported any more.
-    has_pip = any(distributions(name="pip"))
-    return (
-        f"{python} -m pip install {wanted}"
-        if has_pip
-        else f"uv pip install {wanted} --python {python}"
-    )
+    if any(distributions(name="pip")):
+        return f"{python} -m pip install {wanted}"
+    return f"uv pip install {wanted} --python {python}"
 
 
 def _declared(extra: str) -> Iterator[Requirement]:
@@ -83,11 +89,3 @@ def _declared(extra: str) -> Iterator[Requirement]:
             if needed.name == _PACKAGE:
                 for included in needed.extras:
                     yield from _declared(included)
-
-
-def _lack(needed: Requirement) -> str:
-    try:
-        is_met = needed.specifier.contains(version(needed.name), prereleases=True)
-    except PackageNotFoundError:
-        return needed.name
-    return "" if is_met else f"{needed.name}{needed.specifier}"

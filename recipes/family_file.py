@@ -33,11 +33,6 @@ FOLDER = Path(__file__).parent / "families"
 Blocks = Mapping[str, Sequence[str | Mapping[str, Any]]]
 
 
-def family_files() -> list[Path]:
-    """The tables; a file whose name starts with an underscore is none."""
-    return sorted(FOLDER.glob("[!_]*.yaml"))
-
-
 def read_family(path: Path) -> Family:
     """The table in a file; a key that nothing has is a TypeError."""
     raw: dict[str, Any] = load_shipped(path)
@@ -82,10 +77,12 @@ def _rows(groups: Sequence[str | Mapping[str, Any]], blocks: Blocks) -> tuple[Ro
         at = fields.pop("at", "")
         on_disk, in_vllm = fields.pop("on_disk", at), fields.pop("in_vllm", at)
         if used := fields.pop("use", ""):
-            own = _changed(_rows(blocks[used], blocks), **fields)
-        else:
-            own = _listed(**fields)
-        for row in own:
+            why_kept = fields.pop("why_kept", "")
+            for row in _rows(blocks[used], blocks):
+                own = replace(row, why_kept=row.why_kept or why_kept, **fields)
+                rows.append(_moved(own, on_disk, in_vllm))
+            continue
+        for row in _listed(**fields):
             rows.append(_moved(row, on_disk, in_vllm))
     return tuple(rows)
 
@@ -117,10 +114,6 @@ def _listed(
         for path, other in modules.items()
         for part in range(parts)
     ]
-
-
-def _changed(rows: Sequence[Row], why_kept: str = "", **fields: Any) -> list[Row]:
-    return [replace(row, why_kept=row.why_kept or why_kept, **fields) for row in rows]
 
 
 def _moved(row: Row, on_disk: str, in_vllm: str) -> Row:

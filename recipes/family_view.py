@@ -122,7 +122,7 @@ class FamilyView:
         raise CheckpointError(
             "config.json",
             f"{' or '.join((key, *lists))} must say how many decoder layers there are",
-            got="nothing" if not lists else "none of them",
+            got="none of them" if lists else "nothing",
             cure=(
                 "Take the key from the original release; if that lacks it too, keepmtp's table "
                 f"for {self.family.model_type} does not know this release"
@@ -211,9 +211,8 @@ class FamilyView:
         first = 0 if self.layout.mtp else self.num_layers
         blocks: list[tuple[Part, str, int]] = []
         for index in range(self.num_layers):
-            blocks.append(
-                ("backbone", "linear" if index in self._linear_layers else "backbone", index)
-            )
+            kind = "linear" if index in self._linear_layers else "backbone"
+            blocks.append(("backbone", kind, index))
         for index in range(self.num_mtp_layers):
             blocks.append(("mtp", "mtp", first + index))
         for part, kind, index in blocks:
@@ -234,12 +233,9 @@ class FamilyView:
         layers = list(layers)
         own = [row.path for row in self.family.mtp_block if row.role in ("glue", "norm", "state")]
         names = [self.mtp_stem(index) + path for index in layers for path in own]
-        names += (
-            [row.path for row in self.layout.mtp_top if row.role in ("glue", "norm")]
-            if layers
-            else []
-        )
-        return [HFName(name) for name in names]
+        if layers:
+            names += [row.path for row in self.layout.mtp_top if row.role in ("glue", "norm")]
+        return [*map(HFName, names)]
 
     def mtp_layers_of(self, names: Iterable[HFName]) -> set[int]:
         """The MTP layers (counted from 0) that have at least one of `names`."""
@@ -277,14 +273,19 @@ class FamilyView:
 
     def runtime_stem(self, part: Part, index: int) -> str:
         """The prefix in vLLM of the block with index `index` on disk."""
-        stem = self.layout.layers.runtime
-        if part == "mtp":
-            stem = self.layout.mtp.runtime if self.layout.mtp else self.layout.mtp_runtime or stem
+        layout = self.layout
+        stem = layout.layers.runtime
+        if part == "mtp" and layout.mtp:
+            stem = layout.mtp.runtime
+        elif part == "mtp":
+            stem = layout.mtp_runtime or stem
         return stem.replace("{i}", str(index)).replace("{n}", str(self.runtime_number(index)))
 
     def disk_stem(self, part: Part, index: int) -> str:
         """The prefix on disk of the block with index `index` on disk."""
-        stem = self.layout.mtp if part == "mtp" and self.layout.mtp else self.layout.layers
+        stem = self.layout.layers
+        if part == "mtp":
+            stem = self.layout.mtp or stem
         return stem.disk.replace("{i}", str(index))
 
     @cached_property
@@ -299,11 +300,12 @@ class FamilyView:
 
     @cached_property
     def _top(self) -> dict[str, tuple[Row, Part]]:
-        parts: tuple[tuple[Part, tuple[Row, ...]], ...] = (
-            ("backbone", self.layout.top),
-            ("mtp", self.layout.mtp_top),
-        )
-        return {row.path: (row, part) for part, rows in parts for row in rows}
+        found: dict[str, tuple[Row, Part]] = {}
+        for row in self.layout.top:
+            found[row.path] = (row, "backbone")
+        for row in self.layout.mtp_top:
+            found[row.path] = (row, "mtp")
+        return found
 
     @cached_property
     def _stems(self) -> tuple[tuple[Part, re.Pattern[str], Stem], ...]:
@@ -316,9 +318,13 @@ class FamilyView:
     @cached_property
     def _rows(self) -> dict[str, dict[str, Row]]:
         block = {row.path: row for row in self.family.block}
-        linear = block | {row.path: row for row in self.family.linear_block}
-        shared = {path: row for path, row in block.items() if path not in self.family.mtp_lacks}
-        mtp = shared | {row.path: row for row in self.family.mtp_block}
+        linear, mtp = dict(block), dict(block)
+        for row in self.family.linear_block:
+            linear[row.path] = row
+        for path in self.family.mtp_lacks:
+            mtp.pop(path, None)
+        for row in self.family.mtp_block:
+            mtp[row.path] = row
         return {"backbone": block, "linear": linear, "mtp": mtp}
 
     @property
@@ -341,18 +347,19 @@ class FamilyView:
         return frozenset(number - 1 for number in kda)
 
     def _place_in_block(self, part: Part, stem: Stem, index: int, rest: str) -> Place | None:
-        expert = None
+        expert, number = None, "{e}"
         if match := _EXPERT.search(rest):
-            expert, rest = int(match[1]), _EXPERT.sub("{e}", rest, count=1)
-        is_linear = part == "backbone" and index in self._linear_layers
-        rows = self._rows["linear" if is_linear else part]
+            number = match[1]
+            expert, rest = int(number), _EXPERT.sub("{e}", rest, count=1)
+        rows = self._rows[part]
+        if part == "backbone" and index in self._linear_layers:
+            rows = self._rows["linear"]
         row, leaf = rows.get(rest), ""
         if row is None:
             module, _, leaf = rest.rpartition(".")
             row = rows.get(module)
         if row is None:
             return None
-        number = "{e}" if expert is None else str(expert)
         disk, path = stem.disk.replace("{i}", str(index)), row.path.replace("{e}", number)
         runtime = self._alone(self.runtime_stem(part, index) + (row.runtime or path))
         shares = row.shares and disk + row.shares.replace("{e}", number)
@@ -396,5 +403,6 @@ def _outside_layers(row: Row, part: Part, *, leaf: str, runtime: str) -> Place:
 def _at(holder: Mapping[str, Any], key: str) -> Any:
     """The value at a dotted key; None if there is none."""
     outer, _, inner = key.partition(".")
-    value = holder.get(outer)
-    return _at(value or {}, inner) if inner else value
+    if not inner:
+        return holder.get(outer)
+    return _at(holder.get(outer) or {}, inner)

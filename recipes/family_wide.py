@@ -87,11 +87,9 @@ def model_mapping(
         if place is not None and not place.row.why_kept:
             found[place.part].add(place.role)
     is_draft = not found["backbone"]  # a draft of its own
-    chosen = found["mtp"] if is_draft else found["backbone"]
+    chosen = found["backbone"] or found["mtp"]
     groups = [role for role in QUANTIZABLE_ROLES if role in chosen]
-    is_plain = not any(
-        "quantization_config" in holder for holder in (view.config, view.text_config)
-    )
+    is_plain = "quantization_config" not in {*view.config, *view.text_config}
     shipped = shipped_variants(view.family.model_type)
     variants: dict[str, Any] = {}
     for name in dict.fromkeys([*COMMON, *shipped]):
@@ -184,15 +182,13 @@ def text_of(raw: Mapping[str, Any], variants: Sequence[str], *, file: str) -> st
         variants: those of its variants that are written.
         file: the name of the file, for the commands in its head.
     """
-    keys = [
-        f"{key}: {on_one_line(raw[key])}  # {comment}\n"
-        for key, comment in _COMMENTS.items()
-        if key in raw
-    ]
-    lines: list[str] = []
+    text = f"{_HEAD.format(file=file)}\n"
+    for key, comment in _COMMENTS.items():
+        if key in raw:
+            text += f"{key}: {on_one_line(raw[key])}  # {comment}\n"
+    text += f"\n{_VARIANTS}"
     for name in variants:
-        lines.append(f"  {name}:\n")
-        lines += [
-            f"    {key}: {on_one_line(value)}\n" for key, value in raw["variants"][name].items()
-        ]
-    return f"{_HEAD.format(file=file)}\n{''.join(keys)}\n{_VARIANTS}{''.join(lines)}\n{_TAIL}"
+        text += f"  {name}:\n"
+        for key, value in raw["variants"][name].items():
+            text += f"    {key}: {on_one_line(value)}\n"
+    return f"{text}\n{_TAIL}"

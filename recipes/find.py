@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,14 @@ class RecipeFile:
         Raises:
             RecipeError: a missing key, or a value outside its range; names file, variant and key.
         """
-        where = f"{self.path}: variants.{variant}" if self.text is None else self.path
+        where: object = self.path
+        if self.text is None:
+            where = f"{self.path}: variants.{variant}"
         return validated(self.flat[variant], where)
 
     def recipe_text(self, variant: str) -> str:
         """The text of one variant's flat recipe: of a flat file, the file itself."""
-        return flat_text(self.flat[variant]) if self.text is None else self.text
+        return self.text or flat_text(self.flat[variant])
 
 
 def read_file(path: Path) -> RecipeFile:
@@ -172,8 +175,11 @@ def choose(
     if override is None and mtp is None and block is None:
         return recipe, text
     # Where batches are needed and the recipe has none: those of another variant, else the usual.
-    blocks = [flat["calibration"] for flat in file.flat.values() if flat.get("calibration")]
-    usual = [*blocks, calibrations()[DEFAULT_CALIBRATION]][0]
+    usual = calibrations()[DEFAULT_CALIBRATION]
+    for flat in file.flat.values():
+        if flat.get("calibration"):
+            usual = flat["calibration"]
+            break
     changed = recipe.with_choices(
         scheme=override,
         mtp=mtp and (_spelled(mtp, _POLICIES) or mtp),
@@ -189,7 +195,7 @@ def choose(
 
 def shipped_recipes() -> list[Recipe]:
     """Every recipe that ships with keepmtp."""
-    return [recipe for model in _shipped_files() for recipe in _recipes_of(model)]
+    return [*chain.from_iterable(map(_recipes_of, _shipped_files()))]
 
 
 def data_free_alternative(recipe: Recipe) -> str:
@@ -236,7 +242,7 @@ def _recipes_of(model: str) -> list[Recipe]:
     if model not in _shipped_files():
         return []
     file = _shipped_file(model)
-    return [file.recipe(variant) for variant in file.flat]
+    return [*map(file.recipe, file.flat)]
 
 
 def _lookup(name: str) -> tuple[RecipeFile, str] | None:

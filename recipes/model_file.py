@@ -88,14 +88,18 @@ def model_files() -> list[Path]:
 def shipped_path(name: str) -> Path | None:
     """The folder of a model that ships with keepmtp; None if none has this name."""
     folder = _HOME / _SHIPPED / name
-    return folder if (folder / "config.json").is_file() and Path(name).name == name else None
+    if (folder / "config.json").is_file() and Path(name).name == name:
+        return folder
+    return None
 
 
 def find_path(name: str | Path) -> Path | None:
     """The file or folder in the current folder, else among the shipped models; None if neither."""
     path = Path(name)
-    places = (path, _HOME / path) if path.parts[:1] == (_SHIPPED,) else (path,)
-    return next((place for place in places if place.exists()), None)
+    if path.exists():
+        return path
+    shipped = _HOME / path
+    return shipped if path.parts[:1] == (_SHIPPED,) and shipped.exists() else None
 
 
 @cache
@@ -231,12 +235,14 @@ def summary_of(
     backbone: Mapping[str, str], mtp: str | Mapping[str, str], *, is_calibrated: bool
 ) -> str:
     """The summary of a recipe with these words; groups with the same word stand together."""
-    block = mtp if isinstance(mtp, str) else _said(mtp)
-    parts = [*filter(None, [_said(backbone)]), f"MTP block {block}"]
-    return ", ".join(parts) + ("" if is_calibrated else "; no calibration")
+    parts = [*filter(None, [_said(backbone)]), f"MTP block {_said(mtp)}"]
+    summary = ", ".join(parts)
+    return summary if is_calibrated else f"{summary}; no calibration"
 
 
-def _said(words: Mapping[str, str]) -> str:
+def _said(words: str | Mapping[str, str]) -> str:
+    if isinstance(words, str):
+        return words
     groups: dict[str, list[str]] = {}
     for group, word in words.items():
         groups.setdefault(word, []).append(group)
@@ -269,7 +275,14 @@ def listed() -> list[Listed]:
     rows: list[Listed] = []
     for path in model_files():
         for recipe in flat_recipes(load_shipped(path), path).values():
-            if not _is_here(recipe):
+            # The files that a recipe names must be on this machine; the Hub is not asked.
+            calibration = recipe["calibration"] or {}
+            local: list[str] = []
+            if recipe["revision"] == _LOCAL:
+                local.append(recipe["source"])
+            if calibration.get("dataset_revision") == _LOCAL:
+                local.append(calibration["dataset"])
+            if not all(map(find_path, local)):
                 continue
             row = Listed(
                 model=recipe["model"],
@@ -287,14 +300,3 @@ def listed() -> list[Listed]:
 def in_words(knobs: Mapping[str, Any]) -> str:
     """Knobs as they are in YAML: "actorder null, duo_scaling true"."""
     return ", ".join(f"{key} {on_one_line(value)}" for key, value in knobs.items())
-
-
-def _is_here(recipe: Mapping[str, Any]) -> bool:
-    """Whether the files that a recipe names are on this machine; the Hub is not asked."""
-    calibration = recipe["calibration"] or {}
-    local: list[str] = []
-    if recipe["revision"] == _LOCAL:
-        local.append(recipe["source"])
-    if calibration.get("dataset_revision") == _LOCAL:
-        local.append(calibration["dataset"])
-    return all(map(find_path, local))

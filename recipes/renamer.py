@@ -72,7 +72,9 @@ class Renamer:
 
     def path(self, entry: str) -> str:
         """compressed-tensors renames paths, but no regexes and no class names."""
-        return self._mapped(entry) if "." in entry and not entry.startswith("re:") else entry
+        if "." not in entry or entry.startswith("re:"):
+            return entry
+        return self._mapped(entry)
 
     def modelopt(self, entry: str) -> tuple[str, ...]:
         """modelopt splits `x*` into `x` and `x.*` first, but only for classes with a mapper."""

@@ -76,7 +76,8 @@ def _plain_name(name: str) -> str:
 def _name_or_regex(written: str) -> str:
     """What names tensors or modules: a name, or `re:` and a regex of the whole name."""
     try:
-        re.compile(written.removeprefix("re:") if written.startswith("re:") else "")
+        if written.startswith("re:"):
+            re.compile(written.removeprefix("re:"))
     except (re.error, RecursionError, OverflowError) as error:
         got = f"{written}, of which Python says: {error}"
         raise RecipeError(
@@ -87,7 +88,9 @@ def _name_or_regex(written: str) -> str:
 
 def _all_groups(written: object) -> object:
     """`backbone: auto` means `auto` for every group that a model may have."""
-    return dict.fromkeys(QUANTIZABLE_ROLES, AUTO) if written == AUTO else written
+    if written == AUTO:
+        return dict.fromkeys(QUANTIZABLE_ROLES, AUTO)
+    return written
 
 
 def _budget(written: str) -> str:
@@ -437,8 +440,12 @@ class Recipe(Frozen):
     @property
     def before_measuring(self) -> "Recipe":
         """With BF16 as long as `mtp: auto` or a search has not chosen."""
-        made = self.resolved("bf16") if self.mtp == AUTO else self
-        return made.with_words("bf16") if self.is_searched else made
+        made = self
+        if self.mtp == AUTO:
+            made = made.resolved("bf16")
+        if self.is_searched:
+            made = made.with_words("bf16")
+        return made
 
     @property
     def is_searched(self) -> bool:
@@ -483,12 +490,19 @@ class Recipe(Frozen):
     def mtp_decisions(self) -> set[str]:
         """The same for the MTP block alone; an override may name its modules, too."""
         words = {override.scheme for override in self.overrides}
-        for policy in self.mtp_auto.candidates if self.mtp_auto else (self.mtp_policy,):
-            words |= {policy} if isinstance(policy, str) else set(policy.values())
-        return (words - {AUTO}) | (self._searched_words() if self.mtp == AUTO else set())
+        policies: tuple[Candidate, ...] = (self.mtp_policy,)
+        if self.mtp_auto:
+            policies = self.mtp_auto.candidates
+        for policy in policies:
+            words.update([policy] if isinstance(policy, str) else policy.values())
+        if self.mtp == AUTO:
+            words |= self._searched_words()
+        return words - {AUTO}
 
     def _searched_words(self) -> set[str]:
-        return {*self.backbone_auto.candidates} if self.backbone_auto else set()
+        if self.backbone_auto is None:
+            return set()
+        return {*self.backbone_auto.candidates}
 
     def calibrated_schemes(self) -> list[str]:
         """The schemes of this recipe with tensors that depend on data: static scales or rewritten
@@ -501,14 +515,12 @@ class Recipe(Frozen):
         return self._calibrated(self.mtp_decisions())
 
     def _calibrated(self, words: set[str]) -> list[str]:
-        rewritten = REWRITES[self.calibration.algorithm] if self.calibration else frozenset()
-        schemes = sorted(words & SCHEMES.keys())
-        weighted = SEARCHES["imatrix"] if self.search == "imatrix" else frozenset()
-        return [
-            name
-            for name in schemes
-            if name in rewritten | weighted or SCHEMES[name].needs_calibration
-        ]
+        found = {name for name in words & SCHEMES.keys() if SCHEMES[name].needs_calibration}
+        if self.calibration:
+            found |= words & REWRITES[self.calibration.algorithm]
+        if self.search == "imatrix":
+            found |= words & SEARCHES["imatrix"]
+        return sorted(found)
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Blocks without their word and words without their block; then what has no meaning."""
@@ -520,18 +532,23 @@ class Recipe(Frozen):
         example = (
             "Such as `budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`"
         )
-        for key, is_wanted, holder, cure in (
-            ("mtp_auto", chooses, "mtp", "It holds min_acceptance and candidates"),
-            ("budget", self.is_searched, "backbone", example),
-            ("backbone_auto", self.is_searched, "backbone", example),
-            ("mtp_tuned", self.mtp == TUNED, "mtp", "It holds mtp, steps, learning_rate and loss"),
+        for key, is_wanted, where, cure in (
+            ("mtp_auto", chooses, "mtp is auto", "It holds min_acceptance and candidates"),
+            ("budget", self.is_searched, "backbone is auto", example),
+            ("backbone_auto", self.is_searched, "backbone is auto", example),
+            (
+                "mtp_tuned",
+                self.mtp == TUNED,
+                "mtp is tuned",
+                "It holds mtp, steps, learning_rate and loss",
+            ),
         ):
-            word = TUNED if key == "mtp_tuned" else AUTO
             if is_wanted and getattr(self, key) is None:
-                yield f"{key} must be given where {holder} is {word}", "nothing", cure
+                yield f"{key} must be given where {where}", "nothing", cure
             if not is_wanted and getattr(self, key) is not None:
-                got = of_backbone if holder == "backbone" else f"mtp: {self.mtp}"
-                yield f"{key} must be left out where {holder} is not {word}", got, "Remove it"
+                got = of_backbone if where.startswith("backbone") else f"mtp: {self.mtp}"
+                rule = f"{key} must be left out where {where.replace(' is ', ' is not ')}"
+                yield rule, got, "Remove it"
         yield from self._against_search()
         words = sorted(self.decisions() & SCHEMES.keys())
         if self.format == "modelopt" and (wordless := {*words} - ALGORITHMS.keys()):
@@ -627,10 +644,13 @@ class Recipe(Frozen):
                 changed["calibration"] = self.calibration.model_copy(update=nearest)
         if mtp is not None:
             variant += f"-mtp-{mtp.lower().replace('_', '-')}"
-            changed |= {"mtp": mtp, "mtp_tuned": self.mtp_tuned if mtp == TUNED else None}
+            changed["mtp"] = mtp
+            if mtp != TUNED:
+                changed["mtp_tuned"] = None
         is_searched = self.is_searched and scheme is None
-        chooses = changed.get("mtp", self.mtp) == AUTO and not is_searched
-        changed["mtp_auto"] = (self.mtp_auto or DEFAULT_AUTO) if chooses else None
+        changed["mtp_auto"] = None
+        if changed.get("mtp", self.mtp) == AUTO and not is_searched:
+            changed["mtp_auto"] = self.mtp_auto or DEFAULT_AUTO
         if calibration is not None:
             changed["calibration"] = calibration
         made = self.model_copy(update=changed | {"variant": variant})
@@ -680,23 +700,20 @@ def validated(raw: Mapping[str, Any], where: object) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        raise _refusal(error, where) from error
-
-
-def _refusal(error: ValidationError, where: object) -> RecipeError:
-    """The first thing that is wrong; pydantic's own words only where there are no better ones."""
-    # A misspelled key shows up as unknown and as missing; the first says more.
-    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-    loc = [str(part) for part in first["loc"] if part not in ("word", "groups", "number", "[key]")]
+        # A misspelled key shows up as unknown and as missing; the first says more.
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+    aside = ("word", "groups", "number", "[key]")
+    loc = [str(part) for part in first["loc"] if part not in aside]
     key = ".".join(loc) or "recipe"
     if first["type"] == "extra_forbidden":
         parts = [_PARTS[part] for part in loc[:-1] if part in _PARTS]
         cure = cure_of_key(loc[-1], [Recipe, *parts][-1].model_fields)
         rule = f"{key} is not a key of a recipe"
-        return RecipeError(where, rule, got=repr(first["input"]), cure=cure)
+        raise RecipeError(where, rule, got=repr(first["input"]), cure=cure)
     if first["type"] == "missing":
         cure = "Add it: nothing that changes numbers has a default"
-        return RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
+        raise RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
     if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
-        return fault.at(f"{where}: {key}")
-    return RecipeError(where, f"{key}: {first['msg']}", got=repr(first["input"]), cure="Correct it")
+        raise fault.at(f"{where}: {key}")
+    # pydantic's own words, where there are no better ones
+    raise RecipeError(where, f"{key}: {first['msg']}", got=repr(first["input"]), cure="Correct it")

@@ -131,8 +131,9 @@ class Scheme:
                 blocks = (-(-n // rows), -(-k // columns))
                 found = [("weight", "F8_E4M3", (n, k)), ("weight_scale", "F32", blocks)]
             case "float-quantized":
-                scale = (1,) if self.weights["strategy"] == "tensor" else scales
-                found = [("weight", "F8_E4M3", (n, k)), ("weight_scale", "BF16", scale)]
+                if self.weights["strategy"] == "tensor":
+                    scales = (1,)
+                found = [("weight", "F8_E4M3", (n, k)), ("weight_scale", "BF16", scales)]
             case other:
                 raise AssertionError(f"scheme {self.name} has no layout for format {other}")
         return tuple(
@@ -150,7 +151,9 @@ class Scheme:
 
         Zero points are packed along N, so vLLM can cut fused modules and ranks only between words.
         """
-        return 32 // self.bits if self.has_zero_point else 1
+        if not self.has_zero_point:
+            return 1
+        return 32 // self.bits
 
     def config_group(self) -> dict[str, Any]:
         """`config_groups[*]` of compressed-tensors without its targets."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...recipes.errors import RecipeError, size_in_words
+from ...recipes.families import why_not_calibrated
 from ...recipes.find import data_free_alternative
-from ...recipes.support import why_not_calibrated
 from ..plan.plan import Plan
 from .cards import GPU, card_of
 from .memory import (

@@ -1,30 +1,40 @@
 """The families: a table for each, in a file with the name of its HF `model_type`.
 
-In: a config.json. Out: the family, or its names for that checkpoint. keepmtp finds a new file by
-itself; how a file is written: recipes/family_file.py.
+In: a config.json. Out: the family, or its names for that checkpoint; and whether its backbone and
+its MTP block can be calibrated. keepmtp finds a new file by itself; how a file is written:
+recipes/family_file.py.
 
-Easy to get wrong: vLLM compares some models by model_type and some by their first architecture.
+The answers for backbones are in calibrated_families.json, which tests/helpers/support.py writes: it
+binds transformers' class to the names of every release that has a recipe. `keepmtp ls` and `keepmtp
+plan` read it, so neither torch nor a download is needed.
+
+Easy to get wrong: vLLM compares some models by model_type and some by their first architecture. And
+an MTP block is calibrated on its backbone's states: where the backbone cannot be built, a `Draft` in
+the family's table is of no use.
 """
 
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError
 from ..family import Family
-from ..family_file import family_files, read_family
+from ..family_file import FOLDER, read_family
 from ..family_view import FamilyView
 from ..yaml_file import load_shipped
+
+SUPPORT_FILE = Path(__file__).parents[1] / "calibrated_families.json"
 
 
 @cache
 def families() -> Mapping[str, Family]:
     """Every family by its model_types, or by its architectures if another has its model_type."""
     found: dict[str, Family] = {}
-    for path in family_files():
+    for path in sorted(FOLDER.glob("[!_]*.yaml")):
         family = read_family(path)
         for key in family.architectures or (family.model_type, *family.also):
             found[key] = family
@@ -109,3 +119,46 @@ def promises_mtp(config: Mapping[str, Any]) -> bool:
 def find_view(config: Mapping[str, Any], where: object, names: Iterable[str] = ()) -> FamilyView:
     """The names of the checkpoint that `config` describes; arguments and errors as `find_family`."""
     return FamilyView(family=find_family(config, where, names), config=config)
+
+
+# --- what can be calibrated -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """What keepmtp does with a family besides planning, writing and checking, which it does with
+    all of them.
+
+    Attributes:
+        backbone: why the backbone cannot be calibrated; "" if it can.
+        mtp: why the MTP block can be neither calibrated nor measured; "" if it can.
+        proof: what the draft was compared with, a `Proof`; "" if there is none.
+    """
+
+    backbone: str
+    mtp: str
+    proof: str
+
+
+def support_of(family: Family) -> Support:
+    """What can be calibrated of a family; the answer for its first release counts for all of
+    them.
+    """
+    tried = iter(_reasons().get(family.model_type, {}).values())
+    backbone = family.no_backbone or next(tried, "no release of it has a recipe, so none was tried")
+    mtp, proof = backbone or family.no_draft, getattr(family.draft, "proof", "")
+    return Support(backbone=backbone, mtp=mtp, proof=proof)
+
+
+def why_not_calibrated(family: Family, model: str) -> str:
+    """Why the backbone of a recipe's model cannot be calibrated; "" if it can, or if it was not
+    tried.
+    """
+    reasons = _reasons().get(family.model_type, {})
+    return reasons.get(model, next(iter(reasons.values()), ""))
+
+
+@cache
+def _reasons() -> Mapping[str, Mapping[str, str]]:
+    """Family -> model -> why its backbone cannot be calibrated, or ""."""
+    return json.loads(SUPPORT_FILE.read_text(encoding="utf-8"))

@@ -112,10 +112,10 @@ def sglang_models() -> Mapping[str, SglangModel]:
     """The table, by the first architecture of config.json."""
     found: dict[str, SglangModel] = {}
     for architecture, row in load_shipped(Path(__file__).with_suffix(".yaml")).items():
-        given: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
-        }
-        found[architecture] = SglangModel(**given)
+        for key, value in row.items():
+            if isinstance(value, list):
+                row[key] = tuple(value)
+        found[architecture] = SglangModel(**row)
     return found
 
 
@@ -144,8 +144,12 @@ def entry_renames(view: FamilyView, part: Part, method: str) -> Renamer:
     `quant_method`.
     """
     model = sglang_model(view.config)
-    renames = model.entry_renames if part == "backbone" else model.draft_entry_renames
-    if not renames or (part == "mtp" and model.renames_under and method not in model.renames_under):
+    renames = model.entry_renames
+    if part == "mtp":
+        renames = model.draft_entry_renames
+        if model.renames_under and method not in model.renames_under:
+            return Renamer()
+    if not renames:
         return Renamer()
     substrings: dict[str, str] = {}
     prefixes: dict[str, str] = {}
@@ -178,8 +182,8 @@ def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...
     """
     model = sglang_model(view.config)
     if place.role == "head":
-        head = model.head if place.part == "backbone" else model.draft_head
-        return "", tuple(filter(None, (head,)))
+        heads = {"backbone": model.head, "mtp": model.draft_head}
+        return "", tuple(filter(None, (heads[place.part],)))
     if name := model.glue.get(place.row.path):
         return "", (name.replace("{i}", str(place.layer)),)
     is_plain_glue = place.role == "glue" and place.row in view.family.mtp_block
@@ -190,7 +194,14 @@ def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...
     stem = sglang_stem(view, place.part, place.layer)
     if stem is None:
         return "", ()
-    spelled = [_as_asked(_renamed(model, place.part, path)) for path in table_paths(view, place)]
+    spelled: list[str] = []
+    for path in table_paths(view, place):
+        path = _renamed(model, place.part, path)
+        # A routed expert's projection has the name that SGLang asks for, whatever the disk says.
+        outer, dot, leaf = path.rpartition(".")
+        if outer.endswith("experts.{e}"):
+            path = outer + dot + _EXPERT.get(leaf, leaf)
+        spelled.append(path)
     spelled += model.also.get(place.row.path, ())
     return stem, tuple(path for path in dict.fromkeys(spelled) if path not in model.unasked)
 
@@ -243,8 +254,8 @@ def excluding_entry(entries: Sequence[str], name: str) -> str | None:
     Raises:
         CheckpointError: an entry is none that SGLang can make a regular expression of.
     """
-    names = [name, name.removeprefix("language_model.")]
-    parts = [part for each in names for part in (each, *each.split("."))]
+    short = name.removeprefix("language_model.")
+    parts = {name, short, *name.split(".")}
     for entry in entries:
         tail = entry.rpartition(".")[2]
         is_latent = tail in _LATENT and tail in name.rpartition(".")[2]
@@ -291,12 +302,3 @@ def _renamed(model: SglangModel, part: Part, path: str) -> str:
         if path == ours or path.startswith(f"{ours}."):
             return (theirs + path[len(ours) :]).lstrip(".")
     return path
-
-
-def _as_asked(path: str) -> str:
-    """A routed expert's projection in the name that SGLang asks for, whatever the checkpoint calls
-    it.
-    """
-    stem, dot, leaf = path.rpartition(".")
-    is_expert = re.search(r"experts\.\{e\}$", stem)
-    return f"{stem}{dot}{_EXPERT[leaf]}" if is_expert and leaf in _EXPERT else path

@@ -16,8 +16,8 @@ from keepmtp.cli.ls import rows
 from keepmtp.quantize.calibrate.model.skeleton import backbone_refusal
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.recipes.families import SUPPORT_FILE
 from keepmtp.recipes.find import shipped_recipes
-from keepmtp.recipes.support import SUPPORT_FILE
 from releases import source_layout, write_checkpoint
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"

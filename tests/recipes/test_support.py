@@ -7,8 +7,8 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.model.skeleton import backbone_refusal
 from keepmtp.quantize.calibrate.mtp.mtp_pass import cannot_run
 from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.recipes.families import SUPPORT_FILE
 from keepmtp.recipes.find import find_recipe
-from keepmtp.recipes.support import SUPPORT_FILE
 from releases import source_layout, write_checkpoint
 from support import PAGE, page, tried
 
