@@ -111,8 +111,8 @@ def write_shards(
 ) -> None:
     """Write the shards of this process and nothing else; see `write`."""
     devices = [ranks.device]
-    if ranks.size == 1 and torch.cuda.is_available():  # every GPU in turn
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if ranks.size == 1:
+        devices = _devices()
     stop, torch_threads = threading.Event(), torch.get_num_threads()
     given = statistics or Statistics(folder=folder, entries={})
     torch.set_num_threads(
@@ -133,6 +133,13 @@ def write_shards(
             stop.set()
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(torch_threads)
+
+
+def _devices() -> list[torch.device]:
+    """Every GPU in turn, or the CPU."""
+    if torch.cuda.is_available():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu")]
 
 
 def _source_bytes(plan: Plan, *units: tuple[TensorPlan, ...]) -> int:
