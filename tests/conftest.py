@@ -56,12 +56,10 @@ DRY = (
     "check_on",
     "dry_corpus",
     "dry_names",
-    "explain",
     "kv_cache",
     "matrix",
     "real_releases",
     "without_mtp",
-    "wrapped_families",
 )
 
 # A shell ignores them in what it starts in the background, and what tests start would inherit that.

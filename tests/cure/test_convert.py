@@ -6,32 +6,27 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from broken import GOOD
 from calibrated import in_both_formats
-from checkpoint_files import Checkpoint, lose, pack, write
-from good import cached, llmcompressor, ours, outputs_of, qwen_fp8
+from checkpoint_files import Change, Checkpoint, both, groups, lose, pack, write
+from good import cached, llmcompressor, ours, outputs_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.cure.convert import Conversion, convert, plan_conversion
-from keepmtp.quantize.plan.plan import make_plan
-from keepmtp.quantize.write.output import claim, publish
-from keepmtp.quantize.write.writer import write as write_shards
+from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError
-from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
 from live_tensors import tensors_of
 from outputs import digests
+from real_vllm import QWEN, in_vllm
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 from written_values import fill, poke
 
-ROOT = Path(__file__).parent.parent.parent
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 WORDS = {"experts": "NVFP4", "rest": "FP8_DYNAMIC", "shared_experts": "FP8"}
 OTHER = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}
 
@@ -178,53 +173,33 @@ def test_what_others_wrote(name, tmp_path):
     assert_same(tmp_path / "back", first)
 
 
-def changed(checkpoint: Checkpoint, *, is_weight_only: bool = False, **entries) -> Checkpoint:
-    checkpoint.quantization.update(entries)
-    for group in checkpoint.quantization["config_groups"].values() if is_weight_only else ():
-        group["input_activations"] = None
-    return checkpoint
-
-
-def without_a_scale() -> Checkpoint:
-    checkpoint = ours("glm-4.7", "NVFP4")
-    lose(r"model\.layers\.1\.self_attn\.o_proj\.weight_scale")(checkpoint)
-    return checkpoint
-
-
-REFUSED = {
+O_PROJ = r"layers\.1\.self_attn\.o_proj"
+# A good checkpoint, its change, where it is refused, and the rule.
+REFUSED: dict[str, tuple[str, Change, str, str]] = {
     "a scheme without a word": (
-        lambda: ours("glm-4.7", "W4A16"),
-        r"layers\.0\..*weight_packed",
-        "int_packed by entry",
+        "glm w4a16", both(), r"layers\.0\..*weight_packed", "int_packed by entry",
     ),
-    "rows of experts": (
-        lambda: ours("glm-4.7", "FP8_DYNAMIC"),
-        r"experts\.0\.",
-        "FP8_DYNAMIC of routed experts",
-    ),
+    "rows of experts": ("glm fp8", both(), r"experts\.0\.", "FP8_DYNAMIC of routed experts"),
     "FP8 weights alone": (
-        lambda: changed(ours("qwen3.5-text", "FP8_DYNAMIC", "FP8_DYNAMIC"), is_weight_only=True),
-        r"\.weight",
+        "mimo fp8", groups(lambda group: group.update(input_activations=None)), r"\.weight",
         "fp8_channel by entry",
     ),
-    "native FP8": (qwen_fp8, "", "only compressed-tensors and modelopt"),
+    "native FP8": ("qwen vl native fp8", both(), "", "only compressed-tensors and modelopt"),
     "a transform": (
-        lambda: changed(ours("glm-4.7", "NVFP4"), transform_config={"config_groups": {"a": 1}}),
-        "transform_config",
-        "modelopt has no word",
+        "glm nvfp4", lambda c: c.quantization.update(transform_config={"config_groups": {"a": 1}}),
+        "transform_config", "modelopt has no word",
     ),
     "not loadable": (
-        without_a_scale,
-        r"layers\.1\.self_attn\.o_proj",
-        "must pass its own check",
+        "glm nvfp4", lose(rf"model\.{O_PROJ}\.weight_scale"), O_PROJ, "must pass its own check",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_said_is_refused_before_a_byte(name, tmp_path):
-    build, where, rule = REFUSED[name]
-    folder = write(tmp_path / "first", build())
+    base, change, where, rule = REFUSED[name]
+    change(checkpoint := GOOD[base]())
+    folder = write(tmp_path / "first", checkpoint)
     with pytest.raises(KeepMTPError) as caught:
         plan_conversion(str(folder), "modelopt")
     assert re.search(where, f"{caught.value.where} {caught.value.got}") and rule in str(
@@ -264,37 +239,16 @@ def test_the_command(twins, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.vllm
-@pytest.mark.skipif(
-    not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
-)
 def test_vllm_computes_the_same_logits_from_both(tmp_path):
     """FP8, which vLLM's CPU kernels have: the target's states and the draft's logits, bit for
     bit.
     """
     first, other = tmp_path / "first", tmp_path / "other"
-    recipe, text = find_recipe("tiny-qwen3_5", scheme="fp8-dynamic", mtp="FP8_DYNAMIC")
-    plan = make_plan(recipe, open_source(ROOT / "models" / "tiny-qwen3_5"))
-    with claim(plan, first) as partial:
-        write_shards(plan, partial, recipe_text=text, threads=1)
-        publish(partial, first)
+    choices = {"source": str(QWEN), "scheme": "fp8-dynamic", "mtp": "FP8_DYNAMIC"}
+    quantize(*plan_for("tiny-qwen3_5", **choices), out=first)
     converted(first, other)
-    jobs = [
-        json.dumps(
-            {
-                "folder": str(folder),
-                "prompts": [[5, 9, 33, 120, 7, 66]],
-                "num_drafts": 2,
-                "out": f"{folder}.st",
-            }
-        )
-        for folder in (first, other)
-    ]
-    words = [str(VLLM_PYTHON), str(ROOT / "tests" / "vllm" / "dump_drafts.py"), *jobs]
-    stubs = str(ROOT / "validate" / "measure" / "plugin" / "stubs")
-    done = subprocess.run(
-        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs}
-    )
-    assert done.stdout.count("DUMPED ") == 2, done.stdout[-2000:] + done.stderr[-6000:]
-    one, two = (load_file(f"{folder}.st") for folder in (first, other))
+    how = {"prompts": [[5, 9, 33, 120, 7, 66]], "num_drafts": 2}
+    jobs = [how | {"folder": f"{each}", "out": f"{each}.st"} for each in (first, other)]
+    one, two = map(load_file, in_vllm("dump_drafts.py", jobs))
     assert one.keys() == two.keys() and {"0.hidden", "0.first", "0.last"} <= one.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -17,8 +17,10 @@ from pathlib import Path
 
 import pytest
 import releases
+import yaml
 from broken import BROKEN, GOOD, Case
 from checkpoint_files import write
+from commands import ROOT
 from dry_corpus import DRY, TWINS
 from good import llmcompressor, ours, released
 from keepmtp import api
@@ -36,73 +38,15 @@ from outputs import digests
 from typer.testing import CliRunner, Result
 from written_values import fill, opened, poke
 
-ROOT = Path(__file__).parents[2]
-# What those need that fix does not cure, by the start of the case's name.
-GRAFT = (
-    "F1 dropped",
-    "F3 dropped",
-    "F5 only the glue",
-    "F10 vision-language, stripped",
-    "R1 neither",
-    "F2 ",
-    "M1 eh_proj lost",
-    "F8 o_proj of the draft",
-    "E7 ",
-    "E2 one expert of the draft",
-    "F42 ",
-    "H7 ",
-    "F12 mtp.fc packed",
-    "E9 ",
-    "R7 scale without weight",
-    "R7 a scale the draft's loader",
-    "R7 orphan scale",
-    "R2 eight bits",
-    "R15 ",
-)
-# The last four: vLLM has no such form in modelopt's dialect, and convert wants a checkpoint that
-# vLLM reads as it is.
-QUANTIZE_ANEW = (
-    "E8 ",
-    "M1 norm of a decoder",
-    "E2 experts of one rank",
-    "M1 scale of",
-    "R3 one expert",
-    "F8 global scale",
-    "Fp7 ",
-    "G5 ",
-    "R4 ",
-    "Fp1 global scale with two",
-    "Fp2 block scales in BF16",
-    "M2 ",
-    "R7 GPTQ with an order",
-    "R7 Quark in a scheme",
-    "R7 FP8 blocks of experts",
-    "R7 FP8 a channel",
-    "R7 an algorithm of experts",
-    "R7 mixed FP8 a channel",
-)
-THE_RELEASE = (
-    "E6 ",
-    "E10 ",
-    "M8 ",
-    "R6 shard cut short",
-    "R8 a family",
-    "R8 a dialect",
-    "R2 GPTQ in 8 bits",
-    "R7 algorithm vLLM does not load",
-    "R7 AutoRound in groups",
-    "R7 Quark without",
-    "R2 no quantization config",
-    "F7 ",
-)
+CURES = yaml.safe_load(Path(__file__).with_name("cures.yaml").read_text())
 
 
 def starting(*starts: str) -> list[Case]:
     return [case for case in BROKEN if case.name.startswith(starts)]
 
 
-GRAFTED = starting(*GRAFT)
-NOT_CURED = starting(*QUANTIZE_ANEW, *THE_RELEASE)
+GRAFTED, ANEW, RELEASED = (starting(*starts) for starts in CURES.values())
+NOT_CURED = [*ANEW, *RELEASED]
 CURED = [case for case in BROKEN if case not in GRAFTED and case not in NOT_CURED]
 STATIC = [case for case in DRY if "both" in case.by and (case.tp, case.num_drafts) == (1, 1)]
 CASES = {case.name: case for case in (*BROKEN, *STATIC)}
@@ -254,29 +198,20 @@ def test_graft_gives_back_what_there_was(case: Case, place, tmp_path):
     assert count > 4
 
 
-# What headers do not show: the block's values are spoilt, each as in its thread.
-DRAFT = "model.layers.3"
-SPOILT = {
-    "an MTP layer of zeros": ("empty-weight", f"{DRAFT}.self_attn.o_proj.weight_packed", 0),
-    "glue of zeros": ("empty-weight", f"{DRAFT}.eh_proj.weight", 0.0),
-    "a norm of zeros": ("norm", f"{DRAFT}.enorm.weight", 0.0),
-    "vllm 53537, NaN in the glue": ("finite", f"{DRAFT}.eh_proj.weight", math.nan),
-    "an infinite global scale": (
-        "finite",
-        f"{DRAFT}.mlp.experts.2.up_proj.weight_global_scale",
-        math.inf,
-    ),
-    "a global scale of zero": (
-        "scale-sign",
-        f"{DRAFT}.mlp.experts.1.down_proj.weight_global_scale",
-        0.0,
-    ),
-}
+# What headers do not show: the block's values are spoilt, each as in its thread (NaN: vllm 53537).
+SPOILT = [
+    ("empty-weight", "self_attn.o_proj.weight_packed", 0),
+    ("empty-weight", "eh_proj.weight", 0.0),
+    ("norm", "enorm.weight", 0.0),
+    ("finite", "eh_proj.weight", math.nan),
+    ("finite", "mlp.experts.2.up_proj.weight_global_scale", math.inf),
+    ("scale-sign", "mlp.experts.1.down_proj.weight_global_scale", 0.0),
+]
 
 
-@pytest.mark.parametrize("name", SPOILT)
-def test_graft_cures_values_of_the_block(name: str, place, tmp_path):
-    rule, tensor, value = SPOILT[name]
+@pytest.mark.parametrize(("rule", "leaf", "value"), SPOILT)
+def test_graft_cures_values_of_the_block(rule, leaf, value, place, tmp_path):
+    tensor = f"model.layers.3.{leaf}"
     old = write(tmp_path / "old", GOOD["glm nvfp4"]())
     fill(old)
     poke(old, tensor, value)
@@ -339,7 +274,7 @@ def test_a_group_of_two_sides_is_a_finding_and_no_defect(tmp_path):
 
 
 def test_every_case_has_one_cure():
-    starts = (*GRAFT, *QUANTIZE_ANEW, *THE_RELEASE)
+    starts = [start for each in CURES.values() for start in each]
     assert all(map(starting, starts)), "each start is one of a case"
     assert len(GRAFTED) + len(NOT_CURED) == sum(len(starting(start)) for start in starts)
 
@@ -348,8 +283,8 @@ def test_every_case_has_one_cure():
 ROWS = {
     "`keepmtp fix`": CURED,
     "`keepmtp graft`": GRAFTED,
-    "quantize anew": starting(*QUANTIZE_ANEW),
-    "the release's own files": starting(*THE_RELEASE),
+    "quantize anew": ANEW,
+    "the release's own files": RELEASED,
 }
 
 

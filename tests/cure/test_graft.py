@@ -3,15 +3,12 @@ been lost.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint_files import Checkpoint, write
+from checkpoint_files import Change, Checkpoint, both, ignoring, setting, write
+from commands import ROOT, keepmtp, refused
 from good import llmcompressor, ours, released
 from hub import Fault, Hub, serving
 from keepmtp import pipeline
@@ -24,17 +21,10 @@ from keepmtp.validate.check import reading
 from keepmtp.validate.check.check import check
 from live_tensors import drop_block, tensors_of, without_block
 from outputs import digests, forks
+from printed import printed
 from releases import write_checkpoint
 
-ROOT = Path(__file__).parents[2]
 RELEASE = ROOT / "models" / "tiny-glm4-moe"
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
-NO_VLLM = {"VLLM_PYTHON": "/nonexistent/python"}
-
-
-def keepmtp(*words: object, **changes: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | NO_VLLM | changes
-    return subprocess.run([KEEPMTP, *map(str, words)], capture_output=True, text=True, env=env)
 
 
 def quantized(folder: Path, recipe: str, **choices: str) -> Path:
@@ -123,14 +113,10 @@ def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
     del tensors["model.layers.3.eh_proj.weight"]
     config = json.loads((whole / "config.json").read_text())
     write_checkpoint(broken, config, tensors, num_shards=1)
-    values = tensors_of(broken)
+    values, block = tensors_of(broken), tensors_of(RELEASE)
     out = grafted(broken, tmp_path / "new")
-    found = tensors_of(out)
-    assert {name: found[name] for name in tensors if "layers.3." not in name} == {
-        name: value for name, value in values.items() if "layers.3." not in name
-    }
-    released = tensors_of(RELEASE)
-    assert all(found[name] == released[name] for name in released if "layers.3." in name)
+    for name, value in tensors_of(out).items():
+        assert value == (block if "layers.3." in name else values)[name]
     assert check(out).ok
 
 
@@ -183,9 +169,8 @@ def test_only_the_block_is_fetched_and_nothing_twice(hub, whole, lost, tmp_path,
 @pytest.mark.full
 def test_of_a_repository_only_new_and_changed_files_are_written(hub, tmp_path):
     at = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    done = keepmtp(
-        "graft", "org/lost", "--from", "org/release", "--out", tmp_path / "new", "--json", **at
-    )
+    words = f"graft org/lost --from org/release --out {tmp_path}/new --json --static-only"
+    done = keepmtp(words, **at)
     assert done.returncode == 0, done.stderr
     files = {path.name for path in (tmp_path / "new").iterdir() if path.name != WORK}
     assert files == {INDEX, "model-mtp-00001-of-00001.safetensors"}, (
@@ -224,79 +209,64 @@ def test_a_good_block_is_refused_unless_it_is_to_be_replaced(whole, tmp_path):
     )
 
 
-def wider() -> Checkpoint:
-    checkpoint = released("glm-4.7")
+def wider(checkpoint: Checkpoint) -> None:
     checkpoint.retype(r"model\.layers\.1\.self_attn\.o_proj\.weight", shape=lambda n, k: (n, 2 * k))
-    return checkpoint
 
 
-def configured(checkpoint: Checkpoint, **entries: object) -> Checkpoint:
-    checkpoint.config |= entries
-    return checkpoint
-
-
-# The release, keys of config.json of the checkpoint that lost its block, and the refusal.
-REFUSED: dict[str, tuple[Callable[[], Checkpoint], dict[str, object], str]] = {
-    "another family": (lambda: released("mimo-7b"), {}, "whose family is glm4_moe; got mimo"),
-    "another width": (wider, {}, r"model\.layers\.1\.self_attn\.o_proj: both must have one shape"),
+GLM, ODD = "glm-4.7", {"quant_method": "gptq", "bits": 4, "dynamic": ["x"]}
+# The release, its change, keys of config.json of the checkpoint that lost its block, and the
+# refusal.
+REFUSED: dict[str, tuple[str, Change, dict[str, object], str]] = {
+    "another family": ("mimo-7b", both(), {}, "whose family is glm4_moe; got mimo"),
+    "another width": (GLM, wider, {}, r"model\.layers\.1\.self_attn\.o_proj: both must have one shape"),
     "another depth": (
-        lambda: configured(released("glm-4.7"), num_hidden_layers=4),
-        {},
-        "whose num_hidden_layers is 3; got 4",
+        GLM, setting("num_hidden_layers", 4), {}, "whose num_hidden_layers is 3; got 4",
     ),
-    "no block": (
-        lambda: without_block(released("glm-4.7")),
-        {},
-        r"promises MTP layers model\.layers\.3\.\*; got no",
+    "no block": (GLM, without_block, {}, r"promises MTP layers model\.layers\.3\.\*; got no"),
+    "layers in words": (GLM, both(), {"num_hidden_layers": "many"}, "; got "),
+    "no layers": (GLM, both(), {"num_hidden_layers": None}, "; got "),
+    "a type of 7": (GLM, both(), {"model_type": 7}, "; got "),
+    "GPTQ": (GLM, both(), {"quantization_config": ODD}, "; got "),
+    "compressed-tensors": (
+        GLM, both(),
+        {"quantization_config": {"quant_method": "compressed-tensors", "ignore": "lm_head"}}, "; got ",
     ),
-    **{
-        f"{spoilt}": (lambda: released("glm-4.7"), spoilt, "; got ")
-        for spoilt in (
-            {"num_hidden_layers": "many"},
-            {"num_hidden_layers": None},
-            {"model_type": 7},
-            {"quantization_config": {"quant_method": "compressed-tensors", "ignore": "lm_head"}},
-            {"quantization_config": {"quant_method": "gptq", "bits": 4, "dynamic": ["x"]}},
-            {"quantization_config": {"quant_method": "awq", "modules_to_not_convert": 3}},
-        )
-    },
-}
+    "AWQ": (
+        GLM, both(),
+        {"quantization_config": {"quant_method": "awq", "modules_to_not_convert": 3}}, "; got ",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_grafted_is_refused(name, tmp_path):
-    release, entries, says = REFUSED[name]
-    lost = configured(without_block(ours("glm-4.7", "FP8_DYNAMIC")), **entries)
+    model, change, entries, says = REFUSED[name]
+    change(release := released(model))
+    lost = without_block(ours(GLM, "FP8_DYNAMIC"))
+    lost.config |= entries
     with pytest.raises(KeepMTPError, match=says):
-        planned(write(tmp_path / "lost", lost), write(tmp_path / "release", release()))
+        planned(write(tmp_path / "lost", lost), write(tmp_path / "release", release))
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "says"),
+    ("part", "values", "says"),
     [
-        (lambda name, data: bytes(len(data)), r"model\.layers\.3\..*holds zeros only"),
-        (
-            lambda name, data: b"\xc0\x7f" + data[2:] if "eh_proj" in name else data,
-            r"eh_proj\.weight.*infinite or NaN",
-        ),
-        (
-            lambda name, data: b"\x80\x3f" * (len(data) // 2) if "norm" in name else data,
-            r"norm.*hold 1 only, as before training",
-        ),
+        ("", b"\0\0", r"model\.layers\.3\..*holds zeros only"),
+        ("eh_proj", b"\xc0\x7f", r"eh_proj\.weight.*infinite or NaN"),
+        ("norm", b"\x80\x3f", r"norm.*hold 1 only, as before training"),
     ],
     ids=["zeros", "nan", "norms as they were set"],
 )
-def test_a_block_that_was_never_trained_is_refused_by_its_values(lost, spoilt, says, tmp_path):
+def test_a_block_that_was_never_trained_is_refused_by_its_values(
+    lost, part, values, says, tmp_path
+):
     release = tmp_path / "release"
     shutil.copytree(RELEASE, release)
-    source = open_source(release)
-    for entry in source.entries.values():
-        if entry.name.startswith("model.layers.3."):
+    for entry in open_source(release).entries.values():
+        if entry.name.startswith("model.layers.3.") and part in entry.name:
             with open(release / entry.file, "r+b") as file:
                 file.seek(entry.start)
-                data = spoilt(entry.name, file.read(entry.num_bytes))
-                file.seek(entry.start)
-                file.write(data)
+                file.write(values * (entry.num_bytes // 2))
     with pytest.raises(CheckpointError, match=says):
         grafted(lost, tmp_path / "new", release)
     assert not (tmp_path / "new").exists()
@@ -316,18 +286,8 @@ def test_an_unknown_dialect_is_one_sentence(tmp_path):
     checkpoint.config["quantization_config"] = {"quant_method": "exl3", "bits": 4}
     folder = write(tmp_path / "exl3", checkpoint)
     release = write(tmp_path / "release", released("glm-4.7"))
-    done = keepmtp("graft", folder, "--from", release, "--dry-run")
-    assert done.returncode == 2 and done.stdout == ""
-    assert (
-        done.stderr.count("\n") == 1
-        and "exl3" in done.stderr
-        and "the check must be able to read it" in done.stderr
-    )
-
-
-def test_a_run_without_a_folder_to_write_is_refused(lost):
-    done = keepmtp("graft", lost, "--from", RELEASE)
-    assert done.returncode == 2 and "Add --out NEW, or --dry-run" in done.stderr
+    refused(f"graft {folder} --from {release} --dry-run", says="the check must be able to read it")
+    refused(f"graft {folder} --from {release}", says="Add --out NEW, or --dry-run")
 
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -337,13 +297,9 @@ def test_keys_that_a_tool_dropped_come_from_the_release(tmp_path):
     """numind/NuExtract3-FP8 #1: the count of MTP layers was removed with the file."""
     checkpoint = without_block(llmcompressor("qwen3.5-27b", "FP8_DYNAMIC"))
     del checkpoint.config["text_config"]["mtp_num_hidden_layers"]
-    checkpoint.quantization["ignore"] = [
-        e for e in checkpoint.quantization["ignore"] if not e.startswith("mtp")
-    ]
+    ignoring(without="^mtp")(checkpoint)
     lost = write(tmp_path / "lost", checkpoint)
-    made = plan_graft(
-        open_source(lost), open_source(write(tmp_path / "release", released("qwen3.5-27b")))
-    )
+    made = planned(lost, write(tmp_path / "release", released("qwen3.5-27b")))
     config = json.loads(made.proposal.files()["config.json"])
     assert config["text_config"]["mtp_num_hidden_layers"] == 1
     assert made.checked.data.findings == ()
@@ -355,25 +311,17 @@ def test_lists_with_a_value_for_each_layer_are_whole_again(tmp_path):
     release = released("step-3.5-flash")
     checkpoint = without_block(ours("step-3.5-flash", "NVFP4A16"))
     assert len(release.config["layer_types"]) > checkpoint.config["num_hidden_layers"]
-    checkpoint.config["layer_types"] = checkpoint.config["layer_types"][
-        : checkpoint.config["num_hidden_layers"]
-    ]
-    made = plan_graft(
-        open_source(write(tmp_path / "lost", checkpoint)),
-        open_source(write(tmp_path / "release", release)),
-    )
-    assert (
-        json.loads(made.proposal.files()["config.json"])["layer_types"]
-        == release.config["layer_types"]
-    )
+    del checkpoint.config["layer_types"][checkpoint.config["num_hidden_layers"] :]
+    made = planned(write(tmp_path / "lost", checkpoint), write(tmp_path / "release", release))
+    config = json.loads(made.proposal.files()["config.json"])
+    assert config["layer_types"] == release.config["layer_types"]
 
 
 def test_dry_run_writes_nothing_and_shows_the_diff(lost, tmp_path):
     before = digests(lost)
-    done = keepmtp("graft", lost, "--from", RELEASE, "--dry-run", "--mtp", "FP8_DYNAMIC")
+    done = keepmtp(f"graft {lost} --from {RELEASE} --dry-run --mtp FP8_DYNAMIC")
     assert done.returncode == 0, done.stderr
-    assert (
-        "+++ b/config.json" in done.stdout
-        and "# vLLM builds these modules of the MTP block packed" in done.stdout
+    printed(
+        "graft_fp8.txt", done.stdout.replace(str(lost), "PATH").replace(str(RELEASE), "RELEASE")
     )
     assert digests(lost) == before and [*tmp_path.iterdir()] == []

@@ -3,7 +3,6 @@ itself matches it.
 """
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import releases
+import yaml
 from checkpoint_files import Checkpoint, write
 from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
 from keepmtp.checkpoints.source import open_source
@@ -22,10 +22,8 @@ from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.facts.vllm_env import find_vllm
 from live_tensors import without_block
 from modelopt_form import in_hf_quant_config, modelopt
+from real_vllm import VLLM_PYTHON
 
-VLLM_PYTHON = Path(
-    os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
-)
 # A draft with a checkpoint of its own has no block to lose.
 MODELS = [model for model in releases.MODELS if "assistant" not in model]
 
@@ -52,13 +50,9 @@ def test_a_block_that_was_dropped_is_as_the_config_says(model, tmp_path):
     """Entries for the lost block are there or not, names are whole or regexes: the result has no
     error.
     """
-    cases = {
-        "whole names": (lambda: llmcompressor(model, "FP8_DYNAMIC"), "bf16"),
-        "packed now": (lambda: llmcompressor(model, "FP8_DYNAMIC"), "FP8_DYNAMIC"),
-        "as released": (lambda: ours(model, "FP8_DYNAMIC"), "source"),
-    }
-    for name, (make, word) in cases.items():
-        assert errors(graft(tmp_path / name, model, make(), mtp=word)) == [], name
+    for make, word in ((llmcompressor, "bf16"), (llmcompressor, "FP8_DYNAMIC"), (ours, "source")):
+        place = tmp_path / f"{make.__name__} {word}"
+        assert errors(graft(place, model, make(model, "FP8_DYNAMIC"), mtp=word)) == [], place
 
 
 @pytest.mark.parametrize(
@@ -72,16 +66,11 @@ def test_modelopt_releases_that_dropped_theirs(model, form, tmp_path):
     block.
     """
     checkpoint = form(model, "NVFP4")
-    holders = [checkpoint.config.get("quantization_config"), *checkpoint.json_files.values()]
-    for holder in filter(None, holders):
-        inner = holder.get("quantization", holder)
-        key = "exclude_modules" if "exclude_modules" in inner else "ignore"
-        if key in inner:
-            inner[key] = [
-                entry
-                for entry in inner[key]
-                if not entry.startswith(("mtp", "model.layers.3.*", "model.layers.4.*"))
-            ]
+    holders = [checkpoint.config.get("quantization_config", {}), *checkpoint.json_files.values()]
+    block = ("mtp", "model.layers.3.*", "model.layers.4.*")
+    for inner in (holder.get("quantization", holder) for holder in holders):
+        for key in inner.keys() & {"exclude_modules", "ignore"}:
+            inner[key] = [entry for entry in inner[key] if not entry.startswith(block)]
     made = graft(tmp_path, model, checkpoint)
     assert errors(made) == [] and made.proposal.edits, "an entry was needed, and written"
     with pytest.raises(
@@ -122,39 +111,15 @@ def test_native_fp8_takes_the_releases_own_bytes(tmp_path):
 
 # --- dialects that only vLLM can judge ------------------------------------------------------------
 
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "gptq": {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": 128,
-        "desc_act": False,
-        "sym": True,
-        "lm_head": False,
-        "dynamic": {"+:.*": {"bits": 4}},
-    },
-    "awq": {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": 128,
-        "zero_point": True,
-        "modules_to_not_convert": ["lm_head"],
-    },
-    "auto-round": {
-        "quant_method": "auto-round",
-        "bits": 4,
-        "group_size": 128,
-        "sym": True,
-        "packing_format": "auto_round:auto_gptq",
-        "extra_config": {"lm_head": {"bits": 16}},
-    },
-    "quark": {
-        "quant_method": "quark",
-        "exclude": ["lm_head"],
-        "export": {},
-        "global_quant_config": {},
-        "layer_quant_config": {},
-    },
-}
+QUANTIZED: dict[str, dict[str, Any]] = yaml.safe_load("""
+gptq: {quant_method: gptq, bits: 4, group_size: 128, desc_act: false, sym: true, lm_head: false,
+  dynamic: {"+:.*": {bits: 4}}}
+awq: {quant_method: awq, bits: 4, group_size: 128, zero_point: true, modules_to_not_convert: [lm_head]}
+auto-round: {quant_method: auto-round, bits: 4, group_size: 128, sym: true,
+  packing_format: "auto_round:auto_gptq", extra_config: {lm_head: {bits: 16}}}
+quark: {quant_method: quark, exclude: [lm_head], export: {}, global_quant_config: {}, layer_quant_config: {}}
+""")
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 PEER = r"""
 import json, sys
 from types import SimpleNamespace
@@ -192,26 +157,19 @@ def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp
         for method, raw in QUANTIZED.items():
             checkpoint = ours(model, "W4A16")
             checkpoint.config["quantization_config"] = raw
-            place = tmp_path / f"{model}-{method}"
-            made = graft(place, model, checkpoint)
+            made = graft(tmp_path / f"{model}-{method}", model, checkpoint)
             new = json.loads(made.proposal.files()["config.json"])["quantization_config"]
             view = RuntimeView(source=made.quantized, view=made.plan.view)
-            block = [
-                module.name
+            is_plain = {
+                module.name: True
                 for module in modules_of(made.plan)
                 if not module.name.endswith("embed_tokens")
-            ]
-            backbone = [
-                m.name
-                for m in view.modules
-                if m.part == "backbone" and m.members[0].weight.form != "plain"
-            ]
-            packed = {
-                "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-                "gate_up_proj": ["gate_proj", "up_proj"],
             }
-            questions.append([new, [*block, *backbone], packed])
-            wanted.append([True] * len(block) + [False] * len(backbone))
+            for module in view.modules:
+                if module.part == "backbone" and module.members[0].weight.form != "plain":
+                    is_plain[module.name] = False
+            questions.append([new, [*is_plain], FUSED])
+            wanted.append([*is_plain.values()])
     done = subprocess.run(
         [VLLM_PYTHON, "-c", PEER], input=json.dumps(questions), capture_output=True, text=True
     )
@@ -221,13 +179,14 @@ def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp
 
 # --- vLLM loads the result ------------------------------------------------------------------------
 
+# The backbone's maker and scheme, and the block's word.
 KNOWN = {
-    "GLM-4.7 NVFP4, modelopt": ("glm-4.7", lambda: modelopt("glm-4.7", "NVFP4"), None),
-    "Qwen3.5 NVFP4, modelopt": ("qwen3.5-397b", lambda: modelopt("qwen3.5-397b", "NVFP4"), None),
-    "GLM-4.7 NVFP4 with a W4A16 block": ("glm-4.7", lambda: ours("glm-4.7", "NVFP4A16"), "W4A16"),
-    "DeepSeek-V4 with its own block": ("dsv4-flash", lambda: ours("dsv4-flash", "NVFP4"), "source"),
-    "Step-3.5-Flash NVFP4": ("step-3.5-flash", lambda: ours("step-3.5-flash", "NVFP4A16"), None),
-    "Step-3.7-Flash NVFP4": ("step-3.7-flash", lambda: ours("step-3.7-flash", "NVFP4A16"), "bf16"),
+    "glm-4.7": (modelopt, "NVFP4", None),
+    "qwen3.5-397b": (modelopt, "NVFP4", None),
+    "glm-4.7-flash": (ours, "NVFP4A16", "W4A16"),
+    "dsv4-flash": (ours, "NVFP4", "source"),
+    "step-3.5-flash": (ours, "NVFP4A16", None),
+    "step-3.7-flash": (ours, "NVFP4A16", "bf16"),
 }
 
 
@@ -238,17 +197,17 @@ def test_vllm_loads_the_graft(tmp_path):
     models is right, and vLLM 0.32.0 cannot construct the draft.
     """
     folders = {}
-    for name, (model, make, word) in KNOWN.items():
-        config, tensors = releases.source_layout(model, size="tiny")
+    for name, (make, scheme, word) in KNOWN.items():
+        config, tensors = releases.source_layout(name, size="tiny")
         place = tmp_path / name
         release = releases.write_checkpoint(place / "release", config, tensors, data="random")
-        lost = write(place / "lost", without_block(make()))
+        lost = write(place / "lost", without_block(make(name, scheme)))
         made = plan_graft(open_source(lost), open_source(release), mtp=word)
         folders[name] = str(carry_out(made, place / "new").folder)
     found = check_on(list(folders.values()), vllm=find_vllm(), gpus=["sm100"])
     for name, checked in zip(folders, found, strict=True):
         (load,), findings = checked.data.dry, checked.data.findings
-        if name.startswith("Step"):
+        if name.startswith("step"):
             errors = [each for each in findings if each.severity == "error"]
             assert {each.rule for each in errors} == {"vllm-defect"}, name
             assert all("vLLM 0.32.0" in each.says for each in errors), errors

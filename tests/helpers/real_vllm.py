@@ -1,4 +1,4 @@
-"""The vLLM that `make test` sets up, for tests that start it."""
+"""The vLLM that `make test` sets up, for tests that start it or compute in it."""
 
 import json
 import os
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from commands import ROOT
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 GLM, QWEN = ROOT / "models" / "tiny-glm4-moe", ROOT / "models" / "tiny-qwen3_5"
+PLUGIN = ROOT / "validate" / "measure" / "plugin"
 NEEDS_VLLM = [
     pytest.mark.vllm,
     pytest.mark.usefixtures("one_thread"),
@@ -33,3 +36,25 @@ def ask(program: str, questions: Any) -> Any:
     )
     assert "ANSWERS" in done.stdout, done.stderr[-3000:]
     return json.loads(done.stdout.rpartition("ANSWERS")[2])
+
+
+def in_vllm(script: str, jobs: list[dict[str, Any]], *paths: Path) -> list[Any]:
+    """What a script of tests/vllm finds for each job, one after another in one process; `paths` are
+    searched for packages.
+    """
+    words = [VLLM_PYTHON, ROOT / "tests" / "vllm" / script, *map(json.dumps, jobs)]
+    path = os.pathsep.join(map(str, (*paths, PLUGIN / "stubs")))
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == len(jobs), done.stdout[-3000:] + done.stderr[-6000:]
+    return [json.loads(line[7:]) for line in lines]
+
+
+def computed(code: str, given: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """The tensors that code in vLLM's environment makes of these: argv has the file of both."""
+    save_file(given, folder / "given")
+    words = [VLLM_PYTHON, "-P", "-c", code, folder / "given", folder / "made"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return load_file(folder / "made")

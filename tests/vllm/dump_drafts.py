@@ -106,4 +106,4 @@ if __name__ == "__main__":
         out, dtype = job.pop("out"), job.pop("alone", "")
         found = draft_alone(**job, dtype=dtype) if dtype else dump(**job)
         save_file({name: value.contiguous() for name, value in found.items()}, out)
-        print("DUMPED " + out, flush=True)
+        print("RESULT " + json.dumps(out), flush=True)

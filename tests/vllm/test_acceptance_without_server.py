@@ -6,30 +6,27 @@ compared too: there the agreement says something. All are asked the same problem
 text is what vLLM wrote.
 """
 
-import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from asked import asked_values
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.schema import Recipe
-from passes import END, ROOT, finished, laid_out, plan_over, prompts
-from real_vllm import NEEDS_VLLM, VLLM_PYTHON
+from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.measure.server import server_environment
+from passes import END, finished, laid_out, plan_over, prompts
+from real_vllm import GLM, NEEDS_VLLM, PLUGIN, QWEN, in_vllm
 from safetensors.torch import load_file, save_file
 
-PLUGIN = ROOT / "validate" / "measure" / "plugin"  # without it vLLM has no NVFP4 on CPUs
 ASKED = prompts(60)
 TOLERANCE = 0.03
 # What is served, tokens drafted a step, and which row of the MTP pass that is.
 CASES = {"glm": (3, 0), "glm-noise": (3, 0), "qwen-noise": (1, 0), "qwen-noise-nvfp4-kv": (1, 2)}
 
-pytestmark = NEEDS_VLLM
+pytestmark = [*NEEDS_VLLM, pytest.mark.full]
 
 
 def noisy(source: Path, out: Path, deviations: float) -> Path:
@@ -47,16 +44,15 @@ def noisy(source: Path, out: Path, deviations: float) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(request, tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
+def served(tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
     """By case: the plan whose pass is to be compared, and what vLLM wrote and counted. One process
     serves all.
     """
     made = tmp_path_factory.mktemp("made")
-    glm, qwen = ROOT / "models" / "tiny-glm4-moe", ROOT / "models" / "tiny-qwen3_5"
     folders = {
-        "glm": glm,
-        "glm-noise": noisy(glm, made / "glm", 2.5),
-        "qwen-noise": noisy(qwen, made / "qwen", 1.5),
+        "glm": GLM,
+        "glm-noise": noisy(GLM, made / "glm", 2.5),
+        "qwen-noise": noisy(QWEN, made / "qwen", 1.5),
     }
     plans = {
         name: plan_over(folder, f"tiny-{'glm4-moe' if 'glm' in name else 'qwen3_5'}.nvfp4")
@@ -69,30 +65,16 @@ def served(request, tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
     )
     folders["qwen-noise-nvfp4-kv"] = quantize(plan, text, out=made / "qwen-nvfp4").out
     plans["qwen-noise-nvfp4-kv"] = plan
-    entry = made / "plugin" / "keepmtp_cpu-0.dist-info"
-    entry.mkdir(parents=True)
-    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: keepmtp-cpu\nVersion: 0\n")
-    (entry / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n"
-    )
-    asked = [name for name in CASES if name in asked_values(request, "case")]
+    (made / "plugin").mkdir()
+    server_environment(find_vllm(), made / "plugin")  # without it vLLM has no NVFP4 on CPUs
     jobs = [
-        json.dumps({"folder": str(folders[name]), "prompts": ASKED, "num_drafts": CASES[name][0]})
-        for name in asked
+        {"folder": str(folders[name]), "prompts": ASKED, "num_drafts": k}
+        for name, (k, _) in CASES.items()
     ]
-    path = os.pathsep.join(map(str, (entry.parent, PLUGIN, PLUGIN / "stubs")))
-    words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
-    done = subprocess.run(
-        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    lines = [
-        json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")
-    ]
-    assert len(lines) == len(asked), done.stdout[-3000:] + done.stderr[-6000:]
-    return {name: (plans[name], line) for name, line in zip(asked, lines, strict=True)}
+    counted = in_vllm("serve.py", jobs, made / "plugin", PLUGIN)
+    return {name: (plans[name], each) for name, each in zip(CASES, counted, strict=True)}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_what_vllm_counts(case, served, tmp_path):
     (k, row), (plan, counted) = CASES[case], served[case]

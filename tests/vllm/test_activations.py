@@ -2,9 +2,7 @@
 of them.
 """
 
-import subprocess
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +15,10 @@ from keepmtp.quantize.calibrate.layers.activations import (
 )
 from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
-from keepmtp.validate.facts.vllm_env import find_vllm
 from layerwise import Skeleton
-from safetensors.torch import load_file, save_file
+from real_vllm import GLM, computed
 
 pytestmark = pytest.mark.vllm
-GLM = Path(__file__).parents[2] / "models" / "tiny-glm4-moe"
 
 ROUND = """
 import sys
@@ -104,18 +100,7 @@ def both(tmp_path_factory) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
             given |= {
                 f"{scheme}.{name}.{leaf}": value.contiguous() for leaf, value in found.items()
             }
-    save_file(given, folder / "given")
-    command = [
-        str(find_vllm().python),
-        "-P",
-        "-c",
-        ROUND,
-        str(folder / "given"),
-        str(folder / "made"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return given, load_file(folder / "made")
+    return given, computed(ROUND, given, folder)
 
 
 ROUNDINGS = {

@@ -25,17 +25,7 @@ from survivors import MARK, marked, none_left
 from wheel import stranger
 
 # Two loads, two repetitions.
-WORDS = [
-    "--concurrency",
-    "1,2",
-    "--requests",
-    "6",
-    "--output-tokens",
-    "24",
-    "--repeat",
-    "2",
-    "--json",
-]
+WORDS = "-k 0..1 --concurrency 1,2 --requests 6 --output-tokens 24 --repeat 2 --json"
 A_SERVERS = 4
 TEMPLATE = "Question: {{ messages[-1]['content'] }}\nAnswer:"
 
@@ -43,12 +33,12 @@ pytestmark = NEEDS_VLLM
 
 
 def started(
-    folder: Path, *words: str, python: Path = VLLM_PYTHON, mark: str = "none"
+    folder: Path, words: str = WORDS, python: Path = VLLM_PYTHON, mark: str = "none"
 ) -> subprocess.Popen[str]:
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(python), **{MARK: mark})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        [KEEPMTP, "bench", str(folder), *words], cwd=ROOT, env=environment, **pipes
+        [KEEPMTP, "bench", str(folder), *words.split()], cwd=ROOT, env=environment, **pipes
     )
 
 
@@ -67,7 +57,7 @@ def killed(tmp_path_factory) -> Path:
     shutil.copytree(GLM, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     evidence = folder.with_name("glm.report")
-    run = started(folder, "-k", "0..1", *WORDS, mark=mark)
+    run = started(folder, mark=mark)
     deadline = time.monotonic() + 500
     while num_measured(lines_in(evidence)) < A_SERVERS:
         assert run.poll() is None and time.monotonic() < deadline, run.communicate()
@@ -86,7 +76,7 @@ def found(killed) -> dict:
     kept = lines.read_bytes()
     with open(lines, "ab") as file:
         file.write(b'{"k": 1, "concurr')
-    run = started(killed.with_suffix(""), "-k", "0..1", *WORDS)
+    run = started(killed.with_suffix(""))
     said, complained = run.communicate(timeout=500)
     assert run.returncode == 0, said[-2000:] + complained[-3000:]
     assert lines.read_bytes().startswith(kept), "what was measured stays as it was"
@@ -145,7 +135,7 @@ def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, 
     kept = tmp_path / "glm.report" / lines_in(killed).name
     kept.write_text("".join(lines))
     python = stub_vllm(tmp_path, real=VLLM_PYTHON, answer=600)
-    run = started(folder, "-k", "0..1", *WORDS, python=python, mark=mark)
+    run = started(folder, python=python, mark=mark)
     deadline = time.monotonic() + 120
     while not any("keepmtp_bench.py" in said for said in marked(mark).values()):
         assert run.poll() is None and time.monotonic() < deadline, run.communicate()
@@ -165,19 +155,8 @@ def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, 
 @pytest.mark.full
 def test_a_request_that_fails_leaves_a_sentence_and_no_figure(tmp_path):
     """The stub does not stream, so vLLM's benchmark gets no token from it."""
-    words = (
-        "-k",
-        "0",
-        "--concurrency",
-        "1",
-        "--requests",
-        "2",
-        "--repeat",
-        "1",
-        "--out",
-        str(tmp_path / "out"),
-    )
-    run = started(GLM, *words, python=stub_vllm(tmp_path, real=VLLM_PYTHON))
+    words = f"-k 0 --concurrency 1 --requests 2 --repeat 1 --out {tmp_path}/out"
+    run = started(GLM, words, python=stub_vllm(tmp_path, real=VLLM_PYTHON))
     said, complained = run.communicate(timeout=200)
     assert run.returncode == 1, complained
     assert (

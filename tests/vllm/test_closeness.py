@@ -6,7 +6,6 @@ twin of it.
 """
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from commands import KEEPMTP
+from commands import keepmtp
 from decompressed import decompressed
+from drafts import weights_of
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
@@ -77,11 +77,8 @@ def text(made) -> Path:
 
 
 def closeness(made: Path, text: Path) -> subprocess.CompletedProcess[str]:
-    words = f"--text {text} --source {QWEN} --window {LENGTH} --timeout 400 --json".split()
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON)}
-    return subprocess.run(
-        [KEEPMTP, "closeness", str(made), *words], capture_output=True, text=True, env=environment
-    )
+    words = f"closeness {made} --text {text} --source {QWEN} --window {LENGTH} --timeout 400 --json"
+    return keepmtp(words, OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
 
 
 @pytest.fixture(scope="module")
@@ -117,19 +114,12 @@ def references(made, store) -> tuple[list[Predicted], list[Predicted]]:
 
     model = AutoModelForCausalLM.from_pretrained(QWEN, dtype=torch.float32)
     before = logprobs(model, store)
-    tensors = {
-        name: value
-        for path in made.glob("*.safetensors")
-        for name, value in load_file(path).items()
-    }
-    modules = dict(model.named_modules())
-    packed = [
-        name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")
-    ]
-    served = [name for name in packed if name in modules]
-    assert len(served) > 10
-    for name in served:
-        modules[name].weight.data = decompressed("W4A16", name, tensors).float()
+    tensors, num_served = weights_of(made), 0
+    for name, module in model.named_modules():
+        if f"{name}.weight_packed" in tensors:
+            module.weight.data = decompressed("W4A16", name, tensors).float()
+            num_served += 1
+    assert num_served > 10
     return before, logprobs(model, store)
 
 
@@ -186,33 +176,6 @@ def test_calibration_found_the_same_divergence_and_flips(made, found):
     assert abs(fact["flip_rate"] - row["flips"]) < 0.012
 
 
-def test_fewer_tokens_of_real_predictions_give_a_lower_bound(made, found, store, references):
-    """The same windows with only the likeliest of both, as a server of a large vocabulary gives
-    them.
-    """
-    _, after = references
-    last = 0.0
-    for top in (4, 32, 128):
-        cut = [
-            tuple(likeliest(each, top) for each in (kept(store, n), after[n]))
-            for n in range(HELD_OUT)
-        ]
-        nats = mean([one for one, _ in cut], [other for _, other in cut])
-        assert last <= nats + 1e-9
-        last = nats
-    whole = mean([kept(store, n) for n in range(HELD_OUT)], after)
-    assert 0.5 * whole < last <= whole + 1e-6
-
-
-def likeliest(predicted: Predicted, top: int) -> Predicted:
-    order = np.argsort(-predicted.logprobs, axis=1, kind="stable")[:, :top]
-    ids, values = (
-        np.take_along_axis(each, order, axis=1) for each in (predicted.ids, predicted.logprobs)
-    )
-    return Predicted(ids=ids, logprobs=values, following=predicted.following, is_whole=False)
-
-
-@pytest.mark.full
 def test_a_twin_with_one_damaged_tensor_fails_the_gate(made, text, found):
     """The scales of one linear are half again as large."""
     twin = shutil.copytree(made, made.with_name("twin"))

@@ -1,5 +1,5 @@
 """Ground truth for names: what vLLM's target and draft ask their quantization config about, family
-by family.
+by family; and types that share a family's table under other names (helpers/wrapped.py).
 
 The (prefix, layer, method) list is recorded while vLLM's own classes are constructed. A family file
 that drifts from vLLM fails here with the prefix; so does an ignore list that leaves vLLM another
@@ -12,30 +12,62 @@ from pathlib import Path
 
 import pytest
 import releases
+from checkpoint_files import Checkpoint
 from dry_corpus import SEPARATE
-from good import ours, planned
+from good import outputs_of, plan_of, released
 from keepmtp.quantize.config.written import modules_of
-from keepmtp.recipes.families import find_family, find_view
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.recipes.families import find_family
 from keepmtp.recipes.family import HFName
-from keepmtp.recipes.family_view import FamilyView
 from keepmtp.validate.dryload.failures import known_defect
+from keepmtp.validate.dryload.verdict_findings import objections
 from keepmtp.validate.facts.dry_load import LoadAccount, Question
 from keepmtp.validate.facts.vllm_env import find_vllm
+from wrapped import WRAPPED, nemotron_omni
+from written_values import opened
 
 SCHEME = "FP8_DYNAMIC"  # the one that every family's modules take
 MTP = ("bf16", SCHEME)
 # A draft with a checkpoint of its own has no target to be built beside.
-MODELS = [model for model in releases.MODELS if model not in SEPARATE]
+MODELS = [*(model for model in releases.MODELS if model not in SEPARATE), *WRAPPED]
 # What is asked about its cache, or for whole-number formats only.
 NOT_A_MATRIX = ("Attention", "VocabParallelEmbedding", "MambaMixer2")
+# Nemotron Omni as transformers' class reads it, and with a quantization config at the top level
+# alone; what vLLM raises for each, and its cure.
+NATIVE, OUTSIDE = "nemotron_h_omni", "outside"
+DEFECTS = {
+    NATIVE: ("vit_hidden_size", "--trust-remote-code"),
+    OUTSIDE: ("CompressedTensorsConfig", "llm_config"),
+}
+SOUNDS = "mimo-v2.5 with its audio_tokenizer"
+# Parameters of towers that the fixtures leave out.
+NO_TOWER = ("vision_model.", "mlp1.", "vision_final_layernorm.")
 
 pytestmark = pytest.mark.vllm
 
 
+@cache
+def plan(model: str, mtp: str) -> Plan:
+    wrapped = WRAPPED.get(model)
+    layout = wrapped() if wrapped else releases.source_layout(model, size="tiny")
+    return plan_of(*layout, model, SCHEME, mtp)
+
+
+def with_audio_tokenizer(folder: Path) -> None:
+    (folder / "audio_tokenizer").mkdir()
+    (folder / "audio_tokenizer" / "config.json").write_text("{}")
+
+
 @pytest.fixture(scope="module")
-def accounts(dry_loaded) -> dict[tuple[str, str], LoadAccount]:
-    """(model, MTP policy) -> what vLLM did with what keepmtp writes."""
-    return dry_loaded({(model, mtp): ours(model, SCHEME, mtp) for model in MODELS for mtp in MTP})
+def accounts(dry_loaded) -> dict[object, LoadAccount]:
+    """(model, MTP policy) -> what vLLM did with what keepmtp writes; and three by name."""
+    made = {(model, mtp): outputs_of(plan(model, mtp)) for model in MODELS for mtp in MTP}
+    config, tensors = nemotron_omni(NATIVE)
+    outside, sounds = outputs_of(plan("NemotronH_Omni_Reasoning_V3", SCHEME)), released("mimo-v2.5")
+    del outside.config["llm_config"]["quantization_config"]
+    sounds.after = with_audio_tokenizer
+    others = {NATIVE: Checkpoint(config=config, tensors=tensors), OUTSIDE: outside, SOUNDS: sounds}
+    return dry_loaded(made | others)
 
 
 def questions(account: LoadAccount, part: str) -> list[Question]:
@@ -60,18 +92,17 @@ def table(model: str, part: str) -> dict[str, bool]:
     """Runtime name of every matrix of a part -> whether the family's table says that vLLM asks
     about it.
     """
-    config, tensors = releases.source_layout(model, size="tiny")
-    view = find_view(config, model)
+    source, view = plan(model, "bf16").source, plan(model, "bf16").view
     used = view.family.loader.num_layers_used or view.num_mtp_layers
     names: dict[str, bool] = {}
-    for name, (_, shape) in tensors.items():
+    for name, entry in source.entries.items():
         place = view.place(HFName(name))
         first = 0 if view.layout.mtp else view.num_layers
         if place.part != part or (
             part == "mtp" and place.layer is not None and place.layer - first >= used
         ):
             continue
-        if place.role == "experts" or (place.leaf == "weight" and len(shape) >= 2):
+        if place.role == "experts" or (place.leaf == "weight" and len(entry.shape) >= 2):
             names[place.runtime] = place.row.loads_quantized
     return names
 
@@ -82,38 +113,32 @@ def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accoun
     """Every name that vLLM asks about is in the table, and vLLM asks about every name that the
     table says it does.
     """
-    asked = questions(accounts[model, "bf16"], part)
-    config, _ = releases.source_layout(model, size="tiny")
-    view = find_view(config, model)
-    opaque = tuple(runtime for _, runtime, _ in view.layout.opaque)
-    matrices = {
-        q.prefix
-        for q in asked
-        if q.layer != "ParallelLMHead" and not (opaque and q.prefix.startswith(opaque))
-    }
-    ours = {name: asks for name, asks in table(model, part).items() if not is_head(view, name)}
+    asked, heads, matrices = questions(accounts[model, "bf16"], part), set(), set()
+    opaque = tuple(runtime for _, runtime, _ in plan(model, "bf16").view.layout.opaque)
+    for each in asked:
+        if each.layer == "ParallelLMHead":
+            heads.add(each.prefix)
+        elif not each.prefix.startswith(opaque or " "):
+            matrices.add(each.prefix)
+    ours = {name: asks for name, asks in table(model, part).items() if not is_head(model, name)}
     assert matrices - set(ours) == set(), "vLLM asks about modules that the table does not know"
     never_asked = {name for name, asks in ours.items() if asks} - matrices
     assert never_asked == set(), "the table has modules that vLLM never asks about"
-    heads = {q.prefix for q in asked if q.layer == "ParallelLMHead"}
-    assert {name for name in heads - {""} if not is_head(view, name)} == set(), (
-        "a head under an unknown name"
-    )
+    assert all(is_head(model, name) for name in heads - {""}), "a head under an unknown name"
 
 
-def is_head(view: FamilyView, name: str) -> bool:
+def is_head(model: str, name: str) -> bool:
+    view = plan(model, "bf16").view
     rows = [*view.layout.top, *view.family.mtp_block, *view.layout.mtp_top]
     own = {row.runtime or row.path for row in rows if row.role == "head"}
-    return name == view.layout.draft_head or any(
-        name == head or name.endswith(f".{head}") for head in own
-    )
+    return name == view.layout.draft_head or any(f".{name}".endswith(f".{head}") for head in own)
 
 
 @pytest.mark.parametrize("mtp", MTP)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_ignore_list_makes_vllm_choose_what_the_plan_chose(model, mtp, accounts):
     """Of every question: quantized by vLLM exactly where the plan quantizes."""
-    chosen = {str(module.name): module.scheme for module in modules_of(planned(model, SCHEME, mtp))}
+    chosen = {str(module.name): module.scheme for module in modules_of(plan(model, mtp))}
     wrong = {}
     for part in ("backbone", "mtp"):
         for question in questions(accounts[model, mtp], part):
@@ -133,3 +158,35 @@ def test_a_family_file_that_drifts_is_named(accounts):
     }
     assert "model.mtp_layers.0.self_attn.qkv_proj" in drifted - theirs
     assert "model.layers.3.self_attn.qkv_proj" in theirs - drifted
+
+
+def test_a_tokenizer_of_sounds_is_not_read(accounts):
+    """Its weights are in a folder of their own, which no index names."""
+    assert accounts[SOUNDS].load.ok and not accounts[SOUNDS].of("target")[1].faults
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_every_tensor_is_read_and_every_parameter_is_filled(name, accounts):
+    account = accounts[name, SCHEME]
+    assert account.load.failure is None
+    faults = [fault.param for role in ("target", "draft") for fault in account.of(role)[1].faults]
+    assert [param for param in faults if not param.startswith(NO_TOWER)] == []
+    assert all(tensor.startswith("model.time_series.") for tensor in account.unconsumed)
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_what_vllm_cannot_do_with_nemotron_omni_is_a_known_defect(name, accounts):
+    failure, (words, cure) = accounts[name].load.failure, DEFECTS[name]
+    assert failure and words in failure.words
+    defect = known_defect(failure, family="nemotron_h", version=find_vllm().version)
+    assert defect and cure in defect.cure
+
+
+def test_what_vllm_drops_on_purpose_is_no_finding(accounts):
+    """Intern-S2's encoder of time series; the same tensor under another name is a finding."""
+    account = accounts["intern_s2_preview", SCHEME]
+    runtime = opened(Path(account.path))
+    assert objections(account, runtime, version=find_vllm().version) == []
+    other = account.model_copy(update={"unconsumed": ("model.time_serie.norm.weight",)})
+    [found] = objections(other, runtime, version=find_vllm().version)
+    assert found.finding.where == "model.time_serie.norm.weight"

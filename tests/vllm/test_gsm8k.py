@@ -7,11 +7,13 @@ the first.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.report.report import verify
 from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
 from safetensors.torch import load_file, save_file
+from survivors import MARK, marked
 from task_rows import TASK_ROWS
 from wheel import stranger
 
@@ -123,6 +126,7 @@ def test_source_and_checkpoint_score_well_above_zero(made, found):
     fact = found["evaluation"]
     source, checkpoint = fact["source"], fact["checkpoint"]
     assert fact["plain"]["num_empty"] == source["num_empty"] == checkpoint["num_empty"] == 0
+    assert not list(made.with_name("glm.report").glob("*bf16*")), "the copy is removed"
     for one in (source, checkpoint):
         assert [score["filter"] for score in one["scores"]] == ["strict-match", "flexible-extract"]
         assert all(0.85 < score["value"] < 1 and score["stderr"] > 0 for score in one["scores"])
@@ -140,19 +144,15 @@ def test_source_and_checkpoint_score_well_above_zero(made, found):
     assert (
         source["as_served"] == "native"
         and checkpoint["as_served"] == COPY
-        and "W4A16" in checkpoint["reason"]
+        and "routed experts in W4A16" in checkpoint["reason"]
+        and "FP8_BLOCK" in checkpoint["reason"]
     )
-    assert {pair["filter"] for pair in fact["paired"]} == {"strict-match", "flexible-extract"}
     assert all(pair["low"] < pair["difference"] < pair["high"] for pair in fact["paired"])
     protocol = Evaluation(
         dataset="models/held_out.jsonl", shots=0, max_tokens=96, k=3, concurrency=8
     )
     assert fact["protocol"] == protocol.model_dump()
-    assert fact["environment"]["vllm"] == find_vllm().version and fact["environment"]["lm-eval"]
     assert reasons(found)["acceptance"]["verdict"] == reasons(found)["gsm8k"]["verdict"] == "pass"
-    assert verify(made.with_name("glm.report")).evaluation is not None, (
-        "every figure follows from the answers"
-    )
 
 
 @pytest.mark.full
@@ -171,47 +171,30 @@ def test_with_mtp_off_the_checkpoint_answers_the_same(found):
     assert reasons(found)["drafting"]["verdict"] == "pass"
 
 
-@pytest.mark.full
-def test_the_same_again_starts_no_server(keepmtp, made, found):
-    logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
-    assert len(logs) == 3
-    done = evaluated(keepmtp, made)
-    assert json.loads(done.stdout)["evaluation"] == found["evaluation"], done.stderr
-    assert {
-        path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")
-    } == logs
-
-
-def run_all(keepmtp: Keepmtp, made: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return keepmtp(
-        "all", "tiny-glm4-moe", "--out", str(made), "--no-serve-check", "--gpu", "sm100", cwd=cwd
-    )
+def run_all(keepmtp: Keepmtp, made: Path, cwd: Path = ROOT) -> tuple[int, list[str], str]:
+    """Exit status, the verbs that ran, and what it printed."""
+    words = f"all tiny-glm4-moe --out {made} --no-serve-check --gpu sm100".split()
+    done = keepmtp(*words, cwd=cwd)
+    verbs = re.findall(r"^\$ keepmtp (\w+)", done.stderr, re.MULTILINE)
+    return done.returncode, verbs, done.stdout + done.stderr
 
 
 @pytest.mark.full
 def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, found):
     """As after a run that was cut off behind the evaluation: what is there is not done again."""
     logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
-    done = run_all(keepmtp, made)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "quantize: done before" in done.stderr
-    commands = [
-        line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")
-    ]
-    assert commands == ["check", "eval", "card"]
-    assert {
-        path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")
-    } == logs
-    card = made.with_name("glm.card") / "README.md"
-    score = next(
-        one
-        for one in found["evaluation"]["checkpoint"]["scores"]
-        if one["filter"] == "flexible-extract"
+    status, verbs, said = run_all(keepmtp, made)
+    assert (status, verbs) == (0, ["check", "eval", "card"]) and "quantize: done before" in said, (
+        said
     )
-    assert f"{100 * score['value']:.2f} %" in card.read_text() and "**pass**" in card.read_text()
-    ready = keepmtp(
-        "publish", str(made), "--repo", "org/glm", "--dry-run", "--json", HF_HUB_OFFLINE="1"
-    )
+    assert {path: path.stat().st_mtime_ns for path in logs} == logs and len(logs) == 3
+    evaluation = verify(made.with_name("glm.report")).evaluation
+    assert evaluation is not None and evaluation.model_dump(mode="json") == found["evaluation"]
+    card = (made.with_name("glm.card") / "README.md").read_text()
+    score = found["evaluation"]["checkpoint"]["scores"][1]["value"]
+    assert f"{100 * score:.2f} %" in card and "**pass**" in card
+    words = f"publish {made} --repo org/glm --dry-run --json".split()
+    ready = keepmtp(*words, HF_HUB_OFFLINE="1")
     assert ready.returncode == 0 and "model-00002-of-00002.safetensors" in ready.stdout, (
         ready.stderr
     )
@@ -236,15 +219,10 @@ def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
     (stranger_package / "__init__.py").write_text(
         "raise SystemExit('the code of the current folder ran')"
     )
-    done = run_all(keepmtp, twin, cwd=stranger_package.parent)
-    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
-    assert [
-        line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")
-    ] == ["check"]
-    assert "model.layers.3" in done.stdout
-    assert (
-        not (tmp_path / "twin.report" / "logs").exists() and not (tmp_path / "twin.card").exists()
-    )
+    status, verbs, said = run_all(keepmtp, twin, cwd=stranger_package.parent)
+    assert (status, verbs) == (1, ["check"]) and "model.layers.3" in said, said
+    assert not (tmp_path / "twin.report" / "logs").exists()
+    assert not (tmp_path / "twin.card").exists()
 
 
 @pytest.mark.full
@@ -264,27 +242,6 @@ def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
 def samples_in(folder: Path, task: str) -> Samples:
     (path,) = folder.glob(f"{task}.checkpoint.*.jsonl")
     return read_lines(path, AnswersHeader)
-
-
-def engines() -> list[int]:
-    """The engine processes of servers that this process has started: each leads a group of its
-    own.
-    """
-    groups = {
-        int(one)
-        for one in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    }
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                b"EngineCore" in (folder / "cmdline").read_bytes()
-                and os.getpgid(int(folder.name)) in groups
-            ):
-                found.append(int(folder.name))
-        except OSError:
-            continue  # it has ended since
-    return found
 
 
 @pytest.mark.full
@@ -328,10 +285,13 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
 
     monkeypatch.setattr(harness, "serving", counted)
 
+    monkeypatch.setenv(MARK, mark := uuid4().hex)
+
     def kill(step: Step) -> None:
         if not step.doing and step.done >= 50:
-            for process in engines():
-                os.kill(process, signal.SIGKILL)
+            for process, words in marked(mark).items():
+                if "EngineCore" in words:
+                    os.kill(process, signal.SIGKILL)
 
     with pytest.raises(ServerFailed) as caught:
         tasks.evaluate(model, None, asked, **how, watch=kill)

@@ -2,7 +2,6 @@
 rounds by them.
 """
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import LoadAccount
-from keepmtp.validate.facts.vllm_env import find_vllm
-from safetensors.torch import load_file, save_file
+from real_vllm import computed
 
 pytestmark = pytest.mark.vllm
 TWINS = ("glm-4.5-air", "qwen3.5-text", "mimo-v2.5", "exaone-4.5-33b")
@@ -104,18 +102,7 @@ def test_keys_and_values_have_the_codes_of_vllms_operator(tmp_path: Path):
     states = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     states[3] *= 4096
     states[5] /= 512
-    save_file({"states": states}, tmp_path / "given")
-    command = [
-        str(find_vllm().python),
-        "-P",
-        "-c",
-        ROUND,
-        str(tmp_path / "given"),
-        str(tmp_path / "made"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    made = load_file(tmp_path / "made")
+    made = computed(ROUND, {"states": states}, tmp_path)
     for leaf, scale in (("k", 0.03), ("v", 1.0)):
         ours, theirs = (
             (e4m3_by(scale, states).float() / scale).to(torch.float8_e4m3fn).view(torch.uint8),

@@ -30,22 +30,7 @@ def test_serve_until_ctrl_c(tmp_path):
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     url, mark, log = f"http://127.0.0.1:{port}", uuid4().hex, tmp_path / "log"
-    words = [
-        "serve",
-        GLM,
-        "-k",
-        "3",
-        "--port",
-        port,
-        "--log",
-        log,
-        "--every",
-        "1",
-        "--json",
-        "--",
-        "--max-model-len",
-        "512",
-    ]
+    words = f"serve {GLM} -k 3 --port {port} --log {log} --every 1 --json -- --max-model-len 512"
     changes = {
         "VLLM_PYTHON": str(VLLM_PYTHON),
         "VLLM_API_KEY": "mine",
@@ -53,7 +38,7 @@ def test_serve_until_ctrl_c(tmp_path):
         MARK: mark,
     }
     process = subprocess.Popen(
-        [KEEPMTP, *map(str, words)],
+        [KEEPMTP, *words.split()],
         env=stranger(**changes),
         text=True,
         stdout=subprocess.PIPE,

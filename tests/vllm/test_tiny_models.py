@@ -6,32 +6,21 @@ checkpoints in turn. test_serve.py serves the default recipe of tiny-qwen3_5 and
 the command.
 """
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from asked import asked_values
 from commands import ROOT
 from keepmtp.pipeline import plan_for, quantize
-from real_vllm import NEEDS_VLLM, VLLM_PYTHON
+from real_vllm import NEEDS_VLLM, in_vllm
 from twins import broken
 
-ASKED = (
-    ("Tom", "apples", 5, 7),
-    ("Ann", "books", 12, 3),
-    ("Leo", "pens", 8, 9),
-    ("Mia", "eggs", 4, 6),
-)
+ASKED = ("Tom apples 5 7", "Ann books 12 3", "Leo pens 8 9", "Mia eggs 4 6")
 PROMPTS = [
-    (
-        f"Question: {name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does "
-        f"{name} have now?\nAnswer:"
-    )
-    for name, thing, a, b in ASKED
+    f"Question: {name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does {name} have now?\nAnswer:"
+    for name, thing, a, b in map(str.split, ASKED)
 ]
-ANSWERS = [str(a + b) for _, _, a, b in ASKED]
+ANSWERS = ["12", "15", "17", "10"]
 SOURCES = ("tiny-glm4-moe", "tiny-qwen3_5")
 # Every scheme that vLLM's CPU build has a kernel for: all linears of Qwen3.5, all but the routed
 # experts of GLM.
@@ -39,9 +28,7 @@ MADE: dict[str, tuple[str, dict[str, str]]] = {
     "qwen-w8a8-mtp-fp8": ("tiny-qwen3_5", {"scheme": "W8A8", "mtp": "FP8_DYNAMIC"}),
     "glm-fp8": ("tiny-glm4-moe", {"scheme": "fp8-dynamic"}),
 }
-if (
-    Path("/proc/cpuinfo").is_file() and "avx512f" in Path("/proc/cpuinfo").read_text()
-):  # its W4A16 kernel needs it
+if "avx512f" in Path("/proc/cpuinfo").read_text():  # its W4A16 kernel needs it
     MADE["qwen-fp8-mtp-w4a16"] = ("tiny-qwen3_5", {"scheme": "FP8_DYNAMIC", "mtp": "W4A16"})
     MADE["glm-w4a16"] = ("tiny-glm4-moe", {"scheme": "w4a16"})
 
@@ -60,20 +47,8 @@ def served(request, tmp_path_factory) -> dict[str, dict]:
     if "twin" in asked:
         plan, text = plan_for("tiny-qwen3_5", source=str(ROOT / "models" / "tiny-qwen3_5"))
         folders["twin"] = broken(quantize(plan, text, out=made / "good").out, made / "twin")
-    jobs = [
-        json.dumps({"folder": str(f), "prompts": PROMPTS, "num_drafts": 1})
-        for f in folders.values()
-    ]
-    words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
-    stubs = str(ROOT / "validate" / "measure" / "plugin" / "stubs")
-    done = subprocess.run(
-        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs}
-    )
-    lines = [
-        json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")
-    ]
-    assert len(lines) == len(folders), done.stdout[-3000:] + done.stderr[-6000:]
-    return dict(zip(folders, lines, strict=True))
+    jobs = [{"folder": str(each), "prompts": PROMPTS, "num_drafts": 1} for each in folders.values()]
+    return dict(zip(folders, in_vllm("serve.py", jobs), strict=True))
 
 
 def acceptance(result: dict) -> float:

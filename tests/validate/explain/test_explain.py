@@ -8,26 +8,27 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import termios
 import time
 import tomllib
 from pathlib import Path
 
 import pytest
-from checkpoint_files import Checkpoint, as_source, write
+from checkpoint_files import Checkpoint, as_source, ignoring, write
+from commands import KEEPMTP, refused
 from good import llmcompressor, ours, released
 from keepmtp.cli import main
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import Checked, check_source
 from keepmtp.validate.check.runtime_view import RuntimeView
-from keepmtp.validate.dryload.explain import BuiltGroup, Explanation, explain, groups_of
+from keepmtp.validate.dryload.explain import Explanation, explain
 from keepmtp.validate.dryload.failures import known, known_defect, known_failure
 from keepmtp.validate.dryload.log import MOST_BYTES, parse_log, read_log
 from keepmtp.validate.facts.dry_load import LoadFailure
 from modelopt_form import mixed, modelopt
+from printed import printed
+from typer.testing import CliRunner
 
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 MISSING = b"ValueError: MTP speculative decoding layer 3 weights missing from checkpoint. The"
 FRAME = '  File "/usr/local/lib/python3.12/dist-packages/vllm/{}", line {}, in load_weights\n'
 ROWS = [row for rows in known().values() for row in rows]
@@ -36,6 +37,12 @@ SAID = tomllib.loads((Path(__file__).parent / "said.toml").read_text())
 
 def keepmtp(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([KEEPMTP, "explain", *words], input=stdin, capture_output=True)
+
+
+def run(folder: Path, *words: str) -> str:
+    done = CliRunner().invoke(main.app, ["explain", str(folder), *words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 def told(log: bytes, checked: Checked | None = None) -> Explanation:
@@ -48,70 +55,52 @@ def checked(checkpoint: Checkpoint, tmp_path: Path) -> Checked:
     return Checked(check_source(source), source, runtime)
 
 
-def groups(checkpoint: Checkpoint, tmp_path: Path) -> tuple[BuiltGroup, ...]:
-    return groups_of(checked(checkpoint, tmp_path).runtime)
-
-
-@pytest.fixture(scope="module")
-def silent(tmp_path_factory) -> Path:
+def silent() -> Checkpoint:
     """A BF16 MTP layer that the FP8 group claims."""
     checkpoint = llmcompressor("glm-4.7", "FP8_DYNAMIC")
-    listed = checkpoint.quantization["ignore"]
-    checkpoint.quantization["ignore"] = [name for name in listed if "layers.3" not in name]
-    return write(tmp_path_factory.mktemp("silent") / "glm", checkpoint)
+    ignoring(without=r"layers\.3")(checkpoint)
+    return checkpoint
 
 
-# --- groups ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "part", "modules", "built", "why"),
-    [
-        (
-            lambda: llmcompressor("glm-4.7", "FP8_DYNAMIC"),
-            "backbone",
-            "experts",
-            "fp8_channel",
-            "targets has Linear",
-        ),
-        (
-            lambda: llmcompressor("glm-4.7", "FP8_DYNAMIC"),
-            "mtp",
-            "glue",
-            "plain",
-            "without the quantization config",
-        ),
-        (lambda: released("glm-4.7"), "mtp", "attention", "plain", "no quantization config"),
-        (lambda: released("deepseek-r1"), "mtp", "experts", "fp8_block", "fp8 decides it"),
-        (
-            lambda: modelopt("glm-4.7", "NVFP4", "bf16"),
-            "backbone",
-            "attention",
-            "nvfp4",
-            "modelopt decides",
-        ),
-        (lambda: mixed("glm-4.7", "FP8"), "backbone", "attention", "fp8_tensor", "and 5 more"),
-        (lambda: ours("glm-4.7", "W4A16"), "backbone", "experts", "int4", "targets has "),
-    ],
-)
-def test_each_group_has_its_form_and_the_entry_that_decides(
-    make, part, modules, built, why, tmp_path
-):
-    found = {(group.part, group.modules): group for group in groups(make(), tmp_path)}
-    group = found[part, modules]
-    assert group.built.startswith(built) and why in group.why
-    if why == "targets has Linear":
-        assert (group.count, group.tensors, group.stored) == (2, 2 * 4 * 3 * 2, "fp8_channel")
-
-
-def test_modules_that_differ_are_groups_of_their_own(tmp_path):
+def one_layer_plain() -> Checkpoint:
     checkpoint = llmcompressor("qwen3.5-397b", "FP8_DYNAMIC")
-    name = "model.language_model.layers.3.self_attn.o_proj"
-    checkpoint.quantization["ignore"].append(name)
-    why = f"ignore has {name} (vLLM reads language_model.model."
-    (kept,) = [each for each in groups(checkpoint, tmp_path) if each.why.startswith(why)]
-    found = (kept.modules, kept.count, kept.built, kept.stored)
-    assert found == ("attention", 1, "plain", "fp8_channel")
+    ignoring("model.language_model.layers.3.self_attn.o_proj")(checkpoint)
+    return checkpoint
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+PRINTED = {
+    "llm-compressor": lambda: llmcompressor("glm-4.7", "FP8_DYNAMIC"),
+    "released": lambda: released("glm-4.7"),
+    "native": lambda: released("deepseek-r1"),
+    "modelopt": lambda: modelopt("glm-4.7", "NVFP4", "bf16"),
+    "mixed": lambda: mixed("glm-4.7", "FP8"),
+    "w4a16": lambda: ours("glm-4.7", "W4A16"),
+    "one layer plain": one_layer_plain,
+    "silent": silent,
+}
+LOGS = {
+    "an acceptance": b"Avg Draft acceptance rate: 0.2%\n",
+    "a general failure": b"KeyError: 'model.layers.3.mlp.shared_expert.no_proj.weight'\n",
+}
+
+
+def test_groups_of_modules_and_what_a_log_says_of_them(tmp_path):
+    """Each group has its form and the entry that decides; of a log, the failure, its culprit and
+    its cure.
+    """
+    text = ""
+    for name, make in PRINTED.items():
+        write(tmp_path / name, make())
+        text += f"== {name}\n\n{run(tmp_path / name)}\n"
+    for name, log in LOGS.items():
+        (tmp_path / "log").write_bytes(log)
+        said = run(tmp_path / "silent", "--log", str(tmp_path / "log"))
+        text += f"== {name}\n\n{said.partition(chr(10) * 2)[2]}\n"
+    printed("explain.txt", re.sub(" +\n", "\n", text.replace(f"{tmp_path}/", "")))
+    found = Explanation.model_validate_json(run(tmp_path / "silent", "--json"))
+    assert found.family == "glm4_moe" and found.log_lines is None
 
 
 def test_the_commands_that_cure_can_be_typed():
@@ -167,16 +156,6 @@ def test_a_defect_is_of_its_families_and_of_its_release():
         assert (known_defect(failure, family=family, version=version) is not None) == is_one
 
 
-def test_what_sglang_raises_is_not_told_of_vllm():
-    """sglang #3075; without the frame the words are general."""
-    line = "KeyError: 'model.layers.3.mlp.experts.w2_weight_scale_inv'"
-    frame = '  File "site-packages/sglang/srt/models/deepseek_v2.py", line 920, in load_weights'
-    found = told(f"{frame}\n{line}\n".encode())
-    assert found.answers == ()
-    assert found.unknown == (f"{line} (sglang/srt/models/deepseek_v2.py:920)",)
-    assert told(line.encode()).is_explained
-
-
 # --- logs -----------------------------------------------------------------------------------------
 
 
@@ -203,18 +182,10 @@ def test_a_log_with_its_checkpoint_names_the_tensor_and_the_finding(tmp_path):
     assert any("layers.3" in found for found in answer.confirmed)
 
 
-@pytest.mark.parametrize(
-    ("log", "unknown"),
-    [
-        (b"", ()),
-        (b"INFO 02-27 16:21:24 [api_server.py:1] all is well\n", ()),
-        (b"KeyError: 'no such thing'\n", ("KeyError: 'no such thing'",)),
-        (b"RuntimeError: Engine core initialization failed. See root cause above.\n", ()),
-    ],
-)
-def test_what_nobody_knows_is_unknown(log, unknown):
-    found = told(log)
-    assert not found.is_explained and found.answers == () and found.unknown == unknown
+@pytest.mark.parametrize("row", SAID["unknown"], ids=lambda row: row["log"][:20])
+def test_what_nobody_knows_is_unknown(row):
+    found = told(row["log"].encode())
+    assert not found.is_explained and found.answers == () and [*found.unknown] == row["unknown"]
 
 
 def test_only_the_end_of_a_long_log_counts(tmp_path):
@@ -245,21 +216,7 @@ def test_a_log_of_many_errors_costs_seconds_and_the_last_ones_count():
     assert found.unknown[-1] == "FooError: 99999"
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "a",
-        "mtp.",
-        "layers.0.",
-        "KeyError: '",
-        "experts.w2_weight",
-        "[",
-        'File "',
-        "ERROR 02-27 16:21:24 [x] ",
-        "\x1b[1",
-        "Following weights were not initialized from checkpoint: model.layers.16.",
-    ],
-)
+@pytest.mark.parametrize("unit", SAID["units"])
 def test_no_line_makes_the_table_slow(unit):
     """8 MiB of it in one line, and as lines."""
     began = time.process_time()
@@ -290,19 +247,6 @@ def test_bytes_of_a_stranger_are_not_printed_as_they_came():
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_for_people_and_machines(silent):
-    done = keepmtp(str(silent), "--log", "-", stdin=b"Avg Draft acceptance rate: 0.2%\n")
-    assert done.returncode == 0, done.stderr
-    parts = ("vLLM's target", "vLLM's draft", "targets has Linear", "draft accepted at 0 %")
-    for words in (*parts, "--values", "In this checkpoint: model.layers.3."):
-        assert words in done.stdout.decode()
-    found = Explanation.model_validate_json(keepmtp(str(silent), "--json").stdout)
-    assert found.family == "glm4_moe" and found.log_lines is None
-    line = b"KeyError: 'model.layers.3.mlp.shared_expert.no_proj.weight'\n"
-    done = keepmtp(str(silent), "--log", "-", stdin=line)
-    assert b"What it often is" in done.stdout and b"this is general" in done.stdout
-
-
 def test_an_unknown_failure_has_exit_status_1(tmp_path):
     log = tmp_path / "serve.log"
     log.write_bytes(b"FooError: nobody knows\n")
@@ -328,6 +272,4 @@ def test_bad_input_is_refused_in_one_sentence(words, says, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     folder = write(tmp_path / "cut", ours("glm-4.7", "NVFP4"))
     (folder / "model-1.safetensors").write_bytes(b"")
-    done = keepmtp(*(word.format(tmp=tmp_path) for word in words))
-    assert done.returncode == 2 and done.stderr.startswith(b"error: ") and not done.stdout
-    assert says in done.stderr.decode() and b"Traceback" not in done.stderr
+    refused("explain", *(word.format(tmp=tmp_path) for word in words), says=says)
