@@ -132,7 +132,9 @@ def plan_conversion(where: str, to: Format) -> Conversion:
         raise RecipeError(where, rule, got=f"one in {to} already", cure="There is nothing to do")
     proposal, matrices = Proposal(source), _matrices_in(runtime, to)
     for matrix in (*matrices, *_caches_in(runtime)):
-        for entry in matrix.parts.values() if matrix.scheme else ():
+        if not matrix.scheme:
+            continue
+        for entry in matrix.parts.values():
             new, data = _turned(runtime, matrix, entry, to)
             if new == entry and data is None:
                 continue
@@ -141,7 +143,14 @@ def plan_conversion(where: str, to: Format) -> Conversion:
                 raise CheckpointError(f"{where}: {entry.name}", rule, got=new.name, cure=cure)
             if data is not None:
                 proposal.made[new.name] = data
-    cache = _cache_scheme(runtime)
+    # How the KV cache is quantized: the same key in both dialects, a word in hf_quant_config.json.
+    cache = runtime.given.raw.get("kv_cache_scheme")
+    if runtime.given.nested is not None:
+        cache = runtime.given.nested.get("kv_cache_quant_algo")
+        if cache not in (None, "FP8"):
+            rule = "both dialects must have a word for the KV cache"
+            raise CheckpointError(f"{source.where}/{HF_QUANT_CONFIG}", rule, got=cache, cure=_ANEW)
+        cache = cache and dict(FP8_CACHE)
     made = quantization_config(runtime.view, matrices, format=to, cache=cache).value
     files = config_files(source.config, made, runtime.view)
     for name in (CONFIG, HF_QUANT_CONFIG):
@@ -193,20 +202,6 @@ def _turned(
         dtype, made = "F32", value.float()
     new = replace(new, dtype=dtype, num_bytes=num_bytes(dtype, other.shape))
     return new, made.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _cache_scheme(runtime: RuntimeView) -> Any:
-    """How the KV cache is quantized: the same key in both dialects, a word in
-    hf_quant_config.json.
-    """
-    if runtime.given.nested is None:
-        return runtime.given.raw.get("kv_cache_scheme")
-    word = runtime.given.nested.get("kv_cache_quant_algo")
-    if word not in (None, "FP8"):
-        where = f"{runtime.source.where}/{HF_QUANT_CONFIG}"
-        rule = "both dialects must have a word for the KV cache"
-        raise CheckpointError(where, rule, got=word, cure=_ANEW)
-    return dict(FP8_CACHE) if word else None
 
 
 def _dialect_of(runtime: RuntimeView) -> Format:

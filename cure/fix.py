@@ -167,9 +167,15 @@ def with_commands(checked: Checked) -> Checked:
             outcome = _outcome(checked._replace(data=alone))
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked
+    # An MTP block beyond the last layer has the number of that layer in its names: lists wait for
+    # the right one. And no fix that brings other errors.
+    known, is_good = {each.key for each in own}, True
+    for each in outcome.after.data.findings:
+        is_new = each.key not in known or each.rule == "layer-missing"
+        is_good &= each.severity != "error" or not is_new
     for each in static:
         commands[each] = cure_elsewhere(each, outcome)
-        if _is_cured(each, outcome):
+        if is_good and each in outcome.cured:
             commands[each] = f"keepmtp fix {shlex.quote(outcome.proposal.source.where)} --out NEW"
         of_cures[each.cure] = commands[each]
     findings = []
@@ -198,14 +204,3 @@ def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
         where = shlex.quote(name or outcome.proposal.source.where)
         return f"keepmtp graft {where} --from RELEASE --out NEW"
     return ""
-
-
-def _is_cured(finding: Finding, outcome: Outcome) -> bool:
-    """Whether fix cures it, and brings no other errors."""
-    known = {each.key for each in outcome.before.data.findings}
-    for each in outcome.after.data.findings:
-        # An MTP block beyond the last layer has the number of that layer in its names: lists wait
-        # for the right one.
-        if each.severity == "error" and (each.key not in known or each.rule == "layer-missing"):
-            return False
-    return finding in outcome.cured

@@ -76,7 +76,7 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
     harmful = _harmful(runtime)
     if value is None and (removed := [entry for entry in now if entry in harmful]):
         why = f"{_some(removed)} reaches modules that are stored quantized: "
-        why += _some(harmful[entry] for entry in removed)
+        why += _some(map(harmful.__getitem__, removed))
         now = [entry for entry in now if entry not in harmful]
         proposal.set_quantization((key,), now, why)
     is_first = dialect is Awq and not now and bool(faulty.findings)
@@ -143,7 +143,7 @@ def _entries_for(runtime: RuntimeView, missed: Sequence[Module]) -> list[str]:
         is_plain = part == "mtp" and layer not in quantized
         if of_stem and is_plain and layer is not None:
             entry = _spelled(of_stem, runtime.view.runtime_stem(part, layer))
-            if not _reached(runtime, part, entry, packed):
+            if not _reached(runtime, part, [entry], packed):
                 found[entry] = None
                 # vLLM looks for the parts of a fused module before it looks at modelopt's patterns.
                 if not isinstance(runtime.dialect, ModelOpt):
@@ -167,11 +167,11 @@ def _names_for(
         ways.append(sorted({_disk_name(member.weight.module, module) for member in module.members}))
     safe = []
     for names in ways:
-        if not any(_reached(runtime, module.part, name, packed) for name in names):
-            if any(_reached(runtime, module.part, name, [module.name]) for name in names):
+        if not _reached(runtime, module.part, names, packed):
+            if _reached(runtime, module.part, names, [module.name]):
                 return names
             safe += [names]
-    return safe[0] if safe else []
+    return next(iter(safe), [])
 
 
 def _disk_name(name: str, module: Module) -> str:
@@ -181,19 +181,26 @@ def _disk_name(name: str, module: Module) -> str:
     return name
 
 
-def _reached(runtime: RuntimeView, part: Part, entry: str, names: Iterable[str]) -> Sequence[str]:
-    """Those of `names` that an entry of this dialect hits."""
+def _reached(
+    runtime: RuntimeView, part: Part, entries: Iterable[str], names: Iterable[str]
+) -> bool:
+    """Whether one of these entries of this dialect hits one of `names`."""
     dialect, reader = runtime.dialect, "backbone"
     if part == "mtp":
         dialect = runtime.draft_dialect
         if runtime.view.layout.draft_reads_afresh:
             reader = "mtp"
-    rename, read = renamer(runtime.source.config, reader), (entry.removeprefix("-:"),)
-    if isinstance(dialect, ModelOpt):
-        read = rename.modelopt(entry)
-    elif isinstance(dialect, CompressedTensors | Fp8):
-        read = (rename.path(entry),)
-    return [name for name in names if dialect.hits(ConfigEntry("ignore", entry, read), name)]
+    rename = renamer(runtime.source.config, reader)
+    for entry in entries:
+        read = (entry.removeprefix("-:"),)
+        if isinstance(dialect, ModelOpt):
+            read = rename.modelopt(entry)
+        elif isinstance(dialect, CompressedTensors | Fp8):
+            read = (rename.path(entry),)
+        for name in names:
+            if dialect.hits(ConfigEntry("ignore", entry, read), name):
+                return True
+    return False
 
 
 def _more_targets(faulty: Faulty) -> None:
@@ -210,8 +217,14 @@ def _more_targets(faulty: Faulty) -> None:
             why = "stored in this group's form, which no target gives them under vLLM's names: "
             why += _some(module.name for module in mine)
             place = ("config_groups", key, "targets")
-            new = [*(group.get("targets") or ()), *dict.fromkeys(map(_target_for, mine))]
-            proposal.set_quantization(place, new, why)
+            new = dict[str, None]()
+            for module in mine:
+                target = f"re:^{re.escape(module.name)}$"
+                if module.kind == "experts":
+                    last = sorted({shard.rpartition(".")[2] for shard in module.shards})
+                    target = rf"{target[:-1]}\.\d+\.({'|'.join(last)})$"
+                new[target] = None
+            proposal.set_quantization(place, [*(group.get("targets") or ()), *new], why)
 
 
 def _is_form_of(faulty: Faulty, group: Mapping[str, Any], module: Module) -> bool:
@@ -226,13 +239,6 @@ def _is_form_of(faulty: Faulty, group: Mapping[str, Any], module: Module) -> boo
         return False
     stored = module.members[0].weight.parts.keys()
     return not (stored ^ found.built.leaves) - found.built.optional
-
-
-def _target_for(module: Module) -> str:
-    if module.kind != "experts":
-        return f"re:^{re.escape(module.name)}$"
-    last = sorted({shard.rpartition(".")[2] for shard in module.shards})
-    return rf"re:^{re.escape(module.name)}\.\d+\.({'|'.join(last)})$"
 
 
 def _more_lines(faulty: Faulty) -> None:
@@ -272,4 +278,6 @@ def _builds_plain(module: Module) -> bool:
 def _some(names: Iterable[str]) -> str:
     """The first names, and how many more there are."""
     first, *others = dict.fromkeys(names)
-    return f"{first} and {len(others):,} more" if others else first
+    if others:
+        first += f" and {len(others):,} more"
+    return first

@@ -145,8 +145,14 @@ def plan_graft(
     both = (*quantized.entries.values(), *quantized.unindexed.values())
     # Whole or not, also under a wrong prefix.
     old = [entry for entry in both if runtime.is_mtp_name(entry.name)]
-    if old and not is_replaced:
-        _refuse_good_block(checked, ours)
+    is_whole = ours.found and ours.found == {*range(ours.promised)}
+    is_good = not any(_is_about_the_block(each, ours) for each in checked.data.findings)
+    if old and not is_replaced and is_whole and is_good:
+        facts = checked.data.facts
+        rule = "graft gives a block to a checkpoint that lacks a good one"
+        got = f"{facts.num_mtp_tensors:,} tensors in {', '.join(facts.mtp_forms)}, and no finding"
+        cure = "Use it as it is, or say --replace to take the release's block all the same"
+        raise CheckpointError(checked.data.path, rule, got=got, cure=cure)
     word = mtp or "bf16"
     if mtp is None and isinstance(dialect, CompressedTensors | Fp8 | Unquantized):
         word = "source"
@@ -240,17 +246,22 @@ def _fetched(graft: Graft, folder: Path, progress: Callable[[int], None]) -> Sou
     """
     source, lines, lock = graft.plan.source, folder / "ranges.jsonl", Lock()
     folder.mkdir(parents=True, exist_ok=True)
-    wanted: list[tuple[str, int, int]] = []
-    for stretch in joined(source, graft.entries):
-        first = stretch.entries[0]
-        end = first.start + stretch.num_bytes
-        size = -(-stretch.num_bytes // max(1, stretch.num_requests))
-        for start in range(first.start, end, size or 1):
-            wanted.append((first.file, start, min(size, end - start)))
+    lines.touch()
     done = set[tuple[str, int, int]]()
-    for line in lines.read_text(encoding="utf-8").split("\n") if lines.is_file() else ():
+    for line in lines.read_text(encoding="utf-8").split("\n"):
         with suppress(ValueError):  # a line that a kill cut in two is none
             done.add((*json.loads(line),))
+    files, left = dict[str, None](), list[tuple[str, int, int]]()
+    for stretch in joined(source, graft.entries):
+        first = stretch.entries[0]
+        files[first.file], end = None, first.start + stretch.num_bytes
+        size = -(-stretch.num_bytes // max(1, stretch.num_requests))
+        for start in range(first.start, end, size or 1):
+            piece = first.file, start, min(size, end - start)
+            if piece in done:
+                progress(piece[2])
+            else:
+                left.append(piece)
 
     def bring(piece: tuple[str, int, int]) -> None:
         file, start, num_bytes = piece
@@ -265,11 +276,10 @@ def _fetched(graft: Graft, folder: Path, progress: Callable[[int], None]) -> Sou
         with lock, open(lines, "a", encoding="utf-8") as written:
             written.write(f"\n{json.dumps(piece)}")
 
-    progress(sum(piece[2] for piece in wanted if piece in done))
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        for _ in pool.map(bring, [piece for piece in wanted if piece not in done]):
+        for _ in pool.map(bring, left):
             pass
-    return replace(source, folder=folder, states=states_of(folder, {file for file, _, _ in wanted}))
+    return replace(source, folder=folder, states=states_of(folder, files))
 
 
 def _refuse_untrained_block(graft: Graft, source: Source, reading: Bar) -> None:
@@ -321,8 +331,10 @@ def _count_mtp_layers(proposal: Proposal, released: Mapping[str, Any], family: F
     """
     holders: list[tuple[JSONPath, Mapping[str, Any]]] = [((), released)]
     if isinstance(text := released.get("text_config"), Mapping):
-        is_nested = isinstance(proposal.value(CONFIG, ("text_config",)), dict)
-        holders.append((("text_config",) if is_nested else (), text))
+        place: JSONPath = ("text_config",)
+        if not isinstance(proposal.value(CONFIG, place), dict):
+            place = ()
+        holders.append((place, text))
     counts = {key.partition(".")[0] for key in (*family.mtp_count_keys, *family.mtp_parts_keys)}
     for path, theirs in holders:
         for key, value in theirs.items():
@@ -369,17 +381,6 @@ def _readable(checked: Checked) -> RuntimeView:
         first, rule = checked.data.findings[0], "the check must be able to read it"
         raise CheckpointError(first.where, rule, got=first.says, cure=first.cure)
     return checked.runtime
-
-
-def _refuse_good_block(checked: Checked, runtime: RuntimeView) -> None:
-    """Refuse a checkpoint whose MTP block the check finds nothing wrong with."""
-    facts, findings = checked.data.facts, checked.data.findings
-    is_whole = runtime.found and runtime.found == {*range(runtime.promised)}
-    if is_whole and not any(_is_about_the_block(each, runtime) for each in findings):
-        rule = "graft gives a block to a checkpoint that lacks a good one"
-        got = f"{facts.num_mtp_tensors:,} tensors in {', '.join(facts.mtp_forms)}, and no finding"
-        cure = "Use it as it is, or say --replace to take the release's block all the same"
-        raise CheckpointError(checked.data.path, rule, got=got, cure=cure)
 
 
 def _is_about_the_block(finding: Finding, runtime: RuntimeView) -> bool:

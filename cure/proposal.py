@@ -85,7 +85,8 @@ class Proposal:
             CONFIG: deepcopy(dict(source.config)),
             HF_QUANT_CONFIG: small_object(source, HF_QUANT_CONFIG),
         }
-        self._indexed = {entry.file for entry in source.entries.values()}
+        self._listed = frozenset(entry.file for entry in source.entries.values())
+        self._indexed = set(self._listed)
         self._touched: set[str] = set()
 
     @cached_property
@@ -141,7 +142,9 @@ class Proposal:
         if place is None:
             return HF_QUANT_CONFIG, ("quantization",)
         inner = (*place, "quantization")
-        return CONFIG, inner if isinstance(self.value(CONFIG, inner), dict) else place
+        if isinstance(self.value(CONFIG, inner), dict):
+            return CONFIG, inner
+        return CONFIG, place
 
     def quantization(self, *keys: str) -> Any:
         """A copy of a value of the quantization config; None if it is not there."""
@@ -270,8 +273,7 @@ class Proposal:
 
     def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""
-        before = {entry.file for entry in self.source.entries.values()}
-        if not (self._touched or self._indexed != before):
+        if not self._touched and self._indexed == self._listed:
             return None
         files, total = {}, 0
         for file in sorted(self._indexed):
@@ -310,13 +312,13 @@ def json_diff(
     old, new = _lines(before), _lines(after)
     if old == new:
         return []
-    lines = [f"--- a/{name}", f"+++ b/{name}", *(f"# {why}" for why in dict.fromkeys(reasons))]
+    lines = [f"--- a/{name}", f"+++ b/{name}", *map("# {}".format, dict.fromkeys(reasons))]
     if len(old) + len(new) > _MOST_COMPARED:
         lines.append(f"@@ -{len(old)} +{len(new)} @@")
         return lines
     _, _, *body = unified_diff(old, new, n=2, lineterm="")
     for sign, each in groupby(body, key=lambda line: line[0]):
-        run = [printable(line) for line in each]
+        run = [*map(printable, each)]
         if sign in "+-" and (more := len(run) - _MOST_LINES) > 0:
             run[_MOST_LINES // 2 : -_MOST_LINES // 2] = [f"{sign}  ... {more:,} more lines ..."]
         lines += run
@@ -328,7 +330,7 @@ def in_form_of(before: bytes | None, value: Mapping[str, Any]) -> bytes:
     than what changed.
     """
     text = (before or b"").decode("utf-8", errors="replace")
-    second = text.split("\n", 2)[1] if text.count("\n") else ""
+    second = text.partition("\n")[2]
     indent = len(second) - len(second.lstrip(" ")) or 2
     written = json.dumps(value, indent=indent, ensure_ascii="\\u" in text)
     if text.endswith("\n") or not text:
@@ -340,4 +342,4 @@ def _lines(data: bytes | None) -> list[str]:
     if data is None:
         return []
     text = json.dumps(json.loads(data), indent=2, ensure_ascii=False)
-    return [line.removesuffix(",") for line in text.split("\n")]
+    return text.replace(",\n", "\n").split("\n")

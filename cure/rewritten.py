@@ -22,6 +22,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,9 +131,13 @@ def rewrite(
     text = "\0".join(map(repr, parts))
     command = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
     found = _stamp_in(out)
-    if found is not None and found.command == command and _is_as_written(out, found):
-        _tidy(out)
-        return found.model_copy(update={"folder": out, "is_from_before": True})
+    if found is not None and found.command == command:
+        # All files are in OUT, and none was written to after the stamp was.
+        names, made = (*found.new, *found.kept), (out / _STAMP).stat().st_mtime_ns
+        states = states_of(out, names).values()
+        if len(states) == len(names) and all(state.mtime_ns <= made for state in states):
+            _tidy(out)
+            return found.model_copy(update={"folder": out, "is_from_before": True})
     refuse_place(source, out)
     new = {*small, *again, *proposal.made_shards}
     kept = [name for name in kept_files(source) if name not in new | gone]
@@ -306,16 +311,9 @@ def _states(source: Source) -> list[Any]:
     return states
 
 
-def _is_as_written(out: Path, found: Rewritten) -> bool:
-    """Whether all files are in OUT, and none was written to after the stamp was."""
-    names = (*found.new, *found.kept)
-    states, made = states_of(out, names), (out / _STAMP).stat().st_mtime_ns
-    return len(states) == len(names) and all(state.mtime_ns <= made for state in states.values())
-
-
 def _stamp_in(folder: Path) -> Rewritten | None:
     path = folder / _STAMP
-    try:
-        return Rewritten.model_validate_json(path.read_bytes()) if path.is_file() else None
-    except ValidationError:  # a stranger's
-        return None
+    if path.is_file():
+        with suppress(ValidationError):  # a stranger's
+            return Rewritten.model_validate_json(path.read_bytes())
+    return None

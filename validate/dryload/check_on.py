@@ -19,7 +19,7 @@ from ...recipes.families import has_dspark
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.runtime_view import RuntimeView
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, places
-from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first
+from ..facts.findings import Finding, Runtime, by_cause, errors_first
 from ..facts.vllm_env import VLLM
 from .loader import DryLoader, Job, headers_of
 from .verdict_findings import objections
@@ -103,29 +103,20 @@ def with_loads(
     draft: RuntimeView | None = None,
 ) -> Checked:
     """A static check with dry loads; `draft` is the runtime of a draft's own checkpoint."""
-    static, counted = checked.data.findings, list[LoadAccount]()
-    found: list[tuple[DryLoad, list[Objection]]] = []
+    static, counted, dry = checked.data.findings, list[LoadAccount](), list[DryLoad]()
+    seen: dict[tuple[str, str, str], list[tuple[DryLoad, Finding]]] = defaultdict(list)
     for account in accounts:
         own = objections(account, checked.runtime, version=version, static=static, draft=draft)
         counted.append(account.counted(sum(each.finding.severity == "error" for each in own)))
-        found.append((account.load, own))
-    findings, dry = errors_first([*static, *_once(found)]), tuple(each.load for each in counted)
-    data = checked.data.model_copy(update={"findings": findings, "dry": dry})
-    return checked._replace(data=data, accounts=tuple(counted))
-
-
-def _once(found: Sequence[tuple[DryLoad, list[Objection]]]) -> list[Finding]:
-    """A finding for each cause, with every GPU and TP size that has it; of their counts, the
-    largest.
-    """
-    seen: dict[tuple[str, str, str], list[tuple[DryLoad, Finding]]] = defaultdict(list)
-    for load, objected in found:
-        for cause, finding in by_cause(objected).items():
-            seen[cause].append((load, finding))
-    merged = []
+        dry.append(counted[-1].load)
+        for cause, finding in by_cause(own).items():
+            seen[cause].append((account.load, finding))
+    # A finding for each cause, with every GPU and TP size that has it, and the largest count.
+    merged = [*static]
     for each in seen.values():
         loads, findings = zip(*each, strict=True)
         count = max(finding.count for finding in findings)
         says = f"on {places(loads)}: {findings[0].says}"
         merged.append(findings[0].model_copy(update={"says": says, "count": count}))
-    return merged
+    update = {"findings": errors_first(merged), "dry": tuple(dry)}
+    return checked._replace(data=checked.data.model_copy(update=update), accounts=tuple(counted))

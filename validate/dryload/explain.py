@@ -100,7 +100,9 @@ class Explanation(Fact):
         """Something in the log is known, if one was given; else the modules of the checkpoint are
         known.
         """
-        return bool(self.groups) if self.log_lines is None else bool(self.answers)
+        if self.log_lines is None:
+            return bool(self.groups)
+        return bool(self.answers)
 
 
 def explain(checked: Checked | None, log: Log | None) -> Explanation:
@@ -135,32 +137,30 @@ def _answers(log: Log, checked: Checked | None) -> tuple[tuple[Recognized, ...],
         if at.startswith("sglang/"):
             kinds = IN_LOGS[:1]
         found = known_failure(f"{line} [{at}]", kinds=kinds, family=family)
-        if found is not None:
-            answers.setdefault(found[0].name, _recognized(*found, line, at, checked))
-        elif line in log.raised and not line.startswith(_FOLLOW_UPS):
-            unknown.append(shortened(f"{line} ({at})".removesuffix(" ()")))
+        if found is None:
+            if line in log.raised and not line.startswith(_FOLLOW_UPS):
+                unknown.append(shortened(f"{line} ({at})".removesuffix(" ()")))
+            continue
+        failure, named = found
+        path, culprit, confirmed = "PATH", "", list[str]()
+        if checked is not None and failure.name not in answers:
+            path = checked.data.path
+            for finding in checked.data.findings:
+                if finding.rule in failure.rules:
+                    confirmed.append(f"{finding.where}: {finding.says}")
+            if checked.runtime is not None and named:
+                is_draft = "mtp" in at or "mtp" in line.lower()
+                culprit = on_disk(checked.runtime, named, is_draft=is_draft)
+        answer = Recognized(
+            failure=failure,
+            line=shortened(line),
+            names=named,
+            on_disk=culprit,
+            confirmed=tuple(confirmed),
+            command=tuple(word.replace("PATH", path) for word in failure.command.split()),
+        )
+        answers.setdefault(failure.name, answer)
     return tuple(answers.values()), tuple(unknown[-_MOST_UNKNOWN:])
-
-
-def _recognized(
-    known: KnownFailure, named: str, line: str, at: str, checked: Checked | None
-) -> Recognized:
-    path, culprit, confirmed = "PATH", "", list[str]()
-    if checked is not None:
-        path = checked.data.path
-        for finding in checked.data.findings:
-            if finding.rule in known.rules:
-                confirmed.append(f"{finding.where}: {finding.says}")
-        if checked.runtime is not None and named:
-            culprit = on_disk(checked.runtime, named, is_draft="mtp" in at or "mtp" in line.lower())
-    return Recognized(
-        failure=known,
-        line=shortened(line),
-        names=named,
-        on_disk=culprit,
-        confirmed=tuple(confirmed),
-        command=tuple(word.replace("PATH", path) for word in known.command.split()),
-    )
 
 
 def groups_of(runtime: RuntimeView) -> tuple[BuiltGroup, ...]:
@@ -209,8 +209,8 @@ def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
         return "there is no quantization config", ""
     if not module.loads_quantized:
         return "vLLM builds it without the quantization config", ""
-    for entry in dialect.entries if resolution.entry and not resolution.error else ():
-        if resolution.entry in entry.read:
+    for entry in dialect.entries:
+        if resolution.entry in entry.read and resolution.entry and not resolution.error:
             written = shortened(entry.written)
             if entry.written != resolution.entry:
                 written += f" (vLLM reads {shortened(resolution.entry)})"

@@ -95,4 +95,6 @@ def text_of(failure: LoadFailure) -> str:
 def known_defect(failure: LoadFailure, *, family: str, version: str) -> KnownFailure | None:
     """vLLM's own defect that caused a failure of the dry load."""
     found = known_failure(text_of(failure), kinds=("defects",), family=family or "unknown")
-    return found[0] if found and found[0].concerns == version else None
+    if found and found[0].concerns == version:
+        return found[0]
+    return None

@@ -130,27 +130,24 @@ class DryLoader:
             self._process.stdin.flush()
         while len(accounts) < len(jobs):
             if not (line := self._process.stdout.readline()):
-                raise self._death()
+                got = f"exit status {self._process.wait()}"
+                raise VLLMError(
+                    self._vllm.python,
+                    f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}",
+                    got=self._last_words() or got,
+                    cure="Run `keepmtp doctor`; versions that were tested are in "
+                    "constraints-vllm.txt",
+                )
             answer = _Answer.model_validate_json(line)
-            accounts[answer.id] = answer.account or self._lost(jobs[answer.id], answer.died)
+            job, account = jobs[answer.id], answer.account
+            if account is None:  # the process of this checkpoint was killed or took too long
+                words = f"the process that judged it was lost ({answer.died}): {self._last_words()}"
+                failure = LoadFailure(stage="crash", role="", type="", words=words)
+                place = {"gpu": self.gpu, "tp": job.tp, "k": job.num_drafts, "failure": failure}
+                load = DryLoad(**place, ok=False, target=LoadedModel(), draft=LoadedModel())
+                account = LoadAccount(path=str(job.folder), load=load)
+            accounts[answer.id] = account
         return [accounts[number] for number in range(len(jobs))]
-
-    def _lost(self, job: Job, died: str) -> LoadAccount:
-        """The account of a checkpoint whose process was killed or took too long."""
-        words = f"the process that judged it was lost ({died}): {self._last_words()}"
-        failure = LoadFailure(stage="crash", role="", type="", words=words)
-        place = {"gpu": self.gpu, "tp": job.tp, "k": job.num_drafts, "failure": failure}
-        load = DryLoad(**place, ok=False, target=LoadedModel(), draft=LoadedModel())
-        return LoadAccount(path=str(job.folder), load=load)
-
-    def _death(self) -> VLLMError:
-        self._process.wait()
-        return VLLMError(
-            self._vllm.python,
-            f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}",
-            got=self._last_words() or f"exit status {self._process.returncode}",
-            cure="Run `keepmtp doctor`; versions that were tested are in constraints-vllm.txt",
-        )
 
     def _last_words(self) -> str:
         self._log.seek(0)

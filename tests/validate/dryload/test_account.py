@@ -8,7 +8,7 @@ import pytest
 import torch
 from keepmtp.validate.dryload.in_vllm.account import Account, Construction
 from keepmtp.validate.dryload.in_vllm.demands import Demands
-from keepmtp.validate.dryload.in_vllm.experts import Mapping
+from keepmtp.validate.dryload.in_vllm.stages import Mapping
 from torch.nn import Parameter
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

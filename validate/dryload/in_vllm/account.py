@@ -118,9 +118,13 @@ class Written:
         """full, padded, partial, optional, or empty: uninitialised, or construction's value."""
         if self.num_written >= self.num_expected:
             return "full"
-        if self.num_written:
-            return "padded" if self.has_value and self.may_pad else "partial"
-        return "optional" if self.is_optional else "empty"
+        if not self.num_written:
+            if self.is_optional:
+                return "optional"
+            return "empty"
+        if self.has_value and self.may_pad:
+            return "padded"
+        return "partial"
 
 
 @dataclass(slots=True)
@@ -235,7 +239,11 @@ class Account(TorchDispatchMode):
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         if target.shape != source.shape:
-            _refuse_shape(target, source)
+            # Raise what `copy_` raises; the meta device does not.
+            pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)
+            if source.dim() > target.dim() or any(size not in (1, side) for size, side in pairs):
+                theirs = f"doesn't match the broadcast shape of {list(source.shape)}"
+                raise RuntimeError(f"output with shape {list(target.shape)} {theirs}")
         elif not target.is_meta and not source.is_meta:
             aten.copy_.default(target, source)
         address = target.untyped_storage()._cdata
@@ -308,16 +316,6 @@ def _keeps_value(given: torch.dtype, wanted: torch.dtype) -> bool:
     return given == torch.int64 or (given in _WHOLE and wanted in _WHOLE)
 
 
-def _refuse_shape(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise what `copy_` raises; the meta device does not."""
-    pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)
-    if source.dim() > target.dim() or any(size not in (1, wanted) for size, wanted in pairs):
-        raise RuntimeError(
-            f"output with shape {list(target.shape)} doesn't match the broadcast shape of "
-            f"{list(source.shape)}"
-        )
-
-
 def _covered(regions: dict[Region, int]) -> int:
     """Distinct elements of all regions. It is exact for contiguous ones; strided ones count as if
     none overlapped.
@@ -347,4 +345,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _merge(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[str, ...]:
-    return right if left == right else tuple(dict.fromkeys(left + right))
+    if left == right:
+        return right
+    return tuple(dict.fromkeys(left + right))

@@ -209,8 +209,21 @@ def install(device: Device) -> None:
     import vllm._custom_ops  # noqa: F401  registers fakes for the operators that exist; only then may all exist
 
     let_operators_appear()
-    _let_vllm_find_its_packages()
-    _look_at_classes_in_this_process()
+    # vLLM asks kernel libraries for tables, and a stub has none.
+    from vllm.utils import flashinfer, import_utils
+
+    for name in ("has_deep_gemm", "has_cutedsl", "has_tilelang", "has_triton_kernels"):
+        if hasattr(import_utils, name):
+            setattr(import_utils, name, lambda: True)
+    if hasattr(flashinfer, "has_flashinfer_sparse_mla_sm120_config"):
+        flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda heads, topk: True
+    # vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of
+    # the CPU build.
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+    registry._LazyRegisteredModel._load_modelinfo_from_cache = lambda self, module_hash: None
+    registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda self, info, module_hash: None
 
 
 def _platform(device: Device) -> Any:
@@ -273,26 +286,3 @@ class _TritonDriver(Inert):
 
     def get_benchmarker(self) -> Any:
         return lambda *args, **kwargs: [0.0]
-
-
-def _let_vllm_find_its_packages() -> None:
-    """vLLM asks kernel libraries for tables, and a stub has none."""
-    from vllm.utils import flashinfer, import_utils
-
-    for name in ("has_deep_gemm", "has_cutedsl", "has_tilelang", "has_triton_kernels"):
-        if hasattr(import_utils, name):
-            setattr(import_utils, name, lambda: True)
-    if hasattr(flashinfer, "has_flashinfer_sparse_mla_sm120_config"):
-        flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda heads, topk: True
-
-
-def _look_at_classes_in_this_process() -> None:
-    """vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of
-    the CPU build.
-    """
-    from vllm.model_executor.models import registry
-
-    registry._run_in_subprocess = lambda look: look()
-    registry._LazyRegisteredModel._load_modelinfo_from_cache = lambda self, module_hash: None
-    registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda self, info, module_hash: None
-    torch.is_available = lambda: True

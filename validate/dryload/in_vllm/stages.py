@@ -10,10 +10,11 @@ in one place, and nowhere else. Only vLLM's own code runs inside it.
 
 import contextlib
 import json
+import re
 import resource
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -21,9 +22,11 @@ from unittest import mock
 import safetensors
 import torch
 
-from . import experts, gpu, kernels, world
+from . import gpu, kernels, world
 from .account import Account, Construction, Written
 from .demands import demands_of
+
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 @dataclass(slots=True)
@@ -40,7 +43,7 @@ class Part:
     def told(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """As `LoadedModel` and as `ModelAccount`."""
         own, written = dict[str, Written](), dict[str, Any]()
-        cls, num_params = "", 0
+        cls, num_params, num_written = "", 0, 0
         if self.model is not None:
             cls, num_params = type(self.model).__name__, len(list(self.model.parameters()))
         if self.account is not None:
@@ -48,10 +51,12 @@ class Part:
                 # A checkpoint need not fill what is shared, and what is optional.
                 if param.name not in self.shared and param.status != "optional":
                     own[param.name] = param
-            num_params, written = len(own), {"faults": [], "misfits": []}
+            num_params = num_written = len(own)
+            written = {"faults": [], "misfits": []}
             for param in own.values():
                 if param.status in ("empty", "partial"):
                     written["faults"].append(param.as_fault())
+                    num_written -= 1
             for note in self.account.misfits:
                 if note[0] in own:
                     misfit = zip(("param", "tensor", "given", "wanted"), note, strict=True)
@@ -61,7 +66,6 @@ class Part:
             question = {"prefix": prefix, "method": method, "scheme": scheme}
             place = {"layer": type(layer).__name__, "path": self.paths.get(id(layer), "")}
             written["asked"].append(question | place)
-        num_written = sum(param.status in ("full", "padded") for param in own.values())
         counts = {"cls": cls, "num_params": num_params, "num_written": num_written}
         return {**counts, "shared": self.shared, "kernels": self.kernels}, written
 
@@ -111,7 +115,7 @@ class StagedLoad:
             self._config = config = _engine_config(self._job)
         self._runner = "v2" if config.use_v2_model_runner else "v1"
         record_questions(lambda *question: self._now.asked.append(question))
-        experts.install(lambda: self._current)
+        search_fewer_experts(lambda: self._current)
         with self._stage("world", ""):
             world.init(config, tp=self._job.tp, rank=self._job.rank)
         model_configs = {"target": config.model_config}
@@ -132,7 +136,7 @@ class StagedLoad:
 
     @property
     def _current(self) -> str:
-        return self._now.account.current if self._now.account else ""
+        return getattr(self._now.account, "current", "")
 
     @contextlib.contextmanager
     def _stage(self, stage: str, role: str) -> Iterator[None]:
@@ -141,8 +145,10 @@ class StagedLoad:
         except Exception as error:  # vLLM may raise anything, and that is its verdict
             at, _ = kernels.last_frame(error)
             what = {"type": type(error).__name__, "words": str(error)[:2000], "at": at}
-            tensor = self._current if stage == "load" else ""
-            raise Refused({"stage": stage, "role": role, "tensor": tensor, **what}) from error
+            what |= {"stage": stage, "role": role, "tensor": ""}
+            if stage == "load":
+                what["tensor"] = self._current
+            raise Refused(what) from error
 
     def _construct(self, model_config: Any) -> Construction:
         from vllm.model_executor.model_loader.utils import initialize_model
@@ -151,7 +157,8 @@ class StagedLoad:
         construction = Construction()
         with set_default_torch_dtype(model_config.dtype), torch.device("meta"), construction:
             self._now.model = initialize_model(self._config, model_config=model_config)
-        self._now.paths = {id(module): path for path, module in self._now.model.named_modules()}
+        for path, module in self._now.model.named_modules():
+            self._now.paths[id(module)] = path
         return construction
 
     def _load(self, model_config: Any, construction: Construction) -> None:
@@ -183,14 +190,19 @@ class StagedLoad:
 
         target, draft = self._parts["target"].model, self._parts["draft"].model
         before = dict(draft.named_parameters(remove_duplicate=False))
-        share = _share_v2 if self._runner == "v2" else _share_v1
         with (
             mock.patch.object(torch.Tensor, "cpu", lambda tensor, *args, **kwargs: tensor),
             # Values are unknown here, so a copy counts as different.
             mock.patch.object(torch, "equal", lambda left, right: False),
             set_current_vllm_config(self._config),
         ):
-            share(target, draft, self._config)
+            if self._runner == "v2":
+                from vllm.v1.worker.gpu.spec_decode.eagle import utils
+
+                utils.get_model = lambda **kwargs: draft
+                utils.load_eagle_model(target, self._config)
+            else:
+                _share_v1(target, draft, self._config)
         after = dict(draft.named_parameters(remove_duplicate=False))
         self._parts["draft"].shared = sorted(
             name for name in before if after.get(name) is not before[name]
@@ -203,7 +215,7 @@ class StagedLoad:
         used: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for part in self._parts.values():
-            for name, tensor in part.account.tensors.items() if part.account else ():
+            for name, tensor in getattr(part.account, "tensors", {}).items():
                 sizes[name] = tensor.num_elements
                 used[name] = max(used.get(name, 0), tensor.num_read)
         unconsumed, cut = list[str](), list[tuple[str, int, int]]()
@@ -288,13 +300,6 @@ def _leave_out_tokenizers(declared: dict[str, Any]) -> None:
         MimoAudioEncoder._load_audio_tokenizer = staticmethod(lambda path, device: None)
 
 
-def _share_v2(target: Any, draft: Any, config: Any) -> None:
-    from vllm.v1.worker.gpu.spec_decode.eagle import utils
-
-    utils.get_model = lambda **kwargs: draft
-    utils.load_eagle_model(target, config)
-
-
 def _share_v1(target: Any, draft: Any, config: Any) -> None:
     from vllm.model_executor.models import supports_multimodal
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Proposer
@@ -343,3 +348,50 @@ def record_questions(note: Any) -> None:
         pending += cls.__subclasses__()
         if "get_quant_method" in cls.__dict__:
             cls.get_quant_method = recorded(cls.__dict__["get_quant_method"])
+
+
+class Mapping(list):
+    """(parameter, name on disk, expert, shard) entries; iterated, those that the current tensor may
+    match.
+
+    vLLM's loaders compare the name of every tensor with three entries an expert, 768 in
+    DeepSeek-V4: most of a dry load's time. The entries name their expert (`experts.17.w1.`), so for
+    a tensor of expert 17 all others may be left out: the loop then does the same. For a name
+    without an expert's number the loop gets the whole list.
+
+    Easy to get wrong: the name is that of the last tensor that the loader got. vLLM 0.32.0's
+    loaders work on one tensor at a time. A loader that collects them first has no tensor at that
+    point, and gets the whole list too.
+    """
+
+    def __init__(self, entries: list[tuple[str, str, int, str]], current: Callable[[], str]):
+        super().__init__(entries)
+        self._current = current
+        self._by_expert: dict[str, list[tuple[str, str, int, str]]] = {}
+        for entry in entries:
+            self._by_expert.setdefault(_expert_in(entry[1]), []).append(entry)
+
+    def __iter__(self) -> Iterator[Any]:
+        expert = _expert_in(self._current())
+        if not expert or "" in self._by_expert:
+            return super().__iter__()
+        return iter(self._by_expert.get(expert, ()))
+
+
+def _expert_in(name: str) -> str:
+    """The number of the expert in a name; "" for none."""
+    if match := _EXPERT.search(name):
+        return match[1]
+    return ""
+
+
+def search_fewer_experts(current: Callable[[], str]) -> None:
+    """Let vLLM's mappings call `current` for the name on disk of the tensor that is loaded now."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    build = RoutedExperts.build_expert_params_mapping
+
+    def build_mapping(*args: Any, **kwargs: Any) -> Mapping:
+        return Mapping(build(*args, **kwargs), current)
+
+    RoutedExperts.build_expert_params_mapping = staticmethod(build_mapping)  # type: ignore[method-assign]

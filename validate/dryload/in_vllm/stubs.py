@@ -157,7 +157,9 @@ def _supports(name: str, capability: int) -> bool:
         return 90 <= capability < 110
     if "sparse_scaled_mm_supported" in name:
         return 90 <= capability < 100
-    return capability >= (90 if "supports_block_fp8" in name else 89)
+    if "supports_block_fp8" in name:
+        return capability >= 90
+    return capability >= 89
 
 
 class _StubMeta(type):
