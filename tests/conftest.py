@@ -59,7 +59,6 @@ DRY = (
     "kv_cache",
     "matrix",
     "real_releases",
-    "without_mtp",
 )
 
 # A shell ignores them in what it starts in the background, and what tests start would inherit that.

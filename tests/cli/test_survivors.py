@@ -1,8 +1,8 @@
 """Whatever ends a command that has started others, nothing of it is left: no station, no server, no
 copy of weights.
 
-A stub is `vllm serve` here, so that there is time for many moments; tests/vllm/test_serve.py has
-the real one.
+A stub is `vllm serve` here, so that there is time for many moments; tests/vllm/test_bench.py and
+test_serve_verb.py have the real one.
 """
 
 import os

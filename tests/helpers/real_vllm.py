@@ -21,6 +21,16 @@ NEEDS_VLLM = [
         not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"
     ),
 ]
+# Engines live in the process of a script.
+QUIET = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 
 
 def ask(program: str, questions: Any) -> Any:
@@ -44,7 +54,7 @@ def in_vllm(script: str, jobs: list[dict[str, Any]], *paths: Path) -> list[Any]:
     """
     words = [VLLM_PYTHON, ROOT / "tests" / "vllm" / script, *map(json.dumps, jobs)]
     path = os.pathsep.join(map(str, (*paths, PLUGIN / "stubs")))
-    environment = os.environ | {"PYTHONPATH": path}
+    environment = os.environ | QUIET | {"PYTHONPATH": path}
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(jobs), done.stdout[-3000:] + done.stderr[-6000:]

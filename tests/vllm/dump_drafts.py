@@ -11,19 +11,8 @@ the draft class runs without an engine in it (`draft_alone.py`); it may be left 
 """
 
 import json
-import os
 import sys
 from typing import Any
-
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
 
 import torch
 from draft_alone import draft_alone

@@ -23,6 +23,7 @@ from modelopt_form import mixed_in_two_files
 from real_release import published, real_release
 from real_releases import dspark_flash, minimax_halves, nemotron_ultra, qwen38_fp8
 from releases import source_layout
+from without_mtp import SAID, TWINS, broken, llama
 
 pytestmark = pytest.mark.vllm
 
@@ -61,6 +62,12 @@ PUBLIC = (
     "qwen3.6-35b-a3b-nvfp4",
     "qwen3.8-27b-w4a16-autoround-gptq",
 )
+# Models that never had an MTP block: the tool that quantized them, and whether they have experts.
+PLAIN = {
+    f"llama {tool}{' experts' * experts}": (tool, experts)
+    for tool in ("", *SAID)
+    for experts in (False, True)
+}
 
 
 def changed(checkpoint: Checkpoint, *lost: str) -> Checkpoint:
@@ -117,6 +124,8 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         "shards of 9 GB": large(),
         "shards of 9 GB without a norm": large(r"mtp\.pre_fc_norm_hidden\.weight"),
     } | {name: real_release(name) for name in PUBLIC}
+    made |= {name: llama(tool, experts=experts) for name, (tool, experts) in PLAIN.items()}
+    made |= {name: broken(tool, change) for name, (tool, change, _, _) in TWINS.items()}
     place = tmp_path_factory.mktemp("releases")
     folders = [write(place / name, checkpoint) for name, checkpoint in made.items()]
     folders.append(write_single(place / "one file of 18 GB", large()))
@@ -187,3 +196,18 @@ def test_vllm_says_of_public_releases_what_the_static_check_says(name, judged):
     assert static == published(name)["findings"]
     is_refused = any(severity == "error" for severity, *_ in static)
     assert checked.accounts[0].load.ok != is_refused, checked.data.findings
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_model_without_mtp_is_loaded_without_a_draft(name, judged):
+    data = judged[name].data
+    assert [finding.rule for finding in data.findings] == ["family"], data.findings
+    (load,) = data.dry
+    assert load.ok and load.k == 0 and load.draft.cls == ""
+    assert load.target.num_written == load.target.num_params > 30
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_vllm_agrees_that_a_broken_one_is_broken(name, judged):
+    found = judged[name].data.findings
+    assert {each.origin for each in found if each.severity == "error"} == {"static", "dry"}, found
