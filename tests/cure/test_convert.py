@@ -177,22 +177,32 @@ O_PROJ = r"layers\.1\.self_attn\.o_proj"
 # A good checkpoint, its change, where it is refused, and the rule.
 REFUSED: dict[str, tuple[str, Change, str, str]] = {
     "a scheme without a word": (
-        "glm w4a16", both(), r"layers\.0\..*weight_packed", "int_packed by entry",
+        "glm w4a16",
+        both(),
+        r"layers\.0\..*weight_packed",
+        "int_packed by entry",
     ),
     "rows of experts": ("glm fp8", both(), r"experts\.0\.", "FP8_DYNAMIC of routed experts"),
     "FP8 weights alone": (
-        "mimo fp8", groups(lambda group: group.update(input_activations=None)), r"\.weight",
+        "mimo fp8",
+        groups(lambda group: group.update(input_activations=None)),
+        r"\.weight",
         "fp8_channel by entry",
     ),
     "native FP8": ("qwen vl native fp8", both(), "", "only compressed-tensors and modelopt"),
     "a transform": (
-        "glm nvfp4", lambda c: c.quantization.update(transform_config={"config_groups": {"a": 1}}),
-        "transform_config", "modelopt has no word",
+        "glm nvfp4",
+        lambda c: c.quantization.update(transform_config={"config_groups": {"a": 1}}),
+        "transform_config",
+        "modelopt has no word",
     ),
     "not loadable": (
-        "glm nvfp4", lose(rf"model\.{O_PROJ}\.weight_scale"), O_PROJ, "must pass its own check",
+        "glm nvfp4",
+        lose(rf"model\.{O_PROJ}\.weight_scale"),
+        O_PROJ,
+        "must pass its own check",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

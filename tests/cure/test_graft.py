@@ -218,9 +218,17 @@ GLM, ODD = "glm-4.7", {"quant_method": "gptq", "bits": 4, "dynamic": ["x"]}
 # refusal.
 REFUSED: dict[str, tuple[str, Change, dict[str, object], str]] = {
     "another family": ("mimo-7b", both(), {}, "whose family is glm4_moe; got mimo"),
-    "another width": (GLM, wider, {}, r"model\.layers\.1\.self_attn\.o_proj: both must have one shape"),
+    "another width": (
+        GLM,
+        wider,
+        {},
+        r"model\.layers\.1\.self_attn\.o_proj: both must have one shape",
+    ),
     "another depth": (
-        GLM, setting("num_hidden_layers", 4), {}, "whose num_hidden_layers is 3; got 4",
+        GLM,
+        setting("num_hidden_layers", 4),
+        {},
+        "whose num_hidden_layers is 3; got 4",
     ),
     "no block": (GLM, without_block, {}, r"promises MTP layers model\.layers\.3\.\*; got no"),
     "layers in words": (GLM, both(), {"num_hidden_layers": "many"}, "; got "),
@@ -228,14 +236,18 @@ REFUSED: dict[str, tuple[str, Change, dict[str, object], str]] = {
     "a type of 7": (GLM, both(), {"model_type": 7}, "; got "),
     "GPTQ": (GLM, both(), {"quantization_config": ODD}, "; got "),
     "compressed-tensors": (
-        GLM, both(),
-        {"quantization_config": {"quant_method": "compressed-tensors", "ignore": "lm_head"}}, "; got ",
+        GLM,
+        both(),
+        {"quantization_config": {"quant_method": "compressed-tensors", "ignore": "lm_head"}},
+        "; got ",
     ),
     "AWQ": (
-        GLM, both(),
-        {"quantization_config": {"quant_method": "awq", "modules_to_not_convert": 3}}, "; got ",
+        GLM,
+        both(),
+        {"quantization_config": {"quant_method": "awq", "modules_to_not_convert": 3}},
+        "; got ",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
