@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from broken import GOOD
+import yaml
+from broken import GOOD, built
 from calibrated import in_both_formats
-from checkpoint_files import Change, Checkpoint, both, groups, lose, pack, write
+from checkpoint_files import Checkpoint, pack, write
 from good import cached, llmcompressor, ours, outputs_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
@@ -173,48 +174,17 @@ def test_what_others_wrote(name, tmp_path):
     assert_same(tmp_path / "back", first)
 
 
-O_PROJ = r"layers\.1\.self_attn\.o_proj"
-# A good checkpoint, its change, where it is refused, and the rule.
-REFUSED: dict[str, tuple[str, Change, str, str]] = {
-    "a scheme without a word": (
-        "glm w4a16",
-        both(),
-        r"layers\.0\..*weight_packed",
-        "int_packed by entry",
-    ),
-    "rows of experts": ("glm fp8", both(), r"experts\.0\.", "FP8_DYNAMIC of routed experts"),
-    "FP8 weights alone": (
-        "mimo fp8",
-        groups(lambda group: group.update(input_activations=None)),
-        r"\.weight",
-        "fp8_channel by entry",
-    ),
-    "native FP8": ("qwen vl native fp8", both(), "", "only compressed-tensors and modelopt"),
-    "a transform": (
-        "glm nvfp4",
-        lambda c: c.quantization.update(transform_config={"config_groups": {"a": 1}}),
-        "transform_config",
-        "modelopt has no word",
-    ),
-    "not loadable": (
-        "glm nvfp4",
-        lose(rf"model\.{O_PROJ}\.weight_scale"),
-        O_PROJ,
-        "must pass its own check",
-    ),
-}
+REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["convert"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_said_is_refused_before_a_byte(name, tmp_path):
-    base, change, where, rule = REFUSED[name]
-    change(checkpoint := GOOD[base]())
-    folder = write(tmp_path / "first", checkpoint)
+    row = REFUSED[name]
+    folder = write(tmp_path / "first", built(row))
     with pytest.raises(KeepMTPError) as caught:
         plan_conversion(str(folder), "modelopt")
-    assert re.search(where, f"{caught.value.where} {caught.value.got}") and rule in str(
-        caught.value
-    )
+    assert re.search(row["where"], f"{caught.value.where} {caught.value.got}")
+    assert row["says"] in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 

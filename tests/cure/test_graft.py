@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint_files import Change, Checkpoint, both, ignoring, setting, write
+import yaml
+from broken import built
+from checkpoint_files import ignoring, write
 from commands import ROOT, keepmtp, refused
 from good import llmcompressor, ours, released
 from hub import Fault, Hub, serving
@@ -209,55 +211,17 @@ def test_a_good_block_is_refused_unless_it_is_to_be_replaced(whole, tmp_path):
     )
 
 
-def wider(checkpoint: Checkpoint) -> None:
-    checkpoint.retype(r"model\.layers\.1\.self_attn\.o_proj\.weight", shape=lambda n, k: (n, 2 * k))
-
-
-GLM, ODD = "glm-4.7", {"quant_method": "gptq", "bits": 4, "dynamic": ["x"]}
-# The release, its change, keys of config.json of the checkpoint that lost its block, and the
-# refusal.
-REFUSED: dict[str, tuple[str, Change, dict[str, object], str]] = {
-    "another family": ("mimo-7b", both(), {}, "whose family is glm4_moe; got mimo"),
-    "another width": (
-        GLM,
-        wider,
-        {},
-        r"model\.layers\.1\.self_attn\.o_proj: both must have one shape",
-    ),
-    "another depth": (
-        GLM,
-        setting("num_hidden_layers", 4),
-        {},
-        "whose num_hidden_layers is 3; got 4",
-    ),
-    "no block": (GLM, without_block, {}, r"promises MTP layers model\.layers\.3\.\*; got no"),
-    "layers in words": (GLM, both(), {"num_hidden_layers": "many"}, "; got "),
-    "no layers": (GLM, both(), {"num_hidden_layers": None}, "; got "),
-    "a type of 7": (GLM, both(), {"model_type": 7}, "; got "),
-    "GPTQ": (GLM, both(), {"quantization_config": ODD}, "; got "),
-    "compressed-tensors": (
-        GLM,
-        both(),
-        {"quantization_config": {"quant_method": "compressed-tensors", "ignore": "lm_head"}},
-        "; got ",
-    ),
-    "AWQ": (
-        GLM,
-        both(),
-        {"quantization_config": {"quant_method": "awq", "modules_to_not_convert": 3}},
-        "; got ",
-    ),
-}
+REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["graft"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_grafted_is_refused(name, tmp_path):
-    model, change, entries, says = REFUSED[name]
-    change(release := released(model))
-    lost = without_block(ours(GLM, "FP8_DYNAMIC"))
-    lost.config |= entries
-    with pytest.raises(KeepMTPError, match=says):
-        planned(write(tmp_path / "lost", lost), write(tmp_path / "release", release))
+    row = REFUSED[name]
+    lost = without_block(ours("glm-4.7", "FP8_DYNAMIC"))
+    lost.config |= row.get("lost", {})
+    release = write(tmp_path / "release", built(row.get("release", "released glm-4.7")))
+    with pytest.raises(KeepMTPError, match=row["says"]):
+        planned(write(tmp_path / "lost", lost), release)
 
 
 @pytest.mark.parametrize(

@@ -138,10 +138,6 @@ def as_source(checkpoint: Checkpoint, folder: Path) -> Source:
 # --- changes --------------------------------------------------------------------------------------
 
 
-def both(*changes: Change) -> Change:
-    return lambda c: [change(c) for change in changes]
-
-
 def lose(pattern: str) -> Change:
     return lambda c: [*c.take(pattern)]
 
@@ -181,45 +177,6 @@ def pack(module: str, scheme: str) -> Change:
                 )
 
     return change
-
-
-def adding(name: str, dtype: str = "F32", shape: tuple[int, ...] = (1,)) -> Change:
-    return lambda c: c.tensors.update({name: (dtype, shape)})
-
-
-def renaming(pattern: str, replacement: str) -> Change:
-    return lambda c: c.rename(pattern, replacement)
-
-
-def retyping(pattern: str, dtype: str | None = None, shape: Shape | None = None) -> Change:
-    return lambda c: c.retype(pattern, dtype, shape)
-
-
-def groups(change: Callable[[dict[str, Any]], None]) -> Change:
-    return lambda c: [change(group) for group in c.quantization["config_groups"].values()]
-
-
-def move_mtp_out(c: Checkpoint) -> None:
-    c.elsewhere = c.take(r"mtp\..*")
-
-
-def quantization(**entries: Any) -> Change:
-    return lambda c: c.config.update(quantization_config=entries)
-
-
-def hf_quant_config(**changes: Any) -> Change:
-    def change(c: Checkpoint) -> None:
-        said = {
-            "quant_algo": c.quantization["quant_algo"],
-            "exclude_modules": c.quantization["ignore"],
-        }
-        c.json_files["hf_quant_config.json"] = {"quantization": said | changes}
-
-    return change
-
-
-def edit_index(change: Callable[[dict[str, Any]], Any]) -> Change:
-    return lambda c: setattr(c, "index", change)
 
 
 def truncate(folder: Path) -> None:

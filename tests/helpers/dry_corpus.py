@@ -5,34 +5,23 @@ In: nothing. Out: `good_cases()`, every family in every form, each to pass witho
 finding must name.
 
 Easy to get wrong: who must catch a case. Faults of files (cut short, indexed twice over) never
-reach vLLM's classes, and vLLM 0.32 forgives a few that others do not: STATIC_ONLY lists them. A
+reach vLLM's classes, and vLLM 0.32 forgives a few that others do not: `static` lists them. A
 case that the static check catches is loaded all the same: both must be right.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import releases
 import yaml
-from broken import BROKEN, GOOD
-from checkpoint_files import (
-    Change,
-    Checkpoint,
-    adding,
-    both,
-    groups,
-    ignoring,
-    lose,
-    pack,
-    renaming,
-    retyping,
-    setting,
-)
+from broken import BROKEN, GOOD, built
+from checkpoint_files import Checkpoint
 from commands import ROOT
-from good import ours, outputs_of, qwen_fp8, released
+from good import ours, outputs_of, qwen_fp8
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.choices import choices_of, found_plan
 from keepmtp.recipes.conventions import FORMATS, Format
@@ -50,12 +39,7 @@ SEPARATE = ("gemma-4-26b-assistant",)
 # vLLM builds its attention otherwise than modelopt's config says: plain under NVFP4
 # (models/qwen4_exp).
 NOT_MODELOPT = ("qwen3.8-flash-next",)
-# What vLLM's classes never see, or forgive in 0.32.
-STATIC_ONLY = frozenset({
-    "E10 copies missing", "Fp2 block scales in BF16", "Fp4 scale_fmt lost", "R5 two configs, two algorithms",
-    "M8 index names a missing tensor",
-    "R6 shard cut short", "R8 a family without a table", "R8 a dialect that is not judged",
-})  # fmt: skip
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +127,7 @@ def broken_cases() -> Iterator[DryCase]:
     for case in BROKEN:
         yield DryCase(
             name=case.name, build=case.build, where=(case.where,),
-            by="static" if case.name in STATIC_ONLY else "both",
+            by="static" if case.name in TABLE["static"] else "both",
         )  # fmt: skip
     yield from DRY
 
@@ -156,74 +140,24 @@ def _is_planned(build: Callable[[], Checkpoint]) -> bool:
     return True
 
 
-def _case(
-    name: str, base: str | Callable[[], Checkpoint], change: Change, *where: str, by: By = "dry", tp: int = 1,
-    k: int = 1,
-) -> DryCase:  # fmt: skip
-    def build() -> Checkpoint:
-        checkpoint = GOOD[base]() if isinstance(base, str) else base()
-        change(checkpoint)
-        return checkpoint
-
-    return DryCase(name=name, build=build, by=by, where=where, tp=tp, num_drafts=k)
+def _case(name: str, row: dict[str, Any]) -> DryCase:
+    places = {key: row[key] for key in ("tp", "num_drafts") if key in row}
+    where, by = tuple(row["where"]), row.get("by", "dry")
+    return DryCase(name=name, build=partial(built, row), by=by, where=where, **places)
 
 
-def _rows() -> Iterator[DryCase]:
-    kinds: dict[str, Callable[..., Change]] = {
-        "set": setting, "lose": lose, "retype": retyping, "rename": renaming, "pack": pack, "ignore": ignoring,
-        "say": lambda entries: lambda c: c.quantization.update(entries), "serve": both,
-        "say of weights": lambda entries: groups(lambda g: g["weights"].update(entries)),
-        "hide": lambda pattern: lambda c: setattr(c, "elsewhere", c.take(pattern)),
-    }  # fmt: skip
-    for kind, rows in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items():
-        for row in rows:
-            change = kinds[kind](*row.pop("change", ()))
-            yield _case(row.pop("name"), row.pop("base"), change, *row.pop("where"), **row)
+def _claimed_tower() -> Checkpoint:
+    checkpoint = qwen_fp8()
+    checkpoint.quantization["modules_to_not_convert"].remove("model.visual.blocks.0.attn.proj")
+    return checkpoint
 
 
 DRY: tuple[DryCase, ...] = (
-    *_rows(),
-    _case("R3 up_proj left plain beside gate_proj", "glm nvfp4",
-          both(lose(r"model\.layers\.3\.mlp\.shared_experts\.up_proj\..*"),
-               adding("model.layers.3.mlp.shared_experts.up_proj.weight", "BF16", (128, 256))),
-          "model.layers.3.mlp.shared_experts.up_proj", by="both"),
-    _case("M2 scale of an expert too narrow", "v3 modelopt",
-          retyping(r"model\.layers\.1\.mlp\.experts\.2\.down_proj\.weight_scale", shape=lambda n, k: (n, k // 2)),
-          "model.layers.1.mlp.experts.2.down_proj", by="both"),
-    _case("M2 an expert too short", "glm fp8",
-          retyping(r"model\.layers\.1\.mlp\.experts\.0\.up_proj\.weight", shape=lambda n, k: (n // 2, k)),
-          "model.layers.1.mlp.experts.", by="both"),
-    _case("M2 a plain expert of the draft too short", "glm-5 nvfp4",
-          retyping(r"model\.layers\.3\.mlp\.experts\.1\.gate_proj\.weight", shape=lambda n, k: (n // 2, k)),
-          "model.layers.3.mlp.experts.1", by="both"),
-    _case("E8 one row lost", "glm fp8", retyping(r"model\.layers\.3\.eh_proj\.weight", shape=lambda n, k: (n - 1, k)),
-          "model.layers.3.eh_proj"),
-    _case("E8 eh_proj transposed", "v3 nvfp4",
-          retyping(r"model\.layers\.3\.eh_proj\.weight", shape=lambda n, k: (k, n)), "model.layers.3.eh_proj"),
-    _case("E8 norm of two", "next nvfp4", retyping(r"mtp\.pre_fc_norm_hidden\.weight", shape=lambda n: (2, n)),
-          "mtp.pre_fc_norm_hidden"),
-    _case("E2 stack of fewer experts", "released qwen3.5-397b",
-          retyping(r".*\.layers\.1\.mlp\.experts\.gate_up_proj", shape=lambda e, n, k: (e - 1, n, k)),
-          "model.language_model.layers.1.mlp.experts", by="both"),
-    _case("E8 stack transposed", "released qwen3.5-397b",
-          retyping(r".*\.layers\.1\.mlp\.experts\.down_proj", shape=lambda e, n, k: (e, k, n)),
-          "model.language_model.layers.1.mlp.experts.down_proj"),
-    _case("E8 gate without up", "released qwen3.5-397b",
-          retyping(r".*\.layers\.1\.mlp\.experts\.gate_up_proj", shape=lambda e, n, k: (e, n // 2, k)),
-          "model.language_model.layers.1.mlp.experts.gate_up_proj"),
-    _case("F34 vision tower not ignored", qwen_fp8, lambda c: c.quantization["modules_to_not_convert"].remove(
-          "model.visual.blocks.0.attn.proj"), "visual.blocks.0.attn.proj"),
-    _case("F35 wildcard leaves a quantized draft plain", lambda: modelopt("qwen3-next-80b", mtp="NVFP4"),
-          lambda c: c.quantization["ignore"].append("mtp*"), "mtp.", by="both"),
-    _case("F25 shards of one module in two algorithms", "glm mixed",
-          lambda c: c.quantization["quantized_layers"].update({
-              "model.layers.1.self_attn.q_proj": {"quant_algo": "FP8"},
-              "model.layers.1.self_attn.k_proj": {"quant_algo": "NVFP4"},
-              "model.layers.1.self_attn.qkv_proj": {"quant_algo": "NVFP4"}}),
-          "model.layers.1.self_attn", by="both"),
-    _case("G6 V4's draft ignored by its name on disk", lambda: ours("dsv4-flash", "FP8_BLOCK"),
-          both(groups(lambda g: g.update(targets=["Linear"])), ignoring(r"re:^mtp\.0\.", without=r"layers\\\.\(?:?3")),
-          "mtp.0.", by="both"),
-    _case("F41 three drafts from two layers", lambda: released("glm-4.7", num_nextn_predict_layers=2), both(),
-          "n_predict", "num_nextn_predict_layers", k=3),
-)  # fmt: skip
+    *itertools.starmap(_case, TABLE["broken"].items()),
+    DryCase(
+        name="F34 vision tower not ignored",
+        build=_claimed_tower,
+        by="dry",
+        where=("visual.blocks.0.attn.proj",),
+    ),
+)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import foreign_form
 import pytest
+from broken import WITHOUT_MTP
 from checkpoint_files import Checkpoint, as_source, lose, write, write_single
 from good import outputs_of, released
 from keepmtp.checkpoints.mtp_source import with_mtp_of
@@ -23,7 +24,7 @@ from modelopt_form import mixed_in_two_files
 from real_release import published, real_release
 from real_releases import dspark_flash, minimax_halves, nemotron_ultra, qwen38_fp8
 from releases import source_layout
-from without_mtp import SAID, TWINS, broken, llama
+from without_mtp import SAID, llama
 
 pytestmark = pytest.mark.vllm
 
@@ -125,7 +126,7 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         "shards of 9 GB without a norm": large(r"mtp\.pre_fc_norm_hidden\.weight"),
     } | {name: real_release(name) for name in PUBLIC}
     made |= {name: llama(tool, experts=experts) for name, (tool, experts) in PLAIN.items()}
-    made |= {name: broken(tool, change) for name, (tool, change, _, _) in TWINS.items()}
+    made |= {case.name: case.build() for case in WITHOUT_MTP}
     place = tmp_path_factory.mktemp("releases")
     folders = [write(place / name, checkpoint) for name, checkpoint in made.items()]
     folders.append(write_single(place / "one file of 18 GB", large()))
@@ -207,7 +208,7 @@ def test_a_model_without_mtp_is_loaded_without_a_draft(name, judged):
     assert load.target.num_written == load.target.num_params > 30
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", [case.name for case in WITHOUT_MTP])
 def test_vllm_agrees_that_a_broken_one_is_broken(name, judged):
     found = judged[name].data.findings
     assert {each.origin for each in found if each.severity == "error"} == {"static", "dry"}, found
