@@ -119,7 +119,6 @@ def _measured(path: Path) -> Path:
     evidence = measured.measured(path / "NAME")
     identity = identify(path / "NAME", cache=evidence)
     bench = benches.bench_fact(with_source=False, sha256=identity.sha256)
-    benches.write_lines(evidence, bench)
     write_result(evidence, "bench", bench, checkpoint=identity, vllm=reports.VLLM)
     found = closenesses.closeness(evidence, checkpoint=identity.sha256)
     write_result(evidence, "closeness", found, checkpoint=identity, vllm=reports.VLLM)

@@ -128,7 +128,7 @@ def rows(rng: Random) -> Case:
     words = f"eval {{}} --source none --task {task} --dataset {{}}/{file} --out {{}}.out"
     if rng.random() < 0.7:
         words += " --shots 0"
-    made = [dict(row) for row in sample.rows]
+    made = [dict(row) for row in sample["rows"]]
     return _case(base=corpus.REAL[0], edits=(_lines(rng, file, made),), words=_near(words))
 
 

@@ -3,11 +3,9 @@ seconds.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from keepmtp.validate.facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition
 from keepmtp.validate.facts.served import Role
-from keepmtp.validate.measure.store import BenchHeader, Measured, Sitting, open_lines
 
 AT = "2030-01-02 03:04:05 UTC"
 _TOKENS = 10_000
@@ -65,18 +63,8 @@ def benched(
     """Three repetitions for each k, alone and with eight at once, where drafting costs more than it
     saves.
     """
+    loads = {1: rates, 8: {k: 880 - 100 * k if k else 900 for k in rates}}
     around = (1 - spread, 1.0, 1 + spread)
-    cells = [cell(k, [rate * each for each in around]) for k, rate in rates.items()]
-    cells += [
-        cell(
-            k,
-            [900 * each for each in around]
-            if not k
-            else [(880 - 100 * k) * each for each in around],
-            concurrency=8,
-        )
-        for k in rates
-    ]
     return Benched(
         role=role,
         path=f"/data/{role}",
@@ -86,7 +74,11 @@ def benched(
         form="chat",
         max_num_seqs=8,
         max_model_len=4096,
-        cells=tuple(cells),
+        cells=tuple(
+            cell(k, [rate * each for each in around], concurrency=concurrency)
+            for concurrency, load in loads.items()
+            for k, rate in load.items()
+        ),
     )
 
 
@@ -104,28 +96,3 @@ def bench_fact(*, with_source: bool = True, sha256: str = "0" * 64) -> BenchFact
         seed=0,
         environment={"vllm": "0.32.0", "device": "NVIDIA H200 (140 GiB)", "words": ""},
     )
-
-
-def write_lines(folder: Path, bench: BenchFact) -> None:
-    """The files of repetitions that a matrix is made from, in its evidence folder."""
-    for model in bench.benched:
-        header = BenchHeader(
-            role=model.role,
-            checkpoint_sha256=model.sha256,
-            vllm=bench.environment["vllm"],
-            device=bench.environment["device"],
-            words=(),
-            form=model.form,
-            prompts_sha256=bench.prompts_sha256,
-            requests=0,
-            output_tokens=bench.output_tokens,
-            seed=bench.seed,
-            max_num_seqs=model.max_num_seqs,
-            max_model_len=model.max_model_len,
-        )
-        lines = open_lines(folder, f"bench.{model.role}", header)
-        served = {"as_served": model.as_served, "reason": model.reason}
-        lines.add(Sitting(sitting=1, seconds=9.0, **served))
-        for one in model.cells:
-            for each in one.repetitions:
-                lines.add(Measured(k=one.k, concurrency=one.concurrency, repetition=each))

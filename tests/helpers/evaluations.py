@@ -6,8 +6,7 @@ from typing import Any
 
 import reports
 from keepmtp.checkpoints.identity import Identity
-from keepmtp.recipes.protocol import Evaluation, Gates
-from keepmtp.validate.check.check import check
+from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.binomial import sign_test
 from keepmtp.validate.facts.evaluated import (
     NOT_EMPTY,
@@ -22,10 +21,7 @@ from keepmtp.validate.facts.evaluated import (
 )
 from keepmtp.validate.facts.paired import paired
 from keepmtp.validate.facts.schema import FullReport
-from keepmtp.validate.facts.served import AsServed, ServeCheck
-from keepmtp.validate.report.check_data import check_data
-from keepmtp.validate.report.gates import judge
-from keepmtp.validate.report.report import assemble
+from keepmtp.validate.facts.served import AsServed
 
 FILTERS = ("strict-match", "flexible-extract")
 COPY: AsServed = "BF16 copy of the same weights"
@@ -85,13 +81,12 @@ def evaluated(
 
 
 def evaluation(
-    answers: Answers | None = None,
+    answers: Answers = Answers(),
     *,
     source: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
     has_source: bool = True,
     protocol: dict[str, Any] | None = None,
-    environment: dict[str, str] | None = None,
     switched: tuple[int, int] | None = None,
     empty: int = 0,
 ) -> EvaluationFact:
@@ -101,112 +96,76 @@ def evaluation(
     `switched`: questions that the checkpoint gets right only with MTP off, and only with it on;
     None: it was not asked with MTP off. `empty`: answers that have a text only with MTP off.
     """
-    told = answers or Answers()
     pairs = (
-        [(True, True)] * told.both
-        + [(True, False)] * told.only_source
-        + [(False, True)] * told.only_checkpoint
-        + [(False, False)] * told.neither
+        [(True, True)] * answers.both
+        + [(True, False)] * answers.only_source
+        + [(False, True)] * answers.only_checkpoint
+        + [(False, False)] * answers.neither
     )
-    before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    theirs = evaluated("source", sum(before), told.num, **(source or {}))
-    off = {"shares": (), "drafts": 0, "sha256": "c" * 64}
-    third = (
-        evaluated("plain", sum(after) + switched[0] - switched[1], told.num, **off)
-        if switched
-        else None
-    )
+    before, after = zip(*pairs, strict=True)
+    num, right = answers.num, sum(after)
+    added: dict[str, Any] = {"source": None, "paired": ()}
+    if has_source:
+        added["source"] = evaluated("source", sum(before), num, **(source or {}))
+        added["paired"] = tuple(paired(name, before, after) for name in FILTERS)
+    if switched:
+        off, on = switched
+        drafts = {"shares": (), "drafts": 0, "sha256": "c" * 64}
+        added["plain"] = evaluated("plain", right + off - on, num, **drafts)
+        shown = ChangedAnswer(question=7, plain="... so it is 8", drafting="... so it is 9")
+        added["drafting"] = DraftingFact(
+            switches=(
+                *(_switch(name, right, num, off, on) for name in FILTERS),
+                _switch(NOT_EMPTY, num - empty, num, empty, 0),
+            ),
+            num_changed=off + on + empty,
+            changed=(shown,) * (off + on > 0),
+        )
     return EvaluationFact(
         protocol=Evaluation(**({"k": 3} | (protocol or {}))),
         dataset_sha256="d" * 64,
-        source=theirs if has_source else None,
-        checkpoint=evaluated("checkpoint", sum(after), told.num, **(checkpoint or {})),
-        paired=tuple(paired(name, before, after) for name in FILTERS) if has_source else (),
-        environment=environment
-        or {"lm-eval": "0.4.13", "vllm": "0.32.0", "device": "CPU: Xeon, 2 cores"},
-        plain=third,
-        drafting=_drafting(sum(after), told.num, switched, empty) if switched else None,
+        checkpoint=evaluated("checkpoint", right, num, **(checkpoint or {})),
+        environment={"lm-eval": "0.4.13", "vllm": "0.32.0", "device": "CPU: Xeon, 2 cores"},
+        **added,
     )
 
 
-def _drafting(num_right: int, num: int, switched: tuple[int, int], empty: int) -> DraftingFact:
+def _switch(reads: str, right: int, num: int, only_plain: int, only_drafting: int) -> SwitchFact:
     """As many questions as named switch, the first ones of all."""
-
-    def switch(reads: str, right: int, only_plain: int, only_drafting: int) -> SwitchFact:
-        return SwitchFact(
-            reads=reads,
-            both=right - only_drafting,
-            only_plain=only_plain,
-            only_drafting=only_drafting,
-            neither=num - right - only_plain,
-            chance=sign_test(only_plain, only_drafting),
-            questions=tuple(range(min(20, only_plain + only_drafting))),
-        )
-
-    shown = ChangedAnswer(question=7, plain="... so it is 8", drafting="... so it is 9")
-    return DraftingFact(
-        switches=(
-            *(switch(name, num_right, *switched) for name in FILTERS),
-            switch(NOT_EMPTY, num - empty, empty, 0),
-        ),
-        num_changed=sum(switched) + empty,
-        changed=(shown,) * (sum(switched) > 0),
+    return SwitchFact(
+        reads=reads,
+        both=right - only_drafting,
+        only_plain=only_plain,
+        only_drafting=only_drafting,
+        neither=num - right - only_plain,
+        chance=sign_test(only_plain, only_drafting),
+        questions=tuple(range(min(20, only_plain + only_drafting))),
     )
 
 
 def several(
-    *others: tuple[str, Answers], first: Answers | None = None, **changed: Any
+    *others: tuple[str, Answers],
+    first: Answers = Answers(),
+    **changed: Any,
 ) -> EvaluationFact:
     """GSM8K and other tasks, each with its counts; a task's `changed` fields of the checkpoint are
     those of all.
     """
     found = evaluation(first, **changed)
-    tasks = [evaluation(answers, protocol={"task": name}, **changed) for name, answers in others]
-    plain = [
-        TaskFact(**{key: value for key, value in dict(one).items() if key != "tasks"})
-        for one in tasks
+    tasks = [
+        dict(evaluation(answers, protocol={"task": name}, **changed)) for name, answers in others
     ]
-    return found.model_copy(update={"tasks": tuple(plain)})
-
-
-def judged(
-    found: EvaluationFact, gates: Gates | None = None, serve: ServeCheck | None = None
-) -> FullReport:
-    """A report of a checkpoint that was checked, evaluated and judged."""
-    data = check_data(check(reports.MODEL))
-    judgement = judge(gates=gates or Gates(), check=data, serve=serve, evaluation=found)
-    return assemble(
-        data,
-        vllm=reports.VLLM,
-        made_at=reports.AT,
-        serve=serve,
-        evaluation=found,
-        judgement=judgement,
-        identity=Identity(sha256="e" * 64, files={}),
+    plain = tuple(
+        TaskFact(**{name: task[name] for name in TaskFact.model_fields}) for task in tasks
     )
+    return found.model_copy(update={"tasks": plain})
 
 
 def hostile(word: str) -> FullReport:
-    """Every string of an evaluation that a stranger may choose is `word`, names of filters
+    """Every string of an evaluation on a copy and of its gates is `word`, its first filter's
     included.
     """
-    fact = evaluation(
-        Answers(both=3, only_source=1, only_checkpoint=1, neither=1),
-        environment={word: word},
-        source={"path": word, "reason": word},
-        checkpoint={"path": word, "reason": word, "as_served": COPY},
-        protocol={"dataset": f"{word}.jsonl", "limit": 6},
-    )
-    told = fact.model_dump() | {"dataset_sha256": word}
-    for model in (told["source"], told["checkpoint"]):
-        model["scores"][0]["filter"] = word
-    told["paired"][0]["filter"] = word
-    full = judged(EvaluationFact.model_validate(told))
-    assert full.judgement
-    reasons = tuple(
-        reason.model_copy(update={"says": word, "gate": word}) for reason in full.judgement.reasons
-    )
-    judgement = full.judgement.model_copy(update={"reasons": reasons})
-    return full.model_copy(
-        update={"judgement": judgement, "identity": Identity(sha256=word, files={})}
-    )
+    answers = Answers(both=3, only_source=1, only_checkpoint=1, neither=1)
+    fact = evaluation(answers, checkpoint={"as_served": COPY})
+    full = reports.judged(evaluation=fact, identity=Identity(sha256="e" * 64, files={}))
+    return reports.strange(full, word)

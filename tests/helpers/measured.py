@@ -10,12 +10,13 @@ from typing import Any
 import reports
 from evaluations import FILTERS, Answers, evaluation
 from headers import header
-from keepmtp.checkpoints.identity import file_sha256, identify
+from keepmtp.checkpoints.fact import Fact
+from keepmtp.checkpoints.identity import Identity, file_sha256, identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.validate.facts.evaluated import Arm, EvaluationFact
-from keepmtp.validate.facts.results import report_folder, write_result
+from keepmtp.validate.facts.evaluated import EvaluationFact
+from keepmtp.validate.facts.results import Station, report_folder, write_result
 from keepmtp.validate.facts.served import counters
-from keepmtp.validate.measure.figures import drafting, finish
+from keepmtp.validate.measure.figures import finish
 from keepmtp.validate.measure.store import Answer, Samples, Sitting
 from keepmtp.validate.report.check_data import record_static
 from releases import source_layout, write_checkpoint
@@ -65,7 +66,6 @@ def measured(
     *,
     answers: Answers = ANSWERS,
     record: dict[str, Any] | None = None,
-    has_plain: bool = False,
 ) -> Path:
     """Check, server and GSM8K of the checkpoint in `folder`, which is made; returns its evidence
     folder.
@@ -74,26 +74,25 @@ def measured(
     evidence = report_folder(folder)
     identity = identify(folder, cache=evidence)
     record_static(evidence, open_source(folder), identity)
-    serve = reports.served(is_copy=False)
-    write_result(
-        evidence, "serve", serve, checkpoint=identity, vllm=reports.VLLM, made_at=SERVED_AT
-    )
-    fact = asked(evidence, identity.sha256, answers, has_plain=has_plain)
-    write_result(evidence, "gsm8k", fact, checkpoint=identity, vllm=reports.VLLM, made_at=ASKED_AT)
+    write(evidence, "serve", reports.served(is_copy=False), identity)
+    fact = asked(evidence, identity.sha256, answers)
+    write(evidence, "gsm8k", fact, identity, made_at=ASKED_AT)
     return evidence
 
 
-def asked(
-    evidence: Path, sha256: str, answers: Answers, *, has_plain: bool = False
-) -> EvaluationFact:
-    """An evaluation and the files of answers that it follows from; with MTP off they are the
-    source's own.
-    """
-    switched = (answers.only_source, answers.only_checkpoint) if has_plain else None
-    fact = evaluation(answers, checkpoint={"sha256": sha256}, switched=switched)
-    files: dict[Arm, Samples] = {}
+def write(
+    evidence: Path, station: Station, fact: Fact, identity: Identity, made_at: datetime = SERVED_AT
+) -> None:
+    """A station's result, as vLLM 0.32.0 gave it."""
+    write_result(evidence, station, fact, checkpoint=identity, vllm=reports.VLLM, made_at=made_at)
+
+
+def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:
+    """An evaluation and the files of answers that it follows from."""
+    fact = evaluation(answers, checkpoint={"sha256": sha256})
+    sums = {}
     for model in fact.arms:
-        right = [True] * answers.both + [model.role != "checkpoint"] * answers.only_source
+        right = [True] * answers.both + [model.role == "source"] * answers.only_source
         right += [model.role == "checkpoint"] * answers.only_checkpoint + [False] * answers.neither
         first = header(
             role=model.role,
@@ -101,8 +100,7 @@ def asked(
             dataset_sha256=fact.dataset_sha256,
             prompts_sha256="",
             num=answers.num,
-            checkpoint_sha256=sha256 if model.role == "plain" else model.sha256,
-            vllm=reports.VLLM,
+            checkpoint_sha256=model.sha256,
         )
         path = evidence / model.samples
         path.unlink(missing_ok=True)
@@ -117,28 +115,8 @@ def asked(
                     finish_reason="length" if number < model.num_truncated else "stop",
                 )
             )
-        samples.add(
-            Sitting(
-                sitting=1,
-                as_served="native",
-                reason="",
-                seconds=model.seconds,
-                **counters(model),
-            )
-        )
+        served = {"as_served": "native", "reason": "", "seconds": model.seconds}
+        samples.add(Sitting(sitting=1, **served, **counters(model)))
         finish(samples, dict.fromkeys(FILTERS, right))
-        files[model.role] = samples
-    sums: dict[Arm, str] = {
-        model.role: file_sha256(evidence / model.samples) for model in fact.arms
-    }
-    found = evaluation(
-        answers,
-        source={"samples_sha256": sums["source"]},
-        checkpoint={"sha256": sha256, "samples_sha256": sums["checkpoint"]},
-        switched=switched,
-    )
-    if found.plain is None:
-        return found
-    plain = found.plain.model_copy(update={"sha256": sha256, "samples_sha256": sums["plain"]})
-    changed = drafting(files["plain"], files["checkpoint"], FILTERS)
-    return found.model_copy(update={"plain": plain, "drafting": changed})
+        sums[model.role] = {"sha256": model.sha256, "samples_sha256": file_sha256(path)}
+    return evaluation(answers, **sums)

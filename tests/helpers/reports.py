@@ -2,12 +2,16 @@
 the page.
 """
 
-import math
+from collections.abc import Mapping
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benches import bench_fact, cell
-from closenesses import hostile_closeness
+from closenesses import closeness
+from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.check.check import check, examine
@@ -23,13 +27,14 @@ from keepmtp.validate.facts.dry_load import (
     Misfit,
     ModelAccount,
 )
-from keepmtp.validate.facts.findings import CheckpointFacts, Finding
+from keepmtp.validate.facts.findings import Finding
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import FullReport
-from keepmtp.validate.facts.served import Drafts, Output, Parting, Run, ServeCheck, Served, counters
-from keepmtp.validate.report.check_data import calibration_fact, check_data, sizes_by_group
+from keepmtp.validate.facts.served import Output, Parting, Run, ServeCheck, Served
+from keepmtp.validate.report.check_data import calibration_fact, check_data
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
+from pydantic import BaseModel
 
 MODEL = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
 AT = "2030-01-02 03:04:05 UTC"
@@ -53,14 +58,6 @@ WARNED = Finding(
 )
 
 
-def model(
-    cls: str, *, shared: tuple[str, ...] = (), kernels: tuple[KernelUse, ...] = ()
-) -> LoadedModel:
-    return LoadedModel(
-        cls=cls, num_params=1312, num_written=1312 - len(shared), shared=shared, kernels=kernels
-    )
-
-
 def account(
     gpu: GPU, tp: int, *, failure: LoadFailure | None = None, casts: tuple[Misfit, ...] = ()
 ) -> LoadAccount:
@@ -82,6 +79,10 @@ def account(
             outcome="ok",
         ),
     )
+    target = LoadedModel(
+        cls="Glm4MoeForCausalLM", num_params=1312, num_written=1312, kernels=kernels
+    )
+    parts = {"cls": "Glm4MoeMTP", "num_written": 1310, "shared": SHARED, "kernels": kernels[1:]}
     load = DryLoad(
         gpu=gpu,
         tp=tp,
@@ -90,8 +91,8 @@ def account(
         failure=failure,
         runner="v2",
         peak_mib=740,
-        target=model("Glm4MoeForCausalLM", kernels=kernels),
-        draft=LoadedModel() if failure else model("Glm4MoeMTP", shared=SHARED, kernels=kernels[1:]),
+        target=target,
+        draft=LoadedModel() if failure else target.model_copy(update=parts),
         seconds=31.1,
     )
     written = ModelAccount() if failure else ModelAccount(misfits=casts)
@@ -111,13 +112,6 @@ REFUSED = LoadFailure(
 NEAR = Parting(prompt=1, at=17, plain_token=311, token=902, gap=0.0625)
 
 
-def written(partings: tuple[Parting, ...] | None) -> tuple[int, ...]:
-    """What a server writes after the second prompt: another last token where it parts as `NEAR`
-    does.
-    """
-    return (*(4,) * 17, 902 if partings and partings[0] == NEAR else 311)
-
-
 def run(
     k: int,
     *,
@@ -127,38 +121,48 @@ def run(
     partings: tuple[Parting, ...] | None = None,
     num_drafts: int = 1000,
 ) -> Run:
+    """What one server did; `shares` of its drafts are accepted up to each position."""
     accepted = tuple(round(share * num_drafts) for share in shares)
-    drafts = (
-        Drafts(
-            drafts=num_drafts,
-            draft_tokens=k * num_drafts,
-            accepted_tokens=sum(accepted),
-            accepted_per_position=accepted,
-        )
-        if k
-        else Drafts()
-    )
+    last = NEAR.token if partings == (NEAR,) else NEAR.plain_token
     return Run(
         k=k,
         loaded=True,
         seconds_to_health=21.0 + k,
         tokens_per_second=tok_s,
-        **counters(drafts),
+        drafts=min(k, 1) * num_drafts,
+        draft_tokens=k * num_drafts,
+        accepted_tokens=sum(accepted),
+        accepted_per_position=accepted,
         speed_up=speed_up,
         outputs=(
             Output(token_ids=(1, 2, 3), text="one\ntwo"),
-            Output(token_ids=written(partings), text="three"),
+            Output(token_ids=(*(4,) * 17, last), text="three"),
         ),
         partings=partings,
         log="/tmp/server.log",
     )
 
 
+def runs(shares: tuple[float, ...], *rates: float) -> tuple[Run, ...]:
+    """A server for each k from 0, of so many tokens a second; with the last a near-tie flips."""
+    first, *others = rates
+    drafting = [
+        run(
+            k,
+            shares=shares[:k],
+            tok_s=rate,
+            speed_up=rate / first,
+            partings=(NEAR,) * (k == len(others)),
+        )
+        for k, rate in enumerate(others, 1)
+    ]
+    return run(0, tok_s=first), *drafting
+
+
 def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeCheck:
     """A server's report: k = 0 to 3, a near-tie, the checkpoint on a BF16 copy or natively, its
     draft alive or dead.
     """
-    near = (NEAR,)
     source = Served(
         role="source",
         path="models/tiny-glm4-moe",
@@ -166,14 +170,9 @@ def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeCheck:
         reason="",
         dtype="plain",
         num_bytes=6_400_000,
-        runs=(
-            run(0),
-            run(1, shares=(0.93,), tok_s=61.2, speed_up=61.2 / 40, partings=()),
-            run(2, shares=(0.93, 0.81), tok_s=74, speed_up=74 / 40, partings=()),
-            run(3, shares=(0.93, 0.81, 0.64), tok_s=79.2, speed_up=79.2 / 40, partings=near),
-        ),
+        runs=runs((0.93, 0.81, 0.64), 40, 61.2, 74, 79.2),
     )
-    alive = 0.001 if is_dead else 1.0
+    shares = (0.00092, 0.0008, 0.000625) if is_dead else (0.92, 0.80, 0.625)
     checkpoint = Served(
         role="checkpoint",
         path="out/tiny-glm4-moe.nvfp4a16",
@@ -181,20 +180,8 @@ def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeCheck:
         dtype="nvfp4, plain",
         as_served="BF16 copy of the same weights" if is_copy else "native",
         reason="vLLM's CPU build has no kernel for NVFP4 experts; packed kernels are not judged."
-        if is_copy
-        else "",
-        runs=(
-            run(0, tok_s=41),
-            run(1, shares=(0.92 * alive,), tok_s=60, speed_up=60 / 41, partings=()),
-            run(2, shares=(0.92 * alive, 0.80 * alive), tok_s=73, speed_up=73 / 41, partings=()),
-            run(
-                3,
-                shares=(0.92 * alive, 0.80 * alive, 0.625 * alive),
-                tok_s=78,
-                speed_up=78 / 41,
-                partings=near,
-            ),
-        ),
+        * is_copy,
+        runs=runs(shares, 41, 60, 73, 78),
     )
     return ServeCheck(
         checkpoint=checkpoint,
@@ -204,6 +191,16 @@ def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeCheck:
         environment={"vllm": VLLM, "device": "CPU: Xeon, 2 cores"},
         seconds=312.0,
     )
+
+
+def accepting(mine: int, theirs: int, of: int) -> ServeCheck:
+    """Servers with k=1 of checkpoint and source that accepted so many of these drafts."""
+    found, changed = served(is_copy=False), {}
+    for role, kept in (("checkpoint", mine), ("source", theirs)):
+        drafting = run(1, shares=(kept / of,), num_drafts=of, speed_up=1.0, partings=())
+        model = getattr(found, role)
+        changed[role] = model.model_copy(update={"runs": (run(0), drafting)})
+    return found.model_copy(update=changed)
 
 
 def whole(**choices: bool) -> FullReport:
@@ -229,39 +226,32 @@ def accepted(*rates: float) -> dict[str, Any]:
     """A figure as `quantize/calibrate/mtp/acceptance.py` gives it: `rates` are of the drafts that
     reach a position.
     """
-    shares = [round(math.prod(rates[: step + 1]), 5) for step in range(len(rates))]
-    ks = range(1, len(rates) + 1)
-    return {
-        "num_slots": 1320,
-        "by_position": {str(k): shares[:k] for k in ks},
-    }
+    shares = [round(share, 5) for share in accumulate(rates, mul)]
+    return {"num_slots": 1320, "by_position": {str(k): shares[:k] for k in (1, 2, 3)}}
 
 
 SETTINGS = {"algorithm": "minmax", "sequence_length": 128}
 MIXED = {"attention": "FP8_DYNAMIC", "shared_experts": "FP8_DYNAMIC", "experts": "NVFP4"}
+TRIED = (
+    ("bf16", 1_800_000, 0.995),
+    ("FP8_DYNAMIC", 1_250_000, 0.991),
+    ({"attention": "bf16", "shared_experts": "bf16", "experts": "NVFP4"}, 1_150_000, 0.985),
+    (MIXED, 980_000, 0.978),
+    ("W4A16", 0, 0.0),
+    ("NVFP4A16", 920_000, 0.961),
+    ("NVFP4", 920_000, 0.942),
+)
 
 
-def summary(word: str = "") -> dict[str, Any]:
-    """A run's own account, of `mtp: auto`, as keepmtp.json has it; with `word`, all its strings are
-    that.
-    """
-
-    def tried(
-        policy: object, num_bytes: int, kept: float, *, refused: str = "", chosen: bool = False
-    ) -> object:
-        figures = None if refused else accepted(0.93 * kept, 0.87 * kept, 0.8 * kept)
-        return {
-            "policy": word or policy,
-            "bytes": num_bytes,
-            "kept": kept,
-            "refused": refused and (word or refused),
-            "chosen": chosen,
-            "acceptance": figures,
-        }
-
-    told = {
-        key: word or value
-        for key, value in {
+def summary() -> dict[str, Any]:
+    """A run's own account, of `mtp: auto`, as keepmtp.json has it."""
+    rows = (
+        ("source", "source", 3.2101, (0.93, 0.87, 0.8)),
+        ("quantized", "source", 3.2922, (0.925, 0.865, 0.79)),
+        ("quantized", "quantized", 3.2922, (0.915, 0.855, 0.78)),
+    )
+    return {
+        "data": {
             "dataset": "models/problems.jsonl",
             "dataset_revision": "local",
             "subset": "",
@@ -270,37 +260,22 @@ def summary(word: str = "") -> dict[str, Any]:
             "row_numbers_sha256": "a" * 64,
             "ids_sha256": "b" * 64,
             "held_out_ids_sha256": "c" * 64,
-        }.items()
-    }
-    counts = {
-        "seed": 42,
-        "rows": 80,
-        "held_out_rows": 40,
-        "blank_rows": 0,
-        "tokens": 4096,
-        "held_out_tokens": 2048,
-    }
-    rows = (
-        ("source", "source", 3.2101, (0.93, 0.87, 0.8)),
-        ("quantized", "source", 3.2922, (0.925, 0.865, 0.79)),
-        ("quantized", "quantized", 3.2922, (0.915, 0.855, 0.78)),
-    )
-    return {
-        "data": told | counts,
+            "seed": 42,
+            "rows": 80,
+            "held_out_rows": 40,
+            "blank_rows": 0,
+            "tokens": 4096,
+            "held_out_tokens": 2048,
+        },
         "processes": 2,
         "coverage": {
             "modules": 45,
-            "never_routed": [
-                word or f"model.layers.2.mlp.experts.{expert}.up_proj" for expert in (1, 3)
-            ],
-            "fewest_tokens": {
-                "module": word or "model.layers.2.mlp.experts.1.up_proj",
-                "tokens": 0,
-            },
+            "never_routed": [f"model.layers.2.mlp.experts.{expert}.up_proj" for expert in (1, 3)],
+            "fewest_tokens": {"module": "model.layers.2.mlp.experts.1.up_proj", "tokens": 0},
         },
         "min_acceptance": 0.97,
         "confidence": 0.95,
-        "mtp": word or MIXED,
+        "mtp": MIXED,
         "rows": [
             {
                 "backbone": backbone,
@@ -311,19 +286,17 @@ def summary(word: str = "") -> dict[str, Any]:
             for backbone, mtp, perplexity, rates in rows
         ],
         "agreement": 0.971,
-        "unmeasured": word,
+        "unmeasured": "",
         "candidates": [
-            tried("bf16", 1_800_000, 0.995),
-            tried("FP8_DYNAMIC", 1_250_000, 0.991),
-            tried(
-                {"attention": "bf16", "shared_experts": "bf16", "experts": "NVFP4"},
-                1_150_000,
-                0.985,
-            ),
-            tried(MIXED, 980_000, 0.978, chosen=True),
-            tried("W4A16", 0, 0.0, refused="K must be a multiple of 128"),
-            tried("NVFP4A16", 920_000, 0.961),
-            tried("NVFP4", 920_000, 0.942),
+            {
+                "policy": policy,
+                "bytes": num_bytes,
+                "kept": kept,
+                "refused": "" if kept else "K must be a multiple of 128",
+                "chosen": policy is MIXED,
+                "acceptance": accepted(0.93 * kept, 0.87 * kept, 0.8 * kept) if kept else None,
+            }
+            for policy, num_bytes, kept in TRIED
         ],
     }
 
@@ -335,82 +308,67 @@ def calibrated(**changed: Any) -> FullReport:
     return assemble(data, vllm=VLLM, made_at=AT)
 
 
-def loaded(
-    *accounts: LoadAccount, before: Source | None = None, serve: ServeCheck | None = None
+def judged(
+    data: CheckData | None = None,
+    *,
+    gates: Gates = LIMITS,
+    identity: Identity | None = None,
+    **measured: Any,
 ) -> FullReport:
-    """A real static check, with these dry loads and a warning; with what servers did, judged by
-    `LIMITS`.
-    """
+    """A report of a static check and of what was measured, with the judgement of both."""
+    found = data or check_data(check(MODEL))
+    judgement = judge(gates=gates, check=found, **measured)
+    return assemble(
+        found, vllm=VLLM, judgement=judgement, made_at=AT, identity=identity, **measured
+    )
+
+
+def loaded(*accounts: LoadAccount, before: Source | None = None, **measured: Any) -> FullReport:
+    """A real static check, with these dry loads and a warning."""
     checked = with_loads(examine(MODEL), accounts, VLLM)
-    assert checked.source is not None
     warned = checked.data.model_copy(update={"findings": (*checked.data.findings, WARNED)})
-    data = check_data(warned, opened=checked.source, source=before)
-    judged = serve and judge(gates=LIMITS, check=data, serve=serve, evaluation=None)
-    return assemble(data, vllm=VLLM, serve=serve, judgement=judged, made_at=AT)
+    return judged(check_data(warned, opened=checked.source, source=before), **measured)
 
 
 def hostile(word: str) -> FullReport:
-    """Every string that a stranger's checkpoint or server may choose is `word`."""
-    found = Finding(origin="static", rule=word, severity="error", where=word, says=word, cure=word)
-    kernel = KernelUse(
-        layer=word, method=word, kernel=word, count=1, where=word, outcome=f"refused: {word}"
-    )
-    bad = LoadFailure(stage="load", role="draft", type=word, words=word, at=word, tensor=word)
-    built = LoadedModel(cls=word, num_params=1, num_written=1, shared=(word,), kernels=(kernel,))
-    load = DryLoad(
-        gpu="sm90", tp=1, k=1, ok=False, num_errors=1, failure=bad, target=built, draft=built
-    )
-    model = Served(
-        role="checkpoint",
-        path=word,
-        as_served="native",
-        reason=word,
-        dtype=word,
-        num_bytes=1,
-        runs=(
-            run(
-                1,
-                shares=(0.5,),
-                partings=(Parting(prompt=0, at=0, plain_token=1, token=2, gap=None),),
-            ),
-            Run(k=2, loaded=False, error=word, notes=(word,), log=word, unwritten=(word,)),
-        ),
-    )
-    server = ServeCheck(
-        checkpoint=model,
-        source=None,
-        prompts=(word,),
-        max_tokens=1,
-        environment={word: word},
-        seconds=1.0,
-    )
-    facts = CheckpointFacts(family=word, dialect=word, mtp_forms=(word,))
-    sizes = [row.model_copy(update={"group": word}) for row in sizes_by_group(open_source(MODEL))]
-    checked = check_data(CheckData(path=word, findings=(found,), facts=facts, dry=(load,)))
-    fact = calibration_fact(summary(word), SETTINGS | {"algorithm": word})
-    data = checked.model_copy(update={"sizes": tuple(sizes), "calibration": fact})
-    judged = judge(gates=LIMITS, check=data, serve=server, evaluation=None)
-    bench = bench_fact()
-    own = bench.checkpoint.model_copy(
-        update={"path": word, "reason": word, "cells": (cell(1, (), error=word),)}
-    )
-    bench = bench.model_copy(
-        update={"checkpoint": own, "prompts": word, "environment": {word: word}}
-    )
-    near = hostile_closeness(word)
-    return assemble(
-        data, vllm=word, serve=server, bench=bench, closeness=near, judgement=judged, made_at=AT
-    )
+    """Every part but an evaluation, with a server and a cell that failed, and with `word` for each
+    string.
+    """
+    serve, bench, full = served(), bench_fact(), broken()
+    dead = Run(k=4, loaded=False, error="x", notes=("x",), log="x", unwritten=("x",))
+    own = serve.checkpoint.model_copy(update={"runs": (*serve.checkpoint.runs, dead)})
+    cells = bench.checkpoint.model_copy(update={"cells": (cell(1, (), error="x"),)})
+    with TemporaryDirectory() as folder:
+        parts: dict[str, Any] = {
+            "serve": serve.model_copy(update={"checkpoint": own}),
+            "bench": bench.model_copy(update={"checkpoint": cells}),
+            "closeness": closeness(Path(folder)),
+        }
+    judged = judge(gates=LIMITS, check=full, **parts)
+    parts |= {"judgement": judged, "calibration": calibrated().calibration}
+    return strange(full.model_copy(update=parts), word)
+
+
+def strange(value: Any, word: str) -> Any:
+    """`value` with `word` for each of its strings that a stranger's files or server may choose."""
+    if isinstance(value, BaseModel):
+        changed = {}
+        for name, field in type(value).model_fields.items():
+            mine = getattr(value, name)
+            is_fixed = field.metadata or "Literal" in str(field.annotation)
+            if not isinstance(mine, str) or not (is_fixed or mine == LIMITS.filter):
+                changed[name] = strange(mine, word)
+        return value.model_copy(update=changed)
+    if isinstance(value, tuple):
+        return tuple(strange(each, word) for each in value)
+    if isinstance(value, Mapping):
+        return {key: strange(each, word) for key, each in value.items()}
+    return word if value and isinstance(value, str) else value
 
 
 def benched(bench: BenchFact | None = None, gates: Gates = LIMITS) -> FullReport:
     """The static check and a speed matrix."""
-    found, plain = bench or bench_fact(), bare()
-    data = CheckData(
-        path=plain.path, facts=plain.facts, findings=plain.findings, absent=plain.absent
-    )
-    judged = judge(gates=gates, check=data, serve=None, evaluation=None, bench=found)
-    return assemble(data, vllm=VLLM, bench=found, judgement=judged, made_at=AT)
+    return judged(gates=gates, bench=bench or bench_fact())
 
 
 def bare() -> FullReport:

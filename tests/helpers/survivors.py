@@ -3,6 +3,7 @@ inherits.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 MARK = "KEEPMTP_TEST_MARK"
@@ -22,9 +23,20 @@ def marked(word: str) -> dict[int, str]:
     return found
 
 
-def none_left(word: str, seconds: float = 60.0) -> None:
+def none_left(word: str) -> None:
     """Wait until there is none; a process that was killed takes a moment to be gone."""
+    until(lambda: not marked(word))
+
+
+def until(happens: Callable[[], bool], *, seconds: float = 60.0) -> None:
+    """Wait for something, so long at most."""
     deadline = time.monotonic() + seconds
-    while left := marked(word):
-        assert time.monotonic() < deadline, f"left: {left}"
-        time.sleep(0.05)
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def only_child(process: int) -> int:
+    """The one process that this one has started."""
+    (child,) = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return int(child)

@@ -4,14 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from keepmtp.validate.facts.child import Child, answer, environment
-from survivors import MARK, marked, none_left
+from survivors import MARK, marked, none_left, only_child, until
 
 ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
@@ -40,13 +38,6 @@ def mark(monkeypatch) -> str:
     return word
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 5])
 def test_nothing_is_left_of_a_parent_that_is_ended(mark, number, num_processes):
@@ -54,7 +45,7 @@ def test_nothing_is_left_of_a_parent_that_is_ended(mark, number, num_processes):
     the child's.
     """
     with subprocess.Popen([sys.executable, "-c", OWNER]) as owner:
-        wait_for(lambda: len(marked(mark)) > num_processes)
+        until(lambda: len(marked(mark)) > num_processes)
         owner.send_signal(number)
         assert owner.wait(timeout=60) == -number
     none_left(mark)
@@ -67,7 +58,7 @@ def test_nothing_is_left_of_a_supervisor_that_is_ended(mark, number):
     """
     tree = TREE.replace("start_new_session=True", "") if number == signal.SIGKILL else TREE
     with Child([sys.executable, "-c", tree], environment=environment(is_ours=True)) as child:
-        wait_for(lambda: len(marked(mark)) == 5)
+        until(lambda: len(marked(mark)) == 5)
         child.process.send_signal(number)
         child.process.wait(timeout=60)
     none_left(mark)
@@ -79,21 +70,18 @@ def test_a_child_that_is_killed_takes_its_own_along(mark):
         [sys.executable, "-c", TREE], environment=environment(is_ours=True), stdout=subprocess.PIPE
     ) as child:
         assert child.process.stdout.readline() == b"up\n"
-        (front,) = (
-            Path(f"/proc/{child.process.pid}/task/{child.process.pid}/children").read_text().split()
-        )
-        os.kill(int(front), signal.SIGKILL)
+        os.kill(only_child(child.process.pid), signal.SIGKILL)
         assert child.process.wait(timeout=60) == -signal.SIGKILL, "its own status"
         none_left(mark)
 
 
 def test_a_child_may_end_in_order(tmp_path):
-    words = (
+    program = (
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: "
-        "sys.exit(7))\nprint(1, flush=True)\n"
+        "sys.exit(7))\nprint(1, flush=True)\ntime.sleep(600)"
     )
     with Child(
-        [sys.executable, "-c", words + "time.sleep(600)"],
+        [sys.executable, "-c", program],
         environment=environment(),
         grace_seconds=60,
         stdout=subprocess.PIPE,
@@ -109,13 +97,8 @@ def test_what_is_no_executable(tmp_path):
 
 
 def test_an_offline_child_gets_no_secret(monkeypatch):
-    for name in (
-        "HF_TOKEN",
-        "HUGGING_FACE_HUB_TOKEN",
-        "HF_OIDC_RESOURCE",
-        "AWS_SECRET_ACCESS_KEY",
-        "OPENAI_API_KEY",
-    ):
+    names = "HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_OIDC_RESOURCE AWS_SECRET_ACCESS_KEY OPENAI_API_KEY"
+    for name in names.split():
         monkeypatch.setenv(name, "hf_secret")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     words = [sys.executable, "-c", "import os; print(dict(os.environ))"]

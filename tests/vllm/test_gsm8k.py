@@ -257,7 +257,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     asked = [questions(Evaluation(**protocol)), questions(Evaluation(**(protocol | second)))]
     for task, fields in {"humaneval": {}, "aime25": {"repeats": 2}}.items():
         rows = tmp_path / f"{task}.jsonl"
-        rows.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS[task].rows[:2]))
+        rows.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS[task]["rows"][:2]))
         other = Evaluation(task=task, dataset=str(rows), k=protocol["k"], max_tokens=16, **fields)
         asked.append(questions(other, runs_code=True))
     template = tmp_path / "chat.jinja"

@@ -1,19 +1,20 @@
-"""What is asked for a speed matrix, and what is measured already is not measured again."""
+"""What is asked for a speed matrix, what is measured already, and which k it recommends."""
 
-import json
 from pathlib import Path
 
 import pytest
-from benches import repetition
+from benches import FLASH, bench_fact, benched, cell, repetition
 from keepmtp.checkpoints.files import held
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.errors import KeepMTPError, RecipeError
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.validate.facts.benched import BenchCell, BenchFact
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from keepmtp.validate.measure import bench as matrix
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.store import BenchFile, Measured, Sitting
-from keepmtp.validate.measure.texts import read_prompts, texts
+from keepmtp.validate.measure.texts import read_prompts
+from pydantic import ValidationError
 from stub_vllm import stub_vllm
 
 GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
@@ -51,13 +52,13 @@ def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
         measured(setup, asked, role, rate)
     fact = matrix.bench(model("checkpoint"), model("source"), asked, setup=setup)
     assert [each.role for each in fact.benched] == ["source", "checkpoint"]
-    for benched, rate in zip(fact.benched, (100.0, 300.0), strict=True):
-        cells = [(cell.concurrency, cell.k) for cell in benched.cells]
+    for found, rate in zip(fact.benched, (100.0, 300.0), strict=True):
+        cells = [(cell.concurrency, cell.k) for cell in found.cells]
         assert cells == [(1, 0), (1, 1), (4, 0), (4, 1)]
-        assert all(len(cell.repetitions) == 2 for cell in benched.cells)
-        rates = [cell.tokens_per_second for cell in benched.cells]
+        assert all(len(cell.repetitions) == 2 for cell in found.cells)
+        rates = [cell.tokens_per_second for cell in found.cells]
         assert rates == pytest.approx([rate, 2 * rate] * 2)
-        assert [row.k for row in benched.recommended] == [1, 1]
+        assert [row.k for row in found.recommended] == [1, 1]
     fewer = matrix.bench(model("checkpoint"), None, plan(ks=(1,)), setup=setup)
     assert fewer.source is None and {cell.k for cell in fewer.checkpoint.cells} == {1}
     assert not (tmp_path / "out" / "logs").exists(), "no server was started"
@@ -84,77 +85,78 @@ def test_a_template_of_the_users_words_asks_messages():
     assert forms == ["completions", "chat"]
 
 
-# --- prompts --------------------------------------------------------------------------------------
-
-USER = {"role": "user", "content": "Why is the sky blue?"}
-# As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.
-SPEED_BENCH = {"category": "coding", "messages": [USER, {"role": "user", "content": "Shorter."}]}
-ON_THE_HUB = {"category": "coding", "sub_category": "", "turns": ["Why?", "Shorter."]}
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-
-
-def written(tmp_path: Path, *rows: object) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-@pytest.mark.parametrize(
-    ("row", "message", "text"),
-    [
-        ({"prompt": "Go on:\u2028"}, "Go on:\u2028", "Go on:\u2028"),
-        (SPEED_BENCH, *2 * [USER["content"]]),
-        (ON_THE_HUB, "Why?", "Why?"),
-        ({"question": "1 + 1?", "answer": "#### 2"}, "1 + 1?", "Question: 1 + 1?\nAnswer:"),
-    ],
-)
-def test_forms(row, message, text, tmp_path):
-    """Of a conversation the first message is asked: an answer must be the model's own."""
-    prompts = read_prompts(written(tmp_path, "", row))
-    assert texts(prompts, 1, seed=0, form="chat") == [message]
-    assert texts(prompts, 1, seed=0, form="completions") == [text]
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ("not json", "must be JSON; got Expecting value"),
-        ("[" * 100_000, "at most 64 levels deep"),
-        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
-        ([1], r"must begin with a text of the user; got \[1\]"),
-        ({"text": "x"}, "must begin with a text of the user"),
-        ({"messages": [{"role": "user"}]}, "must begin with a text of the user"),
-        ({"messages": [{"role": "system", "content": "Be brief."}, USER]}, "a text of the user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a text of the user"),
-        ({"prompt": "  "}, "the prompt itself; got "),
-        ({"turns": [PLACEHOLDER]}, r"got FULL BENCHMARK.*prepare\.py"),
-    ],
-)
-def test_a_line_of_another_form_is_named(row, says, tmp_path):
-    with pytest.raises(KeepMTPError, match=rf"prompts\.jsonl:2: .*{says}"):
-        read_prompts(written(tmp_path, {"prompt": "good"}, row))
-
-
-def test_a_file_of_prompts(tmp_path):
-    (tmp_path / "a.txt").write_text("One.\n\nTwo.\n")
-    assert [item.text for item in read_prompts(tmp_path / "a.txt").items] == ["One.", "Two."]
-    (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "test-00000.parquet").write_bytes(b"PAR1\xff")
-    for name, says in (
-        ("none.jsonl", "No such file"),
-        ("test-00000.parquet", "UTF-8"),
-        ("empty.jsonl", "empty"),
-    ):
-        with pytest.raises(KeepMTPError, match=says):
-            read_prompts(tmp_path / name)
-
-
-def test_a_load_has_enough_requests_in_an_order_of_the_seed(tmp_path):
-    assert len(read_prompts(None).items) == 400
+def test_a_load_has_enough_requests():
     assert [plan(requests=0).num_requests(each) for each in (1, 8, 32)] == [16, 32, 128]
-    few = read_prompts(written(tmp_path, *({"prompt": str(number)} for number in range(5))))
-    sent = texts(few, 12, seed=0, form="chat")
-    assert sorted(sent[:5]) == list("01234"), "each once before any is asked again"
-    assert sent[5:10] == sent[:5]
-    assert texts(few, 5, seed=0, form="chat") == sent[:5] != texts(few, 5, seed=1, form="chat")
+
+
+# --- which k is recommended -----------------------------------------------------------------------
+
+
+def test_figures_are_computed_from_counts_and_never_read():
+    fact = bench_fact()
+    told = fact.model_dump(mode="json")
+    best = told["checkpoint"]["cells"][3]
+    assert best["tokens_per_second"] == pytest.approx(193.0)
+    assert best["acceptance_per_position"] == [0.9, 0.81, 0.729]
+    assert best["mean_accepted_length"] == pytest.approx(1 + 0.9 + 0.81 + 0.729)
+    best["tokens_per_second"] = 1e6
+    assert BenchFact.model_validate(told) == fact
+
+
+def test_the_publishers_matrix_recommends_three():
+    """Four is slower again, and with eight at once none is faster than no drafting."""
+    alone, many = benched().recommended
+    assert (alone.k, many.k) == (3, 0)
+    assert alone.speed_up == pytest.approx(193.0 / 105.9)
+    assert "189.1 tokens a second, is faster than the fastest of k=2, 183.5" in alone.says
+    assert many.says == "no larger k is faster than k=0 beyond the spread of the repetitions"
+
+
+def test_a_larger_k_is_not_recommended_within_the_spread():
+    """Twins: the same medians; only the spread of the repetitions differs."""
+    assert benched(FLASH, spread=0.02).recommended[0].k == 3
+    assert benched(FLASH, spread=0.05).recommended[0].k == 2, (
+        "k=3 is 7 % faster, and the repetitions are 10 % apart"
+    )
+
+
+def test_one_repetition_recommends_nothing():
+    one = benched().model_copy(update={"cells": (cell(0, [100.0]), cell(1, [200.0]))})
+    (only,) = one.recommended
+    assert only.k is None and "--repeat 3" in only.says
+
+
+def test_high_acceptance_that_is_slower_is_said_with_its_cell():
+    """As in vllm #39680: 96.6 % accepted, and 342 -> 128 tokens a second."""
+
+    def slower(*rates: float, share: float) -> tuple[str, ...]:
+        cells = cell(0, [340, 342, 344]), cell(1, rates, share=share)
+        return benched().model_copy(update={"cells": cells}).slower
+
+    (said,) = slower(126, 128, 130, share=0.966)
+    assert said.startswith("k=1, 1 at once: 96.6 % of the drafts are accepted")
+    assert "(0.37x)" in said
+    assert slower(426, 428, 430, share=0.966) == ()
+    assert slower(126, 128, 130, share=0.01) == (), "that is another fault"
+
+
+def test_a_failed_cell_has_no_figure_and_is_not_recommended():
+    failed = cell(3, [], error="1 of 16 requests failed")
+    one = benched().model_copy(update={"cells": (cell(0, [9, 10, 11]), failed)})
+    assert failed.tokens_per_second is None and one.speed_up(failed) is None
+    assert one.recommended[0].k == 0 and one.recommended[0].says == "no other k was measured"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"error": "died"}, "either repetitions or an error"),
+        ({"repetitions": ()}, "either repetitions or an error"),
+        ({"k": 0}, "repetition 0 drafted more than k=0"),
+    ],
+)
+def test_what_no_server_can_have_done_is_refused(change, says):
+    good = cell(1, [1.0, 2.0])
+    with pytest.raises(ValidationError, match=says):
+        BenchCell.model_validate(good.model_dump() | change)
+    assert BenchCell.model_validate(good.model_dump()) == good

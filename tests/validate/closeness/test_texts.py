@@ -1,20 +1,24 @@
-"""Which files are held-out text, and which text is refused because it was calibrated on."""
+"""Which files are held-out text or prompts, and which text is refused because it was calibrated
+on.
+"""
 
 import json
 from pathlib import Path
 
 import measured
 import pytest
+import yaml
 from keepmtp.checkpoints.record import Record
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
-from keepmtp.validate.measure.texts import HELD_OUT, held_out
+from keepmtp.validate.measure.texts import HELD_OUT, held_out, read_prompts, texts
 
-ROOT = Path(__file__).parents[3]
+LINES = yaml.safe_load(Path(__file__).with_name("refused_lines.yaml").read_text())
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
 
 def rows(path: Path, *found: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in found]
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
@@ -59,25 +63,12 @@ def test_a_shipped_model_has_a_text_of_its_own(model):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", "{}\n", r"a\.jsonl:1: must be an object with .*got \{\}"),
-        ("a.jsonl", '{"text": "fine"}\n\n{"text": 3}\n', r"a\.jsonl:3: must be an object"),
-        ("a.jsonl", '{"text": "fine"}\nfine\n', r"a\.jsonl:2: must be JSON; got Expecting value"),
-        ("a.jsonl", "[" * 100_000, r"a\.jsonl:1: values must be at most 64 levels deep"),
-        (
-            "a.jsonl",
-            '{"text": "\\ud800"}',
-            r"a\.jsonl:1: every character must be one that UTF-8 can write",
-        ),
-        ("a.jsonl", '{"tokens": [1e999]}', r"a\.jsonl:1: must be an object"),
-        ("a.jsonl", '{"tokens": [2147483648]}', r"a\.jsonl:1: must be an object"),
-        ("a.jsonl", '{"text": "  "}\n', r"a\.jsonl:1: must be"),
-        ("a.jsonl", '{"tokens": [1, -1]}\n', r"a\.jsonl:1: must be"),
         ("a.jsonl", "\n", "must hold a text; got an empty file"),
         ("a.txt", " \n", "must hold a text; got an empty file"),
         ("a.csv", "text\n", r"must be a \.jsonl or a \.txt file; got \.csv"),
     ],
 )
-def test_another_form_is_refused_with_its_line(name, content, says, tmp_path):
+def test_another_file_is_refused(name, content, says, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(KeepMTPError, match=says):
         held_out(tmp_path / name, None)
@@ -115,3 +106,61 @@ def test_a_dataset_that_is_not_here_is_said_not_to_be_compared(tmp_path):
     assert held_out(mine, record(dataset="org/ultrachat")).against == (
         "Whether a text is in org/ultrachat, which it was calibrated on, was not looked up."
     )
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "Why is the sky blue?"}
+# As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.
+SPEED_BENCH = {"category": "coding", "messages": [USER, {"role": "user", "content": "Shorter."}]}
+ON_THE_HUB = {"category": "coding", "sub_category": "", "turns": ["Why?", "Shorter."]}
+
+
+@pytest.mark.parametrize(
+    ("row", "message", "text"),
+    [
+        ({"prompt": "Go on:\u2028"}, "Go on:\u2028", "Go on:\u2028"),
+        (SPEED_BENCH, *2 * [USER["content"]]),
+        (ON_THE_HUB, "Why?", "Why?"),
+        ({"question": "1 + 1?", "answer": "#### 2"}, "1 + 1?", "Question: 1 + 1?\nAnswer:"),
+    ],
+)
+def test_forms(row, message, text, tmp_path):
+    """Of a conversation the first message is asked: an answer must be the model's own."""
+    prompts = read_prompts(rows(tmp_path / "prompts.jsonl", "", row))
+    assert texts(prompts, 1, seed=0, form="chat") == [message]
+    assert texts(prompts, 1, seed=0, form="completions") == [text]
+
+
+@pytest.mark.parametrize(
+    ("reads", "line", "says"),
+    [(reads, line, says) for reads, lines in LINES.items() for line, says in lines],
+)
+def test_a_line_of_another_form_is_named(reads, line, says, tmp_path):
+    path = rows(tmp_path / "a.jsonl", {"prompt": "good", "text": "good"}, "", line)
+    with pytest.raises(KeepMTPError) as caught:
+        held_out(path, None) if reads == "held_out" else read_prompts(path)
+    assert f"a.jsonl:3: {says}" in str(caught.value)
+
+
+def test_a_file_of_prompts(tmp_path):
+    (tmp_path / "a.txt").write_text("One.\n\nTwo.\n")
+    assert [item.text for item in read_prompts(tmp_path / "a.txt").items] == ["One.", "Two."]
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "test-00000.parquet").write_bytes(b"PAR1\xff")
+    for name, says in (
+        ("none.jsonl", "No such file"),
+        ("test-00000.parquet", "UTF-8"),
+        ("empty.jsonl", "empty"),
+    ):
+        with pytest.raises(KeepMTPError, match=says):
+            read_prompts(tmp_path / name)
+
+
+def test_prompts_are_asked_in_an_order_of_the_seed(tmp_path):
+    assert len(read_prompts(None).items) == 400
+    few = read_prompts(rows(tmp_path / "a.jsonl", *({"prompt": str(each)} for each in range(5))))
+    sent = texts(few, 12, seed=0, form="chat")
+    assert sorted(sent[:5]) == list("01234"), "each once before any is asked again"
+    assert sent[5:10] == sent[:5]
+    assert texts(few, 5, seed=0, form="chat") == sent[:5] != texts(few, 5, seed=1, form="chat")

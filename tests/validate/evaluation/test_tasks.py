@@ -1,21 +1,26 @@
 """Every task on rows in its dataset's own form: what lm-eval itself would ask and score, from the
-same answers.
+same answers; and which datasets are refused.
 """
 
 import json
 import logging
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
 import datasets
+import datasets.config
 import lm_eval.tasks
 import nltk
 import pytest
 import task_rows
+import yaml
+from hub import Fault, serving
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.recipes.tasks import TASKS
@@ -26,8 +31,16 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from task_rows import TASK_ROWS
 
-ROOT = Path(__file__).parent.parent.parent.parent
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 SEED = 1234
+ROWS = [
+    {
+        "question": f"Tom has {n} coins and finds {n + 1} more. How many?",
+        "answer": f"It is that.\n#### {2 * n + 1}",
+    }
+    for n in range(12)
+]
 
 # lm-eval's own name of the task, and the splits of its dataset that hold the questions and the
 # shots.
@@ -44,29 +57,37 @@ REFERENCES = {
 DRAWN = {"gpqa_diamond"}  # whose choices are in a drawn order
 
 
-def punkt_in(folder: Path) -> Path:
+@pytest.fixture(scope="module", autouse=True)
+def punkt(tmp_path_factory) -> Iterator[None]:
     """NLTK's data for telling sentences apart, with no word in it."""
+    folder = tmp_path_factory.mktemp("nltk")
     english = folder / "tokenizers" / "punkt_tab" / "english"
     english.mkdir(parents=True)
     for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
-        (english / name).write_text("")
-    return folder
+        (english / name).touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nltk.data, "path", [str(folder)])
+        yield
 
 
-@pytest.fixture(autouse=True)
-def punkt(tmp_path_factory, monkeypatch) -> None:
-    monkeypatch.setattr(nltk.data, "path", [str(punkt_in(tmp_path_factory.mktemp("nltk")))])
-
-
-def write(path: Path, rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
-def asked(task: str, folder: Path, **protocol: Any) -> Questions:
-    path = write(folder / f"{task}.jsonl", TASK_ROWS[task].rows)
+def asked(
+    task: str,
+    folder: Path,
+    rows: list[Any] | None = None,
+    *,
+    runs_code: bool = True,
+    **protocol: Any,
+) -> Questions:
+    path = write(folder / f"{task}.jsonl", TASK_ROWS[task]["rows"] if rows is None else rows)
     fixed = {"dataset": str(path), "shots": 1 if task == "mmlu_pro" else 0, "repeats": 1}
-    return questions(Evaluation(task=task, **(fixed | protocol)), runs_code=True)
+    return questions(Evaluation(task=task, **(fixed | protocol)), runs_code=runs_code)
 
 
 def answers(found: Questions) -> dict[int, str]:
@@ -119,7 +140,7 @@ class _Trusting:
 
 
 @pytest.fixture(scope="module")
-def lm_evals(tmp_path_factory) -> dict[str, tuple[dict, list[str]]]:
+def lm_evals(tmp_path_factory, punkt) -> dict[str, tuple[dict, list[str]]]:
     """simple_evaluate() by the tasks' own names; only its downloads are replaced, by the files.
     Result and prompts.
     """
@@ -128,7 +149,7 @@ def lm_evals(tmp_path_factory) -> dict[str, tuple[dict, list[str]]]:
 
     def from_file(path: str, **_: Any) -> Any:
         task = next(task for task, row in TASKS.items() if row.hub == path)
-        file = str(write(folder / f"{task}.jsonl", TASK_ROWS[task].rows))
+        file = str(write(folder / f"{task}.jsonl", TASK_ROWS[task]["rows"]))
         return own(
             "json",
             data_files=dict.fromkeys(REFERENCES[task][1], file),
@@ -138,7 +159,6 @@ def lm_evals(tmp_path_factory) -> dict[str, tuple[dict, list[str]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm_eval.api.task.datasets.load_dataset", from_file)
         patch.setattr("evaluate.load", lambda _: _Trusting())
-        patch.setattr(nltk.data, "path", [str(punkt_in(folder))])
         patch.setattr(logging.getLogger("lm_eval"), "level", logging.ERROR)
         sys.modules.pop("lm_eval.tasks.humaneval.utils", None)
         homes = {TASKS[task].lm_eval_file("chat").rpartition("/")[0] for task in REFERENCES}
@@ -177,10 +197,8 @@ def test_prompts_and_scores_are_what_lm_eval_gives(task, tmp_path, lm_evals):
     found = asked(task, tmp_path, shots=0)
     facts, right = scores(found, answers(found))
     result, prompts = lm_evals[task]
-    if task == "mmlu_pro":
-        prompts = [
-            prompt for prompt in prompts if "are shown in" not in prompt
-        ]  # a file of ours has its shots, too
+    if task == "mmlu_pro":  # a file of ours has its shots, too
+        prompts = [prompt for prompt in prompts if "are shown in" not in prompt]
     assert task in DRAWN or [item.prompt for item in found.items] == prompts
     assert [fact.filter for fact in facts] == list(right) == list(TASKS[task].scores)
     if task != "mmlu_pro":
@@ -192,13 +210,11 @@ def test_prompts_and_scores_are_what_lm_eval_gives(task, tmp_path, lm_evals):
 
 def test_the_subjects_of_mmlu_pro_are_one_task(tmp_path, lm_evals):
     """Weighed by their questions, as lm-eval's group is."""
-    rows = [row | {"cot_content": ""} for row in TASK_ROWS["mmlu_pro"].rows]
-    path = write(tmp_path / "all.jsonl", rows)
-    found = questions(Evaluation(task="mmlu_pro", dataset=str(path), shots=0))
+    rows = [row | {"cot_content": ""} for row in TASK_ROWS["mmlu_pro"]["rows"]]
+    found = asked("mmlu_pro", tmp_path, rows, shots=0)
     facts, right = scores(found, answers(found))
-    assert facts[0].value == pytest.approx(
-        lm_evals["mmlu_pro"][0]["exact_match,custom-extract"], abs=1e-12
-    )
+    wanted = lm_evals["mmlu_pro"][0]["exact_match,custom-extract"]
+    assert facts[0].value == pytest.approx(wanted, abs=1e-12)
     assert len(right["custom-extract"]) == 3 * 14 and set(right["custom-extract"]) == {True, False}
 
 
@@ -207,11 +223,7 @@ def test_a_subject_has_its_own_shots(tmp_path):
     assert len(found.items) == 28 and len(found.tasks) == 14
     for item in found.items:
         subject = task_rows.MMLU_PRO_SUBJECTS[item.number // 2]
-        assert item.prompt.startswith(
-            f"The following are multiple choice questions (with answers) about {subject}".replace(
-                "_", " "
-            )
-        )
+        assert f"questions (with answers) about {subject.replace('_', ' ')}" in item.prompt
         assert item.prompt.count("are shown in") == 1 and f"shown in {subject}?" in item.prompt
     limited = asked("mmlu_pro", tmp_path, limit=16)
     assert len(limited.items) == 16 and len(limited.tasks) == 14, "in turn from each subject"
@@ -223,7 +235,7 @@ def test_runs_that_are_sampled_pair_by_question(tmp_path):
     assert [(item.run, item.number) for item in found.items[3:6]] == [(0, 3), (1, 4), (1, 5)]
     assert len(found.items) == 12 and found.num_asked == 4
     texts = {
-        item.number: rf"\boxed{{{TASK_ROWS['aime24'].rows[item.number % 4]['Answer']}}}"
+        item.number: rf"\boxed{{{TASK_ROWS['aime24']['rows'][item.number % 4]['Answer']}}}"
         for item in found.items
     }
     texts |= {0: "", 4: "", 9: ""}
@@ -252,97 +264,108 @@ def test_a_continued_answer_ends_with_the_assistants_turn(tmp_path):
 
 def test_the_documentation_lists_every_task_as_it_is_asked():
     text = (ROOT / "docs" / "tasks.md").read_text()
-    asks, _, rows = text.partition("| task | fields of a row |")
     for task, row in TASKS.items():
-        line = next(line for line in asks.splitlines() if line.startswith(f"| {task} | "))
         protocol = Evaluation(task=task)
-        sub_task = {"mmlu_pro": "SUBJECT"}.get(task, "")
-        words = [row.lm_eval_file(protocol.api, sub_task), row.hub, row.headline]
-        words += [
-            {"chat": "chat", "completions": "text"}[protocol.api],
-            f"{protocol.max_tokens:,} tokens",
-        ]
-        words += [f"{protocol.shots} shots"] if protocol.shots else []
-        words += [f"{protocol.repeats} run"] if protocol.temperature else []
-        assert [word for word in words if word not in line] == [], line
-        assert protocol.temperature in (0.0, 0.6) and ("sampled" in line) == bool(
-            protocol.temperature
-        )
-        fields = next(
-            line
-            for line in rows.splitlines()
-            if task in re.findall(r"\w+", line.partition(" | ")[0])
-        )
+        path = row.lm_eval_file(protocol.api, "SUBJECT" * (task == "mmlu_pro"))
+        asked = [f"{protocol.shots} shots"] * bool(protocol.shots)
+        asked += [{"chat": "chat", "completions": "text"}[protocol.api]]
+        asked += [f"{protocol.max_tokens:,} tokens"]
+        assert protocol.temperature in (0.0, 0.6)
+        if protocol.temperature:
+            asked += [f"{protocol.repeats} run{'s' * (protocol.repeats > 1)} sampled"]
+        assert f"| {task} | {path} | {row.hub} | {row.headline} | {', '.join(asked)} |\n" in text
+        fields = re.findall(rf"^\|(?: |.* ){task}\b.*?\| (.*) \|$", text, re.MULTILINE)[-1]
         assert [field for field in row.fields if field not in fields] == []
+
+
+# --- gsm8k ----------------------------------------------------------------------------------------
+
+
+def test_shots_come_from_other_rows_by_the_seed(tmp_path):
+    one, same, other = (asked("gsm8k", tmp_path, ROWS, shots=8, seed=seed) for seed in (1, 1, 2))
+    prompts = [[item.prompt for item in each.items] for each in (one, same, other)]
+    assert prompts[0] == prompts[1] != prompts[2]
+    for item, row in zip(one.items, ROWS, strict=True):
+        assert item.prompt.count("Question: ") == 9 and item.prompt.count("#### ") == 8
+        assert item.prompt.count(row["question"]) == 1, "no question is its own example"
+    assert one.dataset_sha256 == other.dataset_sha256
+
+
+def test_a_limit_asks_the_first_the_same_way(tmp_path):
+    whole, first = (
+        asked("gsm8k", tmp_path, ROWS, shots=3),
+        asked("gsm8k", tmp_path, ROWS, shots=3, limit=4),
+    )
+    assert first.items == whole.items[:4] and first.dataset_sha256 != whole.dataset_sha256
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "gsm8k_platinum"])
+@pytest.mark.parametrize("protocol", [{}, {"shots": 4}, {"shots": 4, "api": "chat"}, {"limit": 6}])
+def test_scores_are_lm_evals(tmp_path, task, protocol, capfd):
+    """Right; right for one filter only; wrong; nothing."""
+    found = asked(task, tmp_path, ROWS, **protocol)
+    texts = {n: f" so it is {2 * n + 1}.\n#### {2 * n + 1}" for n in range(len(found.items))}
+    texts |= {1: " the answer is 3", 2: "#### 77", 3: ""}
+    facts, right = scores(found, texts)
+    assert list(right) == ["strict-match", "flexible-extract"] == [fact.filter for fact in facts]
+    wrong = {"strict-match": {1, 2, 3}, "flexible-extract": {2, 3}}
+    for fact in facts:
+        assert {n for n, ok in enumerate(right[fact.filter]) if not ok} == wrong[fact.filter]
+        share = sum(right[fact.filter]) / len(found.items)
+        assert fact.value == pytest.approx(share) and fact.stderr == pytest.approx(
+            (share * (1 - share) / (len(found.items) - 1)) ** 0.5
+        )
+    again, _ = scores(found, texts)
+    assert again == facts, "the shots are drawn anew, and are the same"
+    printed = capfd.readouterr()
+    assert printed.out == printed.err == "", "lm-eval's bars and warnings"
+
+
+@pytest.mark.parametrize("answer", ["#### 1,200", "#### -3", "a\n#### $5.50", "#### 7."])
+def test_answers_that_gsm8k_has(tmp_path, answer):
+    found = asked("gsm8k", tmp_path, [ROWS[0], {"question": "How many?", "answer": answer}])
+    _, right = scores(found, {0: "#### 1", 1: f" so it is\n{answer.rpartition(chr(10))[2]}"})
+    assert right["flexible-extract"] == (True, True)
 
 
 # --- what is refused before a server is started ---------------------------------------------------
 
 
-def refusal(task: str, folder: Path, rows: Any = None, **protocol: Any) -> str:
-    path = write(folder / "rows.jsonl", TASK_ROWS[task].rows if rows is None else rows)
+def refusal(task: str, folder: Path, *rows: list[Any], **protocol: Any) -> str:
     with pytest.raises(KeepMTPError) as caught:
-        questions(Evaluation(task=task, **({"dataset": str(path)} | protocol)))
-    assert "; got " in str(caught.value)
-    return str(caught.value)
+        asked(task, folder, *rows, **protocol)
+    message = str(caught.value)
+    assert "; got " in message and message.endswith("."), message
+    return message
 
 
 def test_code_runs_only_where_the_command_line_says_so(tmp_path):
-    assert "no --run-model-code. Add --run-model-code" in refusal("humaneval", tmp_path)
+    message = refusal("humaneval", tmp_path, runs_code=False)
+    assert "no --run-model-code. Add --run-model-code" in message
+
+
+def test_a_dataset_that_cannot_be_used(tmp_path):
+    none = str(tmp_path / "none.jsonl")
+    assert "must be a file; got no such file" in refusal("gsm8k", tmp_path, dataset=none)
+    assert "must hold questions; got none" in refusal("gsm8k", tmp_path, [])
+    assert "must be asked two questions or more" in refusal("gsm8k", tmp_path, ROWS[:1])
+    message = refusal("gsm8k", tmp_path, ROWS, shots=12)
+    assert "gsm8k has 11 examples at most; got 12. Use --shots 11, or a longer dataset" in message
+    assert asked("gsm8k", tmp_path, ROWS, shots=11).items
+    message = refusal("math500", tmp_path, shots=5)
+    assert "evaluation.shots: math500 has 4 examples at most; got 5" in message
+    message = refusal("mmlu_pro", tmp_path, shots=2)
+    assert "evaluation.shots: mmlu_pro has 1 examples of biology at most; got 2" in message
 
 
 @pytest.mark.parametrize(
-    ("task", "field", "value", "says"),
-    [
-        (
-            "mmlu_pro",
-            "category",
-            "alchemy",
-            "category must be a sub-task of lm-eval's mmlu_pro; got 'alchemy'",
-        ),
-        ("mmlu_pro", "category", "../gsm8k", "category must be a sub-task of lm-eval's mmlu_pro"),
-        ("mmlu_pro", "answer", "K", ":1: answer must be a letter from A to J; got 'K'"),
-        (
-            "ifeval",
-            "instruction_id_list",
-            ["no:such"],
-            "question 1 of ifeval: must be one that lm-eval can score",
-        ),
-        ("gpqa_diamond", "Correct Answer", "", ":1: Correct Answer must be a text; got ''"),
-        ("math500", "solution", "2", r":1: solution must have its answer in \boxed{...}; got '2'"),
-        ("aime24", "Answer", 1.5, ":1: Answer must be a text or a whole number; got 1.5"),
-        (
-            "ifeval",
-            "key",
-            10**30,
-            "each field must have one type in all rows, and numbers of 64 bits; got",
-        ),
-        (
-            "aime24",
-            "Answer",
-            "x" * 9,
-            "each field must have one type in all rows, and numbers of 64 bits; got",
-        ),
-        (
-            "ifeval",
-            "instruction_id_list",
-            [],
-            "instruction_id_list must be a list of texts; got []",
-        ),
-    ],
+    ("task", "row", "says"), yaml.safe_load((HERE / "refused_rows.yaml").read_text())
 )
-def test_a_row_that_lm_eval_cannot_use_is_named(task, field, value, says, tmp_path):
-    first, *others = TASK_ROWS[task].rows
-    assert says in refusal(task, tmp_path, [{**first, field: value}, *others], shots=0)
-
-
-def test_shots_that_a_task_has_not(tmp_path):
-    assert "evaluation.shots: math500 has 4 examples at most; got 5" in refusal(
-        "math500", tmp_path, shots=5
-    )
-    assert "evaluation.shots: mmlu_pro has 1 examples of biology at most; got 2" in refusal(
-        "mmlu_pro", tmp_path, shots=2
-    )
+def test_a_row_that_lm_eval_cannot_use_is_named(task, row, says, tmp_path):
+    """A line as it is, or fields of a good row."""
+    first, *others = TASK_ROWS[task]["rows"]
+    changed = row if isinstance(row, str) else first | row
+    assert says in refusal(task, tmp_path, [changed, *others], shots=0)
 
 
 def test_what_a_task_needs_is_named(tmp_path, monkeypatch):
@@ -356,10 +379,85 @@ def test_what_a_task_needs_is_named(tmp_path, monkeypatch):
 
 
 def test_a_parquet_file_holds_the_same_rows(tmp_path):
-    rows, path = TASK_ROWS["aime24"].rows, tmp_path / "rows.parquet"
+    rows, path = TASK_ROWS["aime24"]["rows"], tmp_path / "rows.parquet"
     datasets.Dataset.from_list([dict(row) for row in rows]).to_parquet(path)
     found = questions(Evaluation(task="aime24", dataset=str(path)))
     assert found.dataset_sha256 == asked("aime24", tmp_path).dataset_sha256
     path.write_text("[1")
     with pytest.raises(KeepMTPError, match=rf"{path}: must be a Parquet file; got "):
         questions(Evaluation(task="aime24", dataset=str(path)))
+
+
+# --- from the Hub ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch, hub_at):
+    """org/data on loopback as the task's own dataset, with a train and a test split."""
+    folder = tmp_path / "data"
+    (folder / "main").mkdir(parents=True)
+    write(folder / "main" / "test.jsonl", ROWS[:4])
+    write(folder / "main" / "train.jsonl", ROWS[4:])
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: "
+        "main/train.jsonl\n"
+        "  - split: test\n    path: main/test.jsonl\n---\n"
+    )
+    for task in ("gsm8k", "gsm8k_platinum"):
+        monkeypatch.setitem(TASKS, task, replace(TASKS[task], hub="org/data"))
+    with serving(tmp_path / "hub") as served:
+        hub_at(served.endpoint)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", served.endpoint)
+        files = served.endpoint + "/datasets/{repo_id}/resolve/{revision}/{path}"
+        monkeypatch.setattr(datasets.config, "HUB_DATASETS_URL", files)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        served.mirror("datasets/org/data", folder)
+        yield served
+
+
+def test_the_tasks_own_dataset_is_read_from_the_hub(hub):
+    found = questions(Evaluation(shots=3))
+    assert len(found.items) == 4
+    for item in found.items:
+        shown = item.prompt.rpartition("Question: ")[0]
+        assert shown.count("Question: ") == 3
+        assert not any(row["question"] in shown for row in ROWS[:4]), "from the train split"
+    facts, _ = scores(found, {n: f"#### {2 * n + 1}" for n in range(4)})
+    assert {fact.value for fact in facts} == {1.0}
+
+
+def test_platinum_draws_its_shots_from_the_questions(hub):
+    found = questions(Evaluation(task="gsm8k_platinum", shots=3))
+    assert len(found.items) == 4
+    for item in found.items:
+        assert item.prompt.count(ROWS[item.number]["question"]) == 1
+
+
+def test_a_hub_dataset_without_the_fields(hub):
+    rows = 4 * b'{"question": "How many?", "solution": "1"}\n'
+    hub.commit("datasets/org/data", {"main/train.jsonl": rows, "main/test.jsonl": rows})
+    says = "org/data test row 0: must have the field answer; got question, solution"
+    with pytest.raises(KeepMTPError, match=says):
+        questions(Evaluation(shots=3))
+
+
+def test_a_gated_dataset_says_what_to_do(hub):
+    """The Hub's own answer to who has not accepted the terms."""
+    words = {
+        "X-Error-Code": "GatedRepo",
+        "X-Error-Message": "Access to dataset org/data is restricted.",
+    }
+    hub.faults.append(Fault(to="/datasets/org/data", status=403, times=99, headers=words))
+    cure = (
+        "Accept its terms on the Hub and set HF_TOKEN.* a file with the fields question and answer"
+    )
+    with pytest.raises(KeepMTPError, match=f"^org/data: must be a dataset .*; got .*{cure}"):
+        questions(Evaluation(shots=3))
+
+
+def test_an_absent_dataset_says_what_to_do(hub, monkeypatch):
+    monkeypatch.setitem(TASKS, "gsm8k", replace(TASKS["gsm8k"], hub="org/none"))
+    cure = "Correct evaluation.dataset_revision, or name a file"
+    with pytest.raises(KeepMTPError, match=f"^org/none: must be a dataset .*; got .*{cure}"):
+        questions(Evaluation(shots=3))

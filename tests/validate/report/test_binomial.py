@@ -1,15 +1,17 @@
-"""The exact limits against the distribution that they are of, and how often those of a ratio are
-wrong, counted out.
+"""The exact limits against the distribution that they are of, the paired difference against
+published figures; and how often either is wrong, counted out.
 """
 
+from collections.abc import Iterator
 from functools import cache
-from math import exp, lgamma, log, log1p
 
+import numpy as np
 import pytest
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts import binomial
 from keepmtp.validate.facts.binomial import difference_limits, limits, ratio_limits, sign_test
-from scipy.stats import binom, binomtest
+from keepmtp.validate.facts.paired import PairedFact, one_sided, paired
+from scipy.stats import binom, binomtest, multinomial
 
 
 @pytest.mark.parametrize("confidence", [0.6, 0.9, 0.95, 0.999])
@@ -85,10 +87,109 @@ def test_a_ratio_at_the_limit_is_told_wrongly_as_often_as_it_says(num, of_num, s
     assert 0.003 < passed < 0.05 and 0.003 < failed < 0.05, (passed, failed)
 
 
-def outcomes(num: int, share: float):
+def outcomes(num: int, share: float) -> list[tuple[int, float]]:
     """(successes, probability) of all that matter."""
-    for count in range(num + 1):
-        ways = lgamma(num + 1) - lgamma(count + 1) - lgamma(num - count + 1)
-        chance = exp(ways + count * log(share) + (num - count) * log1p(-share))
-        if chance > 1e-7:
-            yield count, chance
+    chances = binom.pmf(range(num + 1), num, share).tolist()
+    return [(count, chance) for count, chance in enumerate(chances) if chance > 1e-7]
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+def fact(
+    both: int, only_source: int, only_checkpoint: int, neither: int, *, confidence: float = 0.95
+) -> PairedFact:
+    """The `PairedFact` of a two by two table."""
+    before = [True] * (both + only_source) + [False] * (only_checkpoint + neither)
+    after = [True] * both + [False] * only_source + [True] * only_checkpoint + [False] * neither
+    return paired("strict-match", before, after, confidence=confidence)
+
+
+@pytest.mark.parametrize(
+    ("cells", "difference", "low", "high"),
+    [
+        # Cavo et al. 2012: R contingencytables 3.1.0, Wald_CI_AgrestiMin_paired_2x2(cavo_2012).
+        ((59, 16, 6, 80), -0.0621, -0.1182, -0.0045),
+        # The example of R PropCIs 0.3-0, diffpropci.mp(b = 40, c = 20, n = 160, conf.level = 0.95).
+        ((50, 40, 20, 50), -0.1250, -0.2160, -0.0309),
+    ],
+)
+def test_published_figures(cells, difference, low, high):
+    found = fact(*cells)
+    assert (found.difference, found.low, found.high) == pytest.approx(
+        (difference, low, high), abs=5e-5
+    )
+    assert (found.both, found.only_source, found.only_checkpoint, found.neither) == cells
+    assert fact(*cells, confidence=0.9).low > found.low
+
+
+def test_the_stderr_of_many_pairs_is_that_of_their_differences():
+    """Far from few, the adjustment is nothing: the usual standard error of a mean."""
+    found = fact(6000, 900, 700, 2400)
+    mean = (700 - 900) / 10_000
+    assert found.stderr == pytest.approx(((1600 / 10_000 - mean**2) / 10_000) ** 0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("num", [1, 20, 1319])
+def test_equal_answers_are_no_proof(num):
+    """No question on which they part: the difference is zero, and the interval is not."""
+    found = fact(num, 0, 0, 0)
+    assert found.difference == 0 and found.low < 0 < found.high and found.stderr > 0
+    assert found.high == -found.low <= 1
+    assert fact(0, num, 0, 0).low == -1 if num == 1 else fact(0, num, 0, 0).difference == -1
+
+
+@pytest.mark.parametrize(("source", "checkpoint"), [([], []), ([True], [True, False])])
+def test_answers_to_other_questions_are_refused(source, checkpoint):
+    with pytest.raises(ValueError, match=r"question|shorter|longer"):
+        paired("strict-match", source, checkpoint)
+
+
+# Shares of questions that only the source, and only the checkpoint, answers right: few, as after
+# quantization.
+SHARES = [(0.01, 0.01), (0.02, 0.01), (0.03, 0.01), (0.03, 0.03), (0.05, 0.03), (0.08, 0.05)]
+
+
+@pytest.mark.parametrize("num", [100, 300])
+@pytest.mark.parametrize("shares", SHARES)
+def test_the_interval_holds_the_truth_as_often_as_it_says(num, shares):
+    """Over all tables of `num` questions, weighted by their probability; the plain interval is
+    short where few part.
+    """
+    truth = shares[1] - shares[0]
+    held, plain = 0.0, 0.0
+    for lost, gained, chance in tables(num, *shares):
+        found = fact(0, lost, gained, num - lost - gained)
+        held += chance * (found.low <= truth <= found.high)
+        error = ((lost + gained) / num - found.difference**2) ** 0.5 / num**0.5
+        plain += chance * (abs(found.difference - truth) <= 1.96 * error)
+    assert 0.94 <= held <= 0.998
+    assert plain <= held
+    if (num, shares) == (100, (0.02, 0.01)):
+        assert plain < 0.9 < 0.95 < held
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("num", [200, 500, 1319])
+@pytest.mark.parametrize("gained", [0.0, 0.005, 0.02])
+def test_how_often_a_loss_at_the_limit_goes_through(num, gained, monkeypatch):
+    """A gate at 95 % lets through 5 % at most, also where every question on which they part is a
+    loss.
+    """
+    monkeypatch.setattr(binomial, "limits", cache(binomial.limits))
+    passed, failed = 0.0, 0.0
+    for lost, won, chance in tables(num, 0.02 + gained, gained):
+        low, high = one_sided(fact(0, lost, won, num - lost - won), 0.95)
+        passed += chance * (low >= -0.02)
+        failed += chance * (high < -0.02)
+    assert 0.005 < passed < 0.05 and failed < 0.05, (passed, failed)
+
+
+def tables(num: int, lost: float, gained: float) -> Iterator[tuple[int, int, float]]:
+    """(only source, only checkpoint, probability) of every table that matters."""
+    most = [min(num, int(3 * num * share + 40)) + 1 for share in (lost, gained)]
+    one, other = np.indices(most)
+    counts = np.stack([one, other, num - one - other], axis=-1)
+    chances = multinomial.pmf(counts, num, [lost, gained, 1 - lost - gained])
+    for a, b in np.argwhere(chances > 1e-9).tolist():
+        yield a, b, chances[a, b]

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,7 @@ from keepmtp.validate.report.report import (
     verify,
     write_json,
 )
-
-ROOT = Path(__file__).parents[3]
+from survivors import until
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +56,9 @@ def made(tmp_path_factory) -> Path:
     evidence = measured.measured(tmp_path_factory.mktemp("made") / "glm.nvfp4")
     identity = identify(checkpoint_folder(evidence), cache=evidence)
     bench = benches.bench_fact(sha256=identity.sha256)
-    benches.write_lines(evidence, bench)
-    write_result(
-        evidence, "bench", bench, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT
-    )
+    measured.write(evidence, "bench", bench, identity)
     near = closeness(evidence, checkpoint=identity.sha256)
-    write_result(
-        evidence,
-        "closeness",
-        near,
-        checkpoint=identity,
-        vllm=reports.VLLM,
-        made_at=measured.SERVED_AT,
-    )
+    measured.write(evidence, "closeness", near, identity)
     again(evidence)
     return evidence.parent
 
@@ -87,14 +77,13 @@ def again(evidence: Path) -> FullReport:
     return full
 
 
-def altered(path: Path, *place: str | int, value: Any) -> None:
+def altered(path: Path, place: str, value: Any) -> None:
     """Change one value in a JSON file."""
     told = json.loads(path.read_text())
-    inner = told
-    for key in place[:-1]:
-        inner = inner[key]
-    assert inner[place[-1]] != value
-    inner[place[-1]] = value
+    *way, last = (int(key) if key.isdigit() else key for key in place.split("."))
+    inner = reduce(getitem, way, told)
+    assert inner[last] != value
+    inner[last] = value
     path.write_text(json.dumps(told))
 
 
@@ -129,28 +118,18 @@ def test_a_result_read_back_is_the_same(evidence):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("written", "other", "says"),
     [
-        (lambda told: told | {"schema": 2}, "version 3; got schema"),
-        (lambda told: told | {"colour": "red"}, "version 3; got colour"),
-        (lambda told: told | {"station": "gsm8k"}, "must be a result of serve; got gsm8k"),
-        (
-            lambda told: {key: told[key] for key in told if key != "checkpoint"},
-            "version 3; got checkpoint",
-        ),
-        (
-            lambda told: told | {"data": told["data"] | {"floor": "high"}},
-            r"version 3; got data\.floor",
-        ),
-        (
-            lambda told: told | {"data": told["data"] | {"seconds": "long"}},
-            r"version 3; got data\.seconds",
-        ),
+        ('"schema": 3', '"schema": 2', "version 3; got schema"),
+        ('"schema": 3', '"schema": 3, "colour": "red"', "version 3; got colour"),
+        ('"station": "serve"', '"station": "gsm8k"', "must be a result of serve; got gsm8k"),
+        ('"max_tokens": 128', '"floor": "high"', r"version 3; got data\.max_tokens"),
+        ('"seconds": 312.0', '"seconds": "long"', r"version 3; got data\.seconds"),
     ],
 )
-def test_a_file_that_is_no_result(change, says, evidence):
+def test_a_file_that_is_no_result(written, other, says, evidence):
     path = file_of(evidence, "serve")
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    path.write_text(path.read_text().replace(written, other))
     with pytest.raises(
         CheckpointError,
         match=rf"serve\.json: .*{says}.*Run `keepmtp serve-check .*glm\.nvfp4` again",
@@ -173,22 +152,15 @@ def test_a_report_is_made_of_the_results_and_nothing_else(evidence):
     """Not of the time either: twice the same to the byte."""
     before = (evidence / JSON_FILE).read_bytes()
     full = refresh(evidence)
-    assert (evidence / JSON_FILE).read_bytes() == before and verify(evidence) == full == read_json(
-        evidence / JSON_FILE
-    )
+    assert (evidence / JSON_FILE).read_bytes() == before
+    assert verify(evidence) == full == read_json(evidence / JSON_FILE)
     assert full.made_at == "2030-01-02 04:00:00 UTC", "when the newest was measured"
     assert full.results == {
         f"{station}.json": file_sha256(file_of(evidence, station)) for station in STATIONS
     }
-    identity = identify(checkpoint_folder(evidence))
-    assert (
-        full.identity == identity
-        and "keepmtp.json" in identity.files
-        and not full.absent.keys() & {"identity"}
-    )
-    assert full.judgement is not None and full.judgement.gates == Gates(**measured.LAX), (
-        "the checkpoint's own recipe's"
-    )
+    assert full.identity == identify(checkpoint_folder(evidence))
+    assert "keepmtp.json" in full.identity.files and "identity" not in full.absent
+    assert full.judgement.gates == Gates(**measured.LAX), "the checkpoint's own recipe's"
     assert full.verdict.ok and full.verdict.label == "Loads and drafts"
     assert "it accepts 79.33 % of 120,000 drafted tokens (source: 79.33 %)" in full.verdict.says
     assert (evidence / "report.html").is_file() and not list(evidence.glob("*.partial"))
@@ -199,13 +171,9 @@ def test_a_station_that_did_not_run_is_told(evidence):
         file_of(evidence, station).unlink()
         full = again(evidence)
         assert f"{station}.json" not in full.results and verify(evidence) == full
-    assert (
-        full.absent.keys() >= {"serve", "evaluation", "dry"}
-        and full.verdict.label == "No fault found"
-    )
-    assert full.judgement is not None and full.judgement.verdict == "infeasible", (
-        "what was not measured did not pass"
-    )
+    assert full.absent.keys() >= {"serve", "evaluation", "dry"}
+    assert full.verdict.label == "No fault found"
+    assert full.judgement.verdict == "infeasible", "what was not measured did not pass"
 
 
 def test_what_was_never_checked_is_checked_from_its_headers(evidence):
@@ -223,10 +191,8 @@ def test_a_regression_is_no_green_report(tmp_path):
     """The twin of the good one: half of the right answers lost."""
     lost = measured.Answers(both=40, only_source=50, only_checkpoint=0, neither=10)
     full = from_results(measured.measured(tmp_path / "glm", answers=lost))
-    assert full.judgement is not None and full.judgement.verdict == "regression"
-    assert (
-        not full.verdict.ok and full.verdict.label == "Not ready" and "gsm8k" in full.verdict.says
-    )
+    assert full.judgement.verdict == "regression" and full.verdict.label == "Not ready"
+    assert "gsm8k" in full.verdict.says
 
 
 @pytest.mark.parametrize(("least", "status"), [(0.90, 0), (0.97, 1)])
@@ -237,24 +203,15 @@ def test_one_judge_with_the_recipes_limit(least, status, tmp_path):
     folder = measured.checkpoint(
         tmp_path / "glm", record=measured.recorded(gates={"min_acceptance": least})
     )
-    evidence, served = report_folder(folder), reports.served(is_copy=False)
-    for role, share in (("source", 0.9), ("checkpoint", 0.9 * 0.956)):
-        drafting = reports.run(1, shares=(share,), num_drafts=20_000, speed_up=1.0, partings=())
-        runs = (reports.run(0), drafting)
-        served = served.model_copy(
-            update={role: getattr(served, role).model_copy(update={"runs": runs})}
-        )
+    evidence, served = report_folder(folder), reports.accepting(17_208, 18_000, 20_000)
     identity = identify(folder, cache=evidence)
     record_static(evidence, open_source(folder), identity)
     write_result(evidence, "serve", served, checkpoint=identity, vllm=reports.VLLM)
     full = from_results(evidence)
-    assert full.judgement is not None and full.judgement.gates.min_acceptance == least
+    assert full.judgement.gates.min_acceptance == least
     verdicts = {reason.gate: reason.verdict for reason in full.judgement.reasons}
     assert verdicts["acceptance"] == ("regression" if status else "pass")
-    assert (full.verdict.ok, full.verdict.label) == (
-        not status,
-        "Not ready" if status else "Loads and drafts",
-    )
+    assert full.verdict.label == ("Not ready" if status else "Loads and drafts")
     assert exit_status(full.judgement, served) == status
 
 
@@ -292,22 +249,11 @@ def test_a_check_of_the_same_bytes_is_kept(evidence):
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        (
-            measured.recorded(gates={"max_drop": 2}),
-            r"recipe\.gates must be as a recipe has it; got max_drop",
-        ),
-        (
-            measured.recorded(gates={"colour": 2}),
-            r"recipe\.gates must be as a recipe has it; got colour",
-        ),
+        (measured.recorded(gates={"max_drop": 2}), "must be as a recipe has it; got max_drop"),
+        (measured.recorded(gates={"colour": 2}), "must be as a recipe has it; got colour"),
         (measured.recorded(), ""),
         (measured.recorded(gates=None), ""),
         ({"recipe": 7}, "must be keepmtp's own record; got keepmtp: Field required"),
-        (
-            measured.recorded() | {"recipe": 7},
-            r"must be keepmtp's own record; got recipe: Input should be",
-        ),
-        ([7], "must be keepmtp's own record; got a list"),
     ],
 )
 def test_gates_are_those_of_the_record(record, says, tmp_path):
@@ -318,13 +264,12 @@ def test_gates_are_those_of_the_record(record, says, tmp_path):
         with pytest.raises(CheckpointError, match=says):
             from_results(evidence)
         return
-    judgement = from_results(evidence).judgement
-    assert judgement is not None and judgement.gates == Gates()
+    assert from_results(evidence).judgement.gates == Gates()
 
 
 def test_a_changed_record_is_no_other_gate(evidence):
     """Laxer limits, written into the checkpoint after it was measured."""
-    altered(checkpoint_folder(evidence) / "keepmtp.json", "recipe", "gates", "max_drop", value=0.9)
+    altered(checkpoint_folder(evidence) / "keepmtp.json", "recipe.gates.max_drop", 0.9)
     with pytest.raises(
         CheckpointError,
         match=r"keepmtp\.json: must be the file that was measured, [0-9a-f]{64}; got",
@@ -338,20 +283,19 @@ def test_a_changed_record_is_no_other_gate(evidence):
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("evaluation", "checkpoint", "scores", 0, "value"), 0.99),
-        (("serve", "checkpoint", "runs", 1, "acceptance"), 0.99),
-        (("serve", "checkpoint", "runs", 3, "partings", 0, "is_near_tie"), False),
-        (("facts", "num_bytes"), 7),
-        (("judgement", "gates", "max_drop"), 0.9),
-        (("verdict", "says"), "It is perfect."),
-        (("identity", "sha256"), "0" * 64),
-        (("made_at",), "2031-01-01 00:00:00 UTC"),
+        ("evaluation.checkpoint.scores.0.value", 0.99),
+        ("serve.checkpoint.runs.1.acceptance", 0.99),
+        ("serve.checkpoint.runs.3.partings.0.is_near_tie", False),
+        ("facts.num_bytes", 7),
+        ("judgement.gates.max_drop", 0.9),
+        ("verdict.says", "It is perfect."),
+        ("identity.sha256", "0" * 64),
+        ("made_at", "2031-01-01 00:00:00 UTC"),
     ],
-    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
 )
 def test_a_number_altered_in_the_report_is_named(place, value, evidence):
-    altered(evidence / JSON_FILE, *place, value=value)
-    says = re.escape(f"report.json: {place[0]}: must be as the result files make it")
+    altered(evidence / JSON_FILE, place, value)
+    says = re.escape(f"report.json: {place.partition('.')[0]}: must be as the result files make it")
     with pytest.raises(CheckpointError, match=f"{says}; .*Run `keepmtp report"):
         verify(evidence)
 
@@ -418,20 +362,10 @@ def test_a_killed_refresh_leaves_a_whole_report(evidence):
     for moment in range(3):
         (evidence / JSON_FILE).unlink()
         with subprocess.Popen([sys.executable, "-c", code, str(evidence)]) as process:
-            seen = until(lambda: (evidence / JSON_FILE).is_file())
+            until((evidence / JSON_FILE).is_file)
             time.sleep(0.05 * moment)
             os.kill(process.pid, signal.SIGKILL)
-        assert seen and (evidence / JSON_FILE).read_bytes() == wanted
+        assert (evidence / JSON_FILE).read_bytes() == wanted
         assert verify(evidence).made_at == "2030-01-02 04:00:00 UTC"
     refresh(evidence)
     assert not list(evidence.glob("*.partial"))
-
-
-def until(happens: Callable[[], bool], *, seconds: float = 60) -> bool:
-    """Wait for something; False if it does not happen."""
-    deadline = time.monotonic() + seconds
-    while not happens():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True

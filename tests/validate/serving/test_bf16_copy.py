@@ -3,6 +3,7 @@ refused.
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,9 +74,8 @@ def test_every_weight_is_what_compressed_tensors_reads(made, tmp_path):
         difference = (after[name].double() - value.double()).abs()
         assert (difference <= 2**-8 * value.double().abs() + 1e-30).all(), name
     for name in before.keys() & after.keys() - {f"{module}.weight" for module in packed}:
-        assert after[name].dtype == before[name].dtype and torch.equal(after[name], before[name]), (
-            name
-        )
+        assert after[name].dtype == before[name].dtype, name
+        assert torch.equal(after[name], before[name]), name
 
 
 def test_the_copy_is_a_checkpoint_without_a_quantization_config(made, tmp_path):
@@ -96,17 +96,14 @@ def test_why_no_kernel(made):
     assert why_no_kernel(source, H100) == "", "on a GPU never"
     reason = why_no_kernel(source, CPU)
     wanted = {
-        "mixed": ("linears in FP8_BLOCK", "routed experts in W4A16"),
-        "nvfp4a16": ("routed experts in NVFP4A16",),
-        "mxfp4": ("linears in MXFP4",),
-        "int8": (),
-        "fp8": (),
-    }[name]
-    assert all(words in reason for words in wanted) and bool(reason) == bool(wanted), reason
+        "mixed": "linears in FP8_BLOCK.*routed experts in W4A16",
+        "nvfp4a16": "routed experts in NVFP4A16",
+        "mxfp4": "linears in MXFP4",
+    }.get(name, "^$")
+    assert re.search(wanted, reason), reason
     if name == "fp8":
-        assert "W4A16 without AVX-512" in why_no_kernel(
-            source, replace(CPU, cpu_features=("avx2",))
-        )
+        old = replace(CPU, cpu_features=("avx2",))
+        assert "W4A16 without AVX-512" in why_no_kernel(source, old)
 
 
 def test_a_weight_that_cannot_be_read_is_refused_by_name(tmp_path):

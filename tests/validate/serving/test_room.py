@@ -5,12 +5,12 @@ would fit.
 import json
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import keepmtp
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.facts.vllm_env import GPU, VLLM, find_vllm, gpus_here
@@ -19,8 +19,8 @@ from keepmtp.validate.measure.room import refuse_no_room, tensor_parallel_size, 
 from stub_vllm import stub_vllm
 
 ROOT = Path(__file__).parents[3]
-GLM = ROOT / "models" / "tiny-glm4-moe"  # 6.1 MiB, 4 heads
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+GLM = "models/tiny-glm4-moe"  # 6.1 MiB, 4 heads
+SOURCE = open_source(ROOT / GLM)
 
 
 @pytest.fixture
@@ -42,31 +42,28 @@ def with_gpus(vllm: VLLM, number: int, *, mib: float, free: float | None = None)
 
 def refused(vllm: VLLM, tmp_path: Path, *extra: str) -> str:
     with pytest.raises(VLLMError) as caught:
-        refuse_no_room((open_source(str(GLM)), None), vllm, out=tmp_path, extra=extra)
+        refuse_no_room((SOURCE, None), vllm, out=tmp_path, extra=extra)
     return str(caught.value)
 
 
 def test_what_fits(cuda, tmp_path):
     vllm = with_gpus(cuda, 4, mib=4)
     message = refused(vllm, tmp_path)
-    assert (
-        message.startswith("models/tiny-glm4-moe: its weights need 0 GiB on each of 1 GPUs")
-        or "tiny-glm4" in message
-    )
-    assert message.endswith("Add -- --tensor-parallel-size 2.")
-    assert refused(with_gpus(cuda, 1, mib=4), tmp_path).endswith(
-        "--tensor-parallel-size 2, on a machine with 2 GPUs."
-    )
+    assert "tiny-glm4-moe: " in message and message.endswith("Add -- --tensor-parallel-size 2.")
+    message = refused(with_gpus(cuda, 1, mib=4), tmp_path)
+    assert message.endswith("--tensor-parallel-size 2, on a machine with 2 GPUs.")
     assert "Use GPUs with more memory." in refused(with_gpus(cuda, 4, mib=1), tmp_path)
     for words in (
-        ["--tensor-parallel-size", "2"],
-        ["--tensor_parallel_size=4"],
-        ["-tp", "2"],
-        ["-pp", "2"],
+        "--tensor-parallel-size 2",
+        "--tensor_parallel_size=4",
+        "-tp 2",
+        "-pp 2",
+        "--cpu-offload-gb 1",
     ):
-        refuse_no_room((open_source(str(GLM)),), vllm, out=tmp_path, extra=words)
-    refuse_no_room((open_source(str(GLM)),), vllm, out=tmp_path, extra=["--cpu-offload-gb", "1"])
-    refuse_no_room((open_source(str(GLM)),), with_gpus(cuda, 1, mib=7), out=tmp_path, extra=())
+        refuse_no_room((SOURCE,), vllm, out=tmp_path, extra=words.split())
+    refuse_no_room((SOURCE,), with_gpus(cuda, 1, mib=7), out=tmp_path, extra=())
+    # Memory that is not known refuses nothing.
+    refuse_no_room((SOURCE,), with_gpus(cuda, 1, mib=0), out=tmp_path, extra=())
 
 
 def test_more_ranks_than_gpus(cuda, monkeypatch, tmp_path):
@@ -84,28 +81,15 @@ def test_as_few_gpus_as_hold_it(cuda):
     """
 
     def size(mib: float, *extra: str, number: int = 8, free: float | None = None) -> int:
-        return tensor_parallel_size(
-            open_source(str(GLM)), with_gpus(cuda, number, mib=mib, free=free), extra
-        )
+        return tensor_parallel_size(SOURCE, with_gpus(cuda, number, mib=mib, free=free), extra)
 
     assert [size(8), size(7), size(4), size(3), size(2), size(1)] == [1, 2, 2, 4, 4, 1]
     assert size(4, number=1) == 1 and size(3, number=2) == 1, "refuse_no_room says what would fit"
     assert size(99, free=3.0) == 4, "others use these GPUs"
-    assert (
-        size(3, "-tp", "2")
-        == size(3, "--data-parallel-size=8")
-        == size(3, "--cpu-offload-gb", "1")
-        == 1
-    )
+    for words in ("-tp 2", "--data-parallel-size=8", "--cpu-offload-gb 1"):
+        assert size(3, *words.split()) == 1
     assert size(8, "--gpu-memory-utilization", "0.5") == 2
-    assert (
-        size(0) == 1
-        and tensor_parallel_size(open_source(str(GLM)), replace(cuda, build="cpu"), ()) == 1
-    )
-
-
-def test_memory_that_is_not_known_refuses_nothing(cuda, tmp_path):
-    refuse_no_room((open_source(str(GLM)),), with_gpus(cuda, 1, mib=0), out=tmp_path, extra=())
+    assert size(0) == tensor_parallel_size(SOURCE, replace(cuda, build="cpu"), ()) == 1
 
 
 def test_a_copy_that_the_disk_has_no_room_for(monkeypatch, tmp_path):
@@ -118,9 +102,9 @@ def test_a_copy_that_the_disk_has_no_room_for(monkeypatch, tmp_path):
     monkeypatch.setattr(
         bf16_copy.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6)
     )
-    refuse_no_room((open_source(str(GLM)),), find_vllm(), out=tmp_path / "report", extra=())
+    refuse_no_room((SOURCE,), find_vllm(), out=tmp_path / "report", extra=())
     assert not left.exists()
-    quantized = replace(open_source(str(GLM)), entries=packed(open_source(str(GLM)).entries))
+    quantized = replace(SOURCE, entries=packed(SOURCE.entries))
     with pytest.raises(VLLMError, match=r"a BF16 copy of .* needs 0\.0 GiB of disk; got 0\.0 GiB"):
         refuse_no_room((quantized,), find_vllm(), out=tmp_path / "report" / "not there", extra=())
 
@@ -137,23 +121,27 @@ def packed(entries):
 
 
 def test_the_words_of_an_option():
-    assert (
-        value_of(["--a", "1", "--tensor_parallel_size=8"], "--tensor-parallel-size", "-tp") == "8"
-    )
-    assert (
-        value_of(["-tp", "4"], "--tensor-parallel-size", "-tp") == "4"
-        and value_of(["-tp"], "-tp") == ""
-    )
+    words = ["--a", "1", "--tensor_parallel_size=8"]
+    assert value_of(words, "--tensor-parallel-size", "-tp") == "8"
+    assert value_of(["-tp", "4"], "--tensor-parallel-size", "-tp") == "4"
+    assert value_of(["-tp"], "-tp") == ""
 
 
-def test_what_nvidia_smi_says(monkeypatch, tmp_path):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        "#!/bin/sh\necho 'NVIDIA H200, 9.0, 143771, 143000'\necho 'NVIDIA GB10, 12.1, [N/A], "
-        "[N/A]'\n"
-    )
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+@pytest.fixture
+def smi(monkeypatch, tmp_path) -> Callable[..., None]:
+    """Makes an nvidia-smi that says these lines."""
+
+    def says(*lines: str) -> None:
+        path = tmp_path / "nvidia-smi"
+        path.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    return says
+
+
+def test_what_nvidia_smi_says(smi):
+    smi("NVIDIA H200, 9.0, 143771, 143000", "NVIDIA GB10, 12.1, [N/A], [N/A]")
     assert [(gpu.name, gpu.memory_gib, gpu.free_gib) for gpu in gpus_here()] == [
         ("NVIDIA H200", 140.401, 139.648),
         ("NVIDIA GB10", 0.0, 0.0),
@@ -161,33 +149,21 @@ def test_what_nvidia_smi_says(monkeypatch, tmp_path):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("verb", ["serve", "serve-check", "eval", "all"])
-def test_each_command_refuses_before_it_starts_a_server(monkeypatch, tmp_path, verb):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'H0, 9.0, 4, 4'\necho 'H0, 9.0, 4, 4'\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, distribution="vllm", torch="2.13.0")))
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"serve {GLM} -- -tp 1",
+        f"serve-check {GLM} --source none --out",
+        f"eval {GLM} --source none --recipe tiny-glm4-moe --out",
+        "all tiny-glm4-moe --out",
+    ],
+)
+def test_each_command_refuses_before_it_starts_a_server(cuda, smi, tmp_path, command):
+    smi("H0, 9.0, 4, 4", "H0, 9.0, 4, 4")
     out = tmp_path / "out"
-    words = {
-        "serve": ["serve", str(GLM), "--", "-tp", "1"],
-        "serve-check": ["serve-check", str(GLM), "--source", "none", "--out", str(out)],
-        "eval": [
-            "eval",
-            str(GLM),
-            "--source",
-            "none",
-            "--recipe",
-            "tiny-glm4-moe",
-            "--out",
-            str(out),
-        ],
-        "all": ["all", "tiny-glm4-moe", "--out", str(out)],
-    }[verb]
-    done = subprocess.run([KEEPMTP, *words], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and "Add -- --tensor-parallel-size 2." in " ".join(
-        done.stderr.split()
-    ), done.stderr
+    done = keepmtp(command, *[out] * command.endswith("--out"), cwd=ROOT)
+    assert done.returncode == 2, done.stderr
+    assert "Add -- --tensor-parallel-size 2." in " ".join(done.stderr.split())
     assert not out.exists() and "$ keepmtp" not in done.stderr
 
 
@@ -195,20 +171,10 @@ def test_each_command_refuses_before_it_starts_a_server(monkeypatch, tmp_path, v
 def test_another_vllm_needs_a_flag_and_is_named(monkeypatch, tmp_path):
     """--any-vllm: the server of another version is measured, and every result says which."""
     monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, vllm="0.33.1")))
-    words = [
-        KEEPMTP,
-        "serve-check",
-        str(GLM),
-        "--source",
-        "none",
-        "--out",
-        str(tmp_path / "out"),
-        "--json",
-    ]
-    done = subprocess.run(words, capture_output=True, text=True)
+    command = f"serve-check {ROOT / GLM} --source none --out {tmp_path / 'out'} --json"
+    done = keepmtp(command)
     assert done.returncode == 2 and "add --any-vllm" in " ".join(done.stderr.split())
-    done = subprocess.run([*words, "--any-vllm"], capture_output=True, text=True)
-    assert (
-        done.returncode == 0 and "vLLM 0.33.1: keepmtp's rules were read from 0.32" in done.stderr
-    ), done.stderr
+    done = keepmtp(f"{command} --any-vllm")
+    assert done.returncode == 0, done.stderr
+    assert "vLLM 0.33.1: keepmtp's rules were read from 0.32" in done.stderr
     assert json.loads(done.stdout)["environment"]["vllm"] == "0.33.1"

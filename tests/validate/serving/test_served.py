@@ -111,11 +111,11 @@ def test_a_server_that_dies_without_a_traceback(tmp_path, text, status, says):
 
 
 def test_ks():
-    assert (
-        ks_up_to(3, 1) == (0, 1, 2, 3)
-        and ks_up_to(4, 2) == (0, 1, 2, 4)
-        and ks_up_to(1, 3) == (0, 1)
-    )
+    assert [ks_up_to(*most) for most in ((3, 1), (4, 2), (1, 3))] == [
+        (0, 1, 2, 3),
+        (0, 1, 2, 4),
+        (0, 1),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from keepmtp.validate.measure.server import ServerFailed, serving
 from stub_vllm import stub_vllm
+from survivors import only_child
 
 
 @pytest.fixture
@@ -40,9 +41,8 @@ def test_nobody_gets_the_port_of_a_server(vllm, tmp_path):
     with serving(vllm, tmp_path, k=1, log=tmp_path / "log", timeout=60) as server:
         port = server.client.base_url.port
         words = Path(f"/proc/{server.process.pid}/cmdline").read_text().split("\0")
-        assert words[words.index("--host") + 1] == "127.0.0.1" and words[
-            words.index("--port") + 1
-        ] == str(port)
+        assert words[words.index("--host") + 1] == "127.0.0.1"
+        assert words[words.index("--port") + 1] == str(port)
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with pytest.raises(OSError, match="in use"):
@@ -73,12 +73,7 @@ def test_a_server_of_another_name_is_another_server(monkeypatch, vllm, tmp_path)
 def test_a_front_end_that_is_killed_is_not_believed(vllm, tmp_path):
     """Nor is its engine left behind, which vLLM's front end alone would have ended."""
     with serving(vllm, tmp_path, k=1, log=tmp_path / "log", timeout=60) as server:
-        (front,) = (
-            Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-            .read_text()
-            .split()
-        )
-        os.kill(int(front), signal.SIGKILL)
+        os.kill(only_child(server.process.pid), signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(ServerFailed, match="ended by SIGKILL"):
             server.complete("1 + 1?", max_tokens=4)
