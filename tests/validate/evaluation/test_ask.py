@@ -202,7 +202,7 @@ def test_runs_that_are_sampled_are_asked_with_seeds_of_their_own(ask, tmp_path):
 def test_an_answer_that_lm_eval_begins_is_continued(ask, tmp_path):
     """HumanEval's instruct form ends with the assistant's own words."""
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS["humaneval"].rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS["humaneval"]["rows"]))
     found = questions(Evaluation(task="humaneval", dataset=str(path)), runs_code=True)
     answers = defaultdict(lambda: "    return 1\nprint(2)\nclass")
     with answering(answers, tmp_path / "log") as (server, requests):
