@@ -23,9 +23,9 @@ def marked(word: str) -> dict[int, str]:
     return found
 
 
-def none_left(word: str) -> None:
+def none_left(word: str, seconds: float = 60.0) -> None:
     """Wait until there is none; a process that was killed takes a moment to be gone."""
-    until(lambda: not marked(word))
+    until(lambda: not marked(word), seconds=seconds)
 
 
 def until(happens: Callable[[], bool], *, seconds: float = 60.0) -> None:
