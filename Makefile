@@ -2,7 +2,7 @@
 #
 #   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR] [NPROC=GPUs] [CALIBRATION=NAME]
 #   make quantize MODEL=PATH|ORG/NAME|URL SCHEME=nvfp4a16-fp8   a checkpoint without a recipe, such as your fine-tune
-#   make plan ... [GPUS=8 GPU_MEMORY=H100]   the same arguments: what would happen, what it needs; nothing written
+#   make plan ... [GPU_MEMORY=H100]   the same arguments: what would happen, what it needs; nothing written
 #   make quantize|plan|all ... TRUST_REMOTE_CODE=1   you have read the checkpoint's own Python: it may run, and is carried
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
@@ -68,7 +68,7 @@ else
 endif
 
 plan: $(VENV)/.base
-	@$(VENV)/bin/keepmtp plan "$(MODEL)" $(CHOICES) $(if $(GPUS),--gpus "$(GPUS)") $(if $(GPU_MEMORY),--gpu-memory "$(GPU_MEMORY)")
+	@$(VENV)/bin/keepmtp plan "$(MODEL)" $(CHOICES) $(if $(GPU_MEMORY),--gpu-memory "$(GPU_MEMORY)")
 
 # The checkpoint that `make quantize` with the same words has written, unless OUT names one. Nothing is guessed.
 MADE = made=$(if $(OUT),"$(OUT)",$$($(VENV)/bin/keepmtp where "$(MODEL)" $(VARIANT)))

@@ -98,7 +98,7 @@ def everything(
     out = out or pipeline.default_out(recipe)
     is_made = out.exists() and not is_empty(out)
     gates, source, place = recipe.gates, choices.source, str(out)
-    for_vllm = ["--", *extra] if extra else []
+    for_vllm = ["--", *extra] * bool(extra)
     served = [place, *option_words(source=source, any_vllm=any_vllm)]
     of_k, runs_code = option_words(k=k), option_words(run_model_code=run_model_code)
     stations: dict[str, list[str]] = {}
@@ -114,12 +114,13 @@ def everything(
         text_file(text, recipe.model)
         stations["closeness"] = [*served, *option_words(text=text), *for_vllm]
     if gates.min_speedup is not None:
-        ks = None if k is None else f"0..{k}"
-        stations["bench"] = [place, *option_words(any_vllm=any_vllm, k=ks), *for_vllm]
+        ks = option_words(any_vllm=any_vllm, k=k and f"0..{k}")
+        stations["bench"] = [place, *ks, *for_vllm]
         stations["gate"] = [place]
     # The source's folder, whose card says what license it has; a repository's is not read.
-    card_source = source if source and Path(source).is_dir() else None
-    stations["card"] = [place, *option_words(source=card_source, base_model=base_model)]
+    if source and not Path(source).is_dir():
+        source = None
+    stations["card"] = [place, *option_words(source=source, base_model=base_model)]
     if is_made:
         _refuse_another(out, recipe)
     if dry_run:
@@ -141,7 +142,9 @@ def everything(
         say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
         status = _run(name, words, nproc)
         if status and (name, status) != ("serve-check", TOO_LITTLE):
-            raise typer.Exit(status if status > 0 else 128 - status)
+            if status < 0:
+                status = 128 - status
+            raise typer.Exit(status)
 
 
 def option_words(**options: object) -> list[str]:
@@ -150,12 +153,14 @@ def option_words(**options: object) -> list[str]:
     """
     words = []
     for name, value in options.items():
-        option = "-k" if name == "k" else f"--{name.replace('_', '-')}"
+        option = {"k": "-k"}.get(name, f"--{name.replace('_', '-')}")
         if value is True:
             words.append(option)
-        elif value is not None and value is not False:
-            for each in value if isinstance(value, list) else [value]:
+        elif isinstance(value, list):
+            for each in value:
                 words += [option, str(each)]
+        elif value is not None and value is not False:
+            words += [option, str(value)]
     return words
 
 
@@ -178,8 +183,9 @@ def _refuse_measuring(
     from ..validate.measure import lm_eval_task, tasks  # they need lm-eval and datasets
 
     refuse_untrusted_code(plan)
-    for own in plan.recipe.evaluations:
-        protocol = own if k is None else own.model_copy(update={"k": k})
+    for protocol in plan.recipe.evaluations:
+        if k is not None:
+            protocol = protocol.model_copy(update={"k": k})
         lm_eval_task.questions(protocol, runs_code=runs_code)
         tasks.refuse_model(plan.source, protocol, extra)
 

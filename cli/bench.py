@@ -25,7 +25,6 @@ from .progress import asking
 from .tables import answer, drawn
 
 if TYPE_CHECKING:
-    from ..checkpoints.source import Source
     from ..validate.facts.benched import BenchFact
     from ..validate.measure.bench import BenchPlan
 
@@ -73,12 +72,19 @@ def bench(
         repeat: Repetitions of each cell with each server.
         seed: Of the order in which prompts are taken.
     """
+    from ..recipes.families import find_view
     from ..validate.measure import bench as matrix
+    from ..validate.measure.harness import ks_up_to
     from ..validate.measure.texts import read_prompts
 
     session = begin("bench", "bench", served, context.args, source or "none")
+    opened, ks = session.opened, (0,)
+    if k is not None:
+        ks = numbers("--k", k, least=0)
+    elif num := find_view(opened.config, opened.where, opened.entries).num_mtp_layers:
+        ks = ks_up_to(max(_MOST_K, num), num)
     plan = matrix.BenchPlan(
-        ks=_ks(session.opened) if k is None else numbers("--k", k, least=0),
+        ks=ks,
         concurrency=numbers("--concurrency", concurrency, least=1),
         prompts=read_prompts(prompts),
         requests=requests,
@@ -86,7 +92,7 @@ def bench(
         repeat=repeat,
         seed=seed,
     )
-    checkpoints = [*filter(None, (session.opened, session.original))]
+    checkpoints = [*filter(None, (opened, session.original))]
     for each in checkpoints:
         matrix.refuse_model(each, plan)
     if dry_run:
@@ -99,8 +105,9 @@ def bench(
     with asking(session.err, as_json=served.as_json) as watch:
         fact = matrix.bench(checkpoint, compared, plan, setup=setup, watch=watch)
     session.keep(fact, checkpoint)
-    has_failed = any(cell.error for each in fact.benched for cell in each.cells)
-    found, status = {"bench": fact.model_dump(mode="json")}, FINDINGS if has_failed else 0
+    found, status = {"bench": fact.model_dump(mode="json")}, 0
+    if any(cell.error for each in fact.benched for cell in each.cells):
+        status = FINDINGS
     answer(found, chain(shown(fact), [session.places]), as_json=served.as_json, status=status)
 
 
@@ -121,9 +128,9 @@ def shown(found: "BenchFact") -> Iterator[RenderableType]:
         "one, medians; by "
         "position: drafted tokens that were accepted; length: tokens a step of the target."
     )
-    form = (
-        "as messages through the chat template" if found.checkpoint.form == "chat" else "as texts"
-    )
+    form = "as texts"
+    if found.checkpoint.form == "chat":
+        form = "as messages through the chat template"
     yield (
         f"{found.num_prompts:,} prompts of {found.prompts}, {form}, greedily; answers end by "
         "themselves or after "
@@ -158,7 +165,9 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
     found = set[int]()
     for part in words.split(","):
         named = _NUMBERS.fullmatch(part.strip())
-        low, high = (int(named[1]), int(named[2] or named[1])) if named else (0, -1)
+        low, high = 0, -1
+        if named:
+            low, high = int(named[1]), int(named[2] or named[1])
         if not least <= low <= high <= min(_LIMIT, low + _LONGEST_RANGE):
             rule = (
                 f"must be {least} or more, at most {_LIMIT:,}, and a range that goes up, by "
@@ -169,12 +178,3 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
             )
         found.update(range(low, high + 1))
     return tuple(sorted(found))
-
-
-def _ks(checkpoint: "Source") -> tuple[int, ...]:
-    """0 to 4, as far as the MTP block can draft them."""
-    from ..recipes.families import find_view
-    from ..validate.measure.harness import ks_up_to
-
-    num_layers = find_view(checkpoint.config, checkpoint.where, checkpoint.entries).num_mtp_layers
-    return ks_up_to(max(_MOST_K, num_layers), num_layers) if num_layers else (0,)

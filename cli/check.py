@@ -131,7 +131,9 @@ def check(
         loads |= {"gpus": chosen_gpus(gpus or []), "tps": tps or [1], "num_drafts": num_drafts}
         loads |= {"draft": draft, "any_vllm": any_vllm}
         chosen_vllm(any_vllm=any_vllm)
-    keep, status = recorder(paths, err) if record else None, 0
+    keep, status = None, 0
+    if record:
+        keep = recorder(paths, err)
     with spinner(err, is_shown=is_dry) as doing:
         for number, checked in enumerate(api.check_all(paths, **loads, progress=doing), start=1):
             if values is not None:
@@ -149,7 +151,9 @@ def check(
             if not data.ok:
                 status = max(status, exits.FINDINGS)
             if html is not None:
-                folder = html if len(paths) == 1 else html / f"{number}-{Path(data.path).name}"
+                folder = html
+                if len(paths) > 1:
+                    folder = html / f"{number}-{Path(data.path).name}"
                 page = save(folder, data, vllm=TESTED[0], opened=checked.source)
                 say(err, f"report: {page}")
             if keep is not None:
@@ -197,37 +201,33 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dic
     for finding in data.findings:
         cure = findings.with_path(finding.cure, data.path)
         found.append(finding.model_dump(exclude={"origin"}) | {"cure": cure})
-    printed = {
+    printed: dict[str, Any] = {
         "path": data.path,
         "ok": data.ok,
         "findings": found,
         "facts": data.facts.model_dump(),
     }
-    if accounts:
-        printed["dry"] = [_load_json(account) for account in accounts]
-    return printed
-
-
-def _load_json(account: "LoadAccount") -> dict[str, Any]:
-    load = account.load
-    models = {}
-    for role in ("target", "draft"):
-        model, _ = account.of(role)
-        models[role] = {
-            "class": model.cls,
-            "parameters": model.num_params,
-            "written": model.num_written,
-            "shared": list(model.shared),
-            "kernels": [kernel.model_dump() for kernel in model.kernels],
+    for account in accounts:
+        load, models = account.load, {}
+        for role in ("target", "draft"):
+            model, _ = account.of(role)
+            models[role] = {
+                "class": model.cls,
+                "parameters": model.num_params,
+                "written": model.num_written,
+                "shared": list(model.shared),
+                "kernels": [kernel.model_dump() for kernel in model.kernels],
+            }
+        told = {
+            "gpu": load.gpu,
+            "tp": load.tp,
+            "num_drafts": load.k,
+            "loads": load.failure is None,
+            "failure": load.failure and load.failure.model_dump(),
+            "runner": load.runner,
+            **models,
+            "seconds": load.seconds,
+            "peak_mib": load.peak_mib,
         }
-    return {
-        "gpu": load.gpu,
-        "tp": load.tp,
-        "num_drafts": load.k,
-        "loads": load.failure is None,
-        "failure": load.failure.model_dump() if load.failure else None,
-        "runner": load.runner,
-        **models,
-        "seconds": load.seconds,
-        "peak_mib": load.peak_mib,
-    }
+        printed.setdefault("dry", []).append(told)
+    return printed

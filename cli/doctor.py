@@ -43,7 +43,7 @@ def doctor(as_json: JsonOption = False) -> None:
     Example: `VLLM_PYTHON=/opt/vllm/bin/python keepmtp doctor`
     """
     found = diagnose()
-    answer(found, _parts(found), as_json=as_json, status=2 if found["broken"] else 0)
+    answer(found, _parts(found), as_json=as_json, status=2 * bool(found["broken"]))
 
 
 def diagnose() -> dict[str, Any]:
@@ -56,9 +56,13 @@ def diagnose() -> dict[str, Any]:
     """
     from huggingface_hub import get_token
 
-    packages = {
-        needed.name: _version(needed.name) for extra in EXTRAS for needed in requirements(extra)
-    }
+    packages = {}
+    for extra in EXTRAS:
+        for needed in requirements(extra):
+            try:
+                packages[needed.name] = version(needed.name)
+            except PackageNotFoundError:
+                packages[needed.name] = ""
     vllm, no_vllm, is_broken = None, "", False
     try:
         vllm = vllm_env.find_vllm(any_version=True)
@@ -85,7 +89,7 @@ def diagnose() -> dict[str, Any]:
         "keepmtp": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "packages": packages,
-        "vllm": vllm.as_dict() if vllm else None,
+        "vllm": vllm and vllm.as_dict(),
         "supported_vllm": {"range": f"{vllm_env.SUPPORTED}.*", "tested": list(vllm_env.TESTED)},
         "no_vllm": no_vllm,
         "gpus": [asdict(gpu) for gpu in gpus],
@@ -127,16 +131,9 @@ def abilities(lacks: Mapping[str, tuple[list[str], str]]) -> list[dict[str, Any]
         why = ""
         for absent, cure in (lacks[need] for need in reversed(needs)):
             if absent:
-                why, command = f"needs {' and '.join(absent)}", cure
+                why, command = f"needs {' and '.join(dict.fromkeys(absent))}", cure
         told.append({"what": what, "can": not why, "why": why, "command": command})
     return told
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _parts(found: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -151,7 +148,9 @@ def _parts(found: Mapping[str, Any]) -> Iterator[RenderableType]:
         rows["vLLM"] = f"{vllm['version']}, {vllm['build'].upper()} build ({supported})"
         for name in ("python", "torch", "transformers", "compressed_tensors"):
             rows[f"  {name.replace('_', '-')} of vLLM"] = vllm[name] or "not installed"
-    rows["Hub token"] = f"from {found['token']}" if found["token"] else "none"
+    rows["Hub token"] = "none"
+    if found["token"]:
+        rows["Hub token"] = f"from {found['token']}"
     for gpu in found["gpus"]:
         rows["GPU"] = f"{gpu['name']}, {len(found['gpus'])} of {gpu['memory_gib']:.0f} GiB"
     features = ", ".join(found["cpu_features"]) or "no features that vLLM's CPU kernels ask for"
@@ -164,12 +163,13 @@ def _parts(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield "what can be done here"
     told = {""}
     for ability in found["abilities"]:
-        sign = ("yes", "green") if ability["can"] else ("no ", "yellow")
-        why = f": {printable(ability['why'])}" if ability["why"] else ""
+        sign, why = ("yes", "green"), ""
+        if ability["why"]:
+            sign, why = ("no ", "yellow"), f": {printable(ability['why'])}"
         yield Text.assemble("  ", sign, f"  {ability['what']}{why}")
         if ability["command"] not in told:
             yield f"         {ability['command']}"
         told.add(ability["command"])
     if found["no_vllm"]:
-        broken = "broken: " if found["broken"] else ""
+        broken = "broken: " * bool(found["broken"])
         yield Text.assemble((broken, "red"), printable(found["no_vllm"]))

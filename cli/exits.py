@@ -207,7 +207,9 @@ def foreseen() -> tuple[type[BaseException], ...]:
 
 def _refuse(error: KeepMTPError) -> NoReturn:
     say_refusal(error)
-    sys.exit(FINDINGS if isinstance(error, GateError) else REFUSAL)
+    if isinstance(error, GateError):
+        sys.exit(FINDINGS)
+    sys.exit(REFUSAL)
 
 
 def _leave_quietly() -> NoReturn:
@@ -268,5 +270,5 @@ def _say(word: str, colour: str, words: str, *, only_first: bool = False) -> Non
     rank, size = place_in_run()
     if rank and only_first:
         return
-    whose = f"rank {rank} of {size}: " if size > 1 else ""
+    whose = f"rank {rank} of {size}: " * (size > 1)
     say(Console(stderr=True), Text.assemble(whose, (word, colour), f" {printable(words)}"))

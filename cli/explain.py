@@ -26,7 +26,6 @@ from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm
 from .tables import answer, by_reason, counted, table
 
 if TYPE_CHECKING:
-    from ..validate.check.check import Checked
     from ..validate.dryload.explain import Explanation, Recognized
     from ..validate.dryload.log import Log
 
@@ -65,6 +64,7 @@ def explain(
         log: A serve log or a traceback: a file, or - for standard input.
         gpu: Also name the kernels, on a pretended sm89, sm90, sm100 or sm120.
     """
+    from .. import api
     from ..validate.dryload.explain import explain as explanation_of
 
     if path is None and log is None:
@@ -81,21 +81,16 @@ def explain(
             got="no checkpoint",
             cure="Name its folder or Hub id",
         )
-    checked = _checked(path, gpu, any_vllm=any_vllm) if path is not None else None
+    checked = None
+    if path is not None:
+        gpus = chosen_gpus([gpu] if gpu else [])
+        if gpus:
+            chosen_vllm(any_vllm=any_vllm)
+        (checked,) = api.check_all([path], gpus=gpus, any_vllm=any_vllm)
+        checked.readable()
     found = explanation_of(checked, _log(log) if log is not None else None)
-    status = 0 if found.is_explained else exits.FINDINGS
+    status = exits.FINDINGS * (not found.is_explained)
     answer(found.model_dump(), _parts(Console(), found), as_json=as_json, status=status)
-
-
-def _checked(path: str, gpu: str | None, *, any_vllm: bool) -> "Checked":
-    from .. import api
-
-    gpus = chosen_gpus([gpu] if gpu else [])
-    if gpus:
-        chosen_vllm(any_vllm=any_vllm)
-    (found,) = api.check_all([path], gpus=gpus, any_vllm=any_vllm)
-    found.readable()
-    return found
 
 
 def _log(where: str) -> "Log":

@@ -58,7 +58,7 @@ def show(
         path: what commands call the checkpoint; default the name in `found`.
         servers: by whose rules it was judged; the verdict names them where they are not vLLM alone.
     """
-    path = found.path if path is None else path
+    path = path or found.path
     lines: list[str | Text] = []
     for finding in found.findings:
         lines += [*_block(console, finding, with_path(finding.cure, path)), ""]
@@ -109,7 +109,7 @@ def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
 
 
 def _block(console: Console, finding: "Finding", cure: str) -> Iterator[str | Text]:
-    more = f" and {finding.count - 1:,} more" if finding.count > 1 else ""
+    more = f" and {finding.count - 1:,} more" * (finding.count > 1)
     severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
     yield Text.assemble(severity, (shortened(finding.where, _LONGEST), "bold"), more)
     yield from wrapped(console, shortened(finding.says, _LONGEST), "  ")
@@ -129,8 +129,9 @@ def _verdict(found: "CheckData", servers: "Sequence[Runtime]") -> Text:
     )
     verdict = ("check failed", "red")
     if found.ok:
-        is_in_part = any(finding.rule == "family" for finding in found.findings)
-        verdict = ("check passed in part" if is_in_part else "check passed", "green")
+        verdict = ("check passed", "green")
+        if any(finding.rule == "family" for finding in found.findings):
+            verdict = ("check passed in part", "green")
     if tuple(servers) != ("vllm",):
         names = {"vllm": f"vLLM {SUPPORTED}", "sglang": f"SGLang {VERSION} (not run)"}
         words += f"; judged for {', '.join(names[each] for each in servers)}"
@@ -140,9 +141,13 @@ def _verdict(found: "CheckData", servers: "Sequence[Runtime]") -> Text:
 def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> Iterator[str | Text]:
     yield f"  {load.gpu} at TP {load.tp}"
     if idle := facts.idle_mtp_layers(load.k):
-        layers = "1 MTP layer is" if idle == 1 else f"{idle} MTP layers are"
+        layers = f"{idle} MTP layers are"
+        if idle == 1:
+            layers = "1 MTP layer is"
         yield f"    {layers} not built at k={load.k}: vLLM leaves their tensors alone"
-    models = {"target": load.target} | ({"draft": load.draft} if load.k else {})
+    models = {"target": load.target}
+    if load.k:
+        models["draft"] = load.draft
     for role, model in models.items():
         line = Text(f"    {role:<6}  {printable(model.cls or '-')}: ")
         if load.failure is not None and (not model.cls or load.failure.role == role):

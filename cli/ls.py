@@ -42,6 +42,8 @@ _MORE = {
     ]
 }
 _LEAST_WIDTH = 40
+_BATCHES = {True: "needed", False: "-"}
+_CAN = {True: "yes", False: "no"}
 
 
 def ls(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -73,11 +75,20 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
         from .tables import print_json
 
         names = list(COLUMNS)
-        if what:
-            names = [what] if what in COLUMNS else ["models"]
+        if what in COLUMNS:
+            names = [what]
+        elif what:
+            names = ["models"]
         print_json({name: rows(name, chosen or recipes) for name in names})
     elif what in COLUMNS:
-        _print_table(what, rows(what, recipes))
+        from .tables import show, table
+
+        columns, cells = COLUMNS[what], []
+        for row in rows(what, recipes):
+            first, *others = (row[column] for column in columns)
+            cells.append([f"{first}{' *' * row.get('default', False)}", *others])
+        heads = [_HEADS.get(column, column) for column in columns]
+        show([table(_TITLES.get(what, what), heads, cells), *_MORE.get(what, ())])
     else:
         width = max(_LEAST_WIDTH, get_terminal_size().columns)
         lines = details(chosen, width) if chosen else screen(recipes, width)
@@ -104,7 +115,7 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
     lines = [model.model, f"  family  {model.family}", f"  source  {model.source}"]
     for each in variants:
         needs_batches |= each.needs_batches
-        batches = "batches needed" if each.needs_batches else "no batches needed"
+        batches = f"{'no ' * (not each.needs_batches)}batches needed"
         lines += ["", f"{each.variant}{' (default)' * each.is_default}: {batches}"]
         lines += _wrapped(each.summary, width, "  ", "  ")
         lines.append(f"  keepmtp quantize {each.model if each.is_default else each.name}")
@@ -137,7 +148,7 @@ def _models(recipes: Iterable[Listed]) -> list[dict[str, Any]]:
                 "default": each.is_default,
                 "family": each.family,
                 "source": each.source,
-                "batches": "needed" if each.needs_batches else "-",
+                "batches": _BATCHES[each.needs_batches],
                 "what": each.summary,
             }
         )
@@ -158,7 +169,7 @@ def _schemes() -> list[dict[str, Any]]:
         row = {
             "scheme": scheme.name,
             "bits": f"{bits:.2f}",
-            "batches": "needed" if scheme.needs_calibration else "-",
+            "batches": _BATCHES[scheme.needs_calibration],
             "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
             "searches": [word for word, schemes in SEARCHES.items() if scheme.name in schemes],
         }
@@ -173,31 +184,20 @@ def _families() -> list[dict[str, Any]]:
     for family in families().values():
         support = support_of(family)
         names = ", ".join((family.model_type, *family.also))
+        if family.architectures:
+            names += f" ({', '.join(family.architectures)})"
         found[family.model_type, family.architectures] = {
-            "family": names
-            + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
+            "family": names,
             "plan": "yes",
             "check": "yes",
-            "backbone": "no" if support.backbone else "yes",
-            "mtp": "no" if support.mtp else "yes",
+            "backbone": _CAN[not support.backbone],
+            "mtp": _CAN[not support.mtp],
             "proof": "-" if support.mtp else support.proof,
             "why_not_backbone": support.backbone,
             "why_not_mtp": support.mtp,
             "what": family.notes,
         }
     return [row for _, row in sorted(found.items(), key=lambda item: item[0])]
-
-
-def _print_table(listing: str, found: Iterable[dict[str, Any]]) -> None:
-    from .tables import show, table
-
-    columns = COLUMNS[listing]
-    cells = []
-    for row in found:
-        first, *others = (row[column] for column in columns)
-        cells.append([f"{first}{' *' * row.get('default', False)}", *others])
-    heads = [_HEADS.get(column, column) for column in columns]
-    show([table(_TITLES.get(listing, listing), heads, cells), *_MORE.get(listing, ())])
 
 
 def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:

@@ -71,7 +71,7 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
             words="[WHAT]",
         ),
         "init": Verb(
-            "recipe.init",
+            "quantize.init",
             "Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a "
             "model's own.",
         ),
@@ -140,7 +140,7 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
             words=_FOR_VLLM,
         ),
         "serve-check": Verb(
-            "serve_check.serve_check",
+            "compare.serve_check",
             "Serve a checkpoint and its source with vLLM, with and without MTP, and compare what "
             "is accepted.",
             words=_FOR_VLLM,
@@ -160,7 +160,7 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
             how_to_go_on="The same command measures only what is missing",
         ),
         "closeness": Verb(
-            "closeness.closeness",
+            "compare.closeness",
             "Compare what a served checkpoint and its served source predict on held-out text: "
             "divergence and flips.",
             words=_FOR_VLLM,
@@ -192,7 +192,7 @@ _GROUPS: Mapping[str, Mapping[str, Verb]] = {
             "calibrate or modelopt.",
         ),
         "where": Verb(
-            "recipe.where",
+            "quantize.where",
             "Print the folder that `keepmtp quantize` with the same words has written; the make "
             "targets ask this.",
         ),
@@ -219,7 +219,7 @@ class _Command(TyperCommand):
         """Read the words, with `~` expanded. A shell does that in `~/x`, but not in `--out=~/x` or
         in quotes.
         """
-        ours = args.index("--") if "--" in args else len(args)
+        ours = [*args, "--"].index("--")
         words = [re.sub("^(--[^=]*=)?(~.*)", _at_home, word) for word in args[:ours]]
         if (lone := VERBS[str(self.name)].lone) is not None:
             _complete(words, *lone)
@@ -421,8 +421,8 @@ def _common(
 
 def main() -> None:
     """Entry point; see `exits.py` for how it ends."""
-    verb = VERBS.get(next((word for word in sys.argv[1:] if word in VERBS), ""))
-    exits.run(_command(), how_to_go_on=verb.how_to_go_on if verb else Verb.how_to_go_on)
+    verb = next((VERBS[word] for word in sys.argv[1:] if word in VERBS), Verb)
+    exits.run(_command(), how_to_go_on=verb.how_to_go_on)
 
 
 def _command() -> Any:

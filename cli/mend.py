@@ -218,9 +218,7 @@ def graft(
     from ..cure.rewritten import Judged
 
     if out is None and not dry_run:
-        raise RecipeError(
-            "graft", "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run"
-        )
+        raise _no_out("graft")
     err, new = Console(stderr=True), None
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
     for line in _foreseen(made):
@@ -243,7 +241,7 @@ def graft(
         "written_again": list(made.proposal.shards_again),
         "diff": made.proposal.diffs(),
         "new": new,
-        "vllm": None if judged.no_vllm is None else str(judged.no_vllm),
+        "vllm": judged.no_vllm and str(judged.no_vllm),
     }
     _end(judged, told, made.proposal.diffs(), as_json=as_json)
 
@@ -320,18 +318,18 @@ def convert(
         answer(told, [sentence, *planned.proposal.diffs()], as_json=as_json)
         return
     if out is None:
-        raise RecipeError(
-            "convert",
-            "--out must name the new folder",
-            got="nothing",
-            cure="Add --out, or --dry-run",
-        )
+        raise _no_out("convert")
     err = Console(stderr=True)
     with bytes_bar(err, "converting")(planned.proposal.num_bytes_again) as progress:
         written = cure.convert(planned, out, progress=progress)
     judged = ending.judge(out, partial(say, err))
     made = {"out": str(out), "new": written.new, "kept": written.kept}
     _end(judged, told | made, [sentence, written.sentence], as_json=as_json)
+
+
+def _no_out(verb: str) -> RecipeError:
+    cure = "Add --out NEW, or --dry-run"
+    return RecipeError(verb, "needs a folder to write", got="no --out", cure=cure)
 
 
 def _end(

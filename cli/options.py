@@ -82,8 +82,9 @@ class ModelOptions:
         source: Folder or Hub id of the released checkpoint; default: the recipe's.
         scheme: Another variant of the model, or a scheme for every quantized group. Needed where
             MODEL is a checkpoint.
-        mtp: MTP block: `source`, `bf16`, a scheme, or `auto`: the smallest that keeps enough
-            acceptance, measured during the run; default: the recipe's.
+        mtp: MTP block: `source`, `bf16`, a scheme, `tuned` (trained on the quantized backbone), or
+            `auto`: the smallest that keeps enough acceptance, measured during the run; default:
+            the recipe's.
         calibration: A named block of recipes/calibrations.yaml, for schemes that need batches;
             default: the recipe's, else ultrachat-256x2048.
         trust_remote_code: You have read the checkpoint's own Python: a recipe with

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from .options import AtLeastOneOrNone, JsonOption, ModelOptions
+from .options import JsonOption, ModelOptions
 
 
 def plan(
     choices: ModelOptions,
-    gpus: AtLeastOneOrNone = None,
     gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", "--gpu")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -21,20 +20,19 @@ def plan(
     written.
 
     Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors. Of a
-    calibrated recipe it also says what batches contribute to which modules, and whether the
-    backbone and the MTP block can be calibrated. At the end it says what a run needs of memory and
-    disk, here or on a machine that you name.
+    calibrated recipe it also says on what it is calibrated, and whether the backbone and the MTP
+    block can be. At the end it says what a run needs of memory and disk, here or on a machine that
+    you name.
 
     Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
 
     Example: `keepmtp plan /data/my-fine-tune --scheme nvfp4a16-fp8`
 
-    Example: `keepmtp plan glm-4.5-air.nvfp4-fp8 --gpus 8 --gpu-memory H100`
+    Example: `keepmtp plan glm-4.5-air.nvfp4-fp8 --gpu-memory H100`
 
     Args:
-        gpus: Say what a run needs on so many GPUs, a process each; default: those here.
-        gpu_memory: Say it for another machine: GiB of one GPU, or its name, such as A100, H100,
-            B200 or 5090.
+        gpu_memory: Say what a run needs on another machine: GiB of one GPU, or its name, such as
+            A100, H100, B200 or 5090.
     """
     from ..checkpoints.uncollected import uncollected
     from ..quantize.needs import needs
@@ -53,5 +51,5 @@ def plan(
         )
         return
     with uncollected():
-        found = needs.needs_of(made, needs.machine_of(gpus, gpu_memory, here=gpus_here()))
+        found = needs.needs_of(made, needs.machine_of(gpu_memory, here=gpus_here()))
         plan_tables.show(made, found, as_json=as_json)

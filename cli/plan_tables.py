@@ -65,6 +65,7 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
         yield from _budget(made)
     if made.needs_batches:
         yield from will_do(made)
+        yield ""
     config = config_of(made)
     yield from _config(config.value)
     yield ""
@@ -112,12 +113,14 @@ def totals(plan: Plan) -> str:
     """A plan in one line: its source, tensors, bytes, shards and MTP layers."""
     other, source = plan.source.mtp_source, plan.source
     num_out = sum(len(tensor.outputs) for tensor in plan.tensors)
-    return (
+    line = (
         f"{source.where} ({source.revision}): {len(plan.entries):,} tensors in, {num_out:,} out; "
         f"{size_in_words(plan.num_bytes_before)} -> {size_in_words(plan.num_bytes_after)} in "
         f"{counted(len(plan.shards), 'shard')}; {counted(plan.view.num_mtp_layers, 'MTP layer')}"
-        + ("" if other is None else f" of {other.where} ({other.revision})")
     )
+    if other is not None:
+        line += f" of {other.where} ({other.revision})"
+    return line
 
 
 def _config(config: Mapping[str, Any]) -> Iterator[str]:
@@ -165,7 +168,9 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for (part, role, fate, stored, form, reason), tensors in sorted(groups.items()):
         # A copy that is added has the bytes of its original, which are counted there.
-        inputs = [] if fate == "add" else [name for tensor in tensors for name in tensor.inputs]
+        inputs = []
+        if fate != "add":
+            inputs = [name for tensor in tensors for name in tensor.inputs]
         rows.append(
             {
                 "part": part,
@@ -206,7 +211,9 @@ def _budget(plan: Plan) -> Iterator[str]:
         "files would have"
     )
     for name, size in found["plans"].items():
-        verdict = "fits" if size["fits"] else "does not fit"
+        verdict = "fits"
+        if not size["fits"]:
+            verdict = "does not fit"
         yield (
             f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  "
             f"{verdict}"
@@ -244,21 +251,21 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return told
 
 
-def will_do(plan: Plan) -> list[str]:
-    """The lines on calibration: data, what is chosen by measuring, and the MTP pass."""
+def will_do(plan: Plan) -> Iterator[str]:
+    """The calibration of a plan: data, what is chosen by measuring, and the MTP pass."""
     planned = will_do_json(plan)
     assert planned is not None
-    lines = [_data(plan, planned["tokens"])]
+    yield _data(plan, planned["tokens"])
     if planned["candidates"]:
         candidates = "; ".join(_in_words(policy) for policy in planned["candidates"])
-        lines.append(
+        yield (
             "MTP block: auto. The smallest candidate that is shown to keep "
             f"{planned['min_acceptance']:.1%} of the released model's acceptance is written, at "
             f"{planned['confidence']:.0%} confidence; until then it is planned as bf16. "
             f"Candidates: {candidates}."
         )
     if (tuned := plan.recipe.mtp_tuned) is not None:
-        lines.append(
+        yield (
             f"MTP block: tuned. It is trained for {tuned.steps:,} steps of {tuned.batch_size:,} "
             f"sequences on what the quantized backbone computes, as {_in_words(tuned.mtp)}, and "
             "written where it is shown to draft better than untrained, at "
@@ -270,7 +277,7 @@ def will_do(plan: Plan) -> list[str]:
     )
     if not planned["mtp_pass"]["possible"]:
         says = f"not possible, {planned['mtp_pass']['why']}; acceptance is not measured."
-    return [*lines, f"MTP pass: {says}", ""]
+    yield f"MTP pass: {says}"
 
 
 def _data(plan: Plan, num_tokens: int) -> str:
@@ -285,7 +292,9 @@ def _data(plan: Plan, num_tokens: int) -> str:
     for texts in calibration.mix:
         of = filter(None, (texts.dataset_revision, texts.subset, f"split {texts.split}"))
         named = f"{texts.dataset} ({', '.join(of)}, column {texts.column})"
-        mix.append(f"{texts.share:.0%} {named}" if calibration.also else named)
+        if calibration.also:
+            named = f"{texts.share:.0%} {named}"
+        mix.append(named)
     held_out = f"{calibration.held_out:,} more are held out to measure on"
     if calibration.held_out_by == "model":
         held_out += ", answered by the model itself if memory holds it"

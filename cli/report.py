@@ -209,7 +209,7 @@ def recorder(paths: list[str], err: Console) -> "Callable[[Checked], Path]":
 
     def keep(checked: "Checked") -> Path:
         made_from = folder_it_was_made_from(checkpoint)
-        source = open_source(str(made_from)) if made_from else None
+        source = made_from and open_source(str(made_from))
         data = check_data(checked.data, opened=checked.source, source=source)
         write_result(folder, "check", data, checkpoint=identity, vllm=TESTED[0])
         reports.refresh(folder)

@@ -104,8 +104,10 @@ def serve(
         if gpus or not dry_run:
             raise
         vllm = None  # the commands may be run elsewhere
-    size = tensor_parallel_size(opened, vllm, extra) if vllm else 1
-    best = _best_k(opened, k, num_mtp_layers, vllm.device if vllm else "")
+    size, device = 1, ""
+    if vllm:
+        size, device = tensor_parallel_size(opened, vllm, extra), vllm.device
+    best = _best_k(opened, k, num_mtp_layers, device)
     if gpus:
         from .. import api
 
@@ -131,17 +133,15 @@ def serve(
     refuse_full_gpus(opened, vllm, extra)
     local = downloaded(opened, err)
     assert local.folder is not None
-    named = () if opened.folder else ("--served-model-name", opened.where)
-    machine = _CPU_WORDS if vllm.build == "cpu" else ()
+    named = ("--served-model-name", opened.where) * (opened.folder is None)
+    machine = _CPU_WORDS * (vllm.build == "cpu")
     listens = ("--host", host, "--port", str(port))
     words = serve_words(str(local.folder), best.k, *listens, *named, *machine, *extra)
     say(err, f"k={best.k}: {best.why}")
     say(err, shlex.join(words))
-    expected = (
-        foreground.Expected(drafts=best.measured, measured_by=best.measured_by)
-        if best.measured
-        else None
-    )
+    expected = None
+    if best.measured:
+        expected = foreground.Expected(drafts=best.measured, measured_by=best.measured_by)
     with nullcontext(sys.stderr.fileno()) if log is None else open(log, "wb") as written:
         life = foreground.serve_until_stopped(
             vllm,

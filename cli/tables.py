@@ -75,7 +75,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text
 
     Args:
         title: above it.
-        columns: heads; one that begins with `>` is of numbers: to the right, and never broken.
+        columns: heads; one that begins with `>` is of numbers: to the right and never broken, its
+            last word on a line of its own.
         rows: a cell a column; None draws a line.
     """
     made = Table(
@@ -88,7 +89,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text
     )
     for column in columns:
         if column.startswith(">"):
-            made.add_column(column[1:], justify="right", no_wrap=True)
+            made.add_column("\n".join(column[1:].rsplit(" ", 1)), justify="right", no_wrap=True)
         else:
             made.add_column(column, overflow="fold")
     for row in rows:

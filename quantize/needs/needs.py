@@ -1,7 +1,6 @@
 """What a run needs, on this machine or one that is named; and the refusal where it cannot fit.
 
-In: a plan, and `--gpus` and `--gpu-memory`. Out: `Needs`, its lines for people, or a refusal with
-the way out.
+In: a plan, and `--gpu-memory`. Out: `Needs`, its lines for people, or a refusal with the way out.
 
 Easy to get wrong: what is counted is within a factor (`memory.py`). A run is refused only where it
 would not fit even if less is needed than was counted; in between, people are warned.
@@ -34,13 +33,13 @@ class Machine:
 
     Attributes:
         title: for people.
-        gpus: how many; 0 where the CPU calibrates.
+        has_gpu: or the CPU calibrates.
         device_bytes: free for tensors on one device.
         host_bytes: free main memory; None where another machine is meant.
     """
 
     title: str
-    gpus: int
+    has_gpu: bool = True
     device_bytes: int
     host_bytes: int | None
 
@@ -77,32 +76,22 @@ class Needs:
     output: int
 
 
-def machine_of(
-    gpus: int | None = None, gpu_memory: str | None = None, *, here: Sequence[GPU] = ()
-) -> Machine:
-    """The machine that the options name, or this one, which has the GPUs `here`.
+def machine_of(gpu_memory: str | None = None, *, here: Sequence[GPU] = ()) -> Machine:
+    """A machine with the card that is named, or this one, which has the GPUs `here`.
 
     Raises:
-        RecipeError: `--gpus` alone on a machine without a GPU, or an unknown card.
+        RecipeError: an unknown card.
     """
-    free = None if gpu_memory else free_host_bytes()
+    free = None
     if gpu_memory is not None:
-        card = card_of(gpu_memory)
-        gpus, title, size = gpus or 1, f"{gpus or 1} {card.name}", card.memory_bytes
-    elif here:
-        gpus, title, size = (
-            gpus or len(here),
-            f"this machine's {here[0].name}",
-            int(here[0].memory_gib * 2**30),
-        )
-    elif gpus is not None:
-        cure = "Add --gpu-memory 80 or H100"
-        raise RecipeError("--gpus", "needs --gpu-memory where no GPU is", got=gpus, cure=cure)
+        title, size = card_of(gpu_memory)
     else:
-        return Machine(title="this machine's CPU", gpus=0, device_bytes=free or 0, host_bytes=free)
-    return Machine(
-        title=title, gpus=gpus, device_bytes=max(0, size - CONTEXT_BYTES), host_bytes=free
-    )
+        free = free_host_bytes()
+        if not here:
+            cpu = "this machine's CPU"
+            return Machine(title=cpu, has_gpu=False, device_bytes=free or 0, host_bytes=free)
+        title, size = f"this machine's {here[0].name}", int(here[0].memory_gib * 2**30)
+    return Machine(title=title, device_bytes=max(0, size - CONTEXT_BYTES), host_bytes=free)
 
 
 def needs_of(plan: Plan, machine: Machine) -> Needs:
@@ -121,7 +110,7 @@ def needs_of(plan: Plan, machine: Machine) -> Needs:
     for station in stations(plan):
         on_host[station.name] = station.host_bytes
         device = int(station.device_bytes * FRAGMENTS)
-        if not machine.gpus:
+        if not machine.has_gpu:
             on_host[station.name] += device
         elif device > (found.device or 0):
             found.device, found.device_station = device, station.name
