@@ -22,7 +22,7 @@ TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
 VARIABLES = set(re.findall(r"\b([A-Z][A-Z_0-9]*)\b", MAKEFILE))
 # A wheel has no Makefile. These files know that they are in a checkout, or are called by make
 # alone.
-SPEAK_OF_MAKE = {"cli/recipe.py", "validate/facts/vllm_env.py"}
+SPEAK_OF_MAKE = {"cli/quantize.py", "validate/facts/vllm_env.py"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands in backticks, and those that a sentence begins or ends with.
 QUOTED = re.compile(

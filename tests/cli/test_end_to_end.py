@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, keepmtp
+from commands import ROOT, ran
+from decompressed import decompressed
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
+from keepmtp.recipes.schemes import SCHEMES
 from safetensors.torch import load_file
 
 PROMPTS = (
-    (
-        "Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have "
-        "now?\nAnswer:"
-    ),
+    "Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have now?\nAnswer:",
     "Question: Ann has 14 books. Ann gives away 6 books. How many books are left?\nAnswer:",
 )
 # Largest |w - q(w)| as a part of the weight's amax, rounding to nearest. Integers: half a step,
@@ -43,16 +42,9 @@ ERROR = {
 }
 
 
-def make(
-    model: str, tmp_path_factory, *, by_folder: bool = False, **choices: str
-) -> tuple[Plan, Path]:
-    """A checkpoint of the shipped model: by its recipe, or by its folder alone, where a scheme is
-    for every group.
-    """
-    folder = str(ROOT / "models" / model)
-    plan, text = (
-        plan_for(folder, **choices) if by_folder else plan_for(model, source=folder, **choices)
-    )
+def make(model: str, tmp_path_factory, **choices: str) -> tuple[Plan, Path]:
+    """A checkpoint by a recipe, or by a folder alone, where a scheme is for every group."""
+    plan, text = plan_for(model, **choices)
     out = tmp_path_factory.mktemp("made") / "out"
     result = quantize(plan, text, out=out, threads=2)
     assert result.report.ok and not result.report.findings
@@ -66,46 +58,28 @@ def default(request, tmp_path_factory) -> tuple[Plan, Path]:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: value
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, value in load_file(file).items()
-    }
-
-
-def decompressed(plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
-    """Every quantized weight as compressed-tensors' own compressor reads it."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-
-    stored, weights = tensors_of(folder), {}
-    groups = json.loads((folder / "config.json").read_text())["quantization_config"][
-        "config_groups"
-    ].values()
-    schemes = {
-        group["format"] + str(group["weights"]): QuantizationScheme(**group) for group in groups
-    }
-    from keepmtp.recipes.schemes import SCHEMES
-
-    for tensor in plan.tensors:
-        if tensor.fate != "quantize":
-            continue
-        ours = SCHEMES[tensor.scheme].config_group()
-        scheme = schemes[ours["format"] + str(ours["weights"])]
-        packed = {output.name.rpartition(".")[2]: stored[output.name] for output in tensor.outputs}
-        compressor = BaseCompressor.get_value_from_registry(scheme.format)
-        weights[tensor.name] = compressor.decompress(packed, scheme)["weight"]
-    return weights
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
 
 
 def within_the_schemes_error(plan: Plan, out: Path) -> None:
-    source, weights = tensors_of(plan.source.folder), decompressed(plan, out)
-    assert len(weights) > 5
-    for tensor in plan.tensors:
-        if tensor.fate == "quantize":
-            original, got = source[tensor.name].float(), weights[tensor.name].float()
-            error = (original - got).abs().max() / original.abs().max()
-            assert 0 < error <= ERROR[tensor.scheme], f"{tensor.name}: {error}"
+    """Every quantized weight as compressed-tensors' own compressor reads it, by a group that
+    config.json has.
+    """
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    groups = [group["weights"] for group in config["config_groups"].values()]
+    source, stored = tensors_of(plan.source.folder), tensors_of(out)
+    quantized = [tensor for tensor in plan.tensors if tensor.fate == "quantize"]
+    assert len(quantized) > 5
+    for tensor in quantized:
+        assert SCHEMES[tensor.scheme].config_group()["weights"] in groups
+        original = source[tensor.name].float()
+        module = tensor.name.removesuffix(".weight")
+        got = decompressed(tensor.scheme, module, stored).float()
+        error = (original - got).abs().max() / original.abs().max()
+        assert 0 < error <= ERROR[tensor.scheme], f"{tensor.name}: {error}"
 
 
 def test_weights_decompress_to_within_the_schemes_error(default):
@@ -142,13 +116,9 @@ def logits_of(folder: Path) -> torch.Tensor:
         folder, dtype=torch.bfloat16, output_loading_info=True
     )
     assert not info["missing_keys"] and not info["mismatched_keys"], info
+    prompts = (tokenizer(prompt, return_tensors="pt") for prompt in PROMPTS)
     with torch.no_grad():
-        return torch.cat(
-            [
-                model(**tokenizer(prompt, return_tensors="pt")).logits[0].float()
-                for prompt in PROMPTS
-            ]
-        )
+        return torch.cat([model(**prompt).logits[0].float() for prompt in prompts])
 
 
 def test_backbone_computes_what_the_source_computes(default):
@@ -209,7 +179,8 @@ def test_every_scheme_and_policy_passes_its_check(scheme, mtp, tmp_path_factory)
     """`--scheme S --mtp P`: written, checked clean, and what was packed decompresses within its
     scheme's error.
     """
-    plan, out = make("tiny-glm4-moe", tmp_path_factory, by_folder=True, scheme=scheme, mtp=mtp)
+    folder = str(ROOT / "models" / "tiny-glm4-moe")
+    plan, out = make(folder, tmp_path_factory, scheme=scheme, mtp=mtp)
     within_the_schemes_error(plan, out)
     glue = next(tensor for tensor in plan.tensors if tensor.name.endswith("eh_proj.weight"))
     assert glue.fate == "keep" and glue.scheme == ""
@@ -219,19 +190,13 @@ def test_gate_and_up_share_their_global_scale(tmp_path_factory):
     """q/k/v, gate/up, and gate/up of each expert: vLLM keeps one value for the fused module."""
     _, out = make("tiny-glm4-moe", tmp_path_factory, scheme="NVFP4A16", mtp="NVFP4A16")
     written = tensors_of(out)
-    pairs = [
-        (name, name.replace(one, other))
-        for one, other in ((".gate_proj.", ".up_proj."), (".q_proj.", ".v_proj."))
-        for name in written
-        if f"{one}weight_global" in name
-    ]
-    assert len(pairs) > 10
-    for one, other in pairs:
-        assert torch.equal(written[one], written[other]), one
-    singles = {
-        float(value) for name, value in written.items() if name.endswith("weight_global_scale")
-    }
-    assert len(singles) > 5, "not one scale for everything"
+    scales = [name for name in written if name.endswith(".weight_global_scale")]
+    fused = [name for name in scales if ".gate_proj." in name or ".q_proj." in name]
+    assert len(fused) > 10
+    for name in fused:
+        other = name.replace(".gate_proj.", ".up_proj.").replace(".q_proj.", ".v_proj.")
+        assert torch.equal(written[name], written[other]), name
+    assert len({float(written[name]) for name in scales}) > 5, "not one scale for everything"
 
 
 @pytest.mark.few(1)
@@ -248,9 +213,7 @@ def test_every_algorithm_through_the_command(recipe, tmp_path):
     """A process of its own, as people start it: what llm-compressor logs and wants configured is
     part of it.
     """
-    done = keepmtp(f"quantize {recipe} --out {tmp_path}/out --json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["check"]["ok"]
+    assert json.loads(ran(f"quantize {recipe} --out {tmp_path}/out --json"))["check"]["ok"]
     rows = json.loads((tmp_path / "out" / "keepmtp.json").read_text())["calibration"]["rows"]
     source, quantized = (row["acceptance"]["by_position"]["1"][0] for row in rows[:2])
     assert source > 0.95 and quantized > 0.97 * source

@@ -4,21 +4,24 @@ import fcntl
 import json
 import os
 import pty
+import re
 import struct
 import subprocess
+import sys
 import termios
 
 import pytest
-from commands import KEEPMTP, keepmtp
+from commands import KEEPMTP, ran
 from keepmtp.cli.ls import COLUMNS, details, rows, screen
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import listed
+from printed import printed
 
 MODELS = {row.model for row in listed()}
 
 
-def on_a_terminal(*words: str, columns: int) -> list[str]:
-    """The lines that the command prints on a terminal of that width."""
+def on_a_terminal(*words: str, columns: int) -> str:
+    """What the command prints on a terminal of that width."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
@@ -32,7 +35,7 @@ def on_a_terminal(*words: str, columns: int) -> list[str]:
             break
     os.close(master)
     assert running.wait() == 0, told
-    return told.decode().splitlines()
+    return told.decode().replace("\r\n", "\n")
 
 
 @pytest.mark.parametrize("width", [40, 80, 132])
@@ -44,83 +47,54 @@ def test_one_line_a_model_in_the_width_there_is(width):
     assert all(row.variant + "*" * row.is_default in names for row in listed())
 
 
-def test_the_screen_fits_80_columns_in_a_pipe_and_on_a_terminal():
-    piped = keepmtp("ls", COLUMNS="").stdout.splitlines()
-    assert (
-        piped == keepmtp("ls", COLUMNS="80").stdout.splitlines() == on_a_terminal("ls", columns=80)
-    )
-    assert max(map(len, piped)) <= 80 and len(piped) < 1.6 * len(MODELS)
-    assert "\x1b" not in "".join(piped)
-    assert next(line for line in piped if line.startswith("glm-4.7 ")).split()[1] == "nvfp4a16-fp8*"
+def test_the_screen_is_the_same_in_a_pipe_and_on_a_terminal():
+    assert ran("ls", COLUMNS="") == ran("ls", COLUMNS="80") == on_a_terminal("ls", columns=80)
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_a_model_in_full(model):
     variants = [row for row in listed() if row.model == model]
     lines = details(variants, 80)
-    assert max(map(len, lines)) <= 80
-    told = " ".join(" ".join(lines).split())
-    assert variants[0].family in told and variants[0].source in told
-    assert all(" ".join(row.summary.split()) in told for row in variants)
-    assert told.count("no batches needed") == sum(not row.needs_batches for row in variants)
-    assert told.count(": batches needed") == sum(row.needs_batches for row in variants)
+    assert max(len(line) for line in lines if sys.executable not in line) <= 80
     commands = [line.split()[-1] for line in lines if line.startswith("  keepmtp quantize ")]
     assert [find_recipe(word)[0].name for word in commands] == [row.name for row in variants]
 
 
-def test_a_model_or_one_of_its_recipes_is_asked_for_by_name():
-    whole, one = keepmtp("ls mimo-7b").stdout, keepmtp("ls mimo-7b.w4a16").stdout
-    assert "keepmtp quantize mimo-7b\n" in whole and "keepmtp quantize mimo-7b.w4a16\n" in whole
-    assert "keepmtp quantize mimo-7b.w4a16\n" in one and "fp8-dynamic" not in one
-    (only,) = json.loads(keepmtp("ls mimo-7b.w4a16 --json").stdout)["models"]
+def test_what_is_asked_for_by_name_is_said_whole():
+    """A model, one of its recipes, the schemes."""
+    model = ran("ls tiny-glm4-moe", COLUMNS="80")
+    printed("ls_tiny-glm4-moe.txt", re.sub(r"\S+/python\S*", "PYTHON", model))
+    printed("ls_mimo-7b.w4a16.txt", ran("ls mimo-7b.w4a16", COLUMNS="80"))
+    printed("ls_schemes.txt", ran("ls schemes", COLUMNS="80"))
+    (only,) = json.loads(ran("ls mimo-7b.w4a16 --json"))["models"]
     assert (only["model"], only["variant"], only["default"]) == ("mimo-7b", "w4a16", False)
 
 
 @pytest.mark.full
-def test_listings():
-    listing = json.loads(keepmtp("ls --json").stdout)
+def test_listings_for_machines():
+    listing = json.loads(ran("ls --json"))
     assert {"models", "schemes", "families"} == set(listing)
     assert [row["recipe"] for row in listing["models"]] == [row.name for row in listed()]
-    assert {row["model"] for row in listing["models"]} >= {"dsv4-flash", "tiny-glm4-moe"}
     for name, found in listing.items():
-        assert json.loads(keepmtp(f"ls {name} --json").stdout) == {name: found}
-        shown = found[0]["family"] if name == "families" else found[0]["what"].split()[0]
-        assert shown in keepmtp(f"ls {name}").stdout
-    assert "glm-4.7.nvfp4a16-fp8 *" in keepmtp("ls models").stdout
-    assert "NVFP4A16" in keepmtp("ls schemes").stdout
-    assert "glm4_moe" in keepmtp("ls families").stdout
+        assert json.loads(ran(f"ls {name} --json")) == {name: found}
+    assert "glm-4.7.nvfp4a16-fp8 *" in ran("ls models")
 
 
 def test_families_say_what_can_be_calibrated_and_why_not():
-    found = {
-        row["family"]: row for row in json.loads(keepmtp("ls families --json").stdout)["families"]
-    }
-    glm, bailing = found["glm4_moe"], found["bailing_hybrid"]
-    assert [glm[column] for column in COLUMNS["families"][1:]] == [
-        "yes",
-        "yes",
-        "yes",
-        "yes",
-        "vllm",
-    ]
-    assert [bailing[column] for column in COLUMNS["families"][1:]] == [
-        "yes",
-        "yes",
-        "no",
-        "no",
-        "-",
-    ]
-    assert "no class for model_type 'bailing_hybrid'" in bailing["why_not_backbone"]
+    found = {row["family"]: row for row in json.loads(ran("ls families --json"))["families"]}
+
+    def can(family: str) -> str:
+        return " ".join(found[family][column] for column in COLUMNS["families"][1:])
+
+    assert can("glm4_moe") == "yes yes yes yes vllm" and can("bailing_hybrid") == "yes yes no no -"
+    assert "no class for model_type 'bailing_hybrid'" in found["bailing_hybrid"]["why_not_backbone"]
     # transformers builds this backbone, but its MTP block cannot be run.
-    assert (found["glm5_next"]["backbone"], found["glm5_next"]["mtp"]) == ("yes", "no")
-    printed = keepmtp("ls families", COLUMNS="80").stdout
-    assert max(map(len, printed.splitlines()[:-1])) <= 80 and "calibrate MTP" in printed
+    assert can("glm5_next").startswith("yes yes yes no ")
+    shown = ran("ls families", COLUMNS="80")
+    assert max(map(len, shown.splitlines()[:-1])) <= 80 and "calibrate MTP" in shown
 
 
 def test_schemes_say_which_searches_they_have():
     found = {row["scheme"]: row["searches"] for row in rows("schemes", [])}
-    assert found["NVFP4"] == ["mse", "four-over-six", "imatrix"] and found["W4A16"] == [
-        "mse",
-        "imatrix",
-    ]
-    assert found["MXFP4"] == []
+    assert found["NVFP4"] == ["mse", "four-over-six", "imatrix"]
+    assert found["W4A16"] == ["mse", "imatrix"] and found["MXFP4"] == []

@@ -7,48 +7,32 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import keepmtp
+from commands import ROOT, keepmtp
 from keepmtp import api
 from keepmtp.checkpoints.files import partial_path
 from keepmtp.recipes.errors import GateError
 from keepmtp.validate.check.reading import chosen
 from written_values import opened, poke
 
-RELEASE = Path(__file__).parents[2] / "models" / "tiny-glm4-moe"
 MTP = "model.layers.3"
+ALL = slice(None)
 
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    return shutil.copytree(RELEASE, tmp_path / "source")
+    return shutil.copytree(ROOT / "models" / "tiny-glm4-moe", tmp_path / "source")
 
 
-BROKEN = {
-    "a kept weight with NaN": (
-        "model.embed_tokens.weight",
-        math.nan,
-        7,
-        "element [0, 7] is infinite or NaN, as are 1",
-    ),
-    "a kept weight with inf": (
-        f"{MTP}.eh_proj.weight",
-        math.inf,
-        0,
-        "element [0, 0] is infinite or NaN, as are 1",
-    ),
-    "an MTP norm of zeros": (f"{MTP}.enorm.weight", 0.0, slice(None), "its largest value is 0"),
-    "an MTP matrix of zeros": (
-        f"{MTP}.mlp.experts.1.up_proj.weight",
-        0.0,
-        slice(None),
-        "holds zeros only",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_source_gives_no_output(name, source, tmp_path):
-    tensor, value, at, says = BROKEN[name]
+@pytest.mark.parametrize(
+    ("tensor", "value", "at", "says"),
+    [
+        ("model.embed_tokens.weight", math.nan, 7, "element [0, 7] is infinite or NaN, as are 1"),
+        (f"{MTP}.eh_proj.weight", math.inf, 0, "element [0, 0] is infinite or NaN, as are 1"),
+        (f"{MTP}.enorm.weight", 0.0, ALL, "its largest value is 0"),
+        (f"{MTP}.mlp.experts.1.up_proj.weight", 0.0, ALL, "holds zeros only"),
+    ],
+)
+def test_a_broken_source_gives_no_output(tensor, value, at, says, source, tmp_path):
     poke(source, tensor, value, at=at)
     plan = api.plan("tiny-glm4-moe", source=str(source), scheme="fp8-dynamic", mtp="bf16")
     with pytest.raises(GateError) as refusal:
@@ -61,31 +45,27 @@ def test_a_broken_source_gives_no_output(name, source, tmp_path):
 
 @pytest.mark.full
 def test_a_run_that_is_resumed_is_read_too_and_a_mended_source_ends_it(source, tmp_path):
-    words = f"quantize tiny-glm4-moe --source {source} --scheme fp8-dynamic --out out"
     shard = source / opened(source).source.entries["model.norm.weight"].file
     good = shard.read_bytes()
     poke(source, "model.norm.weight", math.nan, at=3)
     plan = api.plan("tiny-glm4-moe", source=str(source), scheme="fp8-dynamic")
+    says = r"got model\.norm\.weight element \[3\] is infinite or NaN"
     for _ in range(2):  # the second one finds every shard written
-        with pytest.raises(
-            GateError, match=r"got model\.norm\.weight element \[3\] is infinite or NaN"
-        ):
+        with pytest.raises(GateError, match=says):
             api.quantize(plan, tmp_path / "out", threads=2)
         assert not (tmp_path / "out").exists()
     shard.write_bytes(good)
+    words = f"quantize tiny-glm4-moe --source {source} --scheme fp8-dynamic --out out"
     done = keepmtp(words, cwd=tmp_path)
     assert done.returncode == 0 and "reading values  " in done.stderr, done.stderr
     assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_what_is_read_is_all_but_the_backbones_packed_weights(tmp_path):
-    out = api.quantize(
-        api.plan("tiny-glm4-moe", scheme="nvfp4a16-fp8"), tmp_path / "out", threads=2
-    ).out
-    runtime = opened(out)
-    read = {entry.name for entry in chosen(runtime, "unpacked")}
-    left = runtime.source.entries.keys() - read
-    assert left and all(
-        name.startswith("model.layers.") and not name.startswith(MTP) for name in left
-    )
-    assert {runtime.source.entries[name].dtype for name in left} == {"U8", "F8_E4M3"}
+    plan = api.plan("tiny-glm4-moe", scheme="nvfp4a16-fp8")
+    runtime = opened(api.quantize(plan, tmp_path / "out", threads=2).out)
+    entries = runtime.source.entries
+    left = entries.keys() - {entry.name for entry in chosen(runtime, "unpacked")}
+    assert left and not [name for name in left if name.startswith(MTP)]
+    assert all(name.startswith("model.layers.") for name in left)
+    assert {entries[name].dtype for name in left} == {"U8", "F8_E4M3"}

@@ -20,11 +20,10 @@ from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left
 from wheel import stranger
 
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 GLM = ROOT / "models" / "tiny-glm4-moe"
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
 SERVER = "vllm.entrypoints.cli.main serve"
-Start = Callable[..., subprocess.Popen[str]]
+End = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +33,21 @@ def made(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def mark() -> str:
-    return uuid4().hex
-
-
-@pytest.fixture
-def start(tmp_path, mark) -> Start:
-    """keepmtp in an environment of which every descendant carries the mark, and with the stub as
-    its vLLM.
+def end(tmp_path) -> End:
+    """Starts a command in an environment of which every descendant carries a mark, with the stub as
+    its vLLM. Ends it some seconds after a descendant with these words on its command line runs;
+    gives what it said, with nothing left.
     """
-    python = stub_vllm(tmp_path, real=VLLM_PYTHON, start=0.3, answer=0.05)
-    environment = stranger(
-        VLLM_PYTHON=str(python), OMP_NUM_THREADS="1", TMPDIR=str(tmp_path), **{MARK: mark}
-    )
+    real = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+    python = stub_vllm(tmp_path, real=real, start=0.3, answer=0.05)
+    mark = uuid4().hex
+    ours = {"VLLM_PYTHON": str(python), "OMP_NUM_THREADS": "1", MARK: mark}
 
-    def run(*words: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [KEEPMTP, *map(str, words)],
+    def run(command: str, words: str, number: signal.Signals, *, after: float = 0.0) -> str:
+        process = subprocess.Popen(
+            [KEEPMTP, *command.split()],
             cwd=ROOT,
-            env=environment,
+            env=stranger(TMPDIR=str(tmp_path), **ours),
             text=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -60,34 +55,18 @@ def start(tmp_path, mark) -> Start:
             # Ctrl-C.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+        deadline = time.monotonic() + 600
+        while not any(words in said for said in marked(mark).values()):
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.01)
+        time.sleep(after)
+        process.send_signal(number)
+        said = process.communicate(timeout=600)[1]
+        assert process.returncode == STATUS[number] and "Traceback" not in said, said
+        none_left(mark, seconds=10)
+        return said
 
     return run
-
-
-def ended(
-    process: subprocess.Popen[str],
-    mark: str,
-    words: str,
-    number: signal.Signals,
-    *,
-    after: float = 0.0,
-) -> str:
-    """End it once a descendant with these words on its command line runs; returns what it said,
-    with nothing left.
-    """
-    deadline = time.monotonic() + 600
-    while not any(words in said for said in marked(mark).values()):
-        assert process.poll() is None and time.monotonic() < deadline, (
-            process.stderr and process.stderr.read()
-        )
-        time.sleep(0.01)
-    time.sleep(after)
-    process.send_signal(number)
-    said = process.communicate(timeout=600)[1]
-    assert process.returncode == STATUS[number], said
-    assert "Traceback" not in said
-    none_left(mark, seconds=10)
-    return said
 
 
 @pytest.mark.few(2)
@@ -95,43 +74,35 @@ def ended(
 @pytest.mark.parametrize(
     "after", [0.0, 0.5, 1.2], ids=["a server starts", "it answers", "or the next one"]
 )
-def test_serve_check(start, mark, tmp_path, number, after):
-    process = start("serve-check", GLM, "--source", "none", "--out", tmp_path / "out")
-    said = ended(process, mark, SERVER, number, after=after)
-    assert number == signal.SIGKILL or "stopped by" in said
-    assert not [path for path in tmp_path.glob("keepmtp-*") if number != signal.SIGKILL]
+def test_serve_check(end, tmp_path, number, after):
+    command = f"serve-check {GLM} --source none --out {tmp_path}/out"
+    said = end(command, SERVER, number, after=after)
+    if number != signal.SIGKILL:
+        assert "stopped by" in said and not [*tmp_path.glob("keepmtp-*")]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", STATUS)
 @pytest.mark.parametrize("after", [0.0, 1.0], ids=["a server starts", "it answers"])
-def test_eval(start, mark, tmp_path, number, after):
-    process = start(
-        "eval", GLM, "--recipe", "tiny-glm4-moe", "--source", "none", "--out", tmp_path / "out"
-    )
-    ended(process, mark, SERVER, number, after=after)
+def test_eval(end, tmp_path, number, after):
+    command = f"eval {GLM} --recipe tiny-glm4-moe --source none --out {tmp_path}/out"
+    end(command, SERVER, number, after=after)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_check_on_a_pretended_gpu(start, mark, number):
-    ended(start("check", GLM, "--gpu", "sm90"), mark, "in_vllm", number, after=0.5)
+def test_check_on_a_pretended_gpu(end, number):
+    end(f"check {GLM} --gpu sm90", "in_vllm", number, after=0.5)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", STATUS)
-def test_all_while_it_quantizes(start, mark, tmp_path, number):
-    ended(
-        start("all", "tiny-glm4-moe", "--out", tmp_path / "out"),
-        mark,
-        "keepmtp quantize",
-        number,
-        after=1.0,
-    )
+def test_all_while_it_quantizes(end, tmp_path, number):
+    end(f"all tiny-glm4-moe --out {tmp_path}/out", "keepmtp quantize", number, after=1.0)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("words", ["in_vllm", SERVER])
-def test_all_while_it_measures(start, mark, made, number, words):
-    ended(start("all", "tiny-glm4-moe", "--out", made, "--gpu", "sm90"), mark, words, number)
+def test_all_while_it_measures(end, made, number, words):
+    end(f"all tiny-glm4-moe --out {made} --gpu sm90", words, number)

@@ -27,6 +27,13 @@ def keepmtp(
     )
 
 
+def ran(command: str, *, status: int = 0, cwd: Path | None = None, **environment: str) -> str:
+    """What a command that ends with this status has answered on standard output."""
+    done = keepmtp(command, cwd=cwd, **environment)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
 HIDE = """
 import importlib.metadata, sys
 known, hidden = importlib.metadata.version, {packages!r}
@@ -44,20 +51,23 @@ main()
 
 
 def keepmtp_without(
-    packages: tuple[str, ...], command: str, *words: str, cwd: Path
+    packages: tuple[str, ...], command: str, *, cwd: Path
 ) -> subprocess.CompletedProcess[str]:
     """The command where these packages are not installed."""
-    hide = HIDE.format(packages=packages)
-    return subprocess.run(
-        [sys.executable, "-c", hide, *shlex.split(command), *words],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-    )
+    line = [sys.executable, "-c", HIDE.format(packages=packages), *shlex.split(command)]
+    return subprocess.run(line, capture_output=True, text=True, cwd=cwd)
 
 
-def refused(command: str, *words: str, says: str, status: int = 2, cwd: Path | None = None) -> None:
-    done = keepmtp(command, *words, cwd=cwd)
+def refused(
+    command: str,
+    *words: str,
+    says: str,
+    status: int = 2,
+    cwd: Path | None = None,
+    **environment: str,
+) -> None:
+    """One sentence on standard error, and nothing on standard output."""
+    done = keepmtp(command, *words, cwd=cwd, **environment)
     assert done.returncode == status, done.stdout + done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert "; got " in done.stderr and done.stderr.rstrip().endswith((".", "?"))

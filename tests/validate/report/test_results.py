@@ -24,7 +24,7 @@ from closenesses import closeness
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.serve_check import exit_status
+from keepmtp.cli.compare import exit_status
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.facts.results import (

@@ -278,7 +278,7 @@ def test_a_finding_of_values_is_a_red_gate(written, tmp_path):
 
 
 def test_torch_is_asked_for_before_a_byte_is_read(written, tmp_path):
-    done = keepmtp_without(("torch",), "check", str(written), "--values", cwd=tmp_path)
+    done = keepmtp_without(("torch",), f"check {written} --values", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith(
         "error: check --values: needs keepmtp's `quantize` extra"
     )
