@@ -116,17 +116,17 @@ def test_each_module_is_built_as_by_sglangs_own_classes():
 @pytest.mark.full
 def test_the_command_names_the_server(tmp_path):
     folder = write(tmp_path / "checkpoint", ours("glm-4.7", "NVFP4", "NVFP4", format="modelopt"))
-    done = keepmtp("check", str(folder), "--runtime", "sglang", "--json")
+    done = keepmtp(f"check {folder} --runtime sglang --json")
     (line,) = done.stdout.splitlines()
     printed = json.loads(line)
     assert done.returncode == 1 and not printed["ok"]
     assert {finding["runtime"] for finding in printed["findings"]} == {"sglang"}
     assert printed["runtimes"] == ["sglang"]
-    both = keepmtp("check", str(folder), "--runtime", "vllm", "--runtime", "sglang")
+    both = keepmtp(f"check {folder} --runtime vllm --runtime sglang")
     assert both.stdout.rstrip().endswith("; judged for vLLM 0.32, SGLang 0.5.23 (not run)")
-    alone = keepmtp("check", str(folder))
+    alone = keepmtp(f"check {folder}")
     assert alone.returncode == 0 and "judged for" not in alone.stdout, "vLLM takes it"
-    unknown = keepmtp("check", str(folder), "--runtime", "tgi")
+    unknown = keepmtp(f"check {folder} --runtime tgi")
     assert unknown.returncode == 2 and "--runtime: must be one of vllm, sglang" in unknown.stderr
 
 

@@ -230,10 +230,10 @@ def test_the_command_reads_values_and_names_the_tensor(written, tmp_path):
         name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale")
     )
     poke(folder, name, float("nan"), at=0)
-    good = keepmtp("check", str(written), "--values", "--source", str(MODELS / "tiny-glm4-moe"))
+    good = keepmtp(f"check {written} --values --source {MODELS}/tiny-glm4-moe")
     assert good.returncode == 0 and "no findings" in good.stdout, good.stderr
     assert "reading values" in good.stderr
-    assert keepmtp("check", str(folder)).returncode == 0
+    assert keepmtp(f"check {folder}").returncode == 0
     for words in (
         ["--values", str(folder)],
         [str(folder), "--values=all"],
@@ -272,8 +272,8 @@ def test_a_finding_of_values_is_a_red_gate(written, tmp_path):
         name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale")
     )
     poke(folder, name, float("nan"), at=0)
-    assert keepmtp("check", str(folder), "--values", "--record").returncode == 1
-    done = keepmtp("gate", str(folder))
+    assert keepmtp(f"check {folder} --values --record").returncode == 1
+    done = keepmtp(f"gate {folder}")
     assert done.returncode == 1 and name in done.stdout, done.stdout + done.stderr
 
 
