@@ -1,4 +1,4 @@
-"""`keepmtp serve-check` and `closeness`: a served checkpoint beside its served source: what is
+"""`keepmtp serve-check` and `closeness`: a served checkpoint next to its served source: what is
 accepted with and without method=mtp, and what both predict on held-out text.
 
 In: two checkpoints, and a text. Out: tables of servers, figures and gates; serve.json or
