@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING
 from .checkpoints.files import partial_path
 from .checkpoints.mtp_source import has_mtp, with_mtp_of
 from .checkpoints.record import RECIPE, RECORD, read_record
-from .checkpoints.source import Source, download, open_source
-from .checkpoints.uncollected import uncollected
+from .checkpoints.source import Source, download, open_source, uncollected
 from .quantize.needs.needs import machine_of, refuse_too_large
 from .quantize.needs.room import calibration_folder
 from .quantize.plan.checkpoint_as_model import model_word, recipe_of_checkpoint

@@ -24,6 +24,7 @@ from .stored import Form, num_slices, scale_of, weight_of
 from .values import row_ranges
 
 _E2M1_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_COMMON = {"nvfp4": "weight_global_scale", "nvfp4_modelopt": "weight_scale_2"}
 _BLOCKS = {"mxfp8": (1, 32), "mxfp4": (1, 32), "nvfp4": (1, 16), "nvfp4_modelopt": (1, 16)}
 
 
@@ -66,7 +67,7 @@ def dequantize(
     if form == "int_packed":
         return _int_packed(weight, scale, parts.get("weight_zero_point"), (num_rows, num_columns))
     block = _BLOCKS.get(form, block)
-    if form not in ("mxfp4", "nvfp4", "nvfp4_modelopt"):
+    if form != "mxfp4" and form not in _COMMON:
         table = _byte_table(weight)
         if block is None:  # a value a row, or a tensor
             block = (1, num_columns)
@@ -78,7 +79,7 @@ def dequantize(
     assert block is not None
     if form == "mxfp4":
         return _scaled(table, weight, scale, shape, block)
-    common = parts["weight_global_scale" if form == "nvfp4" else "weight_scale_2"]
+    common = parts[_COMMON[form]]
     if common.numel() != 1:
         _expect_shape("global scale", common, (1,))
     return _scaled(
@@ -173,8 +174,9 @@ def _look_up(table: Tensor, codes: Tensor) -> Tensor:
     Entries that hold two values are moved as one 8-byte word.
     """
     index = codes.contiguous().view(torch.uint8).reshape(-1).to(torch.int32)
-    entries = table if table.ndim == 1 else table.view(torch.float64).squeeze(-1)
-    return entries.index_select(0, index).view(torch.float32).view(codes.shape[0], -1)
+    if table.ndim == 2:
+        table = table.view(torch.float64).squeeze(-1)
+    return table.index_select(0, index).view(torch.float32).view(codes.shape[0], -1)
 
 
 def _byte_table(weight: Tensor) -> Tensor:

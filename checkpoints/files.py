@@ -115,8 +115,11 @@ def unwritable(path: Path, error: Exception) -> CheckpointError:
             28)".
     """
     found = re.search(r"\(os error (\d+)\)", str(error))
-    number = error.errno or 0 if isinstance(error, OSError) else int(found[1]) if found else 0
-    got = os.strerror(number) if number else str(error)
+    number, got = getattr(error, "errno", None) or 0, str(error)
+    if found:
+        number = int(found[1])
+    if number:
+        got = os.strerror(number)
     return CheckpointError(
         path, "must be writable", got=got, cure=_CURES.get(number, "Choose another folder")
     )

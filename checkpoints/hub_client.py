@@ -142,14 +142,12 @@ def install_once() -> None:
 
     A program that was stopped, and goes on, may ask the Hub again from its main thread.
     """
-    _installed()
+    _install_first()
     if not PATIENCE.is_watched and threading.current_thread() is threading.main_thread():
         PATIENCE.stopped.clear()
 
 
-@cache
-def _installed() -> None:
-    install()
+_install_first = cache(install)
 
 
 @contextmanager
@@ -231,7 +229,8 @@ def _before(request: httpx.Request) -> None:
     if PATIENCE.is_over():
         raise PATIENCE.silence()
     request.extensions["timeout"] = httpx.Timeout(PATIENCE.seconds).as_dict()
-    if not _is_hub(request.url):
+    url, hub = request.url, httpx.URL(constants.ENDPOINT)
+    if (url.scheme, url.host, url.port) != (hub.scheme, hub.host, hub.port):
         for name in ("Authorization", "Cookie"):
             request.headers.pop(name, None)
 
@@ -263,7 +262,9 @@ def seconds_to_wait(response: httpx.Response) -> int | None:
     if limit and not limit.remaining:
         return limit.reset_in_seconds
     after = response.headers.get("Retry-After", "").strip()
-    return int(after) if after.isdigit() else None
+    if after.isdigit():
+        return int(after)
+    return None
 
 
 def _is_this_machine(address: httpx.URL) -> bool:
@@ -273,11 +274,6 @@ def _is_this_machine(address: httpx.URL) -> bool:
         return ip_address(address.host).is_loopback
     except ValueError:
         return False
-
-
-def _is_hub(url: httpx.URL) -> bool:
-    hub = httpx.URL(constants.ENDPOINT)
-    return (url.scheme, url.host, url.port) == (hub.scheme, hub.host, hub.port)
 
 
 @contextmanager

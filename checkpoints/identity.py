@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -86,7 +87,7 @@ class _Seen(Fact):
 class _Cache(Fact):
     """The cache file; `files` by absolute path, so that source and checkpoint may share one."""
 
-    version: int
+    version: Literal[1]
     files: Mapping[str, _Seen]
 
 
@@ -109,14 +110,24 @@ def identify(
             while it is read.
     """
     settled = time.time_ns() - _SETTLED_NS
-    known = {} if cache is None else _read_cache(cache)
+    known = _read_cache(cache)
     files = _files(folder, known)
     # The largest come first, so that no thread has a large one left at the end.
     unread = sorted(
         (path for path in files if not files[path].sha256), key=lambda path: -files[path].num_bytes
     )
     if unread:
-        read = _read_all({path: files[path] for path in unread}, watch)
+        bar: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda _: None)
+        if watch is not None:
+            bar = watch(sum(files[path].num_bytes for path in unread))
+        stop = threading.Event()
+        with bar as advance, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            try:
+                found = [*pool.map(lambda path: _read(path, files[path], advance, stop), unread)]
+            finally:  # an error or Ctrl-C does not wait for terabytes
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+        read = dict(zip(unread, found, strict=True))
         files |= read
         if cache is not None:
             kept = known | {path: file for path, file in read.items() if file.mtime_ns < settled}
@@ -133,7 +144,9 @@ def remembered(folder: Path, *, cache: Path) -> Identity | None:
         CheckpointError: as `identify`.
     """
     files = _files(folder, _read_cache(cache))
-    return _identity(folder, files) if all(file.sha256 for file in files.values()) else None
+    if all(file.sha256 for file in files.values()):
+        return _identity(folder, files)
+    return None
 
 
 def _identity(folder: Path, files: Mapping[str, _Seen]) -> Identity:
@@ -164,7 +177,7 @@ def refuse_other_bytes(folder: Path, measured: Identity, found: Identity) -> Non
     """
     if measured.sha256 == found.sha256:
         return
-    wrong = sorted({name for name, _ in measured.files.items() ^ found.files.items()})
+    wrong = sorted(dict(measured.files.items() ^ found.files.items()))
     rule = "must be the bytes that its report is about"
     cure = f"Restore them, or measure these: {measured_anew(folder)}"
     raise CheckpointError(folder, rule, got=f"another {listed(wrong)}", cure=cure)
@@ -255,11 +268,10 @@ def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
             with open_regular(path, path, cure="Restore it, or move it away") as file:
                 state = os.fstat(file.fileno())
             _refuse_large(path, state.st_size)
-            before = known.get(str(path))
-            sha256 = before.sha256 if before is not None else ""
-            seen = _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns, sha256=sha256)
-            if sha256 and seen != before:
-                seen = seen.model_copy(update={"sha256": ""})
+            seen = _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+            before = known.get(str(path), seen)
+            if (before.num_bytes, before.mtime_ns) == (seen.num_bytes, seen.mtime_ns):
+                seen = before
             found[str(path)] = seen
     return found
 
@@ -269,21 +281,6 @@ def _refuse_large(path: Path, num_bytes: int) -> None:
     if path.suffix == ".json" and num_bytes > _MAX_JSON_BYTES:
         rule = f"a JSON file has at most {_MAX_JSON_BYTES} bytes"
         raise CheckpointError(path, rule, got=num_bytes, cure="Restore it")
-
-
-def _read_all(files: Mapping[str, _Seen], watch: ReadingBar | None) -> dict[str, _Seen]:
-    """The files with their hashes."""
-    bar: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda _: None)
-    if watch is not None:
-        bar = watch(sum(file.num_bytes for file in files.values()))
-    stop = threading.Event()
-    with bar as advance, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        try:
-            read = [*pool.map(lambda path: _read(path, files[path], advance, stop), files)]
-        finally:  # an error or Ctrl-C does not wait for terabytes
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-    return dict(zip(files, read, strict=True))
 
 
 def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threading.Event) -> _Seen:
@@ -304,12 +301,13 @@ def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threadin
     return file.model_copy(update={"sha256": digest.hexdigest()})
 
 
-def _read_cache(folder: Path) -> dict[str, _Seen]:
+def _read_cache(folder: Path | None) -> dict[str, _Seen]:
     """The kept hashes; a cache that cannot be read has none, and is written again."""
+    if folder is None:
+        return {}
     path = folder / CACHE
     try:
         with open_regular(path, path) as file:
-            cache = _Cache.model_validate_json(file.read())
+            return dict(_Cache.model_validate_json(file.read()).files)
     except (CheckpointError, OSError, ValidationError):
         return {}
-    return dict(cache.files) if cache.version == 1 else {}

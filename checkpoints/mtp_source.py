@@ -41,7 +41,15 @@ def with_mtp_of(source: Source, other: Source) -> Source:
         raise CheckpointError(
             source.where, rule, got=own, cure="Leave mtp_source and --mtp-source away"
         )
-    renamed = _mtp_entries(other, view)
+    renamed = {}
+    for entry in (*other.entries.values(), *other.unindexed.values()):
+        name = entry.name
+        for theirs, ours in view.family.mtp_source_prefixes:
+            if name.startswith(theirs):
+                name = HFName(ours + name.removeprefix(theirs))
+                break
+        if view.is_mtp(name):
+            renamed[name] = replace(entry, name=name, file=f"{MTP_FILES}{entry.file}")
     if not renamed:
         family = view.family.model_type
         rule = f"an MTP source must have tensors of {family}'s MTP block, {view.mtp_stem(0)}*"
@@ -70,20 +78,6 @@ def has_mtp(source: Source) -> bool:
 
 def _first_mtp(source: Source, view: FamilyView) -> str:
     return next((name for name in (*source.entries, *source.unindexed) if view.is_mtp(name)), "")
-
-
-def _mtp_entries(other: Source, view: FamilyView) -> dict[HFName, Entry]:
-    """The MTP tensors of the other checkpoint, under the release's names."""
-    found = {}
-    for entry in (*other.entries.values(), *other.unindexed.values()):
-        name = entry.name
-        for theirs, ours in view.family.mtp_source_prefixes:
-            if entry.name.startswith(theirs):
-                name = HFName(ours + entry.name.removeprefix(theirs))
-                break
-        if view.is_mtp(name):
-            found[name] = replace(entry, name=name, file=f"{MTP_FILES}{entry.file}")
-    return found
 
 
 def _refuse_other_model(
@@ -122,5 +116,6 @@ def _counting(
         count = {**holder.get(outer, {}), inner: num_layers}
     if holder is config:
         return {**config, outer: count}
-    counted = {key: value for key, value in config.items() if key != outer}
-    return {**counted, "text_config": {**holder, outer: count}}
+    counted = {**config, "text_config": {**holder, outer: count}}
+    counted.pop(outer, None)
+    return counted

@@ -10,9 +10,12 @@ Easy to get wrong: an MTP block may be in a file that the index does not list (`
 and a file may be shorter than its header says. Both are found here, before anything is planned.
 """
 
+import gc
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from glob import escape
 from pathlib import Path
@@ -22,7 +25,6 @@ from ..recipes.errors import CheckpointError, NoCheckpointError
 from ..recipes.family import HFName
 from ..recipes.model_file import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
-from .hub_names import is_repo_id, page_of
 from .identity import FileStamp, listed, states_of
 from .json_file import object_of, read_bytes_of, read_config, read_index
 from .safetensors_file import Entry, fill, read_header
@@ -30,6 +32,11 @@ from .safetensors_file import Entry, fill, read_header
 SINGLE = "model.safetensors"
 MTP_FILES = "mtp_source/"
 _MAX_TENSORS = 1_000_000  # of a checkpoint; the largest that are known have less than half
+# The address of a repository's page.
+_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/([^/?#]+)[^?#]*)?/?(?:[?#].*)?"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +104,43 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
     return _open_hub(str(where), revision)
 
 
+def page_of(address: str) -> tuple[str, str | None] | None:
+    """The Hub id and the revision that the address of a repository's page names; None for any other
+    word.
+    """
+    page = _PAGE.fullmatch(address)
+    return page and (page[1], page[2])
+
+
+def is_repo_id(name: str) -> bool:
+    """Whether the Hub can have a repository ORG/NAME of this name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.count("/") == 1
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Search for no cycles inside of this block, which reads the headers of a large checkpoint; on
+    in the end if it was on before.
+
+    A plan makes half a million small values that stay, and none of them is in a cycle; going
+    through them again and again took a quarter of its time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def download(source: Source, *, to: Path | None = None, bars: type[Any] | None = None) -> Source:
     """The same source with its files on this machine (the Hub's cache, or `to`).
 
@@ -152,7 +196,7 @@ def small_bytes(source: Source, name: str) -> bytes | None:
     if name in source.changed:
         return source.changed[name]
     path = small_file(source, name)
-    return None if path is None else read_bytes_of(path, f"{source.where}/{name}")
+    return path and read_bytes_of(path, f"{source.where}/{name}")
 
 
 def small_object(source: Source, name: str) -> dict[str, Any] | None:
@@ -161,8 +205,9 @@ def small_object(source: Source, name: str) -> dict[str, Any] | None:
     Raises:
         CheckpointError: see `json_file.read_object`.
     """
-    raw = small_bytes(source, name)
-    return None if raw is None else object_of(raw, f"{source.where}/{name}")
+    if (raw := small_bytes(source, name)) is None:
+        return None
+    return object_of(raw, f"{source.where}/{name}")
 
 
 def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> None:
@@ -229,8 +274,8 @@ def _open_hub(repo: str, revision: str) -> Source:
     from .hub import fetch, files_of, read_remote_header
 
     commit, files = files_of(repo, revision)
-    config = fetch(repo, "config.json", commit=commit) if "config.json" in files else None
-    if config is None:
+    config = "config.json" in files and fetch(repo, "config.json", commit=commit)
+    if not config:
         raise _no_config(repo, files)
     weight_map = None
     if INDEX in files and (path := fetch(repo, INDEX, commit=commit)):

@@ -233,7 +233,7 @@ def _fp8(
     """The form, scheme and block of FP8 with one scale tensor."""
     n, k = shape
     if scale.shape in ((), (1,), (1, 1)) and shape != (1, 1):
-        return "fp8_tensor", "FP8" if has_input_scale else "", None
+        return "fp8_tensor", "FP8" * has_input_scale, None
     if scale.dtype == "U8" and scale.shape == (n, k // 32):
         return "mxfp8", "", None
     if scale.shape in ((n, 1), (n,)):

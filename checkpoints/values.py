@@ -66,9 +66,9 @@ def read_bytes(
     """A tensor's bytes from `offset` on, as U8; not zeroed first, which would take as long as
     reading them.
     """
-    raw = torch.empty(
-        entry.num_bytes - offset if length is None else length, dtype=torch.uint8, pin_memory=pinned
-    )
+    if length is None:
+        length = entry.num_bytes - offset
+    raw = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
     read(source, entry, raw.numpy().data, offset=offset)
     return raw
 
@@ -93,4 +93,6 @@ def changed(value: Tensor, change: Change, dtype: torch.dtype) -> Tensor:
     """A scale in the other convention (`recipes.conventions`): 1 / x in F32, correctly rounded, or
     another dtype.
     """
-    return 1.0 / value.float() if change == "reciprocal" else value.to(dtype)
+    if change == "reciprocal":
+        return 1.0 / value.float()
+    return value.to(dtype)

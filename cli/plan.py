@@ -34,7 +34,7 @@ def plan(
         gpu_memory: Say what a run needs on another machine: GiB of one GPU, or its name, such as
             A100, H100, B200 or 5090.
     """
-    from ..checkpoints.uncollected import uncollected
+    from ..checkpoints.source import uncollected
     from ..quantize.needs import needs
     from ..quantize.plan.checkpoint_as_model import NoSchemeError
     from ..recipes.errors import printable

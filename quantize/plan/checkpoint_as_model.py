@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.hub_names import page_of
 from ...checkpoints.mtp_source import with_mtp_of
-from ...checkpoints.source import Source, open_source
+from ...checkpoints.source import Source, open_source, page_of
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ...recipes.family_wide import model_mapping

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ...checkpoints.source import Source, open_source
-from ...checkpoints.uncollected import uncollected
+from ...checkpoints.source import Source, open_source, uncollected
 from ...recipes.errors import (
     CheckpointError,
     KeepMTPError,

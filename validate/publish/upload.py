@@ -20,10 +20,10 @@ from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoints.files import held
 from ...checkpoints.hub_client import HubError
-from ...checkpoints.hub_names import is_repo_id
 from ...checkpoints.identity import listed
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.scratch import ScratchFolder
+from ...checkpoints.source import is_repo_id
 from ...recipes.errors import GateError, RecipeError
 from .hub import AGAIN, Blob, Hub, Remote
 from .upload_set import LocalFile, Parcel

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...checkpoints.hub_names import is_repo_id
 from ...checkpoints.record import Record
-from ...checkpoints.source import Source, file_sizes, open_source
+from ...checkpoints.source import Source, file_sizes, is_repo_id, open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.model_file import shipped_path
 
