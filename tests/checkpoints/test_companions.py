@@ -4,6 +4,7 @@ folder.
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 from hub import FIRST_COMMIT
 from keepmtp import pipeline
 from keepmtp.checkpoints.companions import companions_among
+from keepmtp.checkpoints.files import partial_path
 from keepmtp.checkpoints.source import download, open_source
 from keepmtp.quantize.plan.own_code import code_left_out
+from keepmtp.quantize.write.refusals import refusals, refuse
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
 
@@ -78,14 +81,11 @@ def test_a_tokenizer_of_sounds_is_carried_whole():
     """MiMo-V2.5's (XiaomiMiMo/MiMo-V2.5): without the folder vLLM serves it deaf, with a
     warning.
     """
-    files = (
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer_config.json",
-    )
-    names = [f"audio_tokenizer/{name}" for name in files]
+    names = [
+        "audio_tokenizer/config.json",
+        "audio_tokenizer/model.safetensors",
+        "audio_tokenizer/tokenizer_config.json",
+    ]
     found = companions_among(
         [*names, "audio_tokenizer/notes.txt", "other/model.safetensors", "model.safetensors"]
     )
@@ -120,66 +120,66 @@ def test_a_plan_says_what_is_carried_and_what_is_not(folder, capsys):
     assert "left: README.md, id_ed25519" in words and "secrets.json" in words
 
 
-@pytest.mark.parametrize(
-    "name", ["LICENSE", "tokenizer.json", "modeling_own.py", "config.json", "notice"]
-)
-def test_a_link_that_leaves_the_folder_is_refused(name, folder):
-    """The file behind it is anybody's: an output may be published."""
-    key = folder.parent / "id_ed25519"
-    key.write_text("PRIVATE KEY")
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to("../id_ed25519")
-    with pytest.raises(
-        CheckpointError,
-        match=rf"source/{name}: a file of a checkpoint must be in its folder; got a link",
-    ):
-        open_source(folder)
+def link(name: str, to: str) -> Callable[[Path], None]:
+    """A link to what a private key could be, in place of a file: an output may be published."""
+
+    def change(folder: Path) -> None:
+        (folder.parent / "key").write_text("PRIVATE KEY")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(to)
+
+    return change
 
 
-def test_a_link_through_a_folder_of_links_is_refused(folder):
+def link_through_a_folder(folder: Path) -> None:
     (folder.parent / "elsewhere").mkdir()
     (folder.parent / "elsewhere" / "default.jinja").write_text("x")
     (folder / "inner").symlink_to(folder.parent / "elsewhere")
-    (folder / "chat_template.jinja").unlink()
-    (folder / "chat_template.jinja").symlink_to("inner/default.jinja")
-    with pytest.raises(CheckpointError, match="must be in its folder"):
+    link("chat_template.jinja", "inner/default.jinja")(folder)
+
+
+def pipe(folder: Path) -> None:
+    """It is not left out in silence, and not waited for."""
+    (folder / "LICENSE").unlink()
+    os.mkfifo(folder / "LICENSE")
+
+
+IN_FOLDER = "a file of a checkpoint must be in its folder; got a link"
+REGULAR = r"must be a regular file; got something else\. Restore it"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (link("LICENSE", "../key"), f"LICENSE: {IN_FOLDER}"),
+        (link("tokenizer.json", "../key"), f"tokenizer.json: {IN_FOLDER}"),
+        (link("modeling_own.py", "../key"), f"modeling_own.py: {IN_FOLDER}"),
+        (link("config.json", "../key"), f"config.json: {IN_FOLDER}"),
+        (link("notice", "../key"), f"notice: {IN_FOLDER}"),
+        (link_through_a_folder, IN_FOLDER),
+        (link("LICENSE", "gone"), "LICENSE: .* a link to nowhere"),
+        (link("LICENSE", "LICENSE"), "LICENSE: .* a link to nowhere"),
+        (link("LICENSE", "encoding"), f"LICENSE: {REGULAR}"),
+        (pipe, f"LICENSE: {REGULAR}"),
+    ],
+)
+def test_what_is_no_file_of_the_folder_is_refused(change, says, folder):
+    change(folder)
+    with pytest.raises(CheckpointError, match=rf"source/.*{says}"):
         open_source(folder)
 
 
 def test_a_link_made_after_the_plan_is_refused(folder):
     plan, text = pipeline.plan_for("glm-4.7", source=str(folder), scheme="FP8_DYNAMIC")
-    (folder.parent / "key").write_text("PRIVATE KEY")
-    (folder / "LICENSE").unlink()
-    (folder / "LICENSE").symlink_to("../key")
+    link("LICENSE", "../key")(folder)
     out = folder.parent / "out"
     with pytest.raises(CheckpointError, match="must be in its folder"):
         pipeline.quantize(plan, text, out=out, threads=1)
     assert not out.exists()
 
 
-@pytest.mark.parametrize("target", ["gone", "LICENSE"])
-def test_a_link_to_nowhere_is_refused(folder, target):
-    (folder / "LICENSE").unlink()
-    (folder / "LICENSE").symlink_to(target)
-    with pytest.raises(CheckpointError, match="a link to nowhere"):
-        open_source(folder)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("encoding")])
-def test_a_known_name_that_is_no_file_is_refused(folder, make):
-    """It is not left out in silence, and a pipe is not waited for."""
-    (folder / "LICENSE").unlink()
-    (folder / "encoding").mkdir(exist_ok=True)
-    make(folder / "LICENSE")
-    with pytest.raises(
-        CheckpointError, match=r"LICENSE: must be a regular file; got something else\. Restore it"
-    ):
-        open_source(folder)
-
-
 def test_a_link_inside_the_folder_is_carried_as_a_file(folder):
-    (folder / "LICENSE").unlink()
-    (folder / "LICENSE").symlink_to("NOTICE.txt")
+    link("LICENSE", "NOTICE.txt")(folder)
     assert quantized(folder)["LICENSE"] == "{}"
 
 
@@ -209,24 +209,21 @@ def test_the_hub_cache_keeps_its_links(folder, serve_hub):
 
 def test_a_recipe_that_runs_code_needs_the_flag(folder, tmp_path):
     """The recipe may be a stranger's as well."""
-    recipe = tmp_path / "mine.yaml"
+    recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
     plan, _ = pipeline.plan_for("glm-4.7.nvfp4-fp8", source=str(folder))
     raw = plan.recipe.model_dump(mode="json")
     raw["calibration"]["model_code"] = "checkpoint"
     recipe.write_text(json.dumps(raw))
-    from keepmtp.quantize.write.refusals import refusals, refuse
-
     plan, _ = pipeline.plan_for(str(recipe), source=str(folder))
     rule = (
         r"needs --trust-remote-code; got calibration.model_code: checkpoint without it\. Read "
         r".*modeling_own\.py"
     )
     with pytest.raises(RecipeError, match=rule):
-        refuse(plan, tmp_path / "out")
-    assert len(refusals(plan)) == 1 and not (tmp_path / "out.partial").exists()
-    trusted, _ = pipeline.plan_for(str(recipe), source=str(folder), trust_remote_code=True)
-    assert refusals(trusted) == []
-    plan, _ = pipeline.plan_for(str(recipe), source=str(folder))
+        refuse(plan, out)
+    assert len(refusals(plan)) == 1 and not partial_path(out).exists()
     bare = replace(plan, source=replace(plan.source, code=()))
     with pytest.raises(RecipeError, match="Copy the release's Python into the checkpoint"):
-        refuse(bare, tmp_path / "out")
+        refuse(bare, out)
+    trusted, _ = pipeline.plan_for(str(recipe), source=str(folder), trust_remote_code=True)
+    assert refusals(trusted) == []

@@ -2,6 +2,9 @@
 arithmetic.
 """
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from keepmtp.checkpoints import values as values_module
@@ -50,26 +53,22 @@ def spread(scale: torch.Tensor, rows: int, columns: int, shape: tuple[int, int])
     )
 
 
-def fp8(
-    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None = None
-) -> torch.Tensor:
+def read(form: Any, shape: tuple[int, ...], block: Any = None, **parts: torch.Tensor):
+    return dequantize(form, parts, shape=shape, block=block)
+
+
+def fp8(weight: torch.Tensor, scale: torch.Tensor, block: Any = None) -> torch.Tensor:
     """FP8 or INT8 with a scale for each block, row or tensor."""
-    parts = {"weight": weight, "weight_scale": scale}
-    form = "fp8_channel" if block is None else "fp8_block"
-    return dequantize(form, parts, shape=tuple(weight.shape), block=block)
+    form = "fp8_block" if block else "fp8_channel"
+    return read(form, tuple(weight.shape), block, weight=weight, weight_scale=scale)
 
 
-def fp4(form, packed: torch.Tensor, scale: torch.Tensor, **common: torch.Tensor) -> torch.Tensor:
-    parts = {"weight_packed": packed, "weight_scale": scale, **common}
-    return dequantize(form, parts, shape=(packed.shape[0], 2 * packed.shape[1]))
+def fp4(form: str, packed: torch.Tensor, scale: torch.Tensor, **common: Any) -> torch.Tensor:
+    shape = packed.shape[0], 2 * packed.shape[1]
+    return read(form, shape, weight_packed=packed, weight_scale=scale, **common)
 
 
-def integers(
-    packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], **zero: torch.Tensor
-) -> torch.Tensor:
-    return dequantize(
-        "int_packed", {"weight_packed": packed, "weight_scale": scale, **zero}, shape=shape
-    )
+integers = partial(read, "int_packed")
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (1, 1), (130, 200), (127, 257)])
@@ -136,12 +135,13 @@ def test_mxfp4_at_the_ends_of_e8m0():
 def test_nvfp4(divisor):
     packed = torch.arange(256).to(torch.uint8).repeat(20).reshape(20, 256)
     scale = torch.rand(20, 32, generator=seeded(6)).mul(448).to(torch.float8_e4m3fn)
-    common = torch.tensor([27776.0 if divisor else 1 / 27776.0])
+    common = torch.tensor([27776.0])
+    factor = scale.double() / 27776
     if divisor:
         found = fp4("nvfp4", packed, scale, weight_global_scale=common)
     else:
-        found = fp4("nvfp4_modelopt", packed, scale, weight_scale_2=common)
-    factor = scale.double() / common.double() if divisor else scale.double() * common.double()
+        found = fp4("nvfp4_modelopt", packed, scale, weight_scale_2=1 / common)
+        factor = scale.double() * (1 / common).double()
     expected = E2M1[codes_of(packed)] * spread(factor, 1, 16, (20, 512))
     # Two roundings in F32 before the one to BF16: half a unit of BF16, 2**-8, and a little.
     assert ((found.double() - expected).abs() <= expected.abs() * 2.0**-8 * (1 + 2.0**-13)).all()
@@ -155,24 +155,20 @@ def test_int_packed(bits, num_columns):
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     half = 1 << (bits - 1)
-    codes = torch.randint(-half, half, (40, num_columns), generator=seeded(7)).to(torch.int8)
+    shape = 37, num_columns  # 37 rows of zero points fill no whole number of words
+    codes = torch.randint(-half, half, shape, generator=seeded(7)).to(torch.int8)
     packed = pack_to_int32(codes, bits)
     for num_groups in (1, num_columns // 4):
-        scale = torch.rand(40, num_groups, generator=seeded(8)).bfloat16()
-        found = integers(packed, scale, (40, num_columns))
-        expected = codes.double() * spread(scale, 1, num_columns // num_groups, (40, num_columns))
-        assert torch.equal(found, expected.float().bfloat16())
-        # 37 rows fill no whole number of words.
+        scale = torch.rand(37, num_groups, generator=seeded(8)).bfloat16()
         zeros = torch.randint(-half, half, (37, num_groups), generator=seeded(9)).to(torch.int8)
         words = pack_to_int32(zeros, bits, packed_dim=0)
-        found = integers(packed[:37], scale[:37], (37, num_columns), weight_zero_point=words)
-        shifted = codes[:37].double() - spread(
-            zeros, 1, num_columns // num_groups, (37, num_columns)
-        )
-        expected = shifted * spread(scale[:37], 1, num_columns // num_groups, (37, num_columns))
-        assert torch.equal(found, expected.float().bfloat16())
+        for zero, extra in ((0 * zeros, {}), (zeros, {"weight_zero_point": words})):
+            found = integers(shape, weight_packed=packed, weight_scale=scale, **extra)
+            of_group = 1, num_columns // num_groups, shape
+            expected = (codes.double() - spread(zero, *of_group)) * spread(scale, *of_group)
+            assert torch.equal(found, expected.float().bfloat16())
     with pytest.raises(CheckpointError, match="weight_zero_point"):
-        integers(packed, scale, (40, num_columns), weight_zero_point=words[1:])
+        integers(shape, weight_packed=packed, weight_scale=scale, weight_zero_point=words[1:])
 
 
 @pytest.mark.parametrize(
@@ -203,17 +199,17 @@ def test_same_values_as_compressed_tensors_reads(name):
 
 def test_shapes_that_do_not_fit_are_refused():
     weight, byte = all_fp8((256, 256)), torch.zeros(4, 64, dtype=torch.uint8)
-    words, two = byte.view(torch.int32), torch.ones(2)
+    ones, words = torch.ones, {"weight_packed": byte.view(torch.int32)}
     cases = {
-        r"shape \[2, 2\]; got \[2, 1\]": lambda: fp8(weight, torch.ones(2, 1), (128, 128)),
-        r"shape \[256, 1\]; got \[255, 1\]": lambda: fp8(weight, torch.ones(255, 1)),
-        "only FP8 or INT8": lambda: fp8(weight.bfloat16(), torch.ones(1)),
-        r"\[4, 4\]": lambda: fp4("mxfp4", byte, torch.zeros(4, 8, dtype=torch.uint8)),
-        "global scale": lambda: fp4("nvfp4", byte, torch.ones(4, 8), weight_global_scale=two),
-        "4 or 8 bits": lambda: integers(words, torch.ones(4, 1), (4, 170)),
-        "weight_packed": lambda: integers(words, torch.ones(4, 1), (4, 110)),
-        "weight_scale": lambda: integers(words, torch.ones(4, 3), (4, 128)),
+        r"shape \[2, 2\]; got \[2, 1\]": lambda: fp8(weight, ones(2, 1), (128, 128)),
+        r"shape \[256, 1\]; got \[255, 1\]": lambda: fp8(weight, ones(255, 1)),
+        "only FP8 or INT8": lambda: fp8(weight.bfloat16(), ones(1)),
+        r"\[4, 4\]": lambda: fp4("mxfp4", byte, byte[:, :8]),
+        "global scale": lambda: fp4("nvfp4", byte, ones(4, 8), weight_global_scale=ones(2)),
+        "4 or 8 bits": lambda: integers((4, 170), weight_scale=ones(4, 1), **words),
+        "weight_packed": lambda: integers((4, 110), weight_scale=ones(4, 1), **words),
+        "weight_scale": lambda: integers((4, 128), weight_scale=ones(4, 3), **words),
     }
-    for says, read in cases.items():
+    for says, refused in cases.items():
         with pytest.raises(CheckpointError, match=says):
-            read()
+            refused()

@@ -1,14 +1,27 @@
-"""Answers of a Hub that is not well, or that is not one: one sentence, and no wait without end."""
+"""A Hub that is not well, or is none: one sentence, and no wait without end; parts of a file, also
+over a line that is cut; and where a token goes.
+"""
 
 import json
+import random
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import hub as loopback
 import pytest
-from hub import Fault, Hub, serving
+from hub import TOKEN, Fault, Hub
+from huggingface_hub import close_session, get_session
+from keepmtp.checkpoints import hub_client
+from keepmtp.checkpoints.hub import dataset_commit, read_range
 from keepmtp.checkpoints.source import INDEX, open_source
-from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.errors import CheckpointError, NoCheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
+
+REPO, FILE = "org/model", "model.safetensors"
+CONTENT = random.Random(0).randbytes(300_000)
+START, LENGTH = 1_001, 200_000
 
 
 @pytest.fixture(scope="module")
@@ -18,30 +31,37 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def hub(folder, hub_at, tmp_path):
-    """A Hub with the folder as org/model."""
-    with serving(tmp_path / "hub") as hub:
-        hub.mirror("org/model", folder)
+def hub(hub_at, tmp_path, monkeypatch) -> Iterator[Hub]:
+    """A Hub with an empty repository, which is asked again soon."""
+    monkeypatch.setattr("keepmtp.checkpoints.hub._FIRST_WAIT_SECONDS", 0.01)
+    with loopback.serving(tmp_path / "hub") as hub:
+        hub.add(REPO, private=False)
         hub_at(hub.endpoint)
         yield hub
 
 
-def refusal(hub: Hub, fault: Fault) -> str:
-    hub.faults.append(fault)
+# --- a checkpoint on a Hub that is not well -------------------------------------------------------
+
+
+@pytest.fixture
+def whole(hub, folder) -> Hub:
+    hub.mirror(REPO, folder)
+    return hub
+
+
+def refused(hub: Hub, to: str, **how: object) -> None:
+    hub.faults = [Fault(to, times=99, **how)]  # type: ignore[arg-type]
     start = time.monotonic()
-    with pytest.raises(CheckpointError) as caught:
-        open_source("org/model")
+    with pytest.raises(CheckpointError, match="; got ") as caught:
+        open_source(REPO)
     assert time.monotonic() - start < 30
     message = str(caught.value)
-    assert "; got " in message and message.isprintable() and len(message) < 1500
-    return message
+    assert message.startswith(REPO) and message.isprintable() and len(message) < 1500
 
 
 def listing(**changes: object) -> bytes:
-    return json.dumps(
-        {"id": "org/model", "sha": f"{1:040x}", "siblings": [{"rfilename": "config.json"}]}
-        | changes
-    ).encode()
+    files = [{"rfilename": "config.json"}]
+    return json.dumps({"id": REPO, "sha": f"{1:040x}", "siblings": files} | changes).encode()
 
 
 LISTINGS = {
@@ -60,55 +80,237 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("body", LISTINGS.values(), ids=LISTINGS)
-def test_a_mangled_list_of_files(hub, body):
-    assert refusal(
-        hub, Fault(r"GET /api/models/org/model", status=200, body=body, times=9)
-    ).startswith("org/model")
+def test_a_mangled_list_of_files(whole, body):
+    refused(whole, f"GET /api/models/{REPO}", status=200, body=body)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 418, 429, 503])
-def test_a_refusal_of_the_hub(hub, status):
-    assert refusal(hub, Fault(r"GET /api/models/org/model", status=status, times=99)).startswith(
-        "org/model"
-    )
+def test_a_refusal_of_the_hub(whole, status):
+    refused(whole, f"GET /api/models/{REPO}", status=status)
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"model_type": 7}'])
 @pytest.mark.parametrize("file", ["config.json", INDEX])
-def test_a_mangled_small_file(hub, folder, file, body):
+def test_a_mangled_small_file(whole, file, body):
     """What arrives is judged as a local file."""
-    hub.commit("org/model", {file: body})
-    with pytest.raises(CheckpointError, match=f"^org/model/{file}: "):
-        open_source("org/model")
+    whole.commit(REPO, {file: body})
+    with pytest.raises(CheckpointError, match=f"^{REPO}/{file}: "):
+        open_source(REPO)
+
+
+def ranged(body: bytes, said: str) -> dict[str, object]:
+    return {"status": 206, "body": body, "headers": {"Content-Range": f"bytes {said}"}}
+
+
+def elsewhere(place: str) -> dict[str, object]:
+    return {"status": 302, "body": b"", "headers": {"Location": place}}
 
 
 SPOILT = [
     {"status": 200, "body": b"<html>Sign in</html>"},
     {"status": 206, "body": b""},
-    {"status": 206, "body": b"12345678", "headers": {"Content-Range": "bytes 0-7/9999999999"}},
-    {"status": 206, "body": b"\xff" * 8, "headers": {"Content-Range": "bytes 0-7/8"}},
-    {"status": 206, "body": b"{}", "headers": {"Content-Range": "bytes 0-1/" + "9" * 99}},
+    ranged(b"12345678", "0-7/9999999999"),
+    ranged(b"\xff" * 8, "0-7/8"),
+    ranged(b"{}", "0-1/" + "9" * 99),
     {"status": 404},
     {"status": 416},
     {"status": 500},
     {},
-    {"status": 302, "headers": {"Location": "/loop.safetensors"}, "body": b""},
-    {"status": 302, "headers": {"Location": "file:///etc/passwd"}, "body": b""},
+    elsewhere("/loop.safetensors"),
+    elsewhere("file:///etc/passwd"),
 ]
 
 
 @pytest.mark.parametrize("fault", SPOILT, ids=lambda fault: str(fault)[:60])
-def test_a_header_that_does_not_arrive(hub, fault, monkeypatch):
-    monkeypatch.setattr("keepmtp.checkpoints.hub._FIRST_WAIT_SECONDS", 0.01)
-    fault = Fault(r"[.]safetensors( |$)", times=99, **fault)
-    assert refusal(hub, fault).startswith("org/model")
+def test_a_header_that_does_not_arrive(whole, fault):
+    refused(whole, r"[.]safetensors( |$)", **fault)
 
 
-def test_a_server_that_sends_the_whole_file(hub, folder):
+def test_a_server_that_sends_the_whole_file(whole, folder):
     """It ignores the range; the header is in what it sends, and the rest is not read."""
     shard = min(folder.glob("*.safetensors"))
-    raw = shard.read_bytes()
-    hub.faults.append(
-        Fault(shard.name, status=200, body=raw, headers={"Content-Length": str(len(raw))})
-    )
-    assert open_source("org/model").entries == open_source(folder).entries
+    whole.faults = [Fault(shard.name, status=200, body=shard.read_bytes())]
+    assert open_source(REPO).entries == open_source(folder).entries
+
+
+# --- a part of a file -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def part(hub) -> Hub:
+    """A Hub with one file, of random bytes."""
+    hub.commit(REPO, {FILE: CONTENT})
+    return hub
+
+
+def get(hub: Hub) -> None:
+    """The bytes of the range are those of the file."""
+    into = bytearray(LENGTH)
+    commit = hub.repos[REPO].head
+    read_range(REPO, FILE, commit=commit, start=START, into=memoryview(into))
+    assert into == CONTENT[START : START + LENGTH]
+
+
+def ranges(hub: Hub) -> list[str]:
+    return [request.rpartition("=")[2] for request in hub.requests if "bytes=" in request]
+
+
+def test_a_range_is_the_files_bytes(part):
+    get(part)
+    assert ranges(part) == [f"{START}-{START + LENGTH - 1}"]
+
+
+def test_a_cut_in_the_middle_goes_on_from_there(part):
+    part.faults = [Fault("GET .*resolve", spoils="truncate", times=2)]
+    get(part)
+    starts = [int(each.partition("-")[0]) for each in ranges(part)]
+    assert starts == [START, START + LENGTH // 2, START + LENGTH * 3 // 4], "nothing is sent twice"
+
+
+@pytest.mark.parametrize("status", [0, 429, 503])
+def test_an_answer_without_a_byte_is_asked_for_again(part, status):
+    part.faults = [Fault("GET .*resolve", status=status, times=2)]
+    get(part)
+    assert len(ranges(part)) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "says", "asked"), [(0, "the Hub must be reachable", 5), (403, "", 1)]
+)
+def test_a_line_that_stays_cut_is_given_up_and_a_refusal_not_asked_again(part, status, says, asked):
+    part.faults = [Fault("GET .*resolve", status=status, times=99)]
+    with pytest.raises(NoCheckpointError, match=f"{REPO}: {says}"):
+        get(part)
+    assert len(ranges(part)) == asked
+
+
+@pytest.mark.parametrize("said", ["", f"bytes 0-{LENGTH - 1}/300000", "nonsense"])
+def test_other_bytes_than_were_asked_for_are_not_taken(part, said):
+    how = {"status": 206 if said else 200, "headers": {"Content-Range": said}}
+    part.faults = [Fault("GET .*resolve", body=CONTENT, **how)]
+    says = f"{REPO}/{FILE}: the Hub must send a part of the file; got "
+    with pytest.raises(NoCheckpointError, match=says):
+        get(part)
+
+
+def test_the_address_that_the_hub_leads_to_is_kept_and_asked_for_anew_when_it_expires(part):
+    part.leads_elsewhere = True
+    for _ in range(3):
+        get(part)
+    part.faults = [Fault("GET /elsewhere", status=403)]
+    get(part)
+    asked = [request.split()[1].split("/")[1] for request in part.requests if "bytes=" in request]
+    assert asked == ["org", *["elsewhere"] * 4, "org", "elsewhere"]
+
+
+# --- deadlines, and where a token goes ------------------------------------------------------------
+
+
+@pytest.fixture
+def hasty(hub, monkeypatch) -> Iterator[Hub]:
+    """It must answer within 0.3 s."""
+    monkeypatch.setenv("KEEPMTP_HUB_TIMEOUT", "0.3")
+    hub_client.install()
+    yield hub
+    close_session()
+
+
+def ask(place: str) -> dict[str, str]:
+    return get_session().get(place, headers={"Authorization": f"Bearer {TOKEN}"}).json()
+
+
+ENDPOINTS = (
+    "http://huggingface.co http://localhost.evil.org ftp://huggingface.co huggingface.co "
+    "https://me:secret@huggingface.co "
+)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS.split(" "))
+def test_a_token_is_sent_by_https_only(endpoint):
+    with pytest.raises(RecipeError, match="HF_ENDPOINT: a token is sent by https only") as refusal:
+        hub_client.refuse_endpoint(endpoint)
+    assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["https://huggingface.co", "https://hub.corp:8443", "http://127.0.0.1:8000"]
+)
+def test_an_endpoint_that_will_do(endpoint):
+    hub_client.refuse_endpoint(endpoint)
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "nan", "1e9"])
+def test_a_deadline_is_a_number_of_seconds(monkeypatch, value):
+    monkeypatch.setenv("KEEPMTP_HUB_TIMEOUT", value)
+    with pytest.raises(RecipeError, match="KEEPMTP_HUB_TIMEOUT: must be a number of seconds"):
+        hub_client.install()
+
+
+def test_the_token_stays_with_the_hub(hasty, tmp_path):
+    """The same client, which the Hub's answer sends elsewhere: to a page, to a redirect's
+    target.
+    """
+    with loopback.serving(tmp_path / "other") as other:
+        other.faults = [Fault(".", status=418, times=9)]
+        hasty.faults = [Fault("resolve", status=307, headers={"Location": f"{other.endpoint}/cdn"})]
+        ask(f"{other.endpoint}/api/models")
+        ask(f"{hasty.endpoint}/{REPO}/resolve/main/a")
+        assert ask(f"{hasty.endpoint}/api/whoami-v2")["name"] == "me"
+    assert len(other.requests) == 2 and not other.authorizations
+
+
+def test_a_proxy_does_not_read_what_goes_to_this_machine(hasty, tmp_path, monkeypatch):
+    with loopback.serving(tmp_path / "proxy") as proxy:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy.endpoint)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        hub_client.install()
+        assert ask(f"{hasty.endpoint}/api/whoami-v2")["name"] == "me"
+    assert proxy.requests == []
+
+
+@pytest.mark.parametrize(
+    "question", [open_source, lambda name: dataset_commit(name, "main", "calibration.dataset")]
+)
+@pytest.mark.parametrize("fault", [{"spoils": "drip"}, {"spoils": "headers"}, {"before": bool}])
+def test_a_hub_that_does_not_end_its_answer(hasty, fault, question):
+    """`check org/model` too: one sentence, and in time."""
+    end = threading.Event()
+    if "before" in fault:
+        fault = fault | {"hold": end}
+    hasty.faults = [Fault("GET", times=99, **fault)]
+    start = time.monotonic()
+    with pytest.raises((NoCheckpointError, RecipeError), match="the Hub must"):
+        question(REPO)
+    end.set()
+    assert time.monotonic() - start < 5
+
+
+def test_a_long_answer_may_take_long(hasty):
+    """What comes at a usable speed is waited for, however long it is."""
+    hasty.commit(REPO, {"large": bytes(20_000)})
+    hasty.faults = [Fault("resolve", before=lambda: time.sleep(0.2))]
+    got = get_session().get(f"{hasty.endpoint}/{REPO}/resolve/main/large")
+    assert len(got.content) == 20_000
+
+
+def test_a_stop_ends_what_waits_in_other_threads(hasty):
+    end, ended = threading.Event(), []
+    hub_client.PATIENCE.seconds = 60
+    hasty.faults = [Fault("GET", before=bool, hold=end)]
+
+    def wait() -> None:
+        with pytest.raises(hub_client.HubError, match="nothing is sent after a stop"):
+            ask(f"{hasty.endpoint}/api/whoami-v2")
+        ended.append(time.monotonic())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not hasty.requests:
+        time.sleep(0.01)
+    start = time.monotonic()
+    hub_client.PATIENCE.stop()
+    thread.join(10)
+    end.set()
+    hub_client.PATIENCE.stopped.clear()
+    assert ended and ended[0] - start < 2

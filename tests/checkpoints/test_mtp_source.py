@@ -13,6 +13,7 @@ from keepmtp.checkpoints.mtp_source import with_mtp_of
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.write.output import claim
 from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -31,13 +32,15 @@ def on_disk(folder: Path) -> tuple[Path, Path]:
     return places
 
 
+def planned(release: Path, block: Path) -> tuple[Plan, str]:
+    return plan_for("minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic")
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("separate")
     release, block = on_disk(folder)
-    plan, text = plan_for(
-        "minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic"
-    )
+    plan, text = planned(release, block)
     return release, block, quantize(plan, text, out=folder / "out", threads=1).out
 
 
@@ -71,17 +74,13 @@ def test_the_record_says_where_the_block_is_from(made):
 def test_a_finished_output_is_of_this_block_and_no_other(made):
     """The same command finds it finished; with another block it is another output."""
     release, block, out = made
-    plan, text = plan_for(
-        "minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic"
-    )
+    plan, text = planned(release, block)
     assert quantize(plan, text, out=out).was_there
     (block / "config.json").touch()  # its config makes no byte
     assert quantize(plan, text, out=out).was_there
     shard = open_source(block).entries["model.mtp.layers.0.hnorm.weight"].file
     (block / shard).touch()
-    plan, text = plan_for(
-        "minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic"
-    )
+    plan, text = planned(release, block)
     with pytest.raises(RecipeError, match="an existing output is never overwritten"):
         quantize(plan, text, out=out)
 
@@ -93,9 +92,7 @@ def test_a_killed_run_goes_on_with_the_same_block_only(tmp_path, caplog):
     release, block = on_disk(tmp_path)
 
     def write_again() -> list[str]:
-        plan, text = plan_for(
-            "minimax-m3", source=str(release), mtp_source=str(block), scheme="fp8-dynamic"
-        )
+        plan, text = planned(release, block)
         caplog.clear()
         with claim(plan, tmp_path / "out") as partial:
             write_shards(plan, partial, recipe_text=text, threads=1)

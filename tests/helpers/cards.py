@@ -1,6 +1,4 @@
-"""Quantized checkpoints with all their evidence beside them, and what a card is made from without
-any.
-"""
+"""Quantized checkpoints with all their evidence beside them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,19 +9,15 @@ import reports
 import yaml
 from keepmtp import pipeline
 from keepmtp.checkpoints.identity import identify
-from keepmtp.checkpoints.record import RECORD, read_record
-from keepmtp.checkpoints.source import Source, open_source
+from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
+from keepmtp.validate.facts.dry_load import LoadAccount
 from keepmtp.validate.facts.results import CheckData, report_folder, write_result
-from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.report import card
 from keepmtp.validate.report import report as full_reports
-from keepmtp.validate.report.base_model import NO_BASE_MODEL
-from keepmtp.validate.report.card_page import CardFacts, Metadata
 from keepmtp.validate.report.check_data import check_data
-from keepmtp.validate.report.provenance import groups_of, recipe_text
 
 RECIPE = "tiny-glm4-moe.nvfp4a16-fp8"
 STATIONS = frozenset({"check", "serve", "gsm8k"})
@@ -62,10 +56,7 @@ def evidence(
     report.json in it.
     """
     where, identity = report_folder(folder), identify(folder)
-    source = open_source(reports.MODEL)
-    loads = [reports.account("sm90", 1), reports.account("sm100", 4)]
-    checked = with_loads(examine(str(folder), source=source), loads, reports.VLLM)
-    data = check_data(_warned(checked.data), opened=checked.source, source=source)
+    data = checked(folder, reports.account("sm90", 1), reports.account("sm100", 4))
     write_result(
         where, "check", data, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT
     )
@@ -88,33 +79,16 @@ def evidence(
     return where
 
 
-def told(folder: Path, report: FullReport, **changed: Any) -> CardFacts:
-    """What a card of the checkpoint in `folder` is made from, with any report; `changed` are fields
-    of it.
-    """
-    record, opened = read_record(folder / RECORD), open_source(folder)
-    fields: dict[str, Any] = {
-        "name": folder.name,
-        "report": report,
-        "record": record,
-        "recipe": recipe_text(folder),
-        "groups": groups_of(opened, record),
-        "base_model": NO_BASE_MODEL,
-        "repository": "",
-        "metadata": Metadata(),
-        "plots": {},
-        "is_chat": False,
-        "gpus": (),
-    }
-    return CardFacts(**(fields | changed))
+def checked(folder: Path, *loads: LoadAccount) -> CheckData:
+    """The static check of a checkpoint, with a warning and these dry loads."""
+    source = open_source(reports.MODEL)
+    found = with_loads(examine(str(folder), source=source), loads, reports.VLLM)
+    data = found.data.model_copy(update={"findings": (*found.data.findings, reports.WARNED)})
+    return check_data(data, opened=found.source, source=source)
 
 
-def source_with_card(folder: Path, text: str) -> Source:
-    """A folder that holds a released checkpoint's card."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text(text)
-    return replace(open_source(reports.MODEL), folder=folder)
-
-
-def _warned(data: CheckData) -> CheckData:
-    return data.model_copy(update={"findings": (*data.findings, reports.WARNED)})
+def edit(path: Path, old: str, new: str) -> None:
+    """Replace a text in a file, once; it is there."""
+    text = path.read_text()
+    assert old in text, f"{path.name} has no {old}"
+    path.write_text(text.replace(old, new, 1))

@@ -113,6 +113,7 @@ class Hub:
         part_bytes: larger files are sent in parts of this size.
         faults: taken in order.
         requests: "METHOD /path" of each, and the range where one was asked for.
+        authorizations: what it was sent to know who asks.
         put: body bytes that arrived for each large file, by SHA-256.
         sent_by_xet: files that may come by Xet, by SHA-256; their chunks go to a folder here and
             not through the Hub.
@@ -126,6 +127,7 @@ class Hub:
         self.part_bytes = 1 << 40
         self.faults: list[Fault] = []
         self.requests: list[str] = []
+        self.authorizations: list[str] = []
         self.put: Counter[str] = Counter()
         self.sent_by_xet: dict[str, Path] = {}
         self.endpoint = ""
@@ -240,6 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.path = unquote(self.path)
         line = f"{self.command} {self.path}"
         with self.hub.lock:
+            self.hub.authorizations += self.headers.get_all("Authorization", [])
             self.hub.requests.append(" ".join(filter(None, (line, self.headers.get("Range")))))
             fault = self.fault = self._fault(line)
         try:
