@@ -321,4 +321,4 @@ class BenchFact(Fact):
     @property
     def benched(self) -> tuple[Benched, ...]:
         """Source first, then the checkpoint."""
-        return (self.checkpoint,) if self.source is None else (self.source, self.checkpoint)
+        return tuple(filter(None, (self.source, self.checkpoint)))

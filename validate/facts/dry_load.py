@@ -28,7 +28,9 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 def gpu_title(gpu: str) -> str:
     """A GPU as both the dry load and people call it: `sm100 (B200)`."""
-    return f"{gpu} ({GPU_NAMES[gpu]})" if gpu in GPU_NAMES else gpu
+    if gpu not in GPU_NAMES:
+        return gpu
+    return f"{gpu} ({GPU_NAMES[gpu]})"
 
 
 class KernelUse(Fact):
@@ -190,9 +192,9 @@ class LoadAccount(Fact):
 
     def of(self, role: Role) -> tuple[LoadedModel, ModelAccount]:
         """What was loaded as target or draft, and how its parameters were written."""
-        return (
-            (self.load.target, self.target) if role == "target" else (self.load.draft, self.draft)
-        )
+        if role == "target":
+            return self.load.target, self.target
+        return self.load.draft, self.draft
 
     def counted(self, num_errors: int) -> "LoadAccount":
         """The same with the number of its findings that are errors."""
@@ -219,4 +221,4 @@ def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
 def listed(words: Iterable[object]) -> str:
     """`a, b and c`."""
     *most, last = [str(word) for word in words]
-    return f"{', '.join(most)} and {last}" if most else last
+    return " and ".join(filter(None, (", ".join(most), last)))

@@ -201,11 +201,9 @@ class TaskFact(Fact):
         the task's own.
         """
         names = [score.filter for score in self.checkpoint.scores]
-        return (
-            wanted
-            if wanted in names or self.protocol.task.startswith("gsm8k")
-            else TASKS[self.protocol.task].headline
-        )
+        if wanted in names or self.protocol.task.startswith("gsm8k"):
+            return wanted
+        return TASKS[self.protocol.task].headline
 
     def pair(self, wanted: str) -> PairedFact | None:
         """The pairs of the filter that counts; None without a source."""
@@ -215,12 +213,12 @@ class TaskFact(Fact):
     @property
     def evaluated(self) -> tuple[EvaluatedFact, ...]:
         """Those that draft: source first, then the checkpoint."""
-        return (self.checkpoint,) if self.source is None else (self.source, self.checkpoint)
+        return tuple(filter(None, (self.source, self.checkpoint)))
 
     @property
     def arms(self) -> tuple[EvaluatedFact, ...]:
         """All that were asked: the same, then the checkpoint with MTP off."""
-        return self.evaluated if self.plain is None else (*self.evaluated, self.plain)
+        return tuple(filter(None, (*self.evaluated, self.plain)))
 
     @model_validator(mode="after")
     def _has_the_same_filters(self) -> "TaskFact":
@@ -231,8 +229,8 @@ class TaskFact(Fact):
             raise ValueError("all must be scored by the same filters")
         if [pair.filter for pair in self.paired] != (names if self.source else []):
             raise ValueError("paired must have a row for each filter where there is a source")
-        switches = [switch.reads for switch in self.drafting.switches] if self.drafting else []
-        if switches != ([*names, NOT_EMPTY] if self.plain else []):
+        switches = self.drafting and [switch.reads for switch in self.drafting.switches]
+        if switches != (self.plain and [*names, NOT_EMPTY]):
             raise ValueError(
                 "drafting must have a row for each filter, and one more, where there are plain "
                 "answers"

@@ -75,7 +75,9 @@ class ReasonFact(Fact):
         """The verdict for people, who read what is missing and not that a verdict is infeasible."""
         if self.verdict != "infeasible":
             return self.verdict
-        return "too few samples" if self.needed else "not measured"
+        if self.needed:
+            return "too few samples"
+        return "not measured"
 
 
 class JudgementFact(Fact):

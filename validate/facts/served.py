@@ -86,17 +86,17 @@ class Drafts(Fact):
     @property
     def acceptance(self) -> float | None:
         """Share of drafted tokens that were kept; None where nothing was drafted."""
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
+        if not self.draft_tokens:
+            return None
+        return self.accepted_tokens / self.draft_tokens
 
     @computed_field
     @property
     def acceptance_per_position(self) -> tuple[float, ...]:
         """Share of drafts whose token at each position was kept."""
-        return (
-            tuple(count / self.drafts for count in self.accepted_per_position)
-            if self.drafts
-            else ()
-        )
+        if not self.drafts:
+            return ()
+        return tuple(count / self.drafts for count in self.accepted_per_position)
 
     @computed_field
     @property
@@ -207,7 +207,7 @@ class ServeCheck(Fact):
     @property
     def served(self) -> tuple[Served, ...]:
         """Source first, then the checkpoint."""
-        return (self.checkpoint,) if self.source is None else (self.source, self.checkpoint)
+        return tuple(filter(None, (self.source, self.checkpoint)))
 
 
 def total(counted: Sequence[Drafts]) -> Drafts:

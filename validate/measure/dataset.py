@@ -10,9 +10,8 @@ like a weak model. So each row is read here first, and one that cannot be used i
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -119,21 +118,18 @@ def _file_rows(protocol: Evaluation) -> list[Row]:
     if path is None or not path.is_file():
         where = f"evaluation.dataset {protocol.dataset}"
         raise RecipeError(where, "must be a file", got="no such file", cure=cure)
-    rows = [_row(row, where, protocol) for where, row in _values(path, cure)]
+    if path.suffix == ".jsonl":
+        values = read_lines(path, cure=cure)
+    else:
+        try:
+            table = pyarrow.parquet.read_table(path).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise RecipeError(path, "must be a Parquet file", got=str(error), cure=cure) from error
+        values = [(f"{path}: row {number}", row) for number, row in enumerate(table, 1)]
+    rows = [_row(row, where, protocol) for where, row in values]
     if not rows:
         raise RecipeError(path, "must hold questions", got="none", cure=cure)
     return rows
-
-
-def _values(path: Path, cure: str) -> Iterable[tuple[str, object]]:
-    """Place and value of each row."""
-    if path.suffix == ".jsonl":
-        return read_lines(path, cure=cure)
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise RecipeError(path, "must be a Parquet file", got=str(error), cure=cure) from error
-    return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
 
 
 def _row(row: object, where: str, protocol: Evaluation) -> Row:
@@ -188,4 +184,6 @@ def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
+    if len(text) <= 60:
+        return text
+    return f"{text[:28]}...{text[-28:]}"

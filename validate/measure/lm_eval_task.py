@@ -74,7 +74,9 @@ class Question:
     @property
     def sent(self) -> str | list[dict[str, str]]:
         """The text, or the messages."""
-        return json.loads(self.prompt) if self.is_chat else self.prompt
+        if self.is_chat:
+            return json.loads(self.prompt)
+        return self.prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

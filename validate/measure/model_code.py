@@ -48,15 +48,15 @@ _READ = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix, sys.pref
 
 def load(name: str) -> SimpleNamespace:
     """For `evaluate.load("code_eval")`, of which lm-eval's humaneval uses `compute` alone."""
-    return SimpleNamespace(compute=_compute)
 
+    def compute(
+        references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]
+    ) -> tuple[dict[str, float], None]:
+        """The share of programs that pass their test; lm-eval gives one of each."""
+        (test,), ((program,),) = references, predictions
+        return {"pass@1": float(passes(program, test, fence()))}, None
 
-def _compute(
-    references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]
-) -> tuple[dict[str, float], None]:
-    """The share of programs that pass their test; lm-eval gives one of each."""
-    (test,), ((program,),) = references, predictions
-    return {"pass@1": float(passes(program, test, fence()))}, None
+    return SimpleNamespace(compute=compute)
 
 
 @cache

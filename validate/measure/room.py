@@ -109,7 +109,9 @@ def value_of(words: Sequence[str], *names: str) -> str:
     for word, after in zip(words, following, strict=False):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") in names:
-            return value if equals else after
+            if equals:
+                return value
+            return after
     return ""
 
 
@@ -168,13 +170,19 @@ def _known_gpus(vllm: VLLM) -> Sequence[GPU]:
     """The GPUs that vLLM would use, if something is known of all: those that CUDA_VISIBLE_DEVICES
     names by number.
     """
-    gpus = vllm.gpus if vllm.build == "cuda" else ()
+    if vllm.build != "cuda":
+        return ()
+    gpus = vllm.gpus
     numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if all(number.strip().isdigit() and int(number) < len(gpus) for number in numbers):
         gpus = tuple(gpus[int(number)] for number in numbers)
-    return gpus if all(gpu.memory_gib for gpu in gpus) else ()
+    if all(gpu.memory_gib for gpu in gpus):
+        return gpus
+    return ()
 
 
 def _number(word: str) -> int:
     """A count of ranks; what is no number is for vLLM to refuse."""
-    return max(1, int(word)) if word.isdigit() else 1
+    if not word.isdigit():
+        return 1
+    return max(1, int(word))

@@ -179,6 +179,7 @@ def _forms(source: Source) -> str:
     """Stored forms, largest share of bytes first; plain weights as their dtype."""
     sizes: Counter[str] = Counter()
     for weight in stored_weights(source.entries.values())[0].values():
-        name = weight.weight.dtype if weight.form == "plain" else weight.scheme or weight.form
+        forms = {"plain": weight.weight.dtype}
+        name = forms.get(weight.form, weight.scheme or weight.form)
         sizes[name] += sum(entry.num_bytes for entry in weight.parts.values())
     return ", ".join(name for name, _ in sizes.most_common()) or "no weights"

@@ -89,9 +89,16 @@ def metadata_of(
         found["pipeline_tag"] = "text-generation"
         if "vision_config" in opened.config:
             found["pipeline_tag"] = "image-text-to-text"
-    values = {key: _listed(found.get(key)) for key in _FORMS}
-    for key, words in values.items():
-        strange = [word for word in words if not _FORMS[key].fullmatch(word)]
+    values = {}
+    for key, form in _FORMS.items():
+        said = found.get(key)
+        if said in (None, ""):
+            said = ()
+        elif not isinstance(said, (list, tuple)):
+            said = (said,)
+        # YAML reads `no`, which is Norwegian, as false.
+        values[key] = ["no" if each is False else str(each) for each in said]
+        strange = [word for word in values[key] if not form.fullmatch(word)]
         if strange:
             place, cure = f"{where}: {key}", "Mend the card"
             if key == "license" and license_id is not None:
@@ -117,13 +124,3 @@ def front_matter(told: CardFacts) -> str:
     if metadata.language:
         known["language"] = list(metadata.language)
     return ModelCardData(**known, library_name="vllm", tags=[*tags, "keepmtp"]).to_yaml()
-
-
-def _listed(value: Any) -> list[str]:
-    """A value of a front matter as a list of words; YAML reads `no`, which is Norwegian, as
-    false.
-    """
-    if value in (None, ""):
-        return []
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return ["no" if each is False else str(each) for each in values]

@@ -29,7 +29,9 @@ class Md(str):
 
 def finalize(value: Any) -> Md:
     """What a template prints for a value."""
-    return value if isinstance(value, Md) else escaped(str(value))
+    if isinstance(value, Md):
+        return value
+    return escaped(str(value))
 
 
 def escaped(text: str) -> Md:
@@ -53,7 +55,13 @@ def ticked(words: str) -> Md:
     parts = words.split("`")
     if len(parts) % 2 == 0:
         return escaped(words)
-    spaced = [(code(part) if spot % 2 else _inner(part)) for spot, part in enumerate(parts)]
+    spaced = []
+    for spot, part in enumerate(parts):
+        if spot % 2:
+            spaced.append(code(part))
+            continue
+        before, after = part[:1].isspace(), part[-1:].isspace() and not part.isspace()
+        spaced.append(f"{' ' * before}{escaped(part)}{' ' * after}")
     return Md("".join(spaced))
 
 
@@ -72,15 +80,6 @@ def fenced(text: str, language: str) -> Md:
 def bare(text: str) -> Md:
     """Text on one line as it is, for the end of a line in a code block."""
     return Md(_line(text))
-
-
-def _inner(part: str) -> str:
-    """A part of a sentence, with the spaces at its ends."""
-    before, after = (
-        part[: len(part) - len(part.lstrip())],
-        part[len(part.rstrip()) :] if part.strip() else "",
-    )
-    return f"{' ' * bool(before)}{escaped(part)}{' ' * bool(after)}"
 
 
 def _line(text: str) -> str:

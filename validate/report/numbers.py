@@ -8,7 +8,9 @@ the page and the card never give two roundings of one number.
 
 def percent(share: float | None, digits: int = 2) -> str:
     """A share of one as `78.25 %`; `-` where there is none."""
-    return "-" if share is None else f"{100 * share:.{digits}f} %"
+    if share is None:
+        return "-"
+    return f"{100 * share:.{digits}f} %"
 
 
 def limit(share: float) -> str:
@@ -18,7 +20,7 @@ def limit(share: float) -> str:
 
 def points(share: float) -> str:
     """A difference of shares, with no more digits than it needs: `0.5 points`."""
-    return f"{round(100 * share, 2):g} points"
+    return f"{round(100 * share, 2) + 0.0:g} points"
 
 
 def nats(value: float) -> str:
@@ -37,7 +39,9 @@ def figure(value: float | None) -> str:
     """
     if value is None:
         return "-"
-    return f"{value:.2f}" if value < 100 else f"{value:.4g}"
+    if value < 100:
+        return f"{value:.2f}"
+    return f"{value:.4g}"
 
 
 def count(number: int) -> str:

@@ -9,7 +9,7 @@ what is there.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source, small_file, small_object
-from ...checkpoints.stored import StoredWeight
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
@@ -98,7 +97,11 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     asked = {*policies["backbone"].values(), *policies["mtp"].values()}
     stored = [(entry.name, "", entry.dtype) for entry in runtime.others]
     for module, weight in runtime.weights.items():
-        stored.append((module, _scheme(weight, asked), weight.weight.dtype))
+        scheme = weight.scheme or weight.form * (weight.form != "plain")
+        if weight.form == "mxfp4":
+            # One layout serves three, which differ in what vLLM does with it.
+            scheme = next((word for word in ("MXFP4", "MXFP4A16") if word in asked), "MXFP4A8")
+        stored.append((module, scheme, weight.weight.dtype))
     found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
     for name, scheme, dtype in stored:
         place, reason = runtime.placed.get(name), ""
@@ -118,15 +121,6 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
         why = "; ".join(reasons)
         rows.append(ModuleGroup(part=part, modules=modules, schemes=schemes, plain=plain, why=why))
     return tuple(sorted(rows, key=lambda row: (row.part, not row.schemes, row.modules)))
-
-
-def _scheme(weight: StoredWeight, asked: Collection[str]) -> str:
-    """The scheme of a weight; "" where it is plain. One layout serves three, which differ in what
-    vLLM does with it.
-    """
-    if weight.form == "mxfp4":
-        return next((word for word in ("MXFP4", "MXFP4A16") if word in asked), "MXFP4A8")
-    return weight.scheme or ("" if weight.form == "plain" else weight.form)
 
 
 def is_chat(checkpoint: Source) -> bool:

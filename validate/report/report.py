@@ -251,7 +251,7 @@ def _refuse_other_answers(folder: Path, measured: Mapping[str, Any]) -> None:
         counted.append(("closeness", closeness))
     for station, fact in counted:
         path = folder / fact.samples
-        got = file_sha256(path) if path.is_file() else "no such file"
+        got = _sum_of(path)
         if got != fact.samples_sha256:
             rule = f"must be the file that was counted, {fact.samples_sha256}"
             cure = f"Run `{command(station, folder)}` again"
@@ -267,10 +267,16 @@ def _recipes(folder: Path, identity: Identity) -> tuple[Gates, tuple[str, ...]]:
         return Gates(), ()
     path = checkpoint_folder(folder) / RECORD
     cure = f"Run `{command('check', folder)}` on a whole checkpoint"
-    got = file_sha256(path) if path.is_file() else "no such file"
+    got = _sum_of(path)
     if got != recorded.sha256:
         raise CheckpointError(
             path, f"must be the file that was measured, {recorded.sha256}", got=got, cure=cure
         )
     gates, evaluations = decided_in(path, cure=cure)
     return gates, tuple(one.task for one in evaluations)
+
+
+def _sum_of(path: Path) -> str:
+    if not path.is_file():
+        return "no such file"
+    return file_sha256(path)

@@ -104,7 +104,8 @@ def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
         yield "The released model wrote the answers of the held-out text itself."
     if never := coverage.never_routed:
         yield (
-            f"Never routed: the router sent no token to {_first(never)}; calibrated on every token "
+            f"Never routed: the router sent no token to {len(never):,} expert modules "
+            f"({', '.join(never[:3])}{', ...' * (len(never) > 3)}); calibrated on every token "
             "instead. More samples may reach them."
         )
     if fact.tuned:
@@ -116,12 +117,6 @@ def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
             "Accepted: by position in the draft; length: tokens that a step yields, the target's "
             "included."
         )
-
-
-def _first(names: tuple[str, ...]) -> str:
-    """`130 expert modules (a, b, c, ...)`."""
-    more = ", ..." * (len(names) > 3)
-    return f"{len(names):,} expert modules ({', '.join(names[:3])}{more})"
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -262,7 +257,9 @@ def accepted(report: FullReport) -> Table:
 
 def served_as(model: EvaluatedFact | Served | Benched) -> str:
     """How a model was served, in a cell of a table."""
-    return "as it is" if model.as_served == "native" else model.as_served
+    if model.as_served == "native":
+        return "as it is"
+    return model.as_served
 
 
 def cells(benched: Benched) -> Table:
