@@ -10,13 +10,14 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from multiprocessing import get_context
+from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import yaml
 from keepmtp.recipes.find import find_recipe
+from outputs import preloaded
 
 SMALL = {"samples": 8, "held_out": 4, "sequence_length": 32, "batch_size": 2}
 
@@ -31,11 +32,7 @@ def small_recipe(folder: Path, name: str, *, search: str = "", **changes: Any) -
 
 
 def forks() -> ForkServerContext:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(
-        ["killed", "keepmtp.pipeline", "keepmtp.quantize.calibrate.layers.backbone"]
-    )
-    return context
+    return preloaded("killed", "keepmtp.pipeline", "keepmtp.quantize.calibrate.layers.backbone")
 
 
 def start(recipe: Path, folder: Path, **options: Any) -> list[ForkServerProcess]:
@@ -44,20 +41,12 @@ def start(recipe: Path, folder: Path, **options: Any) -> list[ForkServerProcess]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), size)
     started = []
     for rank in range(size):
-        environment = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        process = forks().Process(
-            target=backbone_pass, args=(recipe, folder, environment), kwargs=options
-        )
+        given = recipe, folder, common | {"RANK": rank, "LOCAL_RANK": rank}
+        process = forks().Process(target=backbone_pass, args=given, kwargs=options)
         process.start()
         started.append(process)
     return started
@@ -109,45 +98,45 @@ def backbone_pass(
     rank = int(str(environment["RANK"]))
     if kill and rank == killed_rank:
         KILLS[kill[0]](calibrate, kill[1])
-    with open(folder.with_name(f"{folder.name}.events-{rank}"), "a") as told:
+    with open(beside(folder, "events", rank), "a") as told:
         try:
             with joined() as ranks:
                 plan, _ = plan_for(str(recipe))
 
                 def tell(step: Any) -> None:
-                    print(json.dumps(step.done), file=told, flush=True)
+                    print(step.done, file=told, flush=True)
 
                 if is_whole:
                     found = run.calibrate(plan, folder, ranks=ranks, progress=tell)
-                    folder.with_name(f"{folder.name}.summary-{rank}").write_text(
-                        json.dumps(found.summary)
-                    )
+                    beside(folder, "summary", rank).write_text(json.dumps(found.summary))
                     return
                 data = calibration_data(plan.recipe.calibration, plan.source)
                 calibrate.calibrate_backbone(
                     plan, data, folder, device=ranks.device, ranks=ranks, progress=tell
                 )
         except KeepMTPError as refusal:
-            folder.with_name(f"{folder.name}.error-{rank}").write_text(str(refusal))
+            beside(folder, "error", rank).write_text(str(refusal))
             os._exit(2)
+
+
+def beside(folder: Path, what: str, rank: int) -> Path:
+    return folder.with_name(f"{folder.name}.{what}-{rank}")
 
 
 def events(folder: Path, rank: int = 0) -> list[int]:
     """Layers done, in the order in which they were reported."""
-    return [
-        json.loads(line)
-        for line in folder.with_name(f"{folder.name}.events-{rank}").read_text().splitlines()
-    ]
+    return [*map(int, beside(folder, "events", rank).read_text().splitlines())]
 
 
 def summary(folder: Path, rank: int = 0) -> dict[str, Any]:
     """What a whole run says of itself, but for how it dealt out the sequences."""
-    found = json.loads(folder.with_name(f"{folder.name}.summary-{rank}").read_text())
-    return {key: value for key, value in found.items() if key not in ("processes", "batch_size")}
+    found = json.loads(beside(folder, "summary", rank).read_text())
+    del found["processes"], found["batch_size"]
+    return found
 
 
 def error(folder: Path, rank: int = 0) -> str:
-    path = folder.with_name(f"{folder.name}.error-{rank}")
+    path = beside(folder, "error", rank)
     return path.read_text() if path.is_file() else ""
 
 
@@ -158,23 +147,14 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _before_statistics(calibrate: Any, layer: int) -> None:
+def _at_statistics(calibrate: Any, layer: int, *, is_written: bool) -> None:
     real = calibrate.write_statistics
 
     def write(path: Path, *args: Any) -> None:
-        if path.stem.endswith(f"{layer:05d}"):
-            die()
-        real(path, *args)
-
-    calibrate.write_statistics = write
-
-
-def _after_statistics(calibrate: Any, layer: int) -> None:
-    real = calibrate.write_statistics
-
-    def write(path: Path, *args: Any) -> None:
-        real(path, *args)
-        if path.stem.endswith(f"{layer:05d}"):
+        is_last = path.stem.endswith(f"{layer:05d}")
+        if is_written or not is_last:
+            real(path, *args)
+        if is_last:
             die()
 
     calibrate.write_statistics = write
@@ -209,8 +189,8 @@ def _amid_removal(_calibrate: Any, layer: int) -> None:
 
 
 KILLS: Mapping[str, Callable[[Any, int], None]] = {
-    "before statistics": _before_statistics,
-    "after statistics": _after_statistics,
+    "before statistics": partial(_at_statistics, is_written=False),
+    "after statistics": partial(_at_statistics, is_written=True),
     "amid states": _amid_states,
     "amid removal": _amid_removal,
 }

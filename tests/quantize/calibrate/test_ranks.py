@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +18,11 @@ import pytest
 import torch
 import yaml
 from keepmtp.quantize.run.processes import place_of_process
-from keepmtp.quantize.run.ranks import Ranks, _device_of, _refuse_shared_gpu, joined
+from keepmtp.quantize.run.ranks import _device_of, _refuse_shared_gpu, joined
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.find import find_recipe
-from killed import SMALL, error, events, finished, small_recipe, start, statistics, summary
+from killed import error, events, finished, small_recipe, start, statistics, summary
+from outputs import digests
+from passes import ALONE
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[3]
@@ -33,14 +36,6 @@ def command(out: Path, *start: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         words, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.mark.full
@@ -65,9 +60,9 @@ def test_ranks_share_the_work_and_survive_none_of_them(tmp_path):
     assert said.count("check passed") == told.count("layer 3 of 3") == 1, "one speaks for all"
     assert "layer 1 of 3" not in told and [path.name for path in out.parent.iterdir()] == ["out"]
     assert alone.communicate()[1] is not None and alone.returncode == 0
-    made, expected = files(out), files(whole)
-    account, known = (json.loads(found.pop("keepmtp.json")) for found in (made, expected))
-    assert made == expected
+    account, known = (json.loads((each / "keepmtp.json").read_text()) for each in (out, whole))
+    made, expected = digests(out), digests(whole)
+    assert made.pop("keepmtp.json") != expected.pop("keepmtp.json") and made == expected
     sizes = [found["calibration"].pop("processes") for found in (account, known)]
     assert sizes == [2, 1] and account == known
 
@@ -81,11 +76,6 @@ def worker(torchrun: int, *, rank: int) -> int:
 
 
 # --- statistics -----------------------------------------------------------------------------------
-
-
-def codes(packed: torch.Tensor) -> torch.Tensor:
-    """4-bit codes of W4A16's int32 words."""
-    return torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)], -1)
 
 
 def error_of(folder: Path) -> float:
@@ -117,43 +107,45 @@ def test_three_ranks_find_what_one_finds(variant, tmp_path):
     one, three = tmp_path / "one", tmp_path / "three"
     assert finished(start(recipe, one)) == [0]
     assert finished(start(recipe, three, size=3)) == [0, 0, 0]
-    states = sorted(path.name for path in (three / "states" / "00003").glob("calibration-*"))
-    assert states == sorted(path.name for path in (one / "states" / "00003").glob("calibration-*"))
-    assert len(states) == 4, "every batch"
+    states = [
+        {path.name for path in folder.glob("states/00003/calibration-*")} for folder in (one, three)
+    ]
+    assert states[0] == states[1] and len(states[0]) == 4, "every batch"
     if variant != "w4a16-gptq":
-        assert statistics(three) == without_fingerprint(statistics(one), one, three)
+        # The number of processes is part of AWQ's fingerprint.
+        before, after = ((folder / "fingerprint").read_bytes() for folder in (one, three))
+        known = {name: raw.replace(before, after) for name, raw in statistics(one).items()}
+        assert statistics(three) == known
         return
     first, other = (
         load_file(folder / "statistics" / "layer-00000.safetensors") for folder in (one, three)
     )
     assert first.keys() == other.keys()
     for name in (name for name in first if name.endswith("weight_packed")):
-        parted = (codes(first[name]) != codes(other[name])).flatten(1).any(-1)
+        parted = (first[name] != other[name]).any(-1)  # rows of words of eight codes
         assert parted.float().mean() < 0.05, name
     assert error_of(three) == pytest.approx(error_of(one), rel=0.1)
+
+
+def rewrite(recipe: Path, words: str) -> None:
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | yaml.safe_load(words)))
 
 
 def test_two_ranks_find_the_plan_that_one_finds(tmp_path):
     """A search under a budget, with half of the text for each: sums differ in their last bits, the
     plan does not.
     """
-    shipped = find_recipe("tiny-glm4-moe.nvfp4")[0].model_dump()
-    auto = {
-        "backbone": "auto",
-        "budget": "5 bits",
-        "backbone_auto": {"candidates": ["NVFP4", "bf16"]},
-    }
-    recipe, one, two = tmp_path / "asked.yaml", tmp_path / "one", tmp_path / "two"
-    recipe.write_text(json.dumps(shipped | auto | {"calibration": shipped["calibration"] | SMALL}))
+    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4")
+    rewrite(recipe, "{backbone: auto, budget: 5 bits, backbone_auto: {candidates: [NVFP4, bf16]}}")
+    one, two = tmp_path / "one", tmp_path / "two"
     assert finished(start(recipe, one, is_whole=True)) == [0]
     assert finished(start(recipe, two, size=2, is_whole=True)) == [0, 0]
-    alone, first, second = (summary(*place)["search"] for place in ((one,), (two,), (two, 1)))
-    assert first == second
-    assert len(alone["plans"]) > 1
+    alone, first = summary(one)["search"], summary(two)["search"]
+    assert first == summary(two, 1)["search"] and len(alone["plans"]) > 1
     for plan, other in zip(alone["plans"], first["plans"], strict=True):
-        assert all(other[key] == plan[key] for key in ("title", "bytes", "chosen"))
-        assert other["predicted"] == pytest.approx(plan["predicted"], rel=0.02)
-        assert other["divergence"] == pytest.approx(plan["divergence"], rel=0.02)
+        for key in ("predicted", "divergence"):
+            assert other.pop(key) == pytest.approx(plan.pop(key), rel=0.02)
+        assert other == plan
 
 
 def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
@@ -163,10 +155,10 @@ def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
     The MTP block is calibrated too, and all figures are those of one process, to the last bit.
     """
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4")
-    words = yaml.safe_load(recipe.read_text()) | {"mtp": "NVFP4"}
-    recipe.write_text(yaml.safe_dump(words))
-    larger, words["calibration"]["batch_size"] = tmp_path / "larger.yaml", 4
-    larger.write_text(yaml.safe_dump(words))
+    (tmp_path / "more").mkdir()
+    larger = small_recipe(tmp_path / "more", "tiny-glm4-moe.nvfp4", batch_size=4)
+    rewrite(recipe, "mtp: NVFP4")
+    rewrite(larger, "mtp: NVFP4")
     one, many = tmp_path / "one", tmp_path / "many"
     assert finished(start(recipe, one, is_whole=True)) == [0]
     killed = start(recipe, many, size=3, kill=("amid states", 1), killed_rank=2, is_whole=True)
@@ -176,9 +168,14 @@ def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
     assert statistics(many) == statistics(one)
     assert summary(many, 0) == summary(many, 1) == summary(one)
     assert finished(start(recipe, many, size=3, is_whole=True), 60) == [0, 0, 0]
-    assert summary(many, 2) == summary(one) and events(many)[:3] == [1, 2, 3], (
-        "nothing is computed again"
-    )
+    assert summary(many, 2) == summary(one)
+    assert events(many)[:3] == [1, 2, 3], "nothing is computed again"
+
+
+TUNED = """
+mtp: tuned
+mtp_tuned: {mtp: NVFP4, steps: 3, batch_size: 4, learning_rate: 1.0e-3, seed: 0, loss: kl_div, draft_steps: 2, decay: 0.6}
+"""
 
 
 def test_two_ranks_train_what_one_trains(tmp_path):
@@ -186,20 +183,16 @@ def test_two_ranks_train_what_one_trains(tmp_path):
     F32: weights differ in last bits of BF16, some codes in NVFP4.
     """
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4")
-    words = yaml.safe_load(recipe.read_text()) | {"mtp": "tuned"}
-    words["mtp_tuned"] = {"mtp": "NVFP4", "steps": 3, "batch_size": 4, "learning_rate": 1e-3}
-    words["mtp_tuned"] |= {"seed": 0, "loss": "kl_div", "draft_steps": 2, "decay": 0.6}
-    recipe.write_text(yaml.safe_dump(words))
-    found = {}
+    rewrite(recipe, TUNED)
+    found = []
     for size in (1, 2):
-        folder = tmp_path / f"of-{size}"
-        assert finished(start(recipe, folder, size=size, is_whole=True), 120) == [0] * size, error(
-            folder
-        )
+        folder = tmp_path / str(size)
+        ended = finished(start(recipe, folder, size=size, is_whole=True), 120)
+        assert ended == [0] * size, error(folder)
         each = map(load_file, (folder / "mtp").glob("*.safetensors"))
-        (found[size],) = (tensors for tensors in each if "model.layers.3.enorm.weight" in tensors)
-    assert summary(tmp_path / "of-2", 0) == summary(tmp_path / "of-2", 1)
-    weights, others = found[1], found[2]
+        found += [tensors for tensors in each if "model.layers.3.enorm.weight" in tensors]
+    assert summary(tmp_path / "2", 0) == summary(tmp_path / "2", 1)
+    weights, others = found
     assert weights.keys() == others.keys()
     for name, value in weights.items():
         if value.dtype != torch.bfloat16:
@@ -209,12 +202,6 @@ def test_two_ranks_train_what_one_trains(tmp_path):
         near = 3 * 1e-3 * 2 + 2**-8 * value.float().abs().max().item()
         assert (value.float() - others[name].float()).abs().max().item() < near, name
         assert (value == others[name]).float().mean().item() > 0.9, name
-
-
-def without_fingerprint(found: dict[str, bytes], one: Path, many: Path) -> dict[str, bytes]:
-    """The number of processes is part of AWQ's fingerprint."""
-    before, after = ((folder / "fingerprint").read_bytes() for folder in (one, many))
-    return {name: value.replace(before, after) for name, value in found.items()}
 
 
 def test_the_first_rank_reads_the_dataset_and_all_refuse_it(tmp_path):
@@ -230,34 +217,26 @@ def test_the_first_rank_reads_the_dataset_and_all_refuse_it(tmp_path):
 @pytest.fixture
 def environment(monkeypatch):
     """Sets the environment of a process, and how many GPUs it sees."""
-    for name in [
-        name for name in os.environ if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE")
-    ]:
-        monkeypatch.delenv(name)
+    for name in [*os.environ]:
+        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
 
-    def change(num_gpus: int = 0, **values: str) -> None:
+    def change(words: str = "", num_gpus: int = 0) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-        for name, value in values.items():
-            monkeypatch.setenv(name, value)
+        for word in words.split():
+            monkeypatch.setenv(*word.split("=", 1))
 
     return change
 
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
-SRUN = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "11",
-    "SLURM_NTASKS": "20",
-    "SLURM_LOCALID": "3",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
-    "MASTER_ADDR": "node-1",
-}
+TORCHRUN = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=5 LOCAL_WORLD_SIZE=8"
+TASK = "SLURM_PROCID=11 SLURM_NTASKS=20 SLURM_LOCALID=3 SLURM_NODEID=1"
+SRUN = f"{TASK} SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE=8(x2),4 MASTER_ADDR=node-1"
 
 
 def test_a_process_without_a_gpu_is_refused(environment):
-    environment(num_gpus=4, **TORCHRUN)
+    environment(TORCHRUN, num_gpus=4)
     rule = r"must have a GPU of its own; got 8 processes for 4 GPUs\. Lower NPROC"
     with pytest.raises(RecipeError, match=rule), joined():
         pass
@@ -265,17 +244,12 @@ def test_a_process_without_a_gpu_is_refused(environment):
 
 def test_a_tasks_own_gpu_is_number_0(environment):
     """`srun --gpus-per-task 1` shows each task one GPU, whatever its number on the node is."""
-    environment(num_gpus=1, CUDA_VISIBLE_DEVICES="3", **SRUN)
+    environment(f"{SRUN} CUDA_VISIBLE_DEVICES=3", num_gpus=1)
     place = place_of_process()
-    assert (place.rank, place.size, place.local, place.local_size, place.launcher) == (
-        11,
-        20,
-        3,
-        8,
-        "srun",
-    )
+    found = place.rank, place.size, place.local, place.local_size, place.launcher
+    assert found == (11, 20, 3, 8, "srun")
     assert _device_of(place) == torch.device("cuda", 0)
-    environment(num_gpus=1, CUDA_VISIBLE_DEVICES="", **SRUN)
+    environment("CUDA_VISIBLE_DEVICES=", num_gpus=1)
     with pytest.raises(RecipeError, match="got 8 processes for 1 GPUs"):
         _device_of(place)
     environment(num_gpus=8)
@@ -286,11 +260,10 @@ def test_two_processes_on_one_gpu_are_refused(monkeypatch):
     """`CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 2` shows both the same one; NCCL would say
     so in its words.
     """
-    ranks = Ranks(rank=2, size=3, device=torch.device("cuda", 0))
+    ranks = replace(ALONE, rank=2, size=3, device=torch.device("cuda", 0))
     monkeypatch.setattr(socket, "gethostname", lambda: "node-2")
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="b")
-    )
+    gpu = SimpleNamespace(uuid="b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: gpu)
     others = ["node-2: GPU a", "node-1: GPU b"]
     monkeypatch.setattr("keepmtp.quantize.run.ranks.gathered", lambda own: [*others, own])
     _refuse_shared_gpu(ranks)
@@ -302,13 +275,13 @@ def test_two_processes_on_one_gpu_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "place"),
     [
-        (SRUN | {"MASTER_ADDR": ""}, (0, 1)),  # in a batch script
-        (SRUN | {"SLURM_STEP_ID": None}, (0, 1)),
-        (SRUN | TORCHRUN, (5, 8)),  # torchrun within a job comes first
+        (f"{SRUN} MASTER_ADDR=", (0, 1)),  # in a batch script
+        (f"{TASK} MASTER_ADDR=node-1", (0, 1)),
+        (f"{SRUN} {TORCHRUN}", (5, 8)),  # torchrun within a job comes first
     ],
 )
 def test_whose_words_count(given, place, environment):
-    environment(**{name: value for name, value in given.items() if value is not None})
+    environment(given)
     found = place_of_process()
     assert (found.rank, found.size) == place
 
@@ -328,9 +301,8 @@ def test_a_gpu_that_fails_is_a_sentence(error, environment):
     with pytest.raises(RecipeError) as refused, joined():
         raise error
     said = str(refused.value)
-    assert said.startswith("cpu of rank 0 of 1 on ") and str(error).splitlines()[0] in said
-    assert "the GPU must work until the end; got " in said
-    assert "goes on where this run stopped" in said
+    assert said.startswith("cpu of rank 0 of 1 on ") and "goes on where this run stopped" in said
+    assert f"the GPU must work until the end; got {str(error).splitlines()[0]}" in said
 
 
 @pytest.mark.parametrize(
@@ -347,11 +319,9 @@ def test_what_is_no_lost_gpu_stays_as_it_is(error, environment):
     ("num_rows", "size"), [(16, 8), (16, 3), (16, 1), (14, 3), (5, 8), (64, 8), (9, 2)]
 )
 def test_shares_are_whole_batches_where_all_get_one(num_rows, size):
-    shares = [
-        Ranks(rank=rank, size=size, device=torch.device("cpu")).share(num_rows, 4)
-        for rank in range(size)
-    ]
-    assert [row for share in shares for row in share] == list(range(num_rows))
+    ranks = (replace(ALONE, rank=rank, size=size) for rank in range(size))
+    shares = [own.share(num_rows, 4) for own in ranks]
+    assert [*chain(*shares)] == [*range(num_rows)]
     if -(-num_rows // 4) >= size:
         assert all(share and share.start % 4 == 0 for share in shares)
     else:
