@@ -97,7 +97,20 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
     if plan.may_calibrate_mtp:  # of a pass without them the layers are gone that compute them
         now[_MTP] = {"has_states": True}
     if before or any((folder / "states").glob("*")):
-        _refuse_difference(before, now, folder)
+        # The first thing that is not as it was: "calibration (seed was 42 and is 43)".
+        for name, values in now.items():
+            was = before.get(name, {})
+            for key in {**was, **values}:
+                if was.get(key) == values.get(key):
+                    continue
+                old, new = (one_line(json.dumps(each.get(key)), 60) for each in (was, values))
+                same = "recipe, source, dataset, versions and device"
+                raise RecipeError(
+                    folder,
+                    f"an unfinished calibration can only be resumed with the same {same}",
+                    got=f"another {name} ({key} was {old} and is {new})",
+                    cure=f"Undo this change to go on, or remove {folder} to start anew",
+                )
     # Before the first writes: a rank that refuses must see what an earlier run wrote, not this one.
     ranks.wait()
     wanted = _sum(parts)
@@ -113,25 +126,6 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
             got=f"another or none on {ranks}",
             cure="Put the source and OUT where every node sees them, under the same path",
         )
-
-
-def _refuse_difference(
-    before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]], folder: Path
-) -> None:
-    """Names the first thing that is not as it was: "calibration (seed was 42 and is 43)"."""
-    for name, values in now.items():
-        was = before.get(name, {})
-        for key in {**was, **values}:
-            if was.get(key) == values.get(key):
-                continue
-            old, new = (one_line(json.dumps(each.get(key)), 60) for each in (was, values))
-            same = "recipe, source, dataset, versions and device"
-            raise RecipeError(
-                folder,
-                f"an unfinished calibration can only be resumed with the same {same}",
-                got=f"another {name} ({key} was {old} and is {new})",
-                cure=f"Undo this change to go on, or remove {folder} to start anew",
-            )
 
 
 def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, Any]]:

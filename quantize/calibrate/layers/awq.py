@@ -130,7 +130,14 @@ class BoundedAWQ(AWQModifier):
                 model(**batch)
             self._smooth_activation_stats = sums
             for mapping in group:
-                self._scales[mapping.parent] = self._searched(model, mapping)
+                with calibration_forward_context(model), HooksMixin.disable_hooks():
+                    outputs = self._run_samples(mapping.parent)
+                    layers: list[Any] = mapping.balance_layers
+                    weights = {layer: layer.weight.clone() for layer in layers}
+                    scale = self._compute_best_scale(mapping, outputs, weights)
+                    for layer, weight in weights.items():  # they are as they were
+                        layer.weight.data.copy_(weight)
+                self._scales[mapping.parent] = scale
                 caches[mapping.parent] = _Cache(is_open=False)
         super()._apply_smoothing(model)
 
@@ -148,17 +155,6 @@ class BoundedAWQ(AWQModifier):
             groups[-1].append(mapping)
             left -= size
         return groups
-
-    def _searched(self, model: nn.Module, mapping: ResolvedMapping) -> Tensor:
-        """The best scale of a mapping; its weights are as they were."""
-        with calibration_forward_context(model), HooksMixin.disable_hooks():
-            outputs = self._run_samples(mapping.parent)
-            layers: list[Any] = mapping.balance_layers
-            weights = {layer: layer.weight.clone() for layer in layers}
-            scales = self._compute_best_scale(mapping, outputs, weights)
-            for layer, weight in weights.items():
-                layer.weight.data.copy_(weight)
-        return scales
 
     def _run_samples(self, module: nn.Module) -> Any:
         if module in self._scales:

@@ -52,7 +52,15 @@ class CacheRanges:
 
     def observing(self) -> AbstractContextManager[None]:
         """Looks at what goes into the caches."""
-        return _between({each: partial(self._see, name) for name, each in self._modules.items()})
+
+        def see(name: str, keys: Tensor, values: Tensor) -> KeysValues:
+            extremes = [torch.stack(torch.aminmax(each)).abs().amax() for each in (keys, values)]
+            # BF16 would hold them as well; F32 is what every back-end reduces.
+            seen = torch.stack(extremes).float()
+            self._largest[name] = torch.maximum(self._largest.get(name, seen), seen)
+            return keys, values
+
+        return _between({module: partial(see, name) for name, module in self._modules.items()})
 
     def scales(self) -> dict[str, Tensor]:
         """`<module>.k_scale` and `<module>.v_scale`, [1] in BF16, on the CPU; over all ranks.
@@ -74,13 +82,6 @@ class CacheRanges:
                 scale, _ = calculate_qparams(-value, value, args)
                 found[f"{name}.{leaf}"] = scale.reshape(1).contiguous()
         return found
-
-    def _see(self, name: str, keys: Tensor, values: Tensor) -> KeysValues:
-        extremes = [torch.stack(torch.aminmax(each)).abs().amax() for each in (keys, values)]
-        # BF16 would hold them as well; F32 is what every back-end reduces.
-        seen = torch.stack(extremes).float()
-        self._largest[name] = torch.maximum(self._largest.get(name, seen), seen)
-        return keys, values
 
 
 def serve_cache(module: Any, scales: tuple[float, float]) -> None:
