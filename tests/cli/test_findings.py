@@ -11,8 +11,9 @@ import pytest
 from commands import keepmtp
 from keepmtp.cli.findings import pasted, show, with_path
 from keepmtp.cli.tables import table
-from keepmtp.validate.dryload.check_on import _once
-from keepmtp.validate.facts.dry_load import DryLoad, KernelUse, LoadedModel
+from keepmtp.validate.check.check import Checked
+from keepmtp.validate.dryload import check_on
+from keepmtp.validate.facts.dry_load import DryLoad, KernelUse, LoadAccount, LoadedModel
 from keepmtp.validate.facts.findings import CheckpointFacts, Finding, objection
 from keepmtp.validate.facts.results import CheckData
 from printed import printed
@@ -146,15 +147,22 @@ def test_what_can_be_pasted():
     assert pasted("Write vLLM's name, or the release's") == []
 
 
-def test_one_cause_on_several_gpus_is_one_finding():
-    def on(gpu: str, tp: int, names: str):
-        words = {"rule": "dry-load", "severity": "error", "says": "is cast", "cure": "Do"}
-        own = [objection(where=name, cause="c", **words) for name in names]
-        return LOAD.model_copy(update={"gpu": gpu, "tp": tp}), own
-
+def test_one_cause_on_several_gpus_is_one_finding(monkeypatch):
+    words = {"rule": "dry-load", "severity": "error", "says": "is cast", "cure": "Do"}
     other = objection(rule="no-kernel", severity="error", where="z", says="no kernel", cure="Do")
-    sm120 = (LOAD.model_copy(update={"gpu": "sm120"}), [other])
-    first, last = _once([on("sm90", 1, "ab"), on("sm100", 1, "abc"), on("sm90", 4, "a"), sm120])
+    found, accounts = [], []
+    for gpu, tp, names in (
+        ("sm90", 1, "ab"),
+        ("sm100", 1, "abc"),
+        ("sm90", 4, "a"),
+        ("sm120", 1, ""),
+    ):
+        load = LOAD.model_copy(update={"gpu": gpu, "tp": tp})
+        accounts.append(LoadAccount(path="glm", load=load))
+        found.append([objection(where=name, cause="c", **words) for name in names] or [other])
+    monkeypatch.setattr(check_on, "objections", lambda *_, **__: found.pop(0))
+    checked = Checked(data=CheckData(path="glm", facts=CheckpointFacts(), findings=()))
+    first, last = check_on.with_loads(checked, accounts, "0.32.0").data.findings
     assert (first.where, first.count) == ("a", 3)
     assert first.says == "on sm90 at TP 1 and 4 and sm100 at TP 1: is cast"
     assert last.says == "on sm120 at TP 1: no kernel" and last.count == 1

@@ -64,7 +64,11 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     ("folder", "scheme"), [(GLM, "W4A16"), (QWEN, "W8A16"), (GLM, "W4A16_ASYM")]
 )
 def test_autoround_equals_the_sequential_pipelines(folder, scheme):
+    from auto_round.utils.device import CpuInfo
     from llmcompressor.modifiers.autoround import AutoRoundModifier
+
+    if not CpuInfo().bf16:
+        pytest.skip("AutoRound's own run wants a processor with BF16: it mixes types without")
 
     class OnWhatTheLayerIsHanded(AutoRoundModifier):
         def on_sequential_epoch_end(self, state, event, modules, **kwargs):

@@ -142,10 +142,12 @@ def test_a_card_with_every_part(made, tmp_path):
     )
     loads = [reports.account(gpu, tp) for gpu in ("sm90", "sm100") for tp in (1, 4)]
     data = cards.checked(made, *loads).model_copy(update={"calibration": fact})
-    serve = reports.served(is_copy=False).model_copy(update={"environment": bench.environment})
+    on_gpu = {"environment": bench.environment}
+    serve = reports.served(is_copy=False).model_copy(update=on_gpu)
+    evaluated = evaluations.evaluation(switched=(3, 4)).model_copy(update=on_gpu)
     parts: dict[str, Any] = {
         "serve": serve,
-        "evaluation": evaluations.evaluation(switched=(3, 4), environment=bench.environment),
+        "evaluation": evaluated,
         "bench": bench,
         "closeness": closenesses.closeness(tmp_path),
     }
