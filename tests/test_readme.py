@@ -7,6 +7,11 @@ import re
 from dry_corpus import broken_cases, good_cases
 from readme import PICTURE, README, ROOT, picture, with_table
 
+# Pages that make matrix, make families and tests/helpers/sglang_table.py write; and, in other
+# pages, what make quality and make gpu-test write between their markers.
+WRITTEN = ("matrix.md", "families.md", "sglang.md")
+BETWEEN = r"(?s)<!-- (?:table|begin).*?<!-- end"
+
 
 def test_the_picture_is_what_is_made_today():
     assert PICTURE.read_text() == picture(), "run `make picture`"
@@ -54,3 +59,12 @@ def test_the_page_counts_the_corpus():
         f"{len(broken)} broken checkpoints caught ({static} by the static check, {dry} by the dry "
         f"load); of {len([*good_cases()])} good ones"
     ) in page
+
+
+def test_the_pages_can_be_finished():
+    """Words of the README outside code and tables, and words of docs/ that a person wrote."""
+    prose = re.sub(r"(?s)```.*?```|^\|[^\n]*", "", README.read_text(), flags=re.MULTILINE)
+    assert len(prose.split()) < 1055
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in WRITTEN]
+    words = {page.name: len(re.sub(BETWEEN, "", page.read_text()).split()) for page in pages}
+    assert sum(words.values()) <= 18_000, words
