@@ -1,6 +1,16 @@
-"""README.md and its picture are what `make picture` makes: neither is edited by hand."""
+"""README.md and its picture are what `make picture` makes: neither is edited by hand. A figure has
+one page, and the README repeats it.
+"""
 
-from readme import PICTURE, README, picture, with_table
+import re
+
+from dry_corpus import broken_cases, good_cases
+from readme import PICTURE, README, ROOT, picture, with_table
+
+# Pages that make matrix, make families and tests/helpers/sglang_table.py write; and, in other
+# pages, what make quality and make gpu-test write between their markers.
+WRITTEN = ("matrix.md", "families.md", "sglang.md")
+BETWEEN = r"(?s)<!-- (?:table|begin).*?<!-- end"
 
 
 def test_the_picture_is_what_is_made_today():
@@ -20,3 +30,41 @@ def test_the_picture_fetches_nothing():
 def test_the_table_of_families_is_what_is_made_today():
     text = README.read_text()
     assert text == with_table(text), "run `make picture`"
+
+
+def test_the_figures_are_those_of_their_pages():
+    text = README.read_text()
+    page, quality, sglang = (
+        (ROOT / "docs" / f"{name}.md").read_text() for name in ("benchmarks", "quality", "sglang")
+    )
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\|[^|]*\|$", text.partition("## Figures")[2], re.MULTILINE)
+    figures = re.findall(r"\d+(?:\.\d+)?", " ".join(rows))
+    assert len(figures) > 10
+    assert [each for each in figures if not re.search(rf"(?<![\d.]){each}(?![\d])", page)] == []
+    for row in ("tuned", "too"):  # k=1 of the first model's NVFP4 blocks
+        cells = re.search(rf"^.* NVFP4, MTP block.* {row} \| .*$", quality, re.MULTILINE)
+        assert cells
+        kept, reach = cells[0].split("|")[9].split(" ± ")
+        assert f"{float(kept):.0f} ± {float(reach):.0f} %" in text
+    counts = re.findall(r"^(\d+) of (\d+) outputs resolve", sglang, re.MULTILINE)
+    resolve, outputs = (sum(map(int, column)) for column in zip(*counts, strict=True))
+    assert f"{resolve} of {outputs} outputs" in " ".join(text.split())
+
+
+def test_the_page_counts_the_corpus():
+    broken = [case.by for case in broken_cases()]
+    static, dry = (sum(by in (one, "both") for by in broken) for one in ("static", "dry"))
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert (
+        f"{len(broken)} broken checkpoints caught ({static} by the static check, {dry} by the dry "
+        f"load); of {len([*good_cases()])} good ones"
+    ) in page
+
+
+def test_the_pages_can_be_finished():
+    """Words of the README outside code and tables, and words of docs/ that a person wrote."""
+    prose = re.sub(r"(?s)```.*?```|^\|[^\n]*", "", README.read_text(), flags=re.MULTILINE)
+    assert len(prose.split()) < 1055
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in WRITTEN]
+    words = {page.name: len(re.sub(BETWEEN, "", page.read_text()).split()) for page in pages}
+    assert sum(words.values()) <= 18_000, words
