@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -102,16 +103,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {TESTS / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
-    products: dict[str, list[pytest.Item]] = defaultdict(list)
+    products: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("few"):
+        if isinstance(item, pytest.Function) and item.get_closest_marker("few"):
             products[item.nodeid.partition("[")[0]].append(item)
     for cases in products.values():
         (number,) = cases[0].get_closest_marker("few").args
-        kept = {place * len(cases) // number for place in range(number)}
-        for place, case in enumerate(cases):
-            if place not in kept:
+        kept = _pairwise(cases, number)
+        for case in cases:
+            if case not in kept:
                 case.add_marker(pytest.mark.full)
+
+
+def _pairwise(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
+    """`number` cases of a product: each adds the most pairs of values that none before it has, and
+    among equals those at even distances come first.
+    """
+    even = [cases[place * len(cases) // number] for place in range(number)]
+    waiting, kept = list(dict.fromkeys([*even, *cases])), list[pytest.Function]()
+    seen = set[object]()
+    pairs = {case: set(combinations(case.callspec.indices.items(), 2)) for case in waiting}
+    while len(kept) < number and waiting:
+        best = max(waiting, key=lambda case: len(pairs[case] - seen))
+        seen |= pairs[best]
+        waiting.remove(best)
+        kept.append(best)
+    return kept
 
 
 @pytest.fixture(scope="session")
