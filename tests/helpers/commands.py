@@ -34,6 +34,11 @@ def ran(command: str, *, status: int = 0, cwd: Path | None = None, **environment
     return done.stdout
 
 
+def shell(command: str, folder: Path) -> None:
+    """What somebody types in a folder."""
+    subprocess.run(command, shell=True, cwd=folder, check=True)
+
+
 HIDE = """
 import importlib.metadata, sys
 known, hidden = importlib.metadata.version, {packages!r}

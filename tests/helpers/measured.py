@@ -43,22 +43,12 @@ def recorded(
     *, made_from: dict[str, Any] | None = None, summary: object = None, **recipe: Any
 ) -> dict[str, Any]:
     """keepmtp.json of a folder's checkpoint, with these parts of its source and its recipe."""
-    words = {
-        "model": "glm",
-        "variant": "fp8",
-        "summary": "",
-        "source": "models/glm",
-        "revision": "local",
+    source = {"name": "glm", "revision": "local", "files": {}}
+    record = reports.FACTS["record"] | {
+        "recipe": reports.FACTS["recipe"] | recipe,
+        "source": source | (made_from or {}),
     }
-    return {
-        "keepmtp": "0.1.0",
-        "recipe": words | {"backbone": {}, "mtp": "bf16"} | recipe,
-        "source": {"name": "glm", "revision": "local", "files": {}} | (made_from or {}),
-        **({} if summary is None else {"calibration": summary}),
-        "tensors": {},
-        "bytes": {"before": 0, "after": 0},
-        "versions": {},
-    }
+    return record if summary is None else record | {"calibration": summary}
 
 
 def measured(

@@ -11,14 +11,13 @@ wrapped.yaml.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
-import yaml
 from layouts import COMMON, TABLES
 from releases import source_layout
+from tables import table
 from tensors import Config, Tensors, build
 
-_OUTER = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_OUTER = table("helpers/wrapped")
 
 
 def qwen4_exp_text() -> tuple[Config, Tensors]:
