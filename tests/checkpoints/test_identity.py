@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from commands import shell
 from keepmtp.checkpoints.identity import CACHE, file_sha256, identify
 from keepmtp.recipes.errors import CheckpointError
+from tables import cases
 
 
 @pytest.fixture
@@ -44,26 +46,10 @@ def test_the_place_does_not_matter(folder, tmp_path):
     assert identify(moved) == found, "a link counts as what it leads to, as in the Hub's cache"
 
 
-@pytest.mark.parametrize(
-    ("change", "is_other"),
-    [
-        (lambda folder: (folder / "model.safetensors").write_bytes(bytes(2_999_999) + b"\1"), True),
-        (lambda folder: (folder / "encoding").rename(folder / "code"), True),
-        (lambda folder: (folder / "new.txt").touch(), True),
-        (lambda folder: (folder / "encoding/a.py").unlink(), True),
-        (
-            lambda folder: (folder / ".cache").mkdir() or (folder / ".cache" / "x").write_text("x"),
-            False,
-        ),
-        (lambda folder: (folder / ".gitattributes").write_text("x"), False),
-        (lambda folder: (folder / "model.safetensors.partial").write_text("x"), False),
-        (lambda folder: os.utime(folder / "config.json"), False),
-        (lambda folder: (folder / "empty").mkdir(), False),
-    ],
-)
-def test_what_is_another_checkpoint(change, is_other, folder, tmp_path):
+@cases
+def test_what_is_another_checkpoint(command, is_other, folder, tmp_path):
     before = identify(folder, cache=tmp_path / "made.report")
-    change(folder)
+    shell(command, folder)
     assert (identify(folder, cache=tmp_path / "made.report").sha256 != before.sha256) == is_other
 
 
@@ -140,26 +126,9 @@ def test_source_and_checkpoint_share_a_cache(folder, tmp_path):
     assert len(json.loads((evidence / CACHE).read_text())["files"]) == 6
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (
-            lambda folder: (folder / "config.json").unlink(),
-            "must hold a checkpoint; got no config.json",
-        ),
-        (
-            lambda folder: (folder / "lost").symlink_to(folder / "nowhere"),
-            "lost: must be a readable file; got No such file",
-        ),
-        (
-            lambda folder: (folder / "more").symlink_to(folder / "encoding"),
-            "more: .*; got a link to a folder",
-        ),
-        (lambda folder: os.mkfifo(folder / "pipe"), "pipe: must be a regular file"),
-    ],
-)
-def test_what_is_no_checkpoint(change, says, folder):
-    change(folder)
+@cases
+def test_what_is_no_checkpoint(command, says, folder):
+    shell(command, folder)
     with pytest.raises(CheckpointError, match=says):
         identify(folder)
 

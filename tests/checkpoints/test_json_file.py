@@ -61,7 +61,7 @@ def test_a_file_of_holes_is_not_read(tmp_path):
         read_config(tmp_path / "config.json", "here")
 
 
-@pytest.mark.parametrize(("raw", "said"), FILES.values(), ids=FILES)
+@pytest.mark.parametrize("raw, said", FILES.values(), ids=FILES)
 def test_a_file_that_holds_no_object(raw, said, tmp_path):
     (tmp_path / "a.json").write_bytes(raw)
     with pytest.raises(CheckpointError) as caught:

@@ -143,7 +143,7 @@ def emptied(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    "change, says",
     [
         (sized, r"config.json: hidden_size must be 256, that of .*; got 512"),
         (
