@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from broken import GOOD, built
 from calibrated import in_both_formats
 from checkpoint_files import Checkpoint, pack, write
@@ -25,6 +24,7 @@ from live_tensors import tensors_of
 from outputs import digests
 from real_vllm import QWEN, in_vllm
 from safetensors.torch import load_file
+from tables import table
 from typer.testing import CliRunner
 from written_values import fill, poke
 
@@ -174,7 +174,7 @@ def test_what_others_wrote(name, tmp_path):
     assert_same(tmp_path / "back", first)
 
 
-REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["convert"]
+REFUSED = table("cure/refused")["convert"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -56,7 +56,7 @@ def test_a_file_keeps_its_indent_its_escapes_and_its_end():
 # --- a repository, whose changed files alone are written ------------------------------------------
 
 
-@pytest.mark.parametrize(("start", "status"), [("F11", 0), ("F37", 1)])
+@pytest.mark.parametrize("start, status", [("F11", 0), ("F37", 1)])
 def test_of_a_repository_headers_are_read_and_changed_files_written(
     start, status, hub_at, tmp_path
 ):

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from broken import built
 from checkpoint_files import ignoring, write
 from commands import ROOT, keepmtp, refused
@@ -25,6 +24,7 @@ from live_tensors import drop_block, tensors_of, without_block
 from outputs import digests, forks
 from printed import printed
 from releases import write_checkpoint
+from tables import table
 
 RELEASE = ROOT / "models" / "tiny-glm4-moe"
 
@@ -211,7 +211,7 @@ def test_a_good_block_is_refused_unless_it_is_to_be_replaced(whole, tmp_path):
     )
 
 
-REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["graft"]
+REFUSED = table("cure/refused")["graft"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -225,7 +225,7 @@ def test_what_cannot_be_grafted_is_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "values", "says"),
+    "part, values, says",
     [
         ("", b"\0\0", r"model\.layers\.3\..*holds zeros only"),
         ("eh_proj", b"\xc0\x7f", r"eh_proj\.weight.*infinite or NaN"),

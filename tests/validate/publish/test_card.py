@@ -5,7 +5,6 @@ Whole cards are in tests/printed/.
 
 import html
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -24,6 +23,7 @@ import pytest
 import reports
 import yaml
 from answering import answering
+from commands import shell
 from evaluations import Answers
 from huggingface_hub import ModelCard
 from keepmtp.checkpoints.identity import Identity
@@ -55,6 +55,7 @@ from keepmtp.validate.report.portable import portable, shortened
 from keepmtp.validate.report.provenance import gpus_of, groups_of, is_chat, recipe_text
 from markdown_it import MarkdownIt
 from printed import printed
+from tables import cases
 
 HOSTILE = (
     "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"
@@ -171,7 +172,7 @@ def test_a_card_of_what_was_only_checked(made):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    "make, says",
     [
         (
             lambda: whole(answers=replace(FEW, both=900, only_source=120)),
@@ -189,7 +190,7 @@ def test_the_verdict_stands_on_top(make, says, made):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    "make, says",
     [
         (
             lambda: whole(checkpoint=COPY),
@@ -228,7 +229,7 @@ def test_where_drafting_is_slower_the_serve_line_does_not_draft(made):
 
 
 @pytest.mark.parametrize(
-    ("changes", "device"), [(COPY, "GPU"), ({}, "CPU: x, 2 cores"), (COPY, "CPU: x, 2 cores")]
+    "changes, device", [(COPY, "GPU"), ({}, "CPU: x, 2 cores"), (COPY, "CPU: x, 2 cores")]
 )
 def test_a_copy_or_a_cpu_recommends_nothing_elsewhere(changes, device, made):
     text = speed_card(made, device=device, **changes)
@@ -248,18 +249,7 @@ def test_a_cell_that_failed_is_on_the_card(made):
     assert "checkpoint, k=2, 1 at once: no figure. the server" in text
 
 
-@pytest.mark.parametrize(
-    ("gib", "says"),
-    [
-        (15, "1 x 4090 (24 GB): the fewest"),
-        (
-            100,
-            "8 x 4090 (24 GB), 4 x L40S (48 GB), 2 x H100 (80 GB), 1 x H200 (141 GB): the fewest",
-        ),
-        (400, "8 x H100 (80 GB), 4 x H200 (141 GB), 4 x B200 (180 GB): the fewest"),
-        (2000, "more than 8 of any that keepmtp knows: the fewest"),
-    ],
-)
+@cases
 def test_gpus_are_counted_from_the_bytes(gib, says, made):
     """Of 100 GiB a half is on each of two H100, which have 61.7 GiB of 74.5 for weights: 0.92 of
     it, less a tenth.
@@ -281,7 +271,7 @@ def test_a_chat_template_makes_a_chat_model(tmp_path):
     assert is_chat(open_source(tmp_path / "a"))
 
 
-@pytest.mark.parametrize(("chats", "question"), [(True, "What is 17 * 23?"), (False, "17 * 23 =")])
+@pytest.mark.parametrize("chats, question", [(True, "What is 17 * 23?"), (False, "17 * 23 =")])
 def test_the_client_of_the_card_runs(chats, question, made, tmp_path):
     text = card_of(made, reports.bare(), is_chat=chats)
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -367,9 +357,7 @@ def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
 # --- what is in the checkpoint --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mtp", "decided"), [({}, "bf16"), ({"mtp": "FP8_DYNAMIC"}, "FP8_DYNAMIC")]
-)
+@pytest.mark.parametrize("mtp, decided", [({}, "bf16"), ({"mtp": "FP8_DYNAMIC"}, "FP8_DYNAMIC")])
 def test_what_lies_in_it_is_what_the_run_decided(mtp, decided, tmp_path):
     folder = cards.checkpoint(tmp_path / "made", "tiny-glm4-moe.w4a16-fp8", **mtp)
     record = read_record(folder / RECORD)
@@ -437,36 +425,7 @@ def test_no_folder_of_this_machine_is_in_it(own):
 # --- what makes no card, and what is no card ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "says"),
-    [
-        (
-            "tiny.report/report.json",
-            '"difference": 0.01',
-            '"difference": 0.02',
-            r"report\.json: evaluation: must be",
-        ),
-        (
-            "tiny.report/gsm8k.json",
-            '"difference": 0.01',
-            '"difference": 0.02',
-            r"gsm8k\.json: must be as its station",
-        ),
-        (
-            "tiny.report/gsm8k.checkpoint.jsonl",
-            '"strict-match":false',
-            '"strict-match":true',
-            "must be the file that was counted",
-        ),
-        ("tiny/keepmtp.json", '"0.1.0"', '"9.1.0"', "keepmtp.json"),
-        (
-            "tiny/recipe.yaml",
-            "mtp: bf16",
-            "mtp: FP8_BLOCK",
-            r"must be the bytes .* got another recipe\.yaml",
-        ),
-    ],
-)
+@cases
 def test_an_altered_number_makes_no_card(file, old, new, says, own):
     cards.edit(own.parent / file, old, new)
     for make in (card.build, card.verified_files):
@@ -475,15 +434,7 @@ def test_an_altered_number_makes_no_card(file, old, new, says, own):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
-        ("README.md", "88.33 %", "98.33 %"),
-        ("README.md", "| too few samples |", "| pass |"),
-        ("report.json", '"difference": 0.01', '"difference": 0.02'),
-        ("report.html", "GSM8K", "GSM9K"),
-    ],
-)
+@cases
 def test_a_card_altered_by_hand_is_refused(file, old, new, own):
     cards.edit(card.card_folder(own) / file, old, new)
     says = (
@@ -494,38 +445,14 @@ def test_a_card_altered_by_hand_is_refused(file, old, new, own):
         card.verified_files(own)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda card: (card / "acceptance.png").write_bytes(b""), "png: .* got another text"),
-        (lambda card: (card / "acceptance.png").unlink(), "png: a card holds .* got no such file"),
-        (
-            lambda card: (card / "notes.txt").write_text("mine"),
-            r"notes\.txt: .* got a file that the report does not make",
-        ),
-        (shutil.rmtree, r"tiny\.card: must hold the checkpoint's card; got no README\.md"),
-        # It is not waited for.
-        (
-            lambda card: ((card / "report.json").unlink(), os.mkfifo(card / "report.json")),
-            "regular file",
-        ),
-    ],
-)
-def test_a_card_with_another_file_is_refused(change, says, own):
-    change(card.card_folder(own))
+@cases
+def test_a_card_with_another_file_is_refused(command, says, own):
+    shell(command, card.card_folder(own))
     with pytest.raises(CheckpointError, match=says):
         card.verified_files(own)
 
 
-@pytest.mark.parametrize(
-    ("missing", "says"),
-    [
-        (".report", r"no report\.json\. Run `"),
-        (".report/report.json", r"no report\.json\. Run `"),
-        ("", r"no config\.json"),
-        ("/keepmtp.json", r"keepmtp\.json"),
-    ],
-)
+@cases
 def test_what_is_missing_is_said_in_a_sentence(missing, says, own):
     shutil.move(f"{own}{missing}", own.parent / "elsewhere")
     with pytest.raises(CheckpointError, match=says):
@@ -617,13 +544,7 @@ def test_license_and_language_may_be_mended_by_hand(own):
     card.verified_files(own)
 
 
-@pytest.mark.parametrize(
-    ("front", "says"),
-    [
-        ({"license": "mit\ntags: [x]"}, r"README\.md: license: must have the Hub's form"),
-        ({"language": ["en", "x: y"]}, r"README\.md: language: must have"),
-    ],
-)
+@cases
 def test_what_is_no_form_of_the_hub_s_is_refused(front, says):
     with pytest.raises(RecipeError, match=says):
         metadata_of(open_source(reports.MODEL), front, where="README.md")
@@ -664,7 +585,7 @@ READ, OWN, SHIPPED = ("a/B", "f" * 40), ("my-finetune", "local"), (reports.MODEL
 
 
 @pytest.mark.parametrize(
-    ("source", "named", "expected", "says"),
+    "source, named, expected, says",
     [
         (READ, None, ("a/B", True), f"commit `{READ[1]}`"),
         (READ, "c/D", ("c/D", False), "What was read is the repository `a/B`"),

@@ -126,7 +126,7 @@ def publish(parcel: Parcel) -> None:
 
 @pytest.mark.few(36)
 @pytest.mark.parametrize(
-    ("step", "fault"), faults.CASES if os.environ.get("KEEPMTP_FAULTS") == "all" else SOME
+    "step, fault", faults.CASES if os.environ.get("KEEPMTP_FAULTS") == "all" else SOME
 )
 def test_a_fault_ends_well(case, other, parcel, contents, step, fault):
     faults.spoil(case, step, fault)

@@ -19,6 +19,7 @@ import cards
 import hub as loopback
 import measured
 import pytest
+from commands import shell
 from hub import FIRST_COMMIT, READ_ONLY, TOKEN, Fault, Hub
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.cli import main
@@ -26,6 +27,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.upload_set import prepare
 from keepmtp.validate.report import card
+from tables import cases
 from written_values import poke
 
 REPO = "org/tiny-glm4-moe-MTP"
@@ -151,52 +153,16 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-
-
-SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped bit": (
-        lambda m: flip(m / SHARD),
-        f"must be the bytes that its report is about; got another {SHARD}",
-    ),
-    "another config": (lambda m: edit(m / "config.json", "{", "{ "), "another config.json"),
-    "a file more": (lambda m: (m / "notes.txt").write_text("mine"), "another notes.txt"),
-    "a file less": (lambda m: (m / "tokenizer.json").unlink(), "another tokenizer.json"),
-    "no report": (
-        lambda m: shutil.rmtree(f"{m}.report"),
-        "must hold the checkpoint's report; got no report.json",
-    ),
-    "a report altered": (
-        lambda m: edit(
-            Path(f"{m}.report/report.json"), '"accepted_tokens": ', '"accepted_tokens": 1'
-        ),
-        "must be as the result files make it",
-    ),
-    "no card": (lambda m: shutil.rmtree(f"{m}.card"), "no README.md"),
-    "a card altered": (
-        lambda m: edit(Path(f"{m}.card/README.md"), "88.", "98."),
-        "README.md: a card holds",
-    ),
-    "a file beside the card": (lambda m: Path(f"{m}.card/.env").write_text("SECRET=1"), ".env"),
-    "no checkpoint": (
-        lambda m: (m / "config.json").unlink(),
-        "what is published is a checkpoint; got no config.json",
-    ),
-}
-
-
 @pytest.mark.few(3)
-@pytest.mark.parametrize("fault", SPOILT)
-def test_other_bytes_than_were_measured_are_refused_by_name(publish_here, hub, folder, fault):
-    spoil, says = SPOILT[fault]
-    spoil(folder)
+@cases
+def test_other_bytes_than_were_measured_are_refused_by_name(
+    publish_here, hub, folder, command, says
+):
+    shell(command, folder)
     ended = publish_here()
     assert ended.code == 2 and says in ended.err, ended
     assert hub.requests == []
-    assert fault != "no card" or "hashing" not in ended.err, "known before every byte is read"
+    assert ".card" not in command or "hashing" not in ended.err, "known before every byte is read"
 
 
 def test_a_flipped_bit_under_the_old_time_of_change_is_never_public(publish_here, hub, folder):
@@ -214,7 +180,7 @@ def test_a_flipped_bit_under_the_old_time_of_change_is_never_public(publish_here
 
 
 @pytest.mark.parametrize(
-    ("answers", "verdict"),
+    "answers, verdict",
     [
         (measured.Answers(both=20, only_source=35, only_checkpoint=0, neither=5), "regression"),
         (measured.Answers(both=5, only_source=2, only_checkpoint=1, neither=1), "too few samples"),
@@ -234,7 +200,7 @@ def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, a
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("ending", "value", "says"),
+    "ending, value, says",
     [
         (
             "layers.1.mlp.experts.0.down_proj.weight_global_scale",
@@ -311,7 +277,7 @@ def test_a_token_is_needed(publish_here, hub):
 
 
 @pytest.mark.parametrize(
-    ("token", "says"),
+    "token, says",
     [
         ("hf_nobodyKnowsThisOne", "the Hub: the Hub must know the token; got 401"),
         (READ_ONLY, "the token must be allowed to write; got me's token for reading"),
