@@ -6,11 +6,9 @@ One subprocess in vLLM's environment answers all questions.
 
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from foreign_form import AWQ, GPTQ
 from keepmtp.recipes.family import Renames, VLLMName
 from keepmtp.recipes.renamer import Renamer
@@ -20,6 +18,7 @@ from keepmtp.validate.check.dialects.gptq import read_awq, read_gptq
 from keepmtp.validate.check.dialects.quark import scheme_of
 from keepmtp.validate.check.vllm_module import PLAIN, UNKNOWN, VLLMModule
 from real_vllm import ask
+from tables import table
 
 pytestmark = pytest.mark.vllm
 
@@ -72,7 +71,7 @@ answers = [[ask(*each) for each in quark], [ask_inc(*each) for each in inc], [ha
 answers.append([skips(words) for words in lists])
 print("ANSWERS" + json.dumps(answers))
 """
-TABLES = yaml.safe_load(Path(__file__).with_name("foreign_schemes.yaml").read_text())
+TABLES = table("validate/check/foreign_schemes")
 FP8 = TABLES["quark"][0][0]
 
 

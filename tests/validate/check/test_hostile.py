@@ -20,6 +20,7 @@ from keepmtp.validate.check import check as checks
 from keepmtp.validate.check.check import check
 from keepmtp.validate.check.dialects import patterns
 from keepmtp.validate.facts.results import CheckData
+from tables import cases
 
 EVIL = "re:([a-z0-9._]+)*!"
 DEEP: Any = {"a": [{"b": {}}]}
@@ -48,7 +49,7 @@ PLACES = {
 
 @pytest.mark.parametrize("value", [1.5, "text", [DEEP], True], ids=repr)
 @pytest.mark.parametrize(
-    ("base", "place"), [(base, place) for base in PLACES for place in PLACES[base].split()]
+    "base, place", [(base, place) for base in PLACES for place in PLACES[base].split()]
 )
 def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, place, value):
     """Whatever the value: a text where a text belongs, and numbers that are texts, are taken."""
@@ -69,7 +70,7 @@ def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, pl
 
 
 @pytest.mark.parametrize(
-    ("base", "place", "values"),
+    "base, place, values",
     [
         (
             "released deepseek-r1",
@@ -101,15 +102,7 @@ def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("graft", "checkpoint", "--from", "checkpoint", "--replace"),
-        ("fix", "checkpoint"),
-        ("explain", "checkpoint"),
-        ("check", "checkpoint"),
-    ],
-)
+@cases
 def test_a_regex_without_end_ends_every_verb(tmp_path, words):
     row = {"of": "next fp8", "config": said("ignore", [EVIL])}
     write(tmp_path / "checkpoint", built(row))

@@ -105,7 +105,7 @@ def test_a_line_that_a_crash_cut_is_asked_again(cut, begun, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    "line, says",
     [
         (answer(0).model_dump_json(), "of a place that was asked for, and is there once; got 0"),
         (answer(3).model_dump_json(), "of a place that was asked for, and is there once; got 3"),

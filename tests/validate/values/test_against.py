@@ -245,7 +245,7 @@ def test_the_command_reads_values_and_names_the_tensor(written, tmp_path):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("words", "says"),
+    "words, says",
     [
         (
             ["--source", "x"],

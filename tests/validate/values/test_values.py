@@ -5,20 +5,19 @@ tensor.
 import math
 import random
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from broken import GOOD, agree, built
 from checkpoint_files import write
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.reading import chosen, joined, summary
 from keepmtp.validate.check.values import check_values
+from tables import table
 from written_values import fill, opened, poke
 
 NVFP4 = "glm nvfp4"
-VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())
+VALUES = table("validate/values/values")
 
 
 @pytest.mark.few(20)
@@ -96,7 +95,7 @@ def test_a_file_that_got_shorter_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "torch_dtype"),
+    "dtype, torch_dtype",
     [
         ("F32", torch.float32),
         ("BF16", torch.bfloat16),
