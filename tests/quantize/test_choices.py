@@ -18,6 +18,7 @@ from keepmtp.recipes.schema import Recipe, validated
 from passes import ROOT
 from printed import printed
 from releases import source_layout, write_checkpoint
+from tables import cases
 from typer.testing import CliRunner
 
 GLM = ROOT / "models" / "tiny-glm4-moe"
@@ -50,32 +51,7 @@ def test_a_budget_without_a_unit_is_refused(written):
     assert "recipe.yaml: budget" in str(caught.value) and "4.75 bits" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"budget": None}, "budget must be given where backbone is auto"),
-        ({"backbone_auto": None}, "backbone_auto must be given where backbone is auto"),
-        ({"calibration": None}, "calibration must be given for"),
-        (
-            {"backbone": {"experts": "NVFP4"}, "mtp": "bf16"},
-            "budget must be left out where backbone is not auto",
-        ),
-        (
-            {"mtp_auto": {"min_acceptance": 0.9, "candidates": ["bf16"]}},
-            "mtp_auto must be left out where backbone",
-        ),
-        (
-            {"backbone_auto": {"candidates": ["NVFP4", "NVFP4"]}},
-            "candidates must differ; got 'NVFP4' twice",
-        ),
-        ({"backbone_auto": {"candidates": ["NVFP5"]}}, "Did you mean NVFP4?"),
-        ({"backbone_auto": {"candidates": ["NVFP4"], "tokns": 1}}, "Did you mean tokens?"),
-        (
-            {"format": "modelopt", "backbone_auto": {"candidates": ["W4A16"]}},
-            "format: modelopt is for",
-        ),
-    ],
-)
+@cases
 def test_keys_that_do_not_go_together_are_refused(changes, says):
     with pytest.raises(RecipeError, match=re.escape(says)):
         searched(**changes)

@@ -41,7 +41,7 @@ def ends_of(folder: Path, number: int) -> tuple[dict[str, str], dict]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("number", "words"),
+    "number, words",
     [
         (0, ["No space left on device"]),
         (errno.EIO, ["Input/output error", "file system has failed"]),

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize(
-    ("recipe", "num_trials", "num_kills", "seconds"),
+    "recipe, num_trials, num_kills, seconds",
     [(f"{MODEL}.w4a16-fp8", 8, 4, 0.5), ("fp8", 1, 3, 4.0)],
 )
 def test_kill_9_at_random_moments_leaves_the_same_bytes_and_nothing_else(
@@ -55,7 +55,7 @@ main()
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("number", "status", "name"), [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
+    "number, status, name", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
 )
 def test_a_run_that_is_stopped_says_how_to_go_on(number, status, name, tmp_path):
     words = f"quantize {MODEL} --source {ROOT}/models/{MODEL} --out out"

@@ -249,7 +249,7 @@ WIDE = torch.tensor([[3e38, -3e38]]).repeat(8, 64).bfloat16()
 
 
 @pytest.mark.parametrize(
-    ("name", "weight", "says"),
+    "name, weight, says",
     [
         ("FP8_DYNAMIC", torch.ones(128), "matrix"),
         ("FP8_DYNAMIC", torch.ones(2, 16, 128), "matrix"),

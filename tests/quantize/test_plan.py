@@ -12,6 +12,7 @@ from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.match_clock import MATCHING_SECONDS
 from releases import source_layout, write_checkpoint
+from tables import cases
 from writing import recipe_with
 
 
@@ -54,7 +55,7 @@ NO_MTP = {"num_nextn_predict_layers": 0}
 
 
 @pytest.mark.parametrize(
-    ("model", "lost", "config", "says"),
+    "model, lost, config, says",
     [
         ("glm-4.7", r"model\.layers\.3\.", {}, "model.layers.3."),
         ("dsv4-flash", r"mtp\.", {}, "mtp.0."),
@@ -89,31 +90,7 @@ def test_a_tensor_outside_the_table_is_refused_or_kept_by_the_recipe(tmp_path):
 GROUPS = ("attention", "dense_mlp", "shared_experts", "experts")
 
 
-@pytest.mark.parametrize(
-    ("modules", "scheme", "says"),
-    [
-        (
-            "model.layers.1.self_attn.k_proj",
-            "FP8_DYNAMIC",
-            r"fuses model\.layers\.1\.self_attn\.\w_proj and .*qkv_proj.*one scheme",
-        ),
-        (
-            r"re:.*\.eh_proj",
-            "W4A16",
-            r"model\.layers\.3\.eh_proj is never quantized .*nn\.Linear.*got W4A16",
-        ),
-        (
-            r"re:.*\.down_proj",
-            "W4A16",
-            r"W4A16 needs K divisible by 128; got K=96 in .*\.down_proj\.weight",
-        ),
-        (
-            r"re:.*\.up_proj",
-            "W4A16_ASYM",
-            r"W4A16_ASYM needs N divisible by 8.*got N=100 in model.layers.0.mlp.up_proj.weight",
-        ),
-    ],
-)
+@cases
 def test_an_override_that_vllm_cannot_load_is_refused(modules, scheme, says, tmp_path):
     override = {"modules": modules, "scheme": scheme}
     sizes = {"down_proj": ("BF16", (256, 96)), "up_proj": ("BF16", (100, 256))}
@@ -171,7 +148,7 @@ def test_what_awq_may_rescale(tmp_path):
     assert norm.reason.endswith("; awq may rescale it")
 
 
-@pytest.mark.parametrize(("scheme", "mtp"), [("NVFP4", "bf16"), ("FP8", "bf16"), ("bf16", "NVFP4")])
+@cases
 def test_static_scales_where_vllm_absorbs_the_weight(scheme, mtp, tmp_path):
     """kv_b_proj is read through an identity matrix, which no batch looked like; scales made on the
     fly take it.

@@ -111,7 +111,7 @@ def test_the_written_folder_passes_its_check_and_both_configs_agree(twins):
 
 
 @pytest.mark.parametrize(
-    ("model", "scheme", "mtp", "named"),
+    "model, scheme, mtp, named",
     [
         (
             "glm-4.7",

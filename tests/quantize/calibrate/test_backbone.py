@@ -26,7 +26,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "places", "told"),
+    "name, places, told",
     [
         ("tiny-glm4-moe.nvfp4", PLACES, [1, 3]),
         ("tiny-glm4-moe.w4a16-gptq", PLACES[2:3], [1, 2, 3]),

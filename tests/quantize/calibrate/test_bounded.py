@@ -18,6 +18,7 @@ from keepmtp.recipes.errors import CheckpointError
 from layerwise import GLM, Skeleton
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
 from passes import plan_over
+from tables import cases
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -89,9 +90,7 @@ def test_a_moe_layer_needs_a_hessian_for_each_input(scheme, held, monkeypatch):
     assert_equal(shared, apart)
 
 
-@pytest.mark.parametrize(
-    "calls", [[(0, "b"), (1, "c")], [(0, "b")], [(1, "a")], [(0, "b"), (1, "b"), (1, "b")]]
-)
+@cases
 def test_modules_that_part_are_refused(calls):
     """Both read one tensor first; afterwards one reads another, or nothing, or once more."""
     modules = [nn.Linear(8, 4) for _ in range(2)]
@@ -151,7 +150,7 @@ PAIR = 3 * 64 * 128 * 2  # a down projection's BF16 inputs of three batches
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("room", "groups"), [(0, 4), (2 * PAIR, 2), (4 * PAIR, 1)])
+@pytest.mark.parametrize("room, groups", [(0, 4), (2 * PAIR, 2), (4 * PAIR, 1)])
 def test_awq_searches_experts_in_groups_that_fit(room, groups, monkeypatch):
     expected, own = unbounded(), awq.BoundedAWQ._groups
     found: list[int] = []

@@ -23,6 +23,7 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import check
+from tables import cases
 from writing import written
 
 TINY = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
@@ -112,16 +113,7 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
     assert check(tmp_path / "out", source=open_source(TINY)).findings == ()
 
 
-@pytest.mark.parametrize(
-    ("rest", "mtp", "algorithm"),
-    [
-        ("NVFP4", "NVFP4", "minmax"),
-        ("FP8", "FP8", "minmax"),
-        ("NVFP4", "W4A16", "gptq"),
-        ("W4A16", "bf16", "awq"),
-        ("W8A8", "W8A8", "smoothquant"),
-    ],
-)
+@cases
 def test_made_up_statistics_pass_the_check_and_are_copied(rest, mtp, algorithm, tmp_path):
     plan = planned(TINY, model="tiny-glm4-moe", rest=rest, mtp=mtp, algorithm=algorithm)
     assert_copied(plan, tmp_path)

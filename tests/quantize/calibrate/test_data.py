@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from hub import serving
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.quantize.calibrate.data import data as module
@@ -22,6 +21,7 @@ from keepmtp.quantize.calibrate.mtp.facts import DataFact
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Calibration
+from tables import table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -383,7 +383,7 @@ def test_the_shipped_text_begins_to_count_behind_its_questions():
 # --- what is refused ------------------------------------------------------------------------------
 
 
-REFUSED = yaml.safe_load(Path(__file__).with_name("refused_data.yaml").read_text())
+REFUSED = table("quantize/calibrate/refused_data")
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case["says"])

@@ -23,6 +23,7 @@ from keepmtp.quantize.calibrate.mtp.acceptance import (
 from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, answered, even, plan_over, reading
+from tables import cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -218,15 +219,7 @@ def game(kept: float, *, slots: int, seed: int) -> tuple[Acceptance, Acceptance]
     return sides[0], sides[1]
 
 
-@pytest.mark.parametrize(
-    ("kept", "slots", "fewest", "most"),
-    [
-        (0.96, 500, 0.0, 0.05),
-        (0.97, 500, 0.0, 0.10),
-        (0.97, 4000, 0.0, 0.08),
-        (0.98, 4000, 0.80, 1.0),
-    ],
-)
+@cases
 def test_a_block_passes_as_often_as_the_confidence_says(kept, slots, fewest, most):
     """A bare estimate lets one that keeps 96 % pass in every fourth run of 500 slots."""
     found = []

@@ -54,7 +54,7 @@ def num_modules(results: list) -> int:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("folder", "scheme", "knobs"),
+    "folder, scheme, knobs",
     [
         (GLM, "W4A16", GPTQKnobs(actorder=None, dampening_frac=0.2, block_size=48)),
         (GLM, "W4A16", GPTQKnobs()),
@@ -83,7 +83,7 @@ def group_of(scheme: str) -> dict:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("folder", "scheme", "algorithm", "knobs"),
+    "folder, scheme, algorithm, knobs",
     [
         (GLM, "W4A16", "awq", AWQKnobs(n_grid=5, duo_scaling=False)),
         (GLM, "W4A16", "awq", AWQKnobs(n_grid=6, duo_scaling="both")),
@@ -219,7 +219,7 @@ def of_toy(toy: Toy, schemes: str | dict[str, str], algorithm: str, **work) -> C
 
 
 @pytest.mark.parametrize(
-    ("toy", "schemes", "smoothed"),
+    "toy, schemes, smoothed",
     [
         ({}, {}, {"norm", "up_proj"}),
         ({"leaks": True}, {}, {"up_proj"}),  # a norm whose output also goes elsewhere
@@ -272,7 +272,7 @@ def test_a_module_that_is_never_called_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("broken", "value", "named"),
+    "broken, value, named",
     [
         ("in_proj_z", float("nan"), "in_proj_z: .* its weight"),
         ("norm", float("nan"), "in_proj_qkv: .* its input"),
@@ -310,7 +310,7 @@ def test_propagating_and_serving(scheme):
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
 @pytest.mark.parametrize(
-    ("scheme", "algorithm", "equal"), [("NVFP4", "minmax", True), ("W4A16", "gptq", False)]
+    "scheme, algorithm, equal", [("NVFP4", "minmax", True), ("W4A16", "gptq", False)]
 )
 def test_one_pass_is_enough_where_no_weight_is_rewritten(folder, scheme, algorithm, equal):
     """What the layer returns while it is observed is what it hands on, to the bit; GPTQ's weights

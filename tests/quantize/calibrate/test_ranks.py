@@ -24,6 +24,7 @@ from killed import error, events, finished, small_recipe, start, statistics, sum
 from outputs import digests
 from passes import ALONE
 from safetensors.torch import load_file
+from tables import cases
 
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
@@ -273,7 +274,7 @@ def test_two_processes_on_one_gpu_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "place"),
+    "given, place",
     [
         (f"{SRUN} MASTER_ADDR=", (0, 1)),  # in a batch script
         (f"{TASK} MASTER_ADDR=node-1", (0, 1)),
@@ -315,9 +316,7 @@ def test_what_is_no_lost_gpu_stays_as_it_is(error, environment):
         raise error
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "size"), [(16, 8), (16, 3), (16, 1), (14, 3), (5, 8), (64, 8), (9, 2)]
-)
+@cases
 def test_shares_are_whole_batches_where_all_get_one(num_rows, size):
     ranks = (replace(ALONE, rank=rank, size=size) for rank in range(size))
     shares = [own.share(num_rows, 4) for own in ranks]

@@ -29,6 +29,7 @@ from keepmtp.recipes.find import read_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, plan_over
 from scipy.stats import spearmanr
+from tables import cases
 from typer.testing import CliRunner
 from writing import recipe_with
 from written_values import poke
@@ -119,7 +120,7 @@ def test_overrides_are_few_where_layers_agree():
     ]
 
 
-@pytest.mark.parametrize(("stop", "at"), [("_forward", 2), ("_top", 1), ("_backward", 2)])
+@cases
 def test_a_killed_search_goes_on_to_the_same_sums(stop, at, swept, tmp_path, monkeypatch):
     own, calls, once = run_in(tmp_path), [], getattr(SearchRun, stop)
 

@@ -27,6 +27,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from passes import as_calibrated
 from releases import source_layout, write_checkpoint
+from tables import cases
 from writing import recipe_with, written
 
 # Source form -> the model that stores it, and the scheme that it was written in before, if no
@@ -118,18 +119,7 @@ def test_served_weights_are_those_of_the_file(form, scheme, sources, tmp_path):
     assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path) > 8
 
 
-@pytest.mark.parametrize(
-    ("form", "scheme", "options"),
-    [
-        ("BF16", "FP8_BLOCK", {"search": "imatrix"}),
-        ("stacked", "W4A16", {"search": "imatrix"}),
-        ("MXFP4", "NVFP4", {"search": "imatrix"}),
-        ("BF16", "NVFP4", {"algorithm": "gptq"}),
-        ("stacked", "W4A16", {"algorithm": "gptq"}),
-        ("MXFP4", "W4A16", {"algorithm": "awq"}),
-        ("F32", "W8A8", {"algorithm": "smoothquant"}),
-    ],
-)
+@cases
 def test_weights_that_calibration_decides_are_those_of_the_file(
     form, scheme, options, sources, tmp_path
 ):

@@ -28,6 +28,7 @@ from keepmtp.recipes.find import shipped_recipes
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from passes import as_calibrated
 from releases import source_layout, write_checkpoint
+from tables import cases
 from torch import nn
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts
@@ -76,24 +77,13 @@ def test_every_family_is_bound_or_refused(model, tmp_path):
         assert all(skeleton.bind_layer(index) for index in range(len(skeleton)))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "says"),
-    [
-        ("1.mlp.gate.weight", (), "must be on disk; got nothing for mlp.gate.weight"),
-        ("0.mlp.up_proj.bias", (8,), "must have a parameter for model.layers.0.mlp.up_pro"),
-        (
-            "2.mlp.experts.3.down_proj.weight",
-            (16, 16),
-            "experts.3.down_proj.weight must have shape",
-        ),
-    ],
-)
+@cases
 def test_what_does_not_fit_the_class_is_named(name, shape, says, tmp_path):
     """A parameter without a tensor, a tensor without a parameter, and a wrong width."""
     config, tensors = source_layout("glm-4.7", size="tiny")
     tensors.pop(f"model.layers.{name}", None)
     if shape:
-        tensors[f"model.layers.{name}"] = "BF16", shape
+        tensors[f"model.layers.{name}"] = "BF16", tuple(shape)
     plan = planned(write_checkpoint(tmp_path, config, tensors), attention="bf16")
     skeleton = Skeleton(plan, device=CPU)
     with pytest.raises(CheckpointError, match=re.escape(says)), skeleton.layer(int(name[0])):
