@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from keepmtp import __version__
 from readme_renderer import markdown
+from tables import cases
 from wheel import ROOT, sdist_of, tracked
 
 GENERATED = {"PKG-INFO", "setup.cfg"}
@@ -56,17 +57,7 @@ def test_the_page_of_the_index_has_no_link_to_a_file(description):
     assert "<table>" in description and "<code>docs/usage.md</code>" in description
 
 
-@pytest.mark.parametrize(
-    ("readme", "shown"),
-    [
-        ("![a picture](docs/a.svg)\n\ntext", "text"),
-        ("![a picture](https://a.b/c.svg)\n\ntext", "![a picture](https://a.b/c.svg)\n\ntext"),
-        (
-            "see [docs/a.md](docs/a.md), [there](https://a.b) and [below](#below)",
-            "see `docs/a.md`, [there](https://a.b) and [below](#below)",
-        ),
-    ],
-)
+@cases
 def test_links_to_files_become_their_text(readme, shown):
     spec = importlib.util.spec_from_file_location("keepmtp_setup", ROOT / "setup.py")
     assert spec and spec.loader

@@ -13,6 +13,7 @@ from keepmtp.quantize.plan.checkpoint_as_model import ModelWord, model_name, mod
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from printed import printed
 from safetensors.torch import load_file, save_file
+from tables import cases
 
 TINY = ROOT / "models" / "tiny-glm4-moe"
 
@@ -43,16 +44,7 @@ def test_words_that_mean_a_checkpoint(model):
     assert model_word(model) == ModelWord(name=model.removeprefix("./"), is_recipe=False)
 
 
-@pytest.mark.parametrize(
-    ("page", "revision"),
-    [
-        ("https://huggingface.co/org/name", None),
-        ("https://huggingface.co/org/name/", None),
-        ("https://huggingface.co/org/name/tree/v1", "v1"),
-        ("https://huggingface.co/org/name/blob/v1/config.json", "v1"),
-        ("huggingface.co/org/name?library=vllm", None),
-    ],
-)
+@cases
 def test_a_page_means_a_checkpoint_or_its_recipe(page, revision):
     word = ModelWord(name="org/name", is_recipe=False, revision=revision)
     assert model_word(page) == word

@@ -33,7 +33,7 @@ def test_a_good_checkpoint_passes():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("answers", "status", "verdict"),
+    "answers, status, verdict",
     [
         (Answers(both=30, only_source=40, only_checkpoint=1, neither=9), 1, "regression"),
         (Answers(both=30, only_source=12, only_checkpoint=3, neither=9), 3, "infeasible"),

@@ -24,7 +24,7 @@ def source(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "value", "at", "says"),
+    "tensor, value, at, says",
     [
         ("model.embed_tokens.weight", math.nan, 7, "element [0, 7] is infinite or NaN, as are 1"),
         (f"{MTP}.eh_proj.weight", math.inf, 0, "element [0, 0] is infinite or NaN, as are 1"),

@@ -19,6 +19,7 @@ from random import Random
 from typing import Any
 
 import yaml
+from tables import table
 
 UNEDITABLE = (
     OSError,
@@ -32,7 +33,7 @@ UNEDITABLE = (
     yaml.YAMLError,
 )
 """What an edit may raise where one before it has left nothing to edit."""
-ODD: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("odd.yaml").read_text())
+ODD: dict[str, Any] = table("fuzz/odd")
 NAMES = (*ODD["names"], "x" * 100_000, "é" * 300)
 REGEXES = (*ODD["regexes"], "re:" + "(" * 400)
 OTHERS = (*ODD["others"], [1] * 10_000)

@@ -74,7 +74,7 @@ def judge(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("call", "status", "fault"),
+    "call, status, fault",
     [
         (lambda: None, 0, ""),
         (lambda: sys.exit(1), 1, ""),
@@ -107,7 +107,7 @@ def test_what_a_call_leaves_running_is_ended(judge, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("header", "why"),
+    "header, why",
     [
         (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', ""),
         (
@@ -135,7 +135,7 @@ def publishes_a_secret() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "faults"),
+    "call, faults",
     [
         (lambda: None, set()),
         (lambda: Path("in.out").touch(), set()),
@@ -155,7 +155,7 @@ def test_the_canary_sees_each_fault(call, faults, tmp_path):
     assert set(canary.left(case, tmp_path, before)) == faults
 
 
-@pytest.mark.parametrize(("value", "faults"), [(1.0, []), (2.0, ["other values in 'a'"])])
+@pytest.mark.parametrize("value, faults", [(1.0, []), (2.0, ["other values in 'a'"])])
 def test_what_a_new_folder_has_otherwise_is_a_fault(value, faults, tmp_path):
     header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     for name, each in (("in/first", 1.0), ("in.out", value)):

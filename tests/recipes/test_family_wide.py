@@ -33,7 +33,7 @@ def planned(checkpoint: Checkpoint, variant: str) -> Plan:
     return make_plan(recipe_of(checkpoint, variant), as_source(checkpoint, NOWHERE))
 
 
-@pytest.mark.parametrize(("model", "variant"), CASES)
+@pytest.mark.parametrize("model, variant", CASES)
 def test_a_common_variant_fits_every_family(model, variant):
     plan = planned(released(model), variant)
     heavy, _ = COMMON[variant]
@@ -42,7 +42,7 @@ def test_a_common_variant_fits_every_family(model, variant):
 
 
 @pytest.mark.few(48)
-@pytest.mark.parametrize(("model", "variant"), CASES)
+@pytest.mark.parametrize("model, variant", CASES)
 def test_what_it_writes_has_no_findings(model, variant):
     plan = planned(released(model), variant)
     tensors = {

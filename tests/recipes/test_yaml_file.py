@@ -56,7 +56,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("text", "said"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("text, said", REFUSED.values(), ids=REFUSED)
 def test_what_no_recipe_has(text, said, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)

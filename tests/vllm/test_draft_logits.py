@@ -26,6 +26,7 @@ from keepmtp.recipes.families import families
 from keepmtp.recipes.find import find_recipe
 from real_vllm import NEEDS_VLLM, in_vllm
 from safetensors.torch import load_file
+from tables import cases
 from torch import Tensor, nn
 
 NUM_DRAFTS = 3
@@ -273,14 +274,7 @@ def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("deepseek-v3.2", "index_topk", 5),
-        ("glm-5", "index_topk", 5),
-        ("dsv4-flash", "sliding_window", 4),
-    ],
-)
+@cases
 def test_another_choice_of_keys_parts_them(drafted, base, name, key, value):
     """The twin of the indexer, which chooses one key more, and of the window."""
     layer = drafted[name].plan.view.family.draft.layers[0]
@@ -325,7 +319,7 @@ def test_the_target_hands_over_the_state_that_the_table_says(drafted, name):
         assert 9 * right < wrong
 
 
-@pytest.mark.parametrize(("proof", "names"), PROOFS.items())
+@pytest.mark.parametrize("proof, names", PROOFS.items())
 def test_every_family_said_to_be_proven_by_vllm_is_here(proof, names):
     claimed = {
         family.model_type
