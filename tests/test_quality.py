@@ -25,18 +25,13 @@ from quality_page import BEGIN, END, jackknife, tables
 from quality_plot import draw
 from quality_rows import ALL, rows_of
 from safetensors.torch import load_file, save_file
+from tables import table
 from written_values import poke
 
 FEW = {"samples": 8, "held_out": 6, "batch_size": 2}
 # What differs on the way to a server: dialect, static and dynamic input scales, rewritten weights,
 # a cache.
-CASES = {
-    "nvfp4": ("tiny-glm4-moe", "nvfp4-mtp-nvfp4", {}),
-    "nvfp4 in modelopt's dialect": ("tiny-glm4-moe", "nvfp4-mtp-nvfp4", {"format": "modelopt"}),
-    "fp8 with its cache": ("tiny-glm4-moe", "fp8-kv", {}),
-    "w4a16 by gptq": ("tiny-glm4-moe", "w4a16-gptq", {}),
-    "qwen": ("tiny-qwen3_5", "fp8", {"mtp": "FP8_DYNAMIC"}),
-}
+CASES = table("test_quality")["CASES"]
 
 
 def made(folder: Path, case: str) -> tuple[Path, dict]:

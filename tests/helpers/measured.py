@@ -44,11 +44,13 @@ def recorded(
 ) -> dict[str, Any]:
     """keepmtp.json of a folder's checkpoint, with these parts of its source and its recipe."""
     source = {"name": "glm", "revision": "local", "files": {}}
-    record = reports.FACTS["record"] | {
+    return {
+        "keepmtp": "0.1.0",
         "recipe": reports.FACTS["recipe"] | recipe,
         "source": source | (made_from or {}),
+        **({} if summary is None else {"calibration": summary}),
+        **reports.FACTS["record"],
     }
-    return record if summary is None else record | {"calibration": summary}
 
 
 def measured(

@@ -22,3 +22,10 @@ def cases(test: Callable[..., None]) -> Callable[..., None]:
     file = Path(test.__code__.co_filename)
     ((names, rows),) = yaml.safe_load(file.with_suffix(".yaml").read_text())[test.__name__].items()
     return pytest.mark.parametrize(names, rows)(test)
+
+
+def spelled(text: str | list[tuple[str, int]]) -> str:
+    """A text of a table, or the pieces of a long one, each as often as it says."""
+    if isinstance(text, str):
+        return text
+    return "".join(piece * times for piece, times in text)

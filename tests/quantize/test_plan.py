@@ -50,26 +50,7 @@ def test_every_tensor_has_one_fate(tmp_path):
     assert all(tensor.reason for tensor in plan.tensors)
 
 
-CUT = "; got no such tensor in any file"
-NO_MTP = {"num_nextn_predict_layers": 0}
-
-
-@pytest.mark.parametrize(
-    "model, lost, config, says",
-    [
-        ("glm-4.7", r"model\.layers\.3\.", {}, "model.layers.3."),
-        ("dsv4-flash", r"mtp\.", {}, "mtp.0."),
-        ("mimo-7b", r"model\.mtp_layers\.", {}, "model.mtp_layers.0."),
-        ("qwen3.5-27b", r"mtp\.layers", {}, "mtp.layers.0."),
-        ("glm-4.7", r".*eh_proj", {}, "eh_proj"),
-        ("qwen3.5-27b", r"mtp\.fc", {}, "mtp.fc"),
-        ("dsv4-flash", r".*e_proj", {}, "e_proj"),
-        ("glm-4.7", r"model\.layers\.1\.", {}, f"promises model.layers.1.*{CUT}"),
-        ("dsv4-flash", r"layers\.0\.", {}, f"promises layers.0.*{CUT}"),
-        ("glm-4.7", "nothing", NO_MTP, "layers on disk; got 0, but model.layers.3.* exists"),
-        ("glm-4.7", r"model\.layers\.3\.", NO_MTP, "must promise an MTP block; got 0"),
-    ],
-)
+@cases
 def test_what_config_promises_must_be_there_and_what_is_there_promised(
     model, lost, config, says, tmp_path
 ):

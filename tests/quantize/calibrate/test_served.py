@@ -27,22 +27,12 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from passes import as_calibrated
 from releases import source_layout, write_checkpoint
-from tables import cases
+from tables import cases, table
 from writing import recipe_with, written
 
 # Source form -> the model that stores it, and the scheme that it was written in before, if no
 # release has the form.
-FORMS = {
-    "BF16": ("glm-4.7", ""),
-    "F32": ("glm-4.7", ""),
-    "stacked": ("qwen3.5-397b", ""),
-    "FP8 blocks": ("deepseek-v3.1", ""),
-    "MXFP4": ("dsv4-flash", ""),
-    "NVFP4": ("glm-4.7", "NVFP4A16"),
-    "INT4": ("glm-4.7", "W4A16"),
-    "INT8": ("glm-4.7", "W8A8"),
-    "FP8 rows": ("glm-4.7", "FP8_DYNAMIC"),
-}
+FORMS = table("quantize/calibrate/test_served")["FORMS"]
 
 
 def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.Module, Binding]]:

@@ -28,7 +28,7 @@ from keepmtp.recipes.find import shipped_recipes
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from passes import as_calibrated
 from releases import source_layout, write_checkpoint
-from tables import cases
+from tables import cases, table
 from torch import nn
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts
@@ -41,18 +41,7 @@ RECIPES = {r.model: r for r in shipped_recipes() if not r.calibrated_schemes() a
 
 # Families that transformers 5.17 cannot build, or whose layers it converts beyond what can be
 # undone.
-REFUSED = {
-    "dots3-note-prev": "no class for model_type 'dots3_note'",
-    "gemma-4-26b-assistant": "no list of 0 layers",
-    "inkling": "only concatenation can be undone",
-    "ling-3.0-flash": "only Python of the checkpoint's own",
-    "mimo-v2.5": "only Python of the checkpoint's own",
-    "longcat-flash-chat": "must have a parameter for",
-    "openpangu-ultra": "only Python of the checkpoint's own",
-    "ring-2.5-1t": "only Python of the checkpoint's own",
-    "step-3.5-flash": "no class for model_type 'step3p5'",
-    "step-3.7-flash": "must have a parameter for",
-}
+REFUSED = table("quantize/calibrate/test_skeleton")["REFUSED"]
 
 
 @pytest.mark.few(10)

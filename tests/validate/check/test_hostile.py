@@ -69,18 +69,7 @@ def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, pl
         assert isinstance(value, str | bool), "a number or a list is the wrong type everywhere"
 
 
-@pytest.mark.parametrize(
-    "base, place, values",
-    [
-        (
-            "released deepseek-r1",
-            "weight_block_size",
-            [0, -1, [0, 128], [128], [2**40, 2**40], [-128, 128]],
-        ),
-        ("glm w4a16", "config_groups/group_0/weights/num_bits", [0, 10**30]),
-        ("glm w4a16", "config_groups/group_0/weights/group_size", [-7]),
-    ],
-)
+@cases
 def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
     for number, value in enumerate(values):
         report = checked(tmp_path / str(number), base, config=said(place, value))

@@ -103,21 +103,8 @@ def test_a_dataset_that_is_not_here_is_said_not_to_be_compared(tmp_path):
 
 # --- prompts --------------------------------------------------------------------------------------
 
-USER = {"role": "user", "content": "Why is the sky blue?"}
-# As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.
-SPEED_BENCH = {"category": "coding", "messages": [USER, {"role": "user", "content": "Shorter."}]}
-ON_THE_HUB = {"category": "coding", "sub_category": "", "turns": ["Why?", "Shorter."]}
 
-
-@pytest.mark.parametrize(
-    "row, message, text",
-    [
-        ({"prompt": "Go on:\u2028"}, "Go on:\u2028", "Go on:\u2028"),
-        (SPEED_BENCH, *2 * [USER["content"]]),
-        (ON_THE_HUB, "Why?", "Why?"),
-        ({"question": "1 + 1?", "answer": "#### 2"}, "1 + 1?", "Question: 1 + 1?\nAnswer:"),
-    ],
-)
+@cases
 def test_forms(row, message, text, tmp_path):
     """Of a conversation the first message is asked: an answer must be the model's own."""
     prompts = read_prompts(rows(tmp_path / "prompts.jsonl", "", row))

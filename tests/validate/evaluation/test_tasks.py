@@ -44,16 +44,7 @@ ROWS = [
 
 # lm-eval's own name of the task, and the splits of its dataset that hold the questions and the
 # shots.
-REFERENCES = {
-    "gsm8k": ("gsm8k", {"test", "train"}),
-    "mmlu_pro": ("mmlu_pro", {"test", "validation"}),
-    "ifeval": ("ifeval", {"train"}),
-    "humaneval": ("humaneval_instruct", {"test"}),
-    "gpqa_diamond": ("gpqa_diamond_cot_zeroshot", {"train"}),
-    "math500": ("minerva_math500", {"test"}),
-    "aime24": ("aime24", {"train"}),
-    "aime25": ("aime25", {"test"}),
-}
+REFERENCES = table("validate/evaluation/test_tasks")["REFERENCES"]
 DRAWN = {"gpqa_diamond"}  # whose choices are in a drawn order
 
 

@@ -60,7 +60,6 @@ from tables import cases
 HOSTILE = (
     "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"
 )
-FEW = Answers(both=50, only_source=2, only_checkpoint=1, neither=7)
 KEEPMTP = Path(sys.executable).with_name("keepmtp")
 run = partial(subprocess.run, capture_output=True, text=True)
 COPY = {"as_served": evaluations.COPY, "reason": "no kernel"}
@@ -171,45 +170,21 @@ def test_a_card_of_what_was_only_checked(made):
     printed("card_bare.md", card_of(made, assembled(cards.checked(made))))
 
 
-@pytest.mark.parametrize(
-    "make, says",
-    [
-        (
-            lambda: whole(answers=replace(FEW, both=900, only_source=120)),
-            "[!CAUTION]\n> **Regression: this checkpoint failed its gates.**",
-        ),
-        (
-            lambda: whole(answers=FEW),
-            "[!WARNING]\n> **Too few samples: what was measured neither passes nor fails",
-        ),
-        (reports.broken, "[!CAUTION]"),
-    ],
-)
-def test_the_verdict_stands_on_top(make, says, made):
-    assert says in card_of(made, make()).partition("| | |")[0]
+def report_of(kind: str, changed: dict[str, Any]) -> FullReport:
+    if "answers" in changed:
+        changed = changed | {"answers": Answers(**changed["answers"])}
+    kinds = {"whole": whole, "broken": reports.broken, "calibrated": reports.calibrated}
+    return kinds[kind](**changed)
 
 
-@pytest.mark.parametrize(
-    "make, says",
-    [
-        (
-            lambda: whole(checkpoint=COPY),
-            "Figures of the checkpoint are of a BF16 copy of the same weights: no kernel. What",
-        ),
-        (whole, "No GPU was used (CPU: Xeon, 2 cores)"),
-        (whole, "Not measured in a way that promises a speed: that needs a GPU"),
-        (whole, "The checkpoint was not asked with MTP off"),
-        (lambda: whole(has_source=False), "The source was not evaluated"),
-        (lambda: whole(protocol={"limit": 50}), "only some of the benchmark's questions"),
-        (
-            lambda: whole(answers=FEW),
-            "The gate of gsm8k neither passes nor fails (too few samples)",
-        ),
-        (lambda: reports.calibrated(unmeasured="no class."), "measure acceptance: no class."),
-    ],
-)
-def test_limitations_follow_from_what_was_measured(make, says, made):
-    assert says in card_of(made, make()).partition("## Throughput")[2]
+@cases
+def test_the_verdict_stands_on_top(kind, changed, says, made):
+    assert says in card_of(made, report_of(kind, changed)).partition("| | |")[0]
+
+
+@cases
+def test_limitations_follow_from_what_was_measured(kind, changed, says, made):
+    assert says in card_of(made, report_of(kind, changed)).partition("## Throughput")[2]
 
 
 def speed_card(made: Path, *, with_source: bool = True, device: str = "GPU", **own: object) -> str:

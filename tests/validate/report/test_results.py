@@ -238,17 +238,9 @@ def test_a_check_of_the_same_bytes_is_kept(evidence):
     assert file_of(evidence, "check").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "record, says",
-    [
-        (measured.recorded(gates={"max_drop": 2}), "must be as a recipe has it; got max_drop"),
-        (measured.recorded(gates={"colour": 2}), "must be as a recipe has it; got colour"),
-        (measured.recorded(), ""),
-        (measured.recorded(gates=None), ""),
-        ({"recipe": 7}, "must be keepmtp's own record; got keepmtp: Field required"),
-    ],
-)
-def test_gates_are_those_of_the_record(record, says, tmp_path):
+@cases
+def test_gates_are_those_of_the_record(recipe, says, tmp_path):
+    record = measured.recorded(**recipe) if isinstance(recipe, dict) else {"recipe": recipe}
     folder = measured.checkpoint(tmp_path / "glm", record=record)
     evidence = report_folder(folder)
     record_static(evidence, open_source(folder), identify(folder))
