@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from foreign_form import AWQ, GPTQ
+from foreign_form import SAID
 from keepmtp.recipes.family import Renames, VLLMName
 from keepmtp.recipes.renamer import Renamer
 from keepmtp.validate.check.dialects.autoround import read_autoround
@@ -165,7 +165,7 @@ def test_experts_of_awq_in_other_groups_have_the_list_as_it_is_written(asked):
         Renamer(renames=Renames(prefixes={"language_model.": "model."})),
     )
     for words, is_skipped in asked["lists"]:
-        raw = AWQ | {"group_size": 256, "modules_to_not_convert": words}
+        raw = SAID["awq"] | {"group_size": 256, "modules_to_not_convert": words}
         built = (
             read_awq(raw, rename, floats=["model.layers.3"])
             .resolve(experts, shards=(), kind="experts")
@@ -180,6 +180,6 @@ def test_experts_of_gptq_in_other_groups_are_excepted_by_nothing(asked):
     """
     experts = VLLMName("model.layers.3.mlp.experts")
     for group_size, has_marlin in asked["groups"]:
-        raw = GPTQ | {"group_size": group_size, "dynamic": {"-:.*": {}}}
+        raw = SAID["gptq"] | {"group_size": group_size, "dynamic": {"-:.*": {}}}
         built = read_gptq(raw, Renamer(), ()).resolve(experts, shards=(), kind="experts").built
         assert (built.form == "plain") == has_marlin, group_size
