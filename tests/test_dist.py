@@ -4,7 +4,6 @@ package index.
 
 import importlib.util
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -12,6 +11,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from commands import captured
 from keepmtp import __version__
 from readme_renderer import markdown
 from tables import cases
@@ -46,7 +46,7 @@ def test_the_sdist_holds_what_git_tracks(built):
 @pytest.mark.full
 def test_the_index_would_take_both(built):
     words = [sys.executable, "-m", "twine", "check", "--strict", str(built), str(sdist_of(built))]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = captured(words)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

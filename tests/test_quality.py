@@ -25,6 +25,7 @@ from quality_page import BEGIN, END, jackknife, tables
 from quality_plot import draw
 from quality_rows import ALL, rows_of
 from safetensors.torch import load_file, save_file
+from seeds import seeded
 from tables import table
 from written_values import poke
 
@@ -142,7 +143,7 @@ def test_an_interval_is_that_of_many_texts():
     """Played: of 300 texts of 48 sequences, about 95 % of the intervals hold the true ratio; a
     paired one is narrow.
     """
-    draw_from = torch.Generator().manual_seed(0)
+    draw_from = seeded(0)
     held, reaches = 0, []
     for _ in range(300):
         hard = torch.rand(48, generator=draw_from, dtype=torch.float64) + 0.5

@@ -50,7 +50,7 @@ STRAY = (
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "key").write_text("PRIVATE KEY")
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     config["auto_map"] = {
         "AutoModelForCausalLM": "modeling_own.Own",
         "AutoConfig": ["org/other--configuration.C", None],

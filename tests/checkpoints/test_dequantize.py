@@ -12,6 +12,7 @@ from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
+from seeds import seeded
 from tables import cases
 
 E2M1 = torch.tensor(
@@ -26,10 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def small_chunks(monkeypatch):
     """Chunks of a few rows, so that small weights have many."""
     monkeypatch.setattr(values_module, "_CHUNK_CPU", 1024)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def all_fp8(shape: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:

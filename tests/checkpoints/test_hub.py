@@ -27,7 +27,7 @@ START, LENGTH = 1_001, 200_000
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     return write_checkpoint(tmp_path_factory.mktemp("made") / "source", config, tensors)
 
 

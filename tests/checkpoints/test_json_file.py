@@ -119,7 +119,7 @@ def test_every_key_of_every_family_has_a_type(tmp_path):
 
 
 def plan(folder: Path, **changes) -> int:
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     config = {key: value for key, value in (config | changes).items() if value != "gone"}
     write_checkpoint(folder, config, tensors)
     return len(make_plan(find_recipe("glm-4.7.nvfp4a16-fp8")[0], open_source(folder)).tensors)

@@ -180,7 +180,7 @@ def test_a_second_block_is_refused(tmp_path):
 
 def test_layers_that_continue_the_decoder_layers_keep_their_names(tmp_path):
     """Two releases of one model: the MTP layer has one name in both."""
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     block = {name: spec for name, spec in tensors.items() if name.startswith("model.layers.3.")}
     release = Checkpoint(
         config=config, tensors={name: spec for name, spec in tensors.items() if name not in block}

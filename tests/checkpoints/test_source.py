@@ -17,7 +17,7 @@ from tables import cases
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     return write_checkpoint(tmp_path / "source", config, tensors, data="random")
 
 
@@ -148,7 +148,7 @@ def test_a_tensor_in_two_indexed_files(folder):
 
 def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
     """`mtp.safetensors` beside an index that does not list it: seen, and kept apart."""
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     layers = config["num_hidden_layers"]
     mtp = {
         name: spec for name, spec in tensors.items() if name.startswith(f"model.layers.{layers}.")

@@ -55,7 +55,7 @@ def test_main_memory_without_a_gpu_holds_everything(air):
 
 
 def test_what_transformers_cannot_build_is_refused_before_the_download(tmp_path, monkeypatch):
-    write_checkpoint(tmp_path, *source_layout("mimo-v2.5", size="tiny"))
+    write_checkpoint(tmp_path, *source_layout("mimo-v2.5"))
     recipe, _ = find_recipe("mimo-v2.5", scheme="NVFP4")
     made = make_plan(recipe, open_source(tmp_path))
     on_the_hub = replace(made, source=replace(made.source, folder=None))

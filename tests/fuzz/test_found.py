@@ -12,6 +12,7 @@ import measured
 import pytest
 from broken import GOOD
 from checkpoint_files import write
+from commands import ROOT
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -30,7 +31,6 @@ from keepmtp.validate.report.card_metadata import read_front_matter
 from keepmtp.validate.report.provenance import recipe_text
 from keepmtp.validate.report.report import read_json, refresh
 
-ROOT = Path(__file__).parent.parent.parent
 READERS: dict[str, Callable[[Path], object]] = {
     "check.json": lambda path: read_result(path.parent, "check"),
     "report.json": read_json,

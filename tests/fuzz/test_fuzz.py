@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import time
 from contextlib import chdir
@@ -24,6 +23,7 @@ import judged
 import kinds
 import pytest
 from case import Case
+from commands import captured
 from judged import Verdict
 from kinds import KINDS
 
@@ -172,7 +172,7 @@ def test_some_hostile_files_break_no_promise(capsys):
     seconds = os.environ.get("FUZZ_SECONDS", "6")
     campaign = str(Path(__file__).with_name("campaign.py"))
     words = [sys.executable, "-P", campaign, "--seconds", seconds]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = captured(words)
     with capsys.disabled():  # a run that passed can be repeated too
         print(f"\n{done.stdout.partition(chr(10))[0]} {done.stdout.strip().rpartition(chr(10))[2]}")
     assert done.returncode == 0, done.stdout + done.stderr

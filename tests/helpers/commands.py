@@ -4,10 +4,17 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 ROOT = Path(__file__).parent.parent.parent
+
+
+def captured(words: Sequence[str | Path], **more: Any) -> subprocess.CompletedProcess[str]:
+    """A program that ran to its end, with what it printed."""
+    return subprocess.run(words, capture_output=True, text=True, **more)
 
 
 def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:

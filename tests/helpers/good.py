@@ -36,7 +36,7 @@ _COMPANIONS = {
 
 def released(model: str, **changes: Any) -> Checkpoint:
     """The original release, tiny."""
-    config, tensors = releases.source_layout(model, size="tiny", changes=changes)
+    config, tensors = releases.source_layout(model, changes=changes)
     return Checkpoint(config=config, tensors=dict(tensors), json_files=companions(config))
 
 

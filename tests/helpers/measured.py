@@ -33,7 +33,7 @@ def checkpoint(folder: Path, *, record: dict[str, Any] | None = None) -> Path:
     """A tiny checkpoint that passes the static check, with a record of its own, or none if `record`
     is empty.
     """
-    write_checkpoint(folder, *source_layout("glm-4.7", size="tiny"), data="random")
+    write_checkpoint(folder, *source_layout("glm-4.7"), data="random")
     if record is None or record:
         (folder / "keepmtp.json").write_text(json.dumps(record or recorded(gates=LAX)))
     return folder

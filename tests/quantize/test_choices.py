@@ -77,7 +77,7 @@ def test_a_unit_is_what_vllm_gives_one_scheme():
 
 
 def test_a_word_is_left_out_where_it_does_not_suit(tmp_path):
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     config["moe_intermediate_size"] = 24
     narrow = {128: 24}
     for name, (dtype, shape) in tensors.items():

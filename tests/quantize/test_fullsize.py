@@ -6,13 +6,13 @@ so that a change to a table, a scheme or a recipe shows which tensors it moves.
 """
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import releases
+from commands import captured
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
@@ -100,10 +100,8 @@ def test_planning_takes_little_memory(plan):
     """In a process of its own, as `keepmtp plan` runs: from files to plan, without torch. Seconds:
     benchmarks/.
     """
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", MEASURED, plan.recipe.name, str(plan.source.folder)],
-        capture_output=True,
-        text=True,
         check=True,
         cwd=Path(__file__).parent.parent / "helpers",
     )

@@ -9,16 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import outputs
 import pytest
-from commands import keepmtp
+from commands import ROOT, keepmtp
 from keepmtp.checkpoints.files import partial_path
 from killed import small_recipe
 from outputs import MODEL, digests, end, killed_again_and_again, start
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize(

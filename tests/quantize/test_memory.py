@@ -25,6 +25,7 @@ from keepmtp.recipes.knobs import AutoRoundKnobs
 from keepmtp.recipes.schema import MtpTuned, Recipe
 from live_bytes import LiveBytes
 from passes import ALONE, ROOT, plan_over, results_of
+from seeds import seeded
 from tables import cases
 
 LEAST, MOST = 0.8, 1.4
@@ -44,7 +45,7 @@ def backbone_of(plan: Plan, folder: Path) -> Backbone:
     """The pass over random text."""
     calibration = plan.recipe.calibration
     shape = calibration.samples + calibration.held_out, calibration.sequence_length
-    ids = torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 300, shape, generator=seeded(0))
     calibrated, held_out = ids.split([calibration.samples, calibration.held_out])
     data = CalibrationData(ids=calibrated, held_out_ids=held_out, provenance={})
     return calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE)

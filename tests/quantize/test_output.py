@@ -15,6 +15,7 @@ from pathlib import Path
 
 import outputs
 import pytest
+from commands import ROOT
 from keepmtp import pipeline
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import open_source
@@ -26,7 +27,6 @@ from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from outputs import MODEL, SHARD_BYTES, digests, end, overwrite, start
 
-ROOT = Path(__file__).parent.parent.parent
 ONE, OTHER = f"{MODEL}.w4a16-fp8", f"{MODEL}.fp8-dynamic"
 TENSOR = "model.layers.1.mlp.experts.0.down_proj.weight"
 

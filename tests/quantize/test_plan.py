@@ -17,16 +17,14 @@ from writing import recipe_with
 
 
 def plan_of(folder, model="glm-4.7", *, tensors=None, config=None, **changes):
-    usual_config, usual = source_layout(model, size="tiny")
+    usual_config, usual = source_layout(model)
     write_checkpoint(folder, usual_config | (config or {}), usual if tensors is None else tensors)
     return make_plan(recipe_with(model, **changes), open_source(folder))
 
 
 def without(model: str, pattern: str) -> dict:
     return {
-        name: spec
-        for name, spec in source_layout(model, size="tiny")[1].items()
-        if not re.match(pattern, name)
+        name: spec for name, spec in source_layout(model)[1].items() if not re.match(pattern, name)
     }
 
 
@@ -59,7 +57,7 @@ def test_what_config_promises_must_be_there_and_what_is_there_promised(
 
 
 def test_a_tensor_outside_the_table_is_refused_or_kept_by_the_recipe(tmp_path):
-    _, tensors = source_layout("glm-4.7", size="tiny")
+    _, tensors = source_layout("glm-4.7")
     strange = tensors | {"model.layers.0.self_attn.gizmo.weight": ("BF16", (8, 8))}
     with pytest.raises(CheckpointError, match=r"got model\.layers\.0\.self_attn\.gizmo\.weight"):
         plan_of(tmp_path / "refused", tensors=strange)
@@ -75,7 +73,7 @@ GROUPS = ("attention", "dense_mlp", "shared_experts", "experts")
 def test_an_override_that_vllm_cannot_load_is_refused(modules, scheme, says, tmp_path):
     override = {"modules": modules, "scheme": scheme}
     sizes = {"down_proj": ("BF16", (256, 96)), "up_proj": ("BF16", (100, 256))}
-    tensors = source_layout("glm-4.7", size="tiny")[1]
+    tensors = source_layout("glm-4.7")[1]
     tensors |= {f"model.layers.0.mlp.{name}.weight": spec for name, spec in sizes.items()}
     with pytest.raises(RecipeError, match=says):
         plan_of(
@@ -153,7 +151,7 @@ def test_static_scales_where_vllm_absorbs_the_weight(scheme, mtp, tmp_path):
 
 def test_mtp_from_a_file_that_the_index_forgot(tmp_path):
     """A separate mtp.safetensors is taken in, and the output's index lists what it held."""
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     rest = without("glm-4.7", r"model\.layers\.3\.")
     folder = write_checkpoint(tmp_path / "source", config, rest)
     mtp = {name: spec for name, spec in tensors.items() if name not in rest}
@@ -179,7 +177,7 @@ def test_float_scales_keep_their_precision(tmp_path):
     """FP8 with float32 scales a row stays FP8 with float32 scales a row: rounding them to BF16
     would change values.
     """
-    _, tensors = source_layout("glm-4.7", size="tiny")
+    _, tensors = source_layout("glm-4.7")
     name = "model.layers.3.self_attn.o_proj.weight"
     (rows, columns) = tensors[name][1]
     stored = {name: ("F8_E4M3", (rows, columns)), f"{name}_scale": ("F32", (rows, 1))}
@@ -192,7 +190,7 @@ def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
     """Integers with zero points in other words would be read wrongly, not loudly, if they were
     taken for symmetric.
     """
-    _, tensors = source_layout("glm-4.7", size="tiny")
+    _, tensors = source_layout("glm-4.7")
     module = "model.layers.0.self_attn.o_proj"
     rows, columns = tensors.pop(f"{module}.weight")[1]
     tensors |= {

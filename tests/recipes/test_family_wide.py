@@ -73,7 +73,7 @@ def test_a_release_gets_the_words_of_its_own_recipe(variant):
 
 
 def test_source_becomes_a_scheme_in_a_fine_tune_in_bf16():
-    config, tensors = releases.source_layout("deepseek-r1", size="tiny")
+    config, tensors = releases.source_layout("deepseek-r1")
     plain = {
         name: ("BF16", shape)
         for name, (_, shape) in tensors.items()
@@ -86,9 +86,7 @@ def test_source_becomes_a_scheme_in_a_fine_tune_in_bf16():
 
 
 def test_a_group_that_the_checkpoint_lacks_is_not_named():
-    config, tensors = releases.source_layout(
-        "glm-4.7", size="tiny", changes={"first_k_dense_replace": 0}
-    )
+    config, tensors = releases.source_layout("glm-4.7", changes={"first_k_dense_replace": 0})
     checkpoint = Checkpoint(config=config, tensors=dict(tensors))
     assert set(recipe_of(checkpoint, "nvfp4a16-fp8").backbone) == {
         "attention",

@@ -396,7 +396,7 @@ def test_shipped_files_are_named_like_their_models_and_name_every_calibration():
 def planned(tmp_path: Path, edits: dict) -> Plan:
     source = tmp_path / "source"
     if not source.exists():
-        releases.write_checkpoint(source, *releases.source_layout("glm-4.7", size="tiny"))
+        releases.write_checkpoint(source, *releases.source_layout("glm-4.7"))
     raw = edited(find_recipe("glm-4.7")[0].model_dump(mode="json"), edits)
     return make_plan(Recipe.model_validate(raw), open_source(source))
 

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.vllm
 @cache
 def plan(model: str, mtp: str) -> Plan:
     wrapped = WRAPPED.get(model)
-    layout = wrapped() if wrapped else releases.source_layout(model, size="tiny")
+    layout = wrapped() if wrapped else releases.source_layout(model)
     return plan_of(*layout, model, SCHEME, mtp)
 
 

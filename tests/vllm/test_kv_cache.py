@@ -16,6 +16,7 @@ from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import LoadAccount
 from real_vllm import computed
+from seeds import seeded
 from tables import cases
 
 pytestmark = pytest.mark.vllm
@@ -92,7 +93,7 @@ def test_keys_and_values_have_the_codes_of_vllms_operator(tmp_path: Path):
 
     Loud ones are cut off at 448 scales.
     """
-    states = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    states = torch.randn(32, 2, 64, generator=seeded(0)).bfloat16()
     states[3] *= 4096
     states[5] /= 512
     made = computed(ROUND, {"states": states}, tmp_path)

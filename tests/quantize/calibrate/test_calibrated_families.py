@@ -25,7 +25,7 @@ RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if recipe.varian
 @cases
 def test_the_whole_line(model, scheme, algorithm, tmp_path):
     folder, recipe = tmp_path / "source", RECIPES[model]
-    write_checkpoint(folder, *source_layout(model, size="tiny"), data="random")
+    write_checkpoint(folder, *source_layout(model), data="random")
     words, mtp = recipe.backbone | {"experts": scheme}, {}
     for group in words.keys() - {"dense_mlp", "linear_attention"}:
         mtp[group] = scheme if group == "experts" else "bf16"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import made_up, planned, saved
+from commands import captured
 from drafts import weights_of
 from keepmtp.checkpoints.files import WORK
 from keepmtp.checkpoints.source import open_source
@@ -70,7 +71,7 @@ def oneshots(tmp_path_factory) -> Path:
     pytest.importorskip("llmcompressor")
     folder = tmp_path_factory.mktemp("oneshot")
     command = [sys.executable, "-c", ONESHOT, str(TINY), str(folder), "NVFP4", "FP8"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    done = captured(command, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from keepmtp import pipeline
 from keepmtp.quantize.needs.room import calibration_folder
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -15,7 +16,6 @@ from killed import small_recipe
 from outputs import digests
 from tables import cases
 
-ROOT = Path(__file__).parent.parent.parent.parent
 MODEL = "tiny-glm4-moe"
 
 

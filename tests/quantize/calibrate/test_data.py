@@ -4,7 +4,6 @@ refused and how.
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from commands import captured
 from hub import serving
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.quantize.calibrate.data import data as module
@@ -455,9 +455,7 @@ def test_a_hub_dataset_is_streamed_and_gives_the_ids_of_a_local_copy(tmp_path, s
         commit = hub.mirror("datasets/org/data", repository)
         told = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
         code = [sys.executable, "-c", IN_ANOTHER_PROCESS, given, str(source.folder)]
-        done = subprocess.run(
-            code, env=os.environ | told, capture_output=True, text=True, timeout=120
-        )
+        done = captured(code, env=os.environ | told, timeout=120)
     assert done.returncode == 0, done.stderr
     provenance, no_split, no_column, no_subset = map(json.loads, done.stdout.splitlines())
     assert provenance["dataset_revision"] == commit

@@ -23,6 +23,7 @@ from keepmtp.quantize.calibrate.mtp.acceptance import (
 from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, answered, even, plan_over, reading
+from seeds import seeded
 from tables import cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -77,7 +78,7 @@ def test_the_shipped_blocks_draft_as_their_training_said(shipped):
     with pytest.raises(RecipeError, match=match):
         of_source(silent, block)
     assert of_source(backbone, block_of(backbone, hidden_first=True)).by_position(1)[0] < 0.5
-    noise = torch.Generator().manual_seed(0)
+    noise = seeded(0)
     torch.nn.init.normal_(block.projection.weight, std=0.02, generator=noise)
     assert of_source(backbone, block).by_position(1)[0] < 0.5
 
@@ -163,7 +164,7 @@ def test_the_count_is_that_of_a_server_played_token_by_token(seed):
     """Random texts, choices and drafts over five tokens, one of which ends a text, so that
     everything happens.
     """
-    draw, length = torch.Generator().manual_seed(seed), 400
+    draw, length = seeded(seed), 400
     choices, ids = (torch.randint(0, 5, (length,), generator=draw) for _ in range(2))
     follows = torch.rand(length, generator=draw) < 0.85
     ids[1:] = torch.where(follows[1:], choices[:-1], ids[1:])
@@ -205,7 +206,7 @@ def game(kept: float, *, slots: int, seed: int) -> tuple[Acceptance, Acceptance]
     Sequences are not equally hard, and the first has some drafts accepted where the second has
     none.
     """
-    draw, shape = torch.Generator().manual_seed(seed), (16, slots // 16)
+    draw, shape = seeded(seed), (16, slots // 16)
     share = (0.8 + 0.1 * torch.randn(16, 1, generator=draw)).clamp(0.3, 0.99)
     theirs = torch.rand(shape, generator=draw) < share
     gained = 0.02

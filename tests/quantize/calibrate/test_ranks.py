@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from commands import ROOT
 from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.ranks import _device_of, _refuse_shared_gpu, joined
 from keepmtp.recipes.errors import RecipeError
@@ -26,7 +27,6 @@ from passes import ALONE
 from safetensors.torch import load_file
 from tables import cases
 
-ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 TWO = (BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "keepmtp")
 

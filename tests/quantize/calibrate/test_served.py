@@ -86,7 +86,7 @@ def sources(tmp_path_factory):
     def source(form: str) -> Path:
         model, scheme = FORMS[form]
         folder = tmp_path_factory.mktemp("source") / "release"
-        config, tensors = source_layout(model, size="tiny")
+        config, tensors = source_layout(model)
         if form == "F32":
             tensors = {name: ("F32", shape) for name, (_, shape) in tensors.items()}
         write_checkpoint(folder, config, tensors, data="random")

@@ -48,7 +48,7 @@ REFUSED = table("quantize/calibrate/test_skeleton")["REFUSED"]
 @pytest.mark.parametrize("model", sorted(releases.MODELS.keys() & RECIPES))
 def test_every_family_is_bound_or_refused(model, tmp_path):
     recipe = RECIPES[model]
-    write_checkpoint(tmp_path / "source", *source_layout(model, size="tiny"), data="random")
+    write_checkpoint(tmp_path / "source", *source_layout(model), data="random")
     plan = make_plan(recipe, open_source(tmp_path / "source"))
     if plan.view.family.no_backbone:
         with pytest.raises(RecipeError, match=re.escape(plan.view.family.no_backbone)):
@@ -69,7 +69,7 @@ def test_every_family_is_bound_or_refused(model, tmp_path):
 @cases
 def test_what_does_not_fit_the_class_is_named(name, shape, says, tmp_path):
     """A parameter without a tensor, a tensor without a parameter, and a wrong width."""
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     tensors.pop(f"model.layers.{name}", None)
     if shape:
         tensors[f"model.layers.{name}"] = "BF16", tuple(shape)
@@ -113,7 +113,7 @@ def test_experts_with_a_forward_of_their_own_are_refused(monkeypatch):
 
 
 def test_stacked_experts_that_stay_plain_are_filled(tmp_path):
-    layout = source_layout("qwen3.5-397b", size="tiny")
+    layout = source_layout("qwen3.5-397b")
     source = open_source(write_checkpoint(tmp_path / "source", *layout, data="random"))
     recipe = RECIPES["qwen3.5-397b"]
     plain = recipe.model_copy(update={"backbone": recipe.backbone | {"experts": "bf16"}})

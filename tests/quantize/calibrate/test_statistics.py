@@ -95,7 +95,7 @@ def test_statistics_of_another_run_and_in_two_files_are_refused(tmp_path):
 
 
 def test_a_plan_without_calibration_needs_none(tmp_path):
-    source = write_checkpoint(tmp_path / "source", *source_layout("glm-4.7", size="tiny"))
+    source = write_checkpoint(tmp_path / "source", *source_layout("glm-4.7"))
     plan = make_plan(find_recipe("glm-4.7")[0], open_source(source))
     refuse_statistics(plan, None)
     rule = "every tensor must be one that the plan takes from calibration"

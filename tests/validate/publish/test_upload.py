@@ -18,7 +18,7 @@ import cards
 import hub as loopback
 import measured
 import pytest
-from commands import shell
+from commands import captured, shell
 from hub import FIRST_COMMIT, READ_ONLY, TOKEN, Fault, Hub
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.cli import main
@@ -87,10 +87,8 @@ def words(folder: Path, *more: str) -> list[str]:
 
 def publish(hub: Hub, folder: Path, *more: str, **env: str) -> Ended:
     """The real command, in a process of its own."""
-    done = subprocess.run(
+    done = captured(
         words(folder, *more),
-        capture_output=True,
-        text=True,
         env=environment(hub, folder, **env),
         stdin=subprocess.DEVNULL,
         timeout=300,

@@ -229,7 +229,7 @@ def test_sizes_are_those_of_the_files():
 
 
 def test_a_group_that_is_gone_is_still_a_row(tmp_path):
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     whole = open_source(write_checkpoint(tmp_path / "whole", config, tensors))
     rest = {name: spec for name, spec in tensors.items() if ".shared_experts." not in name}
     rest["model.surprise.weight"] = rest["lm_head.weight"]
@@ -248,7 +248,7 @@ def recorded(folder: Path, record: object) -> tuple[object, str]:
     JSON.
     """
     if not (folder / "config.json").is_file():
-        write_checkpoint(folder, *source_layout("glm-4.7", size="tiny"))
+        write_checkpoint(folder, *source_layout("glm-4.7"))
     (folder / "keepmtp.json").write_text(record if isinstance(record, str) else json.dumps(record))
     return calibration_of(open_source(folder))
 
@@ -406,7 +406,7 @@ def test_save_writes_both_even_for_what_cannot_be_read(tmp_path):
     page = save(tmp_path / "bad", check(tmp_path / "empty"), vllm="0.32.0")
     assert "could not be read" in page.read_text()
     assert not read_json(page.with_name("report.json")).verdict.ok
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     folder = write_checkpoint(tmp_path / "odd", config | {"model_type": "odd"}, tensors)
     checked = examine(folder)
     page = save(tmp_path, checked.data, vllm="0.32.0", opened=checked.source)

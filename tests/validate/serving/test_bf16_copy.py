@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
 from keepmtp.checkpoints.source import open_source
@@ -21,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from tables import table
 from vllms import CPU, H100
 
-ROOT = Path(__file__).parents[3]
 MADE = table("validate/serving/test_bf16_copy")["MADE"]
 
 

@@ -28,6 +28,7 @@ from keepmtp.validate.check.against import (
     relative_error,
 )
 from keepmtp.validate.check.values import check_values
+from seeds import seeded
 from tables import cases, table
 from written_values import fill, opened, poke
 
@@ -37,7 +38,7 @@ N = K = 256
 
 @pytest.fixture(scope="module")
 def weight():
-    return torch.randn(N, K, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    return torch.randn(N, K, generator=seeded(0)).mul_(0.02).bfloat16()
 
 
 @pytest.fixture(scope="module")
