@@ -2,13 +2,13 @@
 figures say.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from json_files import json_of, put_json
 from judge import Judge
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import read_tensor
@@ -110,7 +110,7 @@ def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
             kept[name] = value
     save_file(kept, folder / "model.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(kept, "model.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    put_json(folder / "model.safetensors.index.json", index)
     found = judge.read(folder)
     assert found.mtp_bytes == 0 and found.backbone_bytes == judge.release.backbone_bytes
     assert found.target.divergence == 0
@@ -124,7 +124,7 @@ def test_the_page_has_the_rows_of_the_target_and_says_what_the_figures_say():
     """Another row, or another figure, is another run of `make quality`. Every row is a recipe and
     has its base.
     """
-    figures = json.loads((ROOT / "docs" / "quality.json").read_text())
+    figures = json_of(ROOT / "docs" / "quality.json")
     assert [*figures["models"]] == [*ALL]
     for model, found in figures["models"].items():
         rows = rows_of(model)

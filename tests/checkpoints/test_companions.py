@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import shell
 from hub import FIRST_COMMIT
+from json_files import put_json
 from keepmtp import pipeline
 from keepmtp.checkpoints.companions import companions_among
 from keepmtp.checkpoints.files import partial_path
@@ -172,7 +173,7 @@ def test_a_recipe_that_runs_code_needs_the_flag(folder, tmp_path):
     plan, _ = pipeline.plan_for("glm-4.7.nvfp4-fp8", source=str(folder))
     raw = plan.recipe.model_dump(mode="json")
     raw["calibration"]["model_code"] = "checkpoint"
-    recipe.write_text(json.dumps(raw))
+    put_json(recipe, raw)
     plan, _ = pipeline.plan_for(str(recipe), source=str(folder))
     rule = (
         r"needs --trust-remote-code; got calibration.model_code: checkpoint without it\. Read "

@@ -1,7 +1,6 @@
 """One number for exactly these bytes: whatever changes them changes it, and nothing else does."""
 
 import hashlib
-import json
 import os
 import shutil
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import shell
+from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import CACHE, file_sha256, identify
 from keepmtp.recipes.errors import CheckpointError
 from tables import cases
@@ -69,10 +69,10 @@ def test_a_second_look_reads_nothing(folder, tmp_path):
     found = identify(folder, cache=evidence, watch=watch)
     assert read == [3_000_003]
     assert identify(folder, cache=evidence, watch=watch) == found and len(read) == 1
-    cache = json.loads((evidence / CACHE).read_text())
+    cache = json_of(evidence / CACHE)
     (name,) = [name for name in cache["files"] if name.endswith("model.safetensors")]
     cache["files"][name]["sha256"] = "0" * 64
-    (evidence / CACHE).write_text(json.dumps(cache))
+    put_json(evidence / CACHE, cache)
     assert identify(folder, cache=evidence).files["model.safetensors"].sha256 == "0" * 64
     os.utime(folder / "model.safetensors", ns=(1_700_000_000_000_000_001,) * 2)
     assert identify(folder, cache=evidence, watch=watch) == found and read[1:] == [3_000_000]
@@ -82,7 +82,7 @@ def test_what_was_written_just_now_is_not_remembered(folder, tmp_path):
     """It may be written again within the same tick of the file system's clock."""
     (folder / "config.json").write_text("[]")
     identify(folder, cache=tmp_path / "made.report")
-    kept = json.loads((tmp_path / "made.report" / CACHE).read_text())["files"]
+    kept = json_of(tmp_path / "made.report" / CACHE)["files"]
     assert sorted(Path(name).name for name in kept) == ["a.py", "model.safetensors"]
 
 
@@ -94,7 +94,7 @@ def test_a_cache_that_cannot_be_read_is_none(content, folder, tmp_path):
     found = identify(folder, cache=evidence)
     (evidence / CACHE).write_text(content)
     assert identify(folder, cache=evidence) == found
-    assert json.loads((evidence / CACHE).read_text())["version"] == 1
+    assert json_of(evidence / CACHE)["version"] == 1
 
 
 def test_a_json_file_of_holes_is_not_read(folder):
@@ -123,7 +123,7 @@ def test_source_and_checkpoint_share_a_cache(folder, tmp_path):
     os.utime(other / "config.json", ns=(1_700_000_000_000_000_000,) * 2)
     evidence = tmp_path / "made.report"
     assert identify(folder, cache=evidence).sha256 != identify(other, cache=evidence).sha256
-    assert len(json.loads((evidence / CACHE).read_text())["files"]) == 6
+    assert len(json_of(evidence / CACHE)["files"]) == 6
 
 
 @cases

@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from json_files import put_json
 from keepmtp.checkpoints.json_file import read_config, read_object
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import make_plan
@@ -113,7 +114,7 @@ def test_every_key_of_every_family_has_a_type(tmp_path):
         for key in (family.num_layers_key, *family.mtp_count_keys, *family.mtp_parts_keys):
             outer, _, last = key.partition(".")
             for value in [{}, -1, 10**9] if key else []:
-                path.write_text(json.dumps({outer: {last: value}} if last else {outer: value}))
+                put_json(path, {outer: {last: value}} if last else {outer: value})
                 with pytest.raises(CheckpointError, match=rf"^here: {key} must be a"):
                     read_config(path, "here")
 

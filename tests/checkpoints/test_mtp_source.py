@@ -2,13 +2,13 @@
 record and config.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_files import Checkpoint, as_source, write
 from good import released
+from json_files import json_of
 from keepmtp.checkpoints.mtp_source import with_mtp_of
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
@@ -56,7 +56,7 @@ def test_the_block_is_that_of_the_other_folder_under_the_releases_names(made):
     release, block, out = made
     name = "mtp.layers.0.hnorm.weight"
     assert raw(out, f"language_model.model.{name}") == raw(block, f"model.{name}")
-    assert json.loads((out / "config.json").read_text())["text_config"]["num_mtp_modules"] == 1
+    assert json_of(out / "config.json")["text_config"]["num_mtp_modules"] == 1
     shared = "language_model.model.norm.weight"
     assert raw(out, shared) == raw(release, shared)
 

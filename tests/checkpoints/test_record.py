@@ -4,6 +4,7 @@ import json
 
 import measured
 import pytest
+from json_files import put_json
 from keepmtp.checkpoints.record import RECORD, Record, read_record
 from keepmtp.recipes.errors import CheckpointError
 from tables import cases
@@ -27,7 +28,7 @@ def test_a_record_without_batches_has_no_calibration(tmp_path):
 
 
 def test_a_later_keepmtp_may_write_more(tmp_path):
-    (tmp_path / RECORD).write_text(json.dumps(measured.recorded() | {"colour": "red"}))
+    put_json(tmp_path / RECORD, measured.recorded() | {"colour": "red"})
     assert read_record(tmp_path / RECORD).recipe.model == "glm"
 
 

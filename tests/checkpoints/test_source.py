@@ -1,6 +1,5 @@
 """Headers of local and Hub checkpoints, and each way they can be broken."""
 
-import json
 import os
 import re
 import shutil
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hub import FIRST_COMMIT
+from json_files import json_of, put_json
 from keepmtp.checkpoints.source import INDEX, download, open_source, read
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.check import check
@@ -119,9 +119,9 @@ def test_index_naming_a_missing_file(folder):
 
 
 def test_index_listing_an_absent_tensor(folder):
-    index = json.loads((folder / INDEX).read_text())
+    index = json_of(folder / INDEX)
     index["weight_map"]["model.layers.0.ghost.weight"] = first_shard(folder).name
-    (folder / INDEX).write_text(json.dumps(index))
+    put_json(folder / INDEX, index)
     assert "model.layers.0.ghost.weight" in refusal(folder)
 
 
@@ -139,10 +139,10 @@ def test_truncated_shard_names_the_last_tensor(folder):
 def test_a_tensor_in_two_indexed_files(folder):
     files = sorted(folder.glob("*.safetensors"))
     shutil.copy(files[0], folder / "model-00003-of-00003.safetensors")
-    index = json.loads((folder / INDEX).read_text())
+    index = json_of(folder / INDEX)
     name = next(n for n, f in index["weight_map"].items() if f == files[0].name)
     index["weight_map"][name] = "model-00003-of-00003.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
+    put_json(folder / INDEX, index)
     assert "must be in one file only" in refusal(folder)
 
 

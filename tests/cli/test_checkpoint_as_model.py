@@ -2,12 +2,12 @@
 fine-tunes are.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from commands import ROOT, ran
+from json_files import json_of
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.plan.checkpoint_as_model import ModelWord, model_name, model_word
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -71,7 +71,7 @@ def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path)
     said = ran(f"quantize '{fine_tune}' --scheme NVFP4A16_fp8", cwd=tmp_path)
     assert "check passed" in said
     out = tmp_path / "out" / "My-Tune-v1.2.nvfp4a16-fp8"
-    record = json.loads((out / "keepmtp.json").read_text())
+    record = json_of(out / "keepmtp.json")
     assert record["source"].items() >= {"name": fine_tune.name, "revision": "local"}.items()
     recipe = record["recipe"]
     assert recipe["family"] == "glm4_moe" and recipe["backbone"]["experts"] == "NVFP4A16"

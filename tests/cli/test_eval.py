@@ -1,7 +1,6 @@
 """`keepmtp eval` before a server is started: what it refuses; and afterwards: what it says."""
 
 import io
-import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +10,7 @@ import measured
 import pytest
 from commands import ROOT, keepmtp_without
 from evaluations import Answers, evaluation, several
+from json_files import put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.eval import shown as parts
 from keepmtp.cli.main import app
@@ -39,7 +39,7 @@ def record(checkpoint: Path, **recipe) -> None:
     files = {path.name: path.stat().st_size for path in GLM.glob("*.safetensors")}
     made_from = {"name": "tiny-glm4-moe", "revision": "local", "files": files}
     told = measured.recorded(made_from=made_from, **{"source": "models/tiny-glm4-moe", **recipe})
-    (checkpoint / "keepmtp.json").write_text(json.dumps(told))
+    put_json(checkpoint / "keepmtp.json", told)
 
 
 def refusal(*words: object) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from commands import shell
+from json_files import json_of, put_json
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.cure.proposal import CONFIG, Proposal
@@ -44,7 +45,7 @@ def old(tmp_path) -> Path:
         "weight_map": {"one": "a.safetensors", "two": "a.safetensors"},
     }
     index["weight_map"]["three"] = "b.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
+    put_json(folder / INDEX, index)
     (folder / "config.json").write_text('{"model_type": "x"}')
     for name in ("keepmtp.json", "recipe.yaml", "modeling_x.py", "more/notes.txt", ".token"):
         (folder / name).write_text(name)
@@ -84,7 +85,7 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
         "two": "a.safetensors",
         "four": "mtp.safetensors",
     }
-    assert json.loads((out / INDEX).read_text())["metadata"] == {"by": "x", "total_size": 8}
+    assert json_of(out / INDEX)["metadata"] == {"by": "x", "total_size": 8}
     assert (out / "a.safetensors").read_bytes().endswith(b"1111abc")
     assert "3 new, 3 kept" in written.sentence
     whole, again = digests(out), made(changed(old), out)

@@ -19,6 +19,7 @@ from random import Random
 from typing import Any
 
 import yaml
+from json_files import json_of, put_json
 from tables import table
 
 UNEDITABLE = (
@@ -159,7 +160,7 @@ def on_tree(file: str, says: str, change: Callable[[Any], Any]) -> Edit:
     """A change of a file's JSON, in place, or a new tree if `change` returns one."""
 
     def do(folder: Path) -> None:
-        tree = json.loads(regular(folder / file).read_bytes())
+        tree = json_of(regular(folder / file))
         changed = change(tree)
         replace(folder / file, text_of(tree if changed is None else changed).encode())
 
@@ -204,7 +205,7 @@ def grafted_line(rng: Random, file: str, rows: list[Any]) -> Edit:
     inner = grafted(rng, "row", rows[at])
 
     def do(folder: Path) -> None:
-        (folder / "row").write_text(json.dumps(rows[at]))
+        put_json(folder / "row", rows[at])
         inner.do(folder)
         changed = (folder / "row").read_bytes()
         (folder / "row").unlink()
@@ -222,7 +223,7 @@ def spoilt(rng: Random, folder: Path, file: str, *, under: tuple[Any, ...] = ())
     if way < 0.12 or not path.is_file():
         return no_file(rng, file)
     if path.suffix == ".json" and way < 0.9 and path.stat().st_size < 10**6:
-        return grafted(rng, file, json.loads(path.read_bytes()), under=under)
+        return grafted(rng, file, json_of(path), under=under)
     if path.suffix == ".jsonl" and way < 0.9:
         return grafted_line(
             rng, file, [json.loads(line) for line in path.read_text().splitlines()[:40]]

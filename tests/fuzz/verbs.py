@@ -20,6 +20,7 @@ import edits
 import stub_vllm
 from case import Case, some
 from edits import ODD, Edit
+from json_files import json_of
 from tables import spelled
 from task_rows import TASK_ROWS
 
@@ -229,7 +230,7 @@ def init(rng: Random) -> Case:
     """init of odd checkpoints, and of odd recipes."""
     if rng.random() < 0.5:
         base = corpus.pick(rng)
-        tree = json.loads((corpus.folder(base) / "config.json").read_bytes())
+        tree = json_of(corpus.folder(base) / "config.json")
         made = some(rng, lambda: edits.grafted(rng, "config.json", tree))
         return _case(base=base, edits=made, words=_near("init {} --out {}.out"))
     base = rng.choice(corpus.RECIPES)

@@ -21,7 +21,7 @@ def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.Comple
     """A make target of the checkout, without what an outer make left in the environment."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     command = ["make", "-f", str(ROOT / "Makefile"), *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=clean | environment)
+    return captured(command, cwd=cwd, env=clean | environment)
 
 
 def keepmtp(
@@ -29,9 +29,7 @@ def keepmtp(
 ) -> subprocess.CompletedProcess[str]:
     """A command line as it is typed, after `keepmtp`; further words as they are."""
     line = [KEEPMTP, *shlex.split(command), *map(str, words)]
-    return subprocess.run(
-        line, capture_output=True, text=True, cwd=cwd, env=os.environ | environment
-    )
+    return captured(line, cwd=cwd, env=os.environ | environment)
 
 
 def ran(command: str, *, status: int = 0, cwd: Path | None = None, **environment: str) -> str:
@@ -67,7 +65,7 @@ def keepmtp_without(
 ) -> subprocess.CompletedProcess[str]:
     """The command where these packages are not installed."""
     line = [sys.executable, "-c", HIDE.format(packages=packages), *shlex.split(command)]
-    return subprocess.run(line, capture_output=True, text=True, cwd=cwd)
+    return captured(line, cwd=cwd)
 
 
 def refused(

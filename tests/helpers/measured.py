@@ -2,7 +2,6 @@
 in a moment.
 """
 
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import reports
 from evaluations import FILTERS, Answers, evaluation
 from headers import header
+from json_files import put_json
 from keepmtp.checkpoints.fact import Fact
 from keepmtp.checkpoints.identity import Identity, file_sha256, identify
 from keepmtp.checkpoints.source import open_source
@@ -35,7 +35,7 @@ def checkpoint(folder: Path, *, record: dict[str, Any] | None = None) -> Path:
     """
     write_checkpoint(folder, *source_layout("glm-4.7"), data="random")
     if record is None or record:
-        (folder / "keepmtp.json").write_text(json.dumps(record or recorded(gates=LAX)))
+        put_json(folder / "keepmtp.json", record or recorded(gates=LAX))
     return folder
 
 

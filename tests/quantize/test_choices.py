@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from json_files import put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.pipeline import plan_before_measuring
@@ -120,7 +121,7 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_smallest_that_does(budge
 def test_plan_says_what_is_known_before_the_search(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(searched("6 bits").model_dump(mode="json")))
+    put_json(path, searched("6 bits").model_dump(mode="json"))
     as_json, said = (
         CliRunner().invoke(app, ["plan", str(path), *more]).stdout for more in (["--json"], [])
     )

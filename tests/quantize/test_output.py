@@ -3,7 +3,6 @@ nothing.
 """
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 import outputs
 import pytest
 from commands import ROOT
+from json_files import json_of
 from keepmtp import pipeline
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import open_source
@@ -56,7 +56,7 @@ def quantized(source: Path, out: Path, scheme: str = ONE) -> dict[str, str]:
 
 def shard_of(source: Path) -> Path:
     """Where TENSOR is."""
-    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index = json_of(source / "model.safetensors.index.json")
     return source / index["weight_map"][TENSOR]
 
 

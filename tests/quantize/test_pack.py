@@ -2,10 +2,9 @@
 llm-compressor.
 """
 
-import json
-
 import pytest
 import torch
+from json_files import put_json
 from keepmtp.checkpoints import values as values_module
 from keepmtp.quantize.pack.pack import e8m0_exponents, pack, power_of_two
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -149,7 +148,7 @@ def test_same_bytes_as_model_free_ptq(name, tmp_path):
         for i, module in enumerate(module for group in groups for module in group)
     }
     (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    put_json(tmp_path / "source" / "config.json", {"model_type": "llama"})
     tensors = {f"model.layers.0.{module}.weight": weight for module, weight in weights.items()}
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     llmcompressor.model_free_ptq(

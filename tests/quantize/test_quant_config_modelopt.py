@@ -14,6 +14,7 @@ import torch
 from calibrated import in_both_formats
 from checkpoint_files import as_source, ignoring, write
 from good import ours, planned
+from json_files import json_of
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import stored_weights
@@ -103,8 +104,8 @@ def test_packed_bytes_are_the_same_and_values_are_equal(twins):
 def test_the_written_folder_passes_its_check_and_both_configs_agree(twins):
     plan, folder = twins["modelopt"]
     assert check(folder, source=plan.source).findings == ()
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    second = json.loads((folder / "hf_quant_config.json").read_text())
+    config = json_of(folder / "config.json")["quantization_config"]
+    second = json_of(folder / "hf_quant_config.json")
     said = json.dumps({"config.json": config, "hf_quant_config.json": second}, indent=1) + "\n"
     printed(
         "quantization_config_modelopt.json", said.replace(second["producer"]["version"], "VERSION")

@@ -2,11 +2,10 @@
 leaves behind.
 """
 
-import json
-
 import pytest
 import torch
 from drafts import weights_of
+from json_files import json_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import make_plan
@@ -40,7 +39,7 @@ def test_every_output_is_what_the_plan_says(model, variant, mtp, tmp_path):
     plan, source, made = run(model, variant, tmp_path, mtp)
     planned = {o.name: torch.Size(o.shape) for tensor in plan.tensors for o in tensor.outputs}
     assert {name: value.shape for name, value in made.items()} == planned
-    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    index = json_of(tmp_path / "out/model.safetensors.index.json")
     assert index["weight_map"].keys() == planned.keys()
     for tensor in plan.tensors:
         if tensor.fate in ("keep", "add") and not tensor.scheme:
@@ -63,9 +62,7 @@ def test_config_is_the_sources_own(tmp_path):
     """
     run("dsv4-flash", "w4a16-fp8", tmp_path)
     out = tmp_path / "out"
-    before, after = (
-        json.loads((tmp_path / f"{name}/config.json").read_text()) for name in ("source", "out")
-    )
+    before, after = (json_of(tmp_path / f"{name}/config.json") for name in ("source", "out"))
     assert before.pop("quantization_config")["quant_method"] == "fp8"
     assert after.pop("quantization_config")["quant_method"] == "compressed-tensors"
     assert list(after.items()) == list(before.items())

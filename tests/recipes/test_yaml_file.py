@@ -1,11 +1,11 @@
 """A recipe of a stranger: data of a few plain types, or one sentence that says on which line."""
 
-import json
 import os
 import tracemalloc
 from pathlib import Path
 
 import pytest
+from json_files import put_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe, read_file, read_recipe
 from keepmtp.recipes.model_file import model_files
@@ -73,7 +73,7 @@ def flat(folder: Path, key: str, value: object) -> Path:
         holder = holder[part]
     holder[last] = value
     path = folder / "mine.yaml"
-    path.write_text(json.dumps(raw))
+    put_json(path, raw)
     return path
 
 

@@ -18,6 +18,7 @@ from uuid import uuid4
 import pytest
 import torch
 from commands import KEEPMTP, ROOT, captured
+from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
@@ -207,12 +208,12 @@ def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
     The current folder holds another package of keepmtp's name, whose code nobody asked for.
     """
     twin = shutil.copytree(made, tmp_path / "twin")
-    config = json.loads((twin / "config.json").read_text())
+    config = json_of(twin / "config.json")
     config["quantization_config"]["ignore"] = []
     for group in config["quantization_config"]["config_groups"].values():
         if group["weights"]["num_bits"] == 8:
             group["targets"].append(r"re:.*\.layers\.3\..*")
-    (twin / "config.json").write_text(json.dumps(config))
+    put_json(twin / "config.json", config)
     stranger_package = tmp_path / "elsewhere" / "keepmtp"
     stranger_package.mkdir(parents=True)
     (stranger_package / "__init__.py").write_text(

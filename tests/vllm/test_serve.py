@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 from commands import KEEPMTP, ROOT, captured
+from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
@@ -143,8 +144,8 @@ def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
     bad.mkdir()
     for path in QWEN.iterdir():
         (bad / path.name).write_bytes(path.read_bytes())
-    config = json.loads((bad / "config.json").read_text())
-    (bad / "config.json").write_text(json.dumps({**config, "intermediate_size": 512}))
+    config = json_of(bad / "config.json")
+    put_json(bad / "config.json", {**config, "intermediate_size": 512})
     words = f"{KEEPMTP} serve-check {bad} --source none --json".split()
     start = time.monotonic()
     done = captured(words)

@@ -2,7 +2,6 @@
 calibrated.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ import torch
 from calibrated import made_up, planned, saved
 from commands import captured
 from drafts import weights_of
+from json_files import json_of
 from keepmtp.checkpoints.files import WORK
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.pack.pack import pack
@@ -217,14 +217,14 @@ def test_batches_count_where_something_is_calibrated(tmp_path):
             refuse_output(plan, out, calibration=other)
     told, given = {"dataset": "d", "ids_sha256": "abc"}, saved(tmp_path / "s", made_up(plan))
     written(plan, tmp_path / "made", statistics=given, calibration=told)
-    provenance = json.loads((tmp_path / "made/keepmtp.json").read_text())
+    provenance = json_of(tmp_path / "made/keepmtp.json")
     libraries = {"llmcompressor", "compressed-tensors", "transformers", "torch"}
     assert provenance["calibration"] == told and libraries <= provenance["versions"].keys()
     plan = make_plan(find_recipe("tiny-glm4-moe", scheme="FP8_DYNAMIC")[0], open_source(TINY))
     with claim(plan, tmp_path / "free", calibration="these ids"):
         pass
     written(plan, tmp_path / "free")
-    provenance = json.loads((tmp_path / "free/keepmtp.json").read_text())
+    provenance = json_of(tmp_path / "free/keepmtp.json")
     assert "calibration" not in provenance and "llmcompressor" not in provenance["versions"]
 
 

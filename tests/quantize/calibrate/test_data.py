@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import captured
 from hub import serving
+from json_files import put_json
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.quantize.calibrate.data import data as module
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data, portions
@@ -49,7 +50,7 @@ def source(tmp_path) -> Source:
         additional_special_tokens=special,
     ).save_pretrained(folder)
     config = {"model_type": "glm4_moe", "vocab_size": 404, "max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(config))
+    put_json(folder / "config.json", config)
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return open_source(folder)
 

@@ -2,11 +2,10 @@
 by token, and how sure it is what is kept: against games whose true share is known.
 """
 
-import json
-
 import pytest
 import torch
 from drafts import changed
+from json_files import json_of
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
 from keepmtp.quantize.calibrate.mtp.acceptance import (
     Acceptance,
@@ -62,7 +61,7 @@ def test_the_shipped_blocks_draft_as_their_training_said(shipped):
     name, backbone = shipped
     block = block_of(backbone)
     found = of_source(backbone, block)
-    said = json.loads((ROOT / "models" / name / "training.json").read_text())
+    said = json_of(ROOT / "models" / name / "training.json")
     trained = said["measured"]["accepted"]
     assert found.by_position(1)[0] == pytest.approx(trained[0], abs=0.01)
     assert found.num_slots > 400

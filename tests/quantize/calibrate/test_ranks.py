@@ -2,7 +2,6 @@
 the dead.
 """
 
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ import pytest
 import torch
 import yaml
 from commands import ROOT
+from json_files import json_of
 from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.ranks import _device_of, _refuse_shared_gpu, joined
 from keepmtp.recipes.errors import RecipeError
@@ -61,7 +61,7 @@ def test_ranks_share_the_work_and_survive_none_of_them(tmp_path):
     assert said.count("check passed") == told.count("layer 3 of 3") == 1, "one speaks for all"
     assert "layer 1 of 3" not in told and [path.name for path in out.parent.iterdir()] == ["out"]
     assert alone.communicate()[1] is not None and alone.returncode == 0
-    account, known = (json.loads((each / "keepmtp.json").read_text()) for each in (out, whole))
+    account, known = (json_of(each / "keepmtp.json") for each in (out, whole))
     made, expected = digests(out), digests(whole)
     assert made.pop("keepmtp.json") != expected.pop("keepmtp.json") and made == expected
     sizes = [found["calibration"].pop("processes") for found in (account, known)]

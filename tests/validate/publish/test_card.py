@@ -7,7 +7,6 @@ import html
 import json
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -23,9 +22,10 @@ import pytest
 import reports
 import yaml
 from answering import answering
-from commands import shell
+from commands import captured, shell
 from evaluations import Answers
 from huggingface_hub import ModelCard
+from json_files import json_of
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.record import RECORD, Record, read_record
 from keepmtp.checkpoints.source import open_source
@@ -61,7 +61,6 @@ HOSTILE = (
     "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"
 )
 KEEPMTP = Path(sys.executable).with_name("keepmtp")
-run = partial(subprocess.run, capture_output=True, text=True)
 COPY = {"as_served": evaluations.COPY, "reason": "no kernel"}
 
 
@@ -145,7 +144,9 @@ def test_a_card_with_every_part(made, tmp_path):
     serve = reports.served(is_copy=False).model_copy(update={"environment": bench.environment})
     parts: dict[str, Any] = {
         "serve": serve,
-        "evaluation": evaluations.evaluation(switched=(3, 4), environment=bench.environment),
+        "evaluation": evaluations.evaluation(switched=(3, 4)).model_copy(
+            update={"environment": bench.environment}
+        ),
         "bench": bench,
         "closeness": closenesses.closeness(tmp_path),
     }
@@ -253,7 +254,7 @@ def test_the_client_of_the_card_runs(chats, question, made, tmp_path):
     assert max(map(len, program.splitlines())) <= MAX_COLUMNS
     with answering({question: "391"}, tmp_path / "log") as (server, asked):
         program = program.replace("http://localhost:8000", str(server.client.base_url).rstrip("/"))
-        done = run([find_vllm().python, "-c", program])
+        done = captured([find_vllm().python, "-c", program])
     assert (done.stdout, asked[0]["model"]) == ("391\n", "ORG/tiny"), done.stderr
 
 
@@ -392,7 +393,7 @@ def test_a_folder_that_is_no_card_is_not_replaced(place, made, tmp_path):
 def test_no_folder_of_this_machine_is_in_it(own):
     for name, content in contents(card.card_folder(own)).items():
         assert str(own.parent).encode() not in content, name
-    report = json.loads((card.card_folder(own) / "report.json").read_text())
+    report = json_of(card.card_folder(own) / "report.json")
     first = report["serve"]["checkpoint"]["runs"][0]
     assert (report["path"], first["log"]) == ("tiny", "server.log")
 
@@ -461,14 +462,14 @@ def test_without_the_report_extra_nothing_is_begun(own, monkeypatch):
 @pytest.mark.full
 def test_the_command(own):
     """JSON on standard output, words elsewhere, and a refusal in one line."""
-    done = run([KEEPMTP, "card", own, "--base-model", "org/Big", "--json"])
+    done = captured([KEEPMTP, "card", own, "--base-model", "org/Big", "--json"])
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["verdict"] == "infeasible" and told["card"].endswith("tiny.card")
     assert "README.md" in told["files"]
     assert "base_model: org/Big" in (card.card_folder(own) / "README.md").read_text()
     shutil.rmtree(report_folder(own))
-    done = run([KEEPMTP, "card", own])
+    done = captured([KEEPMTP, "card", own])
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "a card is made from the checkpoint's report; got no report.json" in done.stderr
 
@@ -618,12 +619,12 @@ def test_of_a_local_folder_the_author_is_asked(finetune, tmp_path):
     (out / RECORD).write_text(read_from(out, *OWN).text())
     cards.evidence(out)
     words = [KEEPMTP, "card", out, "--source", finetune]
-    done = run(words)
+    done = captured(words)
     said = " ".join(done.stderr.split())
     assert done.returncode == 2 and not card.card_folder(out).exists()
     assert "a card names a base model that was read or is stated; got the local folder" in said
     assert "Name it with --base-model ORG/NAME, or say --base-model none." in said
-    assert run([*words, "--base-model", "me/Base"]).returncode == 0
+    assert captured([*words, "--base-model", "me/Base"]).returncode == 0
     text = (card.card_folder(out) / "README.md").read_text()
     assert "base_model: me/Base" in text and "Stated by the author" in text
     assert card.verified_files(out)
@@ -640,9 +641,9 @@ def test_all_asks_before_the_work(finetune, tmp_path):
     refuse_unknown(open_source(reports.MODEL))
     out = tmp_path / "out"
     words = [KEEPMTP, "all", "tiny-glm4-moe", "--source", finetune, "--out", out]
-    done = run(words)
+    done = captured(words)
     assert done.returncode == 2 and "--base-model" in done.stderr and not out.exists()
-    dry = run([*words, "--base-model", "me/Base", "--dry-run"])
+    dry = captured([*words, "--base-model", "me/Base", "--dry-run"])
     assert dry.stdout.splitlines()[-1].endswith("--base-model me/Base"), dry.stderr
 
 

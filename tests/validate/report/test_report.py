@@ -18,6 +18,7 @@ import reports
 from browser import PROBE, contrast, look, opened
 from commands import keepmtp
 from evaluations import COPY, Answers, evaluation
+from json_files import json_of
 from keepmtp import __version__
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
@@ -171,7 +172,7 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(pages, tmp_path):
     for full in pages.values():
         path = write_json(tmp_path / "deep" / "folder", full)
         assert read_json(path) == full
-        assert json.loads(path.read_text())["schema"] == 6
+        assert json_of(path)["schema"] == 6
         assert list(path.parent.iterdir()) == [path], "nothing partial is left"
     assert render(read_json(path)) == render(full)
 

@@ -21,6 +21,7 @@ import measured
 import pytest
 import reports
 from closenesses import closeness
+from json_files import json_of, put_json
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
@@ -80,12 +81,12 @@ def again(evidence: Path) -> FullReport:
 
 def altered(path: Path, place: str, value: Any) -> None:
     """Change one value in a JSON file."""
-    told = json.loads(path.read_text())
+    told = json_of(path)
     *way, last = (int(key) if key.isdigit() else key for key in place.split("."))
     inner = reduce(getitem, way, told)
     assert inner[last] != value
     inner[last] = value
-    path.write_text(json.dumps(told))
+    put_json(path, told)
 
 
 # --- the files ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 refused.
 """
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from commands import ROOT
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
+from json_files import json_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import CheckpointError, VLLMError
@@ -76,8 +76,8 @@ def test_every_weight_is_what_compressed_tensors_reads(made, tmp_path):
 def test_the_copy_is_a_checkpoint_without_a_quantization_config(made, tmp_path):
     _, folder, packed = made
     copy = write_copy(open_source(folder), tmp_path / "copy")
-    config = json.loads((copy / "config.json").read_text())
-    original = json.loads((folder / "config.json").read_text())
+    config = json_of(copy / "config.json")
+    original = json_of(folder / "config.json")
     assert config == {key: value for key, value in original.items() if key != "quantization_config"}
     opened = open_source(copy)  # headers, sizes and index agree, or this refuses
     assert all(f"{module}.weight" in opened.entries for module in packed)
