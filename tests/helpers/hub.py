@@ -254,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
             if fault and fault.status and fault.body is not None:
                 return self._send(
                     fault.status,
-                    fault.body.encode(),
+                    fault.body,
                     {"Content-Type": "application/json", **fault.headers},
                 )
             if fault and fault.status:
