@@ -4,25 +4,22 @@ them.
 
 import inspect
 import re
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from commands import keepmtp
+from commands import ROOT, captured, keepmtp
 from keepmtp import api
 from killed import small_recipe
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "api.md"
 HEAVY = {"huggingface_hub", "httpx", "numpy", "pydantic", "rich", "torch", "transformers", "yaml"}
 
 
 def loaded(code: str) -> set[str]:
     words = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = captured(words, check=True)
     return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import house
 import pytest
+from commands import ROOT
 from keepmtp.cli import main
 from keepmtp.recipes.extras import install_command
 
-ROOT = Path(__file__).parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
 VARIABLES = set(re.findall(r"\b([A-Z][A-Z_0-9]*)\b", MAKEFILE))

@@ -4,7 +4,6 @@ package index.
 
 import importlib.util
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -12,8 +11,10 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from commands import captured
 from keepmtp import __version__
 from readme_renderer import markdown
+from tables import cases
 from wheel import ROOT, sdist_of, tracked
 
 GENERATED = {"PKG-INFO", "setup.cfg"}
@@ -45,7 +46,7 @@ def test_the_sdist_holds_what_git_tracks(built):
 @pytest.mark.full
 def test_the_index_would_take_both(built):
     words = [sys.executable, "-m", "twine", "check", "--strict", str(built), str(sdist_of(built))]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = captured(words)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -56,17 +57,7 @@ def test_the_page_of_the_index_has_no_link_to_a_file(description):
     assert "<table>" in description and "<code>docs/usage.md</code>" in description
 
 
-@pytest.mark.parametrize(
-    ("readme", "shown"),
-    [
-        ("![a picture](docs/a.svg)\n\ntext", "text"),
-        ("![a picture](https://a.b/c.svg)\n\ntext", "![a picture](https://a.b/c.svg)\n\ntext"),
-        (
-            "see [docs/a.md](docs/a.md), [there](https://a.b) and [below](#below)",
-            "see `docs/a.md`, [there](https://a.b) and [below](#below)",
-        ),
-    ],
-)
+@cases
 def test_links_to_files_become_their_text(readme, shown):
     spec = importlib.util.spec_from_file_location("keepmtp_setup", ROOT / "setup.py")
     assert spec and spec.loader

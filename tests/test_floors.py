@@ -5,12 +5,11 @@ needs imports it.
 """
 
 import ast
-from pathlib import Path
 
 import house
 import pytest
+from commands import ROOT
 
-ROOT = Path(__file__).parent.parent
 # From the ground up. A room imports from itself and from those before it.
 ROOMS = (
     "recipes",

@@ -23,6 +23,7 @@ from keepmtp.quantize.needs.memory import largest_batch_size
 from packaging.requirements import Requirement
 from pretended_gpu import pretended_gpu
 from safetensors.torch import save_file
+from tables import cases
 
 PAGE = ROOT / "docs" / "gpu.md"
 # The words of docs/gpu.md: what a machine has, with what these install; and what is carried to it.
@@ -77,9 +78,7 @@ def test_the_page_says_whether_figures_were_taken():
     assert all(name in PAGE.read_text() for name in carried())
 
 
-@pytest.mark.parametrize(
-    ("model", "width", "num_experts"), [("glm-4.5-air", 4096, 128), ("deepseek-v3.1", 7168, 256)]
-)
+@cases
 def test_wide_layers_are_as_wide_as_the_models(model, width, num_experts, tmp_path, monkeypatch):
     """Holes in place of the noise, which would be 16 GB: the plan is that of the run on a GPU."""
     monkeypatch.setattr(gpu_models, "fill_with_noise", lambda *_: None)
@@ -168,7 +167,7 @@ def test_a_part_that_ends_in_an_error_is_red_and_the_others_go_on():
 
 
 @pytest.mark.parametrize(
-    ("changed", "red"),
+    "changed, red",
     [
         ({}, []),
         (

@@ -9,8 +9,8 @@ from pathlib import Path
 import house
 import pytest
 import yaml
+from commands import ROOT, captured
 
-ROOT = Path(__file__).parent.parent
 SOURCES = house.sources()
 FOLDERS = (*house.FLOORS, "benchmarks", "docs", "models", "tests")
 # Tables of data keep their rows, one to a line. The formatter formats everything else.
@@ -73,7 +73,7 @@ SIZES = {
 
 
 def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+    return captured(words, cwd=cwd)
 
 
 def test_planning_and_checking_import_no_torch():

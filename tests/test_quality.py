@@ -2,13 +2,13 @@
 figures say.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from json_files import json_of, put_json
 from judge import Judge
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import read_tensor
@@ -25,18 +25,14 @@ from quality_page import BEGIN, END, jackknife, tables
 from quality_plot import draw
 from quality_rows import ALL, rows_of
 from safetensors.torch import load_file, save_file
+from seeds import seeded
+from tables import table
 from written_values import poke
 
 FEW = {"samples": 8, "held_out": 6, "batch_size": 2}
 # What differs on the way to a server: dialect, static and dynamic input scales, rewritten weights,
 # a cache.
-CASES = {
-    "nvfp4": ("tiny-glm4-moe", "nvfp4-mtp-nvfp4", {}),
-    "nvfp4 in modelopt's dialect": ("tiny-glm4-moe", "nvfp4-mtp-nvfp4", {"format": "modelopt"}),
-    "fp8 with its cache": ("tiny-glm4-moe", "fp8-kv", {}),
-    "w4a16 by gptq": ("tiny-glm4-moe", "w4a16-gptq", {}),
-    "qwen": ("tiny-qwen3_5", "fp8", {"mtp": "FP8_DYNAMIC"}),
-}
+CASES = table("test_quality")["CASES"]
 
 
 def made(folder: Path, case: str) -> tuple[Path, dict]:
@@ -114,7 +110,7 @@ def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
             kept[name] = value
     save_file(kept, folder / "model.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(kept, "model.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    put_json(folder / "model.safetensors.index.json", index)
     found = judge.read(folder)
     assert found.mtp_bytes == 0 and found.backbone_bytes == judge.release.backbone_bytes
     assert found.target.divergence == 0
@@ -128,7 +124,7 @@ def test_the_page_has_the_rows_of_the_target_and_says_what_the_figures_say():
     """Another row, or another figure, is another run of `make quality`. Every row is a recipe and
     has its base.
     """
-    figures = json.loads((ROOT / "docs" / "quality.json").read_text())
+    figures = json_of(ROOT / "docs" / "quality.json")
     assert [*figures["models"]] == [*ALL]
     for model, found in figures["models"].items():
         rows = rows_of(model)
@@ -147,7 +143,7 @@ def test_an_interval_is_that_of_many_texts():
     """Played: of 300 texts of 48 sequences, about 95 % of the intervals hold the true ratio; a
     paired one is narrow.
     """
-    draw_from = torch.Generator().manual_seed(0)
+    draw_from = seeded(0)
     held, reaches = 0, []
     for _ in range(300):
         hard = torch.rand(48, generator=draw_from, dtype=torch.float64) + 0.5

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import captured
 from keepmtp import __version__
 from wheel import stranger
 
@@ -45,11 +46,9 @@ def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
     command, folder = str(installed(extra) / "keepmtp"), tmp_path_factory.mktemp("elsewhere")
 
     def run(words: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
+        done = captured(
             [command, *words.split()],
             cwd=folder,
-            capture_output=True,
-            text=True,
             env=stranger(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"),
         )
         assert "Traceback" not in done.stderr, done.stderr
@@ -146,9 +145,7 @@ def test_the_python_api_needs_no_extra_to_plan_and_check(extra, installed, tmp_p
         f"api.check({MODEL!r}).ok)"
     )
     words = [str(installed(extra) / "python"), "-c", code]
-    done = subprocess.run(
-        words, cwd=tmp_path, capture_output=True, text=True, env=stranger(HF_HUB_OFFLINE="1")
-    )
+    done = captured(words, cwd=tmp_path, env=stranger(HF_HUB_OFFLINE="1"))
     assert done.stdout == "1 True\n", done.stderr
 
 
@@ -217,7 +214,7 @@ def test_the_types_are_part_of_the_promise(installed, tmp_path):
         "reveal_type(recipe)\nreveal_type(text)\n"
     )
     words = [str(PYRIGHT), "--pythonpath", str(python), str(tmp_path / "caller.py")]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    done = captured(words, cwd=tmp_path)
     assert done.returncode == 0 and '"Recipe"' in done.stdout and '"str"' in done.stdout, (
         done.stdout
     )

@@ -3,13 +3,13 @@ folder.
 """
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import shell
 from hub import FIRST_COMMIT
+from json_files import put_json
 from keepmtp import pipeline
 from keepmtp.checkpoints.companions import companions_among
 from keepmtp.checkpoints.files import partial_path
@@ -18,6 +18,7 @@ from keepmtp.quantize.plan.own_code import code_left_out
 from keepmtp.quantize.write.refusals import refusals, refuse
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
+from tables import cases
 
 KNOWN = (
     "tokenizer.json",
@@ -49,7 +50,8 @@ STRAY = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    (tmp_path / "key").write_text("PRIVATE KEY")
+    config, tensors = source_layout("glm-4.7")
     config["auto_map"] = {
         "AutoModelForCausalLM": "modeling_own.Own",
         "AutoConfig": ["org/other--configuration.C", None],
@@ -120,58 +122,16 @@ def test_a_plan_says_what_is_carried_and_what_is_not(folder, capsys):
     assert "left: README.md, id_ed25519" in words and "secrets.json" in words
 
 
-def link(name: str, to: str) -> Callable[[Path], None]:
-    """A link to what a private key could be, in place of a file: an output may be published."""
-
-    def change(folder: Path) -> None:
-        (folder.parent / "key").write_text("PRIVATE KEY")
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(to)
-
-    return change
-
-
-def link_through_a_folder(folder: Path) -> None:
-    (folder.parent / "elsewhere").mkdir()
-    (folder.parent / "elsewhere" / "default.jinja").write_text("x")
-    (folder / "inner").symlink_to(folder.parent / "elsewhere")
-    link("chat_template.jinja", "inner/default.jinja")(folder)
-
-
-def pipe(folder: Path) -> None:
-    """It is not left out in silence, and not waited for."""
-    (folder / "LICENSE").unlink()
-    os.mkfifo(folder / "LICENSE")
-
-
-IN_FOLDER = "a file of a checkpoint must be in its folder; got a link"
-REGULAR = r"must be a regular file; got something else\. Restore it"
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (link("LICENSE", "../key"), f"LICENSE: {IN_FOLDER}"),
-        (link("tokenizer.json", "../key"), f"tokenizer.json: {IN_FOLDER}"),
-        (link("modeling_own.py", "../key"), f"modeling_own.py: {IN_FOLDER}"),
-        (link("config.json", "../key"), f"config.json: {IN_FOLDER}"),
-        (link("notice", "../key"), f"notice: {IN_FOLDER}"),
-        (link_through_a_folder, IN_FOLDER),
-        (link("LICENSE", "gone"), "LICENSE: .* a link to nowhere"),
-        (link("LICENSE", "LICENSE"), "LICENSE: .* a link to nowhere"),
-        (link("LICENSE", "encoding"), f"LICENSE: {REGULAR}"),
-        (pipe, f"LICENSE: {REGULAR}"),
-    ],
-)
-def test_what_is_no_file_of_the_folder_is_refused(change, says, folder):
-    change(folder)
+@cases
+def test_what_is_no_file_of_the_folder_is_refused(command, says, folder):
+    shell(command, folder)
     with pytest.raises(CheckpointError, match=rf"source/.*{says}"):
         open_source(folder)
 
 
 def test_a_link_made_after_the_plan_is_refused(folder):
     plan, text = pipeline.plan_for("glm-4.7", source=str(folder), scheme="FP8_DYNAMIC")
-    link("LICENSE", "../key")(folder)
+    shell("ln -sf ../key LICENSE", folder)
     out = folder.parent / "out"
     with pytest.raises(CheckpointError, match="must be in its folder"):
         pipeline.quantize(plan, text, out=out, threads=1)
@@ -179,7 +139,7 @@ def test_a_link_made_after_the_plan_is_refused(folder):
 
 
 def test_a_link_inside_the_folder_is_carried_as_a_file(folder):
-    link("LICENSE", "NOTICE.txt")(folder)
+    shell("ln -sf NOTICE.txt LICENSE", folder)
     assert quantized(folder)["LICENSE"] == "{}"
 
 
@@ -213,7 +173,7 @@ def test_a_recipe_that_runs_code_needs_the_flag(folder, tmp_path):
     plan, _ = pipeline.plan_for("glm-4.7.nvfp4-fp8", source=str(folder))
     raw = plan.recipe.model_dump(mode="json")
     raw["calibration"]["model_code"] = "checkpoint"
-    recipe.write_text(json.dumps(raw))
+    put_json(recipe, raw)
     plan, _ = pipeline.plan_for(str(recipe), source=str(folder))
     rule = (
         r"needs --trust-remote-code; got calibration.model_code: checkpoint without it\. Read "

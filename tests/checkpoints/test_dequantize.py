@@ -12,6 +12,8 @@ from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
+from seeds import seeded
+from tables import cases
 
 E2M1 = torch.tensor(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64
@@ -25,10 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def small_chunks(monkeypatch):
     """Chunks of a few rows, so that small weights have many."""
     monkeypatch.setattr(values_module, "_CHUNK_CPU", 1024)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def all_fp8(shape: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
@@ -71,7 +69,7 @@ def fp4(form: str, packed: torch.Tensor, scale: torch.Tensor, **common: Any) -> 
 integers = partial(read, "int_packed")
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (1, 1), (130, 200), (127, 257)])
+@cases
 @pytest.mark.parametrize("block", [(128, 128), (1, 32), (64, 16)])
 @pytest.mark.parametrize(
     "scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8]

@@ -18,6 +18,7 @@ from keepmtp.checkpoints.hub import dataset_commit, read_range
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.recipes.errors import CheckpointError, NoCheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
+from tables import cases
 
 REPO, FILE = "org/model", "model.safetensors"
 CONTENT = random.Random(0).randbytes(300_000)
@@ -26,7 +27,7 @@ START, LENGTH = 1_001, 200_000
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     return write_checkpoint(tmp_path_factory.mktemp("made") / "source", config, tensors)
 
 
@@ -174,9 +175,7 @@ def test_an_answer_without_a_byte_is_asked_for_again(part, status):
     assert len(ranges(part)) == 3
 
 
-@pytest.mark.parametrize(
-    ("status", "says", "asked"), [(0, "the Hub must be reachable", 5), (403, "", 1)]
-)
+@cases
 def test_a_line_that_stays_cut_is_given_up_and_a_refusal_not_asked_again(part, status, says, asked):
     part.faults = [Fault("GET .*resolve", status=status, times=99)]
     with pytest.raises(NoCheckpointError, match=f"{REPO}: {says}"):

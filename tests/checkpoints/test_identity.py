@@ -1,15 +1,17 @@
 """One number for exactly these bytes: whatever changes them changes it, and nothing else does."""
 
 import hashlib
-import json
 import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from commands import shell
+from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import CACHE, file_sha256, identify
 from keepmtp.recipes.errors import CheckpointError
+from tables import cases
 
 
 @pytest.fixture
@@ -44,26 +46,10 @@ def test_the_place_does_not_matter(folder, tmp_path):
     assert identify(moved) == found, "a link counts as what it leads to, as in the Hub's cache"
 
 
-@pytest.mark.parametrize(
-    ("change", "is_other"),
-    [
-        (lambda folder: (folder / "model.safetensors").write_bytes(bytes(2_999_999) + b"\1"), True),
-        (lambda folder: (folder / "encoding").rename(folder / "code"), True),
-        (lambda folder: (folder / "new.txt").touch(), True),
-        (lambda folder: (folder / "encoding/a.py").unlink(), True),
-        (
-            lambda folder: (folder / ".cache").mkdir() or (folder / ".cache" / "x").write_text("x"),
-            False,
-        ),
-        (lambda folder: (folder / ".gitattributes").write_text("x"), False),
-        (lambda folder: (folder / "model.safetensors.partial").write_text("x"), False),
-        (lambda folder: os.utime(folder / "config.json"), False),
-        (lambda folder: (folder / "empty").mkdir(), False),
-    ],
-)
-def test_what_is_another_checkpoint(change, is_other, folder, tmp_path):
+@cases
+def test_what_is_another_checkpoint(command, is_other, folder, tmp_path):
     before = identify(folder, cache=tmp_path / "made.report")
-    change(folder)
+    shell(command, folder)
     assert (identify(folder, cache=tmp_path / "made.report").sha256 != before.sha256) == is_other
 
 
@@ -83,10 +69,10 @@ def test_a_second_look_reads_nothing(folder, tmp_path):
     found = identify(folder, cache=evidence, watch=watch)
     assert read == [3_000_003]
     assert identify(folder, cache=evidence, watch=watch) == found and len(read) == 1
-    cache = json.loads((evidence / CACHE).read_text())
+    cache = json_of(evidence / CACHE)
     (name,) = [name for name in cache["files"] if name.endswith("model.safetensors")]
     cache["files"][name]["sha256"] = "0" * 64
-    (evidence / CACHE).write_text(json.dumps(cache))
+    put_json(evidence / CACHE, cache)
     assert identify(folder, cache=evidence).files["model.safetensors"].sha256 == "0" * 64
     os.utime(folder / "model.safetensors", ns=(1_700_000_000_000_000_001,) * 2)
     assert identify(folder, cache=evidence, watch=watch) == found and read[1:] == [3_000_000]
@@ -96,7 +82,7 @@ def test_what_was_written_just_now_is_not_remembered(folder, tmp_path):
     """It may be written again within the same tick of the file system's clock."""
     (folder / "config.json").write_text("[]")
     identify(folder, cache=tmp_path / "made.report")
-    kept = json.loads((tmp_path / "made.report" / CACHE).read_text())["files"]
+    kept = json_of(tmp_path / "made.report" / CACHE)["files"]
     assert sorted(Path(name).name for name in kept) == ["a.py", "model.safetensors"]
 
 
@@ -108,7 +94,7 @@ def test_a_cache_that_cannot_be_read_is_none(content, folder, tmp_path):
     found = identify(folder, cache=evidence)
     (evidence / CACHE).write_text(content)
     assert identify(folder, cache=evidence) == found
-    assert json.loads((evidence / CACHE).read_text())["version"] == 1
+    assert json_of(evidence / CACHE)["version"] == 1
 
 
 def test_a_json_file_of_holes_is_not_read(folder):
@@ -137,29 +123,12 @@ def test_source_and_checkpoint_share_a_cache(folder, tmp_path):
     os.utime(other / "config.json", ns=(1_700_000_000_000_000_000,) * 2)
     evidence = tmp_path / "made.report"
     assert identify(folder, cache=evidence).sha256 != identify(other, cache=evidence).sha256
-    assert len(json.loads((evidence / CACHE).read_text())["files"]) == 6
+    assert len(json_of(evidence / CACHE)["files"]) == 6
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (
-            lambda folder: (folder / "config.json").unlink(),
-            "must hold a checkpoint; got no config.json",
-        ),
-        (
-            lambda folder: (folder / "lost").symlink_to(folder / "nowhere"),
-            "lost: must be a readable file; got No such file",
-        ),
-        (
-            lambda folder: (folder / "more").symlink_to(folder / "encoding"),
-            "more: .*; got a link to a folder",
-        ),
-        (lambda folder: os.mkfifo(folder / "pipe"), "pipe: must be a regular file"),
-    ],
-)
-def test_what_is_no_checkpoint(change, says, folder):
-    change(folder)
+@cases
+def test_what_is_no_checkpoint(command, says, folder):
+    shell(command, folder)
     with pytest.raises(CheckpointError, match=says):
         identify(folder)
 

@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from json_files import put_json
 from keepmtp.checkpoints.json_file import read_config, read_object
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import make_plan
@@ -15,28 +16,10 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import families
 from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
+from tables import spelled, table
 
-FILES = {
-    "empty": (b"", "must be JSON; got an empty file"),
-    "cut": (b'{"a": ', "must be JSON; got Expecting value"),
-    "two objects": (b"{}{}", "must be JSON; got Extra data"),
-    "a number": (b"7", "must be a JSON object; got a number"),
-    "a byte order mark": (b"\xef\xbb\xbf{}", "must be JSON; got Unexpected UTF-8 BOM"),
-    "UTF-16": ("{}".encode("utf-16"), "must be text in UTF-8; got invalid start byte at byte 0"),
-    "no UTF-8": (b'{"\xff": 1}', "must be text in UTF-8; got invalid start byte at byte 2"),
-    "half a surrogate pair": (
-        b'{"a": {"b": "\\ud800"}}',
-        "every character must be one that UTF-8 can write; got half of a surrogate pair",
-    ),
-    "deep": (
-        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-        "values must be at most 64 levels deep; got more levels",
-    ),
-    "a number without end": (
-        b'{"a": %b}' % (b"1" * 100_000),
-        "must be JSON; got Exceeds the limit",
-    ),
-}
+TABLE = table("checkpoints/test_json_file")
+FILES = TABLE["FILES"]
 
 
 def test_a_file_of_many_values_would_fill_the_memory(tmp_path):
@@ -61,9 +44,9 @@ def test_a_file_of_holes_is_not_read(tmp_path):
         read_config(tmp_path / "config.json", "here")
 
 
-@pytest.mark.parametrize(("raw", "said"), FILES.values(), ids=FILES)
+@pytest.mark.parametrize("raw, said", FILES.values(), ids=FILES)
 def test_a_file_that_holds_no_object(raw, said, tmp_path):
-    (tmp_path / "a.json").write_bytes(raw)
+    (tmp_path / "a.json").write_bytes(spelled(raw).encode("latin-1"))
     with pytest.raises(CheckpointError) as caught:
         read_object(tmp_path / "a.json", "here", cure="Mend it")
     assert str(caught.value).startswith(f"here: {said}") and str(caught.value).endswith(
@@ -100,23 +83,7 @@ VALUES = [
     [-1],
     [None],
 ]
-OBJECTS = ({}, {"a": []})
-TAKEN = {
-    "num_hidden_layers": (0, 3),
-    "num_nextn_predict_layers": (0, 3),
-    "n_routed_experts": (0, 3, [], [3]),
-    "vocab_size": (0, 3, 10**9),
-    "hidden_size": (0, 3, 10**9),
-    "q_lora_rank": (0, 3, 10**9),
-    "layer_group_size": (0, 3, 10**9),
-    "max_position_embeddings": (0, 3, 10**9),
-    "model_type": ("3", "\x1b[31m"),
-    "architectures": ([], ["x"]),
-    "layer_types": ([], ["x"]),
-    "text_config": OBJECTS,
-    "quantization_config": OBJECTS,
-    "linear_attn_config": OBJECTS,
-}
+TAKEN = TABLE["TAKEN"]
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["top", "text_config"])
@@ -147,13 +114,13 @@ def test_every_key_of_every_family_has_a_type(tmp_path):
         for key in (family.num_layers_key, *family.mtp_count_keys, *family.mtp_parts_keys):
             outer, _, last = key.partition(".")
             for value in [{}, -1, 10**9] if key else []:
-                path.write_text(json.dumps({outer: {last: value}} if last else {outer: value}))
+                put_json(path, {outer: {last: value}} if last else {outer: value})
                 with pytest.raises(CheckpointError, match=rf"^here: {key} must be a"):
                     read_config(path, "here")
 
 
 def plan(folder: Path, **changes) -> int:
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     config = {key: value for key, value in (config | changes).items() if value != "gone"}
     write_checkpoint(folder, config, tensors)
     return len(make_plan(find_recipe("glm-4.7.nvfp4a16-fp8")[0], open_source(folder)).tensors)

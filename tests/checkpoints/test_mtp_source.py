@@ -2,13 +2,13 @@
 record and config.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_files import Checkpoint, as_source, write
 from good import released
+from json_files import json_of
 from keepmtp.checkpoints.mtp_source import with_mtp_of
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
@@ -56,7 +56,7 @@ def test_the_block_is_that_of_the_other_folder_under_the_releases_names(made):
     release, block, out = made
     name = "mtp.layers.0.hnorm.weight"
     assert raw(out, f"language_model.model.{name}") == raw(block, f"model.{name}")
-    assert json.loads((out / "config.json").read_text())["text_config"]["num_mtp_modules"] == 1
+    assert json_of(out / "config.json")["text_config"]["num_mtp_modules"] == 1
     shared = "language_model.model.norm.weight"
     assert raw(out, shared) == raw(release, shared)
 
@@ -143,7 +143,7 @@ def emptied(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    "change, says",
     [
         (sized, r"config.json: hidden_size must be 256, that of .*; got 512"),
         (
@@ -180,7 +180,7 @@ def test_a_second_block_is_refused(tmp_path):
 
 def test_layers_that_continue_the_decoder_layers_keep_their_names(tmp_path):
     """Two releases of one model: the MTP layer has one name in both."""
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     block = {name: spec for name, spec in tensors.items() if name.startswith("model.layers.3.")}
     release = Checkpoint(
         config=config, tensors={name: spec for name, spec in tensors.items() if name not in block}

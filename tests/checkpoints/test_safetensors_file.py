@@ -8,12 +8,12 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-import yaml
 from keepmtp.checkpoints.safetensors_file import fill, lay_out, read_header, sort_metadata
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import DTYPE_BITS
 from safetensors import SafetensorError, safe_open
+from tables import table
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -71,13 +71,13 @@ def written(folder: Path, raw: bytes, data: int = 0) -> Path:
 
 
 TENSOR = '"dtype":"F32","shape":[1],"data_offsets":[0,4]'
-HEADERS = yaml.safe_load((Path(__file__).parent / "headers.yaml").read_text()) | {
+HEADERS = table("checkpoints/headers") | {
     "deep": [f'{{"a":{{"x":{"[" * 100_000}{"]" * 100_000},@}}}}', 4],
     "a number without end": [f'{{"a":{{"x":{"1" * 100_000},@}}}}', 4],
 }
 
 
-@pytest.mark.parametrize(("raw", "data"), HEADERS.values(), ids=HEADERS)
+@pytest.mark.parametrize("raw, data", HEADERS.values(), ids=HEADERS)
 def test_a_header_is_what_safetensors_says(raw, data, tmp_path):
     path = written(tmp_path, raw.replace("@", TENSOR).encode("latin-1"), data)
     try:

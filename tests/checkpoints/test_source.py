@@ -1,6 +1,5 @@
 """Headers of local and Hub checkpoints, and each way they can be broken."""
 
-import json
 import os
 import re
 import shutil
@@ -8,15 +7,17 @@ from pathlib import Path
 
 import pytest
 from hub import FIRST_COMMIT
+from json_files import json_of, put_json
 from keepmtp.checkpoints.source import INDEX, download, open_source, read
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint
+from tables import cases
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     return write_checkpoint(tmp_path / "source", config, tensors, data="random")
 
 
@@ -71,14 +72,7 @@ def test_a_file_is_no_source(folder):
     assert "got a file. Name the folder of a checkpoint" in refusal(folder / "config.json")
 
 
-@pytest.mark.parametrize(
-    ("file", "says"),
-    [
-        ("", "an empty folder"),
-        ("adapter_config.json", "adapter_config.json"),
-        ("a/config.json", "a"),
-    ],
-)
+@cases
 def test_what_is_there_instead_is_named(file, says, tmp_path):
     if file:
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -125,9 +119,9 @@ def test_index_naming_a_missing_file(folder):
 
 
 def test_index_listing_an_absent_tensor(folder):
-    index = json.loads((folder / INDEX).read_text())
+    index = json_of(folder / INDEX)
     index["weight_map"]["model.layers.0.ghost.weight"] = first_shard(folder).name
-    (folder / INDEX).write_text(json.dumps(index))
+    put_json(folder / INDEX, index)
     assert "model.layers.0.ghost.weight" in refusal(folder)
 
 
@@ -145,16 +139,16 @@ def test_truncated_shard_names_the_last_tensor(folder):
 def test_a_tensor_in_two_indexed_files(folder):
     files = sorted(folder.glob("*.safetensors"))
     shutil.copy(files[0], folder / "model-00003-of-00003.safetensors")
-    index = json.loads((folder / INDEX).read_text())
+    index = json_of(folder / INDEX)
     name = next(n for n, f in index["weight_map"].items() if f == files[0].name)
     index["weight_map"][name] = "model-00003-of-00003.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
+    put_json(folder / INDEX, index)
     assert "must be in one file only" in refusal(folder)
 
 
 def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
     """`mtp.safetensors` beside an index that does not list it: seen, and kept apart."""
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     layers = config["num_hidden_layers"]
     mtp = {
         name: spec for name, spec in tensors.items() if name.startswith(f"model.layers.{layers}.")

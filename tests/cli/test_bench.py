@@ -9,22 +9,14 @@ from keepmtp.cli.bench import numbers, shown
 from keepmtp.recipes.errors import RecipeError
 from printed import printed
 from rich.console import Console
+from tables import cases
 
 NO_NUMBERS = " a 1.. 4..1 -1 1;2 0 1..1000000 99999999"
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("0..4", (0, 1, 2, 3, 4)),
-        ("0,1,3", (0, 1, 3)),
-        ("8, 1,8,32", (1, 8, 32)),
-        ("2", (2,)),
-        ("0..1,4", (0, 1, 4)),
-    ],
-)
+@cases
 def test_numbers(words, found):
-    assert numbers("--k", words, least=0) == found
+    assert numbers("--k", words, least=0) == tuple(found)
 
 
 @pytest.mark.parametrize("words", NO_NUMBERS.split(" "))

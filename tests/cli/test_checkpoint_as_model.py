@@ -2,17 +2,18 @@
 fine-tunes are.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from commands import ROOT, ran
+from json_files import json_of
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.plan.checkpoint_as_model import ModelWord, model_name, model_word
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from printed import printed
 from safetensors.torch import load_file, save_file
+from tables import cases
 
 TINY = ROOT / "models" / "tiny-glm4-moe"
 
@@ -43,16 +44,7 @@ def test_words_that_mean_a_checkpoint(model):
     assert model_word(model) == ModelWord(name=model.removeprefix("./"), is_recipe=False)
 
 
-@pytest.mark.parametrize(
-    ("page", "revision"),
-    [
-        ("https://huggingface.co/org/name", None),
-        ("https://huggingface.co/org/name/", None),
-        ("https://huggingface.co/org/name/tree/v1", "v1"),
-        ("https://huggingface.co/org/name/blob/v1/config.json", "v1"),
-        ("huggingface.co/org/name?library=vllm", None),
-    ],
-)
+@cases
 def test_a_page_means_a_checkpoint_or_its_recipe(page, revision):
     word = ModelWord(name="org/name", is_recipe=False, revision=revision)
     assert model_word(page) == word
@@ -79,7 +71,7 @@ def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path)
     said = ran(f"quantize '{fine_tune}' --scheme NVFP4A16_fp8", cwd=tmp_path)
     assert "check passed" in said
     out = tmp_path / "out" / "My-Tune-v1.2.nvfp4a16-fp8"
-    record = json.loads((out / "keepmtp.json").read_text())
+    record = json_of(out / "keepmtp.json")
     assert record["source"].items() >= {"name": fine_tune.name, "revision": "local"}.items()
     recipe = record["recipe"]
     assert recipe["family"] == "glm4_moe" and recipe["backbone"]["experts"] == "NVFP4A16"

@@ -1,12 +1,12 @@
 """The commits that every run prints and records: over a Hub on loopback."""
 
-import json
 import shutil
 
 import pytest
 import yaml
 from commands import ROOT, keepmtp, refused
 from hub import serving
+from json_files import json_of
 from killed import small_recipe
 
 
@@ -39,7 +39,7 @@ def test_a_run_prints_and_records_the_commits_that_it_read(recipe, hub, tmp_path
     _, model, dataset = hub
     says = f"reads org/model at commit {model}, dataset org/data at commit {dataset}\n"
     assert says in done.stderr
-    record = json.loads((tmp_path / "out" / "keepmtp.json").read_text())
+    record = json_of(tmp_path / "out" / "keepmtp.json")
     assert record["source"]["revision"] == model
     assert record["calibration"]["data"]["dataset_revision"] == dataset
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import ROOT, ran
 from decompressed import decompressed
+from json_files import json_of
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.schemes import SCHEMES
@@ -68,7 +69,7 @@ def within_the_schemes_error(plan: Plan, out: Path) -> None:
     """Every quantized weight as compressed-tensors' own compressor reads it, by a group that
     config.json has.
     """
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    config = json_of(out / "config.json")["quantization_config"]
     groups = [group["weights"] for group in config["config_groups"].values()]
     source, stored = tensors_of(plan.source.folder), tensors_of(out)
     quantized = [tensor for tensor in plan.tensors if tensor.fate == "quantize"]
@@ -100,7 +101,7 @@ def test_files_beside_the_weights(default):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (plan.source.folder / name).read_bytes()
     assert not list(out.glob("*.partial")) and not list(out.glob("*.sha256"))
-    provenance = json.loads((out / "keepmtp.json").read_text())
+    provenance = json_of(out / "keepmtp.json")
     assert provenance["source"]["name"] == plan.source.folder.name
     assert provenance["tensors"]["quantize"] > 5
 
@@ -214,7 +215,7 @@ def test_every_algorithm_through_the_command(recipe, tmp_path):
     part of it.
     """
     assert json.loads(ran(f"quantize {recipe} --out {tmp_path}/out --json"))["check"]["ok"]
-    rows = json.loads((tmp_path / "out" / "keepmtp.json").read_text())["calibration"]["rows"]
+    rows = json_of(tmp_path / "out" / "keepmtp.json")["calibration"]["rows"]
     source, quantized = (row["acceptance"]["by_position"]["1"][0] for row in rows[:2])
     assert source > 0.95 and quantized > 0.97 * source
     assert rows[0]["perplexity"] < rows[1]["perplexity"] * 1.05

@@ -1,7 +1,6 @@
 """`keepmtp eval` before a server is started: what it refuses; and afterwards: what it says."""
 
 import io
-import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +10,7 @@ import measured
 import pytest
 from commands import ROOT, keepmtp_without
 from evaluations import Answers, evaluation, several
+from json_files import put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.eval import shown as parts
 from keepmtp.cli.main import app
@@ -20,6 +20,7 @@ from keepmtp.validate.measure import tasks
 from keepmtp.validate.report.gates import judge
 from printed import printed
 from rich.console import Console
+from tables import cases
 from typer.testing import CliRunner
 from vllms import CPU
 
@@ -38,7 +39,7 @@ def record(checkpoint: Path, **recipe) -> None:
     files = {path.name: path.stat().st_size for path in GLM.glob("*.safetensors")}
     made_from = {"name": "tiny-glm4-moe", "revision": "local", "files": files}
     told = measured.recorded(made_from=made_from, **{"source": "models/tiny-glm4-moe", **recipe})
-    (checkpoint / "keepmtp.json").write_text(json.dumps(told))
+    put_json(checkpoint / "keepmtp.json", told)
 
 
 def refusal(*words: object) -> str:
@@ -50,10 +51,7 @@ def refusal(*words: object) -> str:
     return message
 
 
-@pytest.mark.parametrize(
-    ("model", "build", "is_refused"),
-    [("qwen3_5", "cpu", True), ("qwen3_5", "cuda", False), ("glm4-moe", "cpu", False)],
-)
+@cases
 def test_prefix_caching_that_no_cpu_can_combine_with_drafting(model, build, is_refused):
     """Qwen3.5 has layers with linear attention, and vLLM no kernel on a CPU that puts their state
     back.
@@ -114,7 +112,7 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, ask
     ]
 
 
-@pytest.mark.parametrize(("fence", "is_said"), [((), True), (("bwrap",), False)])
+@pytest.mark.parametrize("fence, is_said", [((), True), (("bwrap",), False)])
 def test_programs_that_nothing_contains_are_announced(
     fence, is_said, checkpoint, asked, monkeypatch
 ):
@@ -144,7 +142,7 @@ def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, a
 
 
 @pytest.mark.parametrize(
-    ("name", "fact"),
+    "name, fact",
     [
         (
             "eval",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from broken import BROKEN, GOOD
 from checkpoint_files import write
+from json_files import json_of
 from keepmtp.cli.main import VERBS, flat, main
 from printed import printed
 
@@ -48,7 +49,7 @@ def test_without_out_the_diff_is_printed_and_nothing_is_written(fix, place):
 
 def test_with_out_a_new_folder_is_written_and_judged(fix, place):
     printed("fix_out.txt", fix("F11 --out new"))
-    config = json.loads((place / "new" / "config.json").read_text())
+    config = json_of(place / "new" / "config.json")
     assert "mtp.fc" in config["quantization_config"]["ignore"]
     assert "finished before, by the same command" in fix("F11 --out new")
     (place / "new" / "config.json").unlink()

@@ -11,6 +11,7 @@ from keepmtp.validate.facts.results import file_of
 from keepmtp.validate.report.report import refresh
 from measured import Answers, measured
 from printed import printed
+from tables import cases
 
 GATES = ["findings", "loads", "acceptance", "gsm8k"]
 
@@ -32,15 +33,9 @@ def test_a_good_checkpoint_passes():
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("answers", "status", "verdict"),
-    [
-        (Answers(both=30, only_source=40, only_checkpoint=1, neither=9), 1, "regression"),
-        (Answers(both=30, only_source=12, only_checkpoint=3, neither=9), 3, "infeasible"),
-    ],
-)
+@cases
 def test_what_does_not_pass_has_its_own_exit_status(answers, status, verdict):
-    refresh(measured(Path("glm"), answers=answers))
+    refresh(measured(Path("glm"), answers=Answers(**answers)))
     told = json.loads(ran("gate glm --json", status=status))
     (reason,) = [reason for reason in told["reasons"] if reason["verdict"] != "pass"]
     assert told["verdict"] == reason["verdict"] == verdict and reason["gate"] == "gsm8k"

@@ -46,7 +46,7 @@ def test_its_default_and_its_comments_are_examples_that_work(tmp_path):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_recipe_for_every_family_reads_back(model, tmp_path):
-    folder = write_checkpoint(tmp_path / "it's: a #model", *source_layout(model, size="tiny"))
+    folder = write_checkpoint(tmp_path / "it's: a #model", *source_layout(model))
     file = tmp_path / "recipe.yaml"
     init(str(folder), out=file)
     read = read_file(file)
@@ -63,7 +63,7 @@ def test_a_shipped_model_is_copied(tmp_path):
 
 def test_a_fine_tune_that_lost_its_block(tmp_path):
     """The recipe names the block, and makes what the command line makes."""
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     write_checkpoint(tmp_path / "release", config, tensors)
     lost = {name: each for name, each in tensors.items() if not name.startswith("model.layers.3.")}
     write_checkpoint(tmp_path / "tune", config, lost)

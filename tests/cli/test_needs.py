@@ -14,6 +14,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from printed import printed
 from releases import source_layout, write_checkpoint
+from tables import cases
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,7 @@ def test_a_real_model_is_said_in_a_dozen_short_lines(air):
     assert 60 < found.output / 2**30 < 75 and found.states == 2 * 2 * (256 + 32) * 2048 * 4096
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "gib", "cure"),
-    [
-        (64, "80", "Set calibration.batch_size: 16, lower calibration.sequence_length, use"),
-        (1, "8", "use --scheme nvfp4a16-fp8, which needs no batches, or take a machine with more."),
-    ],
-)
+@cases
 def test_what_cannot_fit_is_refused_with_the_way_out(air, batch_size, gib, cure):
     calibration = air.recipe.calibration.model_copy(update={"batch_size": batch_size})
     plan = replace(air, recipe=air.recipe.model_copy(update={"calibration": calibration}))
@@ -60,7 +55,7 @@ def test_main_memory_without_a_gpu_holds_everything(air):
 
 
 def test_what_transformers_cannot_build_is_refused_before_the_download(tmp_path, monkeypatch):
-    write_checkpoint(tmp_path, *source_layout("mimo-v2.5", size="tiny"))
+    write_checkpoint(tmp_path, *source_layout("mimo-v2.5"))
     recipe, _ = find_recipe("mimo-v2.5", scheme="NVFP4")
     made = make_plan(recipe, open_source(tmp_path))
     on_the_hub = replace(made, source=replace(made.source, folder=None))

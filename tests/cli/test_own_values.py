@@ -12,10 +12,10 @@ from keepmtp import api
 from keepmtp.checkpoints.files import partial_path
 from keepmtp.recipes.errors import GateError
 from keepmtp.validate.check.reading import chosen
+from tables import cases
 from written_values import opened, poke
 
 MTP = "model.layers.3"
-ALL = slice(None)
 
 
 @pytest.fixture
@@ -23,17 +23,9 @@ def source(tmp_path) -> Path:
     return shutil.copytree(ROOT / "models" / "tiny-glm4-moe", tmp_path / "source")
 
 
-@pytest.mark.parametrize(
-    ("tensor", "value", "at", "says"),
-    [
-        ("model.embed_tokens.weight", math.nan, 7, "element [0, 7] is infinite or NaN, as are 1"),
-        (f"{MTP}.eh_proj.weight", math.inf, 0, "element [0, 0] is infinite or NaN, as are 1"),
-        (f"{MTP}.enorm.weight", 0.0, ALL, "its largest value is 0"),
-        (f"{MTP}.mlp.experts.1.up_proj.weight", 0.0, ALL, "holds zeros only"),
-    ],
-)
+@cases
 def test_a_broken_source_gives_no_output(tensor, value, at, says, source, tmp_path):
-    poke(source, tensor, value, at=at)
+    poke(source, tensor, value, **at)
     plan = api.plan("tiny-glm4-moe", source=str(source), scheme="fp8-dynamic", mtp="bf16")
     with pytest.raises(GateError) as refusal:
         api.quantize(plan, tmp_path / "out", threads=2)

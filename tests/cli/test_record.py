@@ -9,6 +9,7 @@ import cards
 import measured
 import pytest
 from commands import ROOT, keepmtp, make, ran
+from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import CACHE, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.source_of import recorded_source
@@ -61,8 +62,8 @@ def test_what_make_check_keeps_is_enough_for_make_card(tmp_path):
 
 def test_a_checkpoint_with_errors_has_a_record_too(folder):
     """Exit status 1, and the report says why."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    config = json_of(folder / "config.json")
+    put_json(folder / "config.json", config | {"num_nextn_predict_layers": 0})
     ran(f"check {folder} --record", status=1)
     full = verify(report_folder(folder))
     assert full.judgement is not None and full.judgement.verdict == "regression"
@@ -89,7 +90,7 @@ def test_the_source_is_a_folder_with_the_recorded_files(folder, tmp_path):
     source = measured.checkpoint(tmp_path / "GLM", record={})
     files = {path.name: path.stat().st_size for path in source.iterdir()}
     record = measured.recorded(made_from={"name": "GLM", "files": files}, source=str(source))
-    (folder / "keepmtp.json").write_text(json.dumps(record))
+    put_json(folder / "keepmtp.json", record)
     assert recorded_source(open_source(folder), cure="Name it") == str(source)
     ran(f"check {folder} --record")
     assert all(row.num_bytes_before for row in read_json(report_folder(folder) / JSON_FILE).sizes)

@@ -20,6 +20,7 @@ import benches
 import httpx
 import pytest
 from commands import KEEPMTP, ROOT, ran, refused
+from json_files import json_of
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -171,7 +172,7 @@ def test_an_address_that_is_taken():
 def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
     """The twin: layers that vLLM's draft counts and the files do not have."""
     folder = shutil.copytree(GLM, tmp_path / "glm")
-    config = json.loads((folder / "config.json").read_text())
+    config = json_of(folder / "config.json")
     write_whole(folder / "config.json", json.dumps(config | {"num_nextn_predict_layers": 2}))
     first = json.loads(ran(f"check {folder} --json", status=1))["findings"][0]
     says = f"must pass the check before it is served; got {first['where']}: "

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from broken import GOOD, built
 from calibrated import in_both_formats
 from checkpoint_files import Checkpoint, pack, write
 from good import cached, llmcompressor, ours, outputs_of
+from json_files import json_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.cure.convert import Conversion, convert, plan_conversion
@@ -25,6 +25,7 @@ from live_tensors import tensors_of
 from outputs import digests
 from real_vllm import QWEN, in_vllm
 from safetensors.torch import load_file
+from tables import table
 from typer.testing import CliRunner
 from written_values import fill, poke
 
@@ -56,15 +57,15 @@ def assert_same(one: Path, other: Path) -> None:
 def converted(folder: Path, out: Path) -> Conversion:
     """To the other dialect; nothing of the old folder changes."""
     before = digests(folder)
-    planned = plan_conversion(str(folder), OTHER[json_of(folder)["quant_method"]])
+    planned = plan_conversion(str(folder), OTHER[quantization_in(folder)["quant_method"]])
     convert(planned, out)
     assert digests(folder) == before
     return planned
 
 
-def json_of(folder: Path) -> dict:
+def quantization_in(folder: Path) -> dict:
     """The quantization config, wherever it is."""
-    found = json.loads((folder / "config.json").read_text())
+    found = json_of(folder / "config.json")
     return found.get("quantization_config") or {"quant_method": "modelopt"}
 
 
@@ -101,7 +102,7 @@ def test_there_and_back(twins, first, tmp_path):
 def test_a_converted_checkpoint_is_what_quantize_writes_in_that_format(twins, tmp_path):
     converted(twins["compressed-tensors"], tmp_path / "out")
     assert tensors_of(tmp_path / "out") == tensors_of(twins["modelopt"])
-    made, written = json_of(tmp_path / "out"), json_of(twins["modelopt"])
+    made, written = quantization_in(tmp_path / "out"), quantization_in(twins["modelopt"])
     assert made.pop("ignore").sort() == written.pop("ignore").sort()
     assert made == written
 
@@ -174,7 +175,7 @@ def test_what_others_wrote(name, tmp_path):
     assert_same(tmp_path / "back", first)
 
 
-REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["convert"]
+REFUSED = table("cure/refused")["convert"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

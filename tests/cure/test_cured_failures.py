@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import releases
-import yaml
 from broken import BROKEN, GOOD, Case
 from checkpoint_files import write
 from commands import ROOT
@@ -35,10 +34,11 @@ from keepmtp.validate.check.values import check_values
 from keepmtp.validate.facts.findings import Finding
 from live_tensors import tensors_of
 from outputs import digests
+from tables import table
 from typer.testing import CliRunner, Result
 from written_values import fill, opened, poke
 
-CURES = yaml.safe_load(Path(__file__).with_name("cures.yaml").read_text())
+CURES = table("cure/cures")
 
 
 def starting(*starts: str) -> list[Case]:
@@ -209,7 +209,7 @@ SPOILT = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "leaf", "value"), SPOILT)
+@pytest.mark.parametrize("rule, leaf, value", SPOILT)
 def test_graft_cures_values_of_the_block(rule, leaf, value, place, tmp_path):
     tensor = f"model.layers.3.{leaf}"
     old = write(tmp_path / "old", GOOD["glm nvfp4"]())

@@ -8,6 +8,7 @@ import hub as loopback
 import pytest
 from broken import BROKEN, GOOD
 from checkpoint_files import write
+from json_files import json_of
 from keepmtp.cli.main import app
 from keepmtp.cure.proposal import in_form_of, json_diff
 from keepmtp.cure.rewritten import judge
@@ -56,7 +57,7 @@ def test_a_file_keeps_its_indent_its_escapes_and_its_end():
 # --- a repository, whose changed files alone are written ------------------------------------------
 
 
-@pytest.mark.parametrize(("start", "status"), [("F11", 0), ("F37", 1)])
+@pytest.mark.parametrize("start, status", [("F11", 0), ("F37", 1)])
 def test_of_a_repository_headers_are_read_and_changed_files_written(
     start, status, hub_at, tmp_path
 ):
@@ -72,7 +73,7 @@ def test_of_a_repository_headers_are_read_and_changed_files_written(
         assert not (tmp_path / "new").exists()
         return
     assert {path.name for path in (tmp_path / "new").iterdir()} == {".keepmtp", "config.json"}
-    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    config = json_of(tmp_path / "new" / "config.json")
     assert "mtp.fc" in config["quantization_config"]["ignore"]
     assert "check passed org/model" in done.stdout and "not loaded by vLLM: OUT" in done.stdout
     read = [line for line in hub.requests if ".safetensors " in f"{line} "]

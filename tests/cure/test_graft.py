@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from broken import built
 from checkpoint_files import ignoring, write
 from commands import ROOT, keepmtp, refused
 from good import llmcompressor, ours, released
 from hub import Fault, Hub, serving
+from json_files import json_of
 from keepmtp import pipeline
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
@@ -25,6 +25,7 @@ from live_tensors import drop_block, tensors_of, without_block
 from outputs import digests, forks
 from printed import printed
 from releases import write_checkpoint
+from tables import table
 
 RELEASE = ROOT / "models" / "tiny-glm4-moe"
 
@@ -64,7 +65,7 @@ def test_the_block_is_the_one_that_was_lost_and_the_rest_is_linked(whole, lost, 
     assert (out / shard).stat().st_ino == (lost / shard).stat().st_ino, "a hard link"
     assert (out / "model-mtp-00001-of-00001.safetensors").is_file()
     assert not (out / "keepmtp.json").exists(), "the record is of the old folder"
-    total = json.loads((out / INDEX).read_text())["metadata"]["total_size"]
+    total = json_of(out / INDEX)["metadata"]["total_size"]
     assert total == sum(len(data) for _, _, data in tensors_of(out).values())
 
 
@@ -74,7 +75,7 @@ def test_a_scheme_gives_the_bytes_that_quantizing_gives(lost, word, tmp_path):
     out = grafted(lost, tmp_path / "new", mtp=word)
     assert tensors_of(out) == tensors_of(same)
     assert check(out).findings == ()
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    config = json_of(out / "config.json")["quantization_config"]
     assert any(
         "layers\\.3" in entry
         for group in config["config_groups"].values()
@@ -113,7 +114,7 @@ def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
     broken = tmp_path / "broken"
     tensors = {name: (dtype, shape) for name, (dtype, shape, _) in tensors_of(whole).items()}
     del tensors["model.layers.3.eh_proj.weight"]
-    config = json.loads((whole / "config.json").read_text())
+    config = json_of(whole / "config.json")
     write_checkpoint(broken, config, tensors, num_shards=1)
     values, block = tensors_of(broken), tensors_of(RELEASE)
     out = grafted(broken, tmp_path / "new")
@@ -211,7 +212,7 @@ def test_a_good_block_is_refused_unless_it_is_to_be_replaced(whole, tmp_path):
     )
 
 
-REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["graft"]
+REFUSED = table("cure/refused")["graft"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -225,7 +226,7 @@ def test_what_cannot_be_grafted_is_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "values", "says"),
+    "part, values, says",
     [
         ("", b"\0\0", r"model\.layers\.3\..*holds zeros only"),
         ("eh_proj", b"\xc0\x7f", r"eh_proj\.weight.*infinite or NaN"),

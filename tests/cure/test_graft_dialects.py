@@ -4,7 +4,6 @@ itself matches it.
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import releases
 import yaml
 from checkpoint_files import Checkpoint, write
+from commands import captured
 from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cure.graft import Graft, carry_out, plan_graft
@@ -170,9 +170,7 @@ def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp
                     is_plain[module.name] = False
             questions.append([new, [*is_plain], FUSED])
             wanted.append([*is_plain.values()])
-    done = subprocess.run(
-        [VLLM_PYTHON, "-c", PEER], input=json.dumps(questions), capture_output=True, text=True
-    )
+    done = captured([VLLM_PYTHON, "-c", PEER], input=json.dumps(questions))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == wanted
 
@@ -198,7 +196,7 @@ def test_vllm_loads_the_graft(tmp_path):
     """
     folders = {}
     for name, (make, scheme, word) in KNOWN.items():
-        config, tensors = releases.source_layout(name, size="tiny")
+        config, tensors = releases.source_layout(name)
         place = tmp_path / name
         release = releases.write_checkpoint(place / "release", config, tensors, data="random")
         lost = write(place / "lost", without_block(make(name, scheme)))

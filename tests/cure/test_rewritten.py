@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import shell
+from json_files import json_of, put_json
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.cure.proposal import CONFIG, Proposal
 from keepmtp.cure.rewritten import Rewritten, rewrite
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from outputs import digests
+from tables import cases
 
 
 def shard(path: Path, tensors: dict[str, bytes]) -> None:
@@ -42,7 +45,7 @@ def old(tmp_path) -> Path:
         "weight_map": {"one": "a.safetensors", "two": "a.safetensors"},
     }
     index["weight_map"]["three"] = "b.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
+    put_json(folder / INDEX, index)
     (folder / "config.json").write_text('{"model_type": "x"}')
     for name in ("keepmtp.json", "recipe.yaml", "modeling_x.py", "more/notes.txt", ".token"):
         (folder / name).write_text(name)
@@ -82,7 +85,7 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
         "two": "a.safetensors",
         "four": "mtp.safetensors",
     }
-    assert json.loads((out / INDEX).read_text())["metadata"] == {"by": "x", "total_size": 8}
+    assert json_of(out / INDEX)["metadata"] == {"by": "x", "total_size": 8}
     assert (out / "a.safetensors").read_bytes().endswith(b"1111abc")
     assert "3 new, 3 kept" in written.sentence
     whole, again = digests(out), made(changed(old), out)
@@ -90,28 +93,10 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
     assert again.new == written.new and digests(out) == whole
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda old, out: (
-            (out / "config.json").write_text("{}") and os.utime(out / "config.json", (2**32, 2**32))
-        ),
-        lambda old, out: (out / "a.safetensors").unlink(),
-        lambda old, out: (old / "config.json").write_text('{"model_type": "z"}'),
-        lambda old, out: (out / WORK / "cure.json").write_text('{"command": 7}'),
-        lambda old, out: (out / WORK / "cure.json").write_bytes(b"\xff"),
-    ],
-    ids=[
-        "a file of it was edited",
-        "one is gone",
-        "the old folder changed",
-        "another's mark",
-        "no mark",
-    ],
-)
-def test_a_folder_that_is_no_longer_what_it_wrote_is_never_overwritten(old, tmp_path, edit):
+@cases
+def test_a_folder_that_is_no_longer_what_it_wrote_is_never_overwritten(old, tmp_path, command):
     made(changed(old), tmp_path / "out")
-    edit(old, tmp_path / "out")
+    shell(command, tmp_path)
     left = digests(tmp_path / "out")
     with pytest.raises(RecipeError, match="never overwritten"):
         made(changed(old), tmp_path / "out")
@@ -217,31 +202,10 @@ def test_a_snapshot_of_the_hubs_cache_is_linked_to_its_blobs(old, tmp_path):
     assert not linked.is_symlink() and linked.samefile(blobs / "mtp.safetensors")
 
 
-def rewritten_in_place(path: Path) -> None:
-    path.write_bytes(path.read_bytes())
-
-
-@pytest.mark.parametrize(
-    ("breaks", "message"),
-    [
-        (lambda old, out: out.mkdir() or (out / "x").write_text("x"), "never overwritten"),
-        (lambda old, out: (old / "LICENSE").symlink_to("/etc/hostname"), "must be in its folder"),
-        (lambda old, out: (old / "notes.md").symlink_to("/etc/hostname"), "must be in its folder"),
-        (
-            lambda old, out: (old / "more/x.safetensors").symlink_to("/etc/hostname"),
-            "must be in its folder",
-        ),
-        (
-            lambda old, out: partial_path(out).mkdir() or (partial_path(out) / "x").write_text("x"),
-            "another command",
-        ),
-        (lambda old, out: rewritten_in_place(old / "b.safetensors"), r"another b\.safetensors"),
-    ],
-    ids=["there", "linked out", "a stray file linked out", "a shard below", "another run's", "new"],
-)
-def test_what_cannot_be_made_is_refused(old, tmp_path, breaks, message):
+@cases
+def test_what_cannot_be_made_is_refused(old, tmp_path, command, message):
     wanted, out = changed(old), tmp_path / "out"
-    breaks(old, out)
+    shell(command, tmp_path)
     with pytest.raises((CheckpointError, RecipeError), match=message):
         made(wanted, out)
     assert out.exists() == (message == "never overwritten")

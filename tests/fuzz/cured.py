@@ -6,12 +6,12 @@ one, `lost` and `broken` in it. It is called in a process of its own: packing st
 the campaign's process is forked.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 from calibrated import in_both_formats
 from cures import OTHER
+from json_files import json_of, put_json
 from keepmtp.checkpoints.source import INDEX
 from keepmtp.cure.convert import convert, plan_conversion
 from live_tensors import drop_block
@@ -28,6 +28,6 @@ def make(folder: Path, first: str) -> None:
     convert(plan_conversion(str(folder / "first"), OTHER[first]), folder / "there")
     drop_block(folder / "first", folder / "lost")
     shutil.copytree(folder / "first", folder / "broken")
-    index = json.loads((folder / "first" / INDEX).read_text())
+    index = json_of(folder / "first" / INDEX)
     index["metadata"]["total_size"] += 1
-    (folder / "broken" / INDEX).write_text(json.dumps(index))
+    put_json(folder / "broken" / INDEX, index)

@@ -16,6 +16,7 @@ from random import Random
 import edits
 from case import Case, some
 from edits import ODD, Edit
+from json_files import json_of
 
 OTHER = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}
 INDEX = "model.safetensors.index.json"
@@ -107,7 +108,7 @@ def _odd_shard(rng: Random, where: str) -> Edit:
 
     def do(folder: Path) -> None:
         path = folder / where / INDEX
-        tree = json.loads(path.read_bytes())
+        tree = json_of(path)
         old = _at(sorted(set(tree["weight_map"].values())), place)
         new = f"{name}.safetensors"
         tree["weight_map"] = {
@@ -129,7 +130,7 @@ def _odd_tensor(rng: Random, where: str) -> Edit:
 
     def do(folder: Path) -> None:
         path = folder / where / INDEX
-        tree = json.loads(path.read_bytes())
+        tree = json_of(path)
         old = _at(sorted(tree["weight_map"]), place)
         file = tree["weight_map"].pop(old)
         tree["weight_map"][new] = file

@@ -19,6 +19,8 @@ from random import Random
 from typing import Any
 
 import yaml
+from json_files import json_of, put_json
+from tables import table
 
 UNEDITABLE = (
     OSError,
@@ -32,7 +34,7 @@ UNEDITABLE = (
     yaml.YAMLError,
 )
 """What an edit may raise where one before it has left nothing to edit."""
-ODD: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("odd.yaml").read_text())
+ODD: dict[str, Any] = table("fuzz/odd")
 NAMES = (*ODD["names"], "x" * 100_000, "é" * 300)
 REGEXES = (*ODD["regexes"], "re:" + "(" * 400)
 OTHERS = (*ODD["others"], [1] * 10_000)
@@ -158,7 +160,7 @@ def on_tree(file: str, says: str, change: Callable[[Any], Any]) -> Edit:
     """A change of a file's JSON, in place, or a new tree if `change` returns one."""
 
     def do(folder: Path) -> None:
-        tree = json.loads(regular(folder / file).read_bytes())
+        tree = json_of(regular(folder / file))
         changed = change(tree)
         replace(folder / file, text_of(tree if changed is None else changed).encode())
 
@@ -203,7 +205,7 @@ def grafted_line(rng: Random, file: str, rows: list[Any]) -> Edit:
     inner = grafted(rng, "row", rows[at])
 
     def do(folder: Path) -> None:
-        (folder / "row").write_text(json.dumps(rows[at]))
+        put_json(folder / "row", rows[at])
         inner.do(folder)
         changed = (folder / "row").read_bytes()
         (folder / "row").unlink()
@@ -221,7 +223,7 @@ def spoilt(rng: Random, folder: Path, file: str, *, under: tuple[Any, ...] = ())
     if way < 0.12 or not path.is_file():
         return no_file(rng, file)
     if path.suffix == ".json" and way < 0.9 and path.stat().st_size < 10**6:
-        return grafted(rng, file, json.loads(path.read_bytes()), under=under)
+        return grafted(rng, file, json_of(path), under=under)
     if path.suffix == ".jsonl" and way < 0.9:
         return grafted_line(
             rng, file, [json.loads(line) for line in path.read_text().splitlines()[:40]]

@@ -22,6 +22,7 @@ import verbs
 import yaml
 from case import Case, some
 from edits import ODD, Edit
+from json_files import json_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -182,7 +183,7 @@ def counts(rng: Random) -> Case:
     """The numbers of config.json that something is counted by."""
 
     def edit(folder: Path) -> Edit:
-        tree = json.loads((folder / "config.json").read_bytes())
+        tree = json_of(folder / "config.json")
         place = rng.choice(
             [place for place in edits.places(tree) if isinstance(_at(tree, place), int)]
         )
@@ -197,7 +198,7 @@ def regexes(rng: Random) -> Case:
     """Patterns of a stranger, in every list of names."""
 
     def edit(folder: Path) -> Edit:
-        tree = json.loads((folder / "config.json").read_bytes()).get("quantization_config", {})
+        tree = json_of(folder / "config.json").get("quantization_config", {})
         lists = [place for place in edits.places(tree) if isinstance(_at(tree, place), list)]
         pattern, place = rng.choice(edits.REGEXES), rng.choice([*lists, ("ignore",)])
         pattern = pattern if rng.random() < 0.8 else pattern.removeprefix("re:")

@@ -1,6 +1,5 @@
 """What fuzzing found in files that several verbs read, each once."""
 
-import json
 import math
 import os
 import shutil
@@ -12,6 +11,8 @@ import measured
 import pytest
 from broken import GOOD
 from checkpoint_files import write
+from commands import ROOT
+from json_files import json_of, put_json
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -31,7 +32,6 @@ from keepmtp.validate.report.card_metadata import read_front_matter
 from keepmtp.validate.report.provenance import recipe_text
 from keepmtp.validate.report.report import read_json, refresh
 
-ROOT = Path(__file__).parent.parent.parent
 READERS: dict[str, Callable[[Path], object]] = {
     "check.json": lambda path: read_result(path.parent, "check"),
     "report.json": read_json,
@@ -70,9 +70,9 @@ def test_links_that_lead_to_each_other_are_refused(tmp_path):
 def test_a_report_says_why_a_part_is_absent(tmp_path):
     path = measured.measured(tmp_path / "NAME") / "report.json"
     refresh(path.parent)
-    report = json.loads(path.read_bytes())
+    report = json_of(path)
     del report["identity"]
-    path.write_text(json.dumps(report))
+    put_json(path, report)
     with pytest.raises(CheckpointError, match=r"absent\.identity must say why"):
         read_json(path)
 

@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import time
 from contextlib import chdir
@@ -24,6 +23,7 @@ import judged
 import kinds
 import pytest
 from case import Case
+from commands import captured
 from judged import Verdict
 from kinds import KINDS
 
@@ -74,7 +74,7 @@ def judge(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("call", "status", "fault"),
+    "call, status, fault",
     [
         (lambda: None, 0, ""),
         (lambda: sys.exit(1), 1, ""),
@@ -107,7 +107,7 @@ def test_what_a_call_leaves_running_is_ended(judge, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("header", "why"),
+    "header, why",
     [
         (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', ""),
         (
@@ -135,7 +135,7 @@ def publishes_a_secret() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "faults"),
+    "call, faults",
     [
         (lambda: None, set()),
         (lambda: Path("in.out").touch(), set()),
@@ -155,7 +155,7 @@ def test_the_canary_sees_each_fault(call, faults, tmp_path):
     assert set(canary.left(case, tmp_path, before)) == faults
 
 
-@pytest.mark.parametrize(("value", "faults"), [(1.0, []), (2.0, ["other values in 'a'"])])
+@pytest.mark.parametrize("value, faults", [(1.0, []), (2.0, ["other values in 'a'"])])
 def test_what_a_new_folder_has_otherwise_is_a_fault(value, faults, tmp_path):
     header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     for name, each in (("in/first", 1.0), ("in.out", value)):
@@ -172,7 +172,7 @@ def test_some_hostile_files_break_no_promise(capsys):
     seconds = os.environ.get("FUZZ_SECONDS", "6")
     campaign = str(Path(__file__).with_name("campaign.py"))
     words = [sys.executable, "-P", campaign, "--seconds", seconds]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = captured(words)
     with capsys.disabled():  # a run that passed can be repeated too
         print(f"\n{done.stdout.partition(chr(10))[0]} {done.stdout.strip().rpartition(chr(10))[2]}")
     assert done.returncode == 0, done.stdout + done.stderr

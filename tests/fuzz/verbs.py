@@ -20,36 +20,15 @@ import edits
 import stub_vllm
 from case import Case, some
 from edits import ODD, Edit
+from json_files import json_of
+from tables import spelled
 from task_rows import TASK_ROWS
 
 HELD_OUT = str(corpus.ROOT / "models" / "held_out.jsonl")
 Rows = list[dict[str, Any]]
 _case = partial(Case, reads_weights=False)
-GOOD_LOG = (
-    "INFO 11-02 03:04:05 [api_server.py:123] vLLM API server version 0.32.0\n"
-    '  File "/opt/venv/lib/python3.12/site-packages/vllm/model_executor/models/glm4_moe_mtp.py", '
-    "line 300, in load\n"
-    "(EngineCore pid=7) KeyError: 'model.layers.46.mlp.experts.w13_weight_scale'\n"
-    "(Worker_TP0 pid=9) ValueError: All linears in qkv_proj must have the same quantization "
-    "scheme\n"
-    "WARNING 11-02 03:04:06 [loader.py:1] Parameter model.layers.46.eh_proj.weight_packed not "
-    "found in params_dict\n"
-    "SpecDecoding metrics: Mean acceptance length: 1.00, Avg Draft acceptance rate: 0.0%\n"
-)
-RAW_LINES = (
-    "[" * 100_000,
-    '{"a":' * 100_000 + "1" + "}" * 100_000,
-    '{"prompt": ' + "[" * 900 + "]" * 900 + "}",
-    '{"prompt": "\\ud800", "text": NaN}',
-    '{"tokens": [1e999, ' + "9" * 5000 + "]}",
-    "null",
-    "[]",
-    "{",
-    '{"prompt": "' + "x" * 3_000_000 + '"}',
-    '{"prompt": "\x1b[31m\u202e\x07", "text": "a\u2028b\x85c"}',
-    "\n" * 500_000,
-    '{"prompt": "x", "text": "x"}\n' * 100_000,
-)
+GOOD_LOG: str = ODD["good_log"]
+RAW_LINES = tuple(map(spelled, ODD["raw_lines"]))
 FOLDERS = (
     *(
         name
@@ -251,7 +230,7 @@ def init(rng: Random) -> Case:
     """init of odd checkpoints, and of odd recipes."""
     if rng.random() < 0.5:
         base = corpus.pick(rng)
-        tree = json.loads((corpus.folder(base) / "config.json").read_bytes())
+        tree = json_of(corpus.folder(base) / "config.json")
         made = some(rng, lambda: edits.grafted(rng, "config.json", tree))
         return _case(base=base, edits=made, words=_near("init {} --out {}.out"))
     base = rng.choice(corpus.RECIPES)

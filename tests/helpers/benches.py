@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from keepmtp.validate.facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition
 from keepmtp.validate.facts.served import Role
+from tables import table
 
+FACTS = table("helpers/facts")
 AT = "2030-01-02 03:04:05 UTC"
 _TOKENS = 10_000
 _TIMES = Latency(median_ms=20.0, p99_ms=31.0)
@@ -69,11 +71,7 @@ def benched(
         role=role,
         path=f"/data/{role}",
         sha256=sha256,
-        as_served="native",
-        reason="",
-        form="chat",
-        max_num_seqs=8,
-        max_model_len=4096,
+        **FACTS["benched"],
         cells=tuple(
             cell(k, [rate * each for each in around], concurrency=concurrency)
             for concurrency, load in loads.items()
@@ -88,11 +86,5 @@ def bench_fact(*, with_source: bool = True, sha256: str = "0" * 64) -> BenchFact
         source=benched({k: 0.6 * rate for k, rate in FLASH.items()}, role="source")
         if with_source
         else None,
-        prompts="qualitative.jsonl",
-        prompts_sha256="1" * 64,
-        num_prompts=880,
-        output_tokens=256,
-        rounds=1,
-        seed=0,
-        environment={"vllm": "0.32.0", "device": "NVIDIA H200 (140 GiB)", "words": ""},
+        **FACTS["bench"],
     )

@@ -4,13 +4,13 @@ page.
 
 import json
 import shutil
-import subprocess
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import captured
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MISSING = (
@@ -108,7 +108,7 @@ def opened(page: Path, *, is_dark: bool = False, scratch: Path) -> Seen:
         "--dump-dom",
         page.as_uri(),
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = captured(words, timeout=120)
     assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
     return Seen(
         html=done.stdout, console=[line for line in done.stderr.splitlines() if "CONSOLE" in line]

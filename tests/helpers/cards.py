@@ -14,7 +14,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import LoadAccount
-from keepmtp.validate.facts.results import CheckData, report_folder, write_result
+from keepmtp.validate.facts.results import CheckData, report_folder
 from keepmtp.validate.report import card
 from keepmtp.validate.report import report as full_reports
 from keepmtp.validate.report.check_data import check_data
@@ -57,24 +57,12 @@ def evidence(
     """
     where, identity = report_folder(folder), identify(folder)
     data = checked(folder, reports.account("sm90", 1), reports.account("sm100", 4))
-    write_result(
-        where, "check", data, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT
-    )
+    measured.write(where, "check", data, identity)
     if "serve" in stations:
-        serve = reports.served(is_copy=is_copy)
-        write_result(
-            where,
-            "serve",
-            serve,
-            checkpoint=identity,
-            vllm=reports.VLLM,
-            made_at=measured.SERVED_AT,
-        )
+        measured.write(where, "serve", reports.served(is_copy=is_copy), identity)
     if "gsm8k" in stations:
         asked = measured.asked(where, identity.sha256, answers)
-        write_result(
-            where, "gsm8k", asked, checkpoint=identity, vllm=reports.VLLM, made_at=measured.ASKED_AT
-        )
+        measured.write(where, "gsm8k", asked, identity, made_at=measured.ASKED_AT)
     full_reports.refresh(where)
     return where
 

@@ -7,13 +7,13 @@ one.
 Everything is headers: files are written with holes where the weights would be.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from json_files import put_json
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source
 from keepmtp.recipes.family import HFName
@@ -94,7 +94,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> Path:
         "config.json": checkpoint.config,
         **checkpoint.json_files,
     }.items():
-        (folder / file).write_text(json.dumps(content))
+        put_json(folder / file, content)
     if checkpoint.after:
         checkpoint.after(folder)
     return folder
@@ -104,7 +104,7 @@ def write_single(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint's headers in one file, without an index."""
     folder.mkdir(parents=True)
     write_shard(folder / "model.safetensors", checkpoint.tensors)
-    (folder / "config.json").write_text(json.dumps(checkpoint.config))
+    put_json(folder / "config.json", checkpoint.config)
     return folder
 
 

@@ -7,6 +7,9 @@ from keepmtp.validate.facts.closeness import ClosenessFact, PredictedFact, Worst
 from keepmtp.validate.facts.served import AsServed
 from keepmtp.validate.measure import figures
 from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, ComparedWindow, Sitting
+from tables import table
+
+FACTS = table("helpers/facts")
 
 
 def closeness(
@@ -19,21 +22,7 @@ def closeness(
     """A fact and its file of windows, which are around 0.01 nats a token, each with one to three
     flips.
     """
-    header = ComparedHeader(
-        role="checkpoint",
-        text_sha256="7" * 64,
-        tokens=32_768,
-        window=512,
-        top=512,
-        vocabulary=151_936,
-        source_sha256="5" * 64,
-        vllm="0.32.0",
-        device="NVIDIA H200 (140 GiB)",
-        checkpoint_sha256=checkpoint,
-        windows_sha256="3" * 64,
-        num=num_windows,
-        num_texts=7,
-    )
+    header = ComparedHeader(**FACTS["windows"], checkpoint_sha256=checkpoint, num=num_windows)
     path = folder / "closeness.checkpoint.jsonl"
     path.unlink(missing_ok=True)
     found = ComparedFile(path, header)
@@ -56,14 +45,12 @@ def closeness(
     of_source, of_checkpoint = figures.predicted(found)
     servers = {"servers": figures.servers(found)}
     return ClosenessFact(
-        text="held_out.jsonl",
-        against="None of the texts is a row of calibration.jsonl, which it was calibrated on.",
+        **FACTS["closeness"],
         source=PredictedFact(role="source", path="/data/source", **of_source | servers),
         checkpoint=PredictedFact(
             role="checkpoint", path="/data/checkpoint", **of_checkpoint | servers
         ),
         samples=path.name,
         samples_sha256=file_sha256(path),
-        environment={"vllm": "0.32.0", "device": "NVIDIA H200 (140 GiB)", "words": ""},
         **figures.closeness(found),
     )

@@ -4,17 +4,24 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 ROOT = Path(__file__).parent.parent.parent
+
+
+def captured(words: Sequence[str | Path], **more: Any) -> subprocess.CompletedProcess[str]:
+    """A program that ran to its end, with what it printed."""
+    return subprocess.run(words, capture_output=True, text=True, **more)
 
 
 def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """A make target of the checkout, without what an outer make left in the environment."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     command = ["make", "-f", str(ROOT / "Makefile"), *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=clean | environment)
+    return captured(command, cwd=cwd, env=clean | environment)
 
 
 def keepmtp(
@@ -22,9 +29,7 @@ def keepmtp(
 ) -> subprocess.CompletedProcess[str]:
     """A command line as it is typed, after `keepmtp`; further words as they are."""
     line = [KEEPMTP, *shlex.split(command), *map(str, words)]
-    return subprocess.run(
-        line, capture_output=True, text=True, cwd=cwd, env=os.environ | environment
-    )
+    return captured(line, cwd=cwd, env=os.environ | environment)
 
 
 def ran(command: str, *, status: int = 0, cwd: Path | None = None, **environment: str) -> str:
@@ -32,6 +37,11 @@ def ran(command: str, *, status: int = 0, cwd: Path | None = None, **environment
     done = keepmtp(command, cwd=cwd, **environment)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
+
+
+def shell(command: str, folder: Path) -> None:
+    """What somebody types in a folder."""
+    subprocess.run(command, shell=True, cwd=folder, check=True)
 
 
 HIDE = """
@@ -55,7 +65,7 @@ def keepmtp_without(
 ) -> subprocess.CompletedProcess[str]:
     """The command where these packages are not installed."""
     line = [sys.executable, "-c", HIDE.format(packages=packages), *shlex.split(command)]
-    return subprocess.run(line, capture_output=True, text=True, cwd=cwd)
+    return captured(line, cwd=cwd)
 
 
 def refused(

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from releases import source_layout, write_checkpoint
 from safetensors.torch import save_file
+from seeds import seeded
 
 Form = Literal["plain", "decorated", "with"]
 
@@ -103,9 +104,9 @@ FORWARDS: dict[Form, str] = {
 
 def write_foreign(folder: Path, form: Form, *, seed: int = 0) -> Path:
     """Write the checkpoint; the same weights in every form."""
-    config, tensors = source_layout("mimo-7b", size="tiny", changes=SMALL)
+    config, tensors = source_layout("mimo-7b", changes=SMALL)
     write_checkpoint(folder, config, tensors, num_shards=1)
-    rng = torch.Generator().manual_seed(seed)
+    rng = seeded(seed)
     weights = {}
     for name, (_, shape) in tensors.items():
         noise = torch.randn(shape, generator=rng)

@@ -13,6 +13,7 @@ from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file, save_file
+from seeds import seeded
 from torch import Tensor
 
 
@@ -33,7 +34,7 @@ def lively(
 
     DeepSeek-V4's packed experts stay what they are, unless `is_packed` is False.
     """
-    config, tensors = source_layout(model, size="tiny", changes=changes)
+    config, tensors = source_layout(model, changes=changes)
     if not (is_packed and any(dtype == "I8" for dtype, _ in tensors.values())):
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         tensors = {
@@ -46,7 +47,7 @@ def lively(
     write_checkpoint(folder, config, tensors, num_shards=1, data="random")
     file = folder / "model.safetensors"
     weights = load_file(file)
-    noise = torch.Generator().manual_seed(0)
+    noise = seeded(0)
     for name, value in weights.items():
         if value.ndim > 1 and value.dtype in (torch.bfloat16, torch.float32):
             weights[name] = value * factor

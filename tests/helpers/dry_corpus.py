@@ -13,11 +13,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import releases
-import yaml
 from broken import BROKEN, GOOD, built
 from checkpoint_files import Checkpoint
 from commands import ROOT
@@ -30,6 +28,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, in_hf_quant_config, modelopt
+from tables import table
 
 By = Literal["static", "dry", "both"]
 # Releases that differ from another one in sizes alone.
@@ -39,7 +38,7 @@ SEPARATE = ("gemma-4-26b-assistant",)
 # vLLM builds its attention otherwise than modelopt's config says: plain under NVFP4
 # (models/qwen4_exp).
 NOT_MODELOPT = ("qwen3.8-flash-next",)
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+TABLE = table("helpers/dry_corpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

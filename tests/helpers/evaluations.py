@@ -22,7 +22,9 @@ from keepmtp.validate.facts.evaluated import (
 from keepmtp.validate.facts.paired import paired
 from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.facts.served import AsServed
+from tables import table
 
+FACTS = table("helpers/facts")
 FILTERS = ("strict-match", "flexible-extract")
 COPY: AsServed = "BF16 copy of the same weights"
 
@@ -61,23 +63,17 @@ def evaluated(
         "role": role,
         "path": "models/tiny" if role == "source" else "out/tiny.nvfp4",
         "sha256": role[0] * 64,
-        "as_served": "native",
-        "reason": "",
         "scores": tuple(ScoreFact(filter=name, **score) for name in FILTERS),
         "num_questions": num,
         "num_truncated": 3 if num > 3 else 0,
-        "num_empty": 0,
         "num_tokens": 130 * num,
-        "seconds": 620.4,
         "drafts": drafts,
         "draft_tokens": k * drafts,
         "accepted_tokens": sum(accepted),
         "accepted_per_position": accepted,
-        "sittings": 1,
         "samples": f"gsm8k.{role}.jsonl",
-        "samples_sha256": "f" * 64,
     }
-    return EvaluatedFact(**(fields | changed))
+    return EvaluatedFact(**(FACTS["evaluated"] | fields | changed))
 
 
 def evaluation(
@@ -123,9 +119,8 @@ def evaluation(
         )
     return EvaluationFact(
         protocol=Evaluation(**({"k": 3} | (protocol or {}))),
-        dataset_sha256="d" * 64,
         checkpoint=evaluated("checkpoint", right, num, **(checkpoint or {})),
-        environment={"lm-eval": "0.4.13", "vllm": "0.32.0", "device": "CPU: Xeon, 2 cores"},
+        **FACTS["evaluation"],
         **added,
     )
 

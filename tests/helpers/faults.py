@@ -22,6 +22,7 @@ from typing import Any
 
 from forked import Ended, forked
 from hub import TOKEN, Fault, Hub
+from tables import table
 
 REPO = "org/tiny-glm4-moe-MTP"
 SECONDS = 0.4
@@ -29,23 +30,12 @@ SECONDS = 0.4
 LONGEST_SECONDS = 8
 """After which a command hangs."""
 SHARD = "model-00001-of-00005.safetensors"
-_OURS, _SHA = rf"/api/models/{REPO}", f"{2:040x}"
+_OURS = rf"/api/models/{REPO}"
 
+TABLE = table("helpers/faults")
 STEPS: Mapping[str, tuple[str, int]] = {
-    "sign in": ("GET /api/whoami-v2", 0),
-    "look": (f"GET {_OURS}$", 0),
-    "create": ("POST /api/repos/create", 0),
-    "look at the new one": (f"GET {_OURS}$", 2),
-    "list the new one": (f"GET {_OURS}/tree/", 0),
-    "front matter": ("POST /api/validate-yaml", 0),
-    "ask how to send": (f"POST {_OURS}/preupload/", 0),
-    "ask where to send": (r"POST /.*\.git/info/lfs/objects/batch", 0),
-    "send": ("PUT /lfs/", 0),
-    "say it is sent": ("POST /lfs-verify", 0),
-    "commit": (f"POST {_OURS}/commit/", 0),
-    "look at the commit": (f"GET {_OURS}/revision/{_SHA}", 0),
-    "list the commit": (f"GET {_OURS}/tree/{_SHA}", 0),
-    "go public": (f"PUT {_OURS}/settings", 0),
+    step: (pattern.replace("OURS", _OURS), before)
+    for step, (pattern, before) in TABLE["steps"].items()
 }
 """What publish asks, in this order: "METHOD /path", and how many such requests come before."""
 
@@ -103,27 +93,18 @@ class Case:
             self.hub.commit(REPO, {"strange.txt": b"by somebody else"})
 
 
+REWRITES = {
+    "half of the JSON": lambda body: body[: len(body) // 2],
+    "no keys": _no_keys,
+    "wrong types": _wrong_types,
+}
+for _name, _fault in TABLE["faults"].items():
+    if _name in REWRITES:
+        _fault["rewrite"] = REWRITES[_name]
+    if "body" in _fault:
+        _fault["body"] = _fault["body"].encode()
 FAULTS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
-    name: lambda case, fault=fault: fault
-    for name, fault in {
-        "cut": {},
-        **{str(code): {"status": code} for code in (401, 403, 404, 409, 412, 500, 502, 503)},
-        "429, soon": {"status": 429, "headers": {"Retry-After": "0"}},
-        "429, in a day": {"status": 429, "headers": {"Retry-After": "86400"}},
-        "503, in a day": {"status": 503, "headers": {"Retry-After": "86400"}},
-        "drips": {"spoils": "drip"},
-        "headers drip": {"spoils": "headers"},
-        "truncated": {"spoils": "truncate"},
-        "no JSON": {"status": 200, "body": b"<html>Welcome to this network</html>"},
-        "half of the JSON": {"spoils": "rewrite", "rewrite": lambda body: body[: len(body) // 2]},
-        "no keys": {"spoils": "rewrite", "rewrite": _no_keys},
-        "wrong types": {"spoils": "rewrite", "rewrite": _wrong_types},
-        "a list": {"status": 200, "body": b"[7]"},
-        "null": {"status": 200, "body": b"null"},
-        "sent in a circle": {"status": 307, "headers": {"Location": "?"}},
-        "cut once": {"times": 1},
-        "503 once": {"times": 1, "status": 503, "headers": {"Retry-After": "0"}},
-    }.items()
+    name: lambda case, fault=fault: fault for name, fault in TABLE["faults"].items()
 } | {
     "silent": lambda case: {"before": bool, "hold": case.end},
     "sent to another host": lambda case: {
@@ -138,12 +119,11 @@ FAULTS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
 PASSING = ("cut once", "503 once", "429 once")
 # Of requests whose answer is no JSON.
 _BYTES = ("send", "say it is sent")
-_OF_JSON = ("no keys", "wrong types", "half of the JSON")
 CASES = [
     (step, fault)
     for step in STEPS
     for fault in FAULTS
-    if not (fault in _OF_JSON and step in _BYTES)
+    if not (fault in REWRITES and step in _BYTES)
 ]
 
 

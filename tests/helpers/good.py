@@ -20,20 +20,10 @@ from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import QUANTIZABLE_ROLES, HFName
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
+from tables import table
 from tensors import Tensors
 
-_CALIBRATION = {
-    "algorithm": "minmax",
-    "dataset": "d",
-    "dataset_revision": "r",
-    "split": "s",
-    "column": "c",
-    "samples": 1,
-    "held_out": 1,
-    "sequence_length": 2,
-    "batch_size": 1,
-    "seed": 0,
-}
+_CALIBRATION = table("helpers/good")["calibration"]
 
 
 # What vLLM's classes read beside config.json: model_type -> file -> content.
@@ -46,7 +36,7 @@ _COMPANIONS = {
 
 def released(model: str, **changes: Any) -> Checkpoint:
     """The original release, tiny."""
-    config, tensors = releases.source_layout(model, size="tiny", changes=changes)
+    config, tensors = releases.source_layout(model, changes=changes)
     return Checkpoint(config=config, tensors=dict(tensors), json_files=companions(config))
 
 

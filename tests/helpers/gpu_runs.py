@@ -26,9 +26,10 @@ from keepmtp.recipes.schema import Calibration, Recipe
 from killed import forks
 from pretended_gpu import pretended_gpu
 from releases import source_layout, write_checkpoint
+from seeds import seeded
 
 CPU = torch.device("cpu")
-IDS = torch.randint(3, 300, (4, 16), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(3, 300, (4, 16), generator=seeded(0))
 DATA = CalibrationData(ids=IDS[:2], held_out_ids=IDS[2:], provenance={"drawn": "by the test"})
 BLOCK = Calibration(
     algorithm="minmax",
@@ -96,9 +97,7 @@ def family_run(recipe: Recipe, folder: Path) -> Outcome:
     """A tiny checkpoint of a family, its experts (or MLPs) and those of its MTP block calibrated
     for NVFP4.
     """
-    source = write_checkpoint(
-        folder / "source", *source_layout(recipe.model, size="tiny"), data="random"
-    )
+    source = write_checkpoint(folder / "source", *source_layout(recipe.model), data="random")
     return both(nvfp4_recipe(recipe, source), source, DATA, folder)
 
 

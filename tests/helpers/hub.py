@@ -253,7 +253,9 @@ class _Handler(BaseHTTPRequestHandler):
                 fault.hold.wait(60)
             if fault and fault.status and fault.body is not None:
                 return self._send(
-                    fault.status, fault.body, {"Content-Type": "application/json", **fault.headers}
+                    fault.status,
+                    fault.body,
+                    {"Content-Type": "application/json", **fault.headers},
                 )
             if fault and fault.status:
                 # a server may say what it was told

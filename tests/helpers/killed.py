@@ -4,7 +4,6 @@ several ranks.
 Processes come from a fork server that has imported llm-compressor once, and has computed nothing.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from json_files import json_of, put_json
 from keepmtp.recipes.find import find_recipe
 from outputs import preloaded
 
@@ -108,7 +108,7 @@ def backbone_pass(
 
                 if is_whole:
                     found = run.calibrate(plan, folder, ranks=ranks, progress=tell)
-                    beside(folder, "summary", rank).write_text(json.dumps(found.summary))
+                    put_json(beside(folder, "summary", rank), found.summary)
                     return
                 data = calibration_data(plan.recipe.calibration, plan.source)
                 calibrate.calibrate_backbone(
@@ -130,7 +130,7 @@ def events(folder: Path, rank: int = 0) -> list[int]:
 
 def summary(folder: Path, rank: int = 0) -> dict[str, Any]:
     """What a whole run says of itself, but for how it dealt out the sequences."""
-    found = json.loads(beside(folder, "summary", rank).read_text())
+    found = json_of(beside(folder, "summary", rank))
     del found["processes"], found["batch_size"]
     return found
 

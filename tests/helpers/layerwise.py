@@ -20,6 +20,7 @@ from keepmtp.quantize.calibrate.model.skeleton import Batch
 from keepmtp.recipes.conventions import CACHE_LEAVES
 from keepmtp.recipes.schemes import SCHEMES, SWEEPS
 from passes import plan_over
+from seeds import seeded
 from torch import Tensor, nn
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -32,7 +33,7 @@ LINEAR = {"targets": "Linear", "ignore": IGNORE}
 
 def outliers(samples: int, width: int) -> list[Tensor]:
     """Hidden states [1, 32, width] with a few loud channels, as models have them."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     loud = torch.exp2(torch.linspace(-2, 4, width))
     return [
         (torch.randn(1, 32, width, generator=generator) * loud).bfloat16() for _ in range(samples)
@@ -40,7 +41,7 @@ def outliers(samples: int, width: int) -> list[Tensor]:
 
 
 def token_ids(samples: int = 4, length: int = 32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     return [torch.randint(3, 500, (1, length), generator=generator) for _ in range(samples)]
 
 

@@ -1,10 +1,10 @@
 """What a folder's tensors are, byte for byte, and checkpoints without their MTP block."""
 
-import json
 import shutil
 from pathlib import Path
 
 from checkpoint_files import Checkpoint
+from json_files import put_json
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.recipes.families import find_view
 from safetensors.torch import load_file, save_file
@@ -42,5 +42,5 @@ def drop_block(folder: Path, lost: Path) -> Path:
         (lost / file).unlink()
         if tensors:
             save_file(tensors, lost / file)
-    (lost / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+    put_json(lost / INDEX, {"metadata": {}, "weight_map": kept})
     return lost

@@ -2,7 +2,6 @@
 in a moment.
 """
 
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import reports
 from evaluations import FILTERS, Answers, evaluation
 from headers import header
+from json_files import put_json
 from keepmtp.checkpoints.fact import Fact
 from keepmtp.checkpoints.identity import Identity, file_sha256, identify
 from keepmtp.checkpoints.source import open_source
@@ -33,9 +33,9 @@ def checkpoint(folder: Path, *, record: dict[str, Any] | None = None) -> Path:
     """A tiny checkpoint that passes the static check, with a record of its own, or none if `record`
     is empty.
     """
-    write_checkpoint(folder, *source_layout("glm-4.7", size="tiny"), data="random")
+    write_checkpoint(folder, *source_layout("glm-4.7"), data="random")
     if record is None or record:
-        (folder / "keepmtp.json").write_text(json.dumps(record or recorded(gates=LAX)))
+        put_json(folder / "keepmtp.json", record or recorded(gates=LAX))
     return folder
 
 
@@ -43,21 +43,13 @@ def recorded(
     *, made_from: dict[str, Any] | None = None, summary: object = None, **recipe: Any
 ) -> dict[str, Any]:
     """keepmtp.json of a folder's checkpoint, with these parts of its source and its recipe."""
-    words = {
-        "model": "glm",
-        "variant": "fp8",
-        "summary": "",
-        "source": "models/glm",
-        "revision": "local",
-    }
+    source = {"name": "glm", "revision": "local", "files": {}}
     return {
         "keepmtp": "0.1.0",
-        "recipe": words | {"backbone": {}, "mtp": "bf16"} | recipe,
-        "source": {"name": "glm", "revision": "local", "files": {}} | (made_from or {}),
+        "recipe": reports.FACTS["recipe"] | recipe,
+        "source": source | (made_from or {}),
         **({} if summary is None else {"calibration": summary}),
-        "tensors": {},
-        "bytes": {"before": 0, "after": 0},
-        "versions": {},
+        **reports.FACTS["record"],
     }
 
 

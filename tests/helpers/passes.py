@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from commands import ROOT
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_before_measuring, plan_for
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
@@ -22,7 +23,6 @@ from keepmtp.recipes.schema import Recipe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).parent.parent.parent
 END = 2
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 

@@ -10,11 +10,11 @@ a browser would have to fetch.
 import io
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from commands import ROOT, captured
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family import Family
@@ -29,7 +29,6 @@ from transformers.models.auto.modeling_auto import (
 )
 from twins import broken
 
-ROOT = Path(__file__).parent.parent.parent
 README, PICTURE, MATRIX = (
     ROOT / "README.md",
     ROOT / "docs" / "check.svg",
@@ -132,11 +131,9 @@ def _printed(*words: str, folder: Path) -> str:
         for name, value in os.environ.items()
         if name not in ("NO_COLOR", "COLORTERM", "PYTHONPATH")
     }
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "keepmtp", *words],
         cwd=folder,
-        capture_output=True,
-        text=True,
         env=kept | terminal,
     )
     assert not done.stderr, done.stderr

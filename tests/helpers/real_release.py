@@ -18,6 +18,7 @@ from typing import Any
 
 from checkpoint_files import Checkpoint
 from good import released
+from json_files import json_of
 
 FOLDER = Path(__file__).parent.parent / "validate" / "check" / "real"
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
@@ -27,7 +28,7 @@ Spec = tuple[str, tuple[int, ...]]
 @cache
 def published(name: str) -> dict[str, Any]:
     """The file of a release."""
-    return json.loads((FOLDER / f"{name}.json").read_text())
+    return json_of(FOLDER / f"{name}.json")
 
 
 def real_release(name: str) -> Checkpoint:

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT
+from commands import ROOT, captured
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,11 +36,9 @@ def ask(program: str, questions: Any) -> Any:
     """What a program in vLLM's environment answers: one line, ANSWERS and JSON."""
     if not VLLM_PYTHON.is_file():
         pytest.skip("no vLLM environment: make .venv-vllm, or set VLLM_PYTHON")
-    done = subprocess.run(
+    done = captured(
         [VLLM_PYTHON, "-c", program],
         input=json.dumps(questions),
-        capture_output=True,
-        text=True,
         env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
     )
     assert "ANSWERS" in done.stdout, done.stderr[-3000:]
@@ -55,7 +52,7 @@ def in_vllm(script: str, jobs: list[dict[str, Any]], *paths: Path) -> list[Any]:
     words = [VLLM_PYTHON, ROOT / "tests" / "vllm" / script, *map(json.dumps, jobs)]
     path = os.pathsep.join(map(str, (*paths, PLUGIN / "stubs")))
     environment = os.environ | QUIET | {"PYTHONPATH": path}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    done = captured(words, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(jobs), done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads(line[7:]) for line in lines]
@@ -65,6 +62,6 @@ def computed(code: str, given: dict[str, Tensor], folder: Path) -> dict[str, Ten
     """The tensors that code in vLLM's environment makes of these: argv has the file of both."""
     save_file(given, folder / "given")
     words = [VLLM_PYTHON, "-P", "-c", code, folder / "given", folder / "made"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=folder)
+    done = captured(words, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return load_file(folder / "made")

@@ -25,7 +25,10 @@ SPLIT: Config = {"moe_intermediate_size": 512, "shared_expert_intermediate_size"
 
 
 def source_layout(
-    model: str, *, size: Literal["tiny", "split", "full"], changes: Mapping[str, Any] | None = None
+    model: str,
+    *,
+    size: Literal["tiny", "split", "full"] = "tiny",
+    changes: Mapping[str, Any] | None = None,
 ) -> tuple[Config, Tensors]:
     """config.json and tensors of a released checkpoint.
 

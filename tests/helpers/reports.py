@@ -3,8 +3,6 @@ the page.
 """
 
 from collections.abc import Mapping
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +18,6 @@ from keepmtp.validate.facts.benched import BenchFact
 from keepmtp.validate.facts.dry_load import (
     GPU,
     DryLoad,
-    KernelUse,
     LoadAccount,
     LoadedModel,
     LoadFailure,
@@ -35,81 +32,30 @@ from keepmtp.validate.report.check_data import calibration_fact, check_data
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
 from pydantic import BaseModel
+from tables import table
 
 MODEL = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
 AT = "2030-01-02 03:04:05 UTC"
 VLLM = "0.32.0"
 LIMITS = Gates(min_acceptance=0.9)
 """A recipe's that the drafts of `served` are enough for."""
-SHARED = ("model.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
-CAST = Misfit(
-    param="model.layers.3.mtp_block.mlp.shared_experts.down_proj.weight",
-    given="bfloat16",
-    tensor="model.layers.3.mlp.shared_experts.down_proj.weight",
-    wanted="float8_e4m3fn",
-)
-WARNED = Finding(
-    origin="static",
-    rule="old",
-    severity="warning",
-    where="config.json",
-    says="older versions want aliases",
-    cure="Add",
-)
+FACTS = table("helpers/facts")
+CAST = Misfit(**FACTS["cast"])
+REFUSED = LoadFailure(**FACTS["refused"])
+WARNED = Finding(**FACTS["warned"])
+NEAR = Parting(prompt=1, at=17, plain_token=311, token=902, gap=0.0625)
+SETTINGS = {"algorithm": "minmax", "sequence_length": 128}
 
 
 def account(
     gpu: GPU, tp: int, *, failure: LoadFailure | None = None, casts: tuple[Misfit, ...] = ()
 ) -> LoadAccount:
-    kernels = (
-        KernelUse(
-            layer="RoutedExperts",
-            method="CompressedTensorsW4A4Nvfp4MoEMethod",
-            kernel="MarlinExperts" if gpu == "sm90" else "FlashInferExperts",
-            count=92,
-            where="model.layers.1.mlp.experts",
-            outcome="not judged: the post-load step reads values",
-        ),
-        KernelUse(
-            layer="LinearBase",
-            method="CompressedTensorsW8A8Fp8",
-            kernel="CutlassFP8ScaledMMLinearKernel",
-            count=460,
-            where="model.layers.0.self_attn.qkv_proj",
-            outcome="ok",
-        ),
-    )
-    target = LoadedModel(
-        cls="Glm4MoeForCausalLM", num_params=1312, num_written=1312, kernels=kernels
-    )
-    parts = {"cls": "Glm4MoeMTP", "num_written": 1310, "shared": SHARED, "kernels": kernels[1:]}
-    load = DryLoad(
-        gpu=gpu,
-        tp=tp,
-        k=1,
-        ok=failure is None,
-        failure=failure,
-        runner="v2",
-        peak_mib=740,
-        target=target,
-        draft=LoadedModel() if failure else target.model_copy(update=parts),
-        seconds=31.1,
-    )
-    written = ModelAccount() if failure else ModelAccount(misfits=casts)
-    return LoadAccount(path=str(MODEL), load=load, draft=written)
-
-
-REFUSED = LoadFailure(
-    stage="load",
-    role="draft",
-    type="KeyError",
-    words="'model.layers.3.eh_proj.weight_scale'",
-    at="vllm/model_executor/models/glm4_moe_mtp.py:301",
-    tensor="model.layers.3.eh_proj.weight_scale",
-)
-
-
-NEAR = Parting(prompt=1, at=17, plain_token=311, token=902, gap=0.0625)
+    load = DryLoad(**FACTS["loads"][gpu], tp=tp)
+    if failure:
+        stopped = {"ok": False, "failure": failure, "draft": LoadedModel()}
+        load = load.model_copy(update=stopped)
+        casts = ()
+    return LoadAccount(path=str(MODEL), load=load, draft=ModelAccount(misfits=casts))
 
 
 def run(
@@ -163,34 +109,11 @@ def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeCheck:
     """A server's report: k = 0 to 3, a near-tie, the checkpoint on a BF16 copy or natively, its
     draft alive or dead.
     """
-    source = Served(
-        role="source",
-        path="models/tiny-glm4-moe",
-        as_served="native",
-        reason="",
-        dtype="plain",
-        num_bytes=6_400_000,
-        runs=runs((0.93, 0.81, 0.64), 40, 61.2, 74, 79.2),
-    )
+    source = Served(**FACTS["source"], runs=runs((0.93, 0.81, 0.64), 40, 61.2, 74, 79.2))
     shares = (0.00092, 0.0008, 0.000625) if is_dead else (0.92, 0.80, 0.625)
-    checkpoint = Served(
-        role="checkpoint",
-        path="out/tiny-glm4-moe.nvfp4a16",
-        num_bytes=2_300_000,
-        dtype="nvfp4, plain",
-        as_served="BF16 copy of the same weights" if is_copy else "native",
-        reason="vLLM's CPU build has no kernel for NVFP4 experts; packed kernels are not judged."
-        * is_copy,
-        runs=runs(shares, 41, 60, 73, 78),
-    )
-    return ServeCheck(
-        checkpoint=checkpoint,
-        source=source,
-        prompts=("What is 2 + 2?", "Line\none"),
-        max_tokens=128,
-        environment={"vllm": VLLM, "device": "CPU: Xeon, 2 cores"},
-        seconds=312.0,
-    )
+    fields = FACTS["checkpoint"] | FACTS["copy" if is_copy else "native"]
+    checkpoint = Served(**fields, runs=runs(shares, 41, 60, 73, 78))
+    return ServeCheck(checkpoint=checkpoint, source=source, **FACTS["served"])
 
 
 def accepting(mine: int, theirs: int, of: int) -> ServeCheck:
@@ -222,83 +145,9 @@ def broken() -> FullReport:
     )
 
 
-def accepted(*rates: float) -> dict[str, Any]:
-    """A figure as `quantize/calibrate/mtp/acceptance.py` gives it: `rates` are of the drafts that
-    reach a position.
-    """
-    shares = [round(share, 5) for share in accumulate(rates, mul)]
-    return {"num_slots": 1320, "by_position": {str(k): shares[:k] for k in (1, 2, 3)}}
-
-
-SETTINGS = {"algorithm": "minmax", "sequence_length": 128}
-MIXED = {"attention": "FP8_DYNAMIC", "shared_experts": "FP8_DYNAMIC", "experts": "NVFP4"}
-TRIED = (
-    ("bf16", 1_800_000, 0.995),
-    ("FP8_DYNAMIC", 1_250_000, 0.991),
-    ({"attention": "bf16", "shared_experts": "bf16", "experts": "NVFP4"}, 1_150_000, 0.985),
-    (MIXED, 980_000, 0.978),
-    ("W4A16", 0, 0.0),
-    ("NVFP4A16", 920_000, 0.961),
-    ("NVFP4", 920_000, 0.942),
-)
-
-
 def summary() -> dict[str, Any]:
     """A run's own account, of `mtp: auto`, as keepmtp.json has it."""
-    rows = (
-        ("source", "source", 3.2101, (0.93, 0.87, 0.8)),
-        ("quantized", "source", 3.2922, (0.925, 0.865, 0.79)),
-        ("quantized", "quantized", 3.2922, (0.915, 0.855, 0.78)),
-    )
-    return {
-        "data": {
-            "dataset": "models/problems.jsonl",
-            "dataset_revision": "local",
-            "subset": "",
-            "split": "train",
-            "column": "text",
-            "row_numbers_sha256": "a" * 64,
-            "ids_sha256": "b" * 64,
-            "held_out_ids_sha256": "c" * 64,
-            "seed": 42,
-            "rows": 80,
-            "held_out_rows": 40,
-            "blank_rows": 0,
-            "tokens": 4096,
-            "held_out_tokens": 2048,
-        },
-        "processes": 2,
-        "coverage": {
-            "modules": 45,
-            "never_routed": [f"model.layers.2.mlp.experts.{expert}.up_proj" for expert in (1, 3)],
-            "fewest_tokens": {"module": "model.layers.2.mlp.experts.1.up_proj", "tokens": 0},
-        },
-        "min_acceptance": 0.97,
-        "confidence": 0.95,
-        "mtp": MIXED,
-        "rows": [
-            {
-                "backbone": backbone,
-                "mtp": mtp,
-                "perplexity": perplexity,
-                "acceptance": accepted(*rates),
-            }
-            for backbone, mtp, perplexity, rates in rows
-        ],
-        "agreement": 0.971,
-        "unmeasured": "",
-        "candidates": [
-            {
-                "policy": policy,
-                "bytes": num_bytes,
-                "kept": kept,
-                "refused": "" if kept else "K must be a multiple of 128",
-                "chosen": policy is MIXED,
-                "acceptance": accepted(0.93 * kept, 0.87 * kept, 0.8 * kept) if kept else None,
-            }
-            for policy, num_bytes, kept in TRIED
-        ],
-    }
+    return table("helpers/account")
 
 
 def calibrated(**changed: Any) -> FullReport:

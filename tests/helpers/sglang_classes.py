@@ -9,13 +9,13 @@ of its own.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from commands import captured
 from sglang_wheel import MISSING, UTILS, WHEEL
 
 PEER = Path(__file__).with_name("sglang_peer.py")
@@ -54,9 +54,7 @@ def ask(questions: Sequence[Question]) -> list[Class]:
     if not UTILS.is_file():
         pytest.skip(MISSING)
     command = [sys.executable, str(PEER), str(WHEEL)]
-    done = subprocess.run(
-        command, input=sent, capture_output=True, text=True, timeout=600, check=False
-    )
+    done = captured(command, input=sent, timeout=600, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS")]
     assert lines, done.stderr[-3000:]
     return [_class(answer) for answer in json.loads(lines[0].removeprefix("ANSWERS"))]

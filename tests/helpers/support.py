@@ -41,7 +41,7 @@ def tried(folder: Path) -> str:
     for model, recipe in sorted(recipes.items()):
         if model.startswith("tiny-"):
             continue
-        write_checkpoint(folder / model, *source_layout(model, size="tiny"))
+        write_checkpoint(folder / model, *source_layout(model))
         plan = make_plan(recipe, open_source(folder / model))
         refusal = backbone_refusal(plan)
         found.setdefault(plan.view.family.model_type, {})[model] = (

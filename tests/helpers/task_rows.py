@@ -5,12 +5,11 @@ same. gsm8k_platinum has gsm8k's form.
 """
 
 import re
-from pathlib import Path
 from typing import Any
 
-import yaml
+from tables import table
 
-TASK_ROWS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+TASK_ROWS: dict[str, Any] = table("helpers/task_rows")
 MMLU_PRO_SUBJECTS = [
     "biology",
     "business",

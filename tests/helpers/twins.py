@@ -1,7 +1,8 @@
 """Checkpoints broken on purpose that only a real server can tell from good ones."""
 
-import json
 from pathlib import Path
+
+from json_files import json_of, put_json
 
 
 def broken(good: Path, folder: Path) -> Path:
@@ -11,11 +12,11 @@ def broken(good: Path, folder: Path) -> Path:
     folder.mkdir()
     for path in good.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
+    config = json_of(folder / "config.json")
     quantization = config["quantization_config"]
     quantization["ignore"] = [entry for entry in quantization["ignore"] if "mtp" not in entry]
     for group in quantization["config_groups"].values():
         if group["weights"]["num_bits"] == 8:
             group["targets"].append(r"re:^mtp\.layers\.0\.")
-    (folder / "config.json").write_text(json.dumps(config))
+    put_json(folder / "config.json", config)
     return folder

@@ -10,7 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from commands import ROOT, captured
+
 WHEELS = ROOT / "build" / "wheels"
 UV = str(Path(sys.executable).with_name("uv"))
 _OFFLINE = ("--no-index", "--find-links", str(WHEELS))
@@ -68,6 +69,6 @@ def stranger(**changes: str) -> dict[str, str]:
 
 
 def _run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+    done = captured(words, cwd=cwd)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
     return done

@@ -11,53 +11,16 @@ from checkpoint_files import Checkpoint
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 HIDDEN, WIDE, LAYERS, VOCABULARY, EXPERTS = 256, 512, 6, 320, 4
-_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-_TOKENS = _FP8 | {"strategy": "token", "dynamic": True}
-_W4 = {
-    "num_bits": 4,
-    "type": "int",
-    "strategy": "group",
-    "group_size": 128,
-    "symmetric": True,
-    "dynamic": False,
-}
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "torch_dtype": "bfloat16",
-}
+_SAID = foreign_form.SAID
+CONFIG: dict[str, Any] = _SAID["llama"]
 SAID: dict[str, dict[str, Any]] = {
-    "gptq": foreign_form.GPTQ,
-    "awq": foreign_form.AWQ,
-    "awq with a list": foreign_form.AWQ | {"modules_to_not_convert": ["lm_head"]},
-    "auto-round": foreign_form.AUTOROUND
-    | {"block_name_to_quantize": "model.layers", "extra_config": {r".*mlp\.gate$": {"bits": 16}}},
-    "quark": foreign_form.QUARK | {"exclude": ["lm_head", r"re:.*mlp\.gate$"]},
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
-        "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": _FP8, "input_activations": _TOKENS}
-        },
-    },
-    "compressed-tensors, integers": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _W4}},
-    },
-    "modelopt": {
-        "quant_method": "modelopt",
-        "quant_algo": "FP8",
-        "ignore": ["lm_head", "*.mlp.gate"],
-    },
+    "gptq": _SAID["gptq"],
+    "awq": _SAID["awq"],
+    "awq with a list": _SAID["awq"] | _SAID["awq with a list"],
+    "auto-round": _SAID["auto-round"] | _SAID["auto-round with entries"],
+    "quark": _SAID["quark"] | _SAID["quark with a list"],
+} | {
+    name: _SAID[name] for name in ("compressed-tensors", "compressed-tensors, integers", "modelopt")
 }
 
 

@@ -11,18 +11,17 @@ wrapped.yaml.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
-import yaml
 from layouts import COMMON, TABLES
 from releases import source_layout
+from tables import table
 from tensors import Config, Tensors, build
 
-_OUTER = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_OUTER = table("helpers/wrapped")
 
 
 def qwen4_exp_text() -> tuple[Config, Tensors]:
-    config, tensors = source_layout("qwen3.8-flash-next", size="tiny")
+    config, tensors = source_layout("qwen3.8-flash-next")
     inner = {
         name.replace("model.language_model.", "model."): spec
         for name, spec in tensors.items()
@@ -32,14 +31,14 @@ def qwen4_exp_text() -> tuple[Config, Tensors]:
 
 
 def inkling_model() -> tuple[Config, Tensors]:
-    config, tensors = source_layout("inkling", size="tiny")
+    config, tensors = source_layout("inkling")
     text = config.pop("text_config")
     del config["model_type"]
     return text | config | _OUTER["inkling_model"], tensors
 
 
 def bailing_v3_vl() -> tuple[Config, Tensors]:
-    text, tensors = source_layout("ling-3.0-flash", size="tiny")
+    text, tensors = source_layout("ling-3.0-flash")
     config = _OUTER["bailing_moe_v3_vl"] | {"text_config": text}
     tower = {
         f"model.visual.{name}": spec
@@ -50,7 +49,7 @@ def bailing_v3_vl() -> tuple[Config, Tensors]:
 
 
 def intern_s2_preview() -> tuple[Config, Tensors]:
-    config, tensors = source_layout("qwen3.5-397b", size="tiny")
+    config, tensors = source_layout("qwen3.5-397b")
     tensors["model.time_series.norm.weight"] = ("BF16", (8,))
     return config | _OUTER["intern_s2_preview"], tensors
 
@@ -63,7 +62,7 @@ def nemotron_omni(
 
     Under another one its keys are read as they are, as the release's own class has them.
     """
-    text, tensors = source_layout("nemotron-3-super", size="tiny")
+    text, tensors = source_layout("nemotron-3-super")
     config = _OUTER["NemotronH_Omni_Reasoning_V3"] | {
         "model_type": model_type,
         "llm_config": text,

@@ -16,7 +16,7 @@ from torch import Tensor
 def tiny(folder: Path, model: str, data: Literal["sparse", "random"] = "random") -> Path:
     """A tiny release in a folder, made once."""
     if not folder.is_dir():
-        write_checkpoint(folder, *source_layout(model, size="tiny"), data=data)
+        write_checkpoint(folder, *source_layout(model), data=data)
     return folder
 
 

@@ -15,6 +15,7 @@ from keepmtp.checkpoints.values import TORCH_DTYPES, typed
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.reading import is_scale
 from keepmtp.validate.check.runtime_view import RuntimeView
+from seeds import seeded
 
 
 def opened(folder: Path) -> RuntimeView:
@@ -26,7 +27,7 @@ def opened(folder: Path) -> RuntimeView:
 def fill(folder: Path, seed: int = 0) -> RuntimeView:
     """Write plausible values into every tensor; scales of fused modules agree."""
     runtime = opened(folder)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     for entry in runtime.source.entries.values():
         _write(folder, entry, _values(runtime, entry, generator))
     return runtime

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from json_files import put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.pipeline import plan_before_measuring
@@ -18,6 +19,7 @@ from keepmtp.recipes.schema import Recipe, validated
 from passes import ROOT
 from printed import printed
 from releases import source_layout, write_checkpoint
+from tables import cases
 from typer.testing import CliRunner
 
 GLM = ROOT / "models" / "tiny-glm4-moe"
@@ -50,32 +52,7 @@ def test_a_budget_without_a_unit_is_refused(written):
     assert "recipe.yaml: budget" in str(caught.value) and "4.75 bits" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"budget": None}, "budget must be given where backbone is auto"),
-        ({"backbone_auto": None}, "backbone_auto must be given where backbone is auto"),
-        ({"calibration": None}, "calibration must be given for"),
-        (
-            {"backbone": {"experts": "NVFP4"}, "mtp": "bf16"},
-            "budget must be left out where backbone is not auto",
-        ),
-        (
-            {"mtp_auto": {"min_acceptance": 0.9, "candidates": ["bf16"]}},
-            "mtp_auto must be left out where backbone",
-        ),
-        (
-            {"backbone_auto": {"candidates": ["NVFP4", "NVFP4"]}},
-            "candidates must differ; got 'NVFP4' twice",
-        ),
-        ({"backbone_auto": {"candidates": ["NVFP5"]}}, "Did you mean NVFP4?"),
-        ({"backbone_auto": {"candidates": ["NVFP4"], "tokns": 1}}, "Did you mean tokens?"),
-        (
-            {"format": "modelopt", "backbone_auto": {"candidates": ["W4A16"]}},
-            "format: modelopt is for",
-        ),
-    ],
-)
+@cases
 def test_keys_that_do_not_go_together_are_refused(changes, says):
     with pytest.raises(RecipeError, match=re.escape(says)):
         searched(**changes)
@@ -101,7 +78,7 @@ def test_a_unit_is_what_vllm_gives_one_scheme():
 
 
 def test_a_word_is_left_out_where_it_does_not_suit(tmp_path):
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     config["moe_intermediate_size"] = 24
     narrow = {128: 24}
     for name, (dtype, shape) in tensors.items():
@@ -144,7 +121,7 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_smallest_that_does(budge
 def test_plan_says_what_is_known_before_the_search(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(searched("6 bits").model_dump(mode="json")))
+    put_json(path, searched("6 bits").model_dump(mode="json"))
     as_json, said = (
         CliRunner().invoke(app, ["plan", str(path), *more]).stdout for more in (["--json"], [])
     )

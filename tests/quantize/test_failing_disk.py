@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import captured
 from failing_disk import STATIONS
 from keepmtp.checkpoints.files import unwritable
 from keepmtp.cli.exits import refusal_of
@@ -31,9 +32,7 @@ def ends_of(folder: Path, number: int) -> tuple[dict[str, str], dict]:
     """What the command said at each station, and how all of it ended."""
     words = [sys.executable, str(SCRIPT), str(folder), str(number)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        words if number else OWN_MOUNTS + words, capture_output=True, text=True, env=env
-    )
+    done = captured(words if number else OWN_MOUNTS + words, env=env)
     assert not done.returncode, done.stderr
     *ends, last = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {end["station"]: end["says"] for end in ends}, last
@@ -41,7 +40,7 @@ def ends_of(folder: Path, number: int) -> tuple[dict[str, str], dict]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("number", "words"),
+    "number, words",
     [
         (0, ["No space left on device"]),
         (errno.EIO, ["Input/output error", "file system has failed"]),

@@ -6,34 +6,21 @@ so that a change to a table, a scheme or a recipe shows which tensors it moves.
 """
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import releases
+from commands import captured
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
+from tables import table
 
-# recipe: (tensors in, tensors out, bytes out, files, files with MTP tensors)
-FULL_SIZE = {
-    # 134,309 names that the loaders of vLLM 0.32.0 accept, each tensor read and each parameter
-    # filled.
-    "dsv4-flash.nvfp4-fp8": (69187, 134309, 181_271_988_296, 38, 4),
-    # The release's files are 688,586,727,753 bytes long: what goes in here, and 129 bytes of header
-    # a tensor.
-    "deepseek-v3.1.w4a16-fp8": (91991, 136535, 371_678_845_504, 76, 4),
-    # NVFP4 of GLM-4.6, which has the same sizes, but for BF16 attention: "~220GB"
-    # (AH22-neb/GLM-4.6-NVFP4).
-    "glm-4.7.nvfp4a16-fp8": (44691, 130775, 218_526_133_888, 45, 3),
-    # Experts alone in NVFP4: "~233 GB on disk" (lukealonso/Qwen3.5-397B-A17B-NVFP4, in GiB); here
-    # attention is FP8.
-    "qwen3.5-397b.nvfp4a16-fp8": (2924, 279524, 248_808_393_568, 64, 3),
-}
+FULL_SIZE = table("quantize/test_fullsize")["FULL_SIZE"]
 
 
 @pytest.fixture(scope="module", params=FULL_SIZE)
@@ -113,10 +100,8 @@ def test_planning_takes_little_memory(plan):
     """In a process of its own, as `keepmtp plan` runs: from files to plan, without torch. Seconds:
     benchmarks/.
     """
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", MEASURED, plan.recipe.name, str(plan.source.folder)],
-        capture_output=True,
-        text=True,
         check=True,
         cwd=Path(__file__).parent.parent / "helpers",
     )

@@ -2,7 +2,6 @@
 release, row by row.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from checkpoint_files import write
 from drafts import weights_of
 from good import released
+from json_files import json_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import num_slices
 from keepmtp.quantize.plan.plan import make_plan
@@ -78,7 +78,7 @@ def test_each_head_has_its_rows(stem, made):
 def test_the_fused_matrix_is_gone_and_config_says_so(made):
     _, ours, out = made
     assert not [name for name in ours if "qkv_proj" in name]
-    config = json.loads((out / "config.json").read_text())
+    config = json_of(out / "config.json")
     assert config["attention_projection_layout"] == "split"
     assert any("qkv_proj" in entry for entry in config["quantization_config"]["ignore"])
 

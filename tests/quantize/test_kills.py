@@ -9,20 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import outputs
 import pytest
-from commands import keepmtp
+from commands import ROOT, keepmtp
 from keepmtp.checkpoints.files import partial_path
 from killed import small_recipe
 from outputs import MODEL, digests, end, killed_again_and_again, start
 
-ROOT = Path(__file__).parent.parent.parent
-
 
 @pytest.mark.parametrize(
-    ("recipe", "num_trials", "num_kills", "seconds"),
+    "recipe, num_trials, num_kills, seconds",
     [(f"{MODEL}.w4a16-fp8", 8, 4, 0.5), ("fp8", 1, 3, 4.0)],
 )
 def test_kill_9_at_random_moments_leaves_the_same_bytes_and_nothing_else(
@@ -55,7 +52,7 @@ main()
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("number", "status", "name"), [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
+    "number, status, name", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
 )
 def test_a_run_that_is_stopped_says_how_to_go_on(number, status, name, tmp_path):
     words = f"quantize {MODEL} --source {ROOT}/models/{MODEL} --out out"

@@ -25,6 +25,8 @@ from keepmtp.recipes.knobs import AutoRoundKnobs
 from keepmtp.recipes.schema import MtpTuned, Recipe
 from live_bytes import LiveBytes
 from passes import ALONE, ROOT, plan_over, results_of
+from seeds import seeded
+from tables import cases
 
 LEAST, MOST = 0.8, 1.4
 
@@ -43,7 +45,7 @@ def backbone_of(plan: Plan, folder: Path) -> Backbone:
     """The pass over random text."""
     calibration = plan.recipe.calibration
     shape = calibration.samples + calibration.held_out, calibration.sequence_length
-    ids = torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 300, shape, generator=seeded(0))
     calibrated, held_out = ids.split([calibration.samples, calibration.held_out])
     data = CalibrationData(ids=calibrated, held_out_ids=held_out, provenance={})
     return calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE)
@@ -54,16 +56,7 @@ def embedding_bytes(plan: Plan) -> int:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("name", "batch_size", "length"),
-    [
-        ("tiny-glm4-moe.nvfp4", 1, 32),  # weights rule
-        ("tiny-glm4-moe.nvfp4-mtp-nvfp4", 2, 384),  # scores rule
-        ("tiny-glm4-moe.w4a16-gptq", 1, 32),  # Hessians rule
-        ("tiny-glm4-moe.w4a16-autoround", 1, 32),  # what is learned rules
-        ("tiny-qwen3_5.nvfp4", 2, 256),  # linear attention
-    ],
-)
+@cases
 def test_stations_are_as_large_as_what_torch_allocates(name, batch_size, length, tmp_path):
     recipe = small_recipe(name, batch_size, length)
     plan = plan_over(ROOT / "models" / recipe.model, recipe)
@@ -82,7 +75,7 @@ TUNED = """
 """
 
 
-@pytest.mark.parametrize(("policy", "length"), [("NVFP4", 256), ("bf16", 64)])
+@pytest.mark.parametrize("policy, length", [("NVFP4", 256), ("bf16", 64)])
 def test_training_takes_what_is_said(policy, length, tmp_path):
     settings = MtpTuned.model_validate(yaml.safe_load(TUNED) | {"mtp": policy})
     recipe = small_recipe("tiny-glm4-moe.nvfp4", 1, length)

@@ -3,7 +3,6 @@ nothing.
 """
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import outputs
 import pytest
+from commands import ROOT
+from json_files import json_of
 from keepmtp import pipeline
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import open_source
@@ -26,7 +27,6 @@ from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from outputs import MODEL, SHARD_BYTES, digests, end, overwrite, start
 
-ROOT = Path(__file__).parent.parent.parent
 ONE, OTHER = f"{MODEL}.w4a16-fp8", f"{MODEL}.fp8-dynamic"
 TENSOR = "model.layers.1.mlp.experts.0.down_proj.weight"
 
@@ -56,7 +56,7 @@ def quantized(source: Path, out: Path, scheme: str = ONE) -> dict[str, str]:
 
 def shard_of(source: Path) -> Path:
     """Where TENSOR is."""
-    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index = json_of(source / "model.safetensors.index.json")
     return source / index["weight_map"][TENSOR]
 
 

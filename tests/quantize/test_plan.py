@@ -12,20 +12,19 @@ from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.match_clock import MATCHING_SECONDS
 from releases import source_layout, write_checkpoint
+from tables import cases
 from writing import recipe_with
 
 
 def plan_of(folder, model="glm-4.7", *, tensors=None, config=None, **changes):
-    usual_config, usual = source_layout(model, size="tiny")
+    usual_config, usual = source_layout(model)
     write_checkpoint(folder, usual_config | (config or {}), usual if tensors is None else tensors)
     return make_plan(recipe_with(model, **changes), open_source(folder))
 
 
 def without(model: str, pattern: str) -> dict:
     return {
-        name: spec
-        for name, spec in source_layout(model, size="tiny")[1].items()
-        if not re.match(pattern, name)
+        name: spec for name, spec in source_layout(model)[1].items() if not re.match(pattern, name)
     }
 
 
@@ -49,26 +48,7 @@ def test_every_tensor_has_one_fate(tmp_path):
     assert all(tensor.reason for tensor in plan.tensors)
 
 
-CUT = "; got no such tensor in any file"
-NO_MTP = {"num_nextn_predict_layers": 0}
-
-
-@pytest.mark.parametrize(
-    ("model", "lost", "config", "says"),
-    [
-        ("glm-4.7", r"model\.layers\.3\.", {}, "model.layers.3."),
-        ("dsv4-flash", r"mtp\.", {}, "mtp.0."),
-        ("mimo-7b", r"model\.mtp_layers\.", {}, "model.mtp_layers.0."),
-        ("qwen3.5-27b", r"mtp\.layers", {}, "mtp.layers.0."),
-        ("glm-4.7", r".*eh_proj", {}, "eh_proj"),
-        ("qwen3.5-27b", r"mtp\.fc", {}, "mtp.fc"),
-        ("dsv4-flash", r".*e_proj", {}, "e_proj"),
-        ("glm-4.7", r"model\.layers\.1\.", {}, f"promises model.layers.1.*{CUT}"),
-        ("dsv4-flash", r"layers\.0\.", {}, f"promises layers.0.*{CUT}"),
-        ("glm-4.7", "nothing", NO_MTP, "layers on disk; got 0, but model.layers.3.* exists"),
-        ("glm-4.7", r"model\.layers\.3\.", NO_MTP, "must promise an MTP block; got 0"),
-    ],
-)
+@cases
 def test_what_config_promises_must_be_there_and_what_is_there_promised(
     model, lost, config, says, tmp_path
 ):
@@ -77,7 +57,7 @@ def test_what_config_promises_must_be_there_and_what_is_there_promised(
 
 
 def test_a_tensor_outside_the_table_is_refused_or_kept_by_the_recipe(tmp_path):
-    _, tensors = source_layout("glm-4.7", size="tiny")
+    _, tensors = source_layout("glm-4.7")
     strange = tensors | {"model.layers.0.self_attn.gizmo.weight": ("BF16", (8, 8))}
     with pytest.raises(CheckpointError, match=r"got model\.layers\.0\.self_attn\.gizmo\.weight"):
         plan_of(tmp_path / "refused", tensors=strange)
@@ -89,35 +69,11 @@ def test_a_tensor_outside_the_table_is_refused_or_kept_by_the_recipe(tmp_path):
 GROUPS = ("attention", "dense_mlp", "shared_experts", "experts")
 
 
-@pytest.mark.parametrize(
-    ("modules", "scheme", "says"),
-    [
-        (
-            "model.layers.1.self_attn.k_proj",
-            "FP8_DYNAMIC",
-            r"fuses model\.layers\.1\.self_attn\.\w_proj and .*qkv_proj.*one scheme",
-        ),
-        (
-            r"re:.*\.eh_proj",
-            "W4A16",
-            r"model\.layers\.3\.eh_proj is never quantized .*nn\.Linear.*got W4A16",
-        ),
-        (
-            r"re:.*\.down_proj",
-            "W4A16",
-            r"W4A16 needs K divisible by 128; got K=96 in .*\.down_proj\.weight",
-        ),
-        (
-            r"re:.*\.up_proj",
-            "W4A16_ASYM",
-            r"W4A16_ASYM needs N divisible by 8.*got N=100 in model.layers.0.mlp.up_proj.weight",
-        ),
-    ],
-)
+@cases
 def test_an_override_that_vllm_cannot_load_is_refused(modules, scheme, says, tmp_path):
     override = {"modules": modules, "scheme": scheme}
     sizes = {"down_proj": ("BF16", (256, 96)), "up_proj": ("BF16", (100, 256))}
-    tensors = source_layout("glm-4.7", size="tiny")[1]
+    tensors = source_layout("glm-4.7")[1]
     tensors |= {f"model.layers.0.mlp.{name}.weight": spec for name, spec in sizes.items()}
     with pytest.raises(RecipeError, match=says):
         plan_of(
@@ -171,7 +127,7 @@ def test_what_awq_may_rescale(tmp_path):
     assert norm.reason.endswith("; awq may rescale it")
 
 
-@pytest.mark.parametrize(("scheme", "mtp"), [("NVFP4", "bf16"), ("FP8", "bf16"), ("bf16", "NVFP4")])
+@cases
 def test_static_scales_where_vllm_absorbs_the_weight(scheme, mtp, tmp_path):
     """kv_b_proj is read through an identity matrix, which no batch looked like; scales made on the
     fly take it.
@@ -195,7 +151,7 @@ def test_static_scales_where_vllm_absorbs_the_weight(scheme, mtp, tmp_path):
 
 def test_mtp_from_a_file_that_the_index_forgot(tmp_path):
     """A separate mtp.safetensors is taken in, and the output's index lists what it held."""
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     rest = without("glm-4.7", r"model\.layers\.3\.")
     folder = write_checkpoint(tmp_path / "source", config, rest)
     mtp = {name: spec for name, spec in tensors.items() if name not in rest}
@@ -221,7 +177,7 @@ def test_float_scales_keep_their_precision(tmp_path):
     """FP8 with float32 scales a row stays FP8 with float32 scales a row: rounding them to BF16
     would change values.
     """
-    _, tensors = source_layout("glm-4.7", size="tiny")
+    _, tensors = source_layout("glm-4.7")
     name = "model.layers.3.self_attn.o_proj.weight"
     (rows, columns) = tensors[name][1]
     stored = {name: ("F8_E4M3", (rows, columns)), f"{name}_scale": ("F32", (rows, 1))}
@@ -234,7 +190,7 @@ def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
     """Integers with zero points in other words would be read wrongly, not loudly, if they were
     taken for symmetric.
     """
-    _, tensors = source_layout("glm-4.7", size="tiny")
+    _, tensors = source_layout("glm-4.7")
     module = "model.layers.0.self_attn.o_proj"
     rows, columns = tensors.pop(f"{module}.weight")[1]
     tensors |= {

@@ -14,6 +14,7 @@ import torch
 from calibrated import in_both_formats
 from checkpoint_files import as_source, ignoring, write
 from good import ours, planned
+from json_files import json_of
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import stored_weights
@@ -24,6 +25,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check, check_source
 from printed import printed
+from tables import cases
 from typer.testing import CliRunner
 
 PAIRS = [("NVFP4", "bf16"), ("NVFP4A16", "NVFP4A16"), ("FP8", "FP8"), ("FP8_BLOCK", "NVFP4A16")]
@@ -102,33 +104,15 @@ def test_packed_bytes_are_the_same_and_values_are_equal(twins):
 def test_the_written_folder_passes_its_check_and_both_configs_agree(twins):
     plan, folder = twins["modelopt"]
     assert check(folder, source=plan.source).findings == ()
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    second = json.loads((folder / "hf_quant_config.json").read_text())
+    config = json_of(folder / "config.json")["quantization_config"]
+    second = json_of(folder / "hf_quant_config.json")
     said = json.dumps({"config.json": config, "hf_quant_config.json": second}, indent=1) + "\n"
     printed(
         "quantization_config_modelopt.json", said.replace(second["producer"]["version"], "VERSION")
     )
 
 
-@pytest.mark.parametrize(
-    ("model", "scheme", "mtp", "named"),
-    [
-        (
-            "glm-4.7",
-            "W4A16",
-            "bf16",
-            "is for NVFP4, NVFP4A16, FP8, FP8_DYNAMIC, FP8_BLOCK; got W4A16",
-        ),
-        (
-            "glm-4.7",
-            "FP8_DYNAMIC",
-            "bf16",
-            "FP8_DYNAMIC; got none, for model.layers.1.mlp.experts.0.",
-        ),
-        ("dsv4-flash", "NVFP4", "source", "for MXFP4A8; got none, for mtp.0.ffn.experts.0."),
-        ("dots3-note-prev", "FP8_BLOCK", "NVFP4A16", f"{NAMELESS} model.layers.3."),
-    ],
-)
+@cases
 def test_what_modelopt_cannot_say_is_refused(model, scheme, mtp, named):
     with pytest.raises((RecipeError, ValueError), match="modelopt") as caught:
         ours(model, scheme, mtp, format="modelopt")

@@ -95,7 +95,7 @@ def not_told(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "leaf"),
+    "change, leaf",
     [
         (lose(rf"{re.escape(TABLE)}\.weight_scale"), "weight_scale"),
         (in_bf16, "shard_0.weight"),

@@ -13,6 +13,8 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import validated
 from keepmtp.recipes.schemes import SCHEMES, SEARCHES
+from seeds import seeded
+from tables import cases
 from writing import tiny, written
 
 SWEPT = sorted(SEARCHES["mse"] - {"NVFP4"})  # its weights are NVFP4A16's
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def weights(shape: tuple[int, int] = (64, 512)) -> dict[str, torch.Tensor]:
     """BF16 weights [N, K] of several distributions."""
-    rng = torch.Generator().manual_seed(0)
+    rng = seeded(0)
     normal = torch.randn(shape, generator=rng)
     rows = torch.randn(shape[0], 1, generator=rng).mul(0.5).exp()
     found = {
@@ -115,7 +117,7 @@ def test_four_over_six_takes_the_better_of_two():
 
 def importance(width: int) -> torch.Tensor:
     """Some channels are a hundred times as loud as others."""
-    return torch.rand(width, generator=torch.Generator().manual_seed(2)).mul(5).exp()
+    return torch.rand(width, generator=seeded(2)).mul(5).exp()
 
 
 @pytest.mark.parametrize("name", SWEPT)
@@ -199,7 +201,7 @@ def test_chunks_and_batches_change_no_byte(name, monkeypatch):
 @pytest.mark.parametrize("name", SWEPT)
 def test_values_that_make_trouble_do_not_get_worse(name):
     """Zeros, subnormals, a single value in a row, huge ones, F32 and F16 weights."""
-    normal = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
+    normal = torch.randn(16, 256, generator=seeded(1))
     alone, zeros = torch.zeros_like(normal), torch.zeros_like(normal)
     alone[:, 3] = normal[:, 3]
     hard = [zeros, -zeros, alone, normal * 1e-39, normal * 1e-30, normal * 1e37]
@@ -233,18 +235,7 @@ def test_a_recipe_with_search_packs_the_backbone_and_the_block_by_it(tmp_path):
         assert_equal(expected, {leaf: made[f"{module}.{leaf}"] for leaf in expected})
 
 
-@pytest.mark.parametrize(
-    ("scheme", "search", "words"),
-    [
-        ("MXFP4", "mse", "search: mse must come with FP8_BLOCK, FP8_DYNAMIC, NVFP4"),
-        (
-            "FP8_DYNAMIC",
-            "four-over-six",
-            "search: four-over-six must come with NVFP4, NVFP4A16; got FP8_DYNAMIC",
-        ),
-        ("w4a16-gptq", "mse", r"rounded to nearest; got calibration\.algorithm gptq"),
-    ],
-)
+@cases
 def test_a_search_without_a_meaning_is_refused(scheme, search, words):
     """Nor beside an algorithm with scales of its own."""
     with pytest.raises(RecipeError, match=words):

@@ -14,6 +14,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.runtimes.sglang import sglang_names
 from keepmtp.recipes.schemes import SCHEMES
 from sglang_wheel import FUSED, FUSED_IN_QWEN35, MISSING, UTILS, group_of
+from tables import cases
 
 PAIRS = sglang_table.PAIRS["compressed-tensors"]
 
@@ -67,16 +68,7 @@ def test_an_entry_that_would_exclude_the_backbone_in_vllm_is_an_obstacle():
     assert "would exclude model.layers.0" in fit.line
 
 
-@pytest.mark.parametrize(
-    ("model", "scheme", "mtp", "says"),
-    [
-        ("qwen3-next-80b", "FP8_DYNAMIC", "bf16", "it asks for model.layers.0.mlp.experts.0"),
-        ("exaone-4.5-33b", "FP8_DYNAMIC", "bf16", "it has no class for the model"),
-        ("minimax-m3", "FP8_DYNAMIC", "bf16", "no draft class (models/minimax_m3_vl.py)"),
-        ("deepseek-r1", "FP8_BLOCK", "bf16", "kv_b_proj"),
-        ("dsv4-flash", "FP8_DYNAMIC", "bf16", "wo_a"),
-    ],
-)
+@cases
 def test_an_obstacle_is_named_with_sglangs_file(model, scheme, mtp, says):
     found = fit_of(model, scheme, mtp)
     assert found

@@ -2,17 +2,17 @@
 leaves behind.
 """
 
-import json
-
 import pytest
 import torch
 from drafts import weights_of
+from json_files import json_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
+from tables import cases
 from writing import tiny, written
 from written_values import poke
 
@@ -31,17 +31,7 @@ def bits(value: torch.Tensor) -> bytes:
     return value.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize(
-    ("model", "variant", "mtp"),
-    [
-        ("dsv4-flash", "w4a16-fp8", None),
-        ("dsv4-flash", "w4a16-fp8", "source"),
-        ("deepseek-v3.1", "W4A16", "source"),
-        ("glm-4.7", "NVFP4A16", "FP8_DYNAMIC"),
-        ("qwen3.5-397b", "W4A16", "bf16"),
-        ("mimo-7b", "W8A16", "bf16"),
-    ],
-)
+@cases
 def test_every_output_is_what_the_plan_says(model, variant, mtp, tmp_path):
     """Names, dtypes and shapes for all; bytes for what is kept; numbers for what was packed in the
     source.
@@ -49,7 +39,7 @@ def test_every_output_is_what_the_plan_says(model, variant, mtp, tmp_path):
     plan, source, made = run(model, variant, tmp_path, mtp)
     planned = {o.name: torch.Size(o.shape) for tensor in plan.tensors for o in tensor.outputs}
     assert {name: value.shape for name, value in made.items()} == planned
-    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    index = json_of(tmp_path / "out/model.safetensors.index.json")
     assert index["weight_map"].keys() == planned.keys()
     for tensor in plan.tensors:
         if tensor.fate in ("keep", "add") and not tensor.scheme:
@@ -72,9 +62,7 @@ def test_config_is_the_sources_own(tmp_path):
     """
     run("dsv4-flash", "w4a16-fp8", tmp_path)
     out = tmp_path / "out"
-    before, after = (
-        json.loads((tmp_path / f"{name}/config.json").read_text()) for name in ("source", "out")
-    )
+    before, after = (json_of(tmp_path / f"{name}/config.json") for name in ("source", "out"))
     assert before.pop("quantization_config")["quant_method"] == "fp8"
     assert after.pop("quantization_config")["quant_method"] == "compressed-tensors"
     assert list(after.items()) == list(before.items())
@@ -94,7 +82,7 @@ def test_nan_in_a_weight_names_it(tmp_path):
 
 def test_text_config_loses_its_own_quantization_config(tmp_path):
     """A nested quantization_config would win over ours in some loaders."""
-    config, tensors = source_layout("qwen3.5-397b", size="tiny")
+    config, tensors = source_layout("qwen3.5-397b")
     config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
     recipe, _ = find_recipe("qwen3.5-397b", scheme="W4A16", mtp="bf16")
     plan = make_plan(recipe, open_source(write_checkpoint(tmp_path, config, tensors)))

@@ -17,7 +17,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("text", "shown"), HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("text, shown", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text_is_shown(text, shown):
     assert printable(text) == shown
     printable(text).encode()
@@ -31,7 +31,7 @@ def test_letters_of_every_language_stay():
     assert printable(text) is text
 
 
-@pytest.mark.parametrize(("text", "shown"), HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("text, shown", HOSTILE.values(), ids=HOSTILE)
 def test_a_message_shows_what_its_fields_keep(text, shown):
     error = CheckpointError(text, f"{text} must be there", got=text, cure=f"Mend {text}")
     assert str(error) == f"{shown}: {shown} must be there; got {shown}. Mend {shown}."

@@ -5,15 +5,14 @@ imports.
 import ast
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 from keepmtp.recipes import extras
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.extras import missing, require_extra, requirements
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parent.parent.parent
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = DECLARED["optional-dependencies"]
 

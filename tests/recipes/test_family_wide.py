@@ -33,7 +33,7 @@ def planned(checkpoint: Checkpoint, variant: str) -> Plan:
     return make_plan(recipe_of(checkpoint, variant), as_source(checkpoint, NOWHERE))
 
 
-@pytest.mark.parametrize(("model", "variant"), CASES)
+@pytest.mark.parametrize("model, variant", CASES)
 def test_a_common_variant_fits_every_family(model, variant):
     plan = planned(released(model), variant)
     heavy, _ = COMMON[variant]
@@ -42,7 +42,7 @@ def test_a_common_variant_fits_every_family(model, variant):
 
 
 @pytest.mark.few(48)
-@pytest.mark.parametrize(("model", "variant"), CASES)
+@pytest.mark.parametrize("model, variant", CASES)
 def test_what_it_writes_has_no_findings(model, variant):
     plan = planned(released(model), variant)
     tensors = {
@@ -73,7 +73,7 @@ def test_a_release_gets_the_words_of_its_own_recipe(variant):
 
 
 def test_source_becomes_a_scheme_in_a_fine_tune_in_bf16():
-    config, tensors = releases.source_layout("deepseek-r1", size="tiny")
+    config, tensors = releases.source_layout("deepseek-r1")
     plain = {
         name: ("BF16", shape)
         for name, (_, shape) in tensors.items()
@@ -86,9 +86,7 @@ def test_source_becomes_a_scheme_in_a_fine_tune_in_bf16():
 
 
 def test_a_group_that_the_checkpoint_lacks_is_not_named():
-    config, tensors = releases.source_layout(
-        "glm-4.7", size="tiny", changes={"first_k_dense_replace": 0}
-    )
+    config, tensors = releases.source_layout("glm-4.7", changes={"first_k_dense_replace": 0})
     checkpoint = Checkpoint(config=config, tensors=dict(tensors))
     assert set(recipe_of(checkpoint, "nvfp4a16-fp8").backbone) == {
         "attention",

@@ -3,10 +3,10 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+from commands import captured
 from keepmtp.recipes.find import shipped_recipes
 from keepmtp.recipes.model_file import listed, model_files
 
@@ -58,10 +58,8 @@ def listed_without(files: tuple[str, ...], folder: Path) -> set[str]:
         path = package / "models" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     words = [sys.executable, "-m", "keepmtp", "ls", "models", "--json"]
-    done = subprocess.run(
+    done = captured(
         words,
-        capture_output=True,
-        text=True,
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder)},
         check=True,

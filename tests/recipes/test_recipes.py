@@ -35,12 +35,13 @@ from keepmtp.recipes.schema import (
 )
 from keepmtp.recipes.schemes import REWRITES, SCHEMES
 from printed import printed
+from tables import cases, table
 
 HERE = Path(__file__).parent
 CALIBRATED = find_recipe("glm-4.7.nvfp4-fp8")[0]
 SHIPPED = [recipe.name for recipe in shipped_recipes()]
-CASES = yaml.safe_load((HERE / "cases.yaml").read_text())
-MINE = yaml.safe_load((HERE / "mine.yaml").read_text())
+CASES = table("recipes/cases")
+MINE = table("recipes/mine")
 
 
 def edited(raw: dict, edits: dict) -> dict:
@@ -87,8 +88,8 @@ def test_what_is_refused(tmp_path):
     required = [key for key, field in Recipe.model_fields.items() if field.is_required()]
     missing = {"glm-4.7.nvfp4-fp8": [{key: "(dropped)"} for key in required]}
     said = []
-    for name, cases in CASES["refused"].items():
-        for edits in cases + missing.get(name, []):
+    for name, all_edits in CASES["refused"].items():
+        for edits in all_edits + missing.get(name, []):
             path = written(tmp_path, edited(good(name), edits))
             with pytest.raises(RecipeError) as caught:
                 find_recipe(path)
@@ -114,17 +115,7 @@ def test_only_what_changes_no_number_has_a_default():
     assert CALIBRATED.calibration.model_code == "transformers"
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "experts", "expected"),
-    [
-        ("minmax", "NVFP4", ["NVFP4"]),
-        ("gptq", "NVFP4", ["NVFP4"]),
-        ("gptq", "W4A16", ["W4A16"]),
-        ("awq", "W8A16", ["W8A16"]),
-        ("smoothquant", "W8A8", ["W8A8"]),
-        ("autoround", "W4A16", ["W4A16"]),
-    ],
-)
+@cases
 def test_schemes_that_depend_on_data(algorithm, experts, expected):
     """FP8_DYNAMIC attention is in none of them: nothing of it is observed or rewritten."""
     recipe = flat("glm", {"backbone.experts": experts, "calibration.algorithm": algorithm})
@@ -405,7 +396,7 @@ def test_shipped_files_are_named_like_their_models_and_name_every_calibration():
 def planned(tmp_path: Path, edits: dict) -> Plan:
     source = tmp_path / "source"
     if not source.exists():
-        releases.write_checkpoint(source, *releases.source_layout("glm-4.7", size="tiny"))
+        releases.write_checkpoint(source, *releases.source_layout("glm-4.7"))
     raw = edited(find_recipe("glm-4.7")[0].model_dump(mode="json"), edits)
     return make_plan(Recipe.model_validate(raw), open_source(source))
 
@@ -434,21 +425,7 @@ def test_mtp_by_groups(tmp_path):
     assert schemes == policy | kept
 
 
-@pytest.mark.parametrize(
-    ("model", "backbone", "says"),
-    [
-        (
-            "glm-4.5-air",
-            {"dense_mlp": "W4A16"},
-            "W4A16 needs K divisible by 128; got K=10944 in model.layers.0",
-        ),
-        (
-            "glm-4.5-air",
-            {"dense_mlp": "FP8_BLOCK"},
-            "needs N divisible by 128 where modules are fused; got N=10944",
-        ),
-    ],
-)
+@cases
 def test_widths_a_scheme_cannot_take(model, backbone, says, tmp_path):
     """GLM-4.5-Air's dense layer is 10944 wide: 85.5 blocks of 128."""
     recipe = find_recipe(model)[0]

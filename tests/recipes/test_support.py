@@ -20,7 +20,7 @@ def test_the_data_and_the_page_are_what_is_made_today(tmp_path):
 
 
 def test_a_class_that_lacks_a_name_on_disk_is_named(tmp_path):
-    config, tensors = source_layout("glm-4.5-air", size="tiny")
+    config, tensors = source_layout("glm-4.5-air")
     write_checkpoint(tmp_path, config, tensors)
     plan = make_plan(find_recipe("glm-4.5-air")[0], open_source(tmp_path))
     assert backbone_refusal(plan) is None and cannot_run(plan) is None
@@ -38,7 +38,7 @@ def test_a_class_that_lacks_a_name_on_disk_is_named(tmp_path):
 
 @pytest.mark.parametrize("model", ["mimo-v2.5", "ling-3.0-flash"])
 def test_a_model_of_its_own_code_is_refused_in_words_without_a_path(model, tmp_path):
-    write_checkpoint(tmp_path, *source_layout(model, size="tiny"))
+    write_checkpoint(tmp_path, *source_layout(model))
     refusal = backbone_refusal(make_plan(find_recipe(model)[0], open_source(tmp_path)))
     assert refusal is not None and "only Python of the checkpoint's own" in str(refusal.got)
     assert str(tmp_path) not in str(refusal.got)

@@ -1,65 +1,24 @@
 """A recipe of a stranger: data of a few plain types, or one sentence that says on which line."""
 
-import json
 import os
 import tracemalloc
 from pathlib import Path
 
 import pytest
+from json_files import put_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe, read_file, read_recipe
 from keepmtp.recipes.model_file import model_files
 from keepmtp.recipes.yaml_file import load_shipped, read_yaml
+from tables import spelled, table
 
-LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]\n"
-    for last, name in zip("abcdefghi", "bcdefghij", strict=True)
-)
-REFUSED = {
-    "nothing": ("", "a recipe is a YAML mapping; got nothing"),
-    "a list": ("[1]", "a recipe is a YAML mapping; got list"),
-    "two documents": (
-        "a: 1\n---\nb: 1\n",
-        "a recipe is a YAML mapping; got expected a single document",
-    ),
-    "cut": ("a: [1", "a recipe is a YAML mapping; got while parsing a flow sequence"),
-    "a control character": ("a: \x1b[31m", "a recipe is a YAML mapping; got "),
-    "aliases of aliases": (LAUGHS, "line 1: a recipe has no anchors or aliases; got one"),
-    "an alias": ("a: 1\nb: *a\n", "line 2: a recipe has no anchors or aliases; got one"),
-    "an alias of itself": ("a: &a [*a]\n", "line 1: a recipe has no anchors or aliases; got one"),
-    "code": (
-        "a: !!python/object/apply:os.system [ls]",
-        "line 1: a recipe has no tags; got tag:yaml.org,2002:python",
-    ),
-    "a tag": ("\na: !!bool x", "line 2: a recipe has no tags; got tag:yaml.org,2002:bool"),
-    "deep": ("a: " + "[" * 100_000, "line 1: a recipe is at most 20 levels deep; got more"),
-    "deep in blocks": (
-        "".join(f"{' ' * n}a:\n" for n in range(99)),
-        "line 21: a recipe is at most 20 levels deep",
-    ),
-    "deep lists": ("a:\n" + "- " * 50_000, "line 2: a recipe is at most 20 levels deep; got more"),
-    "a key twice": ("a: 1\nb: 2\n'a': 3\n", "line 3: a must be given once; got it twice"),
-    "a key twice inside": ("a: {b: 1, c: 2, b: 3}", "line 1: b must be given once; got it twice"),
-    "a number as a key": ("a: {1: 2}", "line 1: a key must be a text; got 1. Put it in quotes"),
-    "yes as a key": ("yes: 1", "line 1: a key must be a text; got yes. Put it in quotes"),
-    "a list as a key": ("? [a]\n: 1\n", "line 1: a key must be a text; got a list or a mapping"),
-    "a date as a key": ("2024-01-01: 1", "line 1: a key must be a text; got 2024-01-01"),
-    "NaN": ("a: {b: .nan}", "a.b must be a usual number; got one beyond"),
-    "infinity": ("a: -.inf", "a must be a usual number; got one beyond"),
-    "a large number": (f"a: {'9' * 4000}", "a must be a usual number; got one beyond"),
-    "a number without end": (
-        f"a: {'9' * 9000}",
-        "a recipe is a YAML mapping; got Exceeds the limit",
-    ),
-    "a long hexadecimal number": (f"a: 0x{'f' * 9000}", "a must be a usual number; got one"),
-    "too long": ("a: 1\n" * 100_000, "a recipe is at most 262144 bytes long; got more"),
-}
+REFUSED = table("recipes/test_yaml_file")["REFUSED"]
 
 
-@pytest.mark.parametrize(("text", "said"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("text, said", REFUSED.values(), ids=REFUSED)
 def test_what_no_recipe_has(text, said, tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(text)
+    path.write_text(spelled(text))
     tracemalloc.start()
     with pytest.raises(RecipeError) as caught:
         read_file(path)
@@ -114,7 +73,7 @@ def flat(folder: Path, key: str, value: object) -> Path:
         holder = holder[part]
     holder[last] = value
     path = folder / "mine.yaml"
-    path.write_text(json.dumps(raw))
+    put_json(path, raw)
     return path
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from commands import ROOT, captured
 from keepmtp.validate.facts.child import Child, answer, environment
 from survivors import MARK, marked, none_left, only_child, until
 
-ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 # A child, its own child, and one more that leads a session of its own, as torchrun's workers do.
@@ -127,14 +127,12 @@ def test_nothing_of_the_current_folder_is_run(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("VLLM_PYTHON", str(VLLM_PYTHON))
     model = str(ROOT / "models" / "tiny-glm4-moe")
-    done = subprocess.run(
-        [KEEPMTP, "check", model, "--gpu", "sm90"], cwd=folder, capture_output=True, text=True
-    )
+    done = captured([KEEPMTP, "check", model, "--gpu", "sm90"], cwd=folder)
     assert done.returncode == 0, done.stderr
     monkeypatch.delenv("VLLM_PYTHON")
     for words in (
         ["doctor"],
         ["all", "tiny-glm4-moe", "--out", str(tmp_path / "out"), "--gpu", "sm80"],
     ):
-        subprocess.run([KEEPMTP, *words], cwd=folder, capture_output=True, text=True)
+        captured([KEEPMTP, *words], cwd=folder)
     assert not (tmp_path / "ran").exists()

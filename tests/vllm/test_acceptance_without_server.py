@@ -20,6 +20,7 @@ from keepmtp.validate.measure.server import server_environment
 from passes import END, finished, laid_out, plan_over, prompts
 from real_vllm import GLM, NEEDS_VLLM, PLUGIN, QWEN, in_vllm
 from safetensors.torch import load_file, save_file
+from seeds import seeded
 
 ASKED = prompts(60)
 TOLERANCE = 0.03
@@ -32,7 +33,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.full]
 def noisy(source: Path, out: Path, deviations: float) -> Path:
     """A copy whose block's projection has noise on top, in standard deviations of its weights."""
     shutil.copytree(source, out)
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded(0)
     for path in out.glob("*.safetensors"):
         tensors = load_file(path)
         for name, value in tensors.items():

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import pytest
 from commands import KEEPMTP, ROOT
+from json_files import json_of
 from keepmtp.validate.measure.store import BenchHeader, read_lines
 from keepmtp.validate.report.report import verify
 from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
@@ -90,7 +91,7 @@ def test_a_run_that_was_killed_measures_only_what_is_missing(killed, found):
     measured = read_lines(lines_in(killed), BenchHeader).lines
     assert len(measured) == 2 * A_SERVERS and {place[0] for place in measured} == {0, 1}
     assert found["checkpoint"]["as_served"] == "native" and found["checkpoint"]["form"] == "chat"
-    assert json.loads((killed / "bench.json").read_text())["data"] == found
+    assert json_of(killed / "bench.json")["data"] == found
     report = verify(killed)
     assert report.bench is not None and report.bench.checkpoint.recommended
 
@@ -163,9 +164,7 @@ def test_a_request_that_fails_leaves_a_sentence_and_no_figure(tmp_path):
         "k=0, 1 at once: no figure. 1 of 1 requests failed: Never received a valid chunk"
         in " ".join(said.split())
     )
-    (cell,) = json.loads((tmp_path / "out" / "bench.json").read_text())["data"]["checkpoint"][
-        "cells"
-    ]
+    (cell,) = json_of(tmp_path / "out" / "bench.json")["data"]["checkpoint"]["cells"]
     assert (
         cell["repetitions"] == []
         and cell["tokens_per_second"] is None

@@ -26,8 +26,10 @@ from keepmtp.recipes.families import families
 from keepmtp.recipes.find import find_recipe
 from real_vllm import NEEDS_VLLM, in_vllm
 from safetensors.torch import load_file
+from tables import cases, table
 from torch import Tensor, nn
 
+TABLE = table("vllm/test_draft_logits")
 NUM_DRAFTS = 3
 # Short ones: at position 0 three families zero the embedding, and the fewer slots there are, the
 # more it weighs.
@@ -40,34 +42,9 @@ LEEWAY = 3.0
 SHIPPED = {"tiny-glm4-moe": "tiny-glm4-moe", "tiny-qwen3_5": "tiny-qwen3_5"}
 # CPU kernels of vLLM 0.32.0 want keys and values of one width, and rotary embeddings over a
 # multiple of 16 of them.
-ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5}
-EVEN = {
-    "head_dim": 128,
-    "v_head_dim": 128,
-    "swa_head_dim": 128,
-    "swa_v_head_dim": 128,
-    "partial_rotary_factor": 0.5,
-    "rope_parameters": {
-        "full_attention": ROPE | {"rope_theta": 5000000.0},
-        "sliding_attention": ROPE | {"rope_theta": 10000.0},
-    },
-}
+EVEN = TABLE["EVEN"]
 # Release -> recipe of its family; matrices of noise, since these have no trained tiny model.
-NOISE = {
-    "glm-4.7": "glm-4.7",
-    "qwen3.5-text": "qwen3.5-27b",
-    "qwen3-next-80b": "qwen3-next-80b",
-    "mimo-7b": "mimo-7b",
-    "mimo-v2-flash": "mimo-v2-flash",
-    "ernie-4.5-21b": "ernie-4.5-21b",
-    "k-exaone-236b": "k-exaone-236b",
-    "hy3": "hy3",
-    "deepseek-r1": "deepseek-r1",
-    "glm-4.7-flash": "glm-4.7-flash",
-    "qwen3.5-397b": "qwen3.5-397b",
-    "glm-ocr": "glm-ocr",
-    "exaone-4.5-33b": "exaone-4.5-33b",
-}
+NOISE = TABLE["NOISE"]
 CHANGES: dict[str, dict[str, Any]] = {"mimo-v2-flash": EVEN}
 # The attention of these has no kernel for the CPU: `draft_alone.py` runs vLLM's draft class by
 # itself, in this dtype. Their indexers choose four keys of at most twelve. DeepSeek-V4's streams
@@ -283,14 +260,7 @@ def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("deepseek-v3.2", "index_topk", 5),
-        ("glm-5", "index_topk", 5),
-        ("dsv4-flash", "sliding_window", 4),
-    ],
-)
+@cases
 def test_another_choice_of_keys_parts_them(drafted, base, name, key, value):
     """The twin of the indexer, which chooses one key more, and of the window."""
     layer = drafted[name].plan.view.family.draft.layers[0]
@@ -335,7 +305,7 @@ def test_the_target_hands_over_the_state_that_the_table_says(drafted, name):
         assert 9 * right < wrong
 
 
-@pytest.mark.parametrize(("proof", "names"), PROOFS.items())
+@pytest.mark.parametrize("proof, names", PROOFS.items())
 def test_every_family_said_to_be_proven_by_vllm_is_here(proof, names):
     claimed = {
         family.model_type

@@ -6,7 +6,6 @@ that drifts from vLLM fails here with the prefix; so does an ignore list that le
 choice than the plan made.
 """
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import releases
 from checkpoint_files import Checkpoint
 from dry_corpus import SEPARATE
 from good import outputs_of, plan_of, released
+from json_files import json_of
 from keepmtp.quantize.config.written import modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.families import find_family
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.vllm
 @cache
 def plan(model: str, mtp: str) -> Plan:
     wrapped = WRAPPED.get(model)
-    layout = wrapped() if wrapped else releases.source_layout(model, size="tiny")
+    layout = wrapped() if wrapped else releases.source_layout(model)
     return plan_of(*layout, model, SCHEME, mtp)
 
 
@@ -75,7 +75,7 @@ def questions(account: LoadAccount, part: str) -> list[Question]:
     being built.
     """
     model, written = account.of("draft" if part == "mtp" else "target")
-    family = find_family(json.loads((Path(account.path) / "config.json").read_text()), account.path)
+    family = find_family(json_of(Path(account.path) / "config.json"), account.path)
     failure = account.load.failure
     if not model.cls and failure:
         defect = known_defect(failure, family=family.model_type, version=find_vllm().version)

@@ -17,7 +17,8 @@ from uuid import uuid4
 
 import pytest
 import torch
-from commands import KEEPMTP, ROOT
+from commands import KEEPMTP, ROOT, captured
+from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
@@ -32,6 +33,7 @@ from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.report.report import verify
 from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
 from safetensors.torch import load_file, save_file
+from seeds import seeded
 from survivors import MARK, marked
 from task_rows import TASK_ROWS
 from wheel import stranger
@@ -54,9 +56,7 @@ def keepmtp(installed) -> Keepmtp:
 
     def run(*words: str, cwd: Path = ROOT, **changes: str) -> subprocess.CompletedProcess[str]:
         environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON), **changes)
-        return subprocess.run(
-            [command, *words], capture_output=True, text=True, env=environment, cwd=cwd
-        )
+        return captured([command, *words], env=environment, cwd=cwd)
 
     return run
 
@@ -89,7 +89,7 @@ def spoilt(made: Path, twin: Path) -> Path:
     fluently.
     """
     shutil.copytree(made, twin)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     for path in twin.glob("*.safetensors"):
         tensors = load_file(path)
         for name, tensor in tensors.items():
@@ -111,7 +111,7 @@ def test_the_first_questions_of_the_release(tmp_path):
     words = f"{KEEPMTP} eval {GLM} --recipe tiny-glm4-moe --source none --no-plain".split()
     words += f"--limit 40 --json --out {tmp_path}".split()
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
+    done = captured(words, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     fact = json.loads(done.stdout)["evaluation"]
     assert (
@@ -208,12 +208,12 @@ def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
     The current folder holds another package of keepmtp's name, whose code nobody asked for.
     """
     twin = shutil.copytree(made, tmp_path / "twin")
-    config = json.loads((twin / "config.json").read_text())
+    config = json_of(twin / "config.json")
     config["quantization_config"]["ignore"] = []
     for group in config["quantization_config"]["config_groups"].values():
         if group["weights"]["num_bits"] == 8:
             group["targets"].append(r"re:.*\.layers\.3\..*")
-    (twin / "config.json").write_text(json.dumps(config))
+    put_json(twin / "config.json", config)
     stranger_package = tmp_path / "elsewhere" / "keepmtp"
     stranger_package.mkdir(parents=True)
     (stranger_package / "__init__.py").write_text(

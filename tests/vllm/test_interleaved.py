@@ -3,10 +3,10 @@ rows in order.
 """
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
+from commands import captured
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.quantize.write.output import claim, publish
@@ -42,7 +42,7 @@ print(json.dumps(errors))
 
 
 def test_each_rank_gets_the_rows_that_vllm_gives_it(tmp_path):
-    config, tensors = source_layout("mimo-v2.5", size="tiny")
+    config, tensors = source_layout("mimo-v2.5")
     source = write_checkpoint(tmp_path / "source", config, tensors, data="random")
     recipe, text = find_recipe("mimo-v2.5")
     plan, out = make_plan(recipe, open_source(source)), tmp_path / "out"
@@ -50,7 +50,7 @@ def test_each_rank_gets_the_rows_that_vllm_gives_it(tmp_path):
         write(plan, partial, recipe_text=text, threads=1)
         publish(partial, out)
     command = [str(find_vllm().python), "-P", "-c", COMPARE, str(source), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(tmp_path))
+    done = captured(command, check=True, cwd=Path(tmp_path))
     errors = json.loads(done.stdout.splitlines()[-1])
     assert len(errors) == 3 * 15
     # At four ranks vLLM takes the slices as they are: BF16's rounding, 2**-9. Else it rounds to

@@ -16,6 +16,8 @@ from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import LoadAccount
 from real_vllm import computed
+from seeds import seeded
+from tables import cases
 
 pytestmark = pytest.mark.vllm
 TWINS = ("glm-4.5-air", "qwen3.5-text", "mimo-v2.5", "exaone-4.5-33b")
@@ -76,15 +78,7 @@ def test_every_scale_is_read_by_target_and_draft(accounts):
         assert [finding for finding in findings if finding.rule.startswith("kv-")] == [], name
 
 
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        ("deepseek-r1", "latent attention"),
-        ("dsv4-flash", "without these parameters"),
-        ("qwen3.8-flash-next", "stops at every entry"),
-        ("inkling", "no attention layer with a projection of keys"),
-    ],
-)
+@cases
 def test_a_family_without_a_place_is_refused(model, says):
     with pytest.raises(
         RecipeError, match=f"kv_cache: vLLM must have a place for scales .* got .*{says}"
@@ -99,7 +93,7 @@ def test_keys_and_values_have_the_codes_of_vllms_operator(tmp_path: Path):
 
     Loud ones are cut off at 448 scales.
     """
-    states = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    states = torch.randn(32, 2, 64, generator=seeded(0)).bfloat16()
     states[3] *= 4096
     states[5] /= 512
     made = computed(ROUND, {"states": states}, tmp_path)

@@ -35,7 +35,7 @@ def test_every_family_and_variant_is_there(written):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "tps", "variants"),
+    "gpu, tps, variants",
     [("sm100", TPS, tuple(VARIANTS)), ("sm90", (4,), (BF16,)), ("sm120", (4,), (BF16,))],
 )
 def test_the_matrix_is_what_vllm_does(written, gpu, tps, variants):

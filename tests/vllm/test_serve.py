@@ -5,13 +5,13 @@ A server takes 20 to 60 s to start, so each one here answers as many questions a
 """
 
 import json
-import subprocess
 import time
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from commands import KEEPMTP, ROOT
+from commands import KEEPMTP, ROOT, captured
+from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
@@ -69,7 +69,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     mark = uuid4().hex
     words = f"{keepmtp} serve-check {fp8} --prompts {prompts} --max-tokens {MAX_TOKENS} --json --out {out} --timeout 400 -- --max-num-batched-tokens 2048".split()
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON), **{MARK: mark})
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = captured(words, cwd=ROOT, env=environment)
     none_left(mark)
     assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
@@ -144,11 +144,11 @@ def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
     bad.mkdir()
     for path in QWEN.iterdir():
         (bad / path.name).write_bytes(path.read_bytes())
-    config = json.loads((bad / "config.json").read_text())
-    (bad / "config.json").write_text(json.dumps({**config, "intermediate_size": 512}))
+    config = json_of(bad / "config.json")
+    put_json(bad / "config.json", {**config, "intermediate_size": 512})
     words = f"{KEEPMTP} serve-check {bad} --source none --json".split()
     start = time.monotonic()
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = captured(words)
     assert done.returncode == 1, done.stderr
     assert time.monotonic() - start < 300, "the default timeout is 30 minutes"
     found = json.loads(done.stdout)

@@ -60,9 +60,7 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("folder", "scheme"), [(GLM, "W4A16"), (QWEN, "W8A16"), (GLM, "W4A16_ASYM")]
-)
+@pytest.mark.parametrize("folder, scheme", [(GLM, "W4A16"), (QWEN, "W8A16"), (GLM, "W4A16_ASYM")])
 def test_autoround_equals_the_sequential_pipelines(folder, scheme):
     from auto_round.utils.device import CpuInfo
     from llmcompressor.modifiers.autoround import AutoRoundModifier
@@ -103,7 +101,7 @@ def test_a_layer_does_not_depend_on_what_ran_before():
     assert_equal(one_layer(together=2), expected)
 
 
-@pytest.mark.parametrize(("algorithm", "knobs"), [("autoround", KNOBS), ("gptq", {})])
+@pytest.mark.parametrize("algorithm, knobs", [("autoround", KNOBS), ("gptq", {})])
 def test_other_schemes_of_the_layer_are_rounded_to_nearest(algorithm, knobs):
     """Two schemes in one run do not disturb each other."""
     schemes, given = {"self_attn": "FP8"}, {"algorithm": algorithm, "knobs": knobs}

@@ -13,6 +13,7 @@ from keepmtp.quantize.run.progress import CalibrationStep
 from keepmtp.recipes.errors import RecipeError
 from killed import events, finished, small_recipe, start, statistics
 from passes import ALONE, prepared
+from seeds import seeded
 from transformers.models.glm4_moe import modeling_glm4_moe
 
 # Each rerun is killed at another place, later than the last; the fourth has finished its layer, but
@@ -26,7 +27,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "places", "told"),
+    "name, places, told",
     [
         ("tiny-glm4-moe.nvfp4", PLACES, [1, 3]),
         ("tiny-glm4-moe.w4a16-gptq", PLACES[2:3], [1, 2, 3]),
@@ -137,7 +138,7 @@ def test_layers_that_hand_on_more_than_states_can_be_resumed(tmp_path):
     none of them.
     """
     plan = planned(tmp_path / "source", model="glm-5", data="random", attention="FP8_DYNAMIC")
-    ids = torch.randint(3, 500, (2, 32), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 500, (2, 32), generator=seeded(0))
     given = plan, CalibrationData(ids=ids, held_out_ids=ids, provenance={})
     whole = run(*given, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):

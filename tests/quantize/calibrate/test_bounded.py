@@ -18,6 +18,8 @@ from keepmtp.recipes.errors import CheckpointError
 from layerwise import GLM, Skeleton
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
 from passes import plan_over
+from seeds import seeded
+from tables import cases
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +28,7 @@ def moe_layer(
     scheme: str = "W4A16", algorithm: str = "gptq", *, share: slice = slice(None), **options
 ) -> Calibrated:
     """A layer of four experts and a shared one, on a share of three batches."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     ids = [torch.randint(3, 500, (2, 32), generator=generator) for _ in range(3)]
     hidden = [torch.randn(2, 32, 256, generator=generator).bfloat16() for _ in range(3)]
     skeleton = Skeleton(GLM)
@@ -89,9 +91,7 @@ def test_a_moe_layer_needs_a_hessian_for_each_input(scheme, held, monkeypatch):
     assert_equal(shared, apart)
 
 
-@pytest.mark.parametrize(
-    "calls", [[(0, "b"), (1, "c")], [(0, "b")], [(1, "a")], [(0, "b"), (1, "b"), (1, "b")]]
-)
+@cases
 def test_modules_that_part_are_refused(calls):
     """Both read one tensor first; afterwards one reads another, or nothing, or once more."""
     modules = [nn.Linear(8, 4) for _ in range(2)]
@@ -151,7 +151,7 @@ PAIR = 3 * 64 * 128 * 2  # a down projection's BF16 inputs of three batches
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("room", "groups"), [(0, 4), (2 * PAIR, 2), (4 * PAIR, 1)])
+@pytest.mark.parametrize("room, groups", [(0, 4), (2 * PAIR, 2), (4 * PAIR, 1)])
 def test_awq_searches_experts_in_groups_that_fit(room, groups, monkeypatch):
     expected, own = unbounded(), awq.BoundedAWQ._groups
     found: list[int] = []
@@ -201,7 +201,7 @@ def on_rank(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     modules = [nn.Linear(8, 4) for _ in range(3)]
-    a, b, c, d = torch.randn(4, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    a, b, c, d = torch.randn(4, 2, 5, 8, generator=seeded(0))
     found = hessians_of(modules)
     for number, value in zip((0, 1, 2), ([a, a, b], [c, c, d])[rank], strict=True):
         found.add(modules[number], (value,))

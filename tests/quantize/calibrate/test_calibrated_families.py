@@ -16,24 +16,16 @@ from keepmtp.quantize.run.statistics import Statistics
 from keepmtp.recipes.find import shipped_recipes
 from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint
+from tables import cases
 
 RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if recipe.variant == "w4a16-fp8"}
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("model", "scheme", "algorithm"),
-    [
-        ("dsv4-flash", "NVFP4", "minmax"),
-        ("dsv4-flash", "W4A16", "awq"),
-        ("deepseek-v3.1", "W4A16", "awq"),
-        ("qwen3.5-397b", "W4A16", "gptq"),
-        ("qwen3-next-80b", "NVFP4", "minmax"),
-    ],
-)
+@cases
 def test_the_whole_line(model, scheme, algorithm, tmp_path):
     folder, recipe = tmp_path / "source", RECIPES[model]
-    write_checkpoint(folder, *source_layout(model, size="tiny"), data="random")
+    write_checkpoint(folder, *source_layout(model), data="random")
     words, mtp = recipe.backbone | {"experts": scheme}, {}
     for group in words.keys() - {"dense_mlp", "linear_attention"}:
         mtp[group] = scheme if group == "experts" else "bf16"

@@ -2,7 +2,6 @@
 calibrated.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -12,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import made_up, planned, saved
+from commands import captured
 from drafts import weights_of
+from json_files import json_of
 from keepmtp.checkpoints.files import WORK
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.pack.pack import pack
@@ -23,6 +24,7 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import check
+from tables import cases
 from writing import written
 
 TINY = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
@@ -69,7 +71,7 @@ def oneshots(tmp_path_factory) -> Path:
     pytest.importorskip("llmcompressor")
     folder = tmp_path_factory.mktemp("oneshot")
     command = [sys.executable, "-c", ONESHOT, str(TINY), str(folder), "NVFP4", "FP8"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    done = captured(command, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -112,16 +114,7 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
     assert check(tmp_path / "out", source=open_source(TINY)).findings == ()
 
 
-@pytest.mark.parametrize(
-    ("rest", "mtp", "algorithm"),
-    [
-        ("NVFP4", "NVFP4", "minmax"),
-        ("FP8", "FP8", "minmax"),
-        ("NVFP4", "W4A16", "gptq"),
-        ("W4A16", "bf16", "awq"),
-        ("W8A8", "W8A8", "smoothquant"),
-    ],
-)
+@cases
 def test_made_up_statistics_pass_the_check_and_are_copied(rest, mtp, algorithm, tmp_path):
     plan = planned(TINY, model="tiny-glm4-moe", rest=rest, mtp=mtp, algorithm=algorithm)
     assert_copied(plan, tmp_path)
@@ -224,14 +217,14 @@ def test_batches_count_where_something_is_calibrated(tmp_path):
             refuse_output(plan, out, calibration=other)
     told, given = {"dataset": "d", "ids_sha256": "abc"}, saved(tmp_path / "s", made_up(plan))
     written(plan, tmp_path / "made", statistics=given, calibration=told)
-    provenance = json.loads((tmp_path / "made/keepmtp.json").read_text())
+    provenance = json_of(tmp_path / "made/keepmtp.json")
     libraries = {"llmcompressor", "compressed-tensors", "transformers", "torch"}
     assert provenance["calibration"] == told and libraries <= provenance["versions"].keys()
     plan = make_plan(find_recipe("tiny-glm4-moe", scheme="FP8_DYNAMIC")[0], open_source(TINY))
     with claim(plan, tmp_path / "free", calibration="these ids"):
         pass
     written(plan, tmp_path / "free")
-    provenance = json.loads((tmp_path / "free/keepmtp.json").read_text())
+    provenance = json_of(tmp_path / "free/keepmtp.json")
     assert "calibration" not in provenance and "llmcompressor" not in provenance["versions"]
 
 

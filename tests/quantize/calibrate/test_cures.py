@@ -8,13 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from keepmtp import pipeline
 from keepmtp.quantize.needs.room import calibration_folder
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from killed import small_recipe
 from outputs import digests
+from tables import cases
 
-ROOT = Path(__file__).parent.parent.parent.parent
 MODEL = "tiny-glm4-moe"
 
 
@@ -51,20 +52,7 @@ def damage(how: str, path: Path) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("how", "pattern"),
-    [
-        ("flipped", "statistics/layer-*"),
-        ("truncated", "statistics/layer-*"),
-        ("lost", "statistics/layer-*"),
-        ("flipped", "mtp/*.safetensors"),
-        ("lost", "mtp/*.safetensors"),
-        # In a run that was killed before the MTP pass, which reads it.
-        ("truncated", "states/*/mtp-*"),
-        # Of the source, and last: what was calibrated on the first one is no other test's any more.
-        ("replaced", "*.safetensors"),
-    ],
-)
+@cases
 def test_the_cure_works(how, pattern, made, tmp_path):
     """Exactly what the cure names is removed; nothing else is needed."""
     out, folder = tmp_path / "out", made / MODEL

@@ -4,7 +4,6 @@ refused and how.
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
+from commands import captured
 from hub import serving
+from json_files import put_json
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.quantize.calibrate.data import data as module
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data, portions
@@ -22,6 +22,7 @@ from keepmtp.quantize.calibrate.mtp.facts import DataFact
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Calibration
+from tables import table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -49,7 +50,7 @@ def source(tmp_path) -> Source:
         additional_special_tokens=special,
     ).save_pretrained(folder)
     config = {"model_type": "glm4_moe", "vocab_size": 404, "max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(config))
+    put_json(folder / "config.json", config)
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return open_source(folder)
 
@@ -383,7 +384,7 @@ def test_the_shipped_text_begins_to_count_behind_its_questions():
 # --- what is refused ------------------------------------------------------------------------------
 
 
-REFUSED = yaml.safe_load(Path(__file__).with_name("refused_data.yaml").read_text())
+REFUSED = table("quantize/calibrate/refused_data")
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case["says"])
@@ -455,9 +456,7 @@ def test_a_hub_dataset_is_streamed_and_gives_the_ids_of_a_local_copy(tmp_path, s
         commit = hub.mirror("datasets/org/data", repository)
         told = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
         code = [sys.executable, "-c", IN_ANOTHER_PROCESS, given, str(source.folder)]
-        done = subprocess.run(
-            code, env=os.environ | told, capture_output=True, text=True, timeout=120
-        )
+        done = captured(code, env=os.environ | told, timeout=120)
     assert done.returncode == 0, done.stderr
     provenance, no_split, no_column, no_subset = map(json.loads, done.stdout.splitlines())
     assert provenance["dataset_revision"] == commit

@@ -2,11 +2,10 @@
 by token, and how sure it is what is kept: against games whose true share is known.
 """
 
-import json
-
 import pytest
 import torch
 from drafts import changed
+from json_files import json_of
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
 from keepmtp.quantize.calibrate.mtp.acceptance import (
     Acceptance,
@@ -23,6 +22,8 @@ from keepmtp.quantize.calibrate.mtp.acceptance import (
 from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, answered, even, plan_over, reading
+from seeds import seeded
+from tables import cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -60,7 +61,7 @@ def test_the_shipped_blocks_draft_as_their_training_said(shipped):
     name, backbone = shipped
     block = block_of(backbone)
     found = of_source(backbone, block)
-    said = json.loads((ROOT / "models" / name / "training.json").read_text())
+    said = json_of(ROOT / "models" / name / "training.json")
     trained = said["measured"]["accepted"]
     assert found.by_position(1)[0] == pytest.approx(trained[0], abs=0.01)
     assert found.num_slots > 400
@@ -76,7 +77,7 @@ def test_the_shipped_blocks_draft_as_their_training_said(shipped):
     with pytest.raises(RecipeError, match=match):
         of_source(silent, block)
     assert of_source(backbone, block_of(backbone, hidden_first=True)).by_position(1)[0] < 0.5
-    noise = torch.Generator().manual_seed(0)
+    noise = seeded(0)
     torch.nn.init.normal_(block.projection.weight, std=0.02, generator=noise)
     assert of_source(backbone, block).by_position(1)[0] < 0.5
 
@@ -162,7 +163,7 @@ def test_the_count_is_that_of_a_server_played_token_by_token(seed):
     """Random texts, choices and drafts over five tokens, one of which ends a text, so that
     everything happens.
     """
-    draw, length = torch.Generator().manual_seed(seed), 400
+    draw, length = seeded(seed), 400
     choices, ids = (torch.randint(0, 5, (length,), generator=draw) for _ in range(2))
     follows = torch.rand(length, generator=draw) < 0.85
     ids[1:] = torch.where(follows[1:], choices[:-1], ids[1:])
@@ -204,7 +205,7 @@ def game(kept: float, *, slots: int, seed: int) -> tuple[Acceptance, Acceptance]
     Sequences are not equally hard, and the first has some drafts accepted where the second has
     none.
     """
-    draw, shape = torch.Generator().manual_seed(seed), (16, slots // 16)
+    draw, shape = seeded(seed), (16, slots // 16)
     share = (0.8 + 0.1 * torch.randn(16, 1, generator=draw)).clamp(0.3, 0.99)
     theirs = torch.rand(shape, generator=draw) < share
     gained = 0.02
@@ -218,15 +219,7 @@ def game(kept: float, *, slots: int, seed: int) -> tuple[Acceptance, Acceptance]
     return sides[0], sides[1]
 
 
-@pytest.mark.parametrize(
-    ("kept", "slots", "fewest", "most"),
-    [
-        (0.96, 500, 0.0, 0.05),
-        (0.97, 500, 0.0, 0.10),
-        (0.97, 4000, 0.0, 0.08),
-        (0.98, 4000, 0.80, 1.0),
-    ],
-)
+@cases
 def test_a_block_passes_as_often_as_the_confidence_says(kept, slots, fewest, most):
     """A bare estimate lets one that keeps 96 % pass in every fourth run of 500 slots."""
     found = []

@@ -128,7 +128,7 @@ AUTO = {"backbone": "auto", "budget": "7MiB", "backbone_auto": {"candidates": ["
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "says"),
+    "name, changes, says",
     [
         ("glm-4.7.w4a16-fp8", {}, "calibration must be given for search: imatrix; got null"),
         ("glm-4.7.w4a16-gptq", {}, r"rounded to nearest; got calibration\.algorithm gptq"),

@@ -16,9 +16,10 @@ from keepmtp.quantize.run.statistics import Statistics
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE
+from seeds import seeded
 from torch import nn
 
-IDS = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(0, 512, (4, 32), generator=seeded(0))
 DATA = CalibrationData(ids=IDS, held_out_ids=IDS[:2], provenance={})
 
 

@@ -32,6 +32,7 @@ from layerwise import (
     token_ids,
     unpacked,
 )
+from seeds import seeded
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +55,7 @@ def num_modules(results: list) -> int:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("folder", "scheme", "knobs"),
+    "folder, scheme, knobs",
     [
         (GLM, "W4A16", GPTQKnobs(actorder=None, dampening_frac=0.2, block_size=48)),
         (GLM, "W4A16", GPTQKnobs()),
@@ -83,7 +84,7 @@ def group_of(scheme: str) -> dict:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("folder", "scheme", "algorithm", "knobs"),
+    "folder, scheme, algorithm, knobs",
     [
         (GLM, "W4A16", "awq", AWQKnobs(n_grid=5, duo_scaling=False)),
         (GLM, "W4A16", "awq", AWQKnobs(n_grid=6, duo_scaling="both")),
@@ -179,7 +180,7 @@ class Toy(nn.Module):
         for name, inputs, outputs in SHAPES:
             setattr(self, name, nn.Linear(inputs, outputs, bias=False))
         self.clamped, self.leaks = clamped, leaks
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         for index, parameter in enumerate(self.parameters()):
             noise = torch.randn(parameter.shape, generator=generator).bfloat16()
             parameter.data = noise * (index + 1) / 100
@@ -206,7 +207,7 @@ PROJECTIONS = ("in_proj_qkv", "in_proj_z", "gate_proj", "up_proj", "down_proj")
 
 
 def toy_batches(samples: int = 3) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     return [
         {"hidden": torch.randn(2, 16, 128, generator=generator).bfloat16()} for _ in range(samples)
     ]
@@ -219,7 +220,7 @@ def of_toy(toy: Toy, schemes: str | dict[str, str], algorithm: str, **work) -> C
 
 
 @pytest.mark.parametrize(
-    ("toy", "schemes", "smoothed"),
+    "toy, schemes, smoothed",
     [
         ({}, {}, {"norm", "up_proj"}),
         ({"leaks": True}, {}, {"up_proj"}),  # a norm whose output also goes elsewhere
@@ -272,7 +273,7 @@ def test_a_module_that_is_never_called_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("broken", "value", "named"),
+    "broken, value, named",
     [
         ("in_proj_z", float("nan"), "in_proj_z: .* its weight"),
         ("norm", float("nan"), "in_proj_qkv: .* its input"),
@@ -310,7 +311,7 @@ def test_propagating_and_serving(scheme):
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
 @pytest.mark.parametrize(
-    ("scheme", "algorithm", "equal"), [("NVFP4", "minmax", True), ("W4A16", "gptq", False)]
+    "scheme, algorithm, equal", [("NVFP4", "minmax", True), ("W4A16", "gptq", False)]
 )
 def test_one_pass_is_enough_where_no_weight_is_rewritten(folder, scheme, algorithm, equal):
     """What the layer returns while it is observed is what it hands on, to the bit; GPTQ's weights

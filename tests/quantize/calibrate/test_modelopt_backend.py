@@ -23,7 +23,7 @@ from torch import Tensor
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(("folder", "count"), [(GLM, 21), (QWEN, 19)])
+@pytest.mark.parametrize("folder, count", [(GLM, 21), (QWEN, 19)])
 def test_input_scales_are_those_of_modelopts_own_run(folder, count):
     """Its run over the whole model, keys and values too; its experts see their own tokens alone.
 

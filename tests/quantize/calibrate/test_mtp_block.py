@@ -22,6 +22,7 @@ from keepmtp.quantize.calibrate.mtp.mtp_block import (
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.families import families, find_view
 from releases import MODELS, source_layout, write_checkpoint
+from seeds import seeded
 from torch import Tensor, nn
 from transformers import AutoModel
 
@@ -30,7 +31,7 @@ IDS = torch.tensor([[5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8]])
 
 
 def view_of(model: str):
-    config, _ = source_layout(model, size="tiny")
+    config, _ = source_layout(model)
     return find_view(config, model)
 
 
@@ -69,7 +70,7 @@ def test_each_family_has_a_draft_or_a_reason():
 
 @pytest.mark.parametrize("model", RUN)
 def test_every_mtp_tensor_has_exactly_one_parameter(model, tmp_path):
-    config, tensors = source_layout(model, size="tiny")
+    config, tensors = source_layout(model)
     # Experts stacked on disk are told apart where they are to be written one by one.
     plan = plan_over(
         write_checkpoint(tmp_path, config, tensors), RECIPES.get(model, model), mtp="FP8_DYNAMIC"
@@ -87,7 +88,7 @@ def test_every_mtp_tensor_has_exactly_one_parameter(model, tmp_path):
 
 
 def test_a_missing_tensor_is_named(tmp_path):
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     plan = plan_over(write_checkpoint(tmp_path, config, tensors), "glm-4.7")
     gone = "layers.3.self_attn.o_proj.weight"
     short = tuple(each for each in plan.tensors if not each.name.endswith(gone))
@@ -154,7 +155,7 @@ def test_no_slot_sees_what_comes_later(model, block_of):
     assert not [
         name for name, value in (*block.named_parameters(), *block.named_buffers()) if value.is_meta
     ]
-    table = torch.randn(512, block.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    table = torch.randn(512, block.config.hidden_size, generator=seeded(1))
     _, hidden = _inputs(block)
     later_ids, later_hidden = IDS.clone(), hidden.clone()
     later_ids[:, 9:] += 1
@@ -174,7 +175,7 @@ def test_no_slot_sees_what_comes_later(model, block_of):
 
 
 def _inputs(block: MtpBlock) -> tuple[Tensor, Tensor]:
-    noise = torch.Generator().manual_seed(0)
+    noise = seeded(0)
     size, length = block.config.hidden_size, IDS.shape[1]
     streams = getattr(block.config, block.draft.streams) if block.draft.streams else 1
     hidden = torch.randn(1, length, streams, size, generator=noise)

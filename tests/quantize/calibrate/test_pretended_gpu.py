@@ -59,7 +59,7 @@ FEW = {"attention": "W4A16", "dense_mlp": "W4A16", "shared_experts": "bf16", "ex
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("name", "backbone"),
+    "name, backbone",
     [
         ("tiny-glm4-moe.fp8", {}),
         ("tiny-glm4-moe.nvfp4-mtp-auto", {}),

@@ -2,7 +2,6 @@
 the dead.
 """
 
-import json
 import os
 import signal
 import socket
@@ -17,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from commands import ROOT
+from json_files import json_of
 from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.ranks import _device_of, _refuse_shared_gpu, joined
 from keepmtp.recipes.errors import RecipeError
@@ -24,8 +25,8 @@ from killed import error, events, finished, small_recipe, start, statistics, sum
 from outputs import digests
 from passes import ALONE
 from safetensors.torch import load_file
+from tables import cases
 
-ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 TWO = (BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "keepmtp")
 
@@ -60,7 +61,7 @@ def test_ranks_share_the_work_and_survive_none_of_them(tmp_path):
     assert said.count("check passed") == told.count("layer 3 of 3") == 1, "one speaks for all"
     assert "layer 1 of 3" not in told and [path.name for path in out.parent.iterdir()] == ["out"]
     assert alone.communicate()[1] is not None and alone.returncode == 0
-    account, known = (json.loads((each / "keepmtp.json").read_text()) for each in (out, whole))
+    account, known = (json_of(each / "keepmtp.json") for each in (out, whole))
     made, expected = digests(out), digests(whole)
     assert made.pop("keepmtp.json") != expected.pop("keepmtp.json") and made == expected
     sizes = [found["calibration"].pop("processes") for found in (account, known)]
@@ -273,7 +274,7 @@ def test_two_processes_on_one_gpu_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "place"),
+    "given, place",
     [
         (f"{SRUN} MASTER_ADDR=", (0, 1)),  # in a batch script
         (f"{TASK} MASTER_ADDR=node-1", (0, 1)),
@@ -315,9 +316,7 @@ def test_what_is_no_lost_gpu_stays_as_it_is(error, environment):
         raise error
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "size"), [(16, 8), (16, 3), (16, 1), (14, 3), (5, 8), (64, 8), (9, 2)]
-)
+@cases
 def test_shares_are_whole_batches_where_all_get_one(num_rows, size):
     ranks = (replace(ALONE, rank=rank, size=size) for rank in range(size))
     shares = [own.share(num_rows, 4) for own in ranks]

@@ -3,13 +3,13 @@ sensitivities predict, what it finds, and what becomes of it on disk.
 """
 
 import itertools
-import json
 import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from json_files import json_of, put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.quantize.calibrate.data.claim import search_fingerprint
@@ -29,6 +29,7 @@ from keepmtp.recipes.find import read_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, plan_over
 from scipy.stats import spearmanr
+from tables import cases
 from typer.testing import CliRunner
 from writing import recipe_with
 from written_values import poke
@@ -119,7 +120,7 @@ def test_overrides_are_few_where_layers_agree():
     ]
 
 
-@pytest.mark.parametrize(("stop", "at"), [("_forward", 2), ("_top", 1), ("_backward", 2)])
+@cases
 def test_a_killed_search_goes_on_to_the_same_sums(stop, at, swept, tmp_path, monkeypatch):
     own, calls, once = run_in(tmp_path), [], getattr(SearchRun, stop)
 
@@ -148,11 +149,11 @@ def test_the_whole_line(tmp_path, monkeypatch):
 
     monkeypatch.chdir(ROOT)
     asked, out, other = (tmp_path / name for name in ("asked.yaml", "out", "other"))
-    asked.write_text(json.dumps(searched("3.3MB", variant="small").model_dump(mode="json")))
+    put_json(asked, searched("3.3MB", variant="small").model_dump(mode="json"))
     said = quantize(asked, "--out", out, "--keep-calibration")
     assert "recipe.yaml in the output" in said and "check passed" in said
     assert sum(path.stat().st_size for path in out.iterdir()) <= 3_300_000
-    fact = json.loads((out / "keepmtp.json").read_text())["calibration"]["search"]
+    fact = json_of(out / "keepmtp.json")["calibration"]["search"]
     (chosen,) = (plan for plan in fact["plans"] if plan["chosen"])
     (plain,) = (plan for plan in fact["plans"] if plan["title"] == "NVFP4 for all")
     assert fact["budget"] == "3.3MB" and chosen["divergence"] < plain["divergence"]

@@ -27,21 +27,12 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from passes import as_calibrated
 from releases import source_layout, write_checkpoint
+from tables import cases, table
 from writing import recipe_with, written
 
 # Source form -> the model that stores it, and the scheme that it was written in before, if no
 # release has the form.
-FORMS = {
-    "BF16": ("glm-4.7", ""),
-    "F32": ("glm-4.7", ""),
-    "stacked": ("qwen3.5-397b", ""),
-    "FP8 blocks": ("deepseek-v3.1", ""),
-    "MXFP4": ("dsv4-flash", ""),
-    "NVFP4": ("glm-4.7", "NVFP4A16"),
-    "INT4": ("glm-4.7", "W4A16"),
-    "INT8": ("glm-4.7", "W8A8"),
-    "FP8 rows": ("glm-4.7", "FP8_DYNAMIC"),
-}
+FORMS = table("quantize/calibrate/test_served")["FORMS"]
 
 
 def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.Module, Binding]]:
@@ -95,7 +86,7 @@ def sources(tmp_path_factory):
     def source(form: str) -> Path:
         model, scheme = FORMS[form]
         folder = tmp_path_factory.mktemp("source") / "release"
-        config, tensors = source_layout(model, size="tiny")
+        config, tensors = source_layout(model)
         if form == "F32":
             tensors = {name: ("F32", shape) for name, (_, shape) in tensors.items()}
         write_checkpoint(folder, config, tensors, data="random")
@@ -118,18 +109,7 @@ def test_served_weights_are_those_of_the_file(form, scheme, sources, tmp_path):
     assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path) > 8
 
 
-@pytest.mark.parametrize(
-    ("form", "scheme", "options"),
-    [
-        ("BF16", "FP8_BLOCK", {"search": "imatrix"}),
-        ("stacked", "W4A16", {"search": "imatrix"}),
-        ("MXFP4", "NVFP4", {"search": "imatrix"}),
-        ("BF16", "NVFP4", {"algorithm": "gptq"}),
-        ("stacked", "W4A16", {"algorithm": "gptq"}),
-        ("MXFP4", "W4A16", {"algorithm": "awq"}),
-        ("F32", "W8A8", {"algorithm": "smoothquant"}),
-    ],
-)
+@cases
 def test_weights_that_calibration_decides_are_those_of_the_file(
     form, scheme, options, sources, tmp_path
 ):

@@ -28,6 +28,7 @@ from keepmtp.recipes.find import shipped_recipes
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from passes import as_calibrated
 from releases import source_layout, write_checkpoint
+from tables import cases, table
 from torch import nn
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts
@@ -40,25 +41,14 @@ RECIPES = {r.model: r for r in shipped_recipes() if not r.calibrated_schemes() a
 
 # Families that transformers 5.17 cannot build, or whose layers it converts beyond what can be
 # undone.
-REFUSED = {
-    "dots3-note-prev": "no class for model_type 'dots3_note'",
-    "gemma-4-26b-assistant": "no list of 0 layers",
-    "inkling": "only concatenation can be undone",
-    "ling-3.0-flash": "only Python of the checkpoint's own",
-    "mimo-v2.5": "only Python of the checkpoint's own",
-    "longcat-flash-chat": "must have a parameter for",
-    "openpangu-ultra": "only Python of the checkpoint's own",
-    "ring-2.5-1t": "only Python of the checkpoint's own",
-    "step-3.5-flash": "no class for model_type 'step3p5'",
-    "step-3.7-flash": "must have a parameter for",
-}
+REFUSED = table("quantize/calibrate/test_skeleton")["REFUSED"]
 
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("model", sorted(releases.MODELS.keys() & RECIPES))
 def test_every_family_is_bound_or_refused(model, tmp_path):
     recipe = RECIPES[model]
-    write_checkpoint(tmp_path / "source", *source_layout(model, size="tiny"), data="random")
+    write_checkpoint(tmp_path / "source", *source_layout(model), data="random")
     plan = make_plan(recipe, open_source(tmp_path / "source"))
     if plan.view.family.no_backbone:
         with pytest.raises(RecipeError, match=re.escape(plan.view.family.no_backbone)):
@@ -76,24 +66,13 @@ def test_every_family_is_bound_or_refused(model, tmp_path):
         assert all(skeleton.bind_layer(index) for index in range(len(skeleton)))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "says"),
-    [
-        ("1.mlp.gate.weight", (), "must be on disk; got nothing for mlp.gate.weight"),
-        ("0.mlp.up_proj.bias", (8,), "must have a parameter for model.layers.0.mlp.up_pro"),
-        (
-            "2.mlp.experts.3.down_proj.weight",
-            (16, 16),
-            "experts.3.down_proj.weight must have shape",
-        ),
-    ],
-)
+@cases
 def test_what_does_not_fit_the_class_is_named(name, shape, says, tmp_path):
     """A parameter without a tensor, a tensor without a parameter, and a wrong width."""
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     tensors.pop(f"model.layers.{name}", None)
     if shape:
-        tensors[f"model.layers.{name}"] = "BF16", shape
+        tensors[f"model.layers.{name}"] = "BF16", tuple(shape)
     plan = planned(write_checkpoint(tmp_path, config, tensors), attention="bf16")
     skeleton = Skeleton(plan, device=CPU)
     with pytest.raises(CheckpointError, match=re.escape(says)), skeleton.layer(int(name[0])):
@@ -134,7 +113,7 @@ def test_experts_with_a_forward_of_their_own_are_refused(monkeypatch):
 
 
 def test_stacked_experts_that_stay_plain_are_filled(tmp_path):
-    layout = source_layout("qwen3.5-397b", size="tiny")
+    layout = source_layout("qwen3.5-397b")
     source = open_source(write_checkpoint(tmp_path / "source", *layout, data="random"))
     recipe = RECIPES["qwen3.5-397b"]
     plain = recipe.model_copy(update={"backbone": recipe.backbone | {"experts": "bf16"}})

@@ -4,11 +4,9 @@ else.
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from calibrated import made_up, planned, saved
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import make_plan
@@ -23,6 +21,7 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
 from safetensors import SafetensorError
+from tables import table
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -96,7 +95,7 @@ def test_statistics_of_another_run_and_in_two_files_are_refused(tmp_path):
 
 
 def test_a_plan_without_calibration_needs_none(tmp_path):
-    source = write_checkpoint(tmp_path / "source", *source_layout("glm-4.7", size="tiny"))
+    source = write_checkpoint(tmp_path / "source", *source_layout("glm-4.7"))
     plan = make_plan(find_recipe("glm-4.7")[0], open_source(source))
     refuse_statistics(plan, None)
     rule = "every tensor must be one that the plan takes from calibration"
@@ -107,7 +106,7 @@ def test_a_plan_without_calibration_needs_none(tmp_path):
         refuse_statistics(planned(source), None)
 
 
-CASES = yaml.safe_load(Path(__file__).with_name("unfit_statistics.yaml").read_text())
+CASES = table("quantize/calibrate/unfit_statistics")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["says"])

@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+from json_files import json_of
 from keepmtp.quantize.calibrate.mtp.acceptance import acceptance, target
 from keepmtp.quantize.calibrate.mtp.mtp_policy import filled_blocks
 from passes import ROOT, finished, plan_over
 from transformers import AutoTokenizer
 
 FOLDER = ROOT / "models" / "tiny-docs"
-TRAINED = json.loads((FOLDER / "training.json").read_text())["measured"]
+TRAINED = json_of(FOLDER / "training.json")["measured"]
 
 
 @pytest.mark.full

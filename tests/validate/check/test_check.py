@@ -5,11 +5,9 @@ culprit's name.
 import ast
 import json
 import time
-from pathlib import Path
 
 import pytest
 import releases
-import yaml
 from broken import BROKEN, GOOD, WITHOUT_MTP, Case, agree, built
 from checkpoint_files import as_source, write
 from good import ours, planned, released, with_scales
@@ -20,9 +18,10 @@ from keepmtp.validate.check.check import RULES, WITHOUT_FAMILY, check, check_sou
 from keepmtp.validate.check.dialects import choose
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
 from real_vllm import VLLM_PYTHON
+from tables import table
 
 LIST = "lib/python3*/site-packages/vllm/model_executor/layers/quantization/__init__.py"
-FINDINGS = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text())
+FINDINGS = table("validate/check/findings")
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -230,15 +230,18 @@ def foreign_configs(modules: list[Module], rng: random.Random):
             for member in module.members
             if rng.random() < 0.95
         ]
-        yield foreign_form.GPTQ | {
+        yield foreign_form.SAID["gptq"] | {
             "dynamic": dynamic,
             "modules_in_block_to_quantize": rng.choice([stored, words()]),
         }
-        yield foreign_form.AWQ | {"modules_to_not_convert": words() or ["lm_head"]}
+        yield foreign_form.SAID["awq"] | {"modules_to_not_convert": words() or ["lm_head"]}
         entries = {word: {"bits": rng.choice([4, 8, 16])} for word in (*words(), *expressions())}
         blocks = rng.choice([None, "model.layers", ["model.language_model.layers", "mtp.layers"]])
-        yield foreign_form.AUTOROUND | {"extra_config": entries, "block_name_to_quantize": blocks}
-        yield foreign_form.QUARK | {"exclude": words("compressed-tensors")}
+        yield foreign_form.SAID["auto-round"] | {
+            "extra_config": entries,
+            "block_name_to_quantize": blocks,
+        }
+        yield foreign_form.SAID["quark"] | {"exclude": words("compressed-tensors")}
 
 
 def ours(dialect: Dialect, module: Module) -> list[str]:

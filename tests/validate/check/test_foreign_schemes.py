@@ -6,12 +6,10 @@ One subprocess in vLLM's environment answers all questions.
 
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from foreign_form import AWQ, GPTQ
+from foreign_form import SAID
 from keepmtp.recipes.family import Renames, VLLMName
 from keepmtp.recipes.renamer import Renamer
 from keepmtp.validate.check.dialects.autoround import read_autoround
@@ -20,6 +18,7 @@ from keepmtp.validate.check.dialects.gptq import read_awq, read_gptq
 from keepmtp.validate.check.dialects.quark import scheme_of
 from keepmtp.validate.check.vllm_module import PLAIN, UNKNOWN, VLLMModule
 from real_vllm import ask
+from tables import table
 
 pytestmark = pytest.mark.vllm
 
@@ -72,7 +71,7 @@ answers = [[ask(*each) for each in quark], [ask_inc(*each) for each in inc], [ha
 answers.append([skips(words) for words in lists])
 print("ANSWERS" + json.dumps(answers))
 """
-TABLES = yaml.safe_load(Path(__file__).with_name("foreign_schemes.yaml").read_text())
+TABLES = table("validate/check/foreign_schemes")
 FP8 = TABLES["quark"][0][0]
 
 
@@ -166,7 +165,7 @@ def test_experts_of_awq_in_other_groups_have_the_list_as_it_is_written(asked):
         Renamer(renames=Renames(prefixes={"language_model.": "model."})),
     )
     for words, is_skipped in asked["lists"]:
-        raw = AWQ | {"group_size": 256, "modules_to_not_convert": words}
+        raw = SAID["awq"] | {"group_size": 256, "modules_to_not_convert": words}
         built = (
             read_awq(raw, rename, floats=["model.layers.3"])
             .resolve(experts, shards=(), kind="experts")
@@ -181,6 +180,6 @@ def test_experts_of_gptq_in_other_groups_are_excepted_by_nothing(asked):
     """
     experts = VLLMName("model.layers.3.mlp.experts")
     for group_size, has_marlin in asked["groups"]:
-        raw = GPTQ | {"group_size": group_size, "dynamic": {"-:.*": {}}}
+        raw = SAID["gptq"] | {"group_size": group_size, "dynamic": {"-:.*": {}}}
         built = read_gptq(raw, Renamer(), ()).resolve(experts, shards=(), kind="experts").built
         assert (built.form == "plain") == has_marlin, group_size

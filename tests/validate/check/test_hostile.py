@@ -20,6 +20,7 @@ from keepmtp.validate.check import check as checks
 from keepmtp.validate.check.check import check
 from keepmtp.validate.check.dialects import patterns
 from keepmtp.validate.facts.results import CheckData
+from tables import cases
 
 EVIL = "re:([a-z0-9._]+)*!"
 DEEP: Any = {"a": [{"b": {}}]}
@@ -48,7 +49,7 @@ PLACES = {
 
 @pytest.mark.parametrize("value", [1.5, "text", [DEEP], True], ids=repr)
 @pytest.mark.parametrize(
-    ("base", "place"), [(base, place) for base in PLACES for place in PLACES[base].split()]
+    "base, place", [(base, place) for base in PLACES for place in PLACES[base].split()]
 )
 def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, place, value):
     """Whatever the value: a text where a text belongs, and numbers that are texts, are taken."""
@@ -68,18 +69,7 @@ def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, pl
         assert isinstance(value, str | bool), "a number or a list is the wrong type everywhere"
 
 
-@pytest.mark.parametrize(
-    ("base", "place", "values"),
-    [
-        (
-            "released deepseek-r1",
-            "weight_block_size",
-            [0, -1, [0, 128], [128], [2**40, 2**40], [-128, 128]],
-        ),
-        ("glm w4a16", "config_groups/group_0/weights/num_bits", [0, 10**30]),
-        ("glm w4a16", "config_groups/group_0/weights/group_size", [-7]),
-    ],
-)
+@cases
 def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
     for number, value in enumerate(values):
         report = checked(tmp_path / str(number), base, config=said(place, value))
@@ -101,15 +91,7 @@ def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("graft", "checkpoint", "--from", "checkpoint", "--replace"),
-        ("fix", "checkpoint"),
-        ("explain", "checkpoint"),
-        ("check", "checkpoint"),
-    ],
-)
+@cases
 def test_a_regex_without_end_ends_every_verb(tmp_path, words):
     row = {"of": "next fp8", "config": said("ignore", [EVIL])}
     write(tmp_path / "checkpoint", built(row))

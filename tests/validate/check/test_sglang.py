@@ -17,6 +17,7 @@ from keepmtp.validate.check.check import check_source
 from keepmtp.validate.check.runtime_view import Module, RuntimeView
 from keepmtp.validate.check.sglang.view import SglangView
 from keepmtp.validate.facts.findings import Finding
+from tables import table
 
 NOWHERE = Path("/nonexistent")
 # Twins of other releases, and a draft with a checkpoint of its own, whose target gives its config a
@@ -30,19 +31,7 @@ FORMS = (
 )
 # Classes that the stand-ins do not carry, by model and part.
 NOT_CONSTRUCTED = {
-    ("dsv4-flash", "backbone"),
-    ("glm-5.3-flash", "backbone"),
-    ("inkling", "backbone"),
-    ("qwen3.5-27b", "backbone"),
-    ("kimi-k3-mtp", "backbone"),
-    ("kimi-k3-mtp", "mtp"),
-    ("longcat-flash-chat", "backbone"),
-    ("mimo-v2.5", "backbone"),
-    ("minimax-m3", "backbone"),
-    ("minimax-m3", "mtp"),
-    ("step-3.5-flash", "mtp"),
-    ("step-3.7-flash", "backbone"),
-    ("step-3.7-flash", "mtp"),
+    tuple(each.split()) for each in table("validate/check/test_sglang")["NOT_CONSTRUCTED"]
 }
 # Layers of state-space models are among SGLang's kernels.
 UNSEEN = ("mixer.in_proj", "mixer.out_proj")

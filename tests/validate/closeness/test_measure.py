@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import ROOT
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
@@ -28,7 +29,6 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax, rel_entr
 from vllms import H100
 
-ROOT = Path(__file__).parents[3]
 VOCABULARY = 512  # of tiny-glm4-moe
 TEXT = HeldOut(
     path="t.jsonl", sha256="7" * 64, texts=tuple("abcdefghij" * 3 for _ in range(6)), against=""

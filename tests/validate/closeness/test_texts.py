@@ -7,12 +7,12 @@ from pathlib import Path
 
 import measured
 import pytest
-import yaml
 from keepmtp.checkpoints.record import Record
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.validate.measure.texts import HELD_OUT, held_out, read_prompts, texts
+from tables import cases, table
 
-LINES = yaml.safe_load(Path(__file__).with_name("refused_lines.yaml").read_text())
+LINES = table("validate/closeness/refused_lines")
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
 
@@ -60,14 +60,7 @@ def test_a_shipped_model_has_a_text_of_its_own(model):
         assert len(found.texts) > 200 and f"is a row of {used}" in found.against
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.jsonl", "\n", "must hold a text; got an empty file"),
-        ("a.txt", " \n", "must hold a text; got an empty file"),
-        ("a.csv", "text\n", r"must be a \.jsonl or a \.txt file; got \.csv"),
-    ],
-)
+@cases
 def test_another_file_is_refused(name, content, says, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(KeepMTPError, match=says):
@@ -110,21 +103,8 @@ def test_a_dataset_that_is_not_here_is_said_not_to_be_compared(tmp_path):
 
 # --- prompts --------------------------------------------------------------------------------------
 
-USER = {"role": "user", "content": "Why is the sky blue?"}
-# As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.
-SPEED_BENCH = {"category": "coding", "messages": [USER, {"role": "user", "content": "Shorter."}]}
-ON_THE_HUB = {"category": "coding", "sub_category": "", "turns": ["Why?", "Shorter."]}
 
-
-@pytest.mark.parametrize(
-    ("row", "message", "text"),
-    [
-        ({"prompt": "Go on:\u2028"}, "Go on:\u2028", "Go on:\u2028"),
-        (SPEED_BENCH, *2 * [USER["content"]]),
-        (ON_THE_HUB, "Why?", "Why?"),
-        ({"question": "1 + 1?", "answer": "#### 2"}, "1 + 1?", "Question: 1 + 1?\nAnswer:"),
-    ],
-)
+@cases
 def test_forms(row, message, text, tmp_path):
     """Of a conversation the first message is asked: an answer must be the model's own."""
     prompts = read_prompts(rows(tmp_path / "prompts.jsonl", "", row))
@@ -133,7 +113,7 @@ def test_forms(row, message, text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reads", "line", "says"),
+    "reads, line, says",
     [(reads, line, says) for reads, lines in LINES.items() for line, says in lines],
 )
 def test_a_line_of_another_form_is_named(reads, line, says, tmp_path):

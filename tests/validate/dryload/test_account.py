@@ -9,6 +9,7 @@ import torch
 from keepmtp.validate.dryload.in_vllm.account import Account, Construction
 from keepmtp.validate.dryload.in_vllm.demands import Demands
 from keepmtp.validate.dryload.in_vllm.stages import Mapping
+from tables import cases
 from torch.nn import Parameter
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -48,26 +49,7 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize(
-    ("parts", "wanted"),
-    [
-        ([("weight", 0, 4), ("weight", 4, 1), ("weight", 5, 1)], ("full", 24)),
-        ([("weight", 0, 4)], ("partial", 16)),
-        # As many elements were copied as there are, and another shard's place is left empty.
-        ([("weight", 0, 4), ("weight", 2, 2)], ("partial", 16)),
-        ([("scale", 0, 4)], ("partial", 4)),
-        ([("sink", 0, 4)], ("padded", 4)),
-        ([("wide", 0, 4)], ("full", 24)),
-    ],
-    ids=[
-        "shards",
-        "lost shard",
-        "one place twice",
-        "a scale is never padding",
-        "sink",
-        "by itself",
-    ],
-)
+@cases
 def test_what_was_written_is_counted_by_place(parts, wanted):
     """A parameter that nobody wrote is empty, also where it was born with a value."""
 
@@ -79,7 +61,7 @@ def test_what_was_written_is_counted_by_place(parts, wanted):
     given = {f"{row}": meta(count, *columns[param]) for param, row, count in parts}
     account, found = loaded(load, **given)
     written = parts[0][0]
-    assert found.pop(written) == wanted
+    assert found.pop(written) == tuple(wanted)
     assert {status for name, (status, _) in found.items() if name != "wide"} == {"empty"}
     assert all(tensor.num_read == tensor.num_elements for tensor in account.tensors.values())
     (sources,) = (each.sources for each in account.params if each.name == written)
@@ -97,7 +79,7 @@ def replaced(model, tensors):
 
 
 @pytest.mark.parametrize(
-    ("load", "given", "read", "wanted"),
+    "load, given, read, wanted",
     [
         (lambda m, t: m.weight.data.copy_(t["a"].narrow(1, 0, 4)), {"a": (6, 8)}, [24], "full"),
         (lambda m, t: t["a"].view(-1)[:4].sum(), {"a": (6, 4)}, [0], "empty"),
@@ -115,7 +97,7 @@ def test_what_was_read_is_counted(load, given, read, wanted):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "param", "told"),
+    "dtype, param, told",
     [
         (F32, "weight", []),
         (BF16, "packed", ["bfloat16", "float8_e4m3fn"]),

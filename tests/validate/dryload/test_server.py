@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from commands import captured
 
 _ALLOCATE = """
 import sys
@@ -19,10 +20,8 @@ except (MemoryError, OSError, RuntimeError) as error:
 
 
 def allocating(allocation: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return captured(
         [sys.executable, "-c", _ALLOCATE.format(allocation=allocation)],
-        capture_output=True,
-        text=True,
     )
 
 

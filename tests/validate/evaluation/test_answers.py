@@ -17,6 +17,7 @@ from keepmtp.validate.measure.store import (
     open_lines,
     read_lines,
 )
+from tables import cases
 
 FILTER = "flexible-extract"
 
@@ -72,21 +73,10 @@ def test_a_full_disk_is_said(tmp_path):
     assert samples.missing == (0, 1, 2), "an answer counts once it is on the disk"
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"protocol": Evaluation(shots=5)},
-        {"protocol": Evaluation(limit=3)},
-        {"checkpoint_sha256": "e"},
-        {"vllm": "0.33.0"},
-        {"dataset_sha256": "e"},
-        {"prompts_sha256": "q"},
-        {"device": "GPU"},
-        {"words": ("--tensor-parallel-size", "2")},
-        {"role": "checkpoint"},
-    ],
-)
+@cases
 def test_answers_to_something_else_have_a_file_of_their_own(changed, begun, tmp_path):
+    if "protocol" in changed:
+        changed = changed | {"protocol": Evaluation(**changed["protocol"])}
     other = opened(tmp_path, **changed)
     assert not other.lines
     other.add(answer(1))
@@ -105,7 +95,7 @@ def test_a_line_that_a_crash_cut_is_asked_again(cut, begun, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    "line, says",
     [
         (answer(0).model_dump_json(), "of a place that was asked for, and is there once; got 0"),
         (answer(3).model_dump_json(), "of a place that was asked for, and is there once; got 3"),

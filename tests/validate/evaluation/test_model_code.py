@@ -7,14 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.measure import model_code
 from keepmtp.validate.measure.model_code import fence, load, passes
 
-ROOT = Path(__file__).parent.parent.parent.parent
 FINE = "def f(a):\n    import math\n    return math.sqrt(a)\n"
 TEST = "def check(candidate):\n    assert candidate(4) == 2\ncheck(f)\n"
 needs_bwrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")

@@ -19,7 +19,6 @@ import lm_eval.tasks
 import nltk
 import pytest
 import task_rows
-import yaml
 from hub import Fault, serving
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
@@ -29,6 +28,7 @@ from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
+from tables import cases, table
 from task_rows import TASK_ROWS
 
 HERE = Path(__file__).parent
@@ -44,16 +44,7 @@ ROWS = [
 
 # lm-eval's own name of the task, and the splits of its dataset that hold the questions and the
 # shots.
-REFERENCES = {
-    "gsm8k": ("gsm8k", {"test", "train"}),
-    "mmlu_pro": ("mmlu_pro", {"test", "validation"}),
-    "ifeval": ("ifeval", {"train"}),
-    "humaneval": ("humaneval_instruct", {"test"}),
-    "gpqa_diamond": ("gpqa_diamond_cot_zeroshot", {"train"}),
-    "math500": ("minerva_math500", {"test"}),
-    "aime24": ("aime24", {"train"}),
-    "aime25": ("aime25", {"test"}),
-}
+REFERENCES = table("validate/evaluation/test_tasks")["REFERENCES"]
 DRAWN = {"gpqa_diamond"}  # whose choices are in a drawn order
 
 
@@ -300,7 +291,7 @@ def test_a_limit_asks_the_first_the_same_way(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["gsm8k", "gsm8k_platinum"])
-@pytest.mark.parametrize("protocol", [{}, {"shots": 4}, {"shots": 4, "api": "chat"}, {"limit": 6}])
+@cases
 def test_scores_are_lm_evals(tmp_path, task, protocol, capfd):
     """Right; right for one filter only; wrong; nothing."""
     found = asked(task, tmp_path, ROWS, **protocol)
@@ -358,9 +349,7 @@ def test_a_dataset_that_cannot_be_used(tmp_path):
     assert "evaluation.shots: mmlu_pro has 1 examples of biology at most; got 2" in message
 
 
-@pytest.mark.parametrize(
-    ("task", "row", "says"), yaml.safe_load((HERE / "refused_rows.yaml").read_text())
-)
+@pytest.mark.parametrize("task, row, says", table("validate/evaluation/refused_rows"))
 def test_a_row_that_lm_eval_cannot_use_is_named(task, row, says, tmp_path):
     """A line as it is, or fields of a good row."""
     first, *others = TASK_ROWS[task]["rows"]

@@ -5,10 +5,8 @@ Whole cards are in tests/printed/.
 
 import html
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,8 +22,10 @@ import pytest
 import reports
 import yaml
 from answering import answering
+from commands import captured, shell
 from evaluations import Answers
 from huggingface_hub import ModelCard
+from json_files import json_of
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.record import RECORD, Record, read_record
 from keepmtp.checkpoints.source import open_source
@@ -55,13 +55,12 @@ from keepmtp.validate.report.portable import portable, shortened
 from keepmtp.validate.report.provenance import gpus_of, groups_of, is_chat, recipe_text
 from markdown_it import MarkdownIt
 from printed import printed
+from tables import cases
 
 HOSTILE = (
     "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"
 )
-FEW = Answers(both=50, only_source=2, only_checkpoint=1, neither=7)
 KEEPMTP = Path(sys.executable).with_name("keepmtp")
-run = partial(subprocess.run, capture_output=True, text=True)
 COPY = {"as_served": evaluations.COPY, "reason": "no kernel"}
 
 
@@ -172,45 +171,21 @@ def test_a_card_of_what_was_only_checked(made):
     printed("card_bare.md", card_of(made, assembled(cards.checked(made))))
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda: whole(answers=replace(FEW, both=900, only_source=120)),
-            "[!CAUTION]\n> **Regression: this checkpoint failed its gates.**",
-        ),
-        (
-            lambda: whole(answers=FEW),
-            "[!WARNING]\n> **Too few samples: what was measured neither passes nor fails",
-        ),
-        (reports.broken, "[!CAUTION]"),
-    ],
-)
-def test_the_verdict_stands_on_top(make, says, made):
-    assert says in card_of(made, make()).partition("| | |")[0]
+def report_of(kind: str, changed: dict[str, Any]) -> FullReport:
+    if "answers" in changed:
+        changed = changed | {"answers": Answers(**changed["answers"])}
+    kinds = {"whole": whole, "broken": reports.broken, "calibrated": reports.calibrated}
+    return kinds[kind](**changed)
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda: whole(checkpoint=COPY),
-            "Figures of the checkpoint are of a BF16 copy of the same weights: no kernel. What",
-        ),
-        (whole, "No GPU was used (CPU: Xeon, 2 cores)"),
-        (whole, "Not measured in a way that promises a speed: that needs a GPU"),
-        (whole, "The checkpoint was not asked with MTP off"),
-        (lambda: whole(has_source=False), "The source was not evaluated"),
-        (lambda: whole(protocol={"limit": 50}), "only some of the benchmark's questions"),
-        (
-            lambda: whole(answers=FEW),
-            "The gate of gsm8k neither passes nor fails (too few samples)",
-        ),
-        (lambda: reports.calibrated(unmeasured="no class."), "measure acceptance: no class."),
-    ],
-)
-def test_limitations_follow_from_what_was_measured(make, says, made):
-    assert says in card_of(made, make()).partition("## Throughput")[2]
+@cases
+def test_the_verdict_stands_on_top(kind, changed, says, made):
+    assert says in card_of(made, report_of(kind, changed)).partition("| | |")[0]
+
+
+@cases
+def test_limitations_follow_from_what_was_measured(kind, changed, says, made):
+    assert says in card_of(made, report_of(kind, changed)).partition("## Throughput")[2]
 
 
 def speed_card(made: Path, *, with_source: bool = True, device: str = "GPU", **own: object) -> str:
@@ -230,7 +205,7 @@ def test_where_drafting_is_slower_the_serve_line_does_not_draft(made):
 
 
 @pytest.mark.parametrize(
-    ("changes", "device"), [(COPY, "GPU"), ({}, "CPU: x, 2 cores"), (COPY, "CPU: x, 2 cores")]
+    "changes, device", [(COPY, "GPU"), ({}, "CPU: x, 2 cores"), (COPY, "CPU: x, 2 cores")]
 )
 def test_a_copy_or_a_cpu_recommends_nothing_elsewhere(changes, device, made):
     text = speed_card(made, device=device, **changes)
@@ -250,18 +225,7 @@ def test_a_cell_that_failed_is_on_the_card(made):
     assert "checkpoint, k=2, 1 at once: no figure. the server" in text
 
 
-@pytest.mark.parametrize(
-    ("gib", "says"),
-    [
-        (15, "1 x 4090 (24 GB): the fewest"),
-        (
-            100,
-            "8 x 4090 (24 GB), 4 x L40S (48 GB), 2 x H100 (80 GB), 1 x H200 (141 GB): the fewest",
-        ),
-        (400, "8 x H100 (80 GB), 4 x H200 (141 GB), 4 x B200 (180 GB): the fewest"),
-        (2000, "more than 8 of any that keepmtp knows: the fewest"),
-    ],
-)
+@cases
 def test_gpus_are_counted_from_the_bytes(gib, says, made):
     """Of 100 GiB a half is on each of two H100, which have 61.7 GiB of 74.5 for weights: 0.92 of
     it, less a tenth.
@@ -283,14 +247,14 @@ def test_a_chat_template_makes_a_chat_model(tmp_path):
     assert is_chat(open_source(tmp_path / "a"))
 
 
-@pytest.mark.parametrize(("chats", "question"), [(True, "What is 17 * 23?"), (False, "17 * 23 =")])
+@pytest.mark.parametrize("chats, question", [(True, "What is 17 * 23?"), (False, "17 * 23 =")])
 def test_the_client_of_the_card_runs(chats, question, made, tmp_path):
     text = card_of(made, reports.bare(), is_chat=chats)
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert max(map(len, program.splitlines())) <= MAX_COLUMNS
     with answering({question: "391"}, tmp_path / "log") as (server, asked):
         program = program.replace("http://localhost:8000", str(server.client.base_url).rstrip("/"))
-        done = run([find_vllm().python, "-c", program])
+        done = captured([find_vllm().python, "-c", program])
     assert (done.stdout, asked[0]["model"]) == ("391\n", "ORG/tiny"), done.stderr
 
 
@@ -369,9 +333,7 @@ def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
 # --- what is in the checkpoint --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mtp", "decided"), [({}, "bf16"), ({"mtp": "FP8_DYNAMIC"}, "FP8_DYNAMIC")]
-)
+@pytest.mark.parametrize("mtp, decided", [({}, "bf16"), ({"mtp": "FP8_DYNAMIC"}, "FP8_DYNAMIC")])
 def test_what_lies_in_it_is_what_the_run_decided(mtp, decided, tmp_path):
     folder = cards.checkpoint(tmp_path / "made", "tiny-glm4-moe.w4a16-fp8", **mtp)
     record = read_record(folder / RECORD)
@@ -431,7 +393,7 @@ def test_a_folder_that_is_no_card_is_not_replaced(place, made, tmp_path):
 def test_no_folder_of_this_machine_is_in_it(own):
     for name, content in contents(card.card_folder(own)).items():
         assert str(own.parent).encode() not in content, name
-    report = json.loads((card.card_folder(own) / "report.json").read_text())
+    report = json_of(card.card_folder(own) / "report.json")
     first = report["serve"]["checkpoint"]["runs"][0]
     assert (report["path"], first["log"]) == ("tiny", "server.log")
 
@@ -439,36 +401,7 @@ def test_no_folder_of_this_machine_is_in_it(own):
 # --- what makes no card, and what is no card ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "says"),
-    [
-        (
-            "tiny.report/report.json",
-            '"difference": 0.01',
-            '"difference": 0.02',
-            r"report\.json: evaluation: must be",
-        ),
-        (
-            "tiny.report/gsm8k.json",
-            '"difference": 0.01',
-            '"difference": 0.02',
-            r"gsm8k\.json: must be as its station",
-        ),
-        (
-            "tiny.report/gsm8k.checkpoint.jsonl",
-            '"strict-match":false',
-            '"strict-match":true',
-            "must be the file that was counted",
-        ),
-        ("tiny/keepmtp.json", '"0.1.0"', '"9.1.0"', "keepmtp.json"),
-        (
-            "tiny/recipe.yaml",
-            "mtp: bf16",
-            "mtp: FP8_BLOCK",
-            r"must be the bytes .* got another recipe\.yaml",
-        ),
-    ],
-)
+@cases
 def test_an_altered_number_makes_no_card(file, old, new, says, own):
     cards.edit(own.parent / file, old, new)
     for make in (card.build, card.verified_files):
@@ -477,15 +410,7 @@ def test_an_altered_number_makes_no_card(file, old, new, says, own):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
-        ("README.md", "88.33 %", "98.33 %"),
-        ("README.md", "| too few samples |", "| pass |"),
-        ("report.json", '"difference": 0.01', '"difference": 0.02'),
-        ("report.html", "GSM8K", "GSM9K"),
-    ],
-)
+@cases
 def test_a_card_altered_by_hand_is_refused(file, old, new, own):
     cards.edit(card.card_folder(own) / file, old, new)
     says = (
@@ -496,38 +421,14 @@ def test_a_card_altered_by_hand_is_refused(file, old, new, own):
         card.verified_files(own)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda card: (card / "acceptance.png").write_bytes(b""), "png: .* got another text"),
-        (lambda card: (card / "acceptance.png").unlink(), "png: a card holds .* got no such file"),
-        (
-            lambda card: (card / "notes.txt").write_text("mine"),
-            r"notes\.txt: .* got a file that the report does not make",
-        ),
-        (shutil.rmtree, r"tiny\.card: must hold the checkpoint's card; got no README\.md"),
-        # It is not waited for.
-        (
-            lambda card: ((card / "report.json").unlink(), os.mkfifo(card / "report.json")),
-            "regular file",
-        ),
-    ],
-)
-def test_a_card_with_another_file_is_refused(change, says, own):
-    change(card.card_folder(own))
+@cases
+def test_a_card_with_another_file_is_refused(command, says, own):
+    shell(command, card.card_folder(own))
     with pytest.raises(CheckpointError, match=says):
         card.verified_files(own)
 
 
-@pytest.mark.parametrize(
-    ("missing", "says"),
-    [
-        (".report", r"no report\.json\. Run `"),
-        (".report/report.json", r"no report\.json\. Run `"),
-        ("", r"no config\.json"),
-        ("/keepmtp.json", r"keepmtp\.json"),
-    ],
-)
+@cases
 def test_what_is_missing_is_said_in_a_sentence(missing, says, own):
     shutil.move(f"{own}{missing}", own.parent / "elsewhere")
     with pytest.raises(CheckpointError, match=says):
@@ -561,14 +462,14 @@ def test_without_the_report_extra_nothing_is_begun(own, monkeypatch):
 @pytest.mark.full
 def test_the_command(own):
     """JSON on standard output, words elsewhere, and a refusal in one line."""
-    done = run([KEEPMTP, "card", own, "--base-model", "org/Big", "--json"])
+    done = captured([KEEPMTP, "card", own, "--base-model", "org/Big", "--json"])
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["verdict"] == "infeasible" and told["card"].endswith("tiny.card")
     assert "README.md" in told["files"]
     assert "base_model: org/Big" in (card.card_folder(own) / "README.md").read_text()
     shutil.rmtree(report_folder(own))
-    done = run([KEEPMTP, "card", own])
+    done = captured([KEEPMTP, "card", own])
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "a card is made from the checkpoint's report; got no report.json" in done.stderr
 
@@ -619,13 +520,7 @@ def test_license_and_language_may_be_mended_by_hand(own):
     card.verified_files(own)
 
 
-@pytest.mark.parametrize(
-    ("front", "says"),
-    [
-        ({"license": "mit\ntags: [x]"}, r"README\.md: license: must have the Hub's form"),
-        ({"language": ["en", "x: y"]}, r"README\.md: language: must have"),
-    ],
-)
+@cases
 def test_what_is_no_form_of_the_hub_s_is_refused(front, says):
     with pytest.raises(RecipeError, match=says):
         metadata_of(open_source(reports.MODEL), front, where="README.md")
@@ -666,7 +561,7 @@ READ, OWN, SHIPPED = ("a/B", "f" * 40), ("my-finetune", "local"), (reports.MODEL
 
 
 @pytest.mark.parametrize(
-    ("source", "named", "expected", "says"),
+    "source, named, expected, says",
     [
         (READ, None, ("a/B", True), f"commit `{READ[1]}`"),
         (READ, "c/D", ("c/D", False), "What was read is the repository `a/B`"),
@@ -724,12 +619,12 @@ def test_of_a_local_folder_the_author_is_asked(finetune, tmp_path):
     (out / RECORD).write_text(read_from(out, *OWN).text())
     cards.evidence(out)
     words = [KEEPMTP, "card", out, "--source", finetune]
-    done = run(words)
+    done = captured(words)
     said = " ".join(done.stderr.split())
     assert done.returncode == 2 and not card.card_folder(out).exists()
     assert "a card names a base model that was read or is stated; got the local folder" in said
     assert "Name it with --base-model ORG/NAME, or say --base-model none." in said
-    assert run([*words, "--base-model", "me/Base"]).returncode == 0
+    assert captured([*words, "--base-model", "me/Base"]).returncode == 0
     text = (card.card_folder(out) / "README.md").read_text()
     assert "base_model: me/Base" in text and "Stated by the author" in text
     assert card.verified_files(out)
@@ -746,9 +641,9 @@ def test_all_asks_before_the_work(finetune, tmp_path):
     refuse_unknown(open_source(reports.MODEL))
     out = tmp_path / "out"
     words = [KEEPMTP, "all", "tiny-glm4-moe", "--source", finetune, "--out", out]
-    done = run(words)
+    done = captured(words)
     assert done.returncode == 2 and "--base-model" in done.stderr and not out.exists()
-    dry = run([*words, "--base-model", "me/Base", "--dry-run"])
+    dry = captured([*words, "--base-model", "me/Base", "--dry-run"])
     assert dry.stdout.splitlines()[-1].endswith("--base-model me/Base"), dry.stderr
 
 

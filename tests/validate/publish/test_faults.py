@@ -21,6 +21,7 @@ import cards
 import faults
 import hub as loopback
 import pytest
+from forked import Ended
 from hub import TOKEN, Fault
 from keepmtp.cli import main
 from keepmtp.validate.publish import upload_set
@@ -124,9 +125,16 @@ def publish(parcel: Parcel) -> None:
     main.main()
 
 
+def published(case: faults.Case, parcel: Parcel, *, code: int = 0, says: str = "") -> Ended:
+    """How it ends: with this status, and with these words."""
+    ended = faults.run(case, lambda: publish(parcel))
+    assert ended.code == code and says in ended.err, ended
+    return ended
+
+
 @pytest.mark.few(36)
 @pytest.mark.parametrize(
-    ("step", "fault"), faults.CASES if os.environ.get("KEEPMTP_FAULTS") == "all" else SOME
+    "step, fault", faults.CASES if os.environ.get("KEEPMTP_FAULTS") == "all" else SOME
 )
 def test_a_fault_ends_well(case, other, parcel, contents, step, fault):
     faults.spoil(case, step, fault)
@@ -245,11 +253,9 @@ def test_a_file_that_is_stored_otherwise_is_named(case, parcel, name):
     case.hub.faults = [
         Fault(faults.STEPS["list the commit"][0], times=9, spoils="rewrite", rewrite=other_hash)
     ]
-    ended = faults.run(case, lambda: publish(parcel))
-    assert (
-        ended.code == 1
-        and f"must hold the bytes that were sent; got {name} has another" in ended.err
-    ), ended
+    ended = published(
+        case, parcel, code=1, says=f"must hold the bytes that were sent; got {name} has another"
+    )
     assert "It stays private." in ended.err and case.hub.repos[faults.REPO].private
 
 
@@ -274,8 +280,7 @@ def test_pages_without_end(case, parcel):
         "Link": f'<{case.hub.endpoint}/api/models/{faults.REPO}/tree/main?recursive=true>; rel="next"'
     }
     case.hub.faults = [Fault(to, status=200, body=b"[]", times=10**6, headers=pages)]
-    ended = faults.run(case, lambda: publish(parcel))
-    assert ended.code == 2 and "the Hub must answer; got no whole answer within" in ended.err, ended
+    published(case, parcel, code=2, says="the Hub must answer; got no whole answer within")
 
 
 def test_a_repository_that_the_hub_makes_public_gets_no_byte(case, parcel):
@@ -284,10 +289,7 @@ def test_a_repository_that_the_hub_makes_public_gets_no_byte(case, parcel):
 
     to, skip = faults.STEPS["look at the new one"]
     case.hub.faults = [Fault(to, skip=skip, before=show)]
-    ended = faults.run(case, lambda: publish(parcel))
-    assert (
-        ended.code == 2 and "must be private until it is checked; got a public one" in ended.err
-    ), ended
+    published(case, parcel, code=2, says="must be private until it is checked; got a public one")
     assert not any(line.startswith("PUT") for line in case.hub.requests)
 
 
@@ -299,17 +301,12 @@ def test_a_repository_that_was_renamed(case, parcel):
         "rewrite": lambda body: json.dumps(json.loads(body) | {"id": "org/new"}).encode(),
     }
     case.hub.faults = [Fault(to, **renamed)]
-    ended = faults.run(case, lambda: publish(parcel))
-    assert ended.code == 2 and "got org/tiny-glm4-moe-MTP, which is org/new" in ended.err, ended
+    published(case, parcel, code=2, says="got org/tiny-glm4-moe-MTP, which is org/new")
 
 
 def test_a_commit_between_the_check_and_going_public_makes_it_private_again(case, parcel):
     to, skip = faults.STEPS["go public"]
     case.hub.faults = [Fault(to, skip=skip, before=case.commit_by_others)]
-    ended = faults.run(case, lambda: publish(parcel))
-    assert (
-        ended.code == 2
-        and "nobody else may write to it meanwhile" in ended.err
-        and "It is private again" in ended.err
-    )
+    ended = published(case, parcel, code=2, says="nobody else may write to it meanwhile")
+    assert "It is private again" in ended.err
     assert case.hub.repos[faults.REPO].private

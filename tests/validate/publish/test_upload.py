@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import os
 import pty
 import shutil
@@ -19,6 +18,7 @@ import cards
 import hub as loopback
 import measured
 import pytest
+from commands import captured, shell
 from hub import FIRST_COMMIT, READ_ONLY, TOKEN, Fault, Hub
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.cli import main
@@ -26,6 +26,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.upload_set import prepare
 from keepmtp.validate.report import card
+from tables import cases
 from written_values import poke
 
 REPO = "org/tiny-glm4-moe-MTP"
@@ -86,15 +87,13 @@ def words(folder: Path, *more: str) -> list[str]:
 
 def publish(hub: Hub, folder: Path, *more: str, **env: str) -> Ended:
     """The real command, in a process of its own."""
-    done = subprocess.run(
+    done = captured(
         words(folder, *more),
-        capture_output=True,
-        text=True,
         env=environment(hub, folder, **env),
         stdin=subprocess.DEVNULL,
         timeout=300,
     )
-    assert TOKEN not in done.stdout + done.stderr
+    assert TOKEN not in done.stdout + done.stderr and done.returncode == 0, done.stderr
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
@@ -106,7 +105,10 @@ def publish_here(hub_at, hub, folder, monkeypatch, capsys) -> Callable[..., Ende
     hub_at(hub.endpoint)
     monkeypatch.setattr("sys.stdin", io.StringIO())
 
-    def run_here(*more: str, token: str = TOKEN, repo: str = REPO) -> Ended:
+    def run_here(
+        *more: str, code: int = 0, says: str = "", token: str = TOKEN, repo: str = REPO
+    ) -> Ended:
+        """Its exit status is `code`, and it says that."""
         for name, value in {"HF_TOKEN": token, "HF_HOME": str(folder.parent / "home")}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(
@@ -116,8 +118,10 @@ def publish_here(hub_at, hub, folder, monkeypatch, capsys) -> Callable[..., Ende
         with pytest.raises(SystemExit) as ended:
             main.main()
         told = capsys.readouterr()
-        assert TOKEN not in told.out + told.err
-        return Ended(int(ended.value.code or 0), told.out, " ".join(told.err.split()))
+        assert not any(each and each in told.out + told.err for each in (TOKEN, token))
+        done = Ended(int(ended.value.code or 0), told.out, " ".join(told.err.split()))
+        assert done.code == code and says in done.err, done
+        return done
 
     return run_here
 
@@ -137,6 +141,10 @@ def whole(hub: Hub, folder: Path) -> None:
         assert hub.read(REPO, name) == content, name
 
 
+def nothing_sent(hub: Hub) -> bool:
+    return not any(line.startswith(("PUT", "POST")) for line in hub.requests)
+
+
 def put(hub: Hub, path: Path) -> int:
     """Bytes that arrived for a file stored as a large one."""
     return hub.put[file_sha256(path)]
@@ -151,52 +159,15 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-
-
-SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped bit": (
-        lambda m: flip(m / SHARD),
-        f"must be the bytes that its report is about; got another {SHARD}",
-    ),
-    "another config": (lambda m: edit(m / "config.json", "{", "{ "), "another config.json"),
-    "a file more": (lambda m: (m / "notes.txt").write_text("mine"), "another notes.txt"),
-    "a file less": (lambda m: (m / "tokenizer.json").unlink(), "another tokenizer.json"),
-    "no report": (
-        lambda m: shutil.rmtree(f"{m}.report"),
-        "must hold the checkpoint's report; got no report.json",
-    ),
-    "a report altered": (
-        lambda m: edit(
-            Path(f"{m}.report/report.json"), '"accepted_tokens": ', '"accepted_tokens": 1'
-        ),
-        "must be as the result files make it",
-    ),
-    "no card": (lambda m: shutil.rmtree(f"{m}.card"), "no README.md"),
-    "a card altered": (
-        lambda m: edit(Path(f"{m}.card/README.md"), "88.", "98."),
-        "README.md: a card holds",
-    ),
-    "a file beside the card": (lambda m: Path(f"{m}.card/.env").write_text("SECRET=1"), ".env"),
-    "no checkpoint": (
-        lambda m: (m / "config.json").unlink(),
-        "what is published is a checkpoint; got no config.json",
-    ),
-}
-
-
 @pytest.mark.few(3)
-@pytest.mark.parametrize("fault", SPOILT)
-def test_other_bytes_than_were_measured_are_refused_by_name(publish_here, hub, folder, fault):
-    spoil, says = SPOILT[fault]
-    spoil(folder)
-    ended = publish_here()
-    assert ended.code == 2 and says in ended.err, ended
+@cases
+def test_other_bytes_than_were_measured_are_refused_by_name(
+    publish_here, hub, folder, command, says
+):
+    shell(command, folder)
+    ended = publish_here(code=2, says=says)
     assert hub.requests == []
-    assert fault != "no card" or "hashing" not in ended.err, "known before every byte is read"
+    assert ".card" not in command or "hashing" not in ended.err, "known before every byte is read"
 
 
 def test_a_flipped_bit_under_the_old_time_of_change_is_never_public(publish_here, hub, folder):
@@ -208,43 +179,28 @@ def test_a_flipped_bit_under_the_old_time_of_change_is_never_public(publish_here
     flip(shard)
     os.utime(shard, (0, 0))
     assert shard.stat().st_size == was.st_size
-    ended = publish_here("--public", "--yes")
-    assert ended.code == 1 and f"got {SHARD} has another size or hash there" in ended.err, ended
+    ended = publish_here(
+        "--public", "--yes", code=1, says=f"got {SHARD} has another size or hash there"
+    )
     assert "It stays private." in ended.err and hub.repos[REPO].private
 
 
-@pytest.mark.parametrize(
-    ("answers", "verdict"),
-    [
-        (measured.Answers(both=20, only_source=35, only_checkpoint=0, neither=5), "regression"),
-        (measured.Answers(both=5, only_source=2, only_checkpoint=1, neither=1), "too few samples"),
-    ],
-)
+@cases
 def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, answers, verdict):
     shutil.rmtree(f"{folder}.report")
-    cards.evidence(folder, answers=answers)
+    cards.evidence(folder, answers=measured.Answers(**answers))
     card.build(folder)
-    ended = publish_here("--public", "--yes")
-    assert (
-        ended.code == 1
-        and f"only a checkpoint that passes is published; got {verdict}" in ended.err
-    ), ended
+    publish_here(
+        "--public",
+        "--yes",
+        code=1,
+        says=f"only a checkpoint that passes is published; got {verdict}",
+    )
     assert hub.requests == []
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("ending", "value", "says"),
-    [
-        (
-            "layers.1.mlp.experts.0.down_proj.weight_global_scale",
-            0.0,
-            "is 0, and vLLM divides by it",
-        ),
-        ("layers.2.self_attn.o_proj.weight_scale", math.nan, "element [0, 0] is infinite or NaN"),
-        ("layers.3.eh_proj.weight", 0.0, "holds zeros only"),
-    ],
-)
+@cases
 def test_a_broken_value_is_refused_though_the_report_is_green(
     publish_here, hub, folder, ending, value, says
 ):
@@ -253,11 +209,8 @@ def test_a_broken_value_is_refused_though_the_report_is_green(
     shutil.rmtree(f"{folder}.report")
     cards.evidence(folder)
     card.build(folder)
-    done = publish_here()
-    assert (
-        done.code == 1
-        and "what is published must hold values that a model can compute with" in done.err
-    ), done.err
+    wrong = "what is published must hold values that a model can compute with"
+    done = publish_here(code=1, says=wrong)
     assert f"got model.{ending}" in done.err and says in done.err
     assert REPO not in hub.repos
 
@@ -266,28 +219,11 @@ def test_without_a_server_nothing_is_published(publish_here, hub, folder):
     shutil.rmtree(f"{folder}.report")
     cards.evidence(folder, stations=frozenset({"check"}))
     card.build(folder)
-    ended = publish_here()
-    assert ended.code == 1 and "got not measured" in ended.err, ended
+    publish_here(code=1, says="got not measured")
     assert hub.requests == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tiny",
-        "a/b/c",
-        "org/",
-        "/x",
-        "org/na me",
-        "org/..",
-        "org/a--b",
-        "org/-a",
-        "org/a.git",
-        "https://huggingface.co/org/x",
-        "org/\u00e9",
-        "org/" + "a" * 97,
-    ],
-)
+@cases
 def test_a_name_that_the_hub_does_not_take_is_refused(name):
     with pytest.raises(RecipeError, match="--repo: must be ORG/NAME"):
         publishing.check_name(name)
@@ -301,25 +237,23 @@ def test_a_folder_of_the_same_name_is_not_checked_in_its_place(tmp_path, monkeyp
 
 
 def test_a_token_is_needed(publish_here, hub):
-    ended = publish_here(token="")
-    assert (
-        ended.code == 2
-        and "needs a token with write access; got none. Set HF_TOKEN, or run `hf auth login`."
-        in ended.err
-    ), ended
+    publish_here(
+        token="",
+        code=2,
+        says="needs a token with write access; got none. Set HF_TOKEN, or run `hf auth login`.",
+    )
     assert hub.requests == []
 
 
 @pytest.mark.parametrize(
-    ("token", "says"),
+    "token, says",
     [
         ("hf_nobodyKnowsThisOne", "the Hub: the Hub must know the token; got 401"),
         (READ_ONLY, "the token must be allowed to write; got me's token for reading"),
     ],
 )
 def test_a_token_that_will_not_do_is_refused(publish_here, hub, token, says):
-    ended = publish_here(token=token)
-    assert ended.code == 2 and says in ended.err and token not in ended.err, ended
+    publish_here(token=token, code=2, says=says)
     assert not hub.repos
 
 
@@ -328,10 +262,10 @@ def test_a_namespace_that_the_token_may_not_write_to(publish_here, hub, exists):
     if exists:
         hub.add("stranger/model")
     hub.writers.remove("org")
-    ended = publish_here(repo="stranger/model")
-    assert (
-        ended.code == 2
-        and "stranger/model: the token must be allowed to write there; got 403" in ended.err
+    publish_here(
+        repo="stranger/model",
+        code=2,
+        says="stranger/model: the token must be allowed to write there; got 403",
     )
     assert not sum(hub.put[sha256] for sha256 in hub.put if sha256)
 
@@ -348,11 +282,7 @@ def out_of_the_folder(folder: Path, name: str) -> None:
 def test_a_link_is_not_followed(publish_here, hub, folder, name):
     out_of_the_folder(folder, name)
     for more in ([], ["--dry-run"]):
-        ended = publish_here(*more)
-        assert (
-            ended.code == 2
-            and "only the folder's own files are published; got a link to" in ended.err
-        ), ended
+        publish_here(*more, code=2, says="only the folder's own files are published; got a link to")
     assert hub.requests == []
 
 
@@ -367,10 +297,7 @@ def test_a_file_that_no_checkpoint_has_is_not_published(publish_here, hub, folde
     shutil.rmtree(f"{folder}.report")
     cards.evidence(folder)
     card.build(folder)
-    ended = publish_here()
-    assert ended.code == 2 and "only known files of a checkpoint are published; got" in ended.err, (
-        ended
-    )
+    publish_here(code=2, says="only known files of a checkpoint are published; got")
     assert hub.requests == []
 
 
@@ -378,18 +305,15 @@ def test_a_file_that_no_checkpoint_has_is_not_published(publish_here, hub, folde
 def test_folder_and_repository_are_named_before_anything_else(publish_here, hub, folder, more):
     hub.add(REPO)
     ended = publish_here(*more)
-    assert ended.code == 0 and ended.err.startswith(
-        f"folder {folder.resolve()} repository {hub.endpoint}/{REPO} "
-    )
+    assert ended.err.startswith(f"folder {folder.resolve()} repository {hub.endpoint}/{REPO} ")
     assert f"on the Hub a private repository with 1 file, at commit {FIRST_COMMIT}" in ended.err
     (folder / "config.json").unlink()
-    assert publish_here(*more).err.startswith(f"folder {folder.resolve()} ")
+    assert publish_here(*more, code=2).err.startswith(f"folder {folder.resolve()} ")
 
 
 def test_a_token_is_not_sent_over_plain_http(publish_here, hub, hub_at):
     hub_at("http://hub.example")
-    ended = publish_here()
-    assert ended.code == 2 and "HF_ENDPOINT: a token is sent by https only" in ended.err, ended
+    publish_here(code=2, says="HF_ENDPOINT: a token is sent by https only")
 
 
 # --- Repositories that exist ----------------------------------------------------------------------
@@ -399,17 +323,13 @@ def test_a_token_is_not_sent_over_plain_http(publish_here, hub, hub_at):
 def test_a_repository_of_somebody_elses_is_only_added_to_on_request(publish_here, hub, folder):
     repo = hub.add(REPO)
     before = hub.commit(REPO, {"README.md": b"mine", "notes.txt": b"mine too"})
-    ended = publish_here()
-    assert (
-        ended.code == 2
-        and "must be empty or hold this checkpoint; got another README.md, notes.txt" in ended.err
+    ended = publish_here(
+        code=2, says="must be empty or hold this checkpoint; got another README.md, notes.txt"
     )
-    assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)
+    assert nothing_sent(hub)
     ended = publish_here("--update", "--json")
     told = json.loads(ended.out)
-    assert ended.code == 0 and told["other_files"] == ["notes.txt"] and told["private"] is True, (
-        ended
-    )
+    assert told["other_files"] == ["notes.txt"] and told["private"] is True, ended
     assert hub.read(REPO, "README.md") == card.verified_files(folder, repository=REPO)["README.md"]
     assert f"vllm serve {REPO} " in hub.read(REPO, "README.md").decode()
     assert hub.read(REPO, "notes.txt") == b"mine too"
@@ -424,13 +344,9 @@ def test_a_repository_of_somebody_elses_is_only_added_to_on_request(publish_here
 @pytest.mark.full
 def test_a_repository_that_is_public_already_asks(publish_here, hub):
     hub.add(REPO, private=False)
-    ended = publish_here()
-    assert (
-        ended.code == 2 and "going public must be confirmed; got no terminal to ask on" in ended.err
-    ), ended
-    assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)
-    ended = publish_here("--yes", "--json")
-    assert ended.code == 0 and json.loads(ended.out)["private"] is False, ended
+    publish_here(code=2, says="going public must be confirmed; got no terminal to ask on")
+    assert nothing_sent(hub)
+    assert json.loads(publish_here("--yes", "--json").out)["private"] is False
 
 
 # --- What does not arrive as it was sent ----------------------------------------------------------
@@ -439,22 +355,19 @@ def test_a_repository_that_is_public_already_asks(publish_here, hub):
 def test_weights_of_another_checkpoint_are_not_added_to(publish_here, hub):
     hub.add(REPO)
     hub.commit(REPO, {"left-over.safetensors": b"no header"})
-    ended = publish_here("--update", "--public", "--yes")
-    assert ended.code == 2 and "must hold no weights of another checkpoint" in ended.err, ended
+    ended = publish_here(
+        "--update", "--public", "--yes", code=2, says="must hold no weights of another checkpoint"
+    )
     assert "got left-over.safetensors" in ended.err and hub.repos[REPO].private
-    assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)
+    assert nothing_sent(hub)
 
 
 def test_what_everybody_reads_gets_only_what_was_checked(publish_here, hub, folder):
     """Files are sent to a branch; the main branch has them in one commit, after the last look."""
     repo = hub.add(REPO, private=False)
     hub.spoil(SHARD)
-    ended = publish_here("--yes")
-    assert (
-        ended.code == 1
-        and f"{SHARD} has another size or hash there" in ended.err
-        and "It is public, as it was." in ended.err
-    )
+    ended = publish_here("--yes", code=1, says=f"{SHARD} has another size or hash there")
+    assert "It is public, as it was." in ended.err
     assert repo.head == FIRST_COMMIT and len(repo.branches) == 2
     hub.spoil("")
     hub.faults = [
@@ -463,10 +376,11 @@ def test_what_everybody_reads_gets_only_what_was_checked(publish_here, hub, fold
             before=lambda: hub.commit(REPO, {"strange.txt": b"by somebody else"}),
         )
     ]
-    ended = publish_here("--yes", "--update")
-    assert ended.code == 2 and "nobody else may write to it meanwhile; got 412" in ended.err, ended
+    ended = publish_here(
+        "--yes", "--update", code=2, says="nobody else may write to it meanwhile; got 412"
+    )
     assert set(repo.at("main")) == {".gitattributes", "strange.txt"}
-    assert publish_here("--yes", "--update").code == 0
+    publish_here("--yes", "--update")
     sent = {name: file.num_bytes for name, file in prepare(folder, repo=REPO).files.items()}
     there = {name: blob.size for name, blob in repo.at("main").items() if name in sent}
     assert sent == there and hub.read(REPO, SHARD) == (folder / SHARD).read_bytes()
@@ -481,7 +395,7 @@ def test_xet_sends_the_same_bytes(hub, folder):
     hub.sent_by_xet = {file_sha256(path): path for path in folder.glob("*.safetensors")}
     hub.sent_by_xet |= {file_sha256(path): path for path in card.card_folder(folder).glob("*.png")}
     ended = publish(hub, folder, "--json", "--public", "--yes", HF_HUB_DISABLE_XET="0")
-    assert ended.code == 0 and json.loads(ended.out)["private"] is False, ended
+    assert json.loads(ended.out)["private"] is False
     assert any("/xet-write-token/" in line for line in hub.requests) and not put(
         hub, folder / SHARD
     )
@@ -507,7 +421,6 @@ def test_faults_that_pass_lose_nothing(hub, folder):
         Fault("POST .*/commit/", status=503),
     ]
     ended = publish(hub, folder, "--json")
-    assert ended.code == 0, ended.err
     assert not any(fault.times for fault in hub.faults), "every fault has happened"
     assert "429: sent with Bearer <token>; trying again in 1 s" in ended.err
     told = json.loads(ended.out)
@@ -553,8 +466,7 @@ def test_a_run_that_is_killed_continues(hub, folder):
         f"{folder.name}{kind}" for kind in kinds
     }
     before = put(hub, shard)
-    ended = publish(hub, folder)
-    assert ended.code == 0, ended.err
+    publish(hub, folder)
     assert [put(hub, path) for path in others] == [path.stat().st_size for path in others], (
         "sent once"
     )
@@ -605,9 +517,8 @@ def test_going_public_is_asked_before_and_done_after(hub, folder, answer):
 
 
 def test_a_dry_run_shows_the_list_and_sends_nothing(publish_here, hub, folder):
-    ended = publish_here("--dry-run", "--public", "--json", token="")
-    told = json.loads(ended.out)
-    assert ended.code == 0 and told["there"] == "nothing was asked: no token" and hub.requests == []
+    told = json.loads(publish_here("--dry-run", "--public", "--json", token="").out)
+    assert told["there"] == "nothing was asked: no token" and hub.requests == []
     names = {file["name"] for file in told["files"]}
     assert {
         "config.json",
@@ -637,4 +548,4 @@ def test_a_dry_run_shows_the_list_and_sends_nothing(publish_here, hub, folder):
         and "differs" in table
         and "There and not of this checkpoint: notes." in table
     )
-    assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)
+    assert nothing_sent(hub)

@@ -12,13 +12,11 @@ from keepmtp.validate.facts import binomial
 from keepmtp.validate.facts.binomial import difference_limits, limits, ratio_limits, sign_test
 from keepmtp.validate.facts.paired import PairedFact, one_sided, paired
 from scipy.stats import binom, binomtest, multinomial
+from tables import cases
 
 
 @pytest.mark.parametrize("confidence", [0.6, 0.9, 0.95, 0.999])
-@pytest.mark.parametrize(
-    ("successes", "trials"),
-    [(0, 1), (1, 1), (3, 10), (154, 154), (0, 99), (31_731, 40_000), (999_999, 1_000_000)],
-)
+@cases
 def test_the_limits_are_those_of_the_binomial_distribution(successes, trials, confidence):
     """With the lower limit as its share, so many or more are as seldom as it says; likewise with
     the upper one.
@@ -32,7 +30,7 @@ def test_the_limits_are_those_of_the_binomial_distribution(successes, trials, co
     )
 
 
-@pytest.mark.parametrize(("one", "other"), [(0, 0), (1, 0), (3, 3), (9, 2), (30, 12), (500, 400)])
+@cases
 def test_the_sign_test_is_a_fair_coins(one, other):
     wanted = binomtest(one, one + other).pvalue if one + other else 1.0
     assert sign_test(one, other) == pytest.approx(wanted, rel=1e-9)
@@ -70,7 +68,7 @@ def test_extremes_have_limits():
     assert difference_limits(0, 5, 5, 0.95)[0] == -1 and difference_limits(5, 0, 5, 0.95)[1] == 1
 
 
-@pytest.mark.parametrize(("num", "of_num"), [(50, 50), (150, 150), (100, 200)])
+@cases
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.98, 0.995])
 def test_a_ratio_at_the_limit_is_told_wrongly_as_often_as_it_says(num, of_num, share, monkeypatch):
     """Both ends, over all outcomes weighted by their probability: 97 % of the source's share is
@@ -105,21 +103,13 @@ def fact(
     return paired("strict-match", before, after, confidence=confidence)
 
 
-@pytest.mark.parametrize(
-    ("cells", "difference", "low", "high"),
-    [
-        # Cavo et al. 2012: R contingencytables 3.1.0, Wald_CI_AgrestiMin_paired_2x2(cavo_2012).
-        ((59, 16, 6, 80), -0.0621, -0.1182, -0.0045),
-        # The example of R PropCIs 0.3-0, diffpropci.mp(b = 40, c = 20, n = 160, conf.level = 0.95).
-        ((50, 40, 20, 50), -0.1250, -0.2160, -0.0309),
-    ],
-)
+@cases
 def test_published_figures(cells, difference, low, high):
     found = fact(*cells)
     assert (found.difference, found.low, found.high) == pytest.approx(
         (difference, low, high), abs=5e-5
     )
-    assert (found.both, found.only_source, found.only_checkpoint, found.neither) == cells
+    assert (found.both, found.only_source, found.only_checkpoint, found.neither) == tuple(cells)
     assert fact(*cells, confidence=0.9).low > found.low
 
 
@@ -139,7 +129,7 @@ def test_equal_answers_are_no_proof(num):
     assert fact(0, num, 0, 0).low == -1 if num == 1 else fact(0, num, 0, 0).difference == -1
 
 
-@pytest.mark.parametrize(("source", "checkpoint"), [([], []), ([True], [True, False])])
+@cases
 def test_answers_to_other_questions_are_refused(source, checkpoint):
     with pytest.raises(ValueError, match=r"question|shorter|longer"):
         paired("strict-match", source, checkpoint)

@@ -14,6 +14,7 @@ from evaluations import COPY, Answers, evaluation, several
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.facts.benched import BenchFact
 from keepmtp.validate.facts.dry_load import DryLoad, LoadedModel
+from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.findings import CheckpointFacts, Finding
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import ReasonFact
@@ -21,6 +22,7 @@ from keepmtp.validate.facts.served import Parting, ServeCheck
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.settle import mean_recovery
 from printed import printed
+from tables import table
 
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)
 LOADED = DryLoad(gpu="sm100", tp=1, k=1, ok=True, target=SIDE, draft=SIDE)
@@ -33,10 +35,7 @@ FAILED = SILENT.model_copy(update={"gpu": "sm90", "failure": reports.REFUSED})
 FAR = Parting(prompt=1, at=17, plain_token=2, token=9, gap=2.3)
 NATIVE = reports.served(is_copy=False)
 LIMITS = Gates(min_mean_recovery=0.98, max_worst_drop=0.02)
-GOOD = Answers(both=900, only_source=8, only_checkpoint=8, neither=84)
-BAD = Answers(both=600, only_source=60, only_checkpoint=10, neither=330)
-FEW = Answers(both=90, only_source=1, only_checkpoint=1, neither=8)
-UNLEARNED = Answers(both=0, only_source=0, only_checkpoint=5, neither=95)
+CASES = table("validate/report/test_gates")
 
 
 def checked(*findings: Finding, dry: tuple[DryLoad, ...] = (LOADED,)) -> CheckData:
@@ -50,22 +49,33 @@ def altered(role: str, k: int, **fields: Any) -> ServeCheck:
     return NATIVE.model_copy(update={role: model.model_copy(update={"runs": runs})})
 
 
-def bench(*cells: Any, device: str = "NVIDIA H200 (140 GiB)", **own: Any) -> BenchFact:
+def bench(
+    cells: list[dict[str, Any]] | None = None,
+    *,
+    rates: dict[int, float] | None = None,
+    device: str = "NVIDIA H200 (140 GiB)",
+    **own: Any,
+) -> BenchFact:
     found = benches.bench_fact(with_source=False)
-    checkpoint = found.checkpoint.model_copy(update=({"cells": cells} if cells else {}) | own)
+    if cells:
+        own["cells"] = tuple(cell(**each) for each in cells)
+    if rates:
+        own["cells"] = benches.benched(rates).cells
+    checkpoint = found.checkpoint.model_copy(update=own)
     return found.model_copy(update={"checkpoint": checkpoint, "environment": {"device": device}})
 
 
-def of_checkpoint(**changed: Any) -> Any:
-    return evaluation(checkpoint=changed)
+def asked(answers: dict[str, int] | None = None, **parts: Any) -> EvaluationFact:
+    return evaluation(Answers(**answers or {}), **parts)
 
 
-def of_source(**changed: Any) -> Any:
-    return evaluation(source=changed)
+def two_tasks(
+    first: dict[str, int] | None = None, platinum: dict[str, int] | None = None, **parts: Any
+) -> EvaluationFact:
+    others = [("gsm8k_platinum", Answers(**platinum))] if platinum else []
+    return several(*others, first=Answers(**first or {}), **parts)
 
 
-NO_DRAFTS, DEAD = {"drafts": 0}, {"shares": (0.002, 0.0, 0.0)}
-COPIED = {"as_served": COPY, "reason": "no kernel"}
 FINDINGS = {
     "an error": checked(FINDING),
     "two errors": checked(FINDING, FINDING),
@@ -84,74 +94,14 @@ SERVED = {
     "a copy": reports.served(),
     "a dead draft": reports.served(is_dead=True),
 } | {
-    # 0.05 ** (1 / 154) = 0.98074: what 154 of 154 prove, and 97 % takes 99 drafts.
     f"{mine:,} of {of:,} drafts accepted, {theirs:,} of the source's": reports.accepting(
         mine, theirs, of
     )
-    for mine, theirs, of in (
-        (9_000, 9_000, 10_000),
-        (8_900, 9_000, 10_000),
-        (8_730, 9_000, 10_000),
-        (8_600, 9_000, 10_000),
-        (54, 57, 57),
-        (154, 154, 154),
-        (99, 99, 99),
-        (98, 98, 98),
-    )
+    for mine, theirs, of in CASES["accepted"]
 }
-EVALUATED = {
-    "as it should": evaluation(),
-    "a dead draft": of_checkpoint(**DEAD),
-    "no draft": of_checkpoint(**NO_DRAFTS),
-    "no draft of the source": of_source(**NO_DRAFTS),
-    "a source's dead draft": of_source(shares=(0.0, 0.0, 0.0)),
-    "a copy": of_checkpoint(**COPIED),
-    "wrong answers": evaluation(Answers(only_source=80)),
-    "better answers": evaluation(Answers(only_source=2, only_checkpoint=60)),
-    "an ignorant source": evaluation(Answers(both=0, only_source=20, neither=1299)),
-    "no source": evaluation(has_source=False),
-    "drafts change answers": evaluation(switched=(30, 2)),
-    "drafts mend answers": evaluation(switched=(2, 30)),
-    "drafts empty answers": evaluation(switched=(0, 0), empty=21),
-    "near-ties flip": evaluation(switched=(12, 9)),
-    "a drop at the limit": evaluation(
-        Answers(both=50, only_source=4, only_checkpoint=2, neither=44)
-    ),
-}
-TASKS = {
-    "good at both": several(("gsm8k_platinum", GOOD), first=GOOD),
-    "bad at one": several(("gsm8k_platinum", BAD), first=GOOD),
-    "few questions": several(("gsm8k_platinum", FEW), first=FEW),
-    "one not asked": several(first=GOOD),
-    "no source": several(("gsm8k_platinum", GOOD), has_source=False),
-    "a source that gets nothing right": several(("gsm8k_platinum", UNLEARNED), first=GOOD),
-}
-BENCHED = {
-    # DeepSeek-V4-Flash: 193.0 over 105.9 tokens a second, with 2 % of spread each way.
-    "faster": bench(),
-    # vllm #39680: 96.6 % of the drafts accepted, 342 -> 128 tokens a second.
-    "slower": bench(*benches.benched({0: 342.0, 1: 210.0, 3: 128.0}).cells),
-    "a little faster": bench(cell(0, [100, 103]), cell(1, [102, 104])),
-    "a little slower": bench(cell(0, [102, 103]), cell(1, [99, 101])),
-    "a copy": bench(**COPIED),
-    "a processor": bench(device="CPU: x, 2 cores"),
-    "an unknown device": bench(device=""),
-    "no k=0": bench(cell(1, [2, 2])),
-    "k=0 under another load": bench(cell(0, [1, 1], concurrency=8), cell(1, [2, 2])),
-    "k=0 failed": bench(cell(0, [], error="x"), cell(1, [2, 2])),
-    "one repetition": bench(cell(0, [1, 1]), cell(1, [9])),
-}
-NEAR = (
-    {"max_divergence": 0.02},
-    {"max_divergence": 0.005},
-    {"max_divergence": 0.0101},
-    {"max_flips": 0.03},
-    {"max_flips": 0.01},
-    {"max_flips": 0.0199},
-    {"max_flips": 0.03, "max_divergence": 0.005},
-)
-
-
+EVALUATED = {name: asked(**parts) for name, parts in CASES["evaluated"].items()}
+TASKS = {name: two_tasks(**parts) for name, parts in CASES["tasks"].items()}
+BENCHED = {name: bench(**parts) for name, parts in CASES["benched"].items()}
 TOGETHER = {
     "served natively with a dead draft, and evaluated": {
         "serve": reports.served(is_copy=False, is_dead=True),
@@ -186,7 +136,7 @@ def cases(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for least in (1.8, 2.0):
         yield f"bench: at least {least}", {"bench": bench(), "gates": Gates(min_speedup=least)}
     near = closenesses.closeness(folder)
-    for limits in NEAR:
+    for limits in CASES["near"]:
         yield f"closeness: {limits}", {"closeness": near, "gates": Gates(**limits)}
     one = closenesses.closeness(folder, num_windows=1)
     yield "closeness: one window", {"closeness": one, "gates": Gates(max_divergence=1.0)}
@@ -218,7 +168,7 @@ def test_every_verdict_has_its_reason(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("answers", "verdict"),
+    "answers, verdict",
     [
         (Answers(both=20, only_source=3, only_checkpoint=3, neither=14), "pass"),
         (Answers(both=20, only_source=5, only_checkpoint=2, neither=14), "regression"),

@@ -18,6 +18,7 @@ import reports
 from browser import PROBE, contrast, look, opened
 from commands import keepmtp
 from evaluations import COPY, Answers, evaluation
+from json_files import json_of
 from keepmtp import __version__
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
@@ -39,6 +40,7 @@ from PIL import Image
 from printed import printed
 from releases import source_layout, write_checkpoint
 from rich.console import Console
+from tables import cases
 
 SCRIPT = (
     '<script>document.title="hit"</script><img src=x onerror=\'document.title="hit"\'>$x^2$ & '
@@ -170,7 +172,7 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(pages, tmp_path):
     for full in pages.values():
         path = write_json(tmp_path / "deep" / "folder", full)
         assert read_json(path) == full
-        assert json.loads(path.read_text())["schema"] == 6
+        assert json_of(path)["schema"] == 6
         assert list(path.parent.iterdir()) == [path], "nothing partial is left"
     assert render(read_json(path)) == render(full)
 
@@ -200,14 +202,7 @@ def test_a_field_that_went_is_passed_over():
     )
 
 
-@pytest.mark.parametrize(
-    ("written", "other", "says"),
-    [
-        ('"schema": 6', '"schema": 5', "schema"),
-        ('"schema": 6', '"schema": 6, "colour": "red"', "colour"),
-        ('"verdict": {', '"sentence": {', "verdict"),
-    ],
-)
+@cases
 def test_another_version_is_refused(written, other, says, pages, tmp_path):
     path = write_json(tmp_path, pages["bare"])
     path.write_text(path.read_text().replace(written, other))
@@ -235,7 +230,7 @@ def test_sizes_are_those_of_the_files():
 
 
 def test_a_group_that_is_gone_is_still_a_row(tmp_path):
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     whole = open_source(write_checkpoint(tmp_path / "whole", config, tensors))
     rest = {name: spec for name, spec in tensors.items() if ".shared_experts." not in name}
     rest["model.surprise.weight"] = rest["lm_head.weight"]
@@ -254,7 +249,7 @@ def recorded(folder: Path, record: object) -> tuple[object, str]:
     JSON.
     """
     if not (folder / "config.json").is_file():
-        write_checkpoint(folder, *source_layout("glm-4.7", size="tiny"))
+        write_checkpoint(folder, *source_layout("glm-4.7"))
     (folder / "keepmtp.json").write_text(record if isinstance(record, str) else json.dumps(record))
     return calibration_of(open_source(folder))
 
@@ -274,33 +269,19 @@ def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
     printed("calibration.txt", re.sub(" +$", "", console.export_text(), flags=re.MULTILINE))
 
 
-# The source's backbone under the quantized block, and a candidate, as they are written.
-POSITIONS = '"2": [0.925, 0.80012], "3": [0.925, 0.80012, 0.6321]'
-CANDIDATE = json.dumps(reports.summary()["candidates"][0])
-
-
-@pytest.mark.parametrize(
-    ("written", "other", "where"),
-    [
-        ('"perplexity": 3.2101', '"perplexity": NaN', "rows.0.perplexity"),
-        ('"perplexity": 3.2101', '"perplexity": Infinity', "rows.0.perplexity"),
-        ('"bytes": 1800000', f'"bytes": {10**400}', "candidates.0.bytes"),
-        (CANDIDATE, ", ".join([CANDIDATE] * 140), "candidates"),
-        (POSITIONS, '"2": [0.925, 0.80012], "3": [1.0]', "rows.1.acceptance"),
-        (POSITIONS, '"2": [0.925, 0.80012], "3": [0.1, 0.1, 1.1]', "by_position.3.2"),
-        (POSITIONS, '"3": [0.925, 0.80012, 0.6321]', "rows.1.acceptance"),
-        ('"processes": 2', '"processes": 2, "colour": "red"', "colour"),
-    ],
-)
+@cases
 def test_figures_that_nobody_measured_are_not_shown(written, other, where, tmp_path):
-    record = json.dumps(measured.recorded(summary=reports.summary(), calibration=reports.SETTINGS))
+    account = reports.summary()
+    record = json.dumps(measured.recorded(summary=account, calibration=reports.SETTINGS))
     assert written in record
+    many = (json.dumps(account["candidates"][0]) + ", ") * 139
+    other = other.replace("MANY", many).replace("HUGE", "0" * 400)
     found, why = recorded(tmp_path / "odd", record.replace(written, other))
     assert found is None and where in why
 
 
 @pytest.mark.parametrize(
-    ("record", "why"),
+    "record, why",
     [
         (measured.recorded(), "None: every value was computed from the weights alone"),
         ("{", "Not read: "),
@@ -320,25 +301,7 @@ def test_a_record_that_says_nothing_is_no_error(record, why, tmp_path):
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("name", "width", "is_dark"),
-    [
-        ("whole", 390, False),
-        ("whole", 1280, True),
-        ("broken", 390, True),
-        ("bare", 390, False),
-        ("hostile", 390, False),
-        ("hostile", 1280, False),
-        ("calibrated", 390, True),
-        ("calibrated", 1280, False),
-        ("evaluated", 390, True),
-        ("evaluated", 1280, False),
-        ("strange", 390, False),
-        ("strange", 1280, False),
-        ("benched", 390, False),
-        ("benched", 1280, True),
-    ],
-)
+@cases
 def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
     """Nothing fetched, nothing sticking out, every table and chart there, and text that can be
     read.
@@ -444,7 +407,7 @@ def test_save_writes_both_even_for_what_cannot_be_read(tmp_path):
     page = save(tmp_path / "bad", check(tmp_path / "empty"), vllm="0.32.0")
     assert "could not be read" in page.read_text()
     assert not read_json(page.with_name("report.json")).verdict.ok
-    config, tensors = source_layout("glm-4.7", size="tiny")
+    config, tensors = source_layout("glm-4.7")
     folder = write_checkpoint(tmp_path / "odd", config | {"model_type": "odd"}, tensors)
     checked = examine(folder)
     page = save(tmp_path, checked.data, vllm="0.32.0", opened=checked.source)

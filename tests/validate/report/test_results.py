@@ -21,6 +21,7 @@ import measured
 import pytest
 import reports
 from closenesses import closeness
+from json_files import json_of, put_json
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
@@ -48,6 +49,7 @@ from keepmtp.validate.report.report import (
     write_json,
 )
 from survivors import until
+from tables import cases
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +81,12 @@ def again(evidence: Path) -> FullReport:
 
 def altered(path: Path, place: str, value: Any) -> None:
     """Change one value in a JSON file."""
-    told = json.loads(path.read_text())
+    told = json_of(path)
     *way, last = (int(key) if key.isdigit() else key for key in place.split("."))
     inner = reduce(getitem, way, told)
     assert inner[last] != value
     inner[last] = value
-    path.write_text(json.dumps(told))
+    put_json(path, told)
 
 
 # --- the files ------------------------------------------------------------------------------------
@@ -117,16 +119,7 @@ def test_a_result_read_back_is_the_same(evidence):
     assert read_result(evidence.with_name("none.report"), "check") is None
 
 
-@pytest.mark.parametrize(
-    ("written", "other", "says"),
-    [
-        ('"schema": 3', '"schema": 2', "version 3; got schema"),
-        ('"schema": 3', '"schema": 3, "colour": "red"', "version 3; got colour"),
-        ('"station": "serve"', '"station": "gsm8k"', "must be a result of serve; got gsm8k"),
-        ('"max_tokens": 128', '"floor": "high"', r"version 3; got data\.max_tokens"),
-        ('"seconds": 312.0', '"seconds": "long"', r"version 3; got data\.seconds"),
-    ],
-)
+@cases
 def test_a_file_that_is_no_result(written, other, says, evidence):
     path = file_of(evidence, "serve")
     path.write_text(path.read_text().replace(written, other))
@@ -195,7 +188,7 @@ def test_a_regression_is_no_green_report(tmp_path):
     assert "gsm8k" in full.verdict.says
 
 
-@pytest.mark.parametrize(("least", "status"), [(0.90, 0), (0.97, 1)])
+@pytest.mark.parametrize("least, status", [(0.90, 0), (0.97, 1)])
 def test_one_judge_with_the_recipes_limit(least, status, tmp_path):
     """95.6 % of the source's acceptance: gate, headline and serve-check's exit status say the
     same.
@@ -246,17 +239,9 @@ def test_a_check_of_the_same_bytes_is_kept(evidence):
     assert file_of(evidence, "check").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("record", "says"),
-    [
-        (measured.recorded(gates={"max_drop": 2}), "must be as a recipe has it; got max_drop"),
-        (measured.recorded(gates={"colour": 2}), "must be as a recipe has it; got colour"),
-        (measured.recorded(), ""),
-        (measured.recorded(gates=None), ""),
-        ({"recipe": 7}, "must be keepmtp's own record; got keepmtp: Field required"),
-    ],
-)
-def test_gates_are_those_of_the_record(record, says, tmp_path):
+@cases
+def test_gates_are_those_of_the_record(recipe, says, tmp_path):
+    record = measured.recorded(**recipe) if isinstance(recipe, dict) else {"recipe": recipe}
     folder = measured.checkpoint(tmp_path / "glm", record=record)
     evidence = report_folder(folder)
     record_static(evidence, open_source(folder), identify(folder))
@@ -280,19 +265,7 @@ def test_a_changed_record_is_no_other_gate(evidence):
 # --- altered by hand ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        ("evaluation.checkpoint.scores.0.value", 0.99),
-        ("serve.checkpoint.runs.1.acceptance", 0.99),
-        ("serve.checkpoint.runs.3.partings.0.is_near_tie", False),
-        ("facts.num_bytes", 7),
-        ("judgement.gates.max_drop", 0.9),
-        ("verdict.says", "It is perfect."),
-        ("identity.sha256", "0" * 64),
-        ("made_at", "2031-01-01 00:00:00 UTC"),
-    ],
-)
+@cases
 def test_a_number_altered_in_the_report_is_named(place, value, evidence):
     altered(evidence / JSON_FILE, place, value)
     says = re.escape(f"report.json: {place.partition('.')[0]}: must be as the result files make it")

@@ -2,15 +2,16 @@
 refused.
 """
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
+from json_files import json_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import CheckpointError, VLLMError
@@ -18,16 +19,10 @@ from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.measure import bf16_copy
 from keepmtp.validate.measure.bf16_copy import why_no_kernel, write_copy
 from safetensors.torch import load_file, save_file
+from tables import table
 from vllms import CPU, H100
 
-ROOT = Path(__file__).parents[3]
-MADE = {
-    "mixed": ("tiny-glm4-moe", {}),
-    "nvfp4a16": ("tiny-glm4-moe", {"scheme": "NVFP4A16", "mtp": "NVFP4A16"}),
-    "mxfp4": ("tiny-glm4-moe", {"scheme": "MXFP4", "mtp": "MXFP4"}),
-    "int8": ("tiny-qwen3_5", {"scheme": "W8A8", "mtp": "W8A16"}),
-    "fp8": ("tiny-qwen3_5", {"scheme": "FP8_DYNAMIC", "mtp": "W4A16"}),
-}
+MADE = table("validate/serving/test_bf16_copy")["MADE"]
 
 
 @pytest.fixture(scope="module", params=MADE)
@@ -81,8 +76,8 @@ def test_every_weight_is_what_compressed_tensors_reads(made, tmp_path):
 def test_the_copy_is_a_checkpoint_without_a_quantization_config(made, tmp_path):
     _, folder, packed = made
     copy = write_copy(open_source(folder), tmp_path / "copy")
-    config = json.loads((copy / "config.json").read_text())
-    original = json.loads((folder / "config.json").read_text())
+    config = json_of(copy / "config.json")
+    original = json_of(folder / "config.json")
     assert config == {key: value for key, value in original.items() if key != "quantization_config"}
     opened = open_source(copy)  # headers, sizes and index agree, or this refuses
     assert all(f"{module}.weight" in opened.entries for module in packed)

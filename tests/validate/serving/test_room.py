@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import keepmtp
+from commands import ROOT, keepmtp
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.facts.vllm_env import GPU, VLLM, find_vllm, gpus_here
@@ -18,7 +18,6 @@ from keepmtp.validate.measure import bf16_copy
 from keepmtp.validate.measure.room import refuse_no_room, tensor_parallel_size, value_of
 from stub_vllm import stub_vllm
 
-ROOT = Path(__file__).parents[3]
 GLM = "models/tiny-glm4-moe"  # 6.1 MiB, 4 heads
 SOURCE = open_source(ROOT / GLM)
 

@@ -98,7 +98,7 @@ def test_what_the_front_end_says_next_is_no_part_of_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "status", "says"),
+    "text, status, says",
     [
         ("usage: vllm serve\nvllm: error: unrecognized arguments: --nope\n", 2, "--nope"),
         ("(APIServer pid=1) INFO 11-21 09:17:21 [api.py:1] Starting\n", -signal.SIGKILL, "memory"),

@@ -28,6 +28,8 @@ from keepmtp.validate.check.against import (
     relative_error,
 )
 from keepmtp.validate.check.values import check_values
+from seeds import seeded
+from tables import cases, table
 from written_values import fill, opened, poke
 
 MODELS = Path(__file__).parents[3] / "models"
@@ -36,7 +38,7 @@ N = K = 256
 
 @pytest.fixture(scope="module")
 def weight():
-    return torch.randn(N, K, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    return torch.randn(N, K, generator=seeded(0)).mul_(0.02).bfloat16()
 
 
 @pytest.fixture(scope="module")
@@ -72,18 +74,7 @@ WRONG = {
 
 
 # Each form that can be read: the scheme that packs it, and its tensors by the form's own names.
-FORMS = {
-    "fp8_block": ("FP8_BLOCK", {}),
-    "fp8_channel": ("FP8_DYNAMIC", {}),
-    "int8": ("W8A8", {}),
-    "int_packed": ("W4A16", {}),
-    "mxfp4": ("MXFP4", {}),
-    "nvfp4": ("NVFP4A16", {}),
-    "nvfp4_modelopt": (
-        "NVFP4A16",
-        {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"},
-    ),
-}
+FORMS = table("validate/values/test_against")["FORMS"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -244,25 +235,9 @@ def test_the_command_reads_values_and_names_the_tensor(written, tmp_path):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ["--source", "x"],
-            "--source is what values are compared with; got no --values. Add --values.",
-        ),
-        (
-            ["--values", "--source", "./nothing"],
-            "nothing: a checkpoint is a folder with config.json",
-        ),
-        (
-            ["--values", "--source", str(MODELS / "tiny-qwen3_5")],
-            "of a glm4_moe checkpoint is of the same family; got",
-        ),
-    ],
-)
+@cases
 def test_a_release_that_cannot_be_compared_is_refused(words, says, written):
-    refused("check", str(written), *words, says=says)
+    refused("check", str(written), *words.replace("MODELS", str(MODELS)).split(), says=says)
 
 
 @pytest.mark.full

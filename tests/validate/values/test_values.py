@@ -5,20 +5,20 @@ tensor.
 import math
 import random
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from broken import GOOD, agree, built
 from checkpoint_files import write
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.reading import chosen, joined, summary
 from keepmtp.validate.check.values import check_values
+from seeds import seeded
+from tables import table
 from written_values import fill, opened, poke
 
 NVFP4 = "glm nvfp4"
-VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())
+VALUES = table("validate/values/values")
 
 
 @pytest.mark.few(20)
@@ -96,7 +96,7 @@ def test_a_file_that_got_shorter_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "torch_dtype"),
+    "dtype, torch_dtype",
     [
         ("F32", torch.float32),
         ("BF16", torch.bfloat16),
@@ -107,9 +107,7 @@ def test_a_file_that_got_shorter_is_refused(tmp_path):
 )
 def test_a_summary_is_what_the_values_say(dtype, torch_dtype):
     """Against plain arithmetic on the values, with infinities and NaN where the dtype has them."""
-    values = (torch.randn(3_000_000, generator=torch.Generator().manual_seed(1)) * 5).to(
-        torch_dtype
-    )
+    values = (torch.randn(3_000_000, generator=seeded(1)) * 5).to(torch_dtype)
     bad = [2_100_000, 2_100_007, 2_999_999]
     values[bad] = math.nan
     found = summary(values.view(torch.uint8).split(2**20), dtype, is_scale=True)
