@@ -252,12 +252,12 @@ def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objectio
                 continue
             severity, weight = "warning", member.weight
             says = (
-                "holds q, k and v in one tensor, whose rows vLLM 0.32 reads in another order than "
+                "holds q, k and v in one tensor, whose rows vLLM reads in another order than "
                 "the release's (vllm #42803)"
             )
             if "weight" in weight.parts and weight.weight.dtype == "F8_E4M3":
                 severity = "error"
-                says = "holds q, k and v in FP8, which vLLM 0.32 never loads without scales"
+                says = "holds q, k and v in FP8, which vLLM never loads without scales"
             cure = (
                 "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` "
                 "writes them"
