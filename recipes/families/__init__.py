@@ -25,7 +25,7 @@ from ..errors import RecipeError
 from ..family import Family
 from ..family_file import FOLDER, read_family
 from ..family_view import FamilyView
-from ..runtimes.vllm import KNOWN, NEWEST, asked
+from ..runtimes.vllm import KNOWN, NEWEST, asked, minor
 from ..yaml_file import load_shipped
 
 SUPPORT_FILE = Path(__file__).parents[1] / "calibrated_families.json"
@@ -88,7 +88,7 @@ def find_family(
         nearest = f", the nearest is {families()[near[0]].model_type}" if near else ""
         cure = f"Write its table{nearest}: CONTRIBUTING.md, 'A new family'"
     else:
-        rule += f", and vLLM {vllm} has no MTP draft for this model"
+        rule += f", and vLLM {minor(vllm)} has no MTP draft for this model"
         cure = (
             "Serve it without method=mtp; llm-compressor quantizes models without an MTP block. "
             "The architectures must be those of the original release"

@@ -113,4 +113,7 @@ def known_defect(failure: LoadFailure, *, family: str, version: str) -> KnownFai
     found = known_failure(
         text_of(failure), kinds=("defects",), family=family or "unknown", version=version
     )
-    return found and found[0]
+    if found is None:
+        return None
+    says = found[0].says.replace("vLLM", f"vLLM {version}", 1)
+    return found[0].model_copy(update={"says": says})

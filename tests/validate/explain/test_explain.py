@@ -161,9 +161,8 @@ def test_a_defect_is_of_its_families_and_of_its_versions(asked):
     defect = known_defect(failure, family=asked[0], version=asked[1])
     assert (defect is not None) == (asked in OF_STEP)
     if defect:
-        assert defect.says.startswith(
-            "a defect of vLLM, not of the checkpoint: it cuts layer_types"
-        )
+        says = f"a defect of vLLM {asked[1]}, not of the checkpoint: it cuts layer_types"
+        assert defect.says.startswith(says)
         assert defect.cure.endswith("helps; vLLM 0.33.0 does not have it")
 
 
