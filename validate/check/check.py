@@ -92,23 +92,18 @@ class Checked(NamedTuple):
 
 
 def check(
-    where: str | Path,
-    *,
-    source: Source | None = None,
-    runtimes: Sequence[Runtime] = VLLM_ALONE,
-    vllm: str = NEWEST,
+    where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
 ) -> CheckData:
-    """Check one checkpoint.
+    """Check one checkpoint for the newest vLLM.
 
     Args:
         where: a folder or a Hub id.
         source: the release it was made from; kept MTP tensors are then compared with it.
         runtimes: the servers that are to load it.
-        vllm: the version that is.
 
     Returns: facts and findings; a checkpoint that cannot be opened at all is one finding.
     """
-    return examine(where, source=source, runtimes=runtimes, vllm=vllm).data
+    return examine(where, source=source, runtimes=runtimes).data
 
 
 @uncollected()
@@ -119,7 +114,7 @@ def examine(
     runtimes: Sequence[Runtime] = VLLM_ALONE,
     vllm: str = NEWEST,
 ) -> Checked:
-    """`check`, with what it read."""
+    """`check`, with what it read, for the vLLM of a version."""
     try:
         opened = open_source(where)
     except OSError as error:
@@ -133,14 +128,10 @@ def examine(
 
 
 def check_source(
-    opened: Source,
-    *,
-    source: Source | None = None,
-    runtimes: Sequence[Runtime] = VLLM_ALONE,
-    vllm: str = NEWEST,
+    opened: Source, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
 ) -> CheckData:
     """`check` for a checkpoint whose headers are already read."""
-    return examine_source(opened, source=source, runtimes=runtimes, vllm=vllm).data
+    return examine_source(opened, source=source, runtimes=runtimes).data
 
 
 def examine_source(
