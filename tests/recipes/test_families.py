@@ -1,5 +1,5 @@
 """Family tables against what makers publish (tests/helpers/releases.py) and against the names vLLM
-0.32.0 asks for.
+0.33.0 asks for.
 
 The prefixes below were recorded by constructing vLLM's draft classes with a quantization config
 that writes down every question, or read in their source where they do not build on a CPU. They are
