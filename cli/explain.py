@@ -175,5 +175,6 @@ def _known(found: "Explanation", answer: "Recognized") -> Iterator[str]:
             "In this checkpoint: the check finds nothing of this kind, so it may be a defect of "
             "that vLLM."
         )
-    yield f"Versions: {known.concerns}. Sources: {known.sources}."
+    versions = known.concerns or f"vLLM {known.versions}"
+    yield f"Versions: {versions}. Sources: {known.sources}."
     yield f"Cure: {known.cure}."

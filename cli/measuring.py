@@ -99,12 +99,15 @@ class Session:
 
         Raises:
             VLLMError: no vLLM, or no room for what is written.
-            RecipeError: something is not installed that the CPU build of vLLM may need.
+            RecipeError: something is not installed that the CPU build of vLLM may need; or words
+                that this vLLM does not take.
         """
         from ..validate.measure.harness import Setup
         from ..validate.measure.room import refuse_no_room
+        from ..validate.measure.serve_line import refuse_settings
 
         vllm = chosen_vllm(any_vllm=self.options.any_vllm)
+        refuse_settings(self.extra, vllm.version)
         if (
             vllm.build == "cpu"
         ):  # which refuses some checkpoints only when it is asked to serve them

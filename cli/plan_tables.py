@@ -28,6 +28,7 @@ from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.model_file import find_path, in_words
 from ..recipes.runtimes.sglang import VERSION
+from ..recipes.runtimes.vllm import NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
 from ..validate.measure.serve_line import serve_words
 from . import tables
@@ -69,7 +70,7 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
     config = config_of(made)
     yield from _config(config.value)
     yield ""
-    yield f"served by: vLLM 0.32, {config.line}"
+    yield f"served by: vLLM {minor(NEWEST)}, {config.line}"
     yield ""
     yield from lines(needs)
     yield ""

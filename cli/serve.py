@@ -84,10 +84,11 @@ def serve(
         every: Seconds between two lines of acceptance.
         dry_run: Check it, print the commands for a shell and for Docker, and stop.
     """
+    from ..recipes.runtimes.vllm import NEWEST
     from ..validate.measure import foreground
     from ..validate.measure.bf16_copy import why_no_kernel
     from ..validate.measure.room import refuse_full_gpus, tensor_parallel_size, value_of
-    from ..validate.measure.serve_line import serve_words
+    from ..validate.measure.serve_line import refuse_settings, serve_words
 
     err, extra = Console(stderr=True), tuple(context.args)
     refuse_stray_words("serve", extra)
@@ -104,6 +105,7 @@ def serve(
         if gpus or not dry_run:
             raise
         vllm = None  # the commands may be run elsewhere
+    refuse_settings(extra, vllm.version if vllm else NEWEST)
     size, device = 1, ""
     if vllm:
         size, device = tensor_parallel_size(opened, vllm, extra), vllm.device

@@ -82,7 +82,7 @@ def extras_are_set(faulty: Faulty) -> None:
     """Keys of quantization_config that the family's runtime wants: Fp4."""
     for key, value in faulty.runtime.view.family.config_extras.items():
         if faulty.proposal.config_place and faulty.proposal.quantization(key) is None:
-            why = "without it older vLLM raises, and 0.32 picks another scale format"
+            why = "without it vLLM before 0.32 raises, and later ones pick another scale format"
             faulty.proposal.set_quantization((key,), value, why)
 
 

@@ -14,6 +14,9 @@ keys:
     at           where all paths of the group begin; `on_disk` and `in_vllm` where that differs
     parts        how many modules a path with `{part}` means
 
+What holds for some versions of vLLM alone is in a mapping under a key such as `vllm<0.33`; its keys
+replace those beside it.
+
 Easy to get wrong: modules of some roles are always kept, and have a usual `why_kept` in
 `_shared.yaml`. Where there is a reason, vLLM's module has no slots for scales (`loads_quantized`)
 unless it is a head, or the group says so. Of a used block only the rows that have no reason get the
@@ -27,15 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from .family import Alias, Draft, Family, Interleaved, Layout, Loader, Renames, Row, Stem
+from .runtimes.vllm import holds
 from .yaml_file import load_shipped
 
 FOLDER = Path(__file__).parent / "families"
 Blocks = Mapping[str, Sequence[str | Mapping[str, Any]]]
 
 
-def read_family(path: Path) -> Family:
-    """The table in a file; a key that nothing has is a TypeError."""
-    raw: dict[str, Any] = load_shipped(path)
+def read_family(path: Path, vllm: str) -> Family:
+    """The table in a file, for a version of vLLM; a key that nothing has is a TypeError."""
+    raw: dict[str, Any] = _of_version(load_shipped(path), vllm)
     blocks = _shared()["blocks"] | raw.pop("blocks", {})
     for key in ("block", "linear_block", "mtp_block"):
         raw[key] = _rows(raw.get(key, ()), blocks)
@@ -50,6 +54,20 @@ def read_family(path: Path) -> Family:
 @cache
 def _shared() -> Mapping[str, Any]:
     return load_shipped(FOLDER / "_shared.yaml")
+
+
+def _of_version(value: Any, vllm: str) -> Any:
+    if isinstance(value, list):
+        return [_of_version(each, vllm) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        if not key.startswith("vllm"):
+            found[key] = _of_version(inner, vllm)
+        elif holds(key.removeprefix("vllm"), vllm):
+            found |= _of_version(inner, vllm)
+    return found
 
 
 def _layout(raw: str | Mapping[str, Any], blocks: Blocks) -> Layout:

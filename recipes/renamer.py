@@ -21,6 +21,7 @@ from typing import Any
 from .families import families
 from .family import Part, Renames
 from .family_view import FamilyView
+from .runtimes.vllm import NEWEST
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+")
 
@@ -83,13 +84,14 @@ class Renamer:
         return (self.name(entry),)
 
 
-def renamer(config: Mapping[str, Any], part: Part = "backbone") -> Renamer:
+def renamer(config: Mapping[str, Any], part: Part = "backbone", vllm: str = NEWEST) -> Renamer:
     """The mapper of the class that vLLM serves this config.json with, from its family's table.
 
     Most drafts get the quantization config that the target's class has already mapped.
     """
     architecture = (config.get("architectures") or [""])[0]
-    family = families().get(str(architecture)) or families().get(str(config.get("model_type", "")))
+    known, model_type = families(vllm), str(config.get("model_type", ""))
+    family = known.get(str(architecture)) or known.get(model_type)
     if family is None:
         return Renamer()
     view = FamilyView(family=family, config=config)

@@ -8,8 +8,8 @@ every spelling under which a module may be asked for: the fused runtime name, it
 experts' projections (w1 or gate_proj, by vLLM's version), and the name on disk for tools that read
 those.
 
-Easy to get wrong: in vLLM 0.32 a module that no target matches is silently unquantized, and one
-that an ignore entry covers by accident (`model.layers.1` hits layers 10 to 19) is too. Layer
+Easy to get wrong: in vLLM since 0.29 a module that no target matches is silently unquantized, and
+one that an ignore entry covers by accident (`model.layers.1` hits layers 10 to 19) is too. Layer
 numbers are therefore written as exact ranges. SGLang raises for a module of the draft that neither
 a target nor an ignore entry names, so a plain draft needs entries as much as a quantized one. A
 draft that it builds under the name of a backbone layer gets that layer's scheme: an entry for it

@@ -25,62 +25,70 @@ from ..errors import RecipeError
 from ..family import Family
 from ..family_file import FOLDER, read_family
 from ..family_view import FamilyView
+from ..runtimes.vllm import KNOWN, NEWEST, asked, minor
 from ..yaml_file import load_shipped
 
 SUPPORT_FILE = Path(__file__).parents[1] / "calibrated_families.json"
 
 
 @cache
-def families() -> Mapping[str, Family]:
-    """Every family by its model_types, or by its architectures if another has its model_type."""
+def families(vllm: str = NEWEST) -> Mapping[str, Family]:
+    """Every family as a version of vLLM has it, by its model_types, or by its architectures if
+    another has its model_type.
+    """
     found: dict[str, Family] = {}
     for path in sorted(FOLDER.glob("[!_]*.yaml")):
-        family = read_family(path)
+        family = read_family(path, vllm)
         for key in family.architectures or (family.model_type, *family.also):
             found[key] = family
     return found
 
 
 @cache
-def vllm_drafts() -> Mapping[str, Any]:
-    """What vLLM 0.32.0 says of method=mtp, model by model (`_vllm.yaml`)."""
-    return load_shipped(Path(__file__).with_name("_vllm.yaml"))
+def without_table() -> Mapping[str, str]:
+    """Why keepmtp has no table for a model that vLLM drafts for, by model_type or architecture."""
+    return load_shipped(FOLDER / "_without_table.yaml")
 
 
-def find_family(config: Mapping[str, Any], where: object, names: Iterable[str] = ()) -> Family:
+def find_family(
+    config: Mapping[str, Any], where: object, names: Iterable[str] = (), vllm: str = NEWEST
+) -> Family:
     """The family of the checkpoint that `config` (its config.json) describes.
 
     Args:
         names: of its tensors, where they are known; see `has_dspark`.
+        vllm: the version that is to load it.
 
     Raises:
         RecipeError: vLLM has no MTP draft for this model_type, or keepmtp has no table for it. Then
             the message says what would have to be written, or which tool serves a model without an
             MTP block.
     """
-    model_type = config.get("model_type", "")
-    architecture = (config.get("architectures") or [""])[0]
-    vllm, file = vllm_drafts(), f"{where}/config.json"
-    says = vllm["refused"].get(model_type, "")
+    model_type, architecture = config.get("model_type", ""), _architecture(config)
+    file, rule = f"{where}/config.json", "vLLM must have an MTP draft for the model"
+    says = asked(vllm).refused.get(model_type, "")
     if says or has_dspark(config, names):
         words = {"method": "dspark", "num_speculative_tokens": config.get("dspark_block_size", 5)}
-        raise RecipeError(
-            file,
-            "vLLM must have an MTP draft for the model",
-            got=f"{model_type!r}, which drafts by DSpark. {says}".strip(". "),
-            cure=f"Serve it with --speculative-config '{json.dumps(words)}'",
-        )
-    if family := families().get(architecture) or families().get(model_type):
+        got = f"{model_type!r}, which drafts by DSpark. {says}".strip(". ")
+        cure = f"Serve it with --speculative-config '{json.dumps(words)}'"
+        raise RecipeError(file, rule, got=got, cure=cure)
+    drafting = [version for version in KNOWN if is_drafted(config, version)]
+    if drafting and not is_drafted(config, vllm):
+        got, cure = f"{model_type!r}, for which {vllm} has none", ", ".join(drafting)
+        raise RecipeError(file, rule, got=got, cure=f"Serve it with one of these versions: {cure}")
+    if family := families(vllm).get(architecture) or families(vllm).get(model_type):
         return family
     rule = "model_type must be a family of keepmtp (`keepmtp ls families`)"
-    if why := vllm["without_table"].get(model_type):
+    if why := without_table().get(model_type) or without_table().get(architecture):
         rule += f"; {why}"
-    if is_drafted(config):
+    elif _is_any_model(config, vllm):
+        rule += "; vLLM drafts for it by transformers' own classes (--model-impl transformers)"
+    if drafting:
         near = difflib.get_close_matches(str(model_type), families(), n=1)
         nearest = f", the nearest is {families()[near[0]].model_type}" if near else ""
         cure = f"Write its table{nearest}: CONTRIBUTING.md, 'A new family'"
     else:
-        rule += ", and vLLM 0.32 has no MTP draft for this model"
+        rule += f", and vLLM {minor(vllm)} has no MTP draft for this model"
         cure = (
             "Serve it without method=mtp; llm-compressor quantizes models without an MTP block. "
             "The architectures must be those of the original release"
@@ -89,11 +97,23 @@ def find_family(config: Mapping[str, Any], where: object, names: Iterable[str] =
     raise RecipeError(file, rule, got=got, cure=cure)
 
 
-def is_drafted(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM's method=mtp has a draft class for the model of this config.json."""
-    architectures, drafts = config.get("architectures"), vllm_drafts()
-    first = architectures[0] if isinstance(architectures, list) and architectures else ""
-    return config.get("model_type") in drafts["model_types"] or first in drafts["architectures"]
+def is_drafted(config: Mapping[str, Any], vllm: str = NEWEST) -> bool:
+    """Whether a vLLM's method=mtp has a draft class for the model of this config.json."""
+    drafts = asked(vllm)
+    named = config.get("model_type") in drafts.model_types
+    return named or _architecture(config) in drafts.architectures or _is_any_model(config, vllm)
+
+
+def _is_any_model(config: Mapping[str, Any], vllm: str) -> bool:
+    """Whether vLLM drafts for a model that it has no class for, through transformers 5.20's MTP."""
+    has_count = bool(config.get("num_mtp_layers")) and "text_config" not in config
+    return has_count and asked(vllm).any_model
+
+
+def _architecture(config: Mapping[str, Any]) -> Any:
+    """The first architecture of config.json; "" where it has no list of them."""
+    architectures = config.get("architectures")
+    return architectures[0] if isinstance(architectures, list) and architectures else ""
 
 
 def has_dspark(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
@@ -116,9 +136,11 @@ def promises_mtp(config: Mapping[str, Any]) -> bool:
     return any(value and ("mtp" in key or "nextn" in key) for key, value in keys.items())
 
 
-def find_view(config: Mapping[str, Any], where: object, names: Iterable[str] = ()) -> FamilyView:
+def find_view(
+    config: Mapping[str, Any], where: object, names: Iterable[str] = (), vllm: str = NEWEST
+) -> FamilyView:
     """The names of the checkpoint that `config` describes; arguments and errors as `find_family`."""
-    return FamilyView(family=find_family(config, where, names), config=config)
+    return FamilyView(family=find_family(config, where, names, vllm), config=config)
 
 
 # --- what can be calibrated -----------------------------------------------------------------------

@@ -1,3 +1,1 @@
-"""Servers other than vLLM: under which names they ask the quantization config about a model's
-modules.
-"""
+"""What servers call things, and which of their versions do so, as data."""

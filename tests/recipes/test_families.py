@@ -1,31 +1,40 @@
 """Family tables against what makers publish (tests/helpers/releases.py) and against the names vLLM
-0.32.0 asks for.
+0.33.0 asks for.
 
 The prefixes below were recorded by constructing vLLM's draft classes with a quantization config
 that writes down every question, or read in their source where they do not build on a CPU. They are
 spelled out here on purpose; tests/vllm/test_dry_names.py asks vLLM's own classes anew.
 """
 
-import ast
+import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from math import prod
 from pathlib import Path
 
+import ask_vllm
 import pytest
 import releases
 import wrapped
 import yaml
 from keepmtp.checkpoints.stored import SCALE_LEAVES
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.families import families, find_family, find_view, vllm_drafts
+from keepmtp.recipes.families import (
+    families,
+    find_family,
+    find_view,
+    is_drafted,
+    without_table,
+)
 from keepmtp.recipes.family import Family, HFName
 from keepmtp.recipes.family_view import FamilyView
+from keepmtp.recipes.runtimes import vllm
 from keepmtp.recipes.runtimes.sglang import sglang_model, sglang_models, sglang_names
+from keepmtp.recipes.runtimes.vllm import KNOWN, NEWEST, asked, holds
 from keepmtp.recipes.schemes import num_bytes
 from layouts import MODELS, PUBLISHED
 from pydantic import TypeAdapter, ValidationError
@@ -45,21 +54,20 @@ WITH_A_TABLE_BY_ARCHITECTURE = {
     "mimo_v2",
     "mimo_v2_flash",
 }
-# Compared with in the same function, for something else.
-WITHOUT_TABLE = vllm_drafts()["without_table"]
-NOT_MTP = {"MistralLarge3ForCausalLM", "deepseek_v41", "model_type", "quantization_config"}
+WITHOUT_TABLE = without_table()
 
 
-def drafted_names() -> set[str]:
-    return {*vllm_drafts()["model_types"], *vllm_drafts()["architectures"]}
+def drafted_names() -> frozenset[str]:
+    return asked().model_types | asked().architectures
 
 
-def vllm_sources() -> Iterable[Path]:
-    """vLLM's config/speculative.py, where vLLM is installed."""
+def vllm_sites() -> Iterable[tuple[str, Path]]:
+    """The version of vLLM, and the folder that it is installed in, where it is."""
     python = os.environ.get(
         "VLLM_PYTHON", str(Path(__file__).parent.parent.parent / ".venv-vllm" / "bin" / "python")
     )
-    return Path(python).parent.parent.glob("lib/python3*/site-packages/vllm/config/speculative.py")
+    for info in Path(python).parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info"):
+        yield info.stem.partition("-")[2], info.parent
 
 
 @cache
@@ -256,49 +264,36 @@ def test_layer_one_is_not_layer_ten():
 )
 def test_an_unknown_family_says_what_would_have_to_be_written(model_type, nearest, monkeypatch):
     # Names that vLLM has a draft for, and keepmtp no table.
-    monkeypatch.setitem(vllm_drafts(), "model_types", [model_type])
+    every = replace(asked(), model_types=asked().model_types | {model_type})
+    monkeypatch.setattr("keepmtp.recipes.families.asked", lambda version: every)
     config = {"model_type": model_type, "architectures": ["Never"], "num_nextn_predict_layers": 1}
     with pytest.raises(RecipeError) as caught:
         find_family(config, "somewhere")
     message = str(caught.value)
     assert message.startswith("somewhere/config.json: model_type must be a family of keepmtp")
     assert f"{WITHOUT_TABLE.get(model_type, '')}; got {model_type!r} (arch" in message
-    assert f"Write its table{nearest}" in message and "CONTRIBUTING.md" in message
+    assert "Write its table" in message and nearest in message and "CONTRIBUTING.md" in message
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3_1", "llama", ""])
 def test_a_model_that_vllm_has_no_draft_for_is_not_told_to_write_a_table(model_type):
     with pytest.raises(
-        RecipeError, match=r"vLLM 0.32 has no MTP draft for this model.*without method=mtp"
+        RecipeError, match=r"vLLM 0.33 has no MTP draft for this model.*without method=mtp"
     ) as caught:
         find_family({"model_type": model_type, "text_config": {"mtp_num_hidden_layers": 1}}, "x")
     assert repr(model_type) in caught.value.got and "CONTRIBUTING" not in str(caught.value)
 
 
-def test_vllm_drafts_for_the_models_that_are_said_to_have_a_draft():
+def test_what_lies_here_is_what_vllm_says():
     assert families().keys() <= drafted_names() | WITH_A_TABLE_BY_ARCHITECTURE
-    for source in vllm_sources():  # where vLLM is installed: every name, and no other
-        override = next(
-            node
-            for node in ast.walk(ast.parse(source.read_text()))
-            if isinstance(node, ast.FunctionDef) and node.name == "hf_config_override"
-        )
-        compared = {
-            name.value
-            for node in ast.walk(override)
-            if isinstance(node, ast.Compare)
-            for name in ast.walk(node)
-            if isinstance(name, ast.Constant) and isinstance(name.value, str)
-        }
-        named = {name for name in compared if not name.endswith(("_mtp", "MTPModel"))} | {
-            "minimax_m3_mtp"
-        }
-        assert named - NOT_MTP == drafted_names()
+    lying = json.loads(vllm.FILE.read_text())
+    for version, site in vllm_sites():  # where vLLM is installed
+        assert ask_vllm.ask(site) == lying[version]
 
 
 def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
     """What the README says of vLLM's families: each name that vLLM compares with leads to a table,
-    but for three.
+    but for those with a reason.
     """
     configs = [*MODELS.values(), *(make()[0] for make in wrapped.WRAPPED.values())]
     by_table = families().keys() | {
@@ -310,6 +305,32 @@ def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
     assert WITHOUT_TABLE.keys().isdisjoint(families())
 
 
+ON_SOME = [  # config.json, versions that draft for it
+    ({"model_type": "step5"}, ">=0.33"),
+    ({"model_type": "glm5_next"}, ">=0.30"),
+    ({"model_type": "longcat_flash_ngram"}, "<0.32"),
+    ({"model_type": "new", "num_mtp_layers": 1}, ">=0.33"),
+    ({"model_type": "new", "num_mtp_layers": 1, "text_config": {}}, "<0"),
+    ({"model_type": "new", "num_mtp_layers": 0}, "<0"),
+    ({"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}, ">0"),
+]
+
+
+@pytest.mark.parametrize("version", [*KNOWN, "0.33.1rc1.dev7+g1", "0.32.0+cpu", "of my own"])
+@pytest.mark.parametrize(("config", "versions"), ON_SOME)
+def test_a_model_is_drafted_for_by_versions(config, versions, version):
+    assert is_drafted(config, version) == holds(versions, version)
+
+
+def test_a_model_of_other_versions_names_them():
+    with pytest.raises(
+        RecipeError, match=r"for which 0\.29\.0 has none\. .*: 0\.30\.0, .*0\.33\.0"
+    ):
+        find_family({"model_type": "glm5_next"}, "x", vllm="0.29.0")
+    assert find_family({"model_type": "glm5_next"}, "x", vllm="0.34.0").model_type == "glm5_next"
+    assert NEWEST == "0.33.0" and asked("0.1.0") == asked(KNOWN[0])
+
+
 def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
     with pytest.raises(RecipeError) as caught:
         find_family(
@@ -319,9 +340,6 @@ def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
     assert message.startswith("somewhere/config.json: ")
     assert "DeepSeek V4.1 has no classic-MTP draft" in message
     assert "Use speculative method 'dspark' instead of 'mtp'" in message
-    for source in vllm_sources():  # where vLLM is installed: word by word
-        strings = re.findall(r'"([^"]*)"', source.read_text())
-        assert message.partition("by DSpark. ")[2].partition(". Serve ")[0] in "".join(strings)
 
 
 # MiMo has no class in transformers; DeepSeek-V4's restores the published names only for weights that
@@ -418,7 +436,7 @@ def test_a_wrong_name_is_noticed(tmp_path):
 # --- SGLang: names that its own classes were seen to construct -------------------------------------
 
 
-def asked(model: str) -> dict[str, str]:
+def asked_by_sglang(model: str) -> dict[str, str]:
     """SGLang's name for each module of the draft -> the module on disk."""
     view, tensors = view_of(model)
     places = (view.place(HFName(name)) for name in tensors)
@@ -432,7 +450,7 @@ def asked(model: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("model", NAMES["sglang"])
 def test_names_of_a_draft_are_those_that_sglang_constructs(model):
-    missing = set(NAMES["sglang"][model].split()) - set(asked(model))
+    missing = set(NAMES["sglang"][model].split()) - set(asked_by_sglang(model))
     # Copies of the head are no tensors of these releases, and the head has one name in both parts.
     assert not missing - {"model.shared_head.head", "lm_head"}
 
@@ -440,7 +458,7 @@ def test_names_of_a_draft_are_those_that_sglang_constructs(model):
 def test_plain_glue_is_never_asked_about():
     glues = {"deepseek-r1": "eh_proj", "mimo-7b": "input_proj", "qwen3.5-27b": "fc"}
     for model, glue in glues.items():
-        assert not [name for name in asked(model) if name.endswith(glue)]
+        assert not [name for name in asked_by_sglang(model) if name.endswith(glue)]
 
 
 def test_every_release_has_an_entry_or_no_class():

@@ -17,8 +17,9 @@ from good import outputs_of, plan_of, released
 from json_files import json_of
 from keepmtp.quantize.config.written import modules_of
 from keepmtp.quantize.plan.plan import Plan
-from keepmtp.recipes.families import find_family
+from keepmtp.recipes.families import find_family, find_view
 from keepmtp.recipes.family import HFName
+from keepmtp.recipes.family_view import FamilyView
 from keepmtp.validate.dryload.failures import known_defect
 from keepmtp.validate.dryload.verdict_findings import objections
 from keepmtp.validate.facts.dry_load import LoadAccount, Question
@@ -51,6 +52,13 @@ def plan(model: str, mtp: str) -> Plan:
     wrapped = WRAPPED.get(model)
     layout = wrapped() if wrapped else releases.source_layout(model)
     return plan_of(*layout, model, SCHEME, mtp)
+
+
+@cache
+def view_of(model: str) -> FamilyView:
+    """The table as the installed vLLM has it."""
+    source = plan(model, "bf16").source
+    return find_view(source.config, model, source.entries, find_vllm().version)
 
 
 def with_audio_tokenizer(folder: Path) -> None:
@@ -92,7 +100,7 @@ def table(model: str, part: str) -> dict[str, bool]:
     """Runtime name of every matrix of a part -> whether the family's table says that vLLM asks
     about it.
     """
-    source, view = plan(model, "bf16").source, plan(model, "bf16").view
+    source, view = plan(model, "bf16").source, view_of(model)
     used = view.family.loader.num_layers_used or view.num_mtp_layers
     names: dict[str, bool] = {}
     for name, entry in source.entries.items():
@@ -114,7 +122,7 @@ def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accoun
     table says it does.
     """
     asked, heads, matrices = questions(accounts[model, "bf16"], part), set(), set()
-    opaque = tuple(runtime for _, runtime, _ in plan(model, "bf16").view.layout.opaque)
+    opaque = tuple(runtime for _, runtime, _ in view_of(model).layout.opaque)
     for each in asked:
         if each.layer == "ParallelLMHead":
             heads.add(each.prefix)
@@ -128,7 +136,7 @@ def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accoun
 
 
 def is_head(model: str, name: str) -> bool:
-    view = plan(model, "bf16").view
+    view = view_of(model)
     rows = [*view.layout.top, *view.family.mtp_block, *view.layout.mtp_top]
     own = {row.runtime or row.path for row in rows if row.role == "head"}
     return name == view.layout.draft_head or any(f".{name}".endswith(f".{head}") for head in own)

@@ -6,9 +6,10 @@ or Quark; and the
 servers that are to load it: vLLM, and SGLang if named (sglang/). Out: a `CheckData`. Only JSON
 files and safetensors headers are downloaded, and neither server is needed.
 
-Easy to get wrong: a checkpoint that loads can still draft at 0 %. A finding is an error where vLLM
-0.32 raises, and where it stays silent but holds something else than the files. What only older
-versions or other engines refuse is a warning.
+Easy to get wrong: a checkpoint that loads can still draft at 0 %. A finding is an error where the
+version of vLLM that is asked about raises, and where it stays silent but holds something else than
+the files. What only other versions or other engines refuse is a warning. A version that keepmtp
+does not know has the rules of the newest one before it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from ...recipes.errors import (
     shortened,
 )
 from ...recipes.families import is_drafted, promises_mtp
+from ...recipes.runtimes.vllm import NEWEST
 from ..facts.dry_load import LoadAccount
 from ..facts.findings import CheckpointFacts, Objection, Runtime, errors_first, grouped, objection
 from ..facts.results import CheckData
@@ -92,7 +94,7 @@ class Checked(NamedTuple):
 def check(
     where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
 ) -> CheckData:
-    """Check one checkpoint.
+    """Check one checkpoint for the newest vLLM.
 
     Args:
         where: a folder or a Hub id.
@@ -106,9 +108,13 @@ def check(
 
 @uncollected()
 def examine(
-    where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
+    where: str | Path,
+    *,
+    source: Source | None = None,
+    runtimes: Sequence[Runtime] = VLLM_ALONE,
+    vllm: str = NEWEST,
 ) -> Checked:
-    """`check`, with what it read."""
+    """`check`, with what it read, for the vLLM of a version."""
     try:
         opened = open_source(where)
     except OSError as error:
@@ -118,7 +124,7 @@ def examine(
     except CheckpointError as error:
         nothing = error if isinstance(error, NoCheckpointError) else None
         return Checked(_refused(str(where), "files", error), refusal=nothing)
-    return examine_source(opened, source=source, runtimes=runtimes)
+    return examine_source(opened, source=source, runtimes=runtimes, vllm=vllm)
 
 
 def check_source(
@@ -129,13 +135,17 @@ def check_source(
 
 
 def examine_source(
-    opened: Source, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
+    opened: Source,
+    *,
+    source: Source | None = None,
+    runtimes: Sequence[Runtime] = VLLM_ALONE,
+    vllm: str = NEWEST,
 ) -> Checked:
     """`examine` for a checkpoint whose headers are already read."""
     # Where a finding means that vLLM would fail on the config, or hang, no source goes with it, and
     # nothing is loaded.
-    stored, where = StoredView(opened), opened.where
-    refused = unloadable(opened.config, quantization_of(opened.config))
+    stored, where = StoredView(opened, vllm=vllm), opened.where
+    refused = unloadable(opened.config, quantization_of(opened.config), vllm)
     if refused is not None and "vllm" in runtimes:
         facts = _facts(stored)
         says = (
@@ -145,7 +155,7 @@ def examine_source(
             _data(where, facts, [objection("method", refused.where, says, refused.cure)])
         )
     try:
-        runtime = RuntimeView.of(opened)
+        runtime = RuntimeView.of(opened, vllm)
         if min(runtime.view.num_layers, runtime.promised) < 0:
             raise ValueError("a number below 0")
     except RecipeError as error:
@@ -168,7 +178,7 @@ def examine_source(
     except CheckpointError as error:
         return Checked(_refused(where, "config", error))
     if source is not None:
-        found += rules_mtp.mtp_is_that_of_the_source(runtime, RuntimeView.of(source))
+        found += rules_mtp.mtp_is_that_of_the_source(runtime, RuntimeView.of(source, vllm))
     return Checked(_data(where, _facts(runtime), found), opened, runtime)
 
 
@@ -186,7 +196,7 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
     found = [objection for rule in WITHOUT_FAMILY for objection in rule(view)]
     config, severity = view.source.config, "error"
     says, cure = f"{refusal.rule}; got {refusal.got}", refusal.way_out
-    if not (is_drafted(config) or promises_mtp(config) or view.mtp_names):
+    if not (is_drafted(config, view.vllm) or promises_mtp(config) or view.mtp_names):
         severity = "warning"
         says = (
             f"{config.get('model_type', '')!r} is no family of keepmtp, config.json counts no MTP "

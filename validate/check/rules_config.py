@@ -27,9 +27,10 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
     given, other = quantization_of(config), runtime.hf_quant_config
     if given is None or other is None:
         return
-    first = read_dialect(config, None, dtypes=runtime.dtypes)
+    first = read_dialect(config, None, dtypes=runtime.dtypes, vllm=runtime.vllm)
     # Without its own config a checkpoint has that of the other file.
-    second = read_dialect({"architectures": config.get("architectures")}, other)
+    named = {"architectures": config.get("architectures")}
+    second = read_dialect(named, other, vllm=runtime.vllm)
     if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
         return
     if first.algorithm != second.algorithm:
@@ -92,7 +93,7 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
         effect = "takes no quantization method from it and builds a plain model"
         if in_config:
             effect = "raises ValueError 'Unsupported quantization config found for modelopt_mixed'"
-        says = f"is not modelopt: vLLM 0.32 {effect}"
+        says = f"is not modelopt: vLLM {effect}"
         faults[f"{HF_QUANT_CONFIG}: producer.name"] = (
             says,
             "Set it to modelopt, if the file is in modelopt's form",
@@ -141,8 +142,8 @@ def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
             yield objection(
                 "extras",
                 f"config.json: quantization_config.{key}",
-                "is missing: older vLLM raises KeyError, 0.32 picks another scale format for its "
-                "FP8 kernels",
+                "is missing: vLLM before 0.32 raises KeyError, later ones pick another scale "
+                "format for their FP8 kernels",
                 f"Set it to {value!r}",
                 severity="warning",
             )

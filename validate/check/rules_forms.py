@@ -18,6 +18,7 @@ from typing import Literal
 
 from ...checkpoints.stored import FP8, StoredWeight
 from ...recipes.family import HFName, VLLMName
+from ...recipes.runtimes.vllm import holds
 from ..facts.findings import Objection, objection
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.fp8 import Fp8
@@ -28,6 +29,7 @@ from .runtime_view import Member, Module, RuntimeView, StoredView
 from .vllm_module import UnknownDialect
 
 _FP8_TABLE = "float8_e4m3fn"
+_TABLES = {"F8_E4M3": "fp8", "U8": "nvfp4"}
 _AGAIN = "Quantize this weight again"
 _EFFECT = "vLLM raises on it, or reads other numbers than were stored, in silence"
 # Words of what vLLM raises as it resolves a module, and what to do; the first that fits.
@@ -252,12 +254,12 @@ def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objectio
                 continue
             severity, weight = "warning", member.weight
             says = (
-                "holds q, k and v in one tensor, whose rows vLLM 0.32 reads in another order than "
+                "holds q, k and v in one tensor, whose rows vLLM reads in another order than "
                 "the release's (vllm #42803)"
             )
             if "weight" in weight.parts and weight.weight.dtype == "F8_E4M3":
                 severity = "error"
-                says = "holds q, k and v in FP8, which vLLM 0.32 never loads without scales"
+                says = "holds q, k and v in FP8, which vLLM never loads without scales"
             cure = (
                 "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` "
                 "writes them"
@@ -302,8 +304,9 @@ def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
 
     vLLM chooses the form by a key of text_config first, and by the quantization config where that
     key is absent. Under modelopt and compressed-tensors a table that is not excluded is refused,
-    and one that is excluded is BF16 (0.32.0 models/qwen4_exp/common/ngram_embedding.py:
-    Qwen4ExpPLEEmbeddingMethod.from_quant_config).
+    and one that is excluded is BF16; 0.33 has NVFP4 tables too, and builds a plain one where it
+    refused before (models/qwen4_exp/common/ngram_embedding.py: Qwen4ExpPLEEmbeddingMethod
+    .from_quant_config).
     """
     tables: dict[tuple[HFName, VLLMName], list[StoredWeight]] = defaultdict(list)
     for module in runtime.modules:
@@ -316,9 +319,9 @@ def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
         if built == "unknown":
             continue
         key, where = runtime.view.family.fp8_table_key, scale
-        odd = (scale in runtime.source.entries) != (built == "fp8")
+        odd = (scale in runtime.source.entries) != (built == "fp8") and built != "nvfp4"
         for part in reversed(parts):
-            if (part.weight.dtype == "F8_E4M3") != (built == "fp8"):
+            if _TABLES.get(part.weight.dtype, "plain") != built:
                 where, odd = part.weight.name, True
         if built == "refused" or odd:
             if built == "refused":
@@ -333,11 +336,14 @@ def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
 
 def _table_built(
     runtime: RuntimeView, name: VLLMName
-) -> Literal["fp8", "plain", "refused", "unknown"]:
+) -> Literal["fp8", "nvfp4", "plain", "refused", "unknown"]:
     """How vLLM holds the table."""
-    dialect = runtime.dialect
-    if runtime.view.text_config.get(runtime.view.family.fp8_table_key) == _FP8_TABLE:
+    dialect, has_nvfp4 = runtime.dialect, holds(">=0.33", runtime.vllm)
+    named = runtime.view.text_config.get(runtime.view.family.fp8_table_key)
+    if named == _FP8_TABLE:
         return "fp8"
+    if named is not None and has_nvfp4:
+        return "nvfp4" if named == "nvfp4" else "refused"
     if isinstance(dialect, UnknownDialect):
         return "unknown"
     if isinstance(dialect, Fp8):
@@ -346,9 +352,15 @@ def _table_built(
         )
         return "plain" if is_plain else "fp8"
     form = dialect.resolve(name, shards=(), kind="linear").built.form
+    if form == "plain":
+        return "plain"
     if isinstance(dialect, ModelOpt) and dialect.algorithm == "MIXED_PRECISION":
-        return "fp8" if form == "fp8_tensor" else "plain"
-    return "plain" if form == "plain" else "refused"
+        if form == "fp8_tensor":
+            return "fp8"
+        if not has_nvfp4:
+            return "plain"
+        return "nvfp4" if form == "nvfp4_modelopt" else "refused"
+    return "plain" if has_nvfp4 else "refused"
 
 
 RULES = (

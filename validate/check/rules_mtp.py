@@ -329,8 +329,8 @@ def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
         for alias in runtime.view.family.aliases:
             name = HFName(runtime.view.mtp_stem(index) + alias.path)
             if name not in runtime.source.entries:
-                says = f"is missing: {alias.reason}; vLLM 0.32 takes the target's instead"
-                cure = f"Add a copy of {alias.source}, or require vLLM 0.32"
+                says = f"is missing: {alias.reason}; later ones take the target's instead"
+                cure = f"Add a copy of {alias.source}, or require vLLM 0.32 or newer"
                 yield objection("alias", name, says, cure, f"alias {index}", severity="warning")
 
 

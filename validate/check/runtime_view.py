@@ -15,7 +15,7 @@ stacked in three dimensions, without `.weight` in their name.
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
 from ...recipes.family import HFName, Loader, Part, Role, VLLMName
 from ...recipes.family_view import FamilyView, Place, unknown_place
+from ...recipes.runtimes.vllm import NEWEST
 from .dialects.choose import quantization_of, read_dialect
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
@@ -106,9 +107,10 @@ class GivenConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredView:
-    """A checkpoint's headers and configs, under the names on disk."""
+    """A checkpoint's headers and configs, under the names on disk, for a version of vLLM."""
 
     source: Source
+    vllm: str = field(default=NEWEST, kw_only=True)
 
     @property
     def loader(self) -> Loader | None:
@@ -184,7 +186,9 @@ class StoredView:
     @cached_property
     def dialect(self) -> Dialect:
         """The quantization config, as the target's class reads it."""
-        return read_dialect(self.source.config, self.hf_quant_config, dtypes=self.dtypes)
+        return read_dialect(
+            self.source.config, self.hf_quant_config, dtypes=self.dtypes, vllm=self.vllm
+        )
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
@@ -273,14 +277,15 @@ class RuntimeView(StoredView):
     view: FamilyView
 
     @classmethod
-    def of(cls, source: Source) -> "RuntimeView":
-        """The view of an opened checkpoint.
+    def of(cls, source: Source, vllm: str = NEWEST) -> "RuntimeView":
+        """The view that a version of vLLM has of an opened checkpoint.
 
         Raises:
             RecipeError: no family has its model_type.
             CheckpointError: config.json lacks what the family reads.
         """
-        return cls(source, find_view(source.config, source.where, source.entries))
+        view = find_view(source.config, source.where, source.entries, vllm)
+        return cls(source, view, vllm=vllm)
 
     @property
     def loader(self) -> Loader:
@@ -311,7 +316,7 @@ class RuntimeView(StoredView):
         """The quantization config, as the draft's class reads it."""
         if not self.view.layout.draft_reads_afresh:
             return self.dialect
-        return read_dialect(self.source.config, self.hf_quant_config, "mtp", self.dtypes)
+        return read_dialect(self.source.config, self.hf_quant_config, "mtp", self.dtypes, self.vllm)
 
     @cached_property
     def placed(self) -> Mapping[HFName, Place]:

@@ -4,7 +4,7 @@ In: a checkpoint's `RuntimeView`, and how much to read. Out: findings, and how m
 static check judges config.json and headers; this reads bytes.
 
 Easy to get wrong: a value that is odd is not always wrong. A finding is an error only where vLLM
-0.32 computes something else than the release does.
+computes something else than the release does.
 """
 
 from contextlib import nullcontext

@@ -58,13 +58,13 @@ def check_on(
         loaders = [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
         separate = own = None
         if draft:
-            separate = examine(draft)
+            separate = examine(draft, vllm=vllm.version)
             if separate.refusal is not None:
                 raise separate.refusal.at("--draft")
             own = stack.enter_context(headers_of(separate.readable()))
         for path in paths:
             progress(f"{path}: static check")
-            checked = examine(path, runtimes=runtimes)
+            checked = examine(path, runtimes=runtimes, vllm=vllm.version)
             source, runtime = checked.source, checked.runtime
             if source is None or (own is None and has_dspark(source.config, source.entries)):
                 yield checked

@@ -29,7 +29,7 @@ class Finding(Fact):
 
     Attributes:
         origin: what found it: the static check, a dry load, or the value check.
-        severity: error: vLLM 0.32 does not load it, or loads something else than the checkpoint
+        severity: error: vLLM does not load it, or loads something else than the checkpoint
             holds.
         where: the first tensor or config entry concerned.
         says: what will happen at serve time.

@@ -3,13 +3,22 @@ serve` runs them.
 
 In: what is served, and the number of tokens to draft in a step. Out: words of a command.
 
+What the user's words say of drafting, as `--speculative-config.KEY VALUE`, joins keepmtp's own
+JSON: vLLM takes one or the other.
+
 Easy to get wrong: vLLM's image begins with `vllm serve` itself (ENTRYPOINT), so these two words are
 not repeated there. And a container sees no folder of this machine that is not named with -v.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ...recipes.errors import RecipeError
+from ...recipes.runtimes.vllm import KNOWN, asked
+
+_KEY = "--speculative-config."
+_LOSSY = "fly"
 _IMAGE = "vllm/vllm-openai"
 _IN_IMAGE = "/model"
 _DOCKER = ("docker", "run", "--gpus", "all")
@@ -22,20 +31,64 @@ _DOWNLOADS = (
 )  # a volume: the next container has them already
 
 
-def draft_words(k: int) -> tuple[str, ...]:
-    """The option that drafts `k` tokens a step; nothing for 0."""
+def draft_settings(words: Sequence[str]) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """What words for `vllm serve` say of drafting, by key; and the other words."""
+    settings, others, rest = dict[str, str](), list[str](), iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-").startswith(_KEY):
+            key = name[len(_KEY) :].replace("-", "_")
+            settings[key] = value if equals else next(rest, "")
+        else:
+            others.append(word)
+    return settings, tuple(others)
+
+
+def refuse_settings(words: Sequence[str], version: str) -> None:
+    """Refuse what a vLLM cannot be told of drafting, or keepmtp says itself.
+
+    Raises:
+        RecipeError: names the key, and the versions that take it.
+    """
+    for key, value in draft_settings(words)[0].items():
+        having = [known for known in KNOWN if value in asked(known).options.get(key, ())]
+        if value not in asked(version).options.get(key, ()):
+            cure = "Leave it out, and use -k"
+            if having:
+                cure = f"Leave it out, or take one of these versions: {', '.join(having)}"
+            rule = f"must be a setting that vLLM {version} takes beside -k"
+            raise RecipeError(_KEY + key, rule, got=value or "nothing", cure=cure)
+
+
+def refuse_lossy(where: str, words: Sequence[str]) -> None:
+    """Refuse a way of accepting drafted tokens that changes the answers.
+
+    Raises:
+        RecipeError: it is asked for.
+    """
+    settings, others = draft_settings(words)
+    if _LOSSY in settings.values() or any(f'"{_LOSSY}"' in word for word in others):
+        rule = "must measure the target's own answers"
+        got = f"{_LOSSY}, which accepts drafted tokens that the target would not have chosen"
+        raise RecipeError(where, rule, got=got, cure="Leave rejection_sample_method out")
+
+
+def draft_words(k: int, further: Sequence[str] = ()) -> tuple[str, ...]:
+    """The option that drafts `k` tokens a step, none for 0, as the further words have it; and
+    these words.
+    """
+    settings, others = draft_settings(further)
     if not k:
-        return ()
-    return "--speculative-config", json.dumps(
-        {"method": "mtp", "num_speculative_tokens": k}, separators=(",", ":")
-    )
+        return others
+    told = {"method": "mtp", "num_speculative_tokens": k, **settings}
+    return "--speculative-config", json.dumps(told, separators=(",", ":")), *others
 
 
 def serve_words(model: str, k: int, *further: str) -> tuple[str, ...]:
     """`vllm serve` of a folder or Hub id, with `k` tokens drafted a step, and further words at the
     end.
     """
-    return "vllm", "serve", model, *draft_words(k), *further
+    return "vllm", "serve", model, *draft_words(k, further)
 
 
 def docker_words(model: str, k: int, *further: str, version: str) -> tuple[str, ...]:
@@ -49,7 +102,7 @@ def docker_words(model: str, k: int, *further: str, version: str) -> tuple[str, 
     """
     image = f"{_IMAGE}:v{version.partition('+')[0]}"
     if not Path(model).is_absolute():
-        return *_DOCKER, *_DOWNLOADS, *_SHARED, image, model, *draft_words(k), *further
+        return *_DOCKER, *_DOWNLOADS, *_SHARED, image, model, *draft_words(k, further)
     name = ("--served-model-name", Path(model).name)
     return (
         *_DOCKER,
@@ -59,6 +112,5 @@ def docker_words(model: str, k: int, *further: str, version: str) -> tuple[str, 
         image,
         _IN_IMAGE,
         *name,
-        *draft_words(k),
-        *further,
+        *draft_words(k, further),
     )

@@ -34,7 +34,7 @@ from ..facts.child import Child, environment
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from .room import refuse_options
-from .serve_line import draft_words
+from .serve_line import draft_words, refuse_lossy
 
 TOP_LOGPROBS = 5
 
@@ -267,7 +267,8 @@ def serving(
         port = held.getsockname()[1]
         address = ("--host", _LOOPBACK, "--port", str(port), "--served-model-name", name)
         machine = ("--dtype", "bfloat16", "--enforce-eager") if vllm.build == "cpu" else ()
-        words = ["serve", str(folder), *_WORDS, *draft_words(k), *machine, *address, *extra]
+        further = (*machine, *address, *extra)
+        words = ["serve", str(folder), *_WORDS, *draft_words(k, further)]
         variables = server_environment(vllm, private)
         with (
             started(vllm, words, variables, log=file, grace_seconds=_STOP_SECONDS) as child,
@@ -339,13 +340,15 @@ def started(
 
 
 def refuse_words(where: str, extra: Sequence[str]) -> None:
-    """Refuse words for `vllm serve` that would lock keepmtp out, or that no result may hold.
+    """Refuse words for `vllm serve` that would lock keepmtp out, that no result may hold, or that
+    change the answers.
 
     Raises:
         RecipeError: names the first such word.
     """
     rule = "keepmtp alone talks to its servers; a result holds words, so none may be a secret"
     refuse_options(where, extra, _REFUSED, rule=rule)
+    refuse_lossy(where, extra)
 
 
 def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 culprit's name.
 """
 
-import ast
 import json
 import time
 
@@ -13,14 +12,15 @@ from checkpoint_files import as_source, write
 from good import ours, planned, released, with_scales
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.families import families
+from keepmtp.recipes.family import VLLMName
+from keepmtp.recipes.runtimes.vllm import KNOWN, asked, holds
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import RULES, WITHOUT_FAMILY, check, check_source, examine
 from keepmtp.validate.check.dialects import choose
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
-from real_vllm import VLLM_PYTHON
 from tables import table
 
-LIST = "lib/python3*/site-packages/vllm/model_executor/layers/quantization/__init__.py"
 FINDINGS = table("validate/check/findings")
 
 
@@ -108,22 +108,38 @@ def test_it_is_found_before_anything_is_read(tmp_path):
     assert found.source is None
 
 
-def test_the_lists_are_vllms():
-    assert choose.DEPRECATED < choose.METHODS and set(choose.ALIASES.values()) <= choose.METHODS
-    for source in VLLM_PYTHON.parent.parent.glob(LIST):  # where vLLM is installed
-        body = {
-            target.id: node.value
-            for node in ast.parse(source.read_text()).body
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
-        assert set(_texts(body["QuantizationMethods"])) == choose.METHODS
-        assert set(_texts(body["DEPRECATED_QUANTIZATION_METHODS"])) == choose.DEPRECATED
+BY_VERSION = [  # of modelopt's config, what vLLM builds for `lm_head`: in these versions, and before
+    ({"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, ">=0.33", "plain", "nvfp4_modelopt"),
+    ({"quant_algo": "NVFP4", "ignore": ["lm_head"]}, ">=0.29", "plain", ""),
+    ({"quant_algo": "NVFP4", "ignore": [], "exclude_modules": ["lm_head"]}, ">=9", "", ""),
+    ({"quantized_layers": {"lm_head": {"quant_algo": "IQ2_XS"}}}, ">=0.32", "unknown", "plain"),
+]
 
 
-def _texts(node: ast.AST) -> list[str]:
-    return [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+@pytest.mark.parametrize("version", KNOWN)
+@pytest.mark.parametrize(("given", "versions", "built", "before"), BY_VERSION)
+def test_a_dialect_is_that_of_the_version(given, versions, built, before, version):
+    raw = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", **given}
+    dialect = choose.read_dialect({"quantization_config": raw}, None, vllm=version)
+    found = dialect.resolve(VLLMName("lm_head"), shards=(), kind="head").built.form
+    expected = built if holds(versions, version) else before
+    assert found == (expected or "nvfp4_modelopt")
+
+
+def test_a_family_is_that_of_the_version():
+    for version in KNOWN:
+        before = version != "0.33.0"
+        layouts = families(version)["nemotron_h"].layouts.values()
+        assert {layout.draft_head for layout in layouts} == {"lm_head" if before else ""}
+        block = {row.path: row for row in families(version)["inkling_model"].mtp_block}
+        assert block["input_proj"].loads_quantized != before
+        assert block["transformer_block.attn.wo_ud"].loads_quantized != before
+        assert not block["transformer_block.mlp_norm"].loads_quantized
+
+
+def test_other_names_are_those_of_methods():
+    assert set(choose.ALIASES.values()) <= asked().methods
+    assert asked().deprecated_methods < asked().methods
 
 
 def test_report_as_json(tmp_path):

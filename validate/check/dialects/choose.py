@@ -1,7 +1,7 @@
 """Which dialect a checkpoint's quantization config is written in.
 
 In: config.json, and hf_quant_config.json if there is one. Out: a `Dialect` with one question,
-`resolve(module, shards=..., kind=...)`: what vLLM 0.32 builds for a module, and which entry
+`resolve(module, shards=..., kind=...)`: what a version of vLLM builds for a module, and which entry
 decided.
 
 Easy to get wrong: where the config is. vLLM looks in config.json: for quantization_config, also in
@@ -18,6 +18,7 @@ from ....checkpoints.stored import FLOATS
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName, Part
 from ....recipes.renamer import Renamer, renamer
+from ....recipes.runtimes.vllm import NEWEST, asked, minor
 from ..vllm_module import ConfigEntry, Dialect, UnknownDialect
 from .autoround import read_autoround
 from .compressed_tensors import read_compressed_tensors
@@ -27,41 +28,6 @@ from .matching import OneAnswer, entries_of, plain
 from .modelopt import read_modelopt
 from .quark import read_quark
 
-METHODS = frozenset(
-    {
-        "auto_awq",
-        "auto_gptq",
-        "awq",
-        "awq_marlin",
-        "compressed-tensors",
-        "deepseek_v4_fp8",
-        "experts_int8",
-        "fbgemm_fp8",
-        "fp8",
-        "fp8_per_block",
-        "fp8_per_channel",
-        "fp8_per_tensor",
-        "fp_quant",
-        "gpt_oss_mxfp4",
-        "gptq",
-        "gptq_marlin",
-        "humming",
-        "inc",
-        "int8_per_channel_weight_only",
-        "modelopt",
-        "modelopt_fp4",
-        "modelopt_mixed",
-        "modelopt_mxfp8",
-        "moe_wna16",
-        "mxfp4",
-        "mxfp8",
-        "nvfp4_per_token",
-        "online",
-        "quark",
-        "torchao",
-    }
-)
-DEPRECATED = frozenset({"fbgemm_fp8", "fp_quant"})
 # Names that vLLM reads as another one.
 ALIASES = {"auto-round": "inc", "compressed_tensors": "compressed-tensors"}
 _ELSEWHERE = "Serve it with the engine that it was made for, or quantize the original release"
@@ -77,6 +43,7 @@ def read_dialect(
     hf_quant_config: Mapping[str, Any] | None,
     part: Part = "backbone",
     dtypes: Mapping[HFName, str] = _NO_TENSORS,
+    vllm: str = NEWEST,
 ) -> Dialect:
     """The dialect of a checkpoint.
 
@@ -85,6 +52,7 @@ def read_dialect(
         hf_quant_config: hf_quant_config.json, if there is one.
         part: backbone or mtp; the classes of some drafts have a mapper of their own.
         dtypes: of the tensors on disk; GPTQ and AWQ read from them what is quantized.
+        vllm: the version that reads it.
 
     Raises:
         CheckpointError: a key has another type than vLLM reads, or an entry is no regular
@@ -96,7 +64,7 @@ def read_dialect(
     if raw is None:
         where, raw = HF_QUANT_CONFIG, {"quant_method": "modelopt", **(hf_quant_config or {})}
     try:
-        return _read(raw, config, hf_quant_config or {}, renamer(config, part), dtypes)
+        return _read(raw, config, hf_quant_config or {}, renamer(config, part, vllm), dtypes, vllm)
     except CheckpointError as error:
         raise error.at(where) from error
 
@@ -107,6 +75,7 @@ def _read(
     hf_quant_config: Mapping[str, Any],
     rename: Renamer,
     dtypes: Mapping[HFName, str],
+    vllm: str,
 ) -> Dialect:
     """The dialect of a quantization config, whose file the caller knows."""
     match method := method_of(raw):
@@ -125,7 +94,7 @@ def _read(
         case "quark" if config.get("model_type") != "deepseek_v4":  # it has a class of its own
             return read_quark(raw, rename)
     if method.startswith("modelopt") or method == "mxfp8":
-        return read_modelopt(raw, hf_quant_config, rename)
+        return read_modelopt(raw, hf_quant_config, rename, vllm)
     return read_unknown(method or "quantization_config without quant_method", raw)
 
 
@@ -180,31 +149,35 @@ def method_of(raw: Mapping[str, Any]) -> str:
     return ALIASES.get(method, method)
 
 
-def unloadable(config: Mapping[str, Any], found: Mapping[str, Any] | None) -> Unloadable | None:
+def unloadable(
+    config: Mapping[str, Any], found: Mapping[str, Any] | None, vllm: str = NEWEST
+) -> Unloadable | None:
     """Why vLLM has nothing to load this with, if it has not.
 
     Args:
         config: config.json.
         found: its quantization config, wherever vLLM finds it.
+        vllm: the version.
     """
+    methods, name = asked(vllm), f"vLLM {minor(vllm)}"
     method = method_of(found or {})
     given = config.get("quantization")
     if not method and isinstance(given, Mapping) and "bits" in given and "group_size" in given:
         says = (
-            "is MLX's key, which vLLM 0.32 does not read: it builds a plain model and raises on "
+            f"is MLX's key, which {name} does not read: it builds a plain model and raises on "
             "the packed weights"
         )
         return Unloadable("config.json: quantization", says, _ELSEWHERE)
     says, cure = "", _ELSEWHERE
-    if method in DEPRECATED:
+    if method in methods.deprecated_methods:
         says = (
-            f"is {method}, which vLLM 0.32 refuses as deprecated unless "
+            f"is {method}, which {name} refuses as deprecated unless "
             "--allow-deprecated-quantization is set"
         )
         cure = f"Set that option, or {_LOWER}"
-    elif method and method not in METHODS:
+    elif method and method not in methods.methods:
         says = (
-            f"is {method}, which vLLM 0.32 does not have: it raises ValueError 'Unknown "
+            f"is {method}, which {name} does not have: it raises ValueError 'Unknown "
             f"quantization method: {method}'"
         )
     if method == "bitsandbytes":

@@ -23,6 +23,7 @@ from typing import Any
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ....recipes.runtimes.sglang import excluding_entry
+from ....recipes.runtimes.vllm import holds
 from ...facts.findings import Runtime
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
 from .given import ModelOptGiven, ModelOptInner, read_given
@@ -40,6 +41,9 @@ _BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
 _FOUR_BITS = ("NVFP4", "W4A16_NVFP4")
 _OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *_FOUR_BITS, "MXFP8")
 ALGORITHMS = (*_OF_MODULES, _MIXED)
+_CODECS = ("IQ2_XS", "IQ2_XXS", "Q8_0")
+# Versions of vLLM with these codecs, and those that read either key of config.json's own form.
+_HAS_CODECS, _EITHER_KEY = ">=0.32", ">=0.33"
 # What one algorithm of all modules, or one of a module in MIXED_PRECISION, is for others than
 # linear modules of vLLM.
 _OF_ONE = {"FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "FP8"}
@@ -68,6 +72,8 @@ class ModelOpt:
         quantized_layers: module -> quant_algo, for MIXED_PRECISION.
         group_size: of NVFP4.
         name: the server's name for its reader.
+        codecs: algorithms of blocks that are packed as GGML's, whose tensors the check does not
+            know.
     """
 
     algorithm: str
@@ -78,6 +84,7 @@ class ModelOpt:
     block: int = 128
     runtime: Runtime = "vllm"
     name: str = "modelopt"
+    codecs: tuple[str, ...] = ()
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for
@@ -107,7 +114,8 @@ class ModelOpt:
         if is_experts or not is_vllm:
             algorithm = _OF_MIXED.get(algorithm, algorithm)
         built = modelopt_built(algorithm, self.group_size, self.block)
-        is_plain = built == UNKNOWN and not (is_vllm and is_experts)
+        is_known = is_vllm and (is_experts or algorithm in self.codecs)
+        is_plain = built == UNKNOWN and not is_known
         return Resolution(built=PLAIN if is_plain else built, entry=entry)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
@@ -149,10 +157,10 @@ class ModelOpt:
 
 
 def read_modelopt(
-    raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer
+    raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer, vllm: str
 ) -> ModelOpt | UnknownDialect:
-    """The config as vLLM reads it: in the form of config.json, or under `quantization` as in
-    hf_quant_config.json.
+    """The config as a version of vLLM reads it: in the form of config.json, or under `quantization`
+    as in hf_quant_config.json.
 
     Raises:
         CheckpointError: a key has another type than vLLM reads.
@@ -161,11 +169,10 @@ def read_modelopt(
         raw = {"quant_method": "modelopt", **hf_quant_config}
     given = read_given(ModelOptGiven, raw)
     holder = given.quantization or given
-    listed = (
-        (holder.exclude_modules if given.quantization else holder.ignore)
-        or holder.ignored_layers
-        or ()
-    )
+    listed = holder.exclude_modules if given.quantization else holder.ignore
+    if listed is None and holds(_EITHER_KEY, vllm):
+        listed = holder.exclude_modules
+    listed = listed or holder.ignored_layers or ()
     algorithm = (holder.quant_algo or ("MXFP8" if given.quant_method == "mxfp8" else "")).upper()
     groups = (given.config_groups or {}).values()
     if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
@@ -182,6 +189,7 @@ def read_modelopt(
         group_size=holder.group_size or 16,
         entries=tuple(excluded),
         block=min(_block_sizes(holder), default=128),
+        codecs=_CODECS if holds(_HAS_CODECS, vllm) else (),
     )
 
 
