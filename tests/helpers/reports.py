@@ -84,6 +84,7 @@ def account(
     )
     parts = {"cls": "Glm4MoeMTP", "num_written": 1310, "shared": SHARED, "kernels": kernels[1:]}
     load = DryLoad(
+        vllm=VLLM,
         gpu=gpu,
         tp=tp,
         k=1,
@@ -325,7 +326,7 @@ def judged(
 
 def loaded(*accounts: LoadAccount, before: Source | None = None, **measured: Any) -> FullReport:
     """A real static check, with these dry loads and a warning."""
-    checked = with_loads(examine(MODEL), accounts, VLLM)
+    checked = with_loads(examine(MODEL), accounts)
     warned = checked.data.model_copy(update={"findings": (*checked.data.findings, WARNED)})
     return judged(check_data(warned, opened=checked.source, source=before), **measured)
 

@@ -73,7 +73,9 @@ def judged(silent, tmp_path_factory) -> dict[str, CheckData]:
     folders = {"silent": silent} | {
         name: write(place / name, checkpoint) for name, checkpoint in made.items()
     }
-    found = check_on([str(folder) for folder in folders.values()], vllm=find_vllm(), gpus=["sm100"])
+    found = check_on(
+        [str(folder) for folder in folders.values()], vllms=[find_vllm()], gpus=["sm100"]
+    )
     return {name: checked.data for name, checked in zip(folders, found, strict=True)}
 
 
@@ -117,7 +119,7 @@ def test_a_repository_is_judged_by_range_requests(good, serve_hub):
     """The verdict of the folder; of the weights' files nothing but the beginning is asked for."""
     requests = serve_hub(good)
     [(remote, *_), (local, *_)] = check_on(
-        ["org/model", str(good)], vllm=find_vllm(), gpus=["sm100"]
+        ["org/model", str(good)], vllms=[find_vllm()], gpus=["sm100"]
     )
     assert (
         remote.ok
@@ -140,11 +142,11 @@ def assistant(tmp_path_factory) -> tuple[Path, Path]:
 def test_a_draft_of_its_own_is_loaded_beside_its_target(assistant, tmp_path):
     """And its twin, which lost a tensor, is told by its own names."""
     target, draft = assistant
-    [(report, *_)] = check_on([str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
+    [(report, *_)] = check_on([str(target)], vllms=[find_vllm()], gpus=["sm100"], draft=str(draft))
     assert report.ok, report.findings
     assert report.dry[0].draft.cls == "Gemma4MTP" and report.dry[0].draft.num_written > 10
     alone, again = check_on(
-        [str(draft), str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft)
+        [str(draft), str(target)], vllms=[find_vllm()], gpus=["sm100"], draft=str(draft)
     )
     assert isinstance(alone.refusal, RecipeError) and "--draft" in alone.refusal.cure
     assert again.refusal is None and again.data.ok, "a refusal does not end the batch"
@@ -152,7 +154,7 @@ def test_a_draft_of_its_own_is_loaded_beside_its_target(assistant, tmp_path):
     lost = "model.layers.1.self_attn.q_proj.weight"
     kept = {name: spec for name, spec in tensors.items() if name != lost}
     draft = write_checkpoint(tmp_path / "assistant", config, kept)
-    [(report, *_)] = check_on([str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
+    [(report, *_)] = check_on([str(target)], vllms=[find_vllm()], gpus=["sm100"], draft=str(draft))
     assert any(lost in f"{each.where} {each.says}" for each in report.findings) and not report.ok
 
 

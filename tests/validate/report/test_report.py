@@ -170,7 +170,7 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(pages, tmp_path):
     for full in pages.values():
         path = write_json(tmp_path / "deep" / "folder", full)
         assert read_json(path) == full
-        assert json.loads(path.read_text())["schema"] == 6
+        assert json.loads(path.read_text())["schema"] == 7
         assert list(path.parent.iterdir()) == [path], "nothing partial is left"
     assert render(read_json(path)) == render(full)
 
@@ -203,8 +203,8 @@ def test_a_field_that_went_is_passed_over():
 @pytest.mark.parametrize(
     ("written", "other", "says"),
     [
-        ('"schema": 6', '"schema": 5', "schema"),
-        ('"schema": 6', '"schema": 6, "colour": "red"', "colour"),
+        ('"schema": 7', '"schema": 6', "schema"),
+        ('"schema": 7', '"schema": 7, "colour": "red"', "colour"),
         ('"verdict": {', '"sentence": {', "verdict"),
     ],
 )
