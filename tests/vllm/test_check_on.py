@@ -14,6 +14,7 @@ from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.dryload.versions import chosen_vllms
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.vllm_env import find_vllm
 from printed import printed
@@ -189,3 +190,34 @@ def test_a_vllm_that_cannot_pretend_is_told_with_its_last_words(good, tmp_path):
         DryLoader(replace(find_vllm(), python=script), gpu="sm100") as loader,
     ):
         loader.load_all([Job(folder=good)])
+
+
+def test_a_version_that_does_not_start_is_told_and_the_others_judge(good, tmp_path):
+    """Its own `vllm` is imported over the environment's packages, by the name that it has."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(
+        "import importlib.metadata as m\nimport torch\n"
+        "raise ImportError(f'{m.version(\"vllm\")} wants another torch than {torch.__version__}')\n"
+    )
+    own = find_vllm()
+    broken = replace(own, site=tmp_path, version="9.9.9")
+    with pytest.raises(VLLMError) as caught:
+        list(check_on([str(good)], vllms=[broken], gpus=["sm100"]))
+    said = str(caught.value)
+    assert f"ImportError: 9.9.9 wants another torch than {own.torch}" in said
+    assert str(own.python) in said and "set VLLM_PYTHON to one made for vLLM 9.9.9" in said
+    assert not list(tmp_path.rglob("__pycache__")), "nothing is written into a folder of others"
+    (checked,) = check_on([str(good)], vllms=[broken, own], gpus=["sm100"])
+    assert [load.vllm for load in checked.data.dry] == [own.version] and checked.data.ok
+    assert [str(error) for error in checked.unjudged] == [said]
+
+
+def test_an_installed_vllm_as_a_folder_says_the_same(good):
+    """The site is that of the environment: verdict and kernels are those of the environment."""
+    own = find_vllm()
+    (place,) = own.python.parent.parent.glob("lib/python*/site-packages")
+    site = chosen_vllms([str(place)], own)
+    assert [each.version for each in site] == [own.version] and site[0].site == place
+    (checked,) = check_on([str(good)], vllms=[*site, own], gpus=["sm100"])
+    first, second = checked.data.dry
+    assert first.ok and (first.target, first.draft) == (second.target, second.draft)

@@ -143,7 +143,7 @@ class DryLoader:
                 raise VLLMError(
                     self._vllm.python,
                     f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}",
-                    got=self._last_words() or got,
+                    got=self._last_words().rpartition(" | ")[2] or got,
                     cure=cure,
                 )
             answer = _Answer.model_validate_json(line)

@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -82,8 +83,7 @@ def chosen_vllms(
         parts = [word] if os.path.exists(word) else word.split(",")
         for part in filter(None, (part.strip() for part in parts)):
             named += KNOWN if part == "all" else [part]
-    found = [_vllm(word, own, progress) for word in dict.fromkeys(named)]
-    return found or [own]
+    return list(dict.fromkeys(_vllm(word, own, progress) for word in named)) or [own]
 
 
 def _vllm(word: str, own: VLLM, progress: Callable[[str], None]) -> VLLM:
@@ -219,7 +219,7 @@ def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
                 raise VLLMError(wheel, rule, got="no vllm/ in it", cure=cure)
             packed.extractall(whole, names)
             told = HeaderParser().parsestr(packed.read(about[0]).decode())
-    except (zipfile.BadZipFile, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise VLLMError(wheel, "must be a whole wheel", got=str(error), cure=cure) from error
     with wheel.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
