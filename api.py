@@ -164,6 +164,7 @@ def check(
     tps: Sequence[int] = (1,),
     num_drafts: int = 1,
     draft: str = "",
+    vllms: Sequence[str] = (),
     values: "Level | None" = None,
     source: str | Path | None = None,
     runtimes: "Sequence[Runtime]" = ("vllm",),
@@ -178,6 +179,8 @@ def check(
         tps: tensor-parallel sizes of the dry loads.
         num_drafts: num_speculative_tokens of the dry loads.
         draft: folder or Hub id of a draft that has a checkpoint of its own.
+        vllms: versions of the dry loads, "all", or folders and wheels with a vLLM; default the
+            environment's.
         values: what is read of the tensors: "scalars", "scales", "unpacked" or "all". Needs the
             `quantize` extra.
         source: with `values`, the release as a folder or a Hub id; weights are compared with it.
@@ -188,7 +191,7 @@ def check(
     Raises:
         KeepMTPError: there is nothing to judge. Files that are broken are findings.
     """
-    loads = {"gpus": gpus, "tps": tps, "num_drafts": num_drafts, "draft": draft}
+    loads = {"gpus": gpus, "tps": tps, "num_drafts": num_drafts, "draft": draft, "vllms": vllms}
     (checked,) = check_all([where], **loads, runtimes=runtimes)
     if checked.refusal is not None:
         raise checked.refusal
@@ -209,15 +212,14 @@ def check_all(
     tps: Sequence[int] = (1,),
     num_drafts: int = 1,
     draft: str = "",
-    any_vllm: bool = False,
+    vllms: Sequence[str] = (),
     runtimes: "Sequence[Runtime]" = ("vllm",),
     progress: Callable[[str], None] | None = None,
 ) -> "Iterator[Checked]":
     """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of
     them.
 
-    `any_vllm` also takes a vLLM that keepmtp was not tested with. Dry loads (`gpus`) are vLLM's
-    alone. `progress` is called with what is done now.
+    `progress` is called with what is done now.
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
@@ -228,17 +230,19 @@ def check_all(
         yield from (_with_commands(examine(path, runtimes=runtimes)) for path in paths)
         return
     from .validate.dryload.check_on import check_on
+    from .validate.dryload.versions import chosen_vllms
     from .validate.facts.vllm_env import find_vllm
 
+    progress = progress or (lambda doing: None)
     loaded = check_on(
         paths,
-        vllm=find_vllm(any_version=any_vllm),
+        vllms=chosen_vllms(vllms, find_vllm(), progress=progress),
         gpus=gpus,
         tps=tps,
         num_drafts=num_drafts,
         draft=draft,
         runtimes=runtimes,
-        progress=progress or (lambda doing: None),
+        progress=progress,
     )
     yield from map(_with_commands, loaded)
 

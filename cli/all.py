@@ -26,7 +26,6 @@ from ..recipes.extras import require_extra
 from ..validate.facts.child import Child, environment
 from .exits import TOO_LITTLE
 from .options import (
-    AnyVLLMOption,
     AtLeastOne,
     DryRunOption,
     GpusOption,
@@ -57,7 +56,6 @@ def everything(
     serving: Annotated[bool, typer.Option("--serve-check/--no-serve-check")] = True,
     text: Path | None = None,
     run_model_code: ModelCodeOption = False,
-    any_vllm: AnyVLLMOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.
@@ -99,13 +97,13 @@ def everything(
     is_made = out.exists() and not is_empty(out)
     gates, source, place = recipe.gates, choices.source, str(out)
     for_vllm = ["--", *extra] * bool(extra)
-    served = [place, *option_words(source=source, any_vllm=any_vllm)]
+    served = [place, *option_words(source=source)]
     of_k, runs_code = option_words(k=k), option_words(run_model_code=run_model_code)
     stations: dict[str, list[str]] = {}
     if not is_made:
         decided = asdict(choices)
         stations["quantize"] = [decided.pop("model"), *option_words(**decided, out=out)]
-    pretended = option_words(gpu=gpus or ["sm90", "sm100"], tp=tps, k=k, any_vllm=any_vllm)
+    pretended = option_words(gpu=gpus or ["sm90", "sm100"], tp=tps, k=k)
     stations["check"] = [place, "--record", *pretended]
     if serving:
         stations["serve-check"] = [*served, *of_k, *for_vllm]
@@ -114,7 +112,7 @@ def everything(
         text_file(text, recipe.model)
         stations["closeness"] = [*served, *option_words(text=text), *for_vllm]
     if gates.min_speedup is not None:
-        ks = option_words(any_vllm=any_vllm, k=k and f"0..{k}")
+        ks = option_words(k=k and f"0..{k}")
         stations["bench"] = [place, *ks, *for_vllm]
         stations["gate"] = [place]
     # The source's folder, whose card says what license it has; a repository's is not read.
@@ -128,7 +126,7 @@ def everything(
             sys.stdout.write(f"keepmtp {printable(shlex.join([name, *words]))}\n")
         return
     require_extra("keepmtp all", "evaluate")
-    vllm, err = chosen_vllm(any_vllm=any_vllm), Console(stderr=True)
+    vllm, err = chosen_vllm(), Console(stderr=True)
     if is_made:
         tidy(out, keep_calibration=False)
         say(err, "quantize: done before", "dim")

@@ -15,13 +15,12 @@ import typer
 from rich.console import Console
 
 from ..recipes.errors import RecipeError, did_you_mean
-from ..validate.facts.vllm_env import TESTED
 from . import exits, findings
 from .options import (
-    AnyVLLMOption,
     GpusOption,
     JsonOption,
     TpsOption,
+    VLLMsOption,
     chosen_gpus,
     chosen_vllm,
 )
@@ -42,6 +41,7 @@ def check(
     tps: TpsOption = None,
     num_drafts: Annotated[int, typer.Option("-k", min=1)] = 1,
     draft: str = "",
+    vllms: VLLMsOption = None,
     runtimes: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,7 +56,6 @@ def check(
         Literal["scales", "scalars", "all"] | None, typer.Option(metavar="[LEVEL]")
     ] = None,
     source: str | None = None,
-    any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft
@@ -67,6 +66,8 @@ def check(
     Each finding says what will happen at serve time and what to do about it. With --gpu, vLLM's own
     target and draft classes and loaders judge too, on meta tensors for a GPU that need not be
     there: every parameter must be written, every tensor used, and each layer must get a kernel.
+    With --vllm, other versions load it: their Python is fetched once, and runs over the installed
+    packages.
 
     A model that has no MTP block is judged in part: its packed weights, layers and index, but no
     names of vLLM's.
@@ -75,8 +76,8 @@ def check(
     which names that class asks the quantization config, and what it builds for each answer. With
     both, a checkpoint must please both.
 
-    Exit status 1 if any checkpoint has an error, 2 if there is nothing to judge at one of the
-    places. The others are judged all the same.
+    Exit status 1 if any checkpoint has an error, on any of the versions, 2 if there is nothing to
+    judge at one of the places, or a version does not start. The others are judged all the same.
 
     With --values, bytes are read too: values that are infinite, zero or negative where none may be,
     scales of fused modules that disagree, matrices and norms that are empty. With --source, weights
@@ -91,6 +92,8 @@ def check(
 
     Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm100 --record`
 
+    Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm90 --vllm 0.29.0,0.33.0`
+
     Example: `keepmtp check zai-org/GLM-4.7-FP8 --runtime vllm --runtime sglang`
 
     Args:
@@ -98,6 +101,8 @@ def check(
         gpus: Also let vLLM load it, on a pretended H100 (sm90), sm89, sm100, sm120; repeatable.
         num_drafts: num_speculative_tokens.
         draft: The draft's own checkpoint, where it has one.
+        vllms: Versions that load it: 0.29.0,0.33.0, `all`, or a folder or wheel with a vLLM;
+            repeatable. Default: the installed one.
         static_only: No vLLM, whatever --gpu says.
         html: Also write report.json and report.html there.
         record: Keep what is found, and of which bytes, in PATH.report: for the checkpoint's report
@@ -112,8 +117,8 @@ def check(
     err, is_dry = Console(stderr=True), bool(gpus) and not static_only
     servers = _chosen_runtimes(runtimes)
     rule = got = cure = ""
-    if not gpus and not static_only and (tps or num_drafts != 1 or draft):
-        rule, got = "--tp, -k and --draft need a GPU to pretend", "no --gpu"
+    if not gpus and not static_only and (tps or num_drafts != 1 or draft or vllms):
+        rule, got = "--tp, -k, --draft and --vllm need a GPU to pretend", "no --gpu"
         cure = "Add --gpu sm100"
     elif is_dry and "vllm" not in servers:
         rule, got = "--gpu lets vLLM load it", f"--runtime {servers[0]} alone"
@@ -129,8 +134,9 @@ def check(
     loads: dict[str, Any] = {"runtimes": servers}
     if is_dry:
         loads |= {"gpus": chosen_gpus(gpus or []), "tps": tps or [1], "num_drafts": num_drafts}
-        loads |= {"draft": draft, "any_vllm": any_vllm}
-        chosen_vllm(any_vllm=any_vllm)
+        loads |= {"draft": draft, "vllms": vllms or ()}
+        if not vllms:
+            chosen_vllm()
     keep, status = None, 0
     if record:
         keep = recorder(paths, err)
@@ -148,13 +154,16 @@ def check(
                 continue
             if not as_json:
                 findings.show(Console(), data, servers=servers)
+            for error in checked.unjudged:
+                exits.say_refusal(error)
+                status = exits.REFUSAL
             if not data.ok:
                 status = max(status, exits.FINDINGS)
             if html is not None:
                 folder = html
                 if len(paths) > 1:
                     folder = html / f"{number}-{Path(data.path).name}"
-                page = save(folder, data, vllm=TESTED[0], opened=checked.source)
+                page = save(folder, data, vllm=data.judged_by, opened=checked.source)
                 say(err, f"report: {page}")
             if keep is not None:
                 say(err, f"recorded: {keep(checked)}")
@@ -197,6 +206,8 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
 
 def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dict[str, Any]:
     """What `keepmtp check --json` prints of one checkpoint."""
+    from ..validate.facts.dry_load import cured_in, serving
+
     found = []
     for finding in data.findings:
         cure = findings.with_path(finding.cure, data.path)
@@ -219,15 +230,22 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dic
                 "kernels": [kernel.model_dump() for kernel in model.kernels],
             }
         told = {
+            "vllm": load.vllm,
             "gpu": load.gpu,
             "tp": load.tp,
             "num_drafts": load.k,
             "loads": load.failure is None,
             "failure": load.failure and load.failure.model_dump(),
+            "ok": load.ok,
+            "error": load.error,
+            "defect": load.defect,
+            "cured_in": "" if load.ok else cured_in(load, data.dry),
             "runner": load.runner,
             **models,
             "seconds": load.seconds,
             "peak_mib": load.peak_mib,
         }
         printed.setdefault("dry", []).append(told)
+    if accounts:
+        printed["oldest_vllm"] = next(iter(serving(data.dry)), "")
     return printed

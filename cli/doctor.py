@@ -5,8 +5,8 @@ In: this Python's package metadata, vLLM's environment, the machine. Out: tables
 heavy is imported.
 
 Easy to get wrong: what is not installed is not broken, because planning and checking need no torch
-and no vLLM. What somebody chose and cannot work is broken: a VLLM_PYTHON without vLLM, a vLLM
-outside the supported range. The doctor finds a token and never shows it.
+and no vLLM. What somebody chose and cannot work is broken: a VLLM_PYTHON without vLLM.
+The doctor finds a token and never shows it.
 """
 
 import os
@@ -23,6 +23,7 @@ from rich.text import Text
 from .. import __version__
 from ..recipes.errors import VLLMError, printable
 from ..recipes.extras import install_command, missing, requirements
+from ..recipes.runtimes.vllm import KNOWN
 from ..validate.facts import vllm_env
 from .options import JsonOption
 from .tables import answer
@@ -50,7 +51,7 @@ def diagnose() -> dict[str, Any]:
     """Look at this machine; asks vLLM's Python for versions, a second at most.
 
     Returns: the form of `keepmtp doctor --json`. A package that is not installed has the version
-    ""; `vllm` is of any version, None if there is none, and `no_vllm` the refusal if it cannot be
+    ""; `vllm` is None if there is none, and `no_vllm` the refusal if it cannot be
     used; `token` says where one of the Hub was found, "" if nowhere; `broken` has a sentence for
     what was chosen and cannot work.
     """
@@ -65,8 +66,7 @@ def diagnose() -> dict[str, Any]:
                 packages[needed.name] = ""
     vllm, no_vllm, is_broken = None, "", False
     try:
-        vllm = vllm_env.find_vllm(any_version=True)
-        vllm_env.find_vllm()
+        vllm = vllm_env.find_vllm()
     except VLLMError as error:
         # The refusal is about "vllm" where none was named and none is in its usual place: not
         # installed, not broken.
@@ -90,7 +90,7 @@ def diagnose() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "packages": packages,
         "vllm": vllm and vllm.as_dict(),
-        "supported_vllm": {"range": f"{vllm_env.SUPPORTED}.*", "tested": list(vllm_env.TESTED)},
+        "known_vllm": {"read": list(KNOWN), "tested": list(vllm_env.TESTED)},
         "no_vllm": no_vllm,
         "gpus": [asdict(gpu) for gpu in gpus],
         "cpu": cpu,
@@ -140,12 +140,13 @@ def _parts(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     """What was found, and what can be done with it: a row on a line, so that paths and commands
     stay whole.
     """
-    supported = f"supported: {vllm_env.SUPPORTED}.*, tested: {', '.join(vllm_env.TESTED)}"
+    known = f"known: {KNOWN[0]} to {KNOWN[-1]}, "
+    known += f"served in tests: {', '.join(vllm_env.TESTED)}"
     rows = {"keepmtp": found["keepmtp"], "Python": found["python"]}
     rows |= {name: number or "not installed" for name, number in found["packages"].items()}
-    rows["vLLM"] = f"none ({supported})"
+    rows["vLLM"] = f"none ({known})"
     if vllm := found["vllm"]:
-        rows["vLLM"] = f"{vllm['version']}, {vllm['build'].upper()} build ({supported})"
+        rows["vLLM"] = f"{vllm['version']}, {vllm['build'].upper()} build ({known})"
         for name in ("python", "torch", "transformers", "compressed_tensors"):
             rows[f"  {name.replace('_', '-')} of vLLM"] = vllm[name] or "not installed"
     rows["Hub token"] = "none"

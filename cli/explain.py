@@ -22,7 +22,7 @@ from rich.text import Text
 from ..recipes.errors import RecipeError, printable
 from . import exits
 from .findings import with_path, wrapped
-from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm
+from .options import JsonOption, chosen_gpus
 from .tables import answer, by_reason, counted, table
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ def explain(
     path: Annotated[str | None, typer.Argument()] = None,
     log: str | None = None,
     gpu: str | None = None,
-    any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log says of
@@ -84,9 +83,7 @@ def explain(
     checked = None
     if path is not None:
         gpus = chosen_gpus([gpu] if gpu else [])
-        if gpus:
-            chosen_vllm(any_vllm=any_vllm)
-        (checked,) = api.check_all([path], gpus=gpus, any_vllm=any_vllm)
+        (checked,) = api.check_all([path], gpus=gpus)
         checked.readable()
     found = explanation_of(checked, _log(log) if log is not None else None)
     status = exits.FINDINGS * (not found.is_explained)

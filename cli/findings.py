@@ -14,6 +14,7 @@ config.json has them. A command names this checkpoint, where the rule could only
 will happen is wrapped, between words, and in a pipe not even that.
 """
 
+import io
 import json
 import re
 import shlex
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..recipes.errors import printable, shortened
-from .tables import counted, say
+from .tables import counted, say, table
 
 if TYPE_CHECKING:
     from ..validate.facts.dry_load import DryLoad, LoadedModel
@@ -63,12 +64,7 @@ def show(
     for finding in found.findings:
         lines += [*_block(console, finding, with_path(finding.cure, path)), ""]
     if found.dry:
-        lines.append(
-            Text("dry load: vLLM's own classes and loaders on meta tensors", style="italic")
-        )
-        for load in found.dry:
-            lines += _dry_load(load, found.facts)
-        lines.append("")
+        lines += _dry_loads(console, found)
     elif found.facts.mtp_layers_follow_k:
         lines.append(
             "vLLM builds an MTP layer for each drafted token: -k up to "
@@ -120,7 +116,6 @@ def _block(console: Console, finding: "Finding", cure: str) -> Iterator[str | Te
 
 def _verdict(found: "CheckData", servers: "Sequence[Runtime]") -> Text:
     from ..recipes.runtimes.sglang import VERSION
-    from ..validate.facts.vllm_env import SUPPORTED
 
     counts = Counter(finding.severity for finding in found.findings)
     words = (
@@ -133,9 +128,28 @@ def _verdict(found: "CheckData", servers: "Sequence[Runtime]") -> Text:
         if any(finding.rule == "family" for finding in found.findings):
             verdict = ("check passed in part", "green")
     if tuple(servers) != ("vllm",):
-        names = {"vllm": f"vLLM {SUPPORTED}", "sglang": f"SGLang {VERSION} (not run)"}
+        names = {"vllm": f"vLLM {found.judged_by}", "sglang": f"SGLang {VERSION} (not run)"}
         words += f"; judged for {', '.join(names[each] for each in servers)}"
     return Text.assemble(verdict, f" {printable(found.path)}: {words}")
+
+
+def _dry_loads(console: Console, found: "CheckData") -> Iterator[str | Text]:
+    """What one vLLM did on each GPU; of several a row each."""
+    from ..validate.facts import dry_load
+
+    by_version = dry_load.by_version(found.dry)
+    whose = f"{dry_load.listed(by_version)}'s own classes and loaders on meta tensors"
+    yield Text(f"dry load: vLLM {whose}", style="italic")
+    if len(by_version) == 1:
+        for load in found.dry:
+            yield from _dry_load(load, found.facts)
+    else:
+        drawn = io.StringIO()
+        rows = table("", dry_load.VERSION_COLUMNS, dry_load.version_rows(found.dry))
+        Console(file=drawn, width=min(console.width, _WIDEST)).print(rows)
+        yield from (line.rstrip() for line in drawn.getvalue().splitlines() if line.strip())
+        yield f"vLLM {dry_load.versions_in_short(found.dry)}"
+    yield ""
 
 
 def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> Iterator[str | Text]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..validate.facts.vllm_env import TIMEOUT_SECONDS
-from .options import AnyVLLMOption, JsonOption, chosen_vllm, refuse_stray_words
+from .options import JsonOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, downloaded
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ class ServeOptions:
 
     path: str
     timeout: Annotated[float, typer.Option(min=1)] = TIMEOUT_SECONDS
-    any_vllm: AnyVLLMOption = False
     out: Path | None = None
     as_json: JsonOption = False
 
@@ -106,7 +105,7 @@ class Session:
         from ..validate.measure.room import refuse_no_room
         from ..validate.measure.serve_line import refuse_settings
 
-        vllm = chosen_vllm(any_vllm=self.options.any_vllm)
+        vllm = chosen_vllm()
         refuse_settings(self.extra, vllm.version)
         if (
             vllm.build == "cpu"

@@ -23,7 +23,7 @@ from ..recipes.errors import RecipeError, size_in_words
 from ..recipes.extras import require_extra
 from . import exits, findings
 from .check import check_json
-from .options import AnyVLLMOption, DryRunOption, GpusOption, JsonOption, chosen_gpus
+from .options import DryRunOption, GpusOption, JsonOption, chosen_gpus
 from .progress import bytes_bar, spinner
 from .tables import answer, print_json, say
 
@@ -54,7 +54,6 @@ class Ending:
 
     gpus: GpusOption = None
     static_only: bool = False
-    any_vllm: AnyVLLMOption = False
 
     def judge(self, out: Path, doing: Callable[[str], None]) -> "Judged":
         """Check and load a new folder."""
@@ -62,7 +61,7 @@ class Ending:
 
         gpus = () if self.static_only else tuple(chosen_gpus(self.gpus or [])) or GPUS
         with exits.judging(out):
-            return judge(out, gpus=gpus, any_vllm=self.any_vllm, progress=doing)
+            return judge(out, gpus=gpus, progress=doing)
 
 
 def fix(

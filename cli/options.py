@@ -65,13 +65,7 @@ ModelCodeOption = Annotated[
         "rights without it.",
     ),
 ]
-AnyVLLMOption = Annotated[
-    bool,
-    typer.Option(
-        "--any-vllm",
-        help="Also run a vLLM that keepmtp was not tested with. Its version is in every result.",
-    ),
-]
+VLLMsOption = Annotated[list[str] | None, typer.Option("--vllm", metavar="VERSIONS")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,19 +144,20 @@ def refuse_stray_words(verb: str, words: Sequence[str]) -> None:
         )
 
 
-def chosen_vllm(*, any_vllm: bool) -> "VLLM":
-    """The vLLM of this machine; one that keepmtp was not tested with is named on standard error.
+def chosen_vllm() -> "VLLM":
+    """The vLLM of this machine; one whose source no rule was read from is named on standard error.
 
     Raises:
-        VLLMError: there is none, or it is another version and `any_vllm` is false.
+        VLLMError: there is none.
     """
-    from ..validate.facts.vllm_env import SUPPORTED, find_vllm, is_supported
+    from ..recipes.runtimes.vllm import KNOWN, is_known
+    from ..validate.facts.vllm_env import find_vllm
 
-    vllm = find_vllm(any_version=any_vllm)
-    if not is_supported(vllm.version):
+    vllm = find_vllm()
+    if not is_known(vllm.version):
         says = (
-            f"vLLM {vllm.version}: keepmtp's rules were read from {SUPPORTED}. What is "
-            "measured is this version's."
+            f"vLLM {vllm.version}: keepmtp's rules were read from {KNOWN[0]} to {KNOWN[-1]}. What "
+            "is measured is this version's."
         )
         sys.stderr.write(f"warning: {says}\n")
     return vllm

@@ -192,7 +192,6 @@ def recorder(paths: list[str], err: Console) -> "Callable[[Checked], Path]":
     from ..checkpoints.source import open_source
     from ..checkpoints.source_of import folder_it_was_made_from
     from ..validate.facts.results import report_folder, write_result
-    from ..validate.facts.vllm_env import TESTED
     from ..validate.report import report as reports
     from ..validate.report.check_data import check_data
 
@@ -211,7 +210,7 @@ def recorder(paths: list[str], err: Console) -> "Callable[[Checked], Path]":
         made_from = folder_it_was_made_from(checkpoint)
         source = made_from and open_source(str(made_from))
         data = check_data(checked.data, opened=checked.source, source=source)
-        write_result(folder, "check", data, checkpoint=identity, vllm=TESTED[0])
+        write_result(folder, "check", data, checkpoint=identity, vllm=data.judged_by)
         reports.refresh(folder)
         return folder / reports.JSON_FILE
 

@@ -23,7 +23,6 @@ from ..recipes.errors import GateError, RecipeError, VLLMError
 from . import exits
 from .findings import with_path
 from .options import (
-    AnyVLLMOption,
     GpusOption,
     JsonOption,
     chosen_gpus,
@@ -54,7 +53,6 @@ def serve(
     log: Path | None = None,
     every: Annotated[float, typer.Option(min=1)] = 30.0,
     dry_run: bool = False,
-    any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched until
@@ -100,7 +98,7 @@ def serve(
         foreground.refuse_taken(address)
     opened, num_mtp_layers = _checked(path, err)
     try:
-        vllm = chosen_vllm(any_vllm=any_vllm)
+        vllm = chosen_vllm()
     except VLLMError:
         if gpus or not dry_run:
             raise
@@ -119,7 +117,6 @@ def serve(
                 gpus=chosen_gpus(gpus),
                 tps=[size],
                 num_drafts=max(1, best.k),
-                any_vllm=any_vllm,
                 progress=doing,
             )
             _refuse_errors(path, loaded)
@@ -140,6 +137,8 @@ def serve(
     listens = ("--host", host, "--port", str(port))
     words = serve_words(str(local.folder), best.k, *listens, *named, *machine, *extra)
     say(err, f"k={best.k}: {best.why}")
+    if best.versions:
+        say(err, f"vLLM {vllm.version}; {best.versions}")
     say(err, shlex.join(words))
     expected = None
     if best.measured:
@@ -249,9 +248,11 @@ def print_commands(
     line = serve_words(opened.where, best.k, *further)
     docker = docker_words(model, best.k, *further, version=TESTED[0])
     told = {"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker}
-    answer(
-        told, [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)], as_json=as_json
-    )
+    lines = [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)]
+    if best.versions:
+        told |= {"versions": best.versions}
+        lines.insert(1, f"# vLLM: {best.versions}")
+    answer(told, lines, as_json=as_json)
 
 
 def _failure(life: "ServerLife", log: Path | None) -> VLLMError:

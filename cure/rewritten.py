@@ -215,7 +215,6 @@ def judge(
     folder: Path,
     *,
     gpus: Sequence[GPU] = GPUS,
-    any_vllm: bool = False,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Judged:
     """Check a folder, then let vLLM's classes load it, on each of these GPUs at TP 1. Without a
@@ -224,7 +223,6 @@ def judge(
     Args:
         folder: a checkpoint.
         gpus: to pretend; none: the check alone.
-        any_vllm: also a vLLM that keepmtp was not tested with.
         progress: gets a line that says what is done now.
     """
     no_vllm = None
@@ -233,8 +231,8 @@ def judge(
         from ..validate.facts.vllm_env import find_vllm
 
         try:
-            vllm = find_vllm(any_version=any_vllm)
-            (found,) = check_on([str(folder)], vllm=vllm, gpus=gpus, progress=progress)
+            vllms = [find_vllm()]
+            (found,) = check_on([str(folder)], vllms=vllms, gpus=gpus, progress=progress)
             return Judged(found)
         except VLLMError as error:
             no_vllm = error

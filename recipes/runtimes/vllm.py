@@ -58,22 +58,27 @@ NEWEST = KNOWN[-1]
 @cache
 def asked(version: str = NEWEST) -> Asked:
     """What a version says; of one that was not asked, the newest one before it, else the oldest."""
-    before = [known for known in KNOWN if _parsed(known) <= _parsed(version)]
+    before = [known for known in KNOWN if parsed(known) <= parsed(version)]
     return Asked.of(_ASKED[[KNOWN[0], *before][-1]])
 
 
 def minor(version: str) -> str:
     """The release line: 0.33 of 0.33.0."""
-    return ".".join(map(str, _parsed(version).release[:2]))
+    return ".".join(map(str, parsed(version).release[:2]))
 
 
 @cache
 def holds(versions: str, version: str) -> bool:
     """Whether a statement about the versions of a specifier holds for a version."""
-    return _parsed(version) in SpecifierSet(versions)
+    return parsed(version) in SpecifierSet(versions)
 
 
-def _parsed(version: str) -> Version:
+def is_known(version: str) -> bool:
+    """Whether it is of a release line that was asked."""
+    return minor(version) in map(minor, KNOWN)
+
+
+def parsed(version: str) -> Version:
     """The release that a build belongs to; a build without a number counts as the newest."""
     try:
         return Version(Version(version).base_version)

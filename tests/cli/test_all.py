@@ -19,7 +19,7 @@ fast.yaml -k 3 -- --max-model-len 512
 close.yaml
 tiny-glm4-moe --text held_out.txt --no-serve-check
 minimax-m3 --mtp-source org/block
-tiny-glm4-moe --any-vllm -- --tensor-parallel-size 8
+tiny-glm4-moe -- --tensor-parallel-size 8
 tiny-glm4-moe --scheme W8A16 --out made --no-serve-check
 """
 

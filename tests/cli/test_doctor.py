@@ -53,7 +53,7 @@ def test_this_machine():
     (info,) = VLLM_SITE.glob("vllm[-_]*.dist-info")
     assert info.name.endswith(f"-{told['vllm']['version']}.dist-info")
     assert {name: version(name) for name in ("torch", "jinja2")}.items() <= told["packages"].items()
-    assert told["supported_vllm"] == {"range": "0.32.*", "tested": ["0.32.0"]}
+    assert told["known_vllm"] == {"read": list(vllm_env.KNOWN), "tested": ["0.32.0"]}
     for what in ("plan, static check", "HTML report", "packing weights, without data"):
         assert can(told, what)
     for gpu in ("sm89", "sm90", "sm100", "sm120"):
@@ -97,12 +97,10 @@ def test_a_chosen_vllm_that_is_none_is_broken(python, says):
     assert says in told["broken"][0] and not can(told, "dry load on a pretended sm90")
 
 
-@pytest.mark.parametrize(("number", "status"), [("0.31.2", 2), ("0.33.0", 2), ("0.32.1", 0)])
-def test_the_supported_range(number, status, tmp_path):
-    told = diagnosis(status=status, VLLM_PYTHON=pretended(tmp_path, number))
-    assert told["vllm"]["version"] == number, "also a version that cannot be used is told"
-    assert can(told, "dry load on a pretended sm100") == told["ok"] == (status == 0)
-    assert told["ok"] or number in told["broken"][0]
+def test_any_version_will_do(tmp_path):
+    told = diagnosis(status=0, VLLM_PYTHON=pretended(tmp_path, "0.99.2"))
+    assert told["vllm"]["version"] == "0.99.2"
+    assert can(told, "dry load on a pretended sm100") and told["ok"]
 
 
 def test_without_vllm_nothing_is_broken(tmp_path, monkeypatch):

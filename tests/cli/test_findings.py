@@ -45,6 +45,7 @@ KERNEL = KernelUse(
 )
 DRAFT = {"num_params": 17, "num_written": 17, "shared": ("lm_head.weight",), "kernels": (KERNEL,)}
 LOAD = DryLoad(
+    vllm="0.32.0",
     gpu="sm100",
     tp=1,
     k=1,

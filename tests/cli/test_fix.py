@@ -63,7 +63,7 @@ def test_static_only_does_not_look_for_vllm(fix):
 
 def test_all_cures_end_alike():
     for verb in ("fix", "graft", "convert"):
-        options = {"dry_run", "gpus", "static_only", "any_vllm", "as_json"}
+        options = {"dry_run", "gpus", "static_only", "as_json"}
         assert options <= {*signature(flat(VERBS[verb].load())).parameters}, verb
 
 

@@ -202,7 +202,7 @@ def test_vllm_loads_the_graft(tmp_path):
         lost = write(place / "lost", without_block(make(name, scheme)))
         made = plan_graft(open_source(lost), open_source(release), mtp=word)
         folders[name] = str(carry_out(made, place / "new").folder)
-    found = check_on(list(folders.values()), vllm=find_vllm(), gpus=["sm100"])
+    found = check_on(list(folders.values()), vllms=[find_vllm()], gpus=["sm100"])
     for name, checked in zip(folders, found, strict=True):
         (load,), findings = checked.data.dry, checked.data.findings
         if name.startswith("step"):

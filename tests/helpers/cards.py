@@ -70,7 +70,7 @@ def evidence(
 def checked(folder: Path, *loads: LoadAccount) -> CheckData:
     """The static check of a checkpoint, with a warning and these dry loads."""
     source = open_source(reports.MODEL)
-    found = with_loads(examine(str(folder), source=source), loads, reports.VLLM)
+    found = with_loads(examine(str(folder), source=source), loads)
     data = found.data.model_copy(update={"findings": (*found.data.findings, reports.WARNED)})
     return check_data(data, opened=found.source, source=source)
 

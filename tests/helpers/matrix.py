@@ -82,7 +82,7 @@ def run(gpus: Iterable[GPU], tps: tuple[int, ...], variants: Iterable[str]) -> C
                 draft = examined.runtime
                 checked = examined._replace(runtime=None if target else draft)
                 for tp in tps:
-                    judged = with_loads(checked, [next(accounts)], vllm.version, draft=draft)
+                    judged = with_loads(checked, [next(accounts)], draft=draft)
                     findings = judged.data.findings
                     errors = [each.says for each in findings if each.severity == "error"]
                     reason = errors[0].partition(": ")[2] or errors[0] if errors else "loads"

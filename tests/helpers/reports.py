@@ -50,7 +50,7 @@ SETTINGS = {"algorithm": "minmax", "sequence_length": 128}
 def account(
     gpu: GPU, tp: int, *, failure: LoadFailure | None = None, casts: tuple[Misfit, ...] = ()
 ) -> LoadAccount:
-    load = DryLoad(**FACTS["loads"][gpu], tp=tp)
+    load = DryLoad(**FACTS["loads"][gpu], vllm=VLLM, tp=tp)
     if failure:
         stopped = {"ok": False, "failure": failure, "draft": LoadedModel()}
         load = load.model_copy(update=stopped)
@@ -174,7 +174,7 @@ def judged(
 
 def loaded(*accounts: LoadAccount, before: Source | None = None, **measured: Any) -> FullReport:
     """A real static check, with these dry loads and a warning."""
-    checked = with_loads(examine(MODEL), accounts, VLLM)
+    checked = with_loads(examine(MODEL), accounts)
     warned = checked.data.model_copy(update={"findings": (*checked.data.findings, WARNED)})
     return judged(check_data(warned, opened=checked.source, source=before), **measured)
 

@@ -1,7 +1,7 @@
 """Tests against real vLLM share what takes long to start."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 
 import pytest
@@ -9,7 +9,7 @@ from checkpoint_files import Checkpoint, write
 from keepmtp.validate.dryload import check_on
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import GPU, LoadAccount
-from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,11 @@ def dry_loaded(dry_loader, tmp_path_factory) -> Callable[..., dict[str, LoadAcco
 def one_loader(dry_loader) -> Iterator[None]:
     """`check_on` loads with that process too."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(check_on, "DryLoader", lambda _vllm, *, gpu: nullcontext(dry_loader(gpu)))
+
+        def loader(vllm: VLLM, *, gpu: GPU) -> AbstractContextManager[DryLoader]:
+            return DryLoader(vllm, gpu=gpu) if vllm.site else nullcontext(dry_loader(gpu))
+
+        patched.setattr(check_on, "DryLoader", loader)
         yield
 
 

@@ -14,6 +14,7 @@ from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.dryload.versions import chosen_vllms
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.vllm_env import find_vllm
 from printed import printed
@@ -73,7 +74,9 @@ def judged(silent, tmp_path_factory) -> dict[str, CheckData]:
     folders = {"silent": silent} | {
         name: write(place / name, checkpoint) for name, checkpoint in made.items()
     }
-    found = check_on([str(folder) for folder in folders.values()], vllm=find_vllm(), gpus=["sm100"])
+    found = check_on(
+        [str(folder) for folder in folders.values()], vllms=[find_vllm()], gpus=["sm100"]
+    )
     return {name: checked.data for name, checked in zip(folders, found, strict=True)}
 
 
@@ -117,7 +120,7 @@ def test_a_repository_is_judged_by_range_requests(good, serve_hub):
     """The verdict of the folder; of the weights' files nothing but the beginning is asked for."""
     requests = serve_hub(good)
     [(remote, *_), (local, *_)] = check_on(
-        ["org/model", str(good)], vllm=find_vllm(), gpus=["sm100"]
+        ["org/model", str(good)], vllms=[find_vllm()], gpus=["sm100"]
     )
     assert (
         remote.ok
@@ -140,11 +143,11 @@ def assistant(tmp_path_factory) -> tuple[Path, Path]:
 def test_a_draft_of_its_own_is_loaded_beside_its_target(assistant, tmp_path):
     """And its twin, which lost a tensor, is told by its own names."""
     target, draft = assistant
-    [(report, *_)] = check_on([str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
+    [(report, *_)] = check_on([str(target)], vllms=[find_vllm()], gpus=["sm100"], draft=str(draft))
     assert report.ok, report.findings
     assert report.dry[0].draft.cls == "Gemma4MTP" and report.dry[0].draft.num_written > 10
     alone, again = check_on(
-        [str(draft), str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft)
+        [str(draft), str(target)], vllms=[find_vllm()], gpus=["sm100"], draft=str(draft)
     )
     assert isinstance(alone.refusal, RecipeError) and "--draft" in alone.refusal.cure
     assert again.refusal is None and again.data.ok, "a refusal does not end the batch"
@@ -152,7 +155,7 @@ def test_a_draft_of_its_own_is_loaded_beside_its_target(assistant, tmp_path):
     lost = "model.layers.1.self_attn.q_proj.weight"
     kept = {name: spec for name, spec in tensors.items() if name != lost}
     draft = write_checkpoint(tmp_path / "assistant", config, kept)
-    [(report, *_)] = check_on([str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
+    [(report, *_)] = check_on([str(target)], vllms=[find_vllm()], gpus=["sm100"], draft=str(draft))
     assert any(lost in f"{each.where} {each.says}" for each in report.findings) and not report.ok
 
 
@@ -187,3 +190,34 @@ def test_a_vllm_that_cannot_pretend_is_told_with_its_last_words(good, tmp_path):
         DryLoader(replace(find_vllm(), python=script), gpu="sm100") as loader,
     ):
         loader.load_all([Job(folder=good)])
+
+
+def test_a_version_that_does_not_start_is_told_and_the_others_judge(good, tmp_path):
+    """Its own `vllm` is imported over the environment's packages, by the name that it has."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(
+        "import importlib.metadata as m\nimport torch\n"
+        "raise ImportError(f'{m.version(\"vllm\")} wants another torch than {torch.__version__}')\n"
+    )
+    own = find_vllm()
+    broken = replace(own, site=tmp_path, version="9.9.9")
+    with pytest.raises(VLLMError) as caught:
+        list(check_on([str(good)], vllms=[broken], gpus=["sm100"]))
+    said = str(caught.value)
+    assert f"ImportError: 9.9.9 wants another torch than {own.torch}" in said
+    assert str(own.python) in said and "set VLLM_PYTHON to one made for vLLM 9.9.9" in said
+    assert not list(tmp_path.rglob("__pycache__")), "nothing is written into a folder of others"
+    (checked,) = check_on([str(good)], vllms=[broken, own], gpus=["sm100"])
+    assert [load.vllm for load in checked.data.dry] == [own.version] and checked.data.ok
+    assert [str(error) for error in checked.unjudged] == [said]
+
+
+def test_an_installed_vllm_as_a_folder_says_the_same(good):
+    """The site is that of the environment: verdict and kernels are those of the environment."""
+    own = find_vllm()
+    (place,) = own.python.parent.parent.glob("lib/python*/site-packages")
+    site = chosen_vllms([str(place)], own)
+    assert [each.version for each in site] == [own.version] and site[0].site == place
+    (checked,) = check_on([str(good)], vllms=[*site, own], gpus=["sm100"])
+    first, second = checked.data.dry
+    assert first.ok and (first.target, first.draft) == (second.target, second.draft)

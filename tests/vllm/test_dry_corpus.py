@@ -17,7 +17,6 @@ from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.dryload.log import parse_log
 from keepmtp.validate.facts.dry_load import LoadFailure
 from keepmtp.validate.facts.findings import Finding
-from keepmtp.validate.facts.vllm_env import find_vllm
 from tables import table
 
 GPU = "sm100"
@@ -47,7 +46,7 @@ def test_right_both_ways(part: int, dry_loader, tmp_path: Path):
     ]
     accounts = loader.load_all(jobs)
     for case, checked, account in zip(cases, examined, accounts, strict=True):
-        found = with_loads(checked, [account], find_vllm().version).data.findings
+        found = with_loads(checked, [account]).data.findings
         if fault := _fault(case, found):
             wrong.append(f"{case.name}: {fault}: {[str(finding) for finding in found[:2]]}")
         if case.name in EXPLAINED:

@@ -130,7 +130,7 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
     place = tmp_path_factory.mktemp("releases")
     folders = [write(place / name, checkpoint) for name, checkpoint in made.items()]
     folders.append(write_single(place / "one file of 18 GB", large()))
-    found = check_on([str(folder) for folder in folders], vllm=find_vllm(), gpus=["sm100"])
+    found = check_on([str(folder) for folder in folders], vllms=[find_vllm()], gpus=["sm100"])
     return {folder.name: checked for folder, checked in zip(folders, found, strict=True)}
 
 

@@ -65,7 +65,7 @@ def test_kernels_and_findings(accounts):
                 if use.kernel or use.outcome.startswith("refused"):
                     refused = use.outcome.startswith("refused") and f" {use.outcome}"
                     text += f"{use.layer}: {use.kernel}{refused or ''}\n"
-        for found in with_loads(examine(account.path), [account], "0.32.0").data.findings:
+        for found in with_loads(examine(account.path), [account]).data.findings:
             where = found.where.replace(account.path, "FOLDER")
             text += f"{found.severity} {found.rule} {where}\n  {found.says}\n  {found.cure}\n"
     printed("sm89.txt", text)

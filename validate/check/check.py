@@ -65,6 +65,7 @@ class Checked(NamedTuple):
         source: the headers; None where they, or the quantization config, cannot be read.
         runtime: None without a family's table.
         accounts: of the dry loads.
+        unjudged: why a version did not start, where others did.
         refusal: why there was nothing to judge; None if there was.
     """
 
@@ -72,6 +73,7 @@ class Checked(NamedTuple):
     source: Source | None = None
     runtime: RuntimeView | None = None
     accounts: tuple[LoadAccount, ...] = ()
+    unjudged: tuple[KeepMTPError, ...] = ()
     refusal: KeepMTPError | None = None
 
     def readable(self) -> Source:

@@ -1,34 +1,50 @@
 """`keepmtp check --gpu`: the static check, then vLLM's own classes and loaders on a GPU that is not
 there.
 
-In: checkpoints, pretended GPUs, TP sizes, a number of drafts. Out: a `Checked` for each checkpoint,
-with what both found. vLLM's processes start first: they import while the headers are read.
+In: checkpoints, vLLMs, pretended GPUs, TP sizes, a number of drafts. Out: a `Checked` for each
+checkpoint, with what both found. vLLM's processes start first: they import while the headers are
+read.
 
 Easy to get wrong: a checkpoint with findings is loaded all the same, because people search for
 vLLM's own words. Only a checkpoint whose files cannot be read is not loaded. A model that never had
-an MTP block is loaded without a draft.
+an MTP block is loaded without a draft. And rules that were read from one vLLM say little of
+another: where none of those that loaded it is known, the dry load decides.
 """
 
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
-from ...recipes.errors import RecipeError
+from ...quantize.needs.memory import free_host_bytes
+from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
+from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.runtime_view import RuntimeView
-from ..facts.dry_load import GPU, DryLoad, LoadAccount, places
-from ..facts.findings import Finding, Runtime, by_cause, errors_first
+from ..facts.dry_load import (
+    GPU,
+    DryLoad,
+    LoadAccount,
+    by_version,
+    by_whom,
+    listed,
+    places,
+)
+from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first
 from ..facts.vllm_env import VLLM
+from .failures import known_defect
 from .loader import DryLoader, Job, headers_of
 from .verdict_findings import objections
+
+_PROCESS_BYTES = 2 << 30
+"""Of a vLLM that is kept, with the checkpoint that it loads; 0.6 and 0.5 GiB for a small one."""
 
 
 def check_on(
     paths: Sequence[str],
     *,
-    vllm: VLLM,
+    vllms: Sequence[VLLM],
     gpus: Sequence[GPU],
     tps: Sequence[int] = (1,),
     num_drafts: int = 1,
@@ -40,31 +56,34 @@ def check_on(
 
     Args:
         paths: folders or Hub ids.
-        vllm: the environment that loads them.
+        vllms: the versions that load them.
         gpus: GPUs to pretend.
         tps: tensor-parallel sizes; rank 0 of each is built.
         num_drafts: num_speculative_tokens.
         draft: folder or Hub id of a draft model with a checkpoint of its own.
-        runtimes: the servers of the static check.
+        runtimes: the servers of the static check, whose rules are those of the newest version.
         progress: gets a line that says what is done now.
 
     Yields: what was found for each path, in order; a draft without its target has a refusal.
 
     Raises:
-        VLLMError: vLLM's process cannot be started.
+        VLLMError: vLLM's process cannot be started; of several versions, not one of them.
         CheckpointError: the separate draft cannot be read.
     """
+    rules = max((vllm.version for vllm in vllms), key=parsed)
     with ExitStack() as stack:
-        loaders = [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
+        needed = len(vllms) * len(gpus) * _PROCESS_BYTES
+        fits = len(vllms) == 1 or needed < free_host_bytes()
+        loaders = {vllm: _started(stack, vllm, gpus) for vllm in vllms if fits}
         separate = own = None
         if draft:
-            separate = examine(draft, vllm=vllm.version)
+            separate = examine(draft, vllm=rules)
             if separate.refusal is not None:
                 raise separate.refusal.at("--draft")
             own = stack.enter_context(headers_of(separate.readable()))
         for path in paths:
             progress(f"{path}: static check")
-            checked = examine(path, runtimes=runtimes, vllm=vllm.version)
+            checked = examine(path, runtimes=runtimes, vllm=rules)
             source, runtime = checked.source, checked.runtime
             if source is None or (own is None and has_dspark(source.config, source.entries)):
                 yield checked
@@ -81,42 +100,90 @@ def check_on(
                     k = 0
             with headers_of(source) as folder:
                 jobs = [Job(folder=folder, tp=tp, num_drafts=k, draft=own) for tp in tps]
-                for loader in loaders:
-                    progress(f"{path}: dry load on {loader.gpu}")
-                    for account in loader.load_all(jobs):
-                        accounts.append(account.model_copy(update={"path": path}))
+                refused = list[VLLMError]()
+                for vllm in vllms:
+                    # Without room for all, a version ends before the next one starts.
+                    with ExitStack() as brief:
+                        try:
+                            for loader in loaders.get(vllm) or _started(brief, vllm, gpus):
+                                progress(f"{path}: dry load on {loader.gpu}, vLLM {vllm.version}")
+                                accounts += loader.load_all(jobs)
+                        except VLLMError as error:
+                            refused.append(error)
+                if len(refused) == len(vllms):
+                    raise refused[0]
+            accounts = [account.model_copy(update={"path": path}) for account in accounts]
+            checked = checked._replace(unjudged=tuple(refused))
             if separate is None:
-                yield with_loads(checked, accounts, vllm.version)
+                yield with_loads(checked, accounts)
                 continue
             # A target with a separate draft needs no family's table.
             kept = [each for each in checked.data.findings if each.rule != "family"]
             findings = (*kept, *separate.data.findings)
             checked = checked._replace(data=checked.data.model_copy(update={"findings": findings}))
-            yield with_loads(checked, accounts, vllm.version, draft=separate.runtime)
+            yield with_loads(checked, accounts, draft=separate.runtime)
+
+
+def _started(stack: ExitStack, vllm: VLLM, gpus: Sequence[GPU]) -> list[DryLoader]:
+    return [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
 
 
 def with_loads(
     checked: Checked,
     accounts: Sequence[LoadAccount],
-    version: str,
     *,
     draft: RuntimeView | None = None,
 ) -> Checked:
     """A static check with dry loads; `draft` is the runtime of a draft's own checkpoint."""
-    static, counted, dry = checked.data.findings, list[LoadAccount](), list[DryLoad]()
-    seen: dict[tuple[str, str, str], list[tuple[DryLoad, Finding]]] = defaultdict(list)
+    static, judged = checked.data.findings, list[LoadAccount]()
+    found = list[tuple[DryLoad, list[Objection]]]()
+    family = checked.runtime.view.family.model_type if checked.runtime else ""
     for account in accounts:
+        version, failure, defect = account.load.vllm, account.load.failure, None
         own = objections(account, checked.runtime, version=version, static=static, draft=draft)
-        counted.append(account.counted(sum(each.finding.severity == "error" for each in own)))
-        dry.append(counted[-1].load)
+        errors = []
+        for finding, *_ in own:
+            if finding.severity == "error":
+                errors.append(f"{finding.where}: {finding.says}")
+        if failure is not None:
+            defect = known_defect(failure, family=family, version=version)
+        judged.append(account.judged(errors, f"{defect.name}: {defect.sources}" if defect else ""))
+        found.append((account.load, own))
+    dry = tuple(account.load for account in judged)
+    merged = [*_bound(static, {load.vllm for load in dry}), *_once(found)]
+    update = {"findings": errors_first(merged), "dry": dry}
+    return checked._replace(data=checked.data.model_copy(update=update), accounts=tuple(judged))
+
+
+def _once(found: Sequence[tuple[DryLoad, Sequence[Objection]]]) -> list[Finding]:
+    """A finding for each cause, with every place that has it, and the largest count."""
+    seen: dict[tuple[str, str, str], list[tuple[DryLoad, Finding]]] = defaultdict(list)
+    for load, own in found:
         for cause, finding in by_cause(own).items():
-            seen[cause].append((account.load, finding))
-    # A finding for each cause, with every GPU and TP size that has it, and the largest count.
-    merged = [*static]
+            seen[cause].append((load, finding))
+    merged, are_several = [], len(by_version(load for load, _ in found)) > 1
     for each in seen.values():
         loads, findings = zip(*each, strict=True)
         count = max(finding.count for finding in findings)
-        says = f"on {places(loads)}: {findings[0].says}"
+        where = by_whom(loads) if are_several else f"on {places(loads)}"
+        says = f"{where}: {findings[0].says}"
         merged.append(findings[0].model_copy(update={"says": says, "count": count}))
-    update = {"findings": errors_first(merged), "dry": tuple(dry)}
-    return checked._replace(data=checked.data.model_copy(update=update), accounts=tuple(counted))
+    return merged
+
+
+def _bound(static: Iterable[Finding], versions: Collection[str]) -> list[Finding]:
+    """Findings of the static check with the versions that they hold for, where another was tried.
+
+    Rules that were read from none of the versions cannot fail a checkpoint: it was loaded.
+    """
+    others = sorted(version for version in versions if not is_known(version))
+    bound = list[Finding]()
+    for finding in static:
+        if others and finding.runtime == "vllm":
+            says = f"{finding.says} (a rule read from vLLM {KNOWN[0]} to {KNOWN[-1]}; of "
+            says += f"{listed(others)} the dry load tells)"
+            finding = finding.model_copy(update={"says": says})
+            if len(others) == len(versions):
+                finding = finding.model_copy(update={"severity": "warning"})
+        bound.append(finding)
+    return bound

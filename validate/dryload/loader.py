@@ -87,7 +87,8 @@ class DryLoader:
         self._log = open(self._cache.path / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
         words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, str(self._cache.path)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
-        self._child = Child(words, environment=environment(), text=True, cwd="/", **pipes)
+        first = environment(_first_on_path(vllm, self._cache.path))
+        self._child = Child(words, environment=first, text=True, cwd="/", **pipes)
         self._process = self._child.process
 
     def __enter__(self) -> "DryLoader":
@@ -123,7 +124,8 @@ class DryLoader:
     def _load_ranks(self, jobs: Sequence[Job]) -> list[LoadAccount]:
         assert self._process.stdin is not None and self._process.stdout is not None
         accounts: dict[int, LoadAccount] = {}
-        words = [{"id": number, **asdict(job)} for number, job in enumerate(jobs)]
+        own = {"vllm": self._vllm.version}
+        words = [{"id": number, **own, **asdict(job)} for number, job in enumerate(jobs)]
         line = json.dumps(words, default=lambda path: str(path.absolute()))
         with suppress(BrokenPipeError):  # then nothing can be read either
             self._process.stdin.write(line + "\n")
@@ -131,12 +133,18 @@ class DryLoader:
         while len(accounts) < len(jobs):
             if not (line := self._process.stdout.readline()):
                 got = f"exit status {self._process.wait()}"
+                cure = "Run `keepmtp doctor`; versions that were tested are in constraints-vllm.txt"
+                if self._vllm.site:
+                    cure = (
+                        f"It ran over torch {self._vllm.torch} and transformers "
+                        f"{self._vllm.transformers} of that environment: if they do not fit, set "
+                        f"VLLM_PYTHON to one made for vLLM {self._vllm.version}"
+                    )
                 raise VLLMError(
                     self._vllm.python,
                     f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}",
-                    got=self._last_words() or got,
-                    cure="Run `keepmtp doctor`; versions that were tested are in "
-                    "constraints-vllm.txt",
+                    got=self._last_words().rpartition(" | ")[2] or got,
+                    cure=cure,
                 )
             answer = _Answer.model_validate_json(line)
             job, account = jobs[answer.id], answer.account
@@ -144,7 +152,7 @@ class DryLoader:
                 words = f"the process that judged it was lost ({answer.died}): {self._last_words()}"
                 failure = LoadFailure(stage="crash", role="", type="", words=words)
                 place = {"gpu": self.gpu, "tp": job.tp, "k": job.num_drafts, "failure": failure}
-                load = DryLoad(**place, ok=False, target=LoadedModel(), draft=LoadedModel())
+                load = DryLoad(**own, **place, ok=False, target=LoadedModel(), draft=LoadedModel())
                 account = LoadAccount(path=str(job.folder), load=load)
             accounts[answer.id] = account
         return [accounts[number] for number in range(len(jobs))]
@@ -153,6 +161,24 @@ class DryLoader:
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip() and "nanobind" not in line]
         return " | ".join(lines[-_LOG_LINES:])
+
+
+def _first_on_path(vllm: VLLM, folder: Path) -> dict[str, str]:
+    """Variables that put the `vllm` of a site before the installed one, and nothing else of that
+    folder: an image's PyTorch was built for its own Python.
+
+    importlib.metadata finds the site's version too. Nothing is written into the site, which may be
+    somebody's.
+    """
+    if vllm.site is None:
+        return {}
+    place = folder / "site-packages"
+    info = place / f"vllm-{vllm.version}.dist-info"
+    info.mkdir(parents=True)
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.version}\n"
+    (info / "METADATA").write_text(metadata)
+    (place / "vllm").symlink_to(vllm.site / "vllm", target_is_directory=True)
+    return {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 @contextmanager

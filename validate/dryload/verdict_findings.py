@@ -146,13 +146,15 @@ class _Case:
             family, count = draft.view.family.model_type, draft.view.mtp_count_key
         if defect := known_defect(failure, family=family, version=self.version):
             where = failure.tensor or self._config
-            return _objection(DEFECT, where, f"{defect.says}; {said}", defect.cure)
+            return _objection(DEFECT, where, f"{defect.says}; {said}", defect.cure, defect.name)
         where, cure = "", _FILES
         if found := known_failure(text_of(failure), kinds=("dry_load", "failures")):
             where, cure = found[0].where.format(named=found[1], count=count), found[0].cure
         act = _ACTS[failure.stage].format(failure.role or "model")
         where = where or failure.tensor or self._named_in(failure) or self._config
-        return self._wrong(where, f"vLLM {self.version} stops while {act}: {said}", cure)
+        # Line numbers and the version differ between versions that have one fault.
+        cause = f"{act} {failure.type} {words}"
+        return self._wrong(where, f"vLLM {self.version} stops while {act}: {said}", cure, cause)
 
     def silence(self) -> Iterator[Objection]:
         """What vLLM accepted without a message."""

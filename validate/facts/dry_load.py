@@ -8,10 +8,12 @@ False where the account has an error, also without a failure (check_on.py counts
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+from ...recipes.errors import shortened
+from ...recipes.runtimes.vllm import parsed
 
 GPU = Literal["sm89", "sm90", "sm100", "sm120"]
 GPUS: tuple[GPU, ...] = get_args(GPU)
@@ -24,6 +26,8 @@ GPU_NAMES: Mapping[str, str] = {
 """What people call the GPUs of a compute capability."""
 Role = Literal["target", "draft"]
 ROLES: tuple[Role, ...] = get_args(Role)
+_YES = {True: "yes", False: "no"}
+_LONGEST = 160  # characters of an error in a row; the findings have it whole
 
 
 def gpu_title(gpu: str) -> str:
@@ -91,6 +95,9 @@ class DryLoad(Fact):
     """One checkpoint on one pretended GPU.
 
     Attributes:
+        vllm: the version that loaded it.
+        error: the first error, where and what; "" for none.
+        defect: what the failure is called where it is vLLM's own fault, with its threads; else "".
         k: draft tokens a step; 0 where the target was loaded alone.
         ok: no error, neither vLLM's nor one in the account.
         num_errors: findings of this dry load that are errors.
@@ -99,11 +106,14 @@ class DryLoad(Fact):
         peak_mib: of the process that loaded.
     """
 
+    vllm: str
     gpu: str
     tp: Count
     k: NumDrafts
     ok: bool
     num_errors: Count = 0
+    error: str = ""
+    defect: str = ""
     failure: LoadFailure | None = None
     target: LoadedModel
     draft: LoadedModel
@@ -196,10 +206,84 @@ class LoadAccount(Fact):
             return self.load.target, self.target
         return self.load.draft, self.draft
 
-    def counted(self, num_errors: int) -> "LoadAccount":
-        """The same with the number of its findings that are errors."""
-        load = self.load.model_copy(update={"ok": not num_errors, "num_errors": num_errors})
+    def judged(self, errors: Sequence[str], defect: str) -> "LoadAccount":
+        """The same with its errors, each where and what, and vLLM's defect that caused them."""
+        update = {"ok": not errors, "num_errors": len(errors), "error": "".join(errors[:1])}
+        load = self.load.model_copy(update=update | {"defect": defect})
         return self.model_copy(update={"load": load})
+
+
+def by_version(loads: Iterable[DryLoad]) -> dict[str, list[DryLoad]]:
+    """The loads of each vLLM, the oldest first."""
+    found: dict[str, list[DryLoad]] = {}
+    for load in sorted(loads, key=lambda load: parsed(load.vllm)):
+        found.setdefault(load.vllm, []).append(load)
+    return found
+
+
+def serving(loads: Iterable[DryLoad]) -> list[str]:
+    """The versions without an error on any GPU, the oldest first."""
+    return [vllm for vllm, own in by_version(loads).items() if all(load.ok for load in own)]
+
+
+def newest(loads: Iterable[DryLoad]) -> list[DryLoad]:
+    """Those of the newest version, which a verdict is about."""
+    found = list(by_version(loads).values())
+    return found[-1] if found else []
+
+
+def cured_in(load: DryLoad, loads: Iterable[DryLoad]) -> str:
+    """The first later version of those that were tried which loads it at the same place; "" for
+    none.
+    """
+    place = (load.gpu, load.tp, load.k)
+    for vllm, own in by_version(loads).items():
+        same = [each.ok for each in own if (each.gpu, each.tp, each.k) == place]
+        if parsed(vllm) > parsed(load.vllm) and same and all(same):
+            return vllm
+    return ""
+
+
+VERSION_COLUMNS = ("vLLM", "GPU", ">TP", "loads", "drafts", "what is wrong")
+
+
+def version_rows(loads: Sequence[DryLoad]) -> Iterator[tuple[str, ...]]:
+    """A row for each version, GPU and TP size, in VERSION_COLUMNS: what stops it, and the version
+    that cures it.
+    """
+    for vllm, own in by_version(loads).items():
+        for load in own:
+            is_loaded = load.target.num_written == load.target.num_params
+            if load.failure is not None and load.failure.role != "draft":
+                is_loaded = False
+            drafts = _YES[load.ok] if load.k else "-"
+            wrong = load.defect or shortened(load.error, _LONGEST)
+            if not load.ok:
+                cure = cured_in(load, loads)
+                wrong += f"; cured in {cure}" if cure else "; in every later one too"
+            yield vllm, load.gpu, f"{load.tp}", _YES[is_loaded], drafts, wrong
+
+
+def versions_in_short(loads: Sequence[DryLoad]) -> str:
+    """`0.30.0 is the oldest that loads and drafts it, of 0.29.0, 0.30.0 and 0.31.0`; "" where one
+    alone was tried.
+    """
+    tried, good = list(by_version(loads)), serving(loads)
+    if len(tried) < 2:
+        return ""
+    if not good:
+        return f"none of {listed(tried)} loads and drafts it"
+    bad = [vllm for vllm in tried[tried.index(good[0]) :] if vllm not in good]
+    but = f"; {listed(bad)} does not" if bad else ""
+    return f"{good[0]} is the oldest that loads and drafts it, of {listed(tried)}{but}"
+
+
+def by_whom(loads: Iterable[DryLoad]) -> str:
+    """`vLLM 0.29.0 and 0.31.0 on sm90 at TP 1`."""
+    at: dict[str, list[str]] = defaultdict(list)
+    for vllm, own in by_version(loads).items():
+        at[places(own)].append(vllm)
+    return listed([f"vLLM {listed(vllms)} on {where}" for where, vllms in at.items()])
 
 
 def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:

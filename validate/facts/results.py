@@ -33,9 +33,10 @@ from ...checkpoints.identity import Identity
 from ...checkpoints.json_file import read_bytes_of
 from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import CheckpointError, first_fault
+from ...recipes.runtimes.vllm import NEWEST
 from .benched import BenchFact
 from .closeness import ClosenessFact
-from .dry_load import DryLoad
+from .dry_load import DryLoad, newest
 from .evaluated import EvaluationFact
 from .findings import CheckpointFacts, Finding
 from .schema import GroupSize
@@ -51,7 +52,7 @@ _WORDS: Mapping[Station, str] = {
     "bench": "bench {}",
     "closeness": "closeness {}",
 }
-SCHEMAS: Mapping[Station, int] = {"check": 2, "serve": 3, "gsm8k": 3, "bench": 1, "closeness": 1}
+SCHEMAS: Mapping[Station, int] = {"check": 3, "serve": 3, "gsm8k": 3, "bench": 1, "closeness": 1}
 """The form of each station's data; another number is refused."""
 TIME = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -68,6 +69,13 @@ class CheckData(Fact):
     dry: tuple[DryLoad, ...] = ()
     calibration: CalibrationFact | None = None
     absent: Mapping[str, str] = Field(default_factory=dict)
+
+    @property
+    def judged_by(self) -> str:
+        """The newest vLLM that loaded it; without a dry load the one whose behaviour the rules
+        describe.
+        """
+        return newest(self.dry)[0].vllm if self.dry else NEWEST
 
     @property
     def ok(self) -> bool:

@@ -1,14 +1,14 @@
-"""report.json, version 6: everything that was found about one checkpoint.
+"""report.json, version 7: everything that was found about one checkpoint.
 
 In and out: the file itself. `report.py` fills it, `html.py` makes the page and
 `validate/report/card.py` the model card from it and from nothing else.
 
-    schema, keepmtp, vllm, made_at   6, what wrote it, the vLLM that judged, when (UTC)
+    schema, keepmtp, vllm, made_at   7, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}  the checkpoint, and the sentence on top of the page
     facts                            family, dialect, counts, bytes, forms of the MTP block
     findings [...]                   origin, severity, where, says, cure, rule, count
     sizes [...]                      part, group, num_tensors, num_bytes, num_bytes_before
-    dry [...]                        a pretended GPU each: gpu, tp, k, ok, failure, target, ...
+    dry [...]                        a version, GPU and TP each: vllm, gpu, tp, k, ok, error, ...
     calibration {...}                what keepmtp.json says: data, coverage, acceptance, candidates
     serve {...}                      what real servers did: source, checkpoint, runs by k
     evaluation {...}                 tasks of source and checkpoint, paired, with draft counters
@@ -111,7 +111,7 @@ class FullReport(Fact):
         frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True
     )
 
-    version: Literal[6] = Field(default=6, alias="schema")
+    version: Literal[7] = Field(default=7, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str

@@ -1,7 +1,8 @@
 """Finds the vLLM of this machine without importing it.
 
 In: VLLM_PYTHON, or `.venv-vllm` in keepmtp's checkout or next to its environment. Out: a `VLLM`:
-its Python, versions, build and devices.
+its Python, versions, build and devices. Any version will do: what is read of vLLM's source here
+has the versions that it holds for (KNOWN), and every result names its own.
 
 Easy to get wrong: keepmtp and vLLM have two environments, so this process cannot read anything
 about vLLM. Its own Python answers, and quickly: it reads package metadata and imports neither vllm
@@ -22,10 +23,8 @@ from ...quantize.needs.cards import GPU
 from ...recipes.errors import VLLMError
 from .child import answer, environment
 
-SUPPORTED = "0.32"
-"""The release line whose loaders and kernels the rules here were read from."""
-
 TESTED = ("0.32.0",)
+"""Versions whose servers the tests start."""
 
 _TORCH = "torch==2.13.0"  # the one of constraints-vllm.txt
 _PACKAGES = ("torch", "transformers", "compressed_tensors", "torchvision")
@@ -73,6 +72,8 @@ class VLLM:
         gpus: NVIDIA GPUs of this machine, whatever the build.
         cpu: processor name; "" if unknown.
         cpu_features: the flags among those that vLLM's CPU kernels ask for.
+        site: a folder with another vllm/ in it, which the dry load takes instead of the installed
+            one; `version` is then its own (validate/dryload/versions.py). Nothing serves it.
     """
 
     python: Path
@@ -86,6 +87,7 @@ class VLLM:
     gpus: tuple[GPU, ...]
     cpu: str
     cpu_features: tuple[str, ...]
+    site: Path | None = None
 
     @property
     def device(self) -> str:
@@ -106,16 +108,12 @@ class VLLM:
         return {**asdict(self), "python": str(self.python), "device": self.device}
 
 
-def find_vllm(*, any_version: bool = False) -> VLLM:
+def find_vllm() -> VLLM:
     """The vLLM that keepmtp talks to: VLLM_PYTHON, else `.venv-vllm` in its checkout or next to its
     environment.
 
-    Args:
-        any_version: also return one outside the supported range.
-
     Raises:
-        VLLMError: none found, not a Python with vLLM, or a version outside the supported range;
-            says how to get one.
+        VLLMError: none found, or not a Python with vLLM; says how to get one.
     """
     named = os.environ.get("VLLM_PYTHON")
     # Not resolved: a virtual environment is recognized by the path of its interpreter's link.
@@ -137,10 +135,6 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
             f"none for Python {asked['python']}",
         )
         raise VLLMError(python, rule, got=got, cure=cure)
-    if not any_version and not is_supported(asked["vllm"]):
-        rule = f"keepmtp was read against and tested with vLLM {', '.join(TESTED)}"
-        cure += "; or add --any-vllm, and what is measured is that version's"
-        raise VLLMError(python, rule, got=asked["vllm"], cure=cure)
     cpu, flags = cpu_here()
     is_cpu = "cpu" in asked["distribution"] + asked["vllm"] + asked["torch"]
     versions = {name: asked[name] for name in _PACKAGES}
@@ -182,7 +176,7 @@ def command_for_vllm() -> str:
 
 def _how_to_get_one() -> str:
     way = "Run `make vllm`" if _is_checkout() else "Run the command that `keepmtp doctor` prints"
-    return f"{way}, or set VLLM_PYTHON to the Python of a vLLM {SUPPORTED}"
+    return f"{way}, or set VLLM_PYTHON to the Python of one"
 
 
 def _is_checkout() -> bool:
@@ -198,9 +192,9 @@ def _places() -> tuple[Path, ...]:
     return tuple(root / ".venv-vllm" for root in dict.fromkeys(roots))
 
 
-def is_supported(version: str) -> bool:
-    """Whether this vLLM is of the release line that keepmtp knows."""
-    return version.split("+")[0].split(".")[:2] == SUPPORTED.split(".")
+def python_version(vllm: VLLM) -> str:
+    """Of the environment's interpreter."""
+    return _ask(vllm.python)["python"]
 
 
 @cache

@@ -41,7 +41,7 @@ _LEAST = 0.1
 before.
 """
 _DRAFTS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
-_NAMED = ("--host", "--port", "--dry-run", "--gpu", "--log", "--any-vllm")
+_NAMED = ("--host", "--port", "--dry-run", "--gpu", "--log")
 _OURS = {
     **dict.fromkeys(_NAMED, "Name it before `--`"),
     **dict.fromkeys(_DRAFTS, "Leave it out, and use -k; -k 0 serves without drafting"),

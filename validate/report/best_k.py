@@ -13,6 +13,7 @@ from ...checkpoints.identity import remembered
 from ...checkpoints.source import Source, small_file
 from ...recipes.errors import CheckpointError
 from ..facts.benched import words_of
+from ..facts.dry_load import versions_in_short
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..facts.served import Drafts
@@ -29,12 +30,14 @@ class BestK:
         why: where it is from, as a clause.
         measured: draft counters of the checkpoint, where some were measured; else None.
         measured_by: the command that measured them; "" where none did.
+        versions: the oldest vLLM that serves it, as a clause; "" where one alone was tried.
     """
 
     k: int
     why: str
     measured: Drafts | None = None
     measured_by: str = ""
+    versions: str = ""
 
 
 def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
@@ -77,7 +80,8 @@ def best_k(opened: Source, num_mtp_layers: int, *, device: str = "") -> BestK:
         return BestK(k=0, why="the checkpoint has no MTP block")
     report, doubt = _report_of(opened)
     if report is not None:
-        return best_k_of_report(report, device=device)
+        found = best_k_of_report(report, device=device)
+        return replace(found, versions=versions_in_short(report.dry))
     return BestK(k=max(1, num_mtp_layers), why=f"one for each MTP layer{doubt}")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
+from ..facts.dry_load import versions_in_short
 from ..facts.schema import FullReport
 from ..measure.serve_line import docker_words, serve_words
 from . import tables
@@ -101,6 +102,7 @@ def page(told: CardFacts) -> str:
         report=report,
         record=told.record,
         tables=tables,
+        versions=versions_in_short(report.dry),
         wanted=tables.wanted_filter(report),
         sizes={(row.part, row.group): row for row in report.sizes},
         serve_command=shell(serve_words(told.model, k)),

@@ -23,7 +23,6 @@ from ...recipes.families import find_view
 from ..check.check import examine
 from ..facts.results import CheckData, read_result, write_result
 from ..facts.schema import GroupSize
-from ..facts.vllm_env import TESTED
 
 
 def check_data(
@@ -60,7 +59,7 @@ def record_static(
         return
     checked = examine(checkpoint.where, source=source)
     data = check_data(checked.data, opened=checked.source, source=source)
-    write_result(folder, "check", data, checkpoint=identity, vllm=TESTED[0])
+    write_result(folder, "check", data, checkpoint=identity, vllm=data.judged_by)
 
 
 def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[GroupSize, ...]:

@@ -27,7 +27,7 @@ from ...recipes.protocol import Evaluation, Evaluations, Gates, listed
 from ..facts.benched import BenchFact
 from ..facts.binomial import limits, ratio_limits, student
 from ..facts.closeness import ClosenessFact
-from ..facts.dry_load import places
+from ..facts.dry_load import newest, places, versions_in_short
 from ..facts.evaluated import NOT_EMPTY, EvaluationFact, TaskFact
 from ..facts.paired import one_sided
 from ..facts.results import CheckData
@@ -165,16 +165,12 @@ def _loads(
     bench: BenchFact | None,
 ) -> ReasonFact:
     """vLLM takes every tensor, on pretended GPUs or in a server of the checkpoint's own bytes."""
-    loads = check.dry if check else ()
+    tried = check.dry if check else ()
+    # An older vLLM that cannot load it is no fault of the checkpoint: the card says which can.
+    loads = newest(tried)
     if failed := [load for load in loads if not load.ok]:
-        why = "errors in keepmtp's own account of it"
-        if failed[0].failure:
-            why = f"{failed[0].failure.type} {failed[0].failure.words}"
-        for error in check.findings if check else ():
-            if error.severity == "error" and error.origin == "dry":
-                why = f"{error.where}: {error.says}"
-                break
-        says = f"A dry load fails on {places(failed, is_named=True)}: {why.rstrip('.')}."
+        where, why = places(failed, is_named=True), failed[0].error.rstrip(".")
+        says = f"A dry load fails on {where}: {why}."
         return ReasonFact(gate="loads", verdict="regression", says=says)
     # A source's server may fail without any fault here.
     for run in serve.checkpoint.runs if serve else ():
@@ -190,6 +186,8 @@ def _loads(
     ways = []
     if loads:
         ways.append(f"vLLM's own classes take every tensor on {places(loads, is_named=True)}.")
+        if also := versions_in_short(tried):
+            ways.append(f"{also}.")
     if "native" in served:
         ways.append("Its own bytes were served.")
     elif served:

@@ -8,7 +8,7 @@ Nothing is judged here: this module compares no figure.
 """
 
 from ..facts.benched import BenchFact
-from ..facts.dry_load import places
+from ..facts.dry_load import newest, places
 from ..facts.evaluated import EvaluationFact
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, VerdictFact
@@ -40,7 +40,7 @@ def verdict_of(
     )
     tried = "it was neither dry-loaded nor served"
     if check.dry:
-        where, label = places(check.dry, is_named=True), "Loads"
+        where, label = places(newest(check.dry), is_named=True), "Loads"
         says = f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {where}"
         tried = "no server was run"
     warnings = sum(fact.severity == "warning" for fact in check.findings)

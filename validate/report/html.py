@@ -16,7 +16,7 @@ from ...checkpoints.files import write_whole
 from ...recipes import extras
 from ...recipes.errors import printable
 from ..facts.benched import words_of
-from ..facts.dry_load import gpu_title
+from ..facts.dry_load import cured_in, gpu_title, versions_in_short
 from ..facts.schema import FullReport
 from . import tables
 from .template import template
@@ -72,6 +72,8 @@ def render(report: FullReport) -> str:
             for what, chart in charts(report).items()
         },
         tables=tables,
+        cured_in=cured_in,
+        versions=versions_in_short(report.dry),
         wanted=tables.wanted_filter(report),
         runs=runs,
     )

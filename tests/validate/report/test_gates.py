@@ -25,13 +25,17 @@ from printed import printed
 from tables import table
 
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)
-LOADED = DryLoad(gpu="sm100", tp=1, k=1, ok=True, target=SIDE, draft=SIDE)
+LOADED = DryLoad(vllm="0.32.0", gpu="sm100", tp=1, k=1, ok=True, target=SIDE, draft=SIDE)
 FINDING = Finding(where="config.json", says="no num_nextn_predict_layers", cure="", rule="no-mtp")
 CAST = FINDING.model_copy(
     update={"origin": "dry", "where": "down_proj", "says": "BF16 is cast into FP8."}
 )
-SILENT = LOADED.model_copy(update={"ok": False, "num_errors": 1})
-FAILED = SILENT.model_copy(update={"gpu": "sm90", "failure": reports.REFUSED})
+SILENT = LOADED.model_copy(
+    update={"ok": False, "num_errors": 1, "error": "down_proj: BF16 is cast into FP8."}
+)
+FAILED = SILENT.model_copy(
+    update={"gpu": "sm90", "failure": reports.REFUSED, "error": "eh_proj: vLLM stops: KeyError"}
+)
 FAR = Parting(prompt=1, at=17, plain_token=2, token=9, gap=2.3)
 NATIVE = reports.served(is_copy=False)
 LIMITS = Gates(min_mean_recovery=0.98, max_worst_drop=0.02)

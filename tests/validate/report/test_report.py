@@ -172,7 +172,7 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(pages, tmp_path):
     for full in pages.values():
         path = write_json(tmp_path / "deep" / "folder", full)
         assert read_json(path) == full
-        assert json_of(path)["schema"] == 6
+        assert json_of(path)["schema"] == 7
         assert list(path.parent.iterdir()) == [path], "nothing partial is left"
     assert render(read_json(path)) == render(full)
 

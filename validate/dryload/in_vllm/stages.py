@@ -79,7 +79,9 @@ class Refused(Exception):
 
 
 class StagedLoad:
-    """The dry load of one job, stage by stage. A job has the fields of `Job` in loader.py."""
+    """The dry load of one job, stage by stage. A job has the fields of `Job` in loader.py, and the
+    version of vLLM.
+    """
 
     def __init__(self, job: Any, *, gpu: str):
         self._job = job
@@ -96,6 +98,7 @@ class StagedLoad:
         except Refused as refused:
             failure = refused.failure
         load: dict[str, Any] = {
+            "vllm": self._job.vllm,
             "gpu": self._gpu,
             "tp": self._job.tp,
             "k": self._job.num_drafts,
