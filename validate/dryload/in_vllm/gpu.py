@@ -8,7 +8,8 @@ Easy to get wrong: many modules read the capability when they are imported. So e
 a process of its own, and the platform must be set before the first of these imports. torch._dynamo
 refuses one function with two names, so each replacement is an object of its own. A function mode
 also sees every `.shape`. So it is left while weights load (`weights_only`), which halves the time;
-the account's dispatch mode maps devices there. Written against vLLM 0.32.0.
+the account's dispatch mode maps devices there. It runs under
+vLLM 0.29.0 to 0.33.0.
 """
 
 import contextlib
@@ -36,8 +37,22 @@ class Device:
     shared_memory_bytes: int = 227 << 10
 
 
-# One GPU for each capability that vLLM 0.32 has kernels of its own for.
+# One GPU for each capability that vLLM has kernels or limits of its own for.
 DEVICES = {
+    "sm80": Device(
+        name="NVIDIA A100-SXM4-80GB",
+        capability=(8, 0),
+        num_sms=108,
+        memory_bytes=80 << 30,
+        shared_memory_bytes=163 << 10,
+    ),
+    "sm86": Device(
+        name="NVIDIA GeForce RTX 3090",
+        capability=(8, 6),
+        num_sms=82,
+        memory_bytes=24 << 30,
+        shared_memory_bytes=99 << 10,
+    ),
     "sm89": Device(
         name="NVIDIA L40S",
         capability=(8, 9),
@@ -195,9 +210,10 @@ def _answer(module: Any, **answers: Any) -> None:
 
 def install(device: Device) -> None:
     """Pretend `device`. Call it once, before the rest of vLLM is imported."""
+    import vllm
     from vllm import platforms
 
-    stubs.install_packages()
+    stubs.install_packages(vllm.__path__[0])
     major, minor = device.capability
     let_operators_appear = stubs.install_operators(major * 10 + minor)
     _answer_for(device)
@@ -206,7 +222,7 @@ def install(device: Device) -> None:
     )  # this build's version ends in +cpu
     platforms._current_platform = _platform(device)
     _activate_triton(device)
-    import vllm._custom_ops  # noqa: F401  registers fakes for the operators that exist; only then may all exist
+    import vllm._custom_ops  # registers fakes for the operators that exist; only then may all exist
 
     let_operators_appear()
     # vLLM asks kernel libraries for tables, and a stub has none.
@@ -215,6 +231,10 @@ def install(device: Device) -> None:
     for name in ("has_deep_gemm", "has_cutedsl", "has_tilelang", "has_triton_kernels"):
         if hasattr(import_utils, name):
             setattr(import_utils, name, lambda: True)
+    # It looks for a file of the CUDA wheel.
+    from vllm.vllm_flash_attn import flash_attn_interface
+
+    flash_attn_interface.FA4_AVAILABLE = True
     if hasattr(flashinfer, "has_flashinfer_sparse_mla_sm120_config"):
         flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda heads, topk: True
     # vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of
