@@ -13,6 +13,7 @@ vLLM 0.29.0 to 0.33.0.
 """
 
 import contextlib
+import os
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -213,7 +214,8 @@ def install(device: Device) -> None:
     import vllm
     from vllm import platforms
 
-    stubs.install_packages(vllm.__path__[0])
+    is_cuda_wheel = any(name.startswith("_C_stable") for name in os.listdir(vllm.__path__[0]))
+    stubs.install_packages(is_cuda_wheel=is_cuda_wheel)
     major, minor = device.capability
     let_operators_appear = stubs.install_operators(major * 10 + minor)
     _answer_for(device)
@@ -225,18 +227,8 @@ def install(device: Device) -> None:
     import vllm._custom_ops  # registers fakes for the operators that exist; only then may all exist
 
     let_operators_appear()
-    # vLLM asks kernel libraries for tables, and a stub has none.
-    from vllm.utils import flashinfer, import_utils
-
-    for name in ("has_deep_gemm", "has_cutedsl", "has_tilelang", "has_triton_kernels"):
-        if hasattr(import_utils, name):
-            setattr(import_utils, name, lambda: True)
-    # It looks for a file of the CUDA wheel.
-    from vllm.vllm_flash_attn import flash_attn_interface
-
-    flash_attn_interface.FA4_AVAILABLE = True
-    if hasattr(flashinfer, "has_flashinfer_sparse_mla_sm120_config"):
-        flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda heads, topk: True
+    if not is_cuda_wheel:
+        _answer_for_libraries()
     # vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of
     # the CPU build.
     from vllm.model_executor.models import registry
@@ -244,6 +236,19 @@ def install(device: Device) -> None:
     registry._run_in_subprocess = lambda look: look()
     registry._LazyRegisteredModel._load_modelinfo_from_cache = lambda self, module_hash: None
     registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda self, info, module_hash: None
+
+
+def _answer_for_libraries() -> None:
+    """vLLM looks for tables and files in kernel libraries, and a stub has none."""
+    from vllm.utils import flashinfer, import_utils
+    from vllm.vllm_flash_attn import flash_attn_interface
+
+    for name in ("has_deep_gemm", "has_cutedsl", "has_tilelang", "has_triton_kernels"):
+        if hasattr(import_utils, name):
+            setattr(import_utils, name, lambda: True)
+    flash_attn_interface.FA4_AVAILABLE = True
+    if hasattr(flashinfer, "has_flashinfer_sparse_mla_sm120_config"):
+        flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda heads, topk: True
 
 
 def _platform(device: Device) -> Any:

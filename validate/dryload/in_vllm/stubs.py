@@ -13,10 +13,9 @@ implementation for each operator that it finds.
 
 import importlib.abc
 import importlib.machinery
-import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -77,14 +76,15 @@ class Calls:
     count = 0
 
 
-def install_packages(vllm_folder: str) -> None:
-    """Make every submodule of PACKAGES importable.
+def install_packages(*, is_cuda_wheel: bool) -> None:
+    """Make every submodule of PACKAGES importable; an installed package comes first.
 
-    An installed package comes first, unless vLLM's own compiled files are missing: where the Python
-    files of a wheel lie alone, its packages are half there (`deep_gemm` asserts one *.so).
+    Without the compiled files of the CUDA wheel, vLLM's own come last: its Python files may be
+    there alone, and `deep_gemm` asserts one *.so.
     """
-    is_whole = any(name.endswith(".so") for name in os.listdir(vllm_folder))
-    sys.meta_path.insert(len(sys.meta_path) if is_whole else 0, _Finder())
+    if not is_cuda_wheel:
+        sys.meta_path.insert(0, _Finder([name for name in PACKAGES if name.startswith("vllm.")]))
+    sys.meta_path.append(_Finder(PACKAGES))
 
 
 def install_operators(capability: int) -> Callable[[], None]:
@@ -241,12 +241,15 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every submodule of PACKAGES."""
+    """Finds every submodule of some packages."""
+
+    def __init__(self, packages: Iterable[str]):
+        self._packages = packages
 
     def find_spec(
         self, fullname: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if any(fullname == package or fullname.startswith(f"{package}.") for package in PACKAGES):
+        if any(f"{fullname}.".startswith(f"{package}.") for package in self._packages):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
