@@ -13,6 +13,8 @@ vLLM 0.29.0 to 0.33.0.
 """
 
 import contextlib
+import enum
+import importlib
 import os
 import types
 from collections.abc import Iterator
@@ -239,7 +241,7 @@ def install(device: Device) -> None:
 
 
 def _answer_for_libraries() -> None:
-    """vLLM looks for tables and files in kernel libraries, and a stub has none."""
+    """vLLM looks for names, tables and files in kernel libraries, and a stub has none."""
     from vllm.utils import flashinfer, import_utils
     from vllm.vllm_flash_attn import flash_attn_interface
 
@@ -247,6 +249,9 @@ def _answer_for_libraries() -> None:
         if hasattr(import_utils, name):
             setattr(import_utils, name, lambda: True)
     flash_attn_interface.FA4_AVAILABLE = True
+    kinds = ("dense", "indexed", "grouped_contiguous", "grouped_masked")
+    humming = importlib.import_module("humming.config")
+    humming.GemmType = enum.Enum("GemmType", {kind.upper(): kind for kind in kinds})
     if hasattr(flashinfer, "has_flashinfer_sparse_mla_sm120_config"):
         flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda heads, topk: True
 
