@@ -1,5 +1,7 @@
-"""What vLLM picks on an A100, an RTX 3090, and an L40S or RTX 4090: no FP4 tensor cores, no Machete,
-no DeepGEMM, no grouped CUTLASS; before sm89 no FP8 tensor cores.
+"""What vLLM picks without FP4 tensor cores: on an A100, an RTX 3090, an L40S or RTX 4090, and an H100.
+
+Before sm90 there is no Machete, no DeepGEMM and no grouped CUTLASS, before sm89 no FP8 tensor cores.
+On sm90 Humming, which vLLM's CUDA wheel requires, comes before Marlin.
 """
 
 import foreign_form
@@ -50,7 +52,7 @@ def made() -> dict[str, Checkpoint]:
     }
 
 
-@pytest.mark.parametrize("gpu", ["sm80", "sm86", "sm89"])
+@pytest.mark.parametrize("gpu", ["sm80", "sm86", "sm89", "sm90"])
 def test_kernels_and_findings(gpu, made, dry_loaded):
     """Kernels by the order of each list in vLLM's kernels/linear/__init__.py, is_supported of each
     kernel, and fused_moe/oracle/*.py. An entry for an FP8 cache reaches the draft, but not
