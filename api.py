@@ -174,7 +174,7 @@ def check(
 
     Args:
         where: a folder or a Hub id, of keepmtp or of any other tool.
-        gpus: GPUs to pretend: sm89, sm90, sm100, sm120. They need not be there; a vLLM environment
+        gpus: GPUs to pretend: sm80 to sm120 (`GPUS`). They need not be there; a vLLM environment
             must.
         tps: tensor-parallel sizes of the dry loads.
         num_drafts: num_speculative_tokens of the dry loads.

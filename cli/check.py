@@ -98,7 +98,7 @@ def check(
 
     Args:
         paths: Checkpoints: folders or Hub ids, ours or anyone's.
-        gpus: Also let vLLM load it, on a pretended H100 (sm90), sm89, sm100, sm120; repeatable.
+        gpus: Also let vLLM load it, on a pretended H100 (sm90); sm80 to sm120; repeatable.
         num_drafts: num_speculative_tokens.
         draft: The draft's own checkpoint, where it has one.
         vllms: Versions that load it: 0.29.0,0.33.0, `all`, or a folder or wheel with a vLLM;

@@ -61,7 +61,7 @@ def explain(
     Args:
         path: The checkpoint: a folder or a Hub id; or none, with --log.
         log: A serve log or a traceback: a file, or - for standard input.
-        gpu: Also name the kernels, on a pretended sm89, sm90, sm100 or sm120.
+        gpu: Also name the kernels, on a pretended GPU from sm80 to sm120.
     """
     from .. import api
     from ..validate.dryload.explain import explain as explanation_of

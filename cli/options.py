@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 # Names that people type instead of the one that vLLM's kernels go by, without NVIDIA, RTX and
 # signs.
 _GPU_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("a100", "a10", "a40", "a6000", "3090", "ampere", "sm86"), "sm80"),
+    **dict.fromkeys(("a100", "a30", "ampere"), "sm80"),
+    **dict.fromkeys(("a10", "a10g", "a40", "a6000", "3090"), "sm86"),
     **dict.fromkeys(("l40s", "l4", "4090", "6000ada", "ada"), "sm89"),
     **dict.fromkeys(("h100", "h200", "h20", "gh200", "hopper"), "sm90"),
     **dict.fromkeys(("b200", "gb200", "b300", "gb300", "blackwell", "sm103"), "sm100"),
@@ -126,8 +127,6 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
             )
             if "," in word:
                 cure = f"Repeat it: {' '.join(f'--gpu {each}' for each in word.split(','))}"
-            if name in _GPU_NAMES.values():
-                cure = f"{word} is {name}, which is not judged: leave --gpu out"
             raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)
     return [gpu for gpu in GPUS if gpu in meant]
 

@@ -77,7 +77,7 @@ def serve(
             MTP layers.
         host: Address to listen on; 0.0.0.0 lets other machines in, and everybody on them.
         port: Port to listen on.
-        gpus: Let vLLM's loaders judge it first, on a pretended sm89, sm90, sm100 or sm120.
+        gpus: Let vLLM's loaders judge it first, on a pretended GPU from sm80 to sm120.
         log: File for the server's log; default: it passes through, on standard error.
         every: Seconds between two lines of acceptance.
         dry_run: Check it, print the commands for a shell and for Docker, and stop.

@@ -36,7 +36,7 @@ LONG = (
     "test_wheel.py",
     "vllm/test_tiny_models.py",
     "vllm/test_serve_verb.py",
-    "vllm/test_sm89.py",
+    "vllm/test_older_gpus.py",
     "vllm/test_acceptance_without_server.py",
     "vllm/test_draft_logits.py",
     "cli/test_survivors.py",

@@ -2,7 +2,8 @@
 
 In: a name that people type, or a number of GiB. Out: a `Card`.
 
-Source: NVIDIA's datasheets of A100 80GB SXM, L40S, H100 SXM, H200 SXM, HGX B200 and HGX B300.
+Source: NVIDIA's datasheets of A10, A40, A100 80GB SXM, L40S, H100 SXM, H200 SXM, HGX B200 and HGX
+B300.
 """
 
 import re
@@ -13,6 +14,9 @@ from typing import NamedTuple
 from ...recipes.errors import RecipeError, did_you_mean
 
 CARDS: Mapping[str, int] = {
+    "3090": 24,
+    "A10": 24,
+    "A40": 48,
     "A100": 80,
     "4090": 24,
     "5090": 32,

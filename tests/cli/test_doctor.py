@@ -56,7 +56,7 @@ def test_this_machine():
     assert told["known_vllm"] == {"read": list(vllm_env.KNOWN), "tested": ["0.32.0"]}
     for what in ("plan, static check", "HTML report", "packing weights, without data"):
         assert can(told, what)
-    for gpu in ("sm89", "sm90", "sm100", "sm120"):
+    for gpu in ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"):
         assert can(told, f"dry load on a pretended {gpu}")
 
 

@@ -119,8 +119,8 @@ def test_one_hostile_folder_does_not_end_a_batch(tmp_path):
 
 
 def test_a_gpu_by_its_name_in_a_shop():
-    names = ["H100", "RTX 4090", "5090", "NVIDIA B200", "sm_90"]
-    assert chosen_gpus(names) == ["sm89", "sm90", "sm100", "sm120"]
+    names = ["H100", "RTX 4090", "5090", "NVIDIA B200", "sm_90", "A100", "GeForce RTX 3090"]
+    assert chosen_gpus(names) == ["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"]
 
 
 # --- a defect: 70, and a traceback ----------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_a_draft_of_its_own_is_loaded_beside_its_target(assistant, tmp_path):
     [
         ("--gpu sm100", "/nowhere", "make"),
         ("--gpu sm100", sys.executable, "vLLM"),
-        ("--gpu sm80", "", "sm89, sm90, sm100, sm120; got sm80"),
+        ("--gpu sm75", "", "sm80, sm86, sm89, sm90, sm100, sm120; got sm75"),
         ("--tp 4", "", "--gpu"),
     ],
 )

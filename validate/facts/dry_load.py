@@ -15,9 +15,11 @@ from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from ...recipes.errors import shortened
 from ...recipes.runtimes.vllm import parsed
 
-GPU = Literal["sm89", "sm90", "sm100", "sm120"]
+GPU = Literal["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"]
 GPUS: tuple[GPU, ...] = get_args(GPU)
 GPU_NAMES: Mapping[str, str] = {
+    "sm80": "A100",
+    "sm86": "RTX 3090, A10",
     "sm89": "L40S, RTX 4090",
     "sm90": "H100, H200",
     "sm100": "B200",

@@ -4,7 +4,7 @@ In: a model as vLLM built it. Out: `Demands`. The account compares the load with
 
 Easy to get wrong: a rule by name alone also hides faults. A checkpoint may leave out input scales
 only where nothing quantizes inputs. Padding is allowed only where vLLM says that it rounded a size
-up. Source: vLLM 0.32.0.
+up. Source: vLLM 0.29.0 to 0.33.0.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +36,8 @@ def demands_of(model: torch.nn.Module) -> Demands:
     where there is no activation key (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same
     names under W4A4 are demanded. MiMo's audio encoder builds a Qwen2 with a table of tokens, and
     gives it embeddings only (models/mimo_audio.py). Biases of GPTQ's experts are deleted again if
-    none was loaded (quantization/auto_gptq.py:620).
+    none was loaded (quantization/auto_gptq.py:620). Experts of 0.29.0 have an order of channels,
+    which only `actorder: group` and GPTQ store, and its sorting, which vLLM computes.
 
     Padded: parameters of modules without a quantization method, such as sinks. A module with a
     `pad_size` gives a fused linear beneath it that many rows more.
@@ -54,9 +55,12 @@ def demands_of(model: torch.nn.Module) -> Demands:
         is_weight_only = getattr(method, "use_a16", False)
         is_weight_only |= spec is not None and spec.activation is None
         drops_bias = isinstance(method, AutoGPTQMoEMethod) and not method.moe.has_bias
+        has_order = getattr(method, "actorder", "group") == "group"
         for name, param in module.named_parameters(recurse=False):
             is_free = isinstance(method, BaseKVCacheMethod) or name == "input_scale_ub"
             is_free |= is_weight_only and name.endswith(("input_scale", "input_global_scale"))
+            is_free |= name.endswith("_sort_indices")
+            is_free |= not has_order and name.endswith("_g_idx")
             if is_free or (drops_bias and name.endswith("_bias")):
                 optional.add(f"{prefix}.{name}")
             if method is None:

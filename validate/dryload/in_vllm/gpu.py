@@ -8,10 +8,14 @@ Easy to get wrong: many modules read the capability when they are imported. So e
 a process of its own, and the platform must be set before the first of these imports. torch._dynamo
 refuses one function with two names, so each replacement is an object of its own. A function mode
 also sees every `.shape`. So it is left while weights load (`weights_only`), which halves the time;
-the account's dispatch mode maps devices there. Written against vLLM 0.32.0.
+the account's dispatch mode maps devices there. It runs under
+vLLM 0.29.0 to 0.33.0.
 """
 
 import contextlib
+import enum
+import importlib
+import os
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,8 +40,22 @@ class Device:
     shared_memory_bytes: int = 227 << 10
 
 
-# One GPU for each capability that vLLM 0.32 has kernels of its own for.
+# One GPU for each capability that vLLM has kernels or limits of its own for.
 DEVICES = {
+    "sm80": Device(
+        name="NVIDIA A100-SXM4-80GB",
+        capability=(8, 0),
+        num_sms=108,
+        memory_bytes=80 << 30,
+        shared_memory_bytes=163 << 10,
+    ),
+    "sm86": Device(
+        name="NVIDIA GeForce RTX 3090",
+        capability=(8, 6),
+        num_sms=82,
+        memory_bytes=24 << 30,
+        shared_memory_bytes=99 << 10,
+    ),
     "sm89": Device(
         name="NVIDIA L40S",
         capability=(8, 9),
@@ -195,9 +213,11 @@ def _answer(module: Any, **answers: Any) -> None:
 
 def install(device: Device) -> None:
     """Pretend `device`. Call it once, before the rest of vLLM is imported."""
+    import vllm
     from vllm import platforms
 
-    stubs.install_packages()
+    is_cuda_wheel = any(name.startswith("_C_stable") for name in os.listdir(vllm.__path__[0]))
+    stubs.install_packages(is_cuda_wheel=is_cuda_wheel)
     major, minor = device.capability
     let_operators_appear = stubs.install_operators(major * 10 + minor)
     _answer_for(device)
@@ -206,17 +226,11 @@ def install(device: Device) -> None:
     )  # this build's version ends in +cpu
     platforms._current_platform = _platform(device)
     _activate_triton(device)
-    import vllm._custom_ops  # noqa: F401  registers fakes for the operators that exist; only then may all exist
+    import vllm._custom_ops  # registers fakes for the operators that exist; only then may all exist
 
     let_operators_appear()
-    # vLLM asks kernel libraries for tables, and a stub has none.
-    from vllm.utils import flashinfer, import_utils
-
-    for name in ("has_deep_gemm", "has_cutedsl", "has_tilelang", "has_triton_kernels"):
-        if hasattr(import_utils, name):
-            setattr(import_utils, name, lambda: True)
-    if hasattr(flashinfer, "has_flashinfer_sparse_mla_sm120_config"):
-        flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda heads, topk: True
+    if not is_cuda_wheel:
+        _answer_for_libraries()
     # vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of
     # the CPU build.
     from vllm.model_executor.models import registry
@@ -224,6 +238,22 @@ def install(device: Device) -> None:
     registry._run_in_subprocess = lambda look: look()
     registry._LazyRegisteredModel._load_modelinfo_from_cache = lambda self, module_hash: None
     registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda self, info, module_hash: None
+
+
+def _answer_for_libraries() -> None:
+    """vLLM looks for names, tables and files in kernel libraries, and a stub has none."""
+    from vllm.utils import flashinfer, import_utils
+    from vllm.vllm_flash_attn import flash_attn_interface
+
+    for name in ("has_deep_gemm", "has_cutedsl", "has_tilelang", "has_triton_kernels"):
+        if hasattr(import_utils, name):
+            setattr(import_utils, name, lambda: True)
+    flash_attn_interface.FA4_AVAILABLE = True
+    kinds = ("dense", "indexed", "grouped_contiguous", "grouped_masked")
+    humming = importlib.import_module("humming.config")
+    humming.GemmType = enum.Enum("GemmType", {kind.upper(): kind for kind in kinds})
+    if hasattr(flashinfer, "has_flashinfer_sparse_mla_sm120_config"):
+        flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda heads, topk: True
 
 
 def _platform(device: Device) -> Any:

@@ -66,10 +66,14 @@ def last_frame(error: BaseException) -> tuple[str, bool]:
     """file:line of the last frame in vLLM, and whether vLLM itself raised there, not a library that
     it called.
     """
+    import vllm
+
+    folder = vllm.__path__[0]
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages/vllm/" in frame.filename] or frames
+    own = [frame for frame in frames if frame.filename.startswith(f"{folder}/")] or frames
     last = own[-1]
-    return f"{last.filename.rpartition('site-packages/')[2]}:{last.lineno}", last is frames[-1]
+    at = last.filename.removeprefix(folder.removesuffix("vllm")).rpartition("site-packages/")[2]
+    return f"{at}:{last.lineno}", last is frames[-1]
 
 
 def _one(value: torch.Tensor) -> float:

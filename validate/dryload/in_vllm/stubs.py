@@ -5,17 +5,17 @@ In: nothing, or a compute capability. Out: importable packages that accept every
 that answer what vLLM asks while it builds and loads a model. The operators refuse to compute.
 
 Easy to get wrong: a package that looks installed changes which kernel vLLM chooses. PACKAGES is
-what the CUDA wheel of vLLM 0.32.0 depends on, and no more: with `humming` here, vLLM would choose
-it first on sm90. transformers also asks importlib.metadata, where a stub is absent. Operators may
-appear only after the import of `vllm._custom_ops`, because vLLM registers a fake implementation for
-each operator that it finds.
+what the CUDA wheels of vLLM 0.29.0 to 0.33.0 hold or require, and no more: without `humming`, vLLM
+would choose Marlin on sm90. transformers also asks importlib.metadata, where a stub is absent.
+Operators may appear only after the import of `vllm._custom_ops`, because vLLM registers a fake
+implementation for each operator that it finds.
 """
 
 import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,23 +25,21 @@ PACKAGES = (
     "cutlass",
     "cuda",
     "quack",
-    "deep_gemm",
     "tilelang",
     "tokenspeed_mla",
-    "flash_attn_interface",
     "torchvision",
-    "fmha_sm100",
     "triton_kernels",
+    "humming",
     "vllm._C_stable_libtorch",
     "vllm._moe_C_stable_libtorch",
     "vllm._qutlass_C",
     "vllm._flashmla_C",
     "vllm._flashmla_extension_C",
     "vllm._flashkda_C",
+    "vllm._deepselect_C",
     "vllm.cumem_allocator",
     "vllm.vllm_flash_attn._vllm_fa2_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
-    "vllm.vllm_flash_attn._vllm_fa4_C",
     "vllm.vllm_flash_attn.cute",
     "vllm.vllm_flash_attn.layers",
     "vllm.vllm_flash_attn.ops",
@@ -49,7 +47,7 @@ PACKAGES = (
     "vllm.third_party.triton_kernels",
     "vllm.third_party.fmha_sm100",
     "vllm.third_party.flashmla.flash_mla_interface",
-    "vllm.third_party.quack",
+    "vllm.third_party.tml_fa4",
 )
 OP_NAMESPACES = frozenset(
     {
@@ -65,6 +63,7 @@ OP_NAMESPACES = frozenset(
         "_flashmla_C",
         "_flashmla_extension_C",
         "_flashkda_C",
+        "deep_select",
     }
 )
 
@@ -77,9 +76,15 @@ class Calls:
     count = 0
 
 
-def install_packages() -> None:
-    """Make every submodule of PACKAGES importable; an installed package comes first."""
-    sys.meta_path.append(_Finder())
+def install_packages(*, is_cuda_wheel: bool) -> None:
+    """Make every submodule of PACKAGES importable; an installed package comes first.
+
+    Without the compiled files of the CUDA wheel, vLLM's own come last: its Python files may be
+    there alone, and `deep_gemm` asserts one *.so.
+    """
+    if not is_cuda_wheel:
+        sys.meta_path.insert(0, _Finder([name for name in PACKAGES if name.startswith("vllm.")]))
+    sys.meta_path.append(_Finder(PACKAGES))
 
 
 def install_operators(capability: int) -> Callable[[], None]:
@@ -147,7 +152,7 @@ class _Operator:
 
 def _supports(name: str, capability: int) -> bool:
     """What vLLM's compiled support queries answer on a GPU of this capability, by csrc of vLLM
-    0.32.0 (CUDA 13).
+    0.29.0 to 0.33.0 (CUDA 13).
     """
     if "supports_fp4" in name:
         return 100 <= capability < 130
@@ -159,7 +164,9 @@ def _supports(name: str, capability: int) -> bool:
         return 90 <= capability < 100
     if "supports_block_fp8" in name:
         return capability >= 90
-    return capability >= 89
+    if "supports_fp8" in name:
+        return capability >= 89
+    return True  # permuting tokens of experts: any GPU, from CUDA 12 on
 
 
 class _StubMeta(type):
@@ -234,14 +241,15 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every submodule of PACKAGES. It is the last in sys.meta_path, so other finders come
-    first.
-    """
+    """Finds every submodule of some packages."""
+
+    def __init__(self, packages: Iterable[str]):
+        self._packages = packages
 
     def find_spec(
         self, fullname: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if any(fullname == package or fullname.startswith(f"{package}.") for package in PACKAGES):
+        if any(f"{fullname}.".startswith(f"{package}.") for package in self._packages):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 

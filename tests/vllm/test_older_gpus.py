@@ -1,5 +1,7 @@
-"""What vLLM picks on an L40S or an RTX 4090: no FP4 tensor cores, no Machete, no DeepGEMM, no
-grouped CUTLASS.
+"""What vLLM picks without FP4 tensor cores: on an A100, an RTX 3090, an L40S or RTX 4090, and an H100.
+
+Before sm90 there is no Machete, no DeepGEMM and no grouped CUTLASS, before sm89 no FP8 tensor cores.
+On sm90 Humming, which vLLM's CUDA wheel requires, comes before Marlin.
 """
 
 import foreign_form
@@ -9,7 +11,6 @@ from good import cached, ours, outputs_of, released
 from keepmtp.recipes.conventions import FP8_CACHE
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.facts.dry_load import LoadAccount
 from modelopt_form import modelopt
 from printed import printed
 
@@ -36,9 +37,10 @@ def with_cache(checkpoint: Checkpoint, scale: str) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def accounts(dry_loaded) -> dict[str, LoadAccount]:
+def made() -> dict[str, Checkpoint]:
     mla = ours("deepseek-r1", "FP8_DYNAMIC")
-    made = {scheme: ours("glm-4.7", scheme, scheme) for scheme in SCHEMES} | {
+    schemes = {scheme: ours("glm-4.7", scheme, scheme) for scheme in SCHEMES}
+    return schemes | {
         "modelopt NVFP4": modelopt("glm-4.7", "NVFP4", "NVFP4"),
         "modelopt FP8": modelopt("glm-4.7", "FP8", "FP8"),
         "Quark MXFP4": foreign_form.quark_mxfp4(mtp="MXFP4"),
@@ -48,17 +50,17 @@ def accounts(dry_loaded) -> dict[str, LoadAccount]:
         "FP8 cache, MLA": with_cache(mla, "model.layers.3.self_attn.k_scale"),
         "own attention": released("dsv4-flash"),
     }
-    return dry_loaded(made, "sm89")
 
 
-def test_kernels_and_findings(accounts):
-    """Kernels by the order of each list in vLLM 0.32.0's kernels/linear/__init__.py, is_supported of
-    each kernel, and fused_moe/oracle/*.py. An entry for an FP8 cache reaches the draft, but not
+@pytest.mark.parametrize("gpu", ["sm80", "sm86", "sm89", "sm90"])
+def test_kernels_and_findings(gpu, made, dry_loaded):
+    """Kernels by the order of each list in vLLM's kernels/linear/__init__.py, is_supported of each
+    kernel, and fused_moe/oracle/*.py. An entry for an FP8 cache reaches the draft, but not
     latent attention, whose scale is left unread. DeepSeek-V4 names its own back-end: vLLM builds it
     on every GPU, and fails at the first token; what it and sparse attention need is another GPU.
     """
     text = ""
-    for name, account in accounts.items():
+    for name, account in dry_loaded(made, gpu).items():
         for role in ("target", "draft"):
             text += f"== {name}, {role}\n"
             for use in account.of(role)[0].kernels:
@@ -68,4 +70,4 @@ def test_kernels_and_findings(accounts):
         for found in with_loads(examine(account.path), [account]).data.findings:
             where = found.where.replace(account.path, "FOLDER")
             text += f"{found.severity} {found.rule} {where}\n  {found.says}\n  {found.cure}\n"
-    printed("sm89.txt", text)
+    printed(f"{gpu}.txt", text)
