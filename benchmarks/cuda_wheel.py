@@ -9,12 +9,13 @@ Both sides run the same Python files of vLLM. With the stubs its compiled extens
 packages that the CUDA wheel requires, are pretended; with the wheel they are the real ones, and
 only the driver is pretended: a `libcuda.so.1` whose every function returns an error.
 
-Easy to get wrong: an answer is kept until the dry load's own code, or the vLLM that it ran under,
-changes. A GPU takes minutes, so one that is finished is not loaded again.
+Easy to get wrong: an answer is kept, because a GPU takes minutes, until the checkpoints, the dry
+load's own code or the vLLM that it ran under change.
 """
 
 import argparse
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -23,8 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,13 @@ from checkpoint_files import Checkpoint, write
 from good import ours
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.dryload import loader
-from keepmtp.validate.facts.dry_load import GPUS, ROLES, LoadAccount
+from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.facts.dry_load import GPU, GPUS, ROLES, LoadAccount
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from matrix import VARIANTS, separate_target
 
 FOLDER = Path(__file__).parent.parent / "build" / "cuda-wheel"
+IN_VLLM = Path(inspect.getfile(DryLoader)).parent / "in_vllm"
 # What the wheel's extensions and PyTorch's want of the driver. 100 is CUDA_ERROR_NO_DEVICE.
 DRIVER = """
 cuInit cuCtxGetCurrent cuCtxSetCurrent cuDeviceGetAttribute cuDevicePrimaryCtxRetain
@@ -77,7 +78,7 @@ def driver(folder: Path) -> Path:
     return folder
 
 
-def made(scratch: Path) -> dict[Name, loader.Job]:
+def made(scratch: Path) -> dict[Name, Job]:
     """Every family in every variant, and one model in every scheme, as headers over holes."""
     builders = {
         (model, variant): lambda model=model, build=build: build(model)
@@ -88,7 +89,7 @@ def made(scratch: Path) -> dict[Name, loader.Job]:
         (TABLED, scheme): lambda scheme=scheme: ours(TABLED, scheme, scheme, "split")
         for scheme in SCHEMES
     }
-    jobs = dict[Name, loader.Job]()
+    jobs = dict[Name, Job]()
     for number, ((model, variant), build) in enumerate(builders.items()):
         try:
             checkpoint: Checkpoint = build()
@@ -96,7 +97,7 @@ def made(scratch: Path) -> dict[Name, loader.Job]:
             continue
         folder = write(scratch / str(number), checkpoint)
         target = separate_target(model, folder)
-        jobs[model, variant] = loader.Job(folder=target or folder, draft=folder if target else None)
+        jobs[model, variant] = Job(folder=target or folder, draft=folder if target else None)
     return jobs
 
 
@@ -122,22 +123,11 @@ def told(account: LoadAccount) -> dict[str, Any]:
     return {"verdict": verdict(account), "rows": rows}
 
 
-@contextmanager
-def environment_with(**changes: str) -> Iterator[None]:
-    """Variables for vLLM's process."""
-    original = loader.environment
-    loader.environment = lambda: original(changes)
-    try:
-        yield
-    finally:
-        loader.environment = original
-
-
-def load(vllm: VLLM, changes: Mapping[str, str], gpu: str, jobs: Mapping[Name, loader.Job]) -> Any:
-    """Every job on one GPU: (model, variant, what is compared), and the seconds."""
+def load(vllm: VLLM, gpu: GPU, jobs: Mapping[Name, Job]) -> dict[str, Any]:
+    """What every job told on one GPU, and the seconds of all."""
     start = time.perf_counter()
-    with environment_with(**changes), loader.DryLoader(vllm, gpu=gpu) as loads:
-        accounts = loads.load_all([*jobs.values()])
+    with DryLoader(vllm, gpu=gpu) as loader:
+        accounts = loader.load_all([*jobs.values()])
     answers = [[*name, told(each)] for name, each in zip(jobs, accounts, strict=True)]
     return {"answers": answers, "seconds": time.perf_counter() - start}
 
@@ -227,27 +217,27 @@ def main() -> int:
     parser.add_argument("--gpu", action="append", choices=GPUS)
     options = parser.parse_args()
     folder, gpus = options.folder.resolve(), options.gpu or GPUS
-    own = find_vllm(any_version=True)
-    os.environ["VLLM_PYTHON"] = str(folder / "venv" / "bin" / "python")
-    real = find_vllm(any_version=True)
-    stubbed = replace(own, version=real.version)
-    environments = {
-        "stubs": (stubbed, {"PYTHONPATH": str(python_files(real, folder / "site"))}),
-        "wheel": (real, {"LD_LIBRARY_PATH": str(driver(folder / "driver"))}),
+    pretending = find_vllm()
+    os.environ |= {
+        "VLLM_PYTHON": str(folder / "venv" / "bin" / "python"),
+        "LD_LIBRARY_PATH": str(driver(folder / "driver")),
     }
-    code = hashlib.sha256(real.version.encode())
-    for path in sorted((Path(loader.__file__).parent / "in_vllm").glob("*.py")):
-        code.update(path.read_bytes())
-    answers = folder / "answers" / code.hexdigest()[:12]
-    answers.mkdir(parents=True, exist_ok=True)
+    real = find_vllm()
+    site = python_files(real, folder / "site")
+    vllms = {"stubs": replace(pretending, version=real.version, site=site), "wheel": real}
     sides = {side: dict[str, Any]() for side in SIDES}
     with tempfile.TemporaryDirectory() as scratch:
         jobs = made(Path(scratch))
+        seen = hashlib.sha256(real.version.encode())
+        for path in sorted([*IN_VLLM.glob("*.py"), *Path(scratch).rglob("*.json")]):
+            seen.update(path.read_bytes())
+        answers = folder / "answers" / seen.hexdigest()[:12]
+        answers.mkdir(parents=True, exist_ok=True)
         for gpu in gpus:
-            for side, (vllm, changes) in environments.items():
+            for side, vllm in vllms.items():
                 kept = answers / f"{side}-{gpu}.json"
                 if not kept.exists():
-                    kept.write_text(json.dumps(load(vllm, changes, gpu, jobs)))
+                    kept.write_text(json.dumps(load(vllm, gpu, jobs)))
                 sides[side][gpu] = json.loads(kept.read_text())
                 print(f"{gpu} {side}: {sides[side][gpu]['seconds']:.0f} s", file=sys.stderr)
     page, count = differences(sides)
