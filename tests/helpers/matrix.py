@@ -69,7 +69,7 @@ def run(gpus: Iterable[GPU], tps: tuple[int, ...], variants: Iterable[str]) -> C
                 refused[model, variant] = _plain(f"not made: {refusal}")
             else:
                 folder = write(Path(scratch) / f"{len(made)}", checkpoint)
-                made[model, variant] = examine(folder), _target(model, folder), folder
+                made[model, variant] = examine(folder), separate_target(model, folder), folder
         for gpu in gpus:
             jobs = [
                 Job(folder=target or folder, draft=folder if target else None, tp=tp)
@@ -96,7 +96,7 @@ def _plain(reason: str) -> str:
     return " ".join(reason.replace("|", "\\|").split())
 
 
-def _target(model: str, folder: Path) -> Path | None:
+def separate_target(model: str, folder: Path) -> Path | None:
     """A target for a draft that has a checkpoint of its own."""
     if model not in SEPARATE:
         return None
